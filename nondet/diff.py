@@ -21,7 +21,6 @@ from nondet.core.records import (
     Run,
     ServerSeen,
     Status,
-    Tape,
     Timed,
 )
 from nondet.errors import UnknownNameError
@@ -162,7 +161,8 @@ def _counts(a: list[Completion], b: list[Completion], with_logprobs: bool) -> di
 _TIMES = {"seconds", "samples_us", "median_us", "low_us", "high_us", "started", "sample_seconds", "train_seconds"}
 _LIST_MOST = 6
 # Records of the settings and of the server: equal ones are not a comparison of results.
-_ABOUT = (AxisValue, Limit, ServerSeen, Tape)
+_ABOUT = (AxisValue, Limit, ServerSeen)
+_UNTOLD = ("completions", "rounds", "tapes")  # by themselves, or what completions came from
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
     if impl:
         a, b = _of(a, impl, impl), _of(b, against or impl, impl)
     kinds, changes = [], []
-    for field in (name for name in RECORDS.values() if name not in ("completions", "rounds")):
+    for field in (name for name in RECORDS.values() if name not in _UNTOLD):
         kind, moved = _kind(field, getattr(a, field), getattr(b, field))
         if kind.matched or kind.only_a or kind.only_b:
             kinds.append(kind)

@@ -8,25 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from nondet.core.records import Run
 from nondet.core.traces import Trace
-from nondet.reports.document import (
-    BRIEF,
-    WHOLE,
-    Bit,
-    Block,
-    Code,
-    Details,
-    Figure,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-    grid,
-)
+from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.endpoint import parting
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, tally_axes
 
@@ -39,11 +24,6 @@ class AxisCell:
     first: int | None
 
     @property
-    def traces(self) -> str:
-        """ "12 (7)": distinct over all values, and at the value with most."""
-        return f"{self.tally.traces:,} ({self.tally.traces_within:,})"
-
-    @property
     def count(self) -> int:
         """The traces that are drawn: over all values, or at the value with the most."""
         return self.tally.traces if self.tally.held else self.tally.traces_within
@@ -52,10 +32,6 @@ class AxisCell:
     def moves(self) -> bool:
         """Whether requests followed the axis, or, at one value, the batch."""
         return self.tally.moved > 0 if self.tally.held else self.tally.traces_within > 1
-
-    def moved(self, of: str) -> str:
-        """ "7 of 10": requests whose trace is not that of the same request at the base."""
-        return f"{self.tally.moved:,}{of}{self.tally.compared:,}" if self.tally.held else "may differ"
 
 
 @dataclass(frozen=True)
@@ -70,18 +46,15 @@ class AxisLine:
     note: str
 
     @property
-    def values(self) -> list[str]:
-        """The values that took effect."""
-        return list(dict.fromkeys(value for value, _, holds, _ in self.proofs if holds))
-
-    @property
-    def unproven(self) -> list[str]:
-        """The values that did not."""
+    def values(self) -> str:
+        """The values that took effect, and those that did not."""
         lacking: dict[str, list[str]] = {}
         for value, impl, holds, _ in self.proofs:
             if not holds:
                 lacking.setdefault(value, []).append(impl)
-        return [v if len(i) == len(self.impls) else f"{v} ({', '.join(i)})" for v, i in lacking.items()]
+        unproven = [v if len(i) == len(self.impls) else f"{v} ({', '.join(i)})" for v, i in lacking.items()]
+        text = ", ".join(dict.fromkeys(value for value, _, holds, _ in self.proofs if holds)) or "–"
+        return text + (f"; unproven, not counted: {', '.join(unproven)}" if unproven else "")
 
 
 @dataclass(frozen=True)
@@ -147,16 +120,9 @@ def _first(tally: AxisTally, traces: Mapping[str, Trace]) -> int | None:
     places = []
     for group in [set[str]().union(*groups)] if tally.held else groups:
         known = [traces[digest] for digest in sorted(group) if digest in traces]
-        places += [_apart(known[0], other) for other in known[1:]]
+        parted = [parting(known[0], other) for other in known[1:]]
+        places += [place for p in parted for place in (p.token, p.bits) if place is not None]
     return min(places, default=None)
-
-
-def _apart(a: Trace, b: Trace) -> int:
-    length = min(len(a.token_ids), len(b.token_ids))
-    other = np.asarray(a.token_ids[:length]) != np.asarray(b.token_ids[:length])
-    if len(a.logprobs) >= 4 * length <= len(b.logprobs):
-        other |= np.frombuffer(a.logprobs, dtype="<i4")[:length] != np.frombuffer(b.logprobs, dtype="<i4")[:length]
-    return int(other.argmax()) if other.any() else length
 
 
 def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
@@ -165,16 +131,12 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
     head: list[Inline] = ["axis", "values"]
     for impl in table.impls:
         head += [(Bit(impl, "code"), ": traces"), "texts", "changed", "first"]
-    proven = grid(
-        [(line.axis, *proof) for line in table.lines for proof in line.proofs],
-        {
-            "axis": ("", lambda proof: proof[0]),
-            "value": ("", lambda proof: Bit(proof[1])),
-            "under": ("", lambda proof: Bit(proof[2], "code")),
-            "took effect": ("", lambda proof: "yes" if proof[3] else "unproven"),
-            "proof": ("", lambda proof: Bit(proof[4])),
-        },
-    )
+    proofs = [
+        (line.axis, Bit(value), Bit(impl, "code"), "yes" if holds else "unproven", Bit(proof))
+        for line in table.lines
+        for value, impl, holds, proof in line.proofs
+    ]
+    proven = Table(("axis", "value", "under", "took effect", "proof"), proofs)
     changes = Items([f"{line.axis}: {line.changes}" for line in table.lines], only="p")
     legend = (
         f"{table.n:,} completions at each value. Traces and texts: distinct over all values, in brackets at the value "
@@ -192,7 +154,7 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
             [_full(line, table.impls) for line in table.lines],
             ("", "", *("num",) * 4 * len(table.impls)),
             unshown=("values", "texts"),
-            only=BRIEF + WHOLE,
+            only=ALL,
         ),
         Paragraph(legend, "soft"),
         Details("What each axis changes, and what proves that it took effect", [changes, proven]),
@@ -209,15 +171,14 @@ def axes_figure(table: AxesTable, place: str) -> Figure:
 
 
 def _full(line: AxisLine, impls: Sequence[str]) -> list[Inline]:
-    values = ", ".join(line.values) or "–"
-    values += f"; unproven, not counted: {', '.join(line.unproven)}" if line.unproven else ""
-    row: list[Inline] = [line.axis, Bit(line.note or values)]
+    row: list[Inline] = [line.axis, Bit(line.note or line.values)]
     for impl in impls:
         cell = line.cells.get(impl)
         if cell is None:
             row += [Bit("not compared", "soft"), "", "", ""]
-        else:
-            texts = f"{cell.tally.texts:,} ({cell.tally.texts_within:,})"
-            first = "–" if cell.first is None else str(cell.first)
-            row += [Bit(cell.traces, "bad" if cell.moves else ""), texts, cell.moved(" of "), first]
+            continue
+        t, first = cell.tally, "–" if cell.first is None else str(cell.first)
+        traces = Bit(f"{t.traces:,} ({t.traces_within:,})", "bad" if cell.moves else "")
+        changed = f"{t.moved:,} of {t.compared:,}" if t.held else "may differ"
+        row += [traces, f"{t.texts:,} ({t.texts_within:,})", changed, first]
     return row

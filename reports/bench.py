@@ -6,29 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, failures, is_stock, sections
-from nondet.core.records import Cell, Limit, Run, Status, Timed
+from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock, sections
+from nondet.core.records import Cell, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import short_kernel
-from nondet.reports.document import Bit, Block, Details, Figure, Inline, Items, Paragraph, Table
+from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, doublings, limit, linear, placed
 from nondet.verdict.findings import plural
 
 # Sizes that are mostly those of one model.
 _CONSTANT = {"Hq", "Hkv", "D", "E", "prompt", "tokens", "budget"}
+_NAMED_MOST = 6  # sections whose speedups a headline names
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
-
-
-class Timings(NamedTuple):
-    """The benchmark cases of a run by section, and the limits with which they are compared."""
-
-    limits: Sequence[Limit]
-    sections: Sequence[Section]
-
-
-def timings(run: Run) -> Timings:
-    """All benchmark cases of a run."""
-    return Timings(run.limits, sections(run))
 
 
 def time_text(us: float) -> str:
@@ -50,18 +39,16 @@ def cell_label(cell: Cell, section: Section) -> str:
     return one_line(" ".join(f"{k}={cell.shape[k]}" for k in keys), 120)
 
 
-def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
-    """How the cases were timed, then each section: summary, plot, and a row for each case."""
-    limits = _limits_text(told)
-    made: list[Block] = [Paragraph(limits, "soft", "bvmp")] if limits else []
-    made.append(Paragraph(_method_text([cell for section in told.sections for cell in section.cells]), "soft"))
-    for i, bench in enumerate(told.sections, 1):
+def bench_blocks(run: Run, number: int, opened: bool) -> list[Block]:
+    """The speeds, how they were timed, then each section: its plot, and a row for each case."""
+    listed, limits = sections(run), _limits_text(run)
+    made: list[Block] = [speed_table(listed)]
+    note = "One class: the bits of a row, or of a last query, are the same at every size that was timed."
+    made.append(Paragraph(f"{note} {limits}".rstrip(), "soft", ALL))
+    made.append(Paragraph(_method_text(run.cells), "soft"))
+    for i, bench in enumerate(listed, 1):
         place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
-        cells = plural(len(bench.cells), "cell")
-        lines: list[Inline] = [(Bit(s.impl, "code"), f": {_summary_text(s, bench)}.") for s in bench.summaries]
-        lines += [(Bit(b.impl, "code"), f": {_bits_text(b, bench)}.") for b in bench.bits]
-        plots = bench_plots(bench)
-        parts: list[Block] = [Items(lines)] if lines else []
+        cells, plots, parts = plural(len(bench.cells), "cell"), bench_plots(bench), list[Block]()
         if plots:
             title = f"{bench.name}: how close to the limit, over {bench.cells[0].axis}"
             parts.append(Figure("plots", plots, f"{place}-plot", title))
@@ -73,20 +60,34 @@ def bench_blocks(told: Timings, number: int, opened: bool) -> list[Block]:
     return made
 
 
-def speed_table(listed: Sequence[Section]) -> Table | None:
-    """A row for each implementation in each section; None where only stock was timed."""
-    rows: list[tuple[Inline, ...]] = []
+def speed_table(listed: Sequence[Section]) -> Table:
+    """A row for each implementation in each section, with its bits and stock's."""
+    rows: list[Cells] = []
     for bench in listed:
-        alike = {b.impl: _bits_text(b, bench) for b in bench.bits}
-        for s in bench.summaries:
-            low, high = s.interval
-            rows.append((
-                f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(s.impl, 60), "code"),
-                f"{s.mean:.3f} ({low:.3f} to {high:.3f})",
-                f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, bench)}", alike.get(s.impl, "not compared"),
-            ))  # fmt: skip
-    head = ("operator", "implementation", "speedup (95%)", "worst", "bits")
-    return Table(head, rows, ("", "", "num", "wide", "nowrap"), only="bmp") if rows else None
+        speeds, alike = {s.impl: s for s in bench.summaries}, {b.impl: _bits_text(b, bench) for b in bench.bits}
+        for impl in speeds or alike:
+            named = (f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(impl, 60), "code"))
+            speed = _speed(speeds[impl], bench) if speeds else ("–",) * 4
+            rows.append((*named, *speed, alike.get(impl, "–"), alike.get("stock", "–")))
+    head = (
+        "operator",
+        "implementation",
+        "speedup (95%)",
+        "worst",
+        f"below {SLOW}",
+        "of the limit",
+        "one class",
+        "stock's",
+    )
+    return Table(head, rows, ("", "", "num", "", "num", "num"), only=ALL)
+
+
+def _speed(s: Summary, section: Section) -> tuple[str, ...]:
+    low, high = s.interval
+    slow = f"{s.slow} of {len(s.compared)}" + (f", {s.failed} not timed" if s.failed else "")
+    share = "–" if s.shares is None else " to ".join(dict.fromkeys(f"{share:.0%}" for share in s.shares))
+    worst = f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, section)}"
+    return f"{s.mean:.3f} ({low:.3f} to {high:.3f})", worst, slow, share
 
 
 def _listed(section: Section) -> Iterator[Comparison]:
@@ -145,34 +146,17 @@ def _kernel(timed: Timed) -> str:
     return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _summary_text(summary: Summary, section: Section) -> str:
-    low, high = summary.interval
-    text = (
-        f"{summary.mean:.2f} times the speed of the best stock in geometric mean over "
-        f"{plural(len(summary.compared), 'cell')} (95% {low:.3f} to {high:.3f})"
-    )
-    text += f"; {_worst_text(summary, section)}" if len(summary.compared) > 1 else ""
-    text += f"; {plural(summary.slow, 'cell')} below {SLOW}"
-    if summary.shares is not None:
-        text += f"; {' to '.join(dict.fromkeys(f'{share:.0%}' for share in summary.shares))} of the limit"
-    return text + (f"; {plural(summary.failed, 'cell')} not timed" if summary.failed else "")
-
-
-def _worst_text(summary: Summary, section: Section) -> str:
-    return f"worst {summary.worst.ratio:.2f} at {cell_label(summary.worst.cell, section)}"
-
-
 def _bits_text(count: BitsCount, section: Section) -> str:
     kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
-    text = f"one class of bits in {count.one_class} of {plural(count.groups, kind)}"
+    text = f"{count.one_class} of {plural(count.groups, kind)}"
     return text + (f" ({count.failed} not compared)" if count.failed else "")
 
 
-def _limits_text(told: Timings) -> str:
+def _limits_text(run: Run) -> str:
     """The limits of a run, as one sentence; empty where no case has one, such as steps of the engine."""
-    if not told.limits and all(cell.tokens or cell.bus_bytes for section in told.sections for cell in section.cells):
+    if not run.limits and all(cell.tokens or cell.bus_bytes for cell in run.cells):
         return ""
-    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in told.limits]
+    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in run.limits]
     return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
 
 
@@ -216,27 +200,20 @@ def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def untimed(run: Run) -> list[tuple[str, str, str]]:
-    """(status, case, reason) of each case that was not timed."""
-    return failures(sections(run))
-
-
 def bench_headline(run: Run) -> str:
     """Each implementation's geometric mean against stock, and its bits; for a run of stock only, what was timed."""
-    benches = sections(run)
+    benches, parts = sections(run), []
     several = len({section.dtype for section in benches}) > 1
-    parts = []
     for impl in dict.fromkeys(s.impl for section in benches for s in section.summaries):
-        means = [
-            f"{one_line(section.name, 40)}{f' ({section.dtype})' if several else ''} {s.mean:.2f}"
-            for section in benches
-            for s in section.summaries
-            if s.impl == impl
-        ]
+        named = [(s.mean, section) for section in benches for s in section.summaries if s.impl == impl]
+        means = [f"{one_line(s.name, 40)}{f' ({s.dtype})' if several else ''} {mean:.2f}" for mean, s in named]
+        if len(means) > _NAMED_MOST:
+            order = sorted(range(len(named)), key=lambda i: named[i][0])
+            means = [f"from {means[order[0]]} to {means[order[-1]]} in {len(means)} sections"]
         rows = {r.key: r for section in benches for r in section.rows if r.impl == impl}.values()
-        compared = [r for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
-        alike = sum(r.status == Status.IDENTICAL for r in compared)
-        bits = f"; one class of bits in {alike} of {plural(len(compared), 'group')}" if compared else ""
+        compared = [r.status for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
+        alike = f"{compared.count(Status.IDENTICAL)} of {plural(len(compared), 'group')}"
+        bits = f"; one class of bits in {alike}" if compared else ""
         parts.append(f"{one_line(impl, 80)}, speedup over the best stock: {', '.join(means)}{bits}")
     return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in benches), 'cell')} timed, with nothing beside stock"
 

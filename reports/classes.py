@@ -26,18 +26,16 @@ class Kind(NamedTuple):
     words: str
 
 
-KINDS: dict[str, Kind] = {
-    kind.key: kind
-    for kind in (
-        Kind("split", "split", "K, or the keys, cut into parts that are added afterwards (split-K)"),
-        Kind("gemv", "GEMV", "a matrix-vector kernel, for one row or a few"),
-        Kind("tile", "tile", "tiles of the result; the name shows no split"),
-        Kind("row", "row reduction", "one row is summed by a block of threads"),
-        Kind("atomic", "atomics", "added in the order in which threads arrive"),
-        Kind("other", "other", "the name shows no order"),
-        Kind("unseen", "not seen", "no profiler saw kernels here, as on a CPU"),
-    )
-}
+_KINDS = (
+    Kind("split", "split", "K, or the keys, cut into parts that are added afterwards (split-K)"),
+    Kind("gemv", "GEMV", "a matrix-vector kernel, for one row or a few"),
+    Kind("tile", "tile", "tiles of the result; the name shows no split"),
+    Kind("row", "row reduction", "one row is summed by a block of threads"),
+    Kind("atomic", "atomics", "added in the order in which threads arrive"),
+    Kind("other", "other", "the name shows no order"),
+    Kind("unseen", "not seen", "no profiler saw kernels here, as on a CPU"),
+)
+KINDS = {kind.key: kind for kind in _KINDS}
 
 _SPLIT = re.compile(r"split_?k(?!v)|stream_?k", re.IGNORECASE)
 _SPLIT_KEYS = re.compile(r"splitkv.*combine|merge_(?:all_)?kernel|combine_kernel", re.IGNORECASE)
@@ -88,7 +86,7 @@ class ClassInfo:
     letter: str
     count: int
     ranges: str
-    kernels: tuple[tuple[str, ...], ...]
+    kernels: Sequence[Sequence[str]]
 
 
 def hue(impl: str, index: int = 0) -> int:
@@ -119,11 +117,6 @@ def axis_name(row: Row) -> str:
     return one_line(row.varied.replace("_", " "), 40)
 
 
-def kernel_sets(row: Row) -> list[tuple[str, ...]]:
-    """Distinct sets of kernels, by first appearance."""
-    return [tuple(names) for names in row.kernel_sets]
-
-
 def segments(row: Row) -> list[Segment]:
     """Run-length form of values, labels and kernels; empty where values are not listed."""
     kernels = row.kernels or [-1] * len(row.labels)
@@ -141,14 +134,13 @@ def _stretches(row: Row) -> list[list[Segment]]:
 
 def classes(row: Row, most_ranges: int = 12) -> list[ClassInfo]:
     """Every class with its size, its values and its kernels."""
-    sets, stretches = kernel_sets(row), _stretches(row)
-    out = []
+    stretches, out = _stretches(row), []
     for label, count in enumerate(row.class_sizes):
         mine = [run for run in stretches if run[0].label == label]
-        used = tuple(sets[i] for i in dict.fromkeys(s.kernels for run in mine for s in run) if i >= 0)
+        sets = dict.fromkeys(s.kernels for run in mine for s in run if s.kernels >= 0)
         ranges = ", ".join(value_range(run[0].first, run[-1].last) for run in mine[:most_ranges])
         ranges += f" and {len(mine) - most_ranges} more ranges" if len(mine) > most_ranges else ""
-        out.append(ClassInfo(label, letter(label), count, ranges, used))
+        out.append(ClassInfo(label, letter(label), count, ranges, [row.kernel_sets[i] for i in sets]))
     return out
 
 
@@ -168,7 +160,6 @@ def map_text(row: Row, most: int = 8) -> str:
         return f"{row.distinct} classes{largest}"
     if not row.labels:
         return f"all {row.trials}: A" if row.class_sizes else ""
-    sets = kernel_sets(row)
     parts = _stretches(row)
     if len(parts) == most + 1:
         most += 1  # "… 1 more" would be as long as what it hides
@@ -178,7 +169,7 @@ def map_text(row: Row, most: int = 8) -> str:
         word = f"{value_range(run[0].first, run[-1].last)}: {letter(label)}"
         if kernels >= 0 and (label, kernels) not in named and row.distinct > 1:
             named.add((label, kernels))
-            word += f" ({' + '.join(short_kernel(k) for k in sets[kernels])})"
+            word += f" ({' + '.join(short_kernel(k) for k in row.kernel_sets[kernels])})"
         words.append(word)
     rest = f" | … {len(parts) - most} more" if len(parts) > most else ""
     return f"{axis_name(row)} {' | '.join(words)}{rest}"
@@ -186,14 +177,15 @@ def map_text(row: Row, most: int = 8) -> str:
 
 @functools.cache
 def short_kernel(name: str, limit: int = 56) -> str:
-    """A kernel's name without return type, namespaces, template and call arguments: hundreds of characters."""
+    """A kernel's name without return type, namespaces, template and call arguments: hundreds of characters. A longer
+    name is cut in its middle, because names of one library differ at their ends."""
     plain = one_line(name, 4000)
     head = plain.replace("(anonymous namespace)::", "")
     while (shorter := re.sub(r"<[^<>]*>", "", head)) != head:
         head = shorter
     head = re.split(r"[<(]", head, maxsplit=1)[0].strip()
     head = head.rsplit("::", 1)[-1].rsplit(" ", 1)[-1] or plain
-    return head if len(head) <= limit else head[: limit - 1] + "…"
+    return head if len(head) <= limit else f"{head[: limit - 16]}…{head[-15:]}"
 
 
 # Geometry of class maps: only numbers, in the units of `plots`; templates draw them.
@@ -308,7 +300,7 @@ def _lanes(row: Row, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any
     ]
 
 
-def _kernels_text(used: Sequence[tuple[str, ...]]) -> str:
+def _kernels_text(used: Sequence[Sequence[str]]) -> str:
     if not used:
         return ""
     ranked = sorted(dict.fromkeys(used[0]), key=lambda name: kind_of([name]).key == "other")
@@ -320,17 +312,16 @@ def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]]) -> list[d
     """A shape and its description for consecutive values of one class and one set of kernels. Where they are too many
     to be shown one by one, one shape for each kind of kernel."""
     mine = [s for s in segments(row) if s.label == label]
-    sets = kernel_sets(row)
     shapes: dict[str, tuple[str, list[tuple[float, float]]]] = {}
     for i, s in enumerate(mine):
-        kind = kind_of(sets[s.kernels] if s.kernels >= 0 else ())
+        kind = kind_of(row.kernel_sets[s.kernels] if s.kernels >= 0 else ())
         if len(mine) > _CELLS_MOST:
             place, words = kind.key, f"class {letter(s.label)}, {kind.name}"
         else:
             place, words = str(i), f"{axis_name(row)} {value_range(s.first, s.last)}: class {letter(s.label)}"
             if s.kernels >= 0:
-                names = " + ".join(dict.fromkeys(short_kernel(k, 40) for k in sets[s.kernels][:2])) or "no kernel"
-                words += f", {kind.name}, {names}"
+                names = dict.fromkeys(short_kernel(k, 40) for k in row.kernel_sets[s.kernels][:2])
+                words += f", {kind.name}, {' + '.join(names) or 'no kernel'}"
         parts = shapes.setdefault(place, (one_line(words, 160), []))[1]
         for left, right in marks[s.start : s.stop]:
             if parts and left - parts[-1][1] < 0.5:  # no gap would show

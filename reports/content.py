@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,33 +11,33 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nondet.bench.summary import failures, sections
 from nondet.core.records import Role, Row, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
+from nondet.diagnose.verdict import diagnosed_effect, traced_effect
 from nondet.errors import one_line
-from nondet.reports.document import BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table, grid
-from nondet.reports.text import counted, environment_line, environment_rows, sentence
+from nondet.reports.document import ALL, BRIEF, VERBOSE, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
 from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
-from nondet.verdict.findings import Finding, Verdict, plural, sort_impls, subject_name, subject_unit
-from nondet.verdict.gate import TELLING, judge
+from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
+from nondet.verdict.gate import judge
 from nondet.verdict.samples import is_replay, is_varied
 from nondet.verdict.served import is_endpoint
-from nondet.verdict.wording import words
+from nondet.verdict.wording import phrase
 
 if TYPE_CHECKING:
     from nondet.reports.axes import AxesTable
-    from nondet.reports.bench import Timings
     from nondet.reports.endpoint import EndpointSection
-    from nondet.reports.mismatch import Sides
     from nondet.reports.probes import ProbeSection
     from nondet.reports.samples import Samples, SampleSection
-    from nondet.reports.traces import Story, Told
-    from nondet.reports.training import Training
+    from nondet.reports.traces import Story
 
+STOCK = (Role.STOCK, Role.BACKEND)
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
 _TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
-_HEADLINE_MOST = 5  # of several that agree, more are counted and shown below
+_CLEAN_MOST = 80  # characters of a fix's counts in a page's head
 
 
 def _load(place: str) -> Callable[..., Any]:
@@ -56,12 +57,13 @@ class Problem:
     count: int = 1
 
 
-def headline(run: Run, verdicts: Sequence[Verdict]) -> str:
-    """The finding in one sentence, without its full stop."""
-    return ("" if run.complete else "incomplete run, so far: ") + _found(run, verdicts)
+def headline(run: Run, verdicts: Sequence[Verdict], *, brief: bool = False) -> str:
+    """The finding in one sentence, without its full stop: the same at the head of every report. `brief`: a page's head,
+    which leaves the bounds of what is no default, and what axes may change, to the verdicts below it."""
+    return ("" if run.complete else "incomplete run, so far: ") + _found(run, verdicts, brief)
 
 
-def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
+def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
     if run.cells:
         return _load("bench:bench_headline")(run)
     if run.steps:
@@ -73,20 +75,19 @@ def _found(run: Run, verdicts: Sequence[Verdict]) -> str:
         return "nothing was compared" if run.rows or run.completions else "nothing was measured"
     shown = _worth_a_headline(verdicts)
     if len({v.prompt for v in verdicts if v.prompt is not None}) > 1:
-        text = "; ".join(
+        return "; ".join(
             _over_prompts(impl, [v for v in shown if v.impl == impl], subject_unit(run.header.plan))
             for impl in sort_impls(v.impl for v in shown)
         )
-    else:
-        named = [v for v in shown if v.finding != Finding.CLEAN or v.role in (Role.STOCK, Role.INVARIANT)]
-        if len(shown) <= _HEADLINE_MOST or not named:
-            named = shown
-        text = "; ".join(f"{v.impl}: {v.brief or v.text}" for v in named)
-        if len(named) < len(shown):
-            text += f"; {plural(len(shown) - len(named), 'other')}: no divergence observed"
-    reasons = [r for v in verdicts for r in v.reasons]
-    telling = [next((words(r) for r in reasons if r.code in codes), "") for codes in TELLING]
-    return ". ".join([text, " ".join(filter(None, telling))]).removesuffix(".") if any(telling) else text
+    return findings_text(shown, 3, _clauses) if brief else findings_text(shown)
+
+
+def _clauses(verdict: Verdict) -> str:
+    """For a page's head, which has two lines."""
+    fix = verdict.role in (Role.INVARIANT, Role.PART)
+    clauses = verdict.counts if fix else verdict.clauses
+    text = phrase([clause for clause in clauses if clause.code != "axis-apart"], brief=True)
+    return str(verdict.finding) if fix and len(text) > _CLEAN_MOST else text
 
 
 def _traced(run: Run) -> bool:
@@ -111,12 +112,8 @@ def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
 
 
 def _over_prompts(impl: str, verdicts: Sequence[Verdict], unit: str) -> str:
-    parts = []
-    for finding in Finding:
-        hit = sum(v.finding == finding for v in verdicts)
-        if hit:
-            parts.append(f"{finding} on {hit} of {plural(len(verdicts), unit)}")
-    return f"{impl}: {', '.join(parts)}"
+    hits, total = Counter(v.finding for v in verdicts), plural(len(verdicts), unit)
+    return f"{impl}: {', '.join(f'{finding} on {hits[finding]} of {total}' for finding in Finding if hits[finding])}"
 
 
 def problems(run: Run) -> list[Problem]:
@@ -128,17 +125,14 @@ def problems(run: Run) -> list[Problem]:
         for r in run.rows
         if r.status == status
     ]
-    failed: dict[tuple[str, str], int] = {}
-    for c in run.completions:
-        if c.status != "ok":
-            key = (c.impl, c.reason or "no reason recorded")
-            failed[key] = failed.get(key, 0) + 1
+    failed = Counter((c.impl, c.reason or "no reason recorded") for c in run.completions if c.status != "ok")
     listed += [
         Problem("failed", f"{plural(count, 'request')} ({impl})", reason, count)
         for (impl, reason), count in failed.items()
     ]
     if run.cells:
-        listed += [Problem(kinds[status], which, reason) for status, which, reason in _load("bench:untimed")(run)]
+        untimed = failures(sections(run))
+        listed += [Problem(kinds[status], which, reason) for status, which, reason in untimed]
     listed += [
         Problem("failed", f"{s.impl}, seed {s.seed}, step {s.step}", s.reason)
         for s in run.training_steps
@@ -160,36 +154,57 @@ class RunSection:
     run: Run
     name: str
     headline: str
+    answer: str
     verdicts: Sequence[Verdict]
     problems: Sequence[Problem]
     sampled: Samples | None = None
     endpoint: EndpointSection | None = None
     axes: AxesTable | None = None
 
+    @property
+    def defaults(self) -> list[Verdict]:
+        """The verdicts on what a user has by default: stock, else what is no fix, else a fix that failed; of a trainer,
+        all arms."""
+        if self.training or self.mismatch:
+            return [*self.verdicts]
+        stock = [v for v in self.verdicts if v.role in STOCK]
+        others = [v for v in self.verdicts if v.role not in (Role.INVARIANT, Role.PART)]
+        return stock or others or [v for v in self.verdicts if v.is_fault]
+
+    @cached_property
+    def effect(self) -> Effect | None:
+        """What the run shows to change by default; None where it holds neither a verdict nor times."""
+        run = self.run
+        if self.story is not None:
+            return diagnosed_effect(run, self.story.finding)
+        effects = [v.effect for v in self.defaults] + [traced_effect(run, v) for v in run.trace_verdicts[-1:]]
+        none = Effect.NO_STOCK if self.verdicts else Effect.SPEED if run.cells else None
+        return min(effects, key=lambda effect: effect.rank, default=none)
+
     @cached_property
     def story(self) -> Story | None:
         """A diagnosis."""
         return _load("traces:story")(self.run) if self.run.steps else None
 
-    @cached_property
-    def traced(self) -> Sequence[Told]:
-        """Traces and replays; an encoder's arms."""
-        return _load("traces:traced")(self.run) if _traced(self.run) else ()
+    @property
+    def traced(self) -> Run | None:
+        """The run, if it has traces, replays or an encoder's arms."""
+        return self.run if _traced(self.run) else None
 
-    @cached_property
-    def training(self) -> Training | None:
-        """The arms of reinforcement learning."""
-        return _load("training:Training")(self.run) if self.run.training_steps else None
+    @property
+    def training(self) -> Run | None:
+        """The run, if it has steps of reinforcement learning."""
+        return self.run if self.run.training_steps else None
 
-    @cached_property
-    def mismatch(self) -> Sides | None:
-        """The sampler compared with the trainer, arm by arm."""
-        return _load("mismatch:Sides")(self.run) if self.run.mismatch_rollouts else None
+    @property
+    def mismatch(self) -> Run | None:
+        """The run, if it compares a sampler with a trainer."""
+        return self.run if self.run.mismatch_rollouts else None
 
-    @cached_property
-    def bench(self) -> Timings | None:
-        """The benchmark cases."""
-        return _load("bench:timings")(self.run) if self.run.cells else None
+    @property
+    def bench(self) -> Run | None:
+        """The run, if it has benchmark cases."""
+        return self.run if self.run.cells else None
 
     @cached_property
     def probes(self) -> Sequence[ProbeSection]:
@@ -214,11 +229,9 @@ class RunSection:
     def facts(self) -> str:
         """When and how much, in one line."""
         run = self.run
-        counts = [plural(len(run.rows), "row")] if run.rows else []
-        counts += [plural(len(run.completions), "completion")] if run.completions else []
-        counts += [plural(len(run.cells), "cell")] if run.cells else []
-        counts += [plural(len(run.training_steps), "step")] if run.training_steps else []
-        counts += [plural(len(run.mismatch_rollouts), "rollout")] if run.mismatch_rollouts else []
+        held: dict[str, Sequence[Any]] = {"row": run.rows, "completion": run.completions, "cell": run.cells}
+        held |= {"step": run.training_steps, "rollout": run.mismatch_rollouts}
+        counts = [plural(len(records), noun) for noun, records in held.items() if records]
         state = "complete" if run.complete else "incomplete: it was stopped or is still running"
         return one_line(" · ".join([f"nondet {run.header.command}", run.header.started, *counts, state]), 300)
 
@@ -307,10 +320,12 @@ def section(
 ) -> RunSection:
     """One run's part of the report."""
     verdicts = judge(run)
+    gap = f"; {endpoint.gap}" if endpoint is not None and endpoint.gap else ""
     return RunSection(
         run=run,
         name=one_line(Path(run.source).name.removesuffix(".gz") or "run", 120),
-        headline=headline(run, verdicts) + (f"; {endpoint.gap}" if endpoint is not None and endpoint.gap else ""),
+        headline=headline(run, verdicts) + gap,
+        answer=one_line(headline(run, verdicts, brief=True) + gap, 900),
         verdicts=tuple(verdicts),
         problems=tuple(problems(run)),
         sampled=_load("samples:samples_of")(run, summaries, served=endpoint is not None) if summaries else None,
@@ -356,26 +371,23 @@ def _not_brief(block: Block) -> Block:
 
 def _head(report: Report, section: RunSection) -> list[Block]:
     run, machine = section.run, _load("endpoint:machine_line")(section.run)
-    end = sentence(section.headline)
     made: list[Block] = [
         Heading(Bit(section.title), level=2, only="mp"),
-        Paragraph(end, only="m"),
-        Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "bvm", 1),
+        Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", ALL, 1),
         Paragraph(machine or "No environment was recorded.", "soft", "bvm", 1),
     ]
     if not run.complete:
         made.append(Paragraph(INCOMPLETE, "warn"))
         made.append(Paragraph("Go on with it by repeating its command with `--resume`.", "soft", "p"))
-    if len(report.runs) > 1 or not (section.verdicts or section.story or run.trace_verdicts or run.cells):
-        made.append(Paragraph(end, "headline", "p"))  # of a lone run the first screen shows it
+    if len(report.runs) > 1:  # of a lone run the first screen shows it
+        made.append(Paragraph(sentence(section.headline), "headline", "mp"))
     if section.verdicts:
         title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
-        verdicts = _verdicts(section)
-        made += [verdicts, Details(title, [replace(verdicts, only="p")], only="p")]
+        made.append(Details(title, [_verdicts(section)], f"verdicts-{report.runs.index(section) + 1}"))
     return made
 
 
-def _verdicts(section: RunSection, only: str = "m") -> Items:
+def _verdicts(section: RunSection) -> Items:
     items: list[Inline] = []
     for v in section.told:
         which = ""
@@ -385,39 +397,26 @@ def _verdicts(section: RunSection, only: str = "m") -> Items:
         parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
         marked = tuple(Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
         items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
-    return Items(items, [v.notes for v in section.told], only)
+    return Items(items, [v.notes for v in section.told])
 
 
 def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
     run, made = section.run, list[Block]()
     coverage = coverage_rows(run)
     if coverage:
-        columns: dict[str, tuple[str, Callable[[Any], Inline]]] = {
-            "impl": ("nowrap", lambda row: Bit(row[0], "code")),
-            "group": ("nowrap", lambda row: row[1]),
-            "operator": ("wide", lambda row: Bit(row[2])),
-            "calls": ("num", lambda row: counted(row[3])),
-        }
-        said = "; ".join(coverage_text(run)) or "which operators were replaced"
-        place, table = f"coverage-{number}", grid(coverage, columns)
+        rows = [(Bit(impl, "code"), group, Bit(operator), counted(calls)) for impl, group, operator, calls in coverage]
+        table = Table(("impl", "group", "operator", "calls"), rows, ("nowrap", "nowrap", "wide", "num"))
+        said, place = "; ".join(coverage_text(run)) or "which operators were replaced", f"coverage-{number}"
         made.append(Details("Coverage", [table], place, said, "coverage", fold=True, only="mp"))
     if section.problems:
         title = section.counts or plural(len(section.problems), "note")
-        table = grid(
-            section.problems,
-            {
-                "what": ("", lambda p: Bit(p.kind, "bad" if p.kind == "failed" else "dull")),
-                "which": ("wide", lambda p: Bit(p.name)),
-                "why": ("wide", lambda p: Bit(p.reason)),
-            },
-        )
-        few: list[Inline] = [Bit(f"{p.kind}: {p.name}: {p.reason}") for p in section.problems[:_PROBLEMS_MOST]]
-        if len(section.problems) > len(few):
-            few.append(f"… and {len(section.problems) - len(few)} more")
-        made += [Paragraph(title, "strong", BRIEF), Items(few, only=BRIEF)]
+        named = [
+            (Bit(p.kind, "bad" if p.kind == "failed" else "dull"), Bit(p.name), Bit(p.reason)) for p in section.problems
+        ]
+        table = Table(("what", "which", "why"), named, ("", "wide", "wide"), brief=_PROBLEMS_MOST, only=ALL)
         place, opened = f"problems-{number}", not report.folded
-        made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened))
-    made += [Paragraph(f"Coverage of {line}.", "soft", "bvm") for line in coverage_text(run)]
+        made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened, only=ALL))
+    made += [Paragraph(f"Coverage of {line}.", "soft", BRIEF + VERBOSE) for line in coverage_text(run)]
     names = sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels})
     if names:
         listed, place = Items([Bit(name, "code") for name in names]), f"kernels-{number}"
@@ -428,6 +427,4 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
         for name, entries in (("environment", environment), ("option", run.header.plan))
     ]
     title, said = "Environment and options", environment_line(environment)
-    made.append(Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp"))
-    made.append(Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", "p"))
-    return [*made, replace(_verdicts(section), only="v")]
+    return [*made, Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp")]

@@ -1,4 +1,4 @@
-"""Two runs side by side: lines for the terminal, markdown, JSON, and one HTML page."""
+"""Two runs side by side: for the terminal, in markdown, JSON, and on one HTML page."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nondet.diff import Change, CompletionDiff, Field, RunDiff
+from rich.console import Console
+from rich.text import Text
+
+from nondet.diff import CompletionDiff, RunDiff
 from nondet.errors import one_line
-from nondet.reports.document import Bit, Block, Cells, Heading, Paragraph, Table
+from nondet.reports.document import ALL, BRIEF, VERBOSE, Bit, Block, Cells, Heading, Paragraph, Table
 from nondet.reports.html import render_page
 from nondet.reports.markdown import blocks as as_markdown
+from nondet.reports.terminal import renderables
 from nondet.reports.text import escape
 from nondet.verdict.findings import plural
 
-_MOST = 12
+_MOST = 6  # names of records that only one run has
 _VALUE = 60
 
 # Completion group -> (first token that differs, first logprob that differs) of the most common traces.
@@ -24,74 +28,52 @@ Parting = Mapping[int, tuple[int | None, int | None]]
 
 def headline(diff: RunDiff) -> str:
     """One sentence that claims nothing that was not compared."""
-    parts = list(diff.verdicts)
-    if diff.worse:
-        parts.append(f"{plural(diff.worse, 'record')} got worse in B")
+    parts = list(diff.verdicts) if diff.held else ["no record of A could be compared with one of B", *diff.verdicts]
     better = sum(change.better for change in diff.changes)
-    if better:
-        parts.append(f"{plural(better, 'record')} got better in B")
-    other = len(diff.changes) - diff.worse - better
-    if other:
-        parts.append(f"{plural(other, 'record')} changed otherwise")
+    other, same = len(diff.changes) - diff.worse - better, sum(kind.same for kind in diff.kinds)
+    counts = {"got worse in B": diff.worse, "got better in B": better, "changed otherwise": other}
+    parts += [f"{plural(n, 'record')} {what}" for what, n in counts.items() if n]
     compared = [c for c in diff.completions if not c.reason]
     if compared:
-        parted = len(diff.parted)
-        parts.append(f"completions differ in {parted} of {plural(len(compared), 'group')} that could be compared")
-    same = sum(kind.same for kind in diff.kinds)
-    if same:
-        parts.append(f"{plural(same, 'record')} unchanged")
+        groups = plural(len(compared), "group")
+        parts.append(f"completions differ in {len(diff.parted)} of {groups} that could be compared")
+    parts += [f"{plural(same, 'record')} unchanged"] if same else []
     only = [sum(len(getattr(kind, side)) for kind in diff.kinds) for side in ("only_a", "only_b")]
-    unheld = sum(bool(c.reason) for c in diff.completions)
-    if any(only) or unheld:
-        words = [f"{only[0]} only in A", f"{only[1]} only in B"] if any(only) else []
-        words += [f"{plural(unheld, 'group')} of completions can't be compared"] if unheld else []
-        parts.append("not matched: " + ", ".join(words))
+    missing = [f"{only[0]} only in A", f"{only[1]} only in B"] if any(only) else []
+    unheld = len(diff.completions) - len(compared)
+    missing += [f"{plural(unheld, 'group')} of completions can't be compared"] if unheld else []
+    parts += [f"not matched: {', '.join(missing)}"] if missing else []
     if diff.failed_more:
         parts.append(f"more completions failed in B in {plural(diff.failed_more, 'group')}")
-    if not diff.held:
-        parts.insert(0, "no record of A could be compared with one of B")
     return "; ".join(parts)
 
 
-def text(diff: RunDiff, names: tuple[str, str], parting: Parting, *, verbose: bool = False) -> list[str]:
-    """Lines for the terminal, the headline last."""
-    most = 10**9 if verbose else _MOST
-    lines = [one_line(f"A: {names[0]}", 300), one_line(f"B: {names[1]}", 300)]
-    lines += _cut("environment:", [_field(f) for f in diff.environment], most) or ["environment: no field differs"]
-    lines += _cut("plan:", [_field(f) for f in diff.plan], most)
-    lines += _cut("changed:", [_change(change) for change in diff.changes], most)
-    for kind in diff.kinds:
-        for side, where in ((kind.only_a, "only in A"), (kind.only_b, "only in B")):
-            lines += _cut(f"{kind.name} {where}:", [one_line(name, 200) for name in side], most if verbose else 4)
-    groups = [_group(c, parting.get(i)) for i, c in enumerate(diff.completions)]
-    lines += _cut("completions:", groups, most)
-    lines += [one_line(note, 400) for note in diff.notes]
-    lines.append(one_line(headline(diff), 600) + ".")
-    return lines
+def show(
+    diff: RunDiff,
+    names: tuple[str, str],
+    parting: Parting,
+    console: Console,
+    *,
+    verbose: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Print it, the headline last: the first rows of each table, all with `verbose`; with `quiet` only the headline."""
+    if not quiet:
+        for side, name in zip("AB", names, strict=True):
+            console.print(Text(one_line(f"{side}: {name}", 300)))
+        for part in renderables(blocks(diff, parting), console, VERBOSE if verbose else BRIEF):
+            console.print(part)
+    console.print(Text(f"{one_line(headline(diff), 600)}.", style="bold"))
 
 
-def _cut(title: str, lines: list[str], most: int) -> list[str]:
-    if not lines:
-        return []
-    rest = [f"  ... {len(lines) - most} more (-v)"] if len(lines) > most else []
-    return [f"{title} ({len(lines)})" if len(lines) > 1 else title, *(f"  {line}" for line in lines[:most]), *rest]
+def _value(value: Any) -> Bit:
+    return Bit("-" if value is None else one_line(value if isinstance(value, str) else json.dumps(value), _VALUE))
 
 
-def _value(value: Any) -> str:
-    return "-" if value is None else one_line(value if isinstance(value, str) else json.dumps(value), _VALUE)
-
-
-def _field(field: Field) -> str:
-    return f"{one_line(field.name, 60)}: {_value(field.a)} | {_value(field.b)}"
-
-
-def _change(change: Change) -> str:
-    mark = "worse: " if change.worse else "better: " if change.better else ""
-    return one_line(f"{mark}{change.name}: {'; '.join(change.what)}", 400)
-
-
-def _group(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> str:
-    return one_line(": ".join(_group_parts(c, parting)), 600)
+def _only(names: Sequence[str]) -> Bit:
+    """How many, and the first names."""
+    more = f"; … and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return Bit(f"{len(names):,}{': ' * bool(names)}{'; '.join(one_line(name, 200) for name in names[:_MOST])}{more}")
 
 
 def _group_parts(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> tuple[str, str]:
@@ -126,29 +108,32 @@ def _group_parts(c: CompletionDiff, parting: tuple[int | None, int | None] | Non
 
 
 def blocks(diff: RunDiff, parting: Parting) -> list[Block]:
-    """What a page shows below its head: the tables that have rows, and the notes."""
+    """What is shown below both names: the tables that have rows, and the notes."""
     changes = [
-        ("worse" if c.worse else "better" if c.better else "", Bit(c.name), Bit(one_line("; ".join(c.what), 400)))
+        (Bit(c.name), Bit(one_line("; ".join(c.what), 400)), "worse" if c.worse else "better" if c.better else "")
         for c in diff.changes
     ]
-    counts = [(k.name, *(f"{n:,}" for n in (k.matched, k.same, len(k.only_a), len(k.only_b)))) for k in diff.kinds]
+    counts = [(k.name, f"{k.matched:,}", f"{k.same:,}", _only(k.only_a), _only(k.only_b)) for k in diff.kinds]
     groups = [tuple(map(Bit, _group_parts(c, parting.get(i)))) for i, c in enumerate(diff.completions)]
-    fields = [
-        [(Bit(one_line(f.name, 80)), Bit(_value(f.a)), Bit(_value(f.b))) for f in listed]
+    environment, plan = (
+        [(Bit(one_line(f.name, 80)), _value(f.a), _value(f.b)) for f in listed]
         for listed in (diff.environment, diff.plan)
-    ]
+    )
     sheets: tuple[tuple[str, Cells, Sequence[Cells]], ...] = (
-        ("Environment", ("", "A", "B"), fields[0]),
-        ("Plan", ("", "A", "B"), fields[1]),
-        ("Moved", ("", "record", "A → B"), changes),
+        ("Environment", ("", "A", "B"), environment),
+        ("Plan", ("", "A", "B"), plan),
+        ("Moved", ("record", "A → B", ""), changes),
         ("Matched by key", ("records", "in both", "as before", "only in A", "only in B"), counts),
         ("Completions", ("of", "what was seen"), groups),
     )
-    made: list[Block] = [] if diff.environment else [Paragraph("No field of the environments differs.", "soft")]
+    made: list[Block] = []
+    if not diff.environment:
+        made.append(Paragraph("No field of the environments differs.", "soft", ALL))
     for title, head, rows in sheets:
         if rows:
-            made += [Heading(title, level=2), Table(head, rows, ("", *("cell",) * (len(head) - 1)))]
-    return [*made, *(Paragraph(Bit(note), "soft") for note in diff.notes)]
+            kinds = ("wide", *("cell",) * (len(head) - 1))
+            made += [Heading(title, level=2, only=ALL), Table(head, rows, kinds, room=8, only=ALL)]
+    return [*made, *(Paragraph(Bit(note), "soft", ALL, 3) for note in diff.notes)]
 
 
 def markdown(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:

@@ -3,7 +3,7 @@ text in every block: a renderer escapes or makes printable its content."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from nondet.errors import one_line
 # Where a block is printed: a terminal's 25 lines, the whole of it on a terminal (-v), markdown, a page.
 BRIEF, VERBOSE, MARKDOWN, PAGE = "bvmp"
 WHOLE = VERBOSE + MARKDOWN + PAGE
+ALL = BRIEF + WHOLE
 
 
 class Bit(NamedTuple):
@@ -94,6 +95,8 @@ class Table:
         marks: For each row the keys of a page's filter: data attribute -> value.
         unshown: Names of columns that a terminal has no room for.
         clipped: A terminal cuts the last column off at its width, and folds none.
+        room: Most lines of a row that a brief terminal has as a sentence, for lack of width.
+        brief: Most rows there.
     """
 
     head: Cells
@@ -102,6 +105,8 @@ class Table:
     marks: Sequence[dict[str, str]] = ()
     unshown: Sequence[str] = ()
     clipped: bool = False
+    room: int = 2
+    brief: int = 16
     only: str = WHOLE
     kind = "table"
 
@@ -112,12 +117,6 @@ class Table:
     def marks_at(self, row: int) -> dict[str, str]:
         """The row's data attributes."""
         return self.marks[row] if row < len(self.marks) else {}
-
-
-def grid(items: Iterable[Any], columns: Mapping[str, tuple[str, Callable[[Any], Inline]]], **more: Any) -> Table:
-    """A row per item; a column per name, with the page's class and cell. `more` are a table's other fields."""
-    rows = [tuple(cell(item) for _, cell in columns.values()) for item in items]
-    return Table(tuple(columns), rows, tuple(kind for kind, _ in columns.values()), **more)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from nondet.core.traces import Trace
 from nondet.endpoint.arms import DETERMINISTIC
 from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
-from nondet.reports.document import BRIEF, Bit, Block, Cells, Details, Heading, Items, Paragraph, Table, grid
+from nondet.reports.document import ALL, BRIEF, Bit, Block, Cells, Details, Heading, Paragraph, Table
 from nondet.reports.text import counted, environment_line
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
@@ -132,46 +132,16 @@ class ArmFigures:
         first = f"prompt {prompt + 1}" if self.unit == "prompt" else "one of them"
         return f"{words} ({first}; proven of {len(proven)} of {len(self.evidence)} {self.unit}s)"
 
-    @property
-    def asked(self) -> str:
-        """The number of requests and of prompts."""
-        prompts = len(self.evidence)
-        return counted(self.requests) + (f" of {counted(prompts)} {self.unit}s" if prompts > 1 else "")
-
-    @property
-    def completions(self) -> str:
-        """Distinct completions per prompt, fewest and most."""
-        return self._span([len(e.completions) for e in self.evidence.values() if e.n])
-
-    @property
-    def traces(self) -> str:
-        """Distinct traces per prompt, fewest and most."""
-        return self._span([len(e.traces) for e in self.evidence.values() if e.n])
-
-    def _span(self, counts: Sequence[int]) -> str:
+    def span(self, counts: Sequence[int]) -> str:
+        """The fewest and the most of a prompt: "1 to 3 each"; of one prompt, its number."""
         low, high = min(counts, default=0), max(counts, default=0)
         if len(self.evidence) < 2:
             return counted(high)
-        return f"{counted(high)} a {self.unit}" if low == high else f"{counted(low)} to {counted(high)} a {self.unit}"
-
-    @property
-    def line(self) -> str:
-        """The arm in a line."""
-        prompts = f" of {plural(len(self.evidence), self.unit)}" if len(self.evidence) > 1 else ""
-        text = f"{plural(self.requests, 'request')}{prompts}; distinct completions {self.completions}, "
-        text += f"traces {self.traces}" if self.has_logprobs else "no logprobs"
-        text += f", logprobs off by {_gap(self)}" if self.gap_requests else ""
-        text += f", tokens first differ at token {self.first_token}" if self.first_token is not None else ""
-        text += f", failed: {_kinds(self.failed)}" if self.failed else ""
-        return f"{text}; {self.proof}"
-
-
-def _gap(f: ArmFigures) -> str:
-    return f"{number_text(f.gap)} at {counted(f.gap_requests)}"
+        return f"{counted(high)} each" if low == high else f"{counted(low)} to {counted(high)} each"
 
 
 def _kinds(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind} {count}" for kind, count in counts.items())
+    return one_line(", ".join(f"{kind} {count}" for kind, count in counts.items()), 200) or "none"
 
 
 def _margins(f: ArmFigures) -> str:
@@ -187,15 +157,6 @@ def _seconds(values: Iterable[float], share: float = 0.5) -> str:
     if not took:
         return "not streamed"
     return f"{median(took) if share == 0.5 else took[min(len(took) - 1, int(share * len(took)))]:.3f}"
-
-
-def _rate(rounds: Sequence[Round]) -> float:
-    seconds = sum(r.seconds for r in rounds)
-    return sum(r.tokens for r in rounds) / seconds if seconds > 0 else 0.0
-
-
-def _concurrency(f: ArmFigures) -> int:
-    return max((r.traffic.concurrency for r in f.rounds if r.traffic is not None), default=0)
 
 
 def arm_figures(run: Run, traces: Mapping[str, Trace]) -> list[ArmFigures]:
@@ -242,10 +203,7 @@ def _partings(solo: ArmEvidence | None, arm: ArmEvidence, traces: Mapping[str, T
 
 
 def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
-    return dict(sorted(total.items()))
+    return dict(sorted(sum(map(Counter, parts), Counter[str]()).items()))
 
 
 @dataclass(frozen=True)
@@ -270,7 +228,7 @@ class EndpointSection:
         """What was seen and found in each comparison with a difference, with its prompt if there are several."""
         several = len({subject for _, subject, _ in self.comparisons}) > 1
         return [
-            f"{f'prompt {s}, ' if several and s.isdecimal() else f'{s}, ' if several else ''}{c.text}: {c.finding}"
+            f"{f'{s}, ' * several}{c.text}: {c.finding}"
             + (f" ({c.why[0].rstrip('.')})" if c.finding == Finding.UNATTRIBUTED and c.why else "")
             for _, s, c in self.comparisons
             if c.traces_off
@@ -306,9 +264,9 @@ class EndpointSection:
         return f"logprobs off by up to {number_text(largest)} at {counted(requests)} requests" if requests else ""
 
 
-def machine_line(run: Run, *, commit: bool = True) -> str:
+def machine_line(run: Run) -> str:
     """The machine in one line; for a server, what it reports of itself, and the machine that sent the requests."""
-    here = environment_line({k: v for k, v in run.header.environment.items() if commit or k != "commit"})
+    here = environment_line(run.header.environment)
     servers = dict.fromkeys(s.software or s.url for s in run.servers)
     return one_line(f"{', '.join(servers)} · asked from: {here}", 400) if servers else here
 
@@ -317,12 +275,7 @@ def endpoint_section(run: Run, traces: Mapping[str, Trace]) -> EndpointSection:
     """The servers' part of a run."""
     figures, plan = arm_figures(run, traces), run.header.plan
     impls = tuple(dict.fromkeys([s.impl for s in run.servers] or [f.impl for f in figures]))
-    prompts = subject_unit(plan) == "prompt"
-    compared = [
-        (s.server.impl, str(s.prompt + 1) if prompts else subject_name(plan, s.prompt), c)
-        for s in subjects(run)
-        for c in s.comparisons
-    ]
+    compared = [(s.server.impl, subject_name(plan, s.prompt), c) for s in subjects(run) for c in s.comparisons]
     kept = compared
     if len(compared) > _COMPARISONS_MOST:
         kept = [entry for entry in compared if entry[2].traces_off][:_COMPARISONS_MOST]
@@ -337,50 +290,36 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
     def name(f: ArmFigures) -> str:
         return f"{f.impl}, {f.arm}" if several else f.arm
 
-    briefs = [*told.servers, *_contract_line(told), *(f"{name(f)}: {f.line}" for f in told.figures)]
-    briefs += [told.not_rounding] if told.not_rounding else []
-    made: list[Block] = [
-        *(Paragraph(line, only=BRIEF) for line in briefs),
-        Heading("Servers", f"servers-{number}", "servers"),
-        Items([Bit(line) for line in told.servers]) if told.servers else Paragraph("None answered.", "soft"),
-    ]
+    made: list[Block] = [Heading("Servers", f"servers-{number}", "servers")]
+    made += [Paragraph(Bit(line), only=ALL) for line in told.servers or ["None answered."]]
+    if told.contract:
+        answers = [answer for _, row in told.contract for answer, _ in row]
+        kinds = [f"{kind}: {'; '.join(told.answered(kind))}" for kind in ("no", "unknown") if kind in answers]
+        kept = f"contract: {answers.count('yes')} of {len(answers)} kept"
+        made.append(Paragraph(", ".join([kept, *kinds]), only=BRIEF))
     if told.figures:
-        arms = grid(
-            told.figures,
-            {
-                "arm": ("", lambda f: Bit(name(f))),
-                "requests": ("cell", lambda f: Bit(f.asked)),
-                "distinct completions": ("cell", lambda f: f.completions),
-                "distinct traces": ("cell", lambda f: f.traces if f.has_logprobs else "no logprobs"),
-                "first other token": ("cell", lambda f: _place(f.first_token)),
-                "first other logprob": ("cell", lambda f: _place(f.first_bits) if f.has_logprobs else "–"),
-                "largest logprob gap": (
-                    "cell",
-                    lambda f: _gap(f) if f.gap_requests else "none" if f.has_logprobs else "–",
-                ),
-                "margin where tokens differ": ("cell", _margins),
-                "failed": ("cell", lambda f: Bit(one_line(_kinds(f.failed), 200) or "none")),
-                "what proves the arm": ("cell", lambda f: Bit(one_line(f.proof, 300))),
-            },
+        arms = Table(
+            _ARMS,
+            [(Bit(name(f)), *_arm_cells(f)) for f in told.figures],
+            ("", *["cell"] * 9),
+            unshown=_ARMS[4:9],
+            clipped=True,
+            only=ALL,
         )
         note = (
-            "Positions are those of the first token, or logprob, that differs from the most common solo answer. "
+            "Texts and traces: distinct ones. Positions: of the first token, or logprob, that differs from the most "
+            "common solo answer. "
             "Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
         )
         made += [Heading("Arms", level=4), Paragraph(note, "soft"), arms]
-        made += [Paragraph(told.not_rounding, "warn")] if told.not_rounding else []
+        made += [Paragraph(told.not_rounding, "warn", ALL)] if told.not_rounding else []
     if told.comparisons:
-        seen = grid(
-            told.comparisons,
-            {
-                "server": ("", lambda entry: Bit(entry[0], "code")),
-                "prompt": ("cell", lambda entry: Bit(entry[1])),
-                "seen": ("cell", lambda entry: entry[2].text),
-                "finding": ("cell", lambda entry: Bit(entry[2].finding, "strong")),
-                "why no more is claimed": ("cell", lambda entry: " ".join(entry[2].why) or "–"),
-            },
-        )
-        made += [Heading("Compared with each other", level=4), seen]
+        seen = [
+            (Bit(server, "code"), Bit(prompt), c.text, Bit(c.finding, "strong"), " ".join(c.why) or "–")
+            for server, prompt, c in told.comparisons
+        ]
+        names = ("server", "prompt", "seen", "finding", "why no more is claimed")
+        made += [Heading("Compared with each other", level=4), Table(names, seen, ("", *["cell"] * 4))]
     if told.omitted:
         made.append(Paragraph(f"… and {plural(told.omitted, 'more comparison')}, without a difference.", "soft"))
     if told.contract:
@@ -396,36 +335,46 @@ def endpoint_blocks(told: EndpointSection, number: int, opened: bool) -> list[Bl
         table = Table(head, rows, ("", *("wide",) * len(told.impls)))
         made.append(Details(f"Contract: {count}", [Paragraph(note, "soft"), table], opened=True))
     if told.figures:
-        times = grid(
-            told.figures,
-            {
-                "arm": ("", lambda f: Bit(name(f))),
-                "concurrency": ("cell", lambda f: f"{f.in_flight} at once of {_concurrency(f)} allowed"),
-                "first token, median s": (
-                    "cell",
-                    lambda f: _seconds(s.first - s.sent for s in f.good if s.first is not None),
-                ),
-                "answer, median s": ("cell", lambda f: _seconds(s.done - s.sent for s in f.good)),
-                "answer, 95% s": ("cell", lambda f: _seconds((s.done - s.sent for s in f.good), 0.95)),
-                "tokens/s of all requests": ("cell", lambda f: f"{_rate(f.rounds):,.1f}"),
-                "retried": ("cell", lambda f: Bit(one_line(_kinds(_total(s.refusals for s in f.good)), 200) or "none")),
-            },
-        )
+        times = Table(_TIMES, [(Bit(name(f)), *_time_cells(f)) for f in told.figures], ("", *["cell"] * 6))
         made.append(Details("Times", [times], opened=True))
     return made
 
 
+_ARMS = (
+    "arm", "requests", "texts", "traces", "other token", "first other logprob",
+    "largest logprob gap", "margin where tokens differ", "failed", "what proves the arm",
+)  # fmt: skip
+_TIMES = (
+    "arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s", "tokens/s of all requests",
+    "retried",
+)  # fmt: skip
+
+
+def _arm_cells(f: ArmFigures) -> Cells:
+    arms = [e for e in f.evidence.values() if e.n]
+    prompts = f" of {counted(len(f.evidence))} {f.unit}s" if len(f.evidence) > 1 else ""
+    traces, first, gap = "no logprobs", "–", "–"
+    if f.has_logprobs:
+        traces, first = f.span([len(e.traces) for e in arms]), _place(f.first_bits)
+        gap = f"{number_text(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none"
+    return (
+        Bit(f"{counted(f.requests)}{prompts}"), f.span([len(e.completions) for e in arms]), traces,
+        _place(f.first_token), first, gap, _margins(f), Bit(_kinds(f.failed)), Bit(one_line(f.proof, 300)),
+    )  # fmt: skip
+
+
+def _time_cells(f: ArmFigures) -> Cells:
+    first, whole = [s.first - s.sent for s in f.good if s.first is not None], [s.done - s.sent for s in f.good]
+    retried = Bit(_kinds(_total(s.refusals for s in f.good)))
+    allowed = max((r.traffic.concurrency for r in f.rounds if r.traffic is not None), default=0)
+    seconds, tokens = sum(r.seconds for r in f.rounds), sum(r.tokens for r in f.rounds)
+    rate = f"{tokens / seconds if seconds > 0 else 0.0:,.1f}"
+    times = (_seconds(first), _seconds(whole), _seconds(whole, 0.95))
+    return f"{f.in_flight} at once of {allowed} allowed", *times, rate, retried
+
+
 def _place(token: int | None) -> str:
     return "nowhere" if token is None else f"token {token}"
-
-
-def _contract_line(told: EndpointSection) -> list[str]:
-    answers = [answer for _, row in told.contract for answer, _ in row]
-    if not answers:
-        return []
-    parts = [f"{answers.count('yes')} of {len(answers)} kept"]
-    parts += [f"{kind}: {'; '.join(told.answered(kind))}" for kind in ("no", "unknown") if told.answered(kind)]
-    return [f"contract: {', '.join(parts)}"]
 
 
 def counts_alone(summary: SampleSummary) -> SampleSummary:

@@ -7,65 +7,39 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
+from nondet.bench.summary import sections
 from nondet.core.records import Axis, Culprit, Role, Row, Run, of_vllm, role_of
 from nondet.core.statistics import percent
-from nondet.diagnose.verdict import NOT_MET, blamed, diagnosed_effect, traced_effect
+from nondet.diagnose.verdict import NOT_MET, blamed
 from nondet.errors import one_line
 from nondet.reports import text as figures
-from nondet.reports.axes import AxisLine, axes_figure
-from nondet.reports.bench import speed_table
+from nondet.reports.axes import axes_figure
 from nondet.reports.classes import kind_of, map_text, short_kernel
-from nondet.reports.content import Problem, Report, RunSection
-from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Items, Paragraph, Table
+from nondet.reports.content import STOCK, Problem, Report, RunSection
+from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Paragraph
+from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.probes import CaseFamily, CaseGroup
 from nondet.reports.samples import SampleSection, tree_of
-from nondet.reports.traces import batch_brief, embed_steps, pair_of
-from nondet.reports.training import Training
-from nondet.sampling.analysis import SampleSummary, ratio_text, speed_ratio_of
+from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options
+from nondet.reports.traces import neighbours_text, pair_of
+from nondet.reports.training import training_figure
+from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, speed_ratio_of
 from nondet.sampling.plan import UNSEEDED
-from nondet.verdict.findings import Effect, Finding, Verdict, gravest, plural
+from nondet.verdict.findings import Effect, Finding, plural
+from nondet.verdict.gate import TELLING
 from nondet.verdict.rows import axis_of
-from nondet.verdict.wording import phrase
+from nondet.verdict.wording import words
 
 # Family of batch_invariant() -> the probe that tests the same operator by itself.
-PROBE_OF = {
-    "attention": "attention",
-    "matmul": "matmul",
-    "norm": "rms-norm",
-    "softmax": "softmax",
-    "moe": "grouped-matmul",
-}
-STOCK = (Role.STOCK, Role.BACKEND)
-# Options of a run that a command about the same model, encoder, server or operators takes over, as they were typed.
-_MACHINE = ("--device", "--threads")
-_MODEL = ("--engine", "--model", "--prompt", "--prompt-file", "--dtype", "--trust-remote-code", *_MACHINE)
-_SAMPLE = (
-    *_MODEL,
-    "--prompts",
-    "--column",
-    "--max-tokens",
-    "--temperature",
-    "--top-k",
-    "--top-p",
-    "--seeds",
-    "--ranks",
-)
-_EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *_MACHINE)
-_SERVER = (
-    "--endpoint", "--model", "--prompt", "--prompt-file", "--prompts", "--protocol", "--key-env", "--ca-file",
-    "--allow-plain-http", "--insecure", "--no-stream", "--max-tokens", "--temperature", "--top-k", "--top-p", "--seeds",
-)  # fmt: skip
-_PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *_MACHINE)
+PROBE_OF = {name: name for name in ("attention", "matmul", "softmax")} | {"norm": "rms-norm", "moe": "grouped-matmul"}
+# Options of a run that a command about the same encoder, operators or training takes over, as they were typed.
+_EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *MACHINE)
+_PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *MACHINE)
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
-       "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *_MACHINE)  # fmt: skip
+       "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
-# Clauses of a verdict that bound what was not seen: the verdict below the first screen shows them.
-_BOUNDS = ("bounds", "bounds-one-round", "bounds-values", "bounds-loads")
-# Clauses about comparisons one by one: the tables show them.
-_DETAILS = ("axis-apart",)
 
 
 class Step(NamedTuple):
@@ -85,29 +59,61 @@ class Step(NamedTuple):
 
 def chain(report: Report) -> tuple[Step, ...]:
     """Token, operator, kernel, fix; for servers, which can't be traced, the token, its cause and the next command."""
-    if report.runs and all(r.endpoint is not None for r in report.runs):
+    if all(r.endpoint is not None for r in report.runs):
         return _token(report), *endpoint_steps(report)
-    if report.runs and all(r.run.embed_passes for r in report.runs):
-        run = report.runs[0].run
-        typed = f" {shlex.join(figures.own_options(run.header, _EMBED))}".rstrip()
-        return tuple(Step(label, text, known, more and more + typed) for label, text, known, more in embed_steps(run))
-    if report.runs and all(r.run.header.command == "certify" for r in report.runs):
+    if all(r.training or r.mismatch for r in report.runs):
+        return _of_sides(report)
+    if all(r.run.embed_passes for r in report.runs):
+        return _of_vectors(report.runs[0].run)
+    if all(r.run.header.command == "certify" for r in report.runs):
         return (_of_classes(report),)
     if own_rows(report):  # no completions: only the function is known
         return _operator(report), _kernel(report)
     return _token(report), _operator(report), _kernel(report), _cure(report)
 
 
+def _of_sides(report: Report) -> tuple[Step, ...]:
+    """What verdicts on a sampler and a trainer know besides their counts."""
+    reasons = [reason for r in report.runs for v in r.verdicts for reason in v.reasons]
+    steps = []
+    for label, codes in zip(("kind", "call", "reward"), TELLING, strict=True):
+        text = next((words(reason) for reason in reasons if reason.code in codes), "")
+        steps += [Step(label, text.removeprefix("Kind: ").removeprefix("First diverging call: "))] if text else []
+    return tuple(steps)
+
+
+def _of_vectors(run: Run) -> tuple[Step, ...]:
+    """The chain of an encoder: its vectors, the operator, the fix."""
+
+    def again(*words: str) -> str:
+        return shlex.join(["nondet", "embed", *words, *own_options(run.header, _EMBED)])
+
+    stock = [n for n in run.neighbours if role_of(n.impl) in STOCK]
+    cured = [n for n in run.neighbours if role_of(n.impl) == Role.INVARIANT]
+    parts = sorted({n.impl for n in run.neighbours if role_of(n.impl) == Role.PART})
+    steps = []
+    if stock:
+        worst = max(stock, key=lambda n: (n.parted, n.top1_changed, n.topk_changed))
+        steps.append(Step("vectors", neighbours_text(worst)))
+        if worst.parted:
+            cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
+            text = f"replacing only {', '.join(cures)} removed it" if cures else "which operator is not known"
+            impls = ("stock", "invariant:matmul", "invariant:attention", "invariant:norm")
+            command = "" if parts else again(*(word for impl in impls for word in ("--impl", impl)))
+            steps.append(Step("operator", text, bool(cures), command))
+    if cured:
+        return *steps, Step("cure", f"invariant: {neighbours_text(max(cured, key=lambda n: n.parted))}")
+    return *steps, Step("cure", "the invariant implementation was not run here", False, again("--impl", "both"))
+
+
 def _of_classes(report: Report) -> Step:
-    rows = [row for r in report.runs for row in r.run.rows if row.measured]
-    members = dict.fromkeys(row.impl for row in rows)
-    left = {
-        impl: dict.fromkeys(r.operator for r in rows if r.impl == impl and (r.parted or r.wrong)) for impl in members
-    }
+    left: dict[str, dict[str, None]] = {}  # member -> operators in which it is not in the class, each once
+    for row in (row for r in report.runs for row in r.run.rows if row.measured):
+        left.setdefault(row.impl, {}).update({row.operator: None} if row.parted or row.wrong else {})
     named = [f"{impl} ({', '.join(operators)})" for impl, operators in left.items() if operators]
     if named:
         return Step("operator", one_line(f"not in the class everywhere: {'; '.join(named)}", 320))
-    return Step("operator", f"{plural(len(members), 'member')} tested, each in its class at every shape tested")
+    return Step("operator", f"{plural(len(left), 'member')} tested, each in its class at every shape tested")
 
 
 def own_rows(report: Report) -> list[Row]:
@@ -154,42 +160,39 @@ def cure_refuted(report: Report) -> bool:
 
 def _token(report: Report) -> Step:
     sampled = stock_summaries(report)
-    for _, _, s in sampled:
-        fork = s.first_fork
-        if fork is not None:
-            tokens = [one_line(figures.token(b.text, b.token_id), 40) for b in fork.branches[:3]]
-            ids = [
-                f" (id {b.token_id})" if tokens.count(t) > 1 else ""
-                for b, t in zip(fork.branches, tokens, strict=False)
-            ]
-            ways = [f"{b.count:,} continue with {t}{i}" for b, t, i in zip(fork.branches, tokens, ids, strict=False)]
-            margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
-            near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
-            if s.draws is not None:  # drawn tokens flip at a boundary between tokens, wherever the margin is
-                near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
-            return Step(
-                "token", f"{s.impl} diverges at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
-            )
+    forked = next(((s, s.first_fork) for _, _, s in sampled if s.first_fork), None)
+    if forked is not None:
+        return Step("token", _fork_text(*forked))
     parted = next((c for r in report.runs for c in culprits_of(r) if c.token >= 0), None)
     if parted is not None:
         return Step("token", f"the traced difference reaches the logits of token {parted.token}")
-    varied = _of_varied([line for r in report.runs if r.axes for line in r.axes.lines])
-    if varied:
-        return Step("token", varied)
+    lines = [line for r in report.runs if r.axes for line in r.axes.lines]
+    cells = [cell for line in lines for impl, cell in line.cells.items() if role_of(impl) in STOCK]
+    if any(cell.moves for cell in cells):
+        firsts = [cell.first for cell in cells if cell.moves and cell.first is not None]
+        where = f", first in the bits of token {min(firsts)}" if firsts else ""
+        return Step("token", f"traces of stock differ{where}")
+    if cells:
+        return Step("token", "no trace changes with what was varied")
     if sampled:
         s = max((s for _, _, s in sampled), key=lambda s: s.n)
         close = ", but their logprobs did: with a smaller margin a token could change" if s.distinct_traces > 1 else ""
         return Step("token", f"none differs in {s.n:,} completions of {s.impl}{close}")
-    return Step("token", "no completions here", known=False, command=_again(report, "sample", names=_SAMPLE))
+    return Step("token", "no completions here", known=False, command=_again(report, "sample", names=SAMPLE))
 
 
-def _of_varied(lines: Sequence[AxisLine]) -> str:
-    cells = [cell for line in lines for impl, cell in line.cells.items() if role_of(impl) in STOCK]
-    firsts = [cell.first for cell in cells if cell.moves and cell.first is not None]
-    where = f", first in the bits of token {min(firsts)}" if firsts else ""
-    if not any(cell.moves for cell in cells):
-        return "no trace changes with what was varied" if cells else ""
-    return f"traces of stock differ{where}"
+def _fork_text(s: SampleSummary, fork: Fork) -> str:
+    """Where completions of an implementation first differ, what they continue with, and how near that was."""
+    tokens = [one_line(figures.token(b.text, b.token_id), 40) for b in fork.branches[:3]]
+    ways = []
+    for b, token in zip(fork.branches, tokens, strict=False):
+        same = f" (id {b.token_id})" if tokens.count(token) > 1 else ""
+        ways.append(f"{b.count:,} continue with {token}{same}")
+    margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
+    near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
+    if s.draws is not None:  # drawn tokens flip at a boundary between tokens, wherever the margin is
+        near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
+    return f"{s.impl} diverges at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
 
 
 def _operator(report: Report) -> Step:
@@ -241,18 +244,18 @@ def _of_drawn(report: Report) -> Step:
             return Step("operator", text)
         text = "not known: the engine's own draw changes texts whatever the logits; stock-seeded separates the two"
         drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
-        command = _again(report, "sample", "--impl", "stock-seeded", names=_SAMPLE)
+        command = _again(report, "sample", "--impl", "stock-seeded", names=SAMPLE)
         if "--temperature" not in command:  # of a run that no command line began
             command += f" --temperature {drawn['temperature']:g}"
         return Step("operator", text, False, command)
     return Step("operator", "nothing differs under one seed")
 
 
-def _again(report: Report, *words: str, names: Collection[str] = _MODEL) -> str:
+def _again(report: Report, *words: str, names: Collection[str] = MODEL) -> str:
     run = next((r.run for r in report.runs if r.run.header.command in _OF_MODELS), report.runs[0].run)
-    if run.header.command not in _OF_MODELS and names in (_MODEL, _SAMPLE):
-        names = _MACHINE
-    typed = figures.own_options(run.header, names)
+    if run.header.command not in _OF_MODELS and names in (MODEL, SAMPLE):
+        names = MACHINE
+    typed = own_options(run.header, names)
     model = model_of(run)
     if "--model" in names and model and not {"--model", f"--model={model}"} & {*typed}:
         typed = ["--model", model, *typed]
@@ -274,7 +277,7 @@ def trace_command(report: Report) -> str:
             requests = [word for name in pair for word in ("--request", name)]
             return shlex.join(["nondet", "trace", "--run", r.run.source, *requests])
         words = ["--prompt", p.prompt_text] if model_of(r.run) else []
-        names = [n for n in _MODEL if not (words and "prompt" in n)]
+        names = [n for n in MODEL if not (words and "prompt" in n)]
         words += ["--impl", s.impl] if s.impl != "stock" and not is_drawn(r) else []
         if not any("graphs=on" in word for word in figures.typed_words(r.run.header)):  # a graph can't be traced
             names.append("--load")
@@ -333,8 +336,10 @@ def _kernel(report: Report) -> Step:
         for c in culprits_of(r):
             arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
             if any(arms):
-                same = len(set(arms)) == 1
-                text = f"{arms[0]} in both" if same else " compared with ".join(arm or "none seen" for arm in arms[:2])
+                text = " compared with ".join(arm or "none seen" for arm in arms[:2])
+                if len(set(arms)) == 1:
+                    same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
+                    text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
                 return Step("kernel", one_line(text, 260))
     family = guilty_family(report)
     probe = PROBE_OF.get(family, "")
@@ -352,8 +357,8 @@ def _kernel(report: Report) -> Step:
 def _probe_command(report: Report, probe: str) -> str:
     for r in report.runs:
         if any(c.call and c.family in PROBE_OF for c in culprits_of(r)):
-            return _again(Report((r,)), "probe", "--from-trace", r.run.source, names=_MACHINE)
-    return _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *_MACHINE))
+            return _again(Report((r,)), "probe", "--from-trace", r.run.source, names=MACHINE)
+    return _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *MACHINE))
 
 
 def _kernels_text(row: Row) -> str:
@@ -388,17 +393,15 @@ def _coarse(row: Row) -> int:
 
 
 def _cure(report: Report) -> Step:
-    cure = _again(report, "sample", "--impl", "both", names=_SAMPLE)
+    cure = _again(report, "sample", "--impl", "both", names=SAMPLE)
     told = [r.story.answers["Cure"] for r in report.runs if r.story and "Cure" in r.story.answers]
     traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
-    runs = sorted(report.runs, key=lambda r: -len(r.run.completions))
-    sampled = [v for r in runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
+    sampled = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
     probed = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is None]
     if told:
         text = one_line(told[0].partition(" (at 95%")[0].rstrip("."), 200)  # a record's own words, its bound left out
     elif sampled or probed:
-        clauses = takewhile(lambda clause: clause.code not in _BOUNDS, (sampled or probed)[0].clauses)
-        text = f"invariant: {phrase(clauses, brief=True)}"
+        text = f"invariant: {min((v.finding for v in sampled or probed), key=list(Finding).index)}"
     elif traced:
         text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
     else:
@@ -422,16 +425,13 @@ def _cost(report: Report) -> tuple[str, str]:
         return f"{ratio_text(measured[0])}{lowest}", ""
     for r in report.runs:
         means = [
-            f"{b.name} {s.mean:.2f}"
-            for b in (r.bench.sections if r.bench else ())
-            for s in b.summaries
-            if role_of(s.impl) == Role.INVARIANT
+            f"{b.name} {s.mean:.2f}" for b in sections(r.run) for s in b.summaries if role_of(s.impl) == Role.INVARIANT
         ]
         if means:
             return one_line(f"speedup over the best stock: {', '.join(means[:5])}", 160), ""
     model = next(filter(None, (model_of(r.run) for r in report.runs if r.run.header.command in _OF_MODELS)), "")
     words = ["sample", "--turns", *(["--model", model] if model else [])]
-    return "cost: not measured", _again(report, *words, names=("--dtype", *_MACHINE))
+    return "cost: not measured", _again(report, *words, names=("--dtype", *MACHINE))
 
 
 class Suggestion(NamedTuple):
@@ -443,65 +443,55 @@ class Suggestion(NamedTuple):
 
 @dataclass(frozen=True)
 class FirstScreen:
-    """The answer, its subject, chain, picture and next command; a bench has a table instead of chain and picture."""
+    """The answer, the run whose finding it is, chain, picture and next command; a bench has neither chain nor picture.
+    `effect` is None where that run holds neither a verdict nor times."""
 
-    effect: Effect
+    effect: Effect | None
     answer: str
+    told: RunSection
     machines: tuple[str, ...]
     steps: tuple[Step, ...]
     next: Suggestion
     picture: Figure | None = None
-    table: Table | None = None
 
     @property
     def style(self) -> str:
-        """The style of the answer's words."""
-        return "bad" if self.effect.is_change else "good" if self.effect is Effect.NONE else "dull"
+        """The style of the effect's words."""
+        changes = self.effect is not None and self.effect.is_change
+        return "bad" if changes else "good" if self.effect is Effect.NONE else "dull"
 
     @property
     def blocks(self) -> list[Block]:
         """All of it in markdown; of a terminal's 25 lines, those of the chain that are known."""
-        known = [step for step in self.steps if step.known]
-        rows = [
-            (
-                step.label,
-                (one_line(step.text, 400), *((" (more: ", Bit(step.command, "code"), ")") if step.command else ())),
-            )
-            for step in self.steps
-        ]
-        command, why = Bit(one_line(self.next.command, 400), "code"), Bit(figures.sentence(self.next.why))
-        return [
-            *(Paragraph((Bit(s.label, "label"), Bit(one_line(s.text, 280))), "", BRIEF, 20) for s in known),
-            Heading(self.effect, level=2, only=MARKDOWN),
-            Paragraph(figures.sentence(self.answer), only=MARKDOWN),
-            Items([Bit(line) for line in self.machines], only=MARKDOWN),
-            *([Table(("", "what is known"), rows, only=MARKDOWN)] if rows else []),
-            *([self.table] if self.table else []),
-            *([Paragraph(("Next: ", command, ": ", why), only=MARKDOWN)] if self.next.command else []),
-        ]
+        made: list[Block] = [Heading(self.effect, level=2, only=MARKDOWN)] if self.effect else []
+        made.append(Paragraph(self.answer, only=MARKDOWN))
+        for step in self.steps:
+            more = (" (more: ", Bit(step.command, "code"), ")") if step.command else ()
+            said = (Bit(step.label, "label"), Bit(one_line(step.text, 280)))
+            made += [Paragraph(said, "", BRIEF, 20)] if step.known else []
+            made.append(Paragraph((Bit(step.label, "strong"), f": {one_line(step.text, 400)}", *more), only=MARKDOWN))
+        if self.next.command:
+            command, why = Bit(one_line(self.next.command, 400), "code"), Bit(figures.sentence(self.next.why))
+            made.append(Paragraph(("Next: ", command, ": ", why), only=MARKDOWN))
+        return made
 
 
 def first_screen(report: Report) -> FirstScreen | None:
-    """The first screen; None for a report that holds neither a verdict nor a bench."""
-    if report.runs and all(r.training or r.mismatch for r in report.runs):
-        return _of_sides(report)
-    found = _answer(report)
-    if found is None:
+    """The first screen; None for a report without a run."""
+    if not report.runs:
         return None
-    (effect, answer), machines = found, _machines(report)
-    steps = () if effect is Effect.SPEED else chain(report)
-    command = next_command(Outcome(report, effect, steps))
-    if effect is Effect.SPEED:
-        table = speed_table([section for r in report.runs if r.bench for section in r.bench.sections])
-        return FirstScreen(effect, answer, machines, steps, command, table=table)
-    return FirstScreen(effect, answer, machines, steps, command, _picture(_shown_by(report, effect, answer)))
-
-
-def _shown_by(report: Report, effect: Effect, answer: str) -> Report:
-    """Of several runs, the one whose picture shows the answer: that of the same words, else of the same effect."""
-    each = [(one, _answer(one)) for one in (Report((r,)) for r in report.runs) if len(report.runs) > 1]
-    alike = [(one, found[1]) for one, found in each if found is not None and found[0] is effect]
-    return next((one for one, said in alike if answer.startswith(said)), alike[0][0] if alike else report)
+    told = min(report.runs, key=lambda r: (r.effect.rank if r.effect else len(Effect), -len(r.run.completions)))
+    effect, answer = told.effect, told.answer
+    if all(r.run.cells for r in report.runs):
+        effect = Effect.SPEED
+    elif told.run.cells:  # whose own sentence is of speed
+        answer = figures.findings_text(told.verdicts, 3)
+    if effect is Effect.NONE and not all(r.run.complete for r in report.runs):
+        effect = Effect.SO_FAR
+    steps = chain(report) if effect not in (None, Effect.SPEED) else ()
+    following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
+    picture = _picture(told) if effect is not Effect.SPEED else None
+    return FirstScreen(effect, figures.sentence(answer), told, _machines(report), steps, following, picture)
 
 
 def _machines(report: Report) -> tuple[str, ...]:
@@ -512,78 +502,6 @@ def _machines(report: Report) -> tuple[str, ...]:
             lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
         lines.append(f"asked from: {here}" if r.run.servers else here)
     return tuple(dict.fromkeys(lines))
-
-
-def _of_sides(report: Report) -> FirstScreen:
-    section = report.runs[0]
-    told = section.training or section.mismatch
-    command = _after_training(section.run, section.training) if section.training else _after_mismatch(section.run)
-    effect = _so_far(report, gravest(v for r in report.runs for v in r.verdicts))
-    picture = told.figure if told else None
-    return FirstScreen(effect, one_line(section.headline, 900), _machines(report), (), command, picture)
-
-
-def _so_far(report: Report, effect: Effect) -> Effect:
-    complete = all(r.run.complete for r in report.runs)
-    return Effect.SO_FAR if effect is Effect.NONE and not complete else effect
-
-
-def _answer(report: Report) -> tuple[Effect, str] | None:
-    """What a user has by default, in words: from a bench, a diagnosis, a trace or verdicts; None without any."""
-    timed = [cell for r in report.runs for cell in r.run.cells]
-    if timed and all(r.run.cells for r in report.runs):
-        text = "speedup is the best stock's time over the implementation's, above 1 it is faster"
-        return Effect.SPEED, f"{plural(len(timed), 'cell')} timed; {text}"
-    found = _of_story(report) or _of_trace(report) or _of_verdicts(report)
-    return (_so_far(report, found[0]), found[1]) if found else None
-
-
-def _of_story(report: Report) -> tuple[Effect, str] | None:
-    told = next((r.story for r in report.runs if r.story), None)
-    if told is None:
-        return None
-    return diagnosed_effect(told.run, told.finding), one_line(
-        batch_brief(told) or told.answers.get("Whether", told.finding), 400
-    )
-
-
-def _of_trace(report: Report) -> tuple[Effect, str] | None:
-    """A trace that found something, or a clean one if there is no verdict on the defaults, which shows more."""
-    told = subjects(report)
-    found = [(r.run, v) for r in report.runs for v in r.run.trace_verdicts if v.is_fault or not told]
-    if not found or any(v.is_fault for v in told):
-        return None
-    run, verdict = next(((run, v) for run, v in found if v.is_fault), found[0])
-    return traced_effect(run, verdict), one_line((verdict.sentences or [verdict.finding])[0], 300)
-
-
-def _of_verdicts(report: Report) -> tuple[Effect, str] | None:
-    """The gravest verdict on the defaults: faults of completions, then of operators, then the rest."""
-    told = subjects(report)
-    if not told:
-        first = next((r for r in report.runs if r.verdicts), None)
-        if first is None:
-            return None
-        return Effect.NO_STOCK, f"no stock implementation was measured here. {one_line(first.headline, 300)}"
-    faults = [v for v in told if v.is_fault]
-    asked = [v for v in faults if v.prompt is not None] or faults or told
-    effect = gravest(asked)
-    if effect is Effect.NOTHING:
-        return effect, "nothing was compared under stock"
-    return effect, _said([v for v in asked if v.effect is effect])
-
-
-def subjects(report: Report) -> list[Verdict]:
-    """Verdicts on what a user has by default: on stock, else on what is not a fix; those of the largest run first."""
-    every = [v for r in sorted(report.runs, key=lambda r: -len(r.run.completions)) for v in r.verdicts]
-    return [v for v in every if v.role in STOCK] or [v for v in every if v.role not in (Role.INVARIANT, Role.PART)]
-
-
-def _said(verdicts: Sequence[Verdict]) -> str:
-    first = min(verdicts, key=lambda v: (list(Finding).index(v.finding), v.role != Role.STOCK))
-    clauses = [clause for clause in first.clauses if clause.code not in _DETAILS]
-    text = f"{first.impl}: {phrase(clauses, brief=True) or first.text}"
-    return one_line(text + (f"; {plural(len(verdicts) - 1, 'more verdict')} like it" if len(verdicts) > 1 else ""), 300)
 
 
 # What the next command shows, by the question that is open: of a chain's line, of a whole report.
@@ -620,28 +538,21 @@ class Outcome:
         return self.effect.is_change
 
     @property
-    def demonstrates(self) -> bool:
-        """Whether no row tests operators that a user might run."""
-        return all(p.demonstration or not any(c.rows for c in p.cases) for r in self.report.runs for p in r.probes)
-
-    @property
     def open_step(self) -> Step | None:
         """The first line of the chain that this run leaves open."""
         asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure")]
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
         return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
 
-    def typed(self, names: Collection[str]) -> list[str]:
-        """Those of these options that were typed for the first run."""
-        return figures.own_options(self.run.header, names)
-
-    def again(self, *words: str, names: Collection[str] = _SAMPLE) -> str:
+    def again(self, *words: str, names: Collection[str] = SAMPLE) -> str:
         """A command with this run's own model, prompt and machine."""
         return _again(self.report, *words, names=names)
 
 
 def next_command(o: Outcome) -> Suggestion:
     """What to run next: first what failed, then what the kind of run, the chain or its end leave open."""
+    if all(r.training or r.mismatch for r in o.report.runs):
+        return _after_training(o.run) if o.run.training_steps else _after_mismatch(o.run)
     failed = [(r, p) for r in o.report.runs for p in r.problems if p.kind == "failed"]
     if failed and not o.diverged:  # failed cases come before new ones
         return _mended(*failed[0], sum(p.count for _, p in failed))
@@ -655,8 +566,8 @@ def next_command(o: Outcome) -> Suggestion:
         return Suggestion("", "")  # a certificate and an engine's times are answers: nothing follows from them
     if o.command == "bench":
         return _after_bench(o)
-    if o.command == "probe" and o.demonstrates:
-        command = o.again("probe", "all", names=_MACHINE)
+    if o.command == "probe" and all(p.demonstration for r in o.report.runs for p in r.probes):
+        command = o.again("probe", "all", names=MACHINE)
         return Suggestion(command, "tests the library's own operators; these cases only demonstrate a cause")
     refuted = o.diverged and cure_refuted(o.report)
     if o.diverged and o.run.header.plan.get("met") and not refuted:
@@ -666,9 +577,8 @@ def next_command(o: Outcome) -> Suggestion:
     if all(r.run.embed_passes for r in o.report.runs) and (refuted or not o.diverged):
         return _after_embed(o, refuted)
     if refuted:
-        return Suggestion(
-            _again(o.report, "trace", "--impl", "invariant"), "names the operator that diverges under it, too"
-        )
+        command = _again(o.report, "trace", "--impl", "invariant")
+        return Suggestion(command, "names the operator that diverges under it, too")
     if o.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in o.run.steps):
         return Suggestion("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within")
     return _certify(o) if o.diverged else _after_clean(o)
@@ -678,7 +588,7 @@ def _after_server(o: Outcome) -> Suggestion:
     if o.diverged:
         operator = next(s for s in o.steps if s.label == "operator")
         return Suggestion(operator.command, "names the operator, where the model's folder is at hand")
-    command = o.again("sample", "--n", "3000", "--load", "heavy", names=_SERVER)
+    command = o.again("sample", "--n", "3000", "--load", "heavy", names=SERVER)
     return Suggestion(command, "compares more answers, under a heavier load")
 
 
@@ -688,7 +598,7 @@ def _after_trace(o: Outcome) -> Suggestion:
     snippet = f"nondet.batch_invariant({families!r})" if families else ""
     if culprit is not None and culprit.family in PROBE_OF:
         then = f"; {snippet} replaces it" if snippet else ""
-        command = o.again("probe", "--from-trace", one_line(o.run.source, 200), names=_MACHINE)
+        command = o.again("probe", "--from-trace", one_line(o.run.source, 200), names=MACHINE)
         return Suggestion(command, f"tests that operator by itself, at these shapes{then}")
     if snippet:
         return Suggestion(f"with {snippet}: ...", "in Python: replaces what diverged in this trace")
@@ -705,26 +615,24 @@ def _after_own(o: Outcome, own: Sequence[Row]) -> Suggestion:
     named = row.probe != "check" and "<" not in target and not target.startswith("__main__")  # --impl can name it
     if bad and named and not pinned:
         why = f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
-        return Suggestion(shlex.join([*words, *o.typed(_MACHINE)]), why)
+        return Suggestion(shlex.join([*words, *own_options(o.run.header, MACHINE)]), why)
     if not bad and o.command == "probe" and not o.run.header.plan.get("full"):
-        command = shlex.join([*words[:5], "--full", *o.typed(_PROBE)])
+        command = shlex.join([*words[:5], "--full", *own_options(o.run.header, _PROBE)])
         return Suggestion(command, "tests it at batch sizes up to 4,096")
     page = shlex.join(["nondet", "report", one_line(o.run.source, 200), "--out", "report.html"])
     return Suggestion(page, "shows every case with its batch sizes")
 
 
 def _after_bench(o: Outcome) -> Suggestion:
-    typed = o.typed(["--models"])
+    typed = own_options(o.run.header, ["--models"])
     model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
     words = ["--model", model] if model != "embedded" else []
-    return Suggestion(o.again("sample", "--impl", "both", *words, names=_MACHINE), _WHY["token"])
+    return Suggestion(o.again("sample", "--impl", "both", *words, names=MACHINE), _WHY["token"])
 
 
 def _after_embed(o: Outcome, refuted: bool) -> Suggestion:
     if refuted:
-        return Suggestion(
-            o.again("certify", "all", names=_MACHINE), "tests the batch-invariant kernels on this machine"
-        )
+        return Suggestion(o.again("certify", "all", names=MACHINE), "tests the batch-invariant kernels on this machine")
     names = [name for name in _EMBED if name != "--batch"]
     return Suggestion(o.again("embed", "--batch", "128", names=names), "compares vectors in larger batches")
 
@@ -745,7 +653,7 @@ def _certify(o: Outcome) -> Suggestion:
     why = (
         "tests the batch-invariant kernels bit for bit on this machine; then wrap the model in nondet.batch_invariant()"
     )
-    return Suggestion(o.again("certify", "all", names=_MACHINE), why)
+    return Suggestion(o.again("certify", "all", names=MACHINE), why)
 
 
 def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
@@ -764,7 +672,7 @@ def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
 
 
 def _after_mismatch(run: Run) -> Suggestion:
-    typed = figures.own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *_MACHINE))
+    typed = own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *MACHINE))
     flags = {word.partition("=")[0] for word in typed}
     if "--rollouts" in flags and "--model" not in flags:
         command = shlex.join(["nondet", "mismatch", *typed, "--model", "FOLDER"])
@@ -772,32 +680,37 @@ def _after_mismatch(run: Run) -> Suggestion:
     if "--rollouts" in flags and "--older" not in flags:
         command = shlex.join(["nondet", "mismatch", *typed, "--older", "CHECKPOINT"])
         return Suggestion(command, "tests whether a side has weights of before")
-    kept = figures.own_options(run.header, ("--model", "--dtype", *_MACHINE))
+    kept = own_options(run.header, ("--model", "--dtype", *MACHINE))
     why = "shows what becomes of it over steps of reinforcement learning"
     return Suggestion(shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why)
 
 
-def _after_training(run: Run, told: Training) -> Suggestion:
-    if not {"stock", "invariant"} <= {c.impl for c in told.courses}:
+def _after_training(run: Run) -> Suggestion:
+    if not {"stock", "invariant"} <= {s.impl for s in run.training_steps}:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
-    elif len({c.seed for c in told.courses}) == 1:
+    elif len({s.seed for s in run.training_steps}) == 1:
         more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
     else:
         more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
-    typed = figures.own_options(run.header, [name for name in _RL if name != more[0]])
+    typed = own_options(run.header, [name for name in _RL if name != more[0]])
     return Suggestion(shlex.join(["nondet", "rl", *typed, *more]), why)
 
 
-def _picture(report: Report) -> Figure | None:
-    forked = (s for r in report.runs for p in r.samples for s in p.main if s.first_fork)
-    named = (pair_of(c, r.run, "fig-answer") for r in report.runs for c in culprits_of(r) if c.call)
-    drawn = next((tree_of(s, "fig-answer") for s in forked), None) or next(named, None)
-    rows = [r for r in parted_rows(report) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
-    if drawn is not None or not rows:
-        axes = (axes_figure(r.axes, "fig-answer") for r in report.runs if r.axes and r.axes.bars)
-        return drawn or next(axes, None)
+def _picture(told: RunSection) -> Figure | None:
+    """What shows the finding: where completions differ, the call in both arms, arms of training, a map, or bars."""
+    forked = next((s for p in told.samples for s in p.main if s.first_fork), None)
+    if forked is not None:
+        return tree_of(forked, "fig-answer")
+    named = next((c for c in culprits_of(told) if c.call), None)
+    if named is not None:
+        return pair_of(named, told.run, "fig-answer")
+    if told.training or told.mismatch:
+        return training_figure(told.run) if told.training else mismatch_figure(told.run)
+    rows = [r for r in parted_rows(Report((told,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
+    if not rows:
+        return axes_figure(told.axes, "fig-answer") if told.axes and told.axes.bars else None
     chosen = clearest(rows)
-    cases = (case for r in report.runs for p in r.probes for case in p.cases)
+    cases = (case for p in told.probes for case in p.cases)
     rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
     shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
     return Figure("family", CaseFamily((shown,)), "fig-answer")

@@ -11,7 +11,7 @@ from nondet.core.records import Run
 from nondet.core.statistics import percent
 from nondet.errors import one_line
 from nondet.reports.endpoint import machine_line
-from nondet.reports.text import code, escape, own_options, table
+from nondet.reports.text import SAMPLE, SERVER, code, escape, own_options, table, verdict_data
 from nondet.verdict.findings import Finding, Verdict, subject_name
 from nondet.verdict.gate import Decision, Outcome, power_text
 from nondet.verdict.served import is_endpoint
@@ -40,16 +40,9 @@ def _why(decision: Decision, run: Run) -> str:
     return f"{decision.reason}. Run: {command}" if command else decision.reason
 
 
-# Options that the larger sample takes over from the one that was too small; the same for a server.
-_SAMPLE = (
-    "--model", "--prompt", "--prompt-file", "--prompts", "--column", "--max-tokens", "--dtype", "--device", "--threads",
-    "--seed", "--temperature", "--top-k", "--top-p", "--seeds", "--ranks", "--trust-remote-code", "--cuda-graphs",
-    "--no-cuda-graphs", "--engine",
-)  # fmt: skip
-_SERVER = (
-    "--endpoint", "--model", "--prompt", "--prompts", "--protocol", "--key-env", "--ca-file", "--allow-plain-http",
-    "--insecure", "--no-stream", "--temperature", "--top-k", "--top-p", "--seeds", "--seed",
-)  # fmt: skip
+# Options that the larger sample, or gate of a server, takes over from the one that was too small.
+_LARGER = (*SAMPLE, "--seed", "--cuda-graphs", "--no-cuda-graphs")
+_ASKED_AGAIN = (*(name for name in SERVER if name not in ("--prompt-file", "--max-tokens")), "--seed")
 _TARGETS = 2  # completions of a round that make it a load: the fewest
 
 
@@ -65,7 +58,7 @@ def enough_command(decision: Decision, run: Run) -> str:
     power = short[0]
     if is_endpoint(run):
         share = [f"--rate={power.rate:g}", f"--confidence={power.confidence:g}", f"--by={power.by}"]
-        return shlex.join(["nondet", "gate", *own_options(run.header, _SERVER), *share])
+        return shlex.join(["nondet", "gate", *own_options(run.header, _ASKED_AGAIN), *share])
     words = ["nondet", "sample", *(word for p in short for word in ("--impl", p.impl))]
     load = [word.removeprefix("--load=") for word in own_options(run.header, ["--load"])[-1:]]
     plan = run.header.plan
@@ -79,7 +72,7 @@ def enough_command(decision: Decision, run: Run) -> str:
     else:
         n = math.ceil(power.needed / subjects) + 1
     words += ["--load", *load] if load else []
-    return shlex.join([*words, "--n", str(n), *own_options(run.header, _SAMPLE)])
+    return shlex.join([*words, "--n", str(n), *own_options(run.header, _LARGER)])
 
 
 def text(decision: Decision, run: Run) -> list[str]:
@@ -173,10 +166,7 @@ def as_json(decision: Decision) -> str:
             "outcome": decision.outcome,
             "code": decision.code,
             "reason": decision.reason,
-            "verdicts": [
-                {"impl": v.impl, "prompt": v.prompt, "findings": list(v.findings), "text": v.text, "notes": v.notes}
-                for v in decision.verdicts
-            ],
+            "verdicts": [verdict_data(v) for v in decision.verdicts],
             "power": [
                 {
                     "impl": p.impl,

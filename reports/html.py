@@ -11,12 +11,13 @@ import base64
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import msgspec
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from nondet.core.records import Run
 from nondet.errors import printable
@@ -38,10 +39,7 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
     for section in report.runs:
         records = msgspec.to_builtins(section.run)
         length = len(embedded_json(records))
-        verdicts = [
-            {"impl": v.impl, "prompt": v.prompt, "findings": v.findings, "text": v.text, "notes": v.notes}
-            for v in section.told
-        ]
+        verdicts = [figures.verdict_data(v) for v in section.told]
         data: dict[str, Any] = {"name": section.name, "headline": section.headline, "verdicts": verdicts}
         if length <= room:
             room -= length
@@ -56,9 +54,18 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
 def embedded_json(data: Any) -> str:
     """JSON that can't leave a script element: no <, >, &, and nothing but ASCII."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    for char, escape in _JSON_ESCAPES.items():
-        text = text.replace(char, escape)
+    for char, written in _JSON_ESCAPES.items():
+        text = text.replace(char, written)
     return text
+
+
+# Numbers, dates and options, which no line may break: "1.2e-04", "--turns".
+_WHOLE = re.compile(r"\d[\d.]*e-\d+|\d+-\d\d-\d\dT|--\w[\w-]*")
+
+
+def unbroken(text: str) -> Markup:
+    """The text, escaped, in which these stay whole."""
+    return Markup(_WHOLE.sub(r'<span class="whole">\g<0></span>', str(escape(printable(text)))))  # noqa: S704 - escaped
 
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -116,7 +123,7 @@ def _environment() -> jinja2.Environment:
         document.bits, document.contents, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, figures.counted,
         figures.extras, figures.run_rate, figures.sentence, figures.shape_text, figures.token,
-        figures.visible, plural, classes.hue, classes.span_path, classes.tint,
+        figures.visible, plural, classes.hue, classes.span_path, classes.tint, unbroken,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in named})
     environment.filters.update(shown=lambda blocks: document.shown(blocks, document.PAGE))

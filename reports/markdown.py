@@ -11,32 +11,20 @@ from itertools import pairwise
 
 from nondet.core.records import Run
 from nondet.errors import one_line
+from nondet.reports import document as doc
 from nondet.reports.content import Report, build, run_blocks
-from nondet.reports.document import (
-    MARKDOWN,
-    Block,
-    Code,
-    Details,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-    bits,
-    flat,
-    shown,
-)
+from nondet.reports.document import bits, flat, shown
 from nondet.reports.first_screen import first_screen
 from nondet.reports.text import code, details, escape, fence, table
 
 _ROWS_MOST = 60  # of one block: a longer table is several, of which some may have to be left out
-_KEPT = 5  # of a run's blocks: title, headline, name, machine, verdicts stay
+_KEPT = 6  # of a run's blocks: title, name, machine, headline, verdicts stay
 # Characters by default: what a reader takes in a pull request. The other is GitHub's limit.
 BRIEF_MOST = 20_000
 FULL_MOST = 65_536
 
 
-def inline(text: Inline, *, cell: bool = False) -> str:
+def inline(text: doc.Inline, *, cell: bool = False) -> str:
     """Stretches of text, escaped."""
     made = []
     for words, style in bits(text):
@@ -49,24 +37,24 @@ def inline(text: Inline, *, cell: bool = False) -> str:
     return "".join(made)
 
 
-def blocks(parts: Iterable[Block]) -> Iterator[str]:
+def blocks(parts: Iterable[doc.Block]) -> Iterator[str]:
     """Each block as markdown; a part of a run gives one for each block in it."""
-    for block in shown(parts, MARKDOWN):
-        if isinstance(block, Heading):
+    for block in shown(parts, doc.MARKDOWN):
+        if isinstance(block, doc.Heading):
             yield f"{'#' * block.level} {inline(block.text)}"
-        elif isinstance(block, Paragraph):
+        elif isinstance(block, doc.Paragraph):
             strong = block.style == "warn"
             yield f"**{inline(block.text)}**" if strong else inline(block.text)
-        elif isinstance(block, Items):
+        elif isinstance(block, doc.Items):
             lines = [(f"- {inline(item)}", *(f"  - {escape(note)}" for note in notes)) for item, notes in block.noted()]
             yield "\n".join(line for item in lines for line in item)
-        elif isinstance(block, Table):
+        elif isinstance(block, doc.Table):
             for start in range(0, len(block.rows), _ROWS_MOST):
                 rows = [[inline(cell, cell=True) for cell in row] for row in block.rows[start : start + _ROWS_MOST]]
                 yield table([inline(name, cell=True) for name in block.head], rows)
-        elif isinstance(block, Code):
+        elif isinstance(block, doc.Code):
             yield fence(block.text)
-        elif isinstance(block, Details):
+        elif isinstance(block, doc.Details):
             inner = list(blocks(block.blocks))
             if block.id and not block.fold:
                 yield f"### {inline(block.title)}"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from nondet.core.records import MismatchKind, Run
 from nondet.errors import one_line
 from nondet.mismatch.figures import Bin, Figures
-from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Figure, Inline, Paragraph, Table, grid
+from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, decades, doublings, limit, linear, placed
 from nondet.reports.text import counted
 from nondet.verdict.findings import plural
@@ -29,79 +26,78 @@ _NOTE = (
 )
 
 
-class Sides:
-    """The arms of a run."""
-
-    def __init__(self, run: Run) -> None:
-        self.pairs = pairs(run)
-
-    @cached_property
-    def figure(self) -> Figure | None:
-        """Its plots."""
-        data = mismatch_plots(self.pairs)
-        return Figure("plots", data, "fig-answer", PLOTS, of=self) if data else None
+def mismatch_figure(run: Run, place: str = "fig-answer") -> Figure | None:
+    """The plots of a run's arms."""
+    data = mismatch_plots(pairs(run))
+    return Figure("plots", data, place, PLOTS, of=run) if data else None
 
 
-def _table(told: Sequence[Pair], **more: Any) -> Table:
-    def interval(f: Figures) -> str:
-        ends = f.k3_interval
-        return f"{ends[0]:.1e} to {ends[1]:.1e}" if ends and f.differ else "–"
+_FIRST = ("arm", "other bits", "K3", "95%", "KL, whole rows", "outside 1%")
+_MORE = ("ratios", "|d|: middle, 99%, 99.9%", "mean of exp |d|", "4,096 tokens in 0.5 to 2", "s, sample + train")
 
-    def of(text: Callable[[Figures], str]) -> Callable[[Pair], Inline]:
-        return lambda p: text(p.figures) if p.figures else "–"
 
-    def seconds(p: Pair) -> str:
-        return f"{p.cost.sample_seconds:.1f} + {p.cost.train_seconds:.1f}" if p.cost else "–"
-
-    columns: dict[str, tuple[str, Callable[[Pair], Inline]]] = {
-        "arm": ("nowrap", lambda p: Bit(one_line(p.impl, 60), "code")),
-        "other bits": ("num", of(lambda f: f"{counted(f.differ)} of {counted(f.tokens)}")),
-        "K3": ("num", of(lambda f: f"{f.k3:.1e}" if f.k3 else "0")),
-        "95%": ("num", of(interval)),
-        "KL, whole rows": ("num", lambda p: f"{p.kl:.1e}" if p.rows_differ else "0" if p.whole else "–"),
-        "outside 1%": ("num", of(lambda f: f"{f.outside / f.tokens:.1%}")),
-        "ratios": ("num", of(lambda f: "{:.3f} to {:.3f}".format(*f.ratios))),
-        "|d|: middle, 99%, 99.9%": ("num", of(lambda f: ", ".join(f"{f.tails[q]:.1e}" for q in (0.5, 0.99, 0.999)))),
-        "mean of exp |d|": ("num", of(lambda f: f"{f.mult_prob_error:.4f}")),
-        "4,096 tokens in 0.5 to 2": ("num", of(lambda f: f"{f.long[1]:.1%}")),
-        "s, sample + train": ("num", seconds),
-    }
+def _table(told: Sequence[Pair]) -> Table:
+    """A row per arm; whole rows have a column where any arm has them."""
+    rows = [[Bit(one_line(p.impl, 60), "code"), *_cells(p)] for p in told]
+    head: list[Inline] = [*_FIRST, *_MORE]
     if not any(p.whole for p in told):
-        del columns["KL, whole rows"]
-    return grid(told, columns, unshown=list(columns)[list(columns).index("ratios") :], **more)
+        place = head.index("KL, whole rows")
+        for line in (head, *rows):
+            del line[place]
+    return Table(head, rows, ("nowrap", *["num"] * len(head)), unshown=_MORE, only=ALL)
 
 
-def _kinds(pair: Pair, **more: Any) -> Table:
+def _cells(p: Pair) -> list[Inline]:
+    """All columns of an arm but the first."""
+    kl = f"{p.kl:.1e}" if p.rows_differ else "0" if p.whole else "–"
+    seconds = f"{p.cost.sample_seconds:.1f} + {p.cost.train_seconds:.1f}" if p.cost else "–"
+    f = p.figures
+    if f is None:
+        return ["–", "–", "–", kl, *["–"] * 5, seconds]
+    return [
+        f"{counted(f.differ)} of {counted(f.tokens)}",
+        f"{f.k3:.1e}" if f.k3 else "0",
+        "{:.1e} to {:.1e}".format(*f.k3_interval) if f.k3_interval and f.differ else "–",
+        kl,
+        f"{f.outside / f.tokens:.1%}",
+        "{:.3f} to {:.3f}".format(*f.ratios),
+        ", ".join(f"{f.tails[q]:.1e}" for q in (0.5, 0.99, 0.999)),
+        f"{f.mult_prob_error:.4f}",
+        f"{f.long[1]:.1%}",
+        seconds,
+    ]
+
+
+def _kinds(pair: Pair) -> Table:
     named = pair.named
     best: dict[tuple[str, str], MismatchKind] = {(k.cause, k.side): k for k in reversed(pair.kinds)}
-    rows = sorted(best.values(), key=lambda k: (k is not named, k.left))[:_KINDS_MOST]
-    columns: dict[str, tuple[str, Callable[[MismatchKind], Inline]]] = {
-        "hypothesis": ("wide", lambda k: (Bit(k.cause, "bad"), " (named)") if k == named else Bit(k.cause)),
-        "side": ("nowrap", lambda k: k.side),
-        "fitted": ("wide", lambda k: Bit(k.fitted)),
-        "K3 left": ("num", lambda k: f"{k.left:.1e}" if k.left else "0"),
-        "taken away": ("num", lambda k: f"{min(1.0, max(0.0, removed(k))):.0%}" if k.k3 > k.floor else "–"),
-        "very bits": ("num", lambda k: f"{k.exactly:.0%}" if k.exactly else "–"),
-    }
-    return grid(rows, columns, **more)
+    rows: list[Cells] = []
+    for k in sorted(best.values(), key=lambda k: (k is not named, k.left))[:_KINDS_MOST]:
+        cause: Inline = (Bit(k.cause, "bad"), " (named)") if k == named else Bit(k.cause)
+        away = f"{min(1.0, max(0.0, removed(k))):.0%}" if k.k3 > k.floor else "–"
+        exactly = f"{k.exactly:.0%}" if k.exactly else "–"
+        rows.append((cause, k.side, Bit(k.fitted), f"{k.left:.1e}" if k.left else "0", away, exactly))
+    head = ("hypothesis", "side", "fitted", "K3 left", "taken away", "very bits")
+    return Table(head, rows, ("wide", "nowrap", "wide", "num", "num", "num"))
 
 
 def _bins(bins: Sequence[Bin], name: str, form: str) -> Table:
-    columns: dict[str, tuple[str, Callable[[Bin], Inline]]] = {
-        name: ("nowrap", lambda b: f"{b.low:{form}} to {b.high:{form}}" if b.high > b.low else f"{b.low:{form}}"),
-        "tokens": ("num", lambda b: counted(b.tokens)),
-        "K3": ("num", lambda b: f"{b.k3:.1e}"),
-        "mean |d|": ("num", lambda b: f"{b.mean_abs:.1e}"),
-        "largest |d|": ("num", lambda b: f"{b.max_abs:.1e}"),
-    }
-    return grid(bins, columns)
+    rows = [
+        (
+            f"{b.low:{form}} to {b.high:{form}}" if b.high > b.low else f"{b.low:{form}}",
+            counted(b.tokens),
+            *(f"{x:.1e}" for x in (b.k3, b.mean_abs, b.max_abs)),
+        )
+        for b in bins
+    ]
+    return Table((name, "tokens", "K3", "mean |d|", "largest |d|"), rows, ("nowrap", *["num"] * 4))
 
 
-def mismatch_blocks(sides: Sides, number: int, opened: bool) -> list[Block]:
+def mismatch_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """The arms, the pictures, the hypotheses, and by position and probability."""
-    place, told = f"mismatch-{number}", sides.pairs
-    parts: list[Block] = [_table(told, only=BRIEF + WHOLE)]
-    parts += [replace(sides.figure, id=f"{place}-plot")] if sides.figure else []
+    place, told = f"mismatch-{number}", pairs(run)
+    figure = mismatch_figure(run, f"{place}-plot")
+    parts: list[Block] = [_table(told), *([figure] if figure else [])]
     for pair in told:
         if pair.figures is None or not pair.figures.differ:
             continue

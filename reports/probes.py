@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,8 @@ from nondet.core.registry import PROBES
 from nondet.core.statistics import wilson
 from nondet.errors import one_line
 from nondet.reports.classes import ProductMap, axis_name, letter, map_text, product_map
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table, grid
-from nondet.reports.text import apart_text, counted, error_span, extras, run_rate, sentence
+from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.text import apart_text, counted, error_span, extras, findings_text, run_rate, sentence
 from nondet.verdict.findings import Finding, plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
 
@@ -140,7 +140,7 @@ class ProbeSection:
     def summary(self) -> str:
         """ "stock: batch-dependent in 3 of 8 cases; invariant: ...": counts of verdicts, which add up to the run's."""
         rows = [r for c in self.cases for r in c.measured]
-        return "; ".join(f"{v.impl}: {v.brief}" for v in judge_rows(rows)) or "nothing was measured"
+        return findings_text(judge_rows(rows)) or "nothing was measured"
 
 
 def probe_sections(rows: Sequence[Row]) -> list[ProbeSection]:
@@ -187,15 +187,12 @@ def hits_table(probes: Sequence[ProbeSection]) -> Table | None:
     others = {operator for hits in columns.values() for operator, _ in hits} - {*hit}
     lines = [("all", {*hit, *others}), *((name, {name}) for name, _ in hit.most_common())]
     lines += [(plural(len(others), "other operator"), others)] if others else []
-
-    def cell(hits: Sequence[tuple[str, bool]], operators: Collection[str]) -> str:
-        mine = [was_hit for operator, was_hit in hits if operator in operators]
-        return f"{sum(mine)} of {len(mine)}" if mine else "–"
-
-    shown: dict[str, tuple[str, Any]] = {f"{verdict.impl}, cases that differ by": ("", lambda line: line[0])}
-    for name, hits in columns.items():
-        shown[name] = ("num", lambda line, hits=hits: cell(hits, line[1]))
-    return grid(lines, shown, only="bvmp")
+    cells = []
+    for name, operators in lines:
+        mine = [[was_hit for operator, was_hit in hits if operator in operators] for hits in columns.values()]
+        cells.append((name, *(f"{sum(hits)} of {len(hits)}" if hits else "–" for hits in mine)))
+    head = (f"{verdict.impl}, cases that differ by", *columns)
+    return Table(head, cells, ("", *["num"] * len(columns)), only=ALL)
 
 
 def probe_blocks(probes: Sequence[ProbeSection], number: int, opened: bool) -> list[Block]:
@@ -231,10 +228,7 @@ def _first_tree(probe: ProbeSection) -> list[Block]:
     if not found:
         return []
     case, tree = min(found, key=lambda one: (not one[1].proven, -one[0].measured[0].distinct, len(one[1].lines)))
-    lines = ["· " * depth + text for depth, _, text in tree.lines[:_TREE_LINES]]
-    lines += [f"… and {plural(len(tree.lines) - _TREE_LINES, 'more line')}"] if len(tree.lines) > _TREE_LINES else []
-    head = (Bit(tree.impl, "code"), f", {_named(case)}, M = {tree.m}, {'proven' if tree.proven else tree.said}")
-    return [Paragraph(head, only=BRIEF, room=1), *(Paragraph(f"  {line}", only=BRIEF, room=1) for line in lines)]
+    return [replace(block, only=BRIEF) for block in _orders(case, [tree], _TREE_LINES)]
 
 
 def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
@@ -245,7 +239,7 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
         made.append(Figure("product_map", found, f"{place}-map-{i}", title))
         lines: list[Inline] = [(Bit(impl, "code"), ": ", Bit(text, "code")) for impl, text in found.texts]
         made.append(Details(f"{title}, in words", [Items(lines)]))
-    made += [Paragraph(_MAPS, "soft", "pmv")] if probe.maps else []
+    made += [Paragraph(_MAPS, "soft")] if probe.maps else []
     parted = [family for family in probe.families if family.parted]
     drawn = [Figure("family", family, f"{place}-{i}") for i, family in enumerate(parted, 1)]
     made += drawn[:_DRAWN_MOST]
@@ -323,44 +317,36 @@ def orders(case: CaseGroup) -> list[OrderDrawn]:
         for i, tree in enumerate(classes if isinstance(classes, list) else ()):
             if not isinstance(tree, dict) or not isinstance(tree.get("drawn"), list):
                 continue
-            drawn = [line for line in tree["drawn"] if isinstance(line, list) and len(line) == 2]
-            lines = [
-                (min(d, _DRAWN_DEEP), _glyph(str(t)), one_line(str(t), 300))
-                for d, t in drawn
-                if isinstance(d, int) and d >= 0
-            ]
             next_to = between[i] if isinstance(between, list) and i < len(between) else ""
-            found.append(
-                OrderDrawn(
-                    row.impl,
-                    tree["M"] if isinstance(tree.get("M"), int) else 0,
-                    tree.get("proven") is True,
-                    one_line(_proof(tree), 600),
-                    tuple(lines),
-                    one_line(str(next_to), 300),
-                )
-            )
+            m, proven = tree["M"] if isinstance(tree.get("M"), int) else 0, tree.get("proven") is True
+            which = f", of {tree['which']}" if tree.get("which") else ""
+            said = f"unproven: {tree.get('failed_on') or 'no reason was kept'}"
+            if proven:
+                said = f"proven{which}: {tree.get('checked')} sums predicted bit for bit, {tree.get('arithmetic')}"
+            lines = tuple(_order_lines(tree["drawn"]))
+            found.append(OrderDrawn(row.impl, m, proven, one_line(said, 600), lines, one_line(str(next_to), 300)))
     return found
 
 
-def _glyph(line: str) -> str:
-    return next((glyph for word, glyph in _GLYPHS if word in line.partition(":")[0]), "chain")
-
-
-def _proof(tree: dict[str, Any]) -> str:
-    if tree.get("proven") is not True:
-        return f"unproven: {tree.get('failed_on') or 'no reason was kept'}"
-    which = f", of {tree['which']}" if tree.get("which") else ""
-    return f"proven{which}: {tree.get('checked')} sums predicted bit for bit, {tree.get('arithmetic')}"
+def _order_lines(drawn: list[Any]) -> Iterator[tuple[int, str, str]]:
+    for line in drawn:
+        if isinstance(line, list) and len(line) == 2 and isinstance(line[0], int) and line[0] >= 0:
+            text = one_line(str(line[1]), 300)
+            glyph = next((glyph for word, glyph in _GLYPHS if word in text.partition(":")[0]), "chain")
+            yield min(line[0], _DRAWN_DEEP), glyph, text
 
 
 def _named(case: CaseGroup) -> str:
     return f"{_without_inputs(case.head)}, {case.head.dtype}"
 
 
-def _orders(case: CaseGroup, drawn: Sequence[OrderDrawn]) -> list[Block]:
+def _orders(case: CaseGroup, drawn: Sequence[OrderDrawn], most: int = 1000) -> list[Block]:
     heads: list[Inline] = [(Bit(tree.impl, "code"), f", M = {tree.m}: {tree.said}") for tree in drawn]
-    notes = [[*("· " * depth + text for depth, _, text in tree.lines), *filter(None, [tree.between])] for tree in drawn]
+    notes = []
+    for tree in drawn:
+        more = [f"… and {plural(len(tree.lines) - most, 'more line')}"] if len(tree.lines) > most else []
+        lines = ["· " * depth + text for depth, _, text in tree.lines[:most]]
+        notes.append([*lines, *more, *filter(None, [tree.between])])
     return [Paragraph(Bit(_named(case), "strong")), Items(heads, notes)]
 
 
@@ -377,51 +363,45 @@ def _figures(cases: Sequence[CaseGroup]) -> Table:
     rows = [row for case in cases for row in case.rows]
     styles = {"divergent": "bad", "error": "bad", "identical": ""}
     marks = [{"operator": r.operator, "impl": r.impl} | ({"parted": ""} if r.parted else {}) for r in rows]
-    return grid(
-        rows,
-        {
-            "case": ("wide", lambda r: Bit(f"{r.case}, {r.dtype}")),
-            "impl": ("nowrap", lambda r: Bit(r.impl, "code")),
-            "result": ("", lambda r: Bit(r.status, styles.get(r.status, "dull"))),
-            "classes / trials": ("num", lambda r: f"{counted(r.distinct)} / {_trials(r)}" if r.trials else "–"),
-            "how far apart": (
-                "wide",
-                lambda r: apart_text(r.difference) if r.difference and r.difference.mismatched else "–",
-            ),
-            "first": ("", lambda r: str((r.difference and r.difference.first_mismatch) or "–")),
-            "relative error": ("num", error_span),
-            "error, max ULP": ("num", lambda r: counted((r.worst_error or r.error).max_ulp) if r.error else "–"),
-        },
-        marks=marks,
-    )
+    cells = []
+    for r in rows:
+        d, error = r.difference, r.worst_error or r.error
+        cells.append(
+            (
+                Bit(f"{r.case}, {r.dtype}"),
+                Bit(r.impl, "code"),
+                Bit(r.status, styles.get(r.status, "dull")),
+                f"{counted(r.distinct)} / {_trials(r)}" if r.trials else "–",
+                apart_text(d) if d and d.mismatched else "–",
+                str((d and d.first_mismatch) or "–"),
+                error_span(r),
+                counted(error.max_ulp) if r.error and error else "–",
+            )
+        )
+    head = ("case", "impl", "result", "classes / trials", "how far apart", "first", "relative error", "error, max ULP")
+    return Table(head, cells, ("wide", "nowrap", "", "num", "wide", "", "num", "num"), marks)
 
 
 def _how_bad(told: Sequence[tuple[Row, int]]) -> Table:
-    def than_first(row: Row, label: int) -> str:
-        error = row.class_errors[label]
-        apart = error.closer + error.farther
-        if not label or not apart:
-            return "as near at every element" if label else "–"
-        low, high = wilson(error.closer, apart)
-        word = "more accurate" if low > 0.5 else "less accurate" if high < 0.5 else "merely different"
-        nearer = f"nearer at {counted(error.closer)}, farther at {counted(error.farther)}"
-        return f"{word}: {nearer} of {counted(error.elements)}"
-
-    def of(number: Callable[[ClassError], float], form: str = ".3g") -> Callable[[tuple[Row, int]], Inline]:
-        return lambda line: f"{number(line[0].class_errors[line[1]]):{form}}"
-
-    columns: dict[str, tuple[str, Callable[[tuple[Row, int]], Inline]]] = {
-        "case": ("wide", lambda line: Bit(f"{line[0].case}, {line[0].dtype}")),
-        "impl": ("nowrap", lambda line: Bit(line[0].impl, "code")),
-        "class": ("", lambda line: letter(line[1])),
-        "median, ULP": ("num", of(lambda e: e.median)),
-        "99%": ("num", of(lambda e: e.p99)),
-        "largest": ("num", of(lambda e: e.most)),
-        "bias": ("num", of(lambda e: e.mean, "+.2g")),
-        "than class A": ("wide", lambda line: than_first(*line)),
-    }
+    cells = []
+    for row, label in told:
+        e = row.class_errors[label]
+        figures = (f"{e.median:.3g}", f"{e.p99:.3g}", f"{e.most:.3g}", f"{e.mean:+.2g}")
+        named = (Bit(f"{row.case}, {row.dtype}"), Bit(row.impl, "code"), letter(label))
+        cells.append((*named, *figures, _than_first(e) if label else "–"))
+    head = ("case", "impl", "class", "median, ULP", "99%", "largest", "bias", "than class A")
     marks = [{"operator": row.operator, "impl": row.impl, "parted": ""} for row, _ in told]
-    return grid(told, columns, marks=marks)
+    return Table(head, cells, ("wide", "nowrap", "", *["num"] * 4, "wide"), marks)
+
+
+def _than_first(error: ClassError) -> str:
+    apart = error.closer + error.farther
+    if not apart:
+        return "as near at every element"
+    low, high = wilson(error.closer, apart)
+    word = "more accurate" if low > 0.5 else "less accurate" if high < 0.5 else "merely different"
+    nearer = f"nearer at {counted(error.closer)}, farther at {counted(error.farther)}"
+    return f"{word}: {nearer} of {counted(error.elements)}"
 
 
 def _trials(row: Row) -> str:
@@ -429,14 +409,10 @@ def _trials(row: Row) -> str:
 
 
 def _clean(cases: Sequence[CaseGroup]) -> Table:
-    said = {"identical": ""}
-    return grid(
-        cases,
-        {
-            "case": ("wide", lambda c: Bit(f"{c.head.case}, {c.head.dtype}")),
-            "impl": ("", lambda c: Bit(", ".join(r.impl + said.get(r.status, f": {r.status}") for r in c.rows))),
-            "trials": ("num", lambda c: ", ".join(map(_trials, c.measured))),
-            "relative error": ("num", lambda c: ", ".join(map(error_span, c.measured))),
-        },
-        marks=[{"operator": case.head.operator} for case in cases],
-    )
+    rows = []
+    for c in cases:
+        impls = Bit(", ".join(r.impl if r.status == "identical" else f"{r.impl}: {r.status}" for r in c.rows))
+        trials, errors = (", ".join(map(text, c.measured)) for text in (_trials, error_span))
+        rows.append((Bit(f"{c.head.case}, {c.head.dtype}"), impls, trials, errors))
+    marks = [{"operator": case.head.operator} for case in cases]
+    return Table(("case", "impl", "trials", "relative error"), rows, ("wide", "", "num", "num"), marks)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
@@ -15,22 +14,7 @@ from nondet.core.statistics import SurvivalStep, one_sided_bound, percent, perce
 from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import letter
-from nondet.reports.document import (
-    BRIEF,
-    WHOLE,
-    Bit,
-    Block,
-    Cells,
-    Code,
-    Details,
-    Figure,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-    grid,
-)
+from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.plots import WIDTH, Mark, Panel, Plot, Plots, Scale, Tick, linear, placed
 from nondet.sampling.analysis import (
     COUNTS,
@@ -57,6 +41,7 @@ SAMPLES_MOST = 24
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
 _POINTS = 5
+_DISTINCT = ("distinct_completions", "distinct_traces")
 _TEXT = 60
 
 
@@ -82,8 +67,8 @@ class SampleSection:
     Attributes:
         name: "prompt 2", with its seed where it has one.
         replays: Implementation -> the rows of rounds that were run again.
+        counted: Implementation -> what vLLM counted over all rounds; {} where another engine ran.
         speed: The cost of the fix in this run; None unless both ran.
-        counted: Implementation -> what vLLM counted over all rounds; None where another engine ran.
     """
 
     prompt: int
@@ -91,8 +76,8 @@ class SampleSection:
     summaries: tuple[SampleSummary, ...]
     families: tuple[FamilyTest, ...]
     replays: Mapping[str, Sequence[Row]]
+    counted: Mapping[str, Counter[str]]
     speed: SpeedRatio | None = None
-    counted: Mapping[str, Counter[str]] | None = None
 
     @property
     def main(self) -> tuple[SampleSummary, ...]:
@@ -113,16 +98,19 @@ class Samples:
     overall: tuple[PromptSet, ...]
 
     @property
-    def shown(self) -> tuple[SampleSection, ...]:
-        """The prompts that are shown one by one: all of a few, else those that differ most, by their number."""
-        if len(self.prompts) <= SAMPLES_MOST:
-            return self.prompts
-        ranked = sorted(self.prompts, key=lambda p: (*_rank(p.summaries), p.prompt))
-        return tuple(sorted(ranked[:SAMPLES_MOST], key=lambda p: p.prompt))
+    def ranked(self) -> list[SampleSection]:
+        """The prompts, those that differ most first."""
 
+        def key(p: SampleSection) -> tuple[int, int, int]:
+            texts, traces = ([getattr(s, name) for s in p.summaries] for name in _DISTINCT)
+            return -max(texts), -max(traces), p.prompt
 
-def _rank(summaries: Sequence[SampleSummary]) -> tuple[int, int]:
-    return -max(s.distinct_completions for s in summaries), -max(s.distinct_traces for s in summaries)
+        return sorted(self.prompts, key=key)
+
+    @property
+    def shown(self) -> list[SampleSection]:
+        """The prompts that are shown one by one: those that differ most, by their number."""
+        return sorted(self.ranked[:SAMPLES_MOST], key=lambda p: p.prompt)
 
 
 def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) -> Samples:
@@ -133,13 +121,11 @@ def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) ->
     for s in by_impl:
         by_prompt.setdefault(s.prompt, []).append(s)
     plan, speed, again = run.header.plan, speed_ratio_of(run), replays(run)
-    counted: dict[str, Counter[str]] | None = None
-    if of_vllm(run):
-        counted = {s.impl: Counter() for s in summaries}
-        for r in run.rounds:
-            counted.setdefault(r.impl, Counter()).update(r.ran)
+    counted: dict[str, Counter[str]] = {s.impl: Counter() for s in summaries if of_vllm(run)}
+    for r in run.rounds if counted else ():
+        counted.setdefault(r.impl, Counter()).update(r.ran)
     prompts = tuple(
-        SampleSection(prompt, subject_name(plan, prompt), tuple(mine), _family_tests(mine), again, speed, counted)
+        SampleSection(prompt, subject_name(plan, prompt), tuple(mine), _family_tests(mine), again, counted, speed)
         for prompt, mine in sorted(by_prompt.items())
     )
     if served or len(prompts) < 2:  # a server's arms are not one sample: each has its own bounds
@@ -157,34 +143,37 @@ def _family_tests(summaries: Sequence[SampleSummary]) -> tuple[FamilyTest, ...]:
 
 def _overall(told: Samples, number: int) -> list[Block]:
     parts, shown, total = told.overall, len(told.shown), len(told.prompts)
-    unit = parts[0].unit
-    rows: dict[str, Callable[[PromptSet], str]] = {
-        f"{unit}s": lambda o: text.counted(o.prompts),
-        "completions (failed), rounds": lambda o: f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
-        f"{unit}s whose logprob traces differ": _traces_text,
-        f"{unit}s whose texts differ": lambda o: f"{o.parted_tokens:,} of {o.prompts:,}",
-        f"pairs that differ, mean over {unit}s": lambda o: _share(o.disagreement),
-        f"chance of a new text next, mean over {unit}s": lambda o: _share(o.new),
-        "agree so far (Kaplan-Meier)": _curve_text,
-    }
     first, second = (next((o for o in parts if role_of(o.impl) == role), None) for role in (Role.STOCK, Role.INVARIANT))
     against = _comparison(first, second) if first and second else []
     return [
-        Heading(f"All {plural(total, unit)}", f"overall-{number}"),
-        _measures(parts, rows),
+        Heading(f"All {plural(total, parts[0].unit)}", f"overall-{number}"),
+        _side_by_side([o.impl for o in parts], [_measures_of_all(o) for o in parts]),
         *([Items(against)] if against else []),
-        Details("One by one", _prompts(parts), only="mp"),
+        Details("One by one", _prompts(told), only="mp"),
         *([Paragraph(f"Shown one by one below: the {shown} that differ most.", "soft", "mp")] if shown < total else []),
     ]
 
 
-def _measures(parts: Sequence[Any], rows: Mapping[str, Callable[[Any], str]]) -> Table:
-    cells = [(name, *map(cell, parts)) for name, cell in rows.items()]
-    return Table(("measure", *(Bit(part.impl, "code") for part in parts)), cells, ("", *("cell",) * len(parts)))
+def _measures_of_all(o: PromptSet) -> dict[str, str]:
+    return {
+        f"{o.unit}s": text.counted(o.prompts),
+        "completions (failed), rounds": f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
+        f"{o.unit}s whose logprob traces differ": _traces_text(o),
+        f"{o.unit}s whose texts differ": f"{o.parted_tokens:,} of {o.prompts:,}",
+        f"pairs that differ, mean over {o.unit}s": _share(o.disagreement),
+        f"chance of a new text next, mean over {o.unit}s": _share(o.new),
+        "agree so far (Kaplan-Meier)": _curve_text(o),
+    }
+
+
+def _side_by_side(impls: Sequence[str], measures: Sequence[Mapping[str, str]]) -> Table:
+    """A column for each implementation. A measure that none of them has ("") is left out."""
+    rows = [(name, *(m[name] or "–" for m in measures)) for name in measures[0] if any(m[name] for m in measures)]
+    return Table(("measure", *(Bit(impl, "code") for impl in impls)), rows, ("", *("cell",) * len(impls)))
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None else percent(value)
+    return "" if value is None else percent(value)
 
 
 def _traces_text(o: PromptSet) -> str:
@@ -201,7 +190,7 @@ def _traces_text(o: PromptSet) -> str:
 def _curve_text(o: PromptSet) -> str:
     steps = list(o.curve)
     if len(steps) < 2:
-        return "no difference" if steps else "–"
+        return "no difference" if steps else ""
     if len(steps) > _POINTS:
         steps = [steps[round(i * (len(steps) - 1) / (_POINTS - 1))] for i in range(_POINTS)]
     return "; ".join(map(_step_text, steps[1:]))
@@ -230,20 +219,15 @@ def _p(p: float) -> str:
     return "1" if p >= 1.0 else f"{p:.2g}" if p >= 1e-300 else "below 1e-300"
 
 
-def _prompts(parts: Sequence[PromptSet]) -> list[Block]:
-    by_prompt: dict[int, list[SampleSummary]] = {}
-    for prompt, s in (entry for o in parts for entry in o.summaries.items()):
-        by_prompt.setdefault(prompt, []).append(s)
-    prompts = sorted(by_prompt, key=lambda p: (*_rank(by_prompt[p]), p))
-    rows: list[Cells] = []
-    for p in prompts[:COMPLETIONS_MOST]:
-        text_of = Bit(one_line(by_prompt[p][0].prompt_text, _TEXT))
-        rows.append((str(p + 1), text_of, *(_prompt_cell(o.summaries.get(p)) for o in parts)))
-    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first difference" for o in parts))
-    made: list[Block] = [Table(head, rows)]
-    if len(prompts) > len(rows):
-        made.append(Paragraph(f"… and {plural(len(prompts) - len(rows), parts[0].unit)} that differ less.", "soft"))
-    return made
+def _prompts(told: Samples) -> list[Block]:
+    rows: list[tuple[Inline, ...]] = []
+    for p in told.ranked[:COMPLETIONS_MOST]:
+        cells = [_prompt_cell(o.summaries.get(p.prompt)) for o in told.overall]
+        rows.append((str(p.prompt + 1), Bit(one_line(p.prompt_text, _TEXT)), *cells))
+    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first difference" for o in told.overall))
+    left = len(told.prompts) - len(rows)
+    more = f"… and {plural(left, told.overall[0].unit)} that differ less."
+    return [Table(head, rows), *([Paragraph(more, "soft")] if left else [])]
 
 
 def _prompt_cell(s: SampleSummary | None) -> str:
@@ -284,16 +268,12 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
 
 def _families(families: Sequence[FamilyTest]) -> list[Block]:
     note = "One family of operators replaced at a time, all others stock, under the same load plan."
-    table = grid(
-        families,
-        {
-            "replaced": ("", lambda f: Bit(f.family, "code")),
-            "distinct completions": ("num", lambda f: _of_all(f.summary.distinct_completions, f.summary)),
-            "distinct traces": ("num", lambda f: text.counted(f.summary.distinct_traces)),
-            "result": ("wide", lambda f: f.result),
-        },
-        only=BRIEF + WHOLE,
-    )
+    rows = []
+    for f in families:
+        texts, traces = _of_all(f.summary.distinct_completions, f.summary), text.counted(f.summary.distinct_traces)
+        rows.append((Bit(f.family, "code"), texts, traces, f.result))
+    head = ("replaced", "distinct completions", "distinct traces", "result")
+    table = Table(head, rows, ("", "num", "num", "wide"), only=ALL)
     return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table]
 
 
@@ -302,7 +282,8 @@ def _of_all(count: int, s: SampleSummary) -> str:
 
 
 def _parting(sample: SampleSection, place: str) -> list[Block]:
-    made: list[Block] = [_counts(sample)]
+    counts = [_counts(s, sample) for s in sample.summaries]
+    made: list[Block] = [_side_by_side([s.impl for s in sample.summaries], counts)]
     made += [block for s in sample.main for block in _fork(s)]
     plots = curve_plots(sample.main)
     if plots:
@@ -316,43 +297,31 @@ def _parting(sample: SampleSection, place: str) -> list[Block]:
     return [*made, *([Details("Forks and branches with one family replaced", rest, only="p")] if rest else [])]
 
 
-def _counts(sample: SampleSection) -> Table:
-    rows: dict[str, Callable[[SampleSummary], str]] = {
-        "completions (failed)": lambda s: f"{text.counted(s.n)} ({text.counted(s.failed)})",
-        "distinct completions": lambda s: text.counted(s.distinct_completions),
-        "distinct logprob traces": lambda s: text.counted(s.distinct_traces) if s.has_logprobs else "no logprobs",
-        "share of the most common": lambda s: rate_text(s.agree) if s.rate.k else "all",
-        "differ from it": lambda s: rate_text(s.rate),
-        "pairs that differ": lambda s: _share(s.disagreement),
-        "chance of a new one next": lambda s: _share(s.new_share),
-        "K3 to the most common trace, nats a token": lambda s: "–" if s.k3 is None else text.number(s.k3),
-        "margin where they differ; elsewhere": _margins_text,
-        "tokens that flip": flips_text,
-        "change of the margin": moves_text,
-        "draw where they first differ; elsewhere": _draws_text,
-        "run again": lambda s: repeated(sample.replays.get(s.impl, ())),
-        "first fork, token index": lambda s: str(s.first_fork.index) if s.first_fork else "none",
-        "largest logprob gap": lambda s: text.number(s.logprob_spread) if s.has_logprobs else "no logprobs",
-        "batch, query tokens a step": lambda s: f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes",
-        "tokens/s of all requests, median round": lambda s: f"{s.tokens_per_second:.1f}",
+def _counts(s: SampleSummary, sample: SampleSection) -> dict[str, str]:
+    """The figures of one implementation; "" where it has none."""
+    measures = {
+        "completions (failed)": f"{text.counted(s.n)} ({text.counted(s.failed)})",
+        "distinct completions": text.counted(s.distinct_completions),
+        "distinct logprob traces": text.counted(s.distinct_traces) if s.has_logprobs else "no logprobs",
+        "share of the most common": rate_text(s.agree) if s.rate.k else "all",
+        "differ from it": rate_text(s.rate),
+        "pairs that differ": _share(s.disagreement),
+        "chance of a new one next": _share(s.new_share),
+        "K3 to the most common trace, nats a token": "" if s.k3 is None else text.number(s.k3),
+        "margin where they differ; elsewhere": _margins_text(s),
+        "tokens that flip": flips_text(s),
+        "change of the margin": moves_text(s),
+        "draw where they first differ; elsewhere": _draws_text(s),
+        "run again": repeated(sample.replays.get(s.impl, ())),
+        "first fork, token index": str(s.first_fork.index) if s.first_fork else "none",
+        "largest logprob gap": text.number(s.logprob_spread) if s.has_logprobs else "no logprobs",
+        "batch, query tokens a step": f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes" * bool(s.batch_max),
+        "tokens/s of all requests, median round": f"{s.tokens_per_second:.1f}",
     }
-    counted = sample.counted
-    if counted is not None:
-        for row in ("cached prompt tokens", "preemptions"):
-            rows[f"vLLM's {row}, all requests"] = partial(_counted, counted, f"vLLM's {row}")
-    if not any(s.draws for s in sample.summaries):
-        del rows["draw where they first differ; elsewhere"]
-    if not any(s.flips for s in sample.summaries):
-        del rows["tokens that flip"]
-    if not any(s.flips and s.flips.compared for s in sample.summaries):
-        del rows["change of the margin"]
-    if not any(s.batch_max for s in sample.summaries):  # a server does not report it
-        del rows["batch, query tokens a step"]
-    return _measures(sample.summaries, rows)
-
-
-def _counted(counted: Mapping[str, Counter[str]], name: str, summary: SampleSummary) -> str:
-    return text.counted(counted[summary.impl][name])
+    if s.impl in sample.counted:
+        for name in ("vLLM's cached prompt tokens", "vLLM's preemptions"):
+            measures[f"{name}, all requests"] = text.counted(sample.counted[s.impl][name])
+    return measures
 
 
 def rate_text(interval: Interval) -> str:
@@ -384,7 +353,7 @@ def _margins_text(summary: SampleSummary) -> str:
     """ "median 0.0625 at 3 flips, 2 exact ties; 1.5 elsewhere, as close in 2.1%"."""
     m = summary.margins
     if m is None:
-        return "–"
+        return ""
     ties = f", exactly tied at {text.counted(m.ties)} of the completions' choices there" if m.ties else ""
     return (
         f"median {text.number(m.median)} at {text.counted(m.flips)} flips{ties}; median "
@@ -397,7 +366,7 @@ def flips_text(summary: SampleSummary) -> str:
     """ "7 of 3,840, 1 in 549 (95% 1 in 90 to 1 in 3,200 over 4 rounds, anytime-valid)"."""
     f = summary.flips
     if f is None:
-        return "–"
+        return ""
     share = f"{text.counted(f.flips)} of {text.counted(f.tokens)}"
     if f.low is None or f.high is None:
         return f"{share} ({TOO_FEW})"
@@ -413,7 +382,7 @@ def moves_text(summary: SampleSummary) -> str:
     """ "at 1,822 of 3,833 positions, median 0.03, at most 0.125, up to 5 classes; 14 of 64 margins are no larger"."""
     f = summary.flips
     if f is None or not f.compared:
-        return "–"
+        return ""
     if not f.moved:
         return f"at none of {text.counted(f.compared)} positions"
     where = f"at {text.counted(f.moved)} of {text.counted(f.compared)} positions"
@@ -426,7 +395,7 @@ def _draws_text(summary: SampleSummary) -> str:
     """How near the draws were to another token at the first divergence."""
     d = summary.draws
     if d is None:
-        return "–"
+        return ""
     elsewhere = "" if d.border_elsewhere is None else f", elsewhere {percent(d.border_elsewhere)}"
     parts = [f"{percent(d.nearest)} of the mass from another token (median {percent(d.border)}{elsewhere})"]
     if d.cut is not None:
@@ -440,30 +409,17 @@ def _draws_text(summary: SampleSummary) -> str:
 def _fork(s: SampleSummary) -> list[Block]:
     if s.first_fork is None:
         return []
-    branches = grid(
-        s.first_fork.branches,
-        {
-            "token": ("nowrap", lambda b: Bit(text.token(b.text, b.token_id), "code")),
-            "id": ("num", lambda b: str(b.token_id)),
-            "completions": ("num", lambda b: _of_all(b.count, s)),
-            "top-1 − top-2 logit, min / median": (
-                "num",
-                lambda b: (
-                    ("not recorded" if b.margin_min is None else text.number(b.margin_min))
-                    + ("" if b.margin_median is None else f" / {text.number(b.margin_median)}")
-                ),
-            ),
-            "continues": ("wide", lambda b: Bit(b.continuation, "code")),
-        },
-    )
-    later = grid(
-        [f for f in s.forks[:COMPLETIONS_MOST] if f is not s.first_fork],
-        {
-            "index": ("num", lambda f: str(f.index)),
-            "before": ("wide", lambda f: Bit(f.before[-60:], "code")),
-            "branches": ("", _branch_texts),
-        },
-    )
+    rows = []
+    for b in s.first_fork.branches:
+        margin = "not recorded" if b.margin_min is None else text.number(b.margin_min)
+        margin += "" if b.margin_median is None else f" / {text.number(b.margin_median)}"
+        token, continues = Bit(text.token(b.text, b.token_id), "code"), Bit(b.continuation, "code")
+        rows.append((token, str(b.token_id), _of_all(b.count, s), margin, continues))
+    head = ("token", "id", "completions", "top-1 − top-2 logit, min / median", "continues")
+    branches = Table(head, rows, ("nowrap", "num", "num", "num", "wide"))
+    forks = [f for f in s.forks[:COMPLETIONS_MOST] if f is not s.first_fork]
+    others = [(str(f.index), Bit(f.before[-60:], "code"), _branch_texts(f)) for f in forks]
+    later = Table(("index", "before", "branches"), others, ("num", "wide", ""))
     named = f"First divergent token of `{s.impl}`: index {s.first_fork.index}, after "
     made: list[Block] = [Paragraph((named, Bit(s.first_fork.before, "code"))), branches]
     return [*made, *([Details(plural(len(later.rows), "later fork"), [later], only="p")] if later.rows else [])]
@@ -507,7 +463,7 @@ def _marked(view: Mapping[str, Any]) -> str:
 
 # Pictures: agreement over position, the tree of branches, and branches side by side.
 
-_LEAVES_MOST = 40
+_LEAVES_MOST = 16
 _BEFORE, _AFTER = 120, 160  # characters around the position where a branch differs
 
 

@@ -14,36 +14,22 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from nondet.core.records import Role, Run
+from nondet.core.records import Run
 from nondet.errors import one_line
+from nondet.reports import document as doc
 from nondet.reports import text as figures
 from nondet.reports.content import INCOMPLETE, Report, build, run_blocks
-from nondet.reports.document import (
-    BRIEF,
-    VERBOSE,
-    Bit,
-    Block,
-    Code,
-    Details,
-    Heading,
-    Inline,
-    Items,
-    Paragraph,
-    Table,
-    bits,
-    flat,
-    plain,
-    shown,
-)
+from nondet.reports.document import Bit, bits, flat, plain, shown
 from nondet.reports.first_screen import FirstScreen, first_screen
 
 _STYLES = {"strong": "bold", "soft": "dim", "env": "dim", "below": "dim", "mark": "reverse", "warn": "bold yellow"}
 _STYLES |= {"good": "green", "bad": "red", "dull": "yellow", "headline": "bold", "label": "bold"}
 _ROWS_MOST = 200  # of a table
-_ROWS_BRIEF, _ITEMS_BRIEF = 16, 3  # of 25 lines
+_ITEMS_BRIEF = 3  # of 25 lines
+_NOTHING = ("", "–", "none", "nowhere")  # cells that a row leaves out where it is a sentence
 
 
-def inline(text: Inline, style: str = "") -> Text:
+def inline(text: doc.Inline, style: str = "") -> Text:
     """Stretches of text on one line."""
     line = Text(overflow="fold", style=_STYLES.get(style, ""))
     for words, kind in bits(text):
@@ -52,31 +38,34 @@ def inline(text: Inline, style: str = "") -> Text:
     return line
 
 
-def renderables(parts: Iterable[Block], console: Console, form: str) -> Iterator[RenderableType]:
+def renderables(parts: Iterable[doc.Block], console: Console, form: str) -> Iterator[RenderableType]:
     """Blocks as rich prints them, one below the other."""
+    brief = form == doc.BRIEF
     for block in shown(parts, form):
-        if isinstance(block, Heading):
+        if isinstance(block, doc.Heading):
             yield Text()
             yield inline(block.text, "strong")
-        elif isinstance(block, Paragraph):
+        elif isinstance(block, doc.Paragraph):
             line = inline(block.text, block.style)
-            yield _fitted(line, console, block.room) if form == BRIEF else line
-        elif isinstance(block, Items):
-            for item, notes in list(block.noted())[: _ITEMS_BRIEF if form == BRIEF else None]:
+            yield _fitted(line, console, block.room) if brief else line
+        elif isinstance(block, doc.Items):
+            for item, notes in list(block.noted())[: _ITEMS_BRIEF if brief else None]:
                 line = inline(item)
-                yield Padding(_fitted(line, console, 3, 2) if form == BRIEF else line, (0, 0, 0, 2))
+                yield Padding(_fitted(line, console, 3, 2) if brief else line, (0, 0, 0, 2))
                 yield from (Padding(inline(Bit(note), "soft"), (0, 0, 0, 4)) for note in notes)
-        elif isinstance(block, Table):
-            for part in _table(block, console.width, _ROWS_BRIEF if form == BRIEF else _ROWS_MOST):
-                if form != BRIEF:
+        elif isinstance(block, doc.Table):
+            for part in _table(block, console.width, block.brief if brief else _ROWS_MOST):
+                if not brief:
                     yield part
-                    continue
-                for segments in console.render_lines(part, pad=False):  # of the 25 lines, each by itself
-                    yield Text("".join(segment.text for segment in segments).rstrip(), no_wrap=True)
-        elif isinstance(block, Code):
+                elif isinstance(part, Text):
+                    yield _fitted(part, console, block.room)
+                else:  # of the 25 lines, each by itself
+                    for segments in console.render_lines(part, pad=False):
+                        yield Text("".join(segment.text for segment in segments).rstrip(), no_wrap=True)
+        elif isinstance(block, doc.Code):
             yield Padding(Text(one_line(block.text, 2000), overflow="fold"), (0, 0, 0, 2))
-        elif isinstance(block, Details):
-            if block.id and form != BRIEF:
+        elif isinstance(block, doc.Details):
+            if block.id and not brief:
                 yield Text()
             yield inline(block.title, "strong")
             yield from renderables(block.blocks, console, form)
@@ -96,7 +85,7 @@ def _fitted(line: Text, console: Console, room: int, left: int = 0) -> Text:
     return Text("\n").join([*kept, last.append(" …")])
 
 
-def _table(block: Table, width: int, most: int) -> Iterator[RenderableType]:
+def _table(block: doc.Table, width: int, most: int) -> Iterator[RenderableType]:
     columns = [i for i, name in enumerate(block.head) if plain(name) not in block.unshown]
     head = [flat(plain(block.head[i])) for i in columns]
     rows = [[inline(row[i]) for i in columns] for row in block.rows[:most]]
@@ -106,7 +95,7 @@ def _table(block: Table, width: int, most: int) -> Iterator[RenderableType]:
     if (len(columns) > 4 or "wide" in block.kinds) and least > width:
         for first, *cells in rows:
             line = Text.assemble("  ", first, overflow="fold")
-            named = [(name, cell) for name, cell in zip(head[1:], cells, strict=True) if cell.plain]
+            named = [(name, cell) for name, cell in zip(head[1:], cells, strict=True) if cell.plain not in _NOTHING]
             for number, (name, cell) in enumerate(named):
                 line.append_text(Text.assemble(", " if number else ": ", f"{name} " if name else "", cell))
             yield line
@@ -141,7 +130,7 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
     tail = _last_words(report, screen, console, next_too=not quiet)
     if verbose and not quiet:
         for number in range(1, len(report.runs) + 1):
-            for part in renderables(run_blocks(report, number), console, VERBOSE):
+            for part in renderables(run_blocks(report, number), console, doc.VERBOSE):
                 console.print(part)
         console.print()
     elif not quiet:
@@ -179,25 +168,21 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
         words.append(Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")))
     if any(not section.run.complete for section in report.runs):
         words.append(_line(INCOMPLETE, "bold yellow"))
-    if len(report.runs) == 1:
-        section = report.runs[0]
-        bad = any(v.is_fault and v.role not in (Role.PART, Role.OTHER) for v in section.verdicts)
-        words.append(_line(figures.sentence(section.headline), "bold red" if bad else "bold", limit=12 * console.width))
-    elif screen is not None:
-        style = "bold red" if screen.effect.is_change else "bold"
-        words.append(_line(f"{screen.effect}. {figures.sentence(screen.answer)}", style))
+    if screen is not None:
+        text = figures.sentence(screen.told.headline)
+        if len(report.runs) > 1:
+            text = f"{screen.effect}. {screen.answer}" if screen.effect else screen.answer
+        words.append(_line(text, "bold red" if screen.style == "bad" else "bold", 12 * console.width))
     return words
 
 
 def _body(report: Report, screen: FirstScreen | None, console: Console) -> Iterator[RenderableType]:
     """Lines, the most important first: what does not fit is cut off at the end."""
+    chained = screen.blocks if screen is not None and not report.runs[0].story else []
     if len(report.runs) > 1:
-        if screen is not None:
-            yield from renderables(screen.blocks, console, BRIEF)
+        yield from renderables(chained, console, doc.BRIEF)
         for section in report.runs:
             yield _line(f"{section.name}: {section.headline}", limit=console.width)
-        return
-    for number, section in enumerate(report.runs, 1):
-        yield from renderables(run_blocks(report, number), console, BRIEF)
-        if screen is not None and not section.story:
-            yield from renderables(screen.blocks, console, BRIEF)
+    elif report.runs:
+        title, name, machine, *rest = run_blocks(report, 1)
+        yield from renderables([title, name, machine, *chained, *rest], console, doc.BRIEF)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from nondet.core.records import Axis, Difference, ErrorFigures, Header, Row
+from nondet.core.records import Axis, Difference, ErrorFigures, Header, Role, Row
 from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.errors import one_line, printable
-from nondet.verdict.findings import plural
+from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import axis_of
 
 _LABELS = {
@@ -152,6 +153,13 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
+# Options of a run that a command about the same model, or server, takes over, as they were typed.
+MACHINE = ("--device", "--threads")
+_DRAW = ("--max-tokens", "--temperature", "--top-k", "--top-p", "--seeds")
+MODEL = ("--engine", "--model", "--prompt", "--prompt-file", "--dtype", "--trust-remote-code", *MACHINE)
+SAMPLE = (*MODEL, "--prompts", "--column", "--ranks", *_DRAW)
+_HTTP = ("--endpoint", "--protocol", "--key-env", "--ca-file", "--allow-plain-http", "--insecure", "--no-stream")
+SERVER = (*_HTTP, "--model", "--prompt", "--prompt-file", "--prompts", *_DRAW)
 _FLAGS = ("--trust-remote-code", "--cuda-graphs", "--no-cuda-graphs", "--allow-plain-http", "--insecure", "--no-stream")
 
 
@@ -192,6 +200,26 @@ def probe_of_mine(row: Row, target: str) -> list[str]:
     return words if row.inputs == "ones" else [*words, "--inputs", row.inputs]  # --inputs has no such word
 
 
+def findings_text(
+    verdicts: Sequence[Verdict], most: int = 5, said: Callable[[Verdict], str] = lambda verdict: verdict.brief
+) -> str:
+    """Each implementation with its finding; of more than `most` stock, invariant and those that are not clean, if they
+    are no more than that. The others are counted."""
+    named = main = [v for v in verdicts if v.role in (Role.STOCK, Role.INVARIANT)]
+    if len(verdicts) <= most:
+        named = list(verdicts)
+    elif (hits := sum(v not in main and v.finding != Finding.CLEAN for v in verdicts)) + len(main) <= most and hits:
+        named = [v for v in verdicts if v in main or v.finding != Finding.CLEAN]
+    rest = Counter(v.finding for v in verdicts if named and v not in named)
+    parts = [f"{v.impl}: {said(v) or v.text}" for v in named or verdicts]
+    return "; ".join([*parts, *(f"{plural(n, 'other')}: {finding}" for finding, n in rest.items())])
+
+
+def verdict_data(v: Verdict) -> dict[str, Any]:
+    """A verdict as JSON has it."""
+    return {"impl": v.impl, "prompt": v.prompt, "findings": list(v.findings), "text": v.text, "notes": v.notes}
+
+
 def run_rate(row: Row) -> str:
     """How often repeated calls gave other bits than the most common, with the interval; empty for a sweep. A sweep's
     counts are exact for the variants that it tried; repeated calls are a sample."""
@@ -221,20 +249,9 @@ def extras(rows: Sequence[Row]) -> list[tuple[str, str]]:
     for row in rows:
         named = {k: v for k, v in row.extra.items() if isinstance(v, int | float | str | list)}
         if named:
-            text = ", ".join(f"{k.replace('_', ' ')} {_extra(v)}" for k, v in named.items())
+            text = ", ".join(f"{k.replace('_', ' ')} {one_line(_plain(v), 120)}" for k, v in named.items())
             impls_of.setdefault(one_line(text, 600), []).append(row.impl)
     return [(", ".join(impls), text) for text, impls in impls_of.items()]
-
-
-def _extra(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, list):
-        shown = " ".join(map(str, value[:16]))
-        return f"[{shown}{' …' if len(value) > 16 else ''}]"
-    return str(value)
 
 
 # Not here: characters with no meaning in markdown, or one only at the start of a line, where escaped text never is.

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple
 
 import msgspec
 
-from nondet.core.records import Culprit, EmbedPass, Neighbours, Role, Run, Step, role_of
+from nondet.core.records import Culprit, EmbedPass, Neighbours, Replayed, Run, Step
 from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
-from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, grid
+from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, ulp_text
 from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import diagnosed_cost
@@ -22,31 +21,17 @@ from nondet.verdict.findings import Finding, plural
 _CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
 
 
-class Told(NamedTuple):
-    """A title, sentences, lines of detail in a fold, and what a page shows in place of the first sentence, if anything.
-    A page's first screen has the first `known` sentences."""
-
-    title: str
-    lines: Sequence[str]
-    details: Sequence[str] = ()
-    figure: Figure | None = None
-    known: int = 0
-
-
 def trace_headline(run: Run) -> str:
     """The finding of a trace or of replays in one sentence, without its full stop; "" for other runs."""
     if run.trace_verdicts:
         verdict = run.trace_verdicts[-1]
-        cure = ""
-        if verdict.families:
-            cure = (
-                f"; replacing {' and '.join(verdict.families)} by the invariant implementation removes the divergence"
-            )
+        text = (verdict.sentences or [verdict.finding])[0]
         first = next((c for c in run.culprits if c.call and verdict.finding == Finding.BATCH), None)
         if first is not None:
             where = f"is `{first.call}` of {first.module}, at position {first.position}"
-            return f"{verdict.finding}: the first operator to differ {where}{cure}"
-        return verdict.sentences[0] + cure if verdict.sentences else verdict.finding
+            text = f"{verdict.finding}: the first operator to differ {where}"
+        cure = " and ".join(verdict.families or ())
+        return text + (f"; replacing {cure} by the invariant implementation removes the divergence" if cure else "")
     again = [r for r in run.replayed if r.how == "as recorded"]
     if again:
         return f"{sum(r.same for r in again)} of {plural(len(again), 'completion')} were bit-identical when replayed"
@@ -62,38 +47,52 @@ def trace_headline(run: Run) -> str:
     return ""
 
 
-def traced(run: Run) -> list[Told]:
-    """A trace's verdict, controls, culprits and replays, substitutions, what was replayed, an encoder's arms."""
-    told = []
-    if run.trace_verdicts and not run.steps:  # a diagnosis has it in its steps
-        verdict = run.trace_verdicts[-1]
-        known = 1 + bool(verdict.families) if run.culprits else 0
-        told.append(Told("Verdict", verdict.sentences, known=known))
+def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
+    """A part each for the verdict, controls, culprits and their replays, substitutions, what was replayed, layers under
+    vLLM, and an encoder's arms."""
+    made: list[Block] = []
+
+    def part(title: str, lines: Sequence[str], details: Sequence[str] = (), figure: Figure | None = None) -> None:
+        place, toc = f"trace-{number}-{len(made) + 1}", "" if made else "trace"
+        within: list[Block] = [Items(lines, only=ALL)]
+        within += [replace(figure, id=f"{place}-pair")] if figure else []
+        within += [Details("details", [Items(details)])] if details else []
+        made.append(Details(title, within, place, "", toc, opened=opened, only=ALL))
+
+    more = run.trace_verdicts[-1].sentences[1:] if run.trace_verdicts else []  # the headline has the first
+    if more and not run.steps:  # a diagnosis has them in its steps
+        part("Verdict", more)
     if run.controls:
         marks = {True: "holds", False: "FAILS", None: "noted"}
-        lines = [f"{_CONTROLS.get(c.name, c.name)} ({marks[c.passed]}): {c.sentence}" for c in run.controls]
-        told.append(Told("Controls", lines))
+        part("Controls", [f"{_CONTROLS.get(c.name, c.name)} ({marks[c.passed]}): {c.sentence}" for c in run.controls])
     repro = [v.repro for v in run.trace_verdicts[-1:] if v.repro]
     for culprit in run.culprits:
         title = f"{'Differing operator' if culprit.call else 'Difference without an operator'} {culprit.number}"
         lines = [culprit.sentence, *repro, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
+        part(title, lines, _details(culprit), pair_of(culprit, run) if culprit.call else None)
         repro = []
-        pair = pair_of(culprit, run) if culprit.call else None
-        told.append(Told(title, lines, _details(culprit), pair, known=int(culprit.number == 1)))
     if run.substitutions:
         risky = [s for s in run.substitutions if s.at_risk]
         left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
-        told.append(Told("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left))
+        part("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left)
     if run.replayed:
-        told.append(Told("Replays", [r.sentence for r in run.replayed]))
+        alike: dict[str, list[Replayed]] = {}  # by what is said of them
+        for r in run.replayed:
+            alike.setdefault(r.sentence.removeprefix(f"{r.request}: "), []).append(r)
+        groups = [(said, rs) for said, rs in alike.items() if len(rs) > 1]
+        lines = [f"{plural(len(rs), 'completion')}: {said}" for said, rs in groups]
+        lines += [rs[0].sentence for rs in alike.values() if len(rs) == 1]
+        part("Replays", lines, [", ".join(r.request for r in rs) for _, rs in groups])
     if run.layer_standings:
         ordered = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
-        lines = [
-            f"{one.standing}: {plural(one.layers, 'layer')} {one.kind}, the first {one.first}: {one.why}"
-            for one in ordered
-        ]
-        told.append(Told("Layers under vLLM", lines))
-    return told + _encoded(run)
+        named = [(one.standing, plural(one.layers, "layer"), one.kind, one.first, one.why) for one in ordered]
+        part("Layers under vLLM", ["{}: {} {}, the first {}: {}".format(*one) for one in named])
+    for impl in dict.fromkeys(p.impl for p in run.embed_passes):
+        part(f"{impl}: vectors in batches compared with one text at a time", *_vectors(run, impl))
+    if run.embed_passes and run.header.plan.get("cut"):
+        what = plural(run.header.plan["cut"], "text was", "texts were")
+        part("Texts", [f"{what} longer than the model's context and cut."])
+    return made
 
 
 _ROWS = {"tokens": "row", "keys": "key"}
@@ -177,13 +176,14 @@ def _batch_again(run: Run, batch: Step) -> str:
 
 
 def story_headline(told: Story) -> str:
-    """The finding in a sentence, without its full stop."""
+    """What was found, with its number, its operator and its cure: a sentence without its full stop."""
+    parts = [batch_brief(told) or told.answers.get("Whether", told.finding).rstrip(".")]
     named = next((c for c in blamed(told.run, told.finding) if c.call), None)
-    cured = any(s.name == "cure" and s.outcome == "yes" for s in told.run.steps)
-    text = told.finding
     if named is not None:
-        text += f": the first operator to differ is `{named.call}` of {named.module}"
-    return text + ("; batch_invariant() left no divergence" if cured else "")
+        parts.append(f"the first operator to differ is `{named.call}` of {named.module}")
+    if any(s.name == "cure" and s.outcome == "yes" for s in told.run.steps):
+        parts.append("batch_invariant() left no divergence")
+    return "; ".join(parts)
 
 
 def batch_brief(told: Story) -> str:
@@ -199,33 +199,23 @@ def batch_brief(told: Story) -> str:
 def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     """The answers, the steps, what was varied, what was not tested."""
     numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
-    steps = grid(
-        told.steps,
-        {
-            "question": ("wide", lambda s: f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}"),
-            "answer": ("", lambda s: Bit(s.outcome, "strong")),
-            "evidence": ("wide", lambda s: f"{s.sentence}."),
-        },
-    )
-    axes = grid(
-        told.run.axes,
-        {
-            "varied": ("", lambda a: axis_title(a.axis)),
-            "under": ("", lambda a: a.impl),
-            "unchanged": ("", lambda a: a.held),
-            "other traces": ("", lambda a: f"{a.traces} of {a.tried}" if a.tried else "not met"),
-            "other tokens": ("", lambda a: f"{a.tokens} of {a.tried}" if a.tried else ""),
-            "differ at": ("", lambda a: ", ".join(a.parted) or "nowhere"),
-        },
-    )
-    answers = [((Bit(f"{label}. ", "strong"), text), 2 + 2 * (label == "Why")) for label, text in told.answers.items()]
-    short = batch_brief(told)
-    first = [((Bit("Whether. ", "strong"), f"{short[:1].upper()}{short[1:]}."), 2)] if short else answers[:1]
-    made: list[Block] = [
-        *(Paragraph(answer, only=BRIEF, room=room) for answer, room in [*first, *answers[1:]]),
-        Heading("Answers", only="vm"),
-        Items([answer for answer, _ in answers], only="vm"),  # a page has them in its steps
+    asked = [
+        (f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}", Bit(s.outcome, "strong"), f"{s.sentence}.")
+        for s in told.steps
     ]
+    steps = Table(("question", "answer", "evidence"), asked, ("wide", "", "wide"))
+    varied = []
+    for a in told.run.axes:
+        counts = [f"{n} of {a.tried}" for n in (a.traces, a.tokens)] if a.tried else ["not met", ""]
+        varied.append((axis_title(a.axis), a.impl, a.held, *counts, ", ".join(a.parted) or "nowhere"))
+    axes = Table(("varied", "under", "unchanged", "other traces", "other tokens", "differ at"), varied)
+    answers = {label: (Bit(f"{label}. ", "strong"), text) for label, text in told.answers.items()}
+    made: list[Block] = [  # the first is the headline's
+        Paragraph(answer, only=BRIEF, room=2 + 2 * (label == "Why"))
+        for label, answer in answers.items()
+        if label != "Whether"
+    ]
+    made += [Heading("Answers", only="vm"), Items([*answers.values()], only="vm")]  # a page has them in its steps
     for title, table, place, said in (
         ("Step by step", steps, "story", plural(len(steps.rows), "step")),
         ("One property changed at a time", axes, "axes", "compared with the solo request"),
@@ -236,59 +226,16 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
     return [*made, *([Details("What this does not show", [Items(told.limits)])] if told.limits else [])]
 
 
-def trace_blocks(parts: Sequence[Told], number: int, opened: bool) -> list[Block]:
-    """A part each."""
-    made: list[Block] = []
-    for i, told in enumerate(parts, 1):
-        place, toc = f"trace-{number}-{i}", "trace" if i == 1 else ""
-        new = told.lines[told.known if opened else 0 :]  # the first screen of a single run has the others
-        within: list[Block] = [Items(told.lines, only="bvm"), *([Items(new, only="p")] if new else [])]
-        within += [replace(told.figure, id=f"{place}-pair")] if told.figure else []
-        within += [Details("details", [Items(told.details)])] if told.details else []
-        made.append(Details(told.title, within, place, "", toc, opened=opened, only="bvmp"))
-    return made
-
-
-def embed_steps(run: Run) -> tuple[tuple[str, str, bool, str], ...]:
-    """The chain from the vector to the fix, as the first screen has it: (label, text, known, next command)."""
-    stock = [n for n in run.neighbours if role_of(n.impl) in (Role.STOCK, Role.BACKEND)]
-    cured = [n for n in run.neighbours if role_of(n.impl) == Role.INVARIANT]
-    parts = sorted({n.impl for n in run.neighbours if role_of(n.impl) == Role.PART})
-    command = "nondet embed --impl stock --impl invariant:matmul --impl invariant:attention --impl invariant:norm"
-    steps: list[tuple[str, str, bool, str]] = []
-    if stock:
-        worst = max(stock, key=lambda n: (n.parted, n.top1_changed, n.topk_changed))
-        steps.append(("vectors", _line(worst), True, ""))
-        if worst.parted:
-            cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
-            text = f"replacing only {', '.join(cures)} removed it" if cures else "which operator is not known"
-            steps.append(("operator", text, bool(cures), "" if parts else command))
-    if cured:
-        steps.append(("cure", f"invariant: {_line(max(cured, key=lambda n: n.parted))}", True, ""))
-    else:
-        steps.append(("cure", "the invariant implementation was not run here", False, "nondet embed --impl both"))
-    return tuple(steps)
-
-
-def _encoded(run: Run) -> list[Told]:
-    """For each implementation its arms compared with the solo texts, and the duration of the passes."""
-    told = []
-    for impl in dict.fromkeys(p.impl for p in run.embed_passes):
-        lines, details = [], []
-        for record in run.embed_passes:
-            if record.impl != impl:
-                continue
-            if record.reason:
-                lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
-            else:
-                lines += [_line(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
-                details.append(_took(record))
-        told.append(Told(f"{impl}: vectors in batches compared with one text at a time", lines, details))
-    cut = run.header.plan.get("cut")
-    if told and cut:
-        what = plural(cut, "text was", "texts were")
-        told.append(Told("Texts", [f"{what} longer than the model's context and cut."]))
-    return told
+def _vectors(run: Run, impl: str) -> tuple[list[str], list[str]]:
+    """The arms of an encoder's implementation compared with the solo texts, and the duration of the passes."""
+    lines, details = [], []
+    for record in (p for p in run.embed_passes if p.impl == impl):
+        if record.reason:
+            lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
+        else:
+            lines += [neighbours_text(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
+            details.append(_took(record))
+    return lines, details
 
 
 def _arm(name: str) -> str:
@@ -296,7 +243,8 @@ def _arm(name: str) -> str:
     return name.replace("alone", "one at a time")
 
 
-def _line(n: Neighbours) -> str:
+def neighbours_text(n: Neighbours) -> str:
+    """How an arm's vectors differ from those of one text at a time."""
     head = f"{_arm(n.arm)}, {n.pooling}"
     if not n.parted:
         return f"{head}: {plural(n.texts, 'vector')} bit-identical"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
 
 from nondet.core.records import Run
 from nondet.errors import one_line
 from nondet.mismatch.arms import ARMS
-from nondet.reports.document import BRIEF, WHOLE, Bit, Block, Details, Figure, Inline, Items, Paragraph, Table, grid
+from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Items, Paragraph, Table
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, decades, linear, placed
 from nondet.reports.text import counted
 from nondet.verdict.findings import plural
@@ -23,74 +20,63 @@ _TICKS = 6
 _FOOT = 0.12  # of a plot's height, between 0 and the least decade of K3
 
 
-@dataclass(frozen=True)
-class Training:
-    """The arms of a run, a course for each seed."""
-
-    run: Run
-
-    @cached_property
-    def courses(self) -> Sequence[Course]:
-        """All courses."""
-        return courses(self.run)
-
-    @cached_property
-    def figure(self) -> Figure | None:
-        """Its plots."""
-        data = training_plots(self.courses)
-        return Figure("plots", data, "fig-answer", PLOTS, of=self) if data else None
+def training_figure(run: Run, place: str = "fig-answer") -> Figure | None:
+    """The plots of a run's arms."""
+    data = training_plots(courses(run))
+    return Figure("plots", data, place, PLOTS, of=run) if data else None
 
 
-def _rewards_text(told: Training) -> str:
-    arms, seeds = ({getattr(c, name) for c in told.courses} for name in ("impl", "seed"))
+def _rewards_text(told: Sequence[Course]) -> str:
+    arms, seeds = ({getattr(c, name) for c in told} for name in ("impl", "seed"))
     said = ""
     if len(arms) > 1 and len(seeds) == 1:
         said = "One seed: what the arms earned is not compared. Other bits draw other texts, as other seeds do. "
-    if all(s.flat == s.groups for c in told.courses for s in c.steps):
+    if all(s.flat == s.groups for c in told for s in c.steps):
         return f"{said}Every group had one reward: nothing could be learnt."
-    fallen = [f"{one_line(c.impl, 40)} (seed {c.seed})" for c in told.courses if c.fell]
+    fallen = [f"{one_line(c.impl, 40)} (seed {c.seed})" for c in told if c.fell]
     return said + (f"Fell to less than half of its best: {', '.join(fallen)}." if fallen else "No arm's reward fell.")
 
 
-def arms_table(told: Training) -> Table:
+_HEAD = ("arm", "KL 0 in", "other bits", "K3, mean", "most", "entropy", "reward", "ratios", "gradient norm")
+_TIME = "s a step, sample + train"
+
+
+def arms_table(told: Sequence[Course]) -> Table:
     """A row for each arm and seed."""
-    several = len({c.seed for c in told.courses}) > 1
-
-    def each(c: Course, name: str) -> list[Any]:
-        return [getattr(s, name) for s in c.steps]
-
-    def ends(c: Course, name: str) -> str:
-        first, last = (c.mean(name, part) for part in c.ends)
-        return "–" if first is None or last is None else f"{first:.2f} → {last:.2f}"
-
-    def k3(value: float | None) -> str:
-        return "–" if value is None else f"{value:.1e}" if value else "0"
-
-    def ratios(least: list[float], most: list[float]) -> str:
-        return f"{min(least, default=1.0):.3f} to {max(most, default=1.0):.3f}"
-
-    def seconds(c: Course) -> str:
-        return " + ".join(f"{c.mean(name) or 0.0:.2f}" for name in ("sample_seconds", "train_seconds"))
-
-    columns: dict[str, tuple[str, Callable[[Course], Inline]]] = {
-        "arm": ("nowrap", lambda c: (Bit(one_line(c.impl, 60), "code"), f" {c.seed}" * several)),
-        "KL 0 in": ("num", lambda c: f"{sum(s.differ == 0 for s in c.steps)} of {len(c.steps)}"),
-        "other bits": ("num", lambda c: " of ".join(counted(sum(each(c, n))) for n in ("differ", "tokens"))),
-        "K3, mean": ("num", lambda c: k3(c.mean("k3"))),
-        "most": ("num", lambda c: k3(max(each(c, "k3"), default=None))),
-        "entropy": ("num", lambda c: ends(c, "entropy")),
-        "reward": ("num", lambda c: ends(c, "reward")),
-        "ratios": ("num", lambda c: ratios(each(c, "ratio_least"), each(c, "ratio_most"))),
-        "gradient norm": ("num", lambda c: ends(c, "grad_norm")),
-        "s a step, sample + train": ("num", seconds),
-    }
-    unshown = ("most", "ratios", "gradient norm", "s a step, sample + train")
-    return grid(told.courses, columns, unshown=unshown, only=BRIEF + WHOLE)
+    several = len({c.seed for c in told}) > 1
+    rows: list[Cells] = [((Bit(one_line(c.impl, 60), "code"), f" {c.seed}" * several), *_cells(c)) for c in told]
+    unshown = ("most", "ratios", "gradient norm", _TIME)
+    return Table((*_HEAD, _TIME), rows, ("nowrap", *["num"] * 9), unshown=unshown, only=ALL)
 
 
-def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
+def _cells(c: Course) -> list[str]:
+    """All columns of a course but the first."""
+    least, most = min((s.ratio_least for s in c.steps), default=1.0), max((s.ratio_most for s in c.steps), default=1.0)
+    return [
+        f"{sum(s.differ == 0 for s in c.steps)} of {len(c.steps)}",
+        f"{counted(sum(s.differ for s in c.steps))} of {counted(sum(s.tokens for s in c.steps))}",
+        _k3(c.mean("k3")),
+        _k3(max((s.k3 for s in c.steps), default=None)),
+        _from_to(c, "entropy"),
+        _from_to(c, "reward"),
+        f"{least:.3f} to {most:.3f}",
+        _from_to(c, "grad_norm"),
+        f"{c.mean('sample_seconds') or 0.0:.2f} + {c.mean('train_seconds') or 0.0:.2f}",
+    ]
+
+
+def _k3(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}" if value else "0"
+
+
+def _from_to(c: Course, name: str) -> str:
+    first, last = (c.mean(name, part) for part in c.ends)
+    return "–" if first is None or last is None else f"{first:.2f} → {last:.2f}"
+
+
+def training_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """What was trained, the table, the pictures, what rewards show, where steps ended."""
-    place, plan = f"training-{number}", told.run.header.plan
+    place, plan, told = f"training-{number}", run.header.plan, courses(run)
     names = ("steps", "groups", "group", "tokens", "lr", "epochs", "task")
     how = (
         "GRPO: {} steps of {} prompts x {} rollouts x {} tokens at temperature 1; AdamW, learning rate {}, epochs {}; "
@@ -98,11 +84,12 @@ def training_blocks(told: Training, number: int, opened: bool) -> list[Block]:
     ).format(*(one_line(str(plan.get(name)), 40) for name in names))
     if plan.get("rollouts"):
         how += f"; rollouts from {one_line(str(plan['rollouts']), 20)} weights"
-    arms = dict.fromkeys(c.impl for c in told.courses)
+    arms = dict.fromkeys(c.impl for c in told)
     named = [(Bit(one_line(name, 60), "code"), f": {ARMS[name].help}") for name in arms if name in ARMS]
     parts: list[Block] = [*([Items(named)] if named else []), arms_table(told)]
-    parts += [replace(told.figure, id=f"{place}-plot")] if told.figure else []
-    parts += [Paragraph(_rewards_text(told), "soft", BRIEF + WHOLE), Paragraph(HEALTH, "soft")]
+    figure = training_figure(run, f"{place}-plot")
+    parts += [figure] if figure else []
+    parts += [Paragraph(_rewards_text(told), "soft", ALL), Paragraph(HEALTH, "soft")]
     return [
         *([Paragraph(f"{how}.", "soft")] if "group" in plan else []),
         Details("Arms", parts, place, plural(len(arms), "arm"), "arms", opened=opened),

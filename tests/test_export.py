@@ -171,7 +171,7 @@ def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> Non
     served.header.plan["endpoint"] = {}
     assert figures_of([served]) == []
     for name in ("survival", "tree"):
-        with pytest.raises(UserError, match="arms of a server are no one sample"):
+        with pytest.raises(UserError, match="these runs hold no completions of one load"):
             draw(name, [served])
     assert len(draw("survival", [served, run]).axes[0].lines) == 1
 

@@ -247,10 +247,11 @@ def diff(
         if browse:
             open_page(out)
     if as_json:
-        lines = [diff_text.as_json(difference, names, parting)]
+        failed = to_stdout(lambda: put([diff_text.as_json(difference, names, parting)], as_json=True))
     else:
-        lines = diff_text.text(difference, names, parting, verbose=verbose)
-    if failed := to_stdout(lambda: put(lines[-1:] if quiet else lines, as_json=as_json)):
+        shown = {"verbose": verbose, "quiet": quiet}
+        failed = to_stdout(lambda: diff_text.show(difference, names, parting, PipedConsole(), **shown))
+    if failed:
         raise UserError(failed, "Send it elsewhere.")
     if out is not None:
         say(f"report: {out}", quiet=quiet)

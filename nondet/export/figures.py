@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,12 @@ from nondet.reports import html
 from nondet.reports.bench import bench_plots
 from nondet.reports.classes import hue, letter, map_figures, tint
 from nondet.reports.content import side_file
-from nondet.reports.mismatch import Sides
+from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.plots import WIDTH, Panel, Plot, Plots
 from nondet.reports.probes import probe_sections
 from nondet.reports.samples import curve_plots, tree_figure
 from nondet.reports.text import environment_line
-from nondet.reports.training import Training
+from nondet.reports.training import training_figure
 from nondet.verdict.samples import is_varied
 from nondet.verdict.served import is_endpoint
 
@@ -106,17 +107,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def figures_of(runs: Sequence[Run]) -> list[str]:
     """The figures that these runs have records for."""
-    names = ["class-map"] if any(map(_sweeps, runs)) else []
-    names += ["map"] if any(section.maps for run in runs for section in probe_sections(run.rows)) else []
-    names += ["speed", "jigsaw"] if any(map(bench_plots, (s for run in runs for s in sections(run)))) else []
-    names += ["training"] if any(Training(run).figure for run in runs if run.training_steps) else []
-    names += ["mismatch"] if any(Sides(run).figure for run in runs if run.mismatch_rollouts) else []
-    return [*names, *(["survival", "tree"] if any(map(_is_one_sample, runs)) else [])]
-
-
-def _is_one_sample(run: Run) -> bool:
-    """Whether the completions are drawn from one load: not at many settings or in the arms of a server."""
-    return bool(run.completions) and not is_varied(run) and not is_endpoint(run)
+    return [name for name, (drawings_of, *_) in FIGURES.items() if next(drawings_of(runs), None) is not None]
 
 
 def _sweeps(run: Run) -> list[Row]:
@@ -238,20 +229,12 @@ def _bench(runs: Sequence[Run], only: int) -> Iterator[Drawing]:
         yield from _plots(wanted, only, f"{section.name}, {section.dtype}, ")
 
 
-def _jigsaw(runs: Sequence[Run]) -> Iterator[Drawing]:
-    return _bench(runs, 0)
-
-
-def _speed(runs: Sequence[Run]) -> Iterator[Drawing]:
-    return _bench(runs, 1)
-
-
 def _summaries(runs: Sequence[Run]) -> list[SampleSummary]:
+    """Of completions that are drawn from one load: not at many settings or in the arms of a server."""
     from nondet.sampling.analysis import summarize_all
 
-    if runs and all(is_endpoint(run) for run in runs):
-        raise UserError("the arms of a server are no one sample to draw", "Read them with `nondet report`.")
-    return [s for run in runs if _is_one_sample(run) for s in summarize_all(run, *side_file(run))]
+    sampled = [run for run in runs if run.completions and not is_varied(run) and not is_endpoint(run)]
+    return [s for run in sampled for s in summarize_all(run, *side_file(run))]
 
 
 def _survival(runs: Sequence[Run]) -> Iterator[Drawing]:
@@ -287,23 +270,24 @@ def _tree(summary: SampleSummary) -> Drawing:
 
 
 def _pairs(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for told in (Sides(run).figure for run in runs if run.mismatch_rollouts):
+    for told in (mismatch_figure(run) for run in runs if run.mismatch_rollouts):
         yield from _plots(told.data if told else None)
 
 
 def _training(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for told in (Training(run).figure for run in runs if run.training_steps):
+    for told in (training_figure(run) for run in runs if run.training_steps):
         yield from _plots(told.data if told else None)
 
 
+_TIMED = ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")
 # Name -> what draws it, columns, and (what runs without it lack, what to draw instead).
 FIGURES: dict[str, tuple[Callable[[Sequence[Run]], Iterator[Drawing]], int, tuple[str, str]]] = {
     "class-map": (_class_maps, 1, ("row with classes over a sweep", "Draw a run of `nondet probe`.")),
     "map": (_product_maps, 1, ("map of a product", "Draw a run of `nondet probe matmul --map mk`.")),
-    "speed": (_speed, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),
-    "jigsaw": (_jigsaw, 2, ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")),
-    "survival": (_survival, 1, ("completions", "Draw a run of `nondet sample`.")),
+    "speed": (partial(_bench, only=1), 2, _TIMED),
+    "jigsaw": (partial(_bench, only=0), 2, _TIMED),
+    "survival": (_survival, 1, ("completions of one load", "Draw a run of `nondet sample`; a server has none.")),
     "training": (_training, 3, ("two steps of an arm", "Draw a run of `nondet rl`.")),
     "mismatch": (_pairs, 2, ("arms that differ", "Draw a run of `nondet mismatch`.")),
-    "tree": (_trees, 1, ("completions that differ: there is no tree", "Try --figure survival.")),
+    "tree": (_trees, 1, ("completions of one load that differ: there is no tree", "Try --figure survival.")),
 }

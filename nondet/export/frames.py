@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pandas as pd
 
 from nondet.bench.summary import compare
-from nondet.core.records import ErrorFigures, Row, Run, TrainingStep
+from nondet.core.records import AxisValue, Cell, Completion, ErrorFigures, Round, Row, Run, Timed, TrainingStep
 from nondet.errors import UnknownNameError, UserError
 
 __all__ = ["KINDS", "frame", "kinds_of", "only_kind"]
@@ -70,6 +71,11 @@ def _shape(shape: dict[str, int]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in shape.items())
 
 
+def _fields(record: type[msgspec.Struct], *left_out: str) -> tuple[str, ...]:
+    """The fields of a record that hold one value each."""
+    return tuple(name for name in record.__struct_fields__ if name not in left_out)
+
+
 def _plain(record: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
@@ -82,21 +88,9 @@ def _error(prefix: str, figures: ErrorFigures | None) -> dict[str, Any]:
 
 
 _ROW = ("probe", "case", "operator", "impl", "dtype", "device", "inputs", "varied", "status", "shape", "M", "N", "K")
-_ROW_FIGURES = (
-    "trials",
-    "distinct",
-    "replays",
-    "replays_parted",
-    "elements_compared",
-    "elements_differing",
-    "max_abs",
-    "max_ulp",
-    "nonfinite",
-    *(f"{prefix}_{name}" for prefix in ("error", "worst_error") for name in _ERROR),
-    "ran",
-    "reason",
-    "seconds",
-)
+_COUNTS = ("trials", "distinct", "replays", "replays_parted", "elements_compared", "elements_differing")
+_ERRORS = [f"{prefix}_{name}" for prefix in ("error", "worst_error") for name in _ERROR]
+_ROW_FIGURES = (*_COUNTS, "max_abs", "max_ulp", "nonfinite", *_ERRORS, "ran", "reason", "seconds")
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -125,22 +119,7 @@ def _classes(run: Run) -> list[dict[str, Any]]:
     return lines
 
 
-_COMPLETION = (
-    "impl",
-    "request",
-    "round",
-    "prompt",
-    "tokens_digest",
-    "trace",
-    "n_tokens",
-    "finish",
-    "arrival_step",
-    "batch_min",
-    "batch_max",
-    "status",
-    "reason",
-    "arm",
-)
+_COMPLETION = _fields(Completion, "schedule", "served")
 # Columns of a server's answers; `text` is a digest, as the others are.
 _SERVED = ("prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "in_flight", "text")
 _COMPLETION_FIGURES = ("seed", "first_token_s", "answer_s", *_SERVED)
@@ -163,20 +142,8 @@ def _completions(run: Run) -> list[dict[str, Any]]:
     return lines
 
 
-_CELL = (
-    "section",
-    "operator",
-    "case",
-    "group",
-    "dtype",
-    "device",
-    "bytes",
-    "flops",
-    "limit_us",
-    "limited_by",
-    "method",
-)
-_TIMED = ("impl", "status", "median_us", "low_us", "high_us", "reason")
+_CELL = _fields(Cell, "shape", "timed", "seconds")
+_TIMED = _fields(Timed, "samples_us", "ran", "kernels")
 _RATIO = ("stock_over_impl", "stock_over_impl_low", "stock_over_impl_high")
 _CELL_FIGURES = ("shape", "M", "N", "K", *_TIMED, *_RATIO)
 
@@ -194,9 +161,9 @@ def _cells(run: Run) -> list[dict[str, Any]]:
     return lines
 
 
-_ROUND = ("impl", "round", "targets", "others", "steps", "tokens", "seconds", "arm")
-_AXIS = ("impl", "axis", "value", "arm", "held", "proven", "proof", "changes", "note")
-_STEP = tuple(name for name in TrainingStep.__struct_fields__ if name != "ran")
+_ROUND = _fields(Round, "background", "ran", "traffic", "figures")
+_AXIS = _fields(AxisValue)
+_STEP = _fields(TrainingStep, "ran")
 
 
 # kind -> (columns besides the machine's, the lines of one run)

@@ -173,10 +173,14 @@ MUTATIONS: list[tuple[int, Callable[[list[bytes], random.Random], None]]] = [
 
 
 def on_terminal(runs: list[Any]) -> str:
+    return captured(lambda console: terminal.render(runs, console))
+
+
+def captured(show: Callable[[Console], None]) -> str:
     console = Console(width=100, record=True, file=None, quiet=False, force_terminal=False, no_color=True)
-    with console.capture() as captured:
-        terminal.render(runs, console)
-    return captured.get()
+    with console.capture() as text:
+        show(console)
+    return text.get()
 
 
 def shown(path: Path, whole: Path, number: int) -> str:
@@ -187,7 +191,7 @@ def shown(path: Path, whole: Path, number: int) -> str:
         lambda: markdown.render([run]),
         lambda: on_terminal([run]),
         lambda: gate.text(decide(run, rate=0.1, confidence=0.95, by="load"), run),
-        lambda: diff.text(diff_runs(read_run(whole), run), ("a", "b"), {}, verbose=True),
+        lambda: captured(lambda console: diff.show(diff_runs(read_run(whole), run), ("a", "b"), {}, console)),
         lambda: exit_code(run, "divergent"),
     )
     text = reporters[number % len(reporters)]()

@@ -266,7 +266,7 @@ def test_one_prompt_has_no_overall(tmp_path: Path) -> None:
     """Its own table says all of it."""
     (section,) = build([sampled(tmp_path)]).runs
     assert section.sampled is not None
-    assert (section.sampled.overall, section.sampled.shown) == ((), section.samples)
+    assert (section.sampled.overall, section.sampled.shown) == ((), [*section.samples])
 
 
 def test_seeds_are_named(tmp_path: Path) -> None:

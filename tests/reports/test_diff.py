@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from nondet.cli import main
 from nondet.core.records import AxisValue, Run, Status
@@ -18,7 +20,10 @@ from tests.build import bench_run, cell, failed, row, run_of, sampled, timed
 
 
 def told(diff: RunDiff) -> str:
-    return "\n".join(diff_html.text(diff, ("a", "b"), {}))
+    """As a wide terminal shows it."""
+    console = Console(file=StringIO(), width=2000)
+    diff_html.show(diff, ("a", "b"), {}, console)
+    return console.file.getvalue()  # type: ignore[attr-defined] # a StringIO
 
 
 def test_what_moved_what_appeared_and_what_went() -> None:
@@ -65,7 +70,7 @@ def test_environments_show_what_differs_alone() -> None:
         "cpu_isa": (["avx512f"], ["sve"]),
         "variables.CUBLAS_WORKSPACE_CONFIG": (":4096:8", None),
     }
-    assert "environment: no field differs" in told(diff_runs(a, a))
+    assert "No field of the environments differs." in told(diff_runs(a, a))
 
 
 def test_other_kernels_and_other_errors_are_told() -> None:
@@ -160,7 +165,7 @@ def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.Captu
     assert data["completions"][1]["first_divergence"] == {"token": None, "logprob": None}
     assert page.read_text().startswith("# ")
     assert main(["diff", a, a, "--fail-on", "moved"]) == 0
-    assert "the most common ones are identical" in capsys.readouterr().out
+    assert "the most common ones are identical" in " ".join(capsys.readouterr().out.split())
     assert main(["diff", a, b, "--against", "stock"]) == 2
     assert main(["diff", a, b, "--out", "x.pdf"]) == 2
     assert main(["diff", a, b, "--out", str(tmp_path / "d.html"), "--quiet"]) == 0

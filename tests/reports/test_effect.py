@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from nondet.bench.summary import sections
 from nondet.core.records import Control, Neighbours, Run, TraceVerdict
 from nondet.reports import html, markdown
+from nondet.reports.bench import speed_table
 from nondet.reports.content import build
 from nondet.reports.first_screen import FirstScreen, first_screen
 from nondet.verdict.findings import Effect
@@ -39,6 +41,7 @@ def test_of_completions(tmp_path_factory: pytest.TempPathFactory) -> None:
         ({"variants": lambda *_: ((), 0)}, Effect.NONE),
         ({"variants": lambda *_: ((), 0), "finish": False}, Effect.SO_FAR),
         ({"impls": ("invariant",)}, Effect.NO_STOCK),
+        ({"impls": ("invariant",), "variants": lambda _, number: (((4, number % 2),), 0)}, Effect.OUTPUT),
     ]:
         tmp_path = tmp_path_factory.mktemp("case")
         assert screen_of(sampled(tmp_path, **how)).effect is effect
@@ -76,7 +79,7 @@ def test_of_a_trace() -> None:
     for finding, effect in (("no divergence observed", Effect.NONE), ("unknown", Effect.UNKNOWN)):
         other = msgspec.structs.replace(verdict, finding=finding, sentences=[finding])
         screen = screen_of(run_of(controls=controls, trace_verdicts=[other]))
-        assert (screen.effect, screen.answer) == (effect, finding)
+        assert (screen.effect, screen.answer) == (effect, f"{finding}.")
         assert screen_of(run_of(row([0, 1]), trace_verdicts=[other])).effect is Effect.KERNELS
 
 
@@ -129,12 +132,17 @@ def test_a_bench_has_a_card_of_its_own() -> None:
     """A table of speeds and bits; nothing of tokens, and no chain."""
     screen = screen_of(bench_run())
     assert (screen.effect, screen.steps, screen.picture) == (Effect.SPEED, (), None)
-    assert screen.table is not None
-    assert screen.table.head == ("operator", "implementation", "speedup (95%)", "worst", "bits")
-    assert [row[0] for row in screen.table.rows] == ["matmul, bfloat16"] * 2
-    assert "3 of 3 weight shapes" in str(screen.table.rows)
+    table = speed_table(sections(bench_run()))
+    assert table.head[:4] == ("operator", "implementation", "speedup (95%)", "worst")
+    assert [row[0] for row in table.rows] == ["matmul, bfloat16"] * 2
+    assert "3 of 3 weight shapes" in str(table.rows)
     document, page = markdown.render([bench_run()]), html.render([bench_run()])
     assert document.startswith("## Speed measured\n")
     for text in (document, page):
         assert "no completions here" not in text
     assert screen_of(bench_run(), run_of(row([0, 1]))).effect is Effect.KERNELS
+    parting = bench_run()
+    parting.rows[:] = [row([0, 1], probe="bench")]
+    assert screen_of(parting).effect is Effect.SPEED
+    beside = screen_of(parting, run_of(row([0, 0])))
+    assert (beside.effect, beside.answer) == (Effect.KERNELS, "stock: batch-dependent in 1 of 1 case (linear).")

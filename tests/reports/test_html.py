@@ -243,11 +243,13 @@ def test_text_can_be_read() -> None:
 
 
 def test_backticks_become_code_and_nothing_else() -> None:
-    """Names between backticks are set as code; what stands in them, or beside one alone, is escaped text."""
+    """Names between backticks are set as code; what stands in them, or beside one alone, is escaped text. A number is
+    whole."""
     page = html._environment().from_string('{% import "figures.html.j2" as draw with context %}{{ draw.inline(text) }}')
     for text, shown in (
         ("a `b` c", "a <code>b</code> c"),
         ("`<b>` & `c`", "<code>&lt;b&gt;</code> &amp; <code>c</code>"),
         ("<i> ` alone", "&lt;i&gt; ` alone"),
+        ("K3 7.3e-05<br>", 'K3 <span class="whole">7.3e-05</span>&lt;br&gt;'),
     ):
         assert page.render(text=text, screen=None) == shown

@@ -39,25 +39,8 @@ def rendered(markdown: str) -> Tags:
     return Tags(MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(markdown))
 
 
-OURS = {
-    "h2",
-    "h3",
-    "h4",
-    "p",
-    "ul",
-    "li",
-    "code",
-    "pre",
-    "strong",
-    "details",
-    "summary",
-    "table",
-    "thead",
-    "tbody",
-    "tr",
-    "th",
-    "td",
-}
+OURS = {"h2", "h3", "h4", "p", "ul", "li", "code", "pre", "strong", "details", "summary"}
+OURS |= {"table", "thead", "tbody", "tr", "th", "td"}
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -90,24 +73,12 @@ def test_every_table_row_has_its_columns(tmp_path: Path) -> None:
     assert tables > 2
 
 
+ODD = ("a`b", "``", "`", "a|b", " lead", "trail ", "", "\\", "a\\", "<b>", "x\ny", "@u #1", "```", "a|`b`|\\")
+
+
 def test_code_spans_hold_anything() -> None:
     """A code span in a cell shows the text and ends where it should."""
-    for text in [
-        "a`b",
-        "``",
-        "`",
-        "a|b",
-        " lead",
-        "trail ",
-        "",
-        "\\",
-        "a\\",
-        "<b>",
-        "x\ny",
-        "@u #1",
-        "```",
-        "a|`b`|\\",
-    ]:
+    for text in ODD:
         shown = rendered(f"| x | y |\n|---|---|\n| {code(text)} | z |\n")
         assert shown.tags.count("code") == 1
         assert shown.tags.count("td") == 2

@@ -146,7 +146,7 @@ def test_a_function_of_ones_own_is_told_nothing_of_completions() -> None:
 
 
 def test_a_headline_stands_over_its_own_run_s_picture(tmp_path: Path) -> None:
-    """Of two runs the one whose verdict it is, whichever is named first."""
+    """Of two runs the one whose effect is the graver, whichever is named first."""
     batch = run_of(row([0, 1], case="a case of its own"))
     tokens = sampled(tmp_path)
     for runs in ((batch, tokens), (tokens, batch)):
@@ -154,8 +154,8 @@ def test_a_headline_stands_over_its_own_run_s_picture(tmp_path: Path) -> None:
         assert "completions" in screen.answer
         assert screen.picture.name == "tree"
     screen = screen_of(kept("cpu-xeon/trace.jsonl"), batch)
-    assert screen.answer.startswith("stock: batch-dependent in 1 of 1 case")
-    assert screen.picture.name == "family"
+    assert screen.answer.startswith("batch-dependent: the first operator to differ is")
+    assert screen.picture.name == "pair"
 
 
 def test_the_border_that_is_known_to_one_is_shown() -> None:
@@ -171,7 +171,8 @@ def test_a_server_is_no_machine_of_the_client() -> None:
     screen = screen_of(run)
     assert screen.machines[0].startswith("http://127.0.0.1:55001: transformers, model ")
     assert screen.machines[1].startswith("asked from: Intel(R)")
-    assert "loaded compared with solo: 1 of 1 differ" in screen.answer
+    assert screen.answer.startswith("server: divergent on 1 of 3 prompts, ")
+    assert "loaded compared with solo: 1 of 1 differ" in screen.steps[1].text
     assert "Intel" not in build([run]).title
 
 

@@ -69,7 +69,7 @@ def test_the_tree_has_a_row_for_each_completion(stock: SampleSummary) -> None:
 
 
 def test_a_crowd_of_branches_is_cut_and_counted(tmp_path: Path) -> None:
-    """A tree shows 40 branches, and says how many more there are."""
+    """A tree shows 16 branches, and says how many more there are."""
 
     def each(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
         return (((number % 30, number // 30),) if number else ()), 0
@@ -77,8 +77,8 @@ def test_a_crowd_of_branches_is_cut_and_counted(tmp_path: Path) -> None:
     (summary,) = summaries_of(sampled(tmp_path, impls=("stock",), n=90, variants=each))
     assert summary.distinct_completions > 50
     figure = tree_figure(summary)
-    assert len(figure["leaves"]) == 40
-    assert figure["hidden"][0] == summary.distinct_completions - 40
+    assert len(figure["leaves"]) == 16
+    assert figure["hidden"][0] == summary.distinct_completions - 16
     assert figure["hidden"][1] + sum(leaf["count"] for leaf in figure["leaves"]) == 90
 
 

@@ -190,7 +190,7 @@ def test_flips_are_told_as_one_token_in_so_many() -> None:
     none = replace(told, flips=replace(told.flips, flips=0, low=0.0))
     assert flips_text(none) == "none of 109 (95% 1 in 33 or fewer over 24 rounds)"
     assert flips_text(in_rounds([A, A, B])).endswith("(no interval: too few rounds)")
-    assert moves_text(s) == "–", "no runner-up is known"
+    assert moves_text(s) == "", "no runner-up is known"
 
 
 def test_counts_and_forks_of_a_small_tree() -> None:
