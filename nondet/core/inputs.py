@@ -143,8 +143,9 @@ _last = functools.lru_cache(maxsize=6)(order_revealing)  # 24 MiB at most
 
 def kept_order_revealing(rows: int, width: int, dtype: torch.dtype, seed: int, *, negate: bool) -> torch.Tensor:
     """As `order_revealing`, on the CPU, and not to be written to: the next proof often has the same numbers."""
-    draw = _last if rows * width <= 2**20 else order_revealing
-    return draw(rows, width, dtype, seed, negate=negate)
+    if rows * width > 2**20:
+        return order_revealing(rows, width, dtype, seed, negate=negate)
+    return _last(rows, width, dtype, seed, negate=negate)
 
 
 def placed(x: torch.Tensor, strides: tuple[int, ...], offset: int = 0, align: int = 1) -> torch.Tensor:
