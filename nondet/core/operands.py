@@ -54,9 +54,8 @@ def rows_of(operator: Operator, shape: Shape, operands: tuple[Any, ...], start: 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     """x [.., M, K] with the same numbers: "strided", in every second row of a longer tensor; "offset", from an
     unaligned address, as a slice of a cache is; "columns", stored as [.., K, M]."""
-    width = x.shape[-1]
     if layout == "strided":
-        return pad(x, (0, width))[..., :width]
+        return pad(x, (0, x.shape[-1]))[..., : x.shape[-1]]
     if layout == "offset":
         return pad(x, (1, 0))[..., 1:]
     return x.mT.contiguous().mT if layout == "columns" else x

@@ -154,13 +154,8 @@ def row_questions(
     batches: Mapping[str, tuple[int, ...]],
     others: Shape | None = None,
 ) -> Questions:
-    """Questions about an operator over the last axis.
-
-    Args:
-        widths: Device type -> sizes of that axis; the first is also tested in strided rows.
-        batches: Device type -> numbers of rows; the largest are left out of wide ones.
-        others: Sizes of operands' axes between the batch's and the last.
-    """
+    """About an operator over the last axis, by device type; the first width in strided rows, too, and few rows of wide
+    ones. `others`: sizes of operands' axes between the batch's and the last."""
 
     def questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
         for i, width in enumerate((sizes.k,) if sizes.k else widths[device]):
