@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_NAMES = ("mm.out", "addmm.out", "bmm.out", "_softmax.out", "mkldnn::_linear_pointwise")
+_NAMES = ("mm", "addmm", "bmm", "_softmax", "mkldnn::_linear_pointwise")
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _kernels: dict[str, Callable[..., Any]] = {}
@@ -25,8 +25,9 @@ def keep() -> None:
         _kernels[name] = kernel.call_boxed
 
 
-def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """aten's `name` ("mm.out"), or oneDNN's, by torch's own CPU kernel; it records no gradient."""
+def call(name: str, *args: Any) -> torch.Tensor:
+    """aten's `name` ("mm"), or oneDNN's, by torch's own CPU kernel; it records no gradient."""
     if not _kernels:
         keep()
-    return _kernels[name](_CPU, *args, **kwargs)
+    out: torch.Tensor = _kernels[name](_CPU, *args)
+    return out

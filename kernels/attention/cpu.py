@@ -18,9 +18,10 @@ for queries before it too.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -33,14 +34,14 @@ from nondet.core.launch import note, proving
 from nondet.core.proof import operands_key
 from nondet.errors import UserError
 from nondet.kernels import originals
-from nondet.kernels.matmul.cpu_tiles import NotInvariantError, Tiles, environment_key, proven
+from nondet.kernels.matmul.cpu_tiles import Case, NotInvariantError, Tiles, environment_key, proven
 from nondet.kernels.matmul.cpu_tiles import prove as cpu_tiles_prove
 
 BLOCK = 64  # keys; part of the numerics: another block is another order of reduction
 
 _Numbers = np.ndarray[Any, np.dtype[np.float32]]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _Index = np.ndarray[Any, np.dtype[np.int64]]
-_Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 # The two products of attention on a CPU, in batches of tiles, at sizes certified to give the same bits.
@@ -55,14 +56,14 @@ _BATCHES = (*range(1, 8), *range(8, 129, 8), 160, 192, 224, 256)
 _SEEDS = (21, 22)
 
 
-def scores(q: torch.Tensor, keys: torch.Tensor, out: torch.Tensor) -> None:
-    """[n, R, D] times [n, 64, D] transposed, into out [n, R, 64]."""
-    originals.call("bmm.out", q, keys.mT, out=out)
+def scores(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[n, R, D] times [n, 64, D] transposed -> [n, R, 64]."""
+    return originals.call("bmm", q, keys.mT)
 
 
-def values(weights: torch.Tensor, block: torch.Tensor, out: torch.Tensor) -> None:
-    """[n, R, 64] times [n, 64, D], into out [n, R, D]."""
-    originals.call("bmm.out", weights, block, out=out)
+def values(weights: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """[n, R, 64] times [n, 64, D] -> [n, R, D]."""
+    return originals.call("bmm", weights, block)
 
 
 def heights_of(dim: int) -> tuple[int, ...]:
@@ -79,11 +80,11 @@ def products_of(height: int, dim: int) -> tuple[Tiles, Tiles]:
     return _batches(scores, height, dim, BLOCK), _batches(values, height, BLOCK, dim)
 
 
-def _prove_heights(product: Callable[..., None], depth: int, width: int) -> Tiles:
-    def case(seed: int) -> tuple[Callable[..., object], tuple[torch.Tensor]]:
+def _prove_heights(product: Product, depth: int, width: int) -> Tiles:
+    def case(seed: int) -> Case:
         right = _right(product, 1, depth, width, seed)
         rows = order_revealing(max(_HEIGHTS), depth, torch.float32, seed, negate=True)
-        return (lambda x, out: product(x[None], right, out[None])), (rows,)
+        return (lambda x: product(x[None], right)[0]), (rows,)
 
     what = f"cpu_attention {product.__name__} [{depth} x {width}]"
     return proven(
@@ -92,33 +93,26 @@ def _prove_heights(product: Callable[..., None], depth: int, width: int) -> Tile
         lambda: cpu_tiles_prove(
             what,
             [case(seed) for seed in _SEEDS],
-            lambda rows: torch.empty(rows, width, dtype=torch.float32),
             _HEIGHTS,
         ),
     )
 
 
-def _batches(product: Callable[..., None], height: int, depth: int, width: int) -> Tiles:
+def _batches(product: Product, height: int, depth: int, width: int) -> Tiles:
     what = f"cpu_attention {product.__name__} {height} x {depth} x {width}"
 
     def make() -> Tiles:
         most = max(_BATCHES)
-        cases: list[tuple[Callable[..., object], Sequence[torch.Tensor]]] = []
+        cases: list[Case] = []
         for seed in _SEEDS:
             left = order_revealing(most * height, depth, torch.float32, seed, negate=True).view(most, height, depth)
             cases.append((product, (left, _right(product, most, depth, width, seed))))
-        return cpu_tiles_prove(
-            what,
-            cases,
-            lambda tiles: torch.empty(tiles, height, width, dtype=torch.float32),
-            _BATCHES,
-            bases=(1,),
-        )
+        return cpu_tiles_prove(what, cases, _BATCHES, bases=(1,))
 
     return proven(what, ("attention batches", product.__name__, height, depth, width, *environment_key()), make)
 
 
-def _right(product: Callable[..., None], batch: int, depth: int, width: int, seed: int) -> torch.Tensor:
+def _right(product: Product, batch: int, depth: int, width: int, seed: int) -> torch.Tensor:
     x = order_revealing(batch * width, depth, torch.float32, seed, negate=False).view(batch, width, depth)
     return x if product is scores else x.mT.contiguous()
 
@@ -322,24 +316,69 @@ def _attend(
     way: Way,
     places: _Index | None = None,
 ) -> torch.Tensor:
-    """q [Tq, Hq, D] over k, v [Tk, Hkv, D] -> [Tq, Hq, D] in q's dtype; zeros for queries of no request.
+    """q [Tq, Hq, D] over k, v [Tk, Hkv, D] or [B, Hkv, T, D] -> [Tq, Hq, D] in q's dtype; zeros for queries of nobody.
 
-    Requests with equal numbers of queries and of key blocks are computed at once. `places`: the keys' indices in k and
-    v.
+    `places`: the keys' indices in k and v.
     """
     out = q.new_zeros(q.shape)
-    for layout in _planned(requests, q.shape[1], k.shape, way, environment_key()):
-        _attend_alike(q, k, v, layout, way, places, out)
+    written = _bits(out).reshape(-1, q.shape[2])
+    for layout in _planned(requests, q.shape[1], k.shape[-3:] if k.dim() == 4 else k.shape[1:], way, environment_key()):
+        tokens = layout.tokens if places is None else places[layout.tokens]
+        keys = tokens * layout.between_tokens + layout.heads
+        result = _computed(_taken(q, layout.queries), _taken(k, keys), _taken(v, keys), layout, way)
+        written[layout.queries[: layout.tiles]] = _bits(result.to(q.dtype))
     return out
+
+
+class _Tile(NamedTuple):
+    """Rows of one request and the blocks of keys that some of them see. A head of keys has rows: its queries, token by
+    token.
+    """
+
+    request: _Request
+    start: int
+    first_block: int
+    blocks: int
+
+
+class _Layout(NamedTuple):
+    """Tiles of one height R that are computed at once, as P pairs of a tile and a block of keys.
+
+    First all tiles with their first block, then those that have a second with it, and so on; tiles with more blocks go
+    first. The last pair is repeated until the products have certified batch sizes.
+
+    Attributes:
+        products: Certified batch sizes of `scores` and `values`.
+        queries: [P, Hkv, R], rows of q [.., D]; a tile's last row is repeated until it is full.
+        tokens: [P, 1, 64], the keys' tokens, where a token beyond the last is the last, hidden.
+        between_tokens, heads: A token's row of k [.., D] is token * between_tokens + heads [Hkv, 1].
+        positions: [P, 1, 64], of the keys.
+        seen_to, seen_from: [P, R, 1], positions of the last key that a row sees, and with a window of the first.
+        tile: [P], the pair's tile.
+        tiles: How many there are.
+        later: Of each further block (first pair, number of pairs); they belong to as many of the first tiles.
+    """
+
+    products: tuple[Tiles, Tiles]
+    queries: _Index
+    tokens: _Index
+    between_tokens: int
+    heads: _Index
+    positions: _Index
+    seen_to: _Index
+    seen_from: _Index | None
+    tile: _Index
+    tiles: int
+    later: tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=8)  # all layers of a step ask for the same, those with a window for another
 def _planned(
     requests: tuple[_Request, ...], heads: int, shape: tuple[int, ...], way: Way, environment: tuple[object, ...]
 ) -> tuple[_Layout, ...]:
-    """Layouts of requests that are computed at once, by the shape of their keys, under the settings of now."""
-    kv_heads, dim = shape[1], shape[-1]
-    alike: dict[tuple[int, int], list[_Request]] = {}
+    """Layouts under the settings of now, for keys of shape (Hkv, D), or (Hkv, T, D) within a request's."""
+    kv_heads, dim = shape[0], shape[-1]
+    by_height: dict[int, list[_Tile]] = {}
     for request in requests:
         if way.causal and request.k_len < request.q_len:
             raise UserError(
@@ -347,14 +386,17 @@ def _planned(
             )
         if request.k_len == 0:
             raise UserError("a request without keys", "Attention over nothing is not defined.")
-        first_block, end_block = _blocks(request, way.window)
-        alike.setdefault((request.q_len, end_block - first_block), []).append(request)
+        height = _height(request.q_len * (heads // kv_heads), heights_of(dim))
+        by_height.setdefault(height, []).extend(_tiles_of(request, heads // kv_heads, height, way))
     layouts = []
-    for (q_len, blocks), members in alike.items():
-        height = _height(q_len * (heads // kv_heads), heights_of(dim))
-        at_once = max(1, _FLOATS // (blocks * BLOCK * kv_heads * dim))
-        for start in range(0, len(members), at_once):
-            layouts.append(_laid_out(members[start : start + at_once], heads, shape, height, way))
+    most = _FLOATS // (BLOCK * kv_heads * dim)
+    for height, tiles in by_height.items():
+        tiles.sort(key=lambda tile: -tile.blocks)
+        while tiles:
+            ends = itertools.accumulate(tile.blocks for tile in tiles)
+            count = max(1, sum(end <= most for end in ends))
+            layouts.append(_laid_out(tiles[:count], heads, shape, height, way))
+            del tiles[:count]
     return tuple(layouts)
 
 
@@ -362,101 +404,55 @@ def _height(rows: int, heights: tuple[int, ...]) -> int:
     return min(heights, key=lambda height: -(-rows // height) * (height + 8))
 
 
-def _blocks(request: _Request, window: int | None) -> tuple[int, int]:
-    """The first block of keys that some query sees, and the last one + 1; a window needs causal queries."""
-    end = request.first + request.k_len
-    seen = request.first if window is None else max(request.first, end - request.q_len - window + 1)
-    return seen // BLOCK, -(-end // BLOCK)
-
-
-class _Layout(NamedTuple):
-    """The layout of n requests of equal sizes. A head of keys has rows: its queries, token by token.
-
-    Attributes:
-        height: Of a tile; the last is filled up with rows that nobody asks for.
-        products: Certified batch sizes of `scores` and `values`.
-        queries: [n, Hkv, tiles * height], rows of q [.., D].
-        keys: [n, Hkv, blocks * 64], rows of k [.., D]; where there is none the first or last stands in, hidden.
-        key_at: [n, blocks * 64], positions.
-        seen_to, seen_from: [n, tiles * height], positions of the last and the first key that a row sees.
-        tiles: Each one's rows, and the keys that some row of it sees.
-        rows: How many a head of keys has, without those that fill the last tile up.
-        hidden: Of the only tile, see `_hidden`; None where there are more, whose masks would fill the memory.
-    """
-
-    height: int
-    products: tuple[Tiles, Tiles]
-    queries: _Index
-    keys: _Index
-    key_at: _Index
-    seen_to: _Index
-    seen_from: _Index
-    tiles: tuple[tuple[slice, slice], ...]
-    rows: int
-    hidden: _Mask | None = None
-
-
-def _laid_out(requests: Sequence[_Request], heads: int, shape: tuple[int, ...], height: int, way: Way) -> _Layout:
-    (kv_heads, dim), (causal, window, *_) = (shape[1], shape[-1]), way
-    q_start, q_lens, k_start, k_len, first = np.array(requests, dtype=np.int64)[:, :, None].swapaxes(0, 1)
-    q_len, end, shared = int(q_lens[0, 0]), first + k_len - 1, heads // kv_heads
-    rows = q_len * shared
-    row = np.minimum(np.arange(-(-rows // height) * height), rows - 1)
-    of_heads = np.arange(kv_heads)[:, None]
-    queries = (q_start + row // shared)[:, None] * heads + of_heads * shared + row % shared
-    spans = [_blocks(request, window) for request in requests]
-    begin = np.array([start * BLOCK for start, _ in spans])[:, None]
-    key_at = begin + np.arange((spans[0][1] - spans[0][0]) * BLOCK)
-    tokens = (k_start + np.clip(key_at, first, end) - first)[:, None]
-    keys = tokens * kv_heads + of_heads
-    if len(shape) == 4:  # [B, Hkv, Tk, D]
-        keys = (tokens // shape[2] * kv_heads + of_heads) * shape[2] + tokens % shape[2]
-    seen_to = end - q_len + 1 + row // shared if causal else end + 0 * row
-    seen_from = np.maximum(first, 0 if window is None else seen_to - window + 1) + 0 * row
-    tiles = []
+def _tiles_of(request: _Request, shared: int, height: int, way: Way) -> Iterator[_Tile]:
+    """A request's tiles; `shared`: query heads of a head of keys."""
+    end, rows = request.first + request.k_len, request.q_len * shared
+    position = end - request.q_len  # of the first query, if causal
     for start in range(0, rows, height):
-        own = slice(start, start + height)
-        low, high = (seen_from[:, own] - begin).min() // BLOCK, (seen_to[:, own] - begin).max() // BLOCK + 1
-        tiles.append((own, slice(int(low) * BLOCK, int(high) * BLOCK)))
-    layout = _Layout(height, products_of(height, dim), queries, keys, key_at, seen_to, seen_from, tuple(tiles), rows)
-    return layout._replace(hidden=_hidden(layout, *tiles[0])) if len(tiles) == 1 else layout
+        seen_to = position + (min(start + height, rows) - 1) // shared if way.causal else end - 1
+        seen_from = request.first
+        if way.window is not None:
+            seen_from = max(seen_from, position + start // shared - way.window + 1)
+        yield _Tile(request, start, seen_from // BLOCK, seen_to // BLOCK - seen_from // BLOCK + 1)
 
 
-def _hidden(layout: _Layout, own: slice, some: slice) -> _Mask:
-    """[n, 1, blocks, R, 64]: the keys that a tile's rows do not see."""
-    key_at = layout.key_at[:, None, some]
-    hidden = key_at > layout.seen_to[:, own, None]
-    hidden |= key_at < layout.seen_from[:, own, None]
-    return hidden.reshape(len(hidden), 1, layout.height, -1, BLOCK).swapaxes(2, 3)
-
-
-def _attend_alike(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: _Layout,
-    way: Way,
-    places: _Index | None,
-    out: torch.Tensor,
-) -> None:
-    """Requests with the same numbers of queries and blocks, into their rows of `out`, tile by tile."""
-    note(f"cpu_attention[{layout.height}x{BLOCK}]")
-    kv_heads, dim = k.shape[1], k.shape[-1]
-    at = layout.keys
-    if places is not None:
-        at = places[at // kv_heads] * kv_heads + at % kv_heads
-    keys, values_, queries = _taken(k, at), _taken(v, at), _taken(q, layout.queries)
-    scaled = queries.numpy()
-    scaled *= way.scale if way.scale is not None else 1.0 / math.sqrt(dim)
-    written = _bits(out).reshape(-1, dim)
-    parts = queries, keys, values_
-    for own, some in layout.tiles:
-        hidden = layout.hidden
-        if hidden is None:
-            parts, hidden = (queries[:, :, own], keys[:, :, some], values_[:, :, some]), _hidden(layout, own, some)
-        result = _tile(*parts, hidden, way.softcap, layout)
-        places_out = layout.queries[:, :, own.start : min(own.stop, layout.rows)]
-        written[places_out] = _bits(result.to(q.dtype))[:, :, : places_out.shape[2]]
+def _laid_out(tiles: Sequence[_Tile], heads: int, shape: tuple[int, ...], height: int, way: Way) -> _Layout:
+    kv_heads, dim, shared = shape[0], shape[-1], heads // shape[0]
+    products = products_of(height, dim)
+    pair_tile, pair_block, later = [], [], []
+    for block in range(tiles[0].blocks):
+        have_it = sum(tile.blocks > block for tile in tiles)
+        if block:
+            later.append((len(pair_tile), have_it))
+        pair_tile += range(have_it)
+        pair_block += [tile.first_block + block for tile in tiles[:have_it]]
+    while any(sum(sizes.plan(len(pair_tile) * kv_heads).sizes) > len(pair_tile) * kv_heads for sizes in products):
+        pair_tile.append(pair_tile[-1])
+        pair_block.append(pair_block[-1])
+    pairs = np.array([(*tiles[i].request, tiles[i].start) for i in pair_tile], dtype=np.int64)
+    q_start, q_len, k_start, k_len, first, start = pairs.T[:, :, None, None]
+    end, of_heads = first + k_len - 1, np.arange(kv_heads)[:, None]
+    row = np.minimum(start + np.arange(height), q_len * shared - 1)
+    positions = np.array(pair_block, dtype=np.int64)[:, None, None] * BLOCK + np.arange(BLOCK)
+    token = row.swapaxes(1, 2) // shared
+    seen_to = end - q_len + 1 + token if way.causal else end + 0 * token
+    tokens, between_tokens, between_heads = k_start + np.clip(positions, first, end) - first, kv_heads, 1
+    if len(shape) == 3:  # heads before tokens, in every request
+        between_tokens, between_heads = 1, shape[1]
+        tokens = tokens // between_heads * kv_heads * between_heads + tokens % between_heads
+    return _Layout(
+        products,
+        queries=(q_start + row // shared) * heads + of_heads * shared + row % shared,
+        tokens=tokens,
+        between_tokens=between_tokens,
+        heads=of_heads * between_heads,
+        positions=positions,
+        seen_to=seen_to,
+        seen_from=None if way.window is None else np.maximum(first, seen_to - way.window + 1),
+        tile=np.array(pair_tile),
+        tiles=len(tiles),
+        later=tuple(later),
+    )
 
 
 def _bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -475,38 +471,40 @@ def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:
 
 
 @np.errstate(all="ignore")  # torch does not report infinities or NaN either
-def _tile(
-    q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, hidden: _Mask, softcap: float | None, layout: _Layout
-) -> torch.Tensor:
-    """q [n, H, R, D], scaled, over keys and values [n, H, blocks * 64, D], less those hidden [n, 1, blocks, R, 64].
+def _computed(q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, layout: _Layout, way: Way) -> torch.Tensor:
+    """q [P, Hkv, R, D] over keys and values [P, Hkv, 64, D] in float32 -> [tiles, Hkv, R, D]. q is overwritten.
 
     Elementwise steps use NumPy: its vector loops mask their last elements, and its sums are pairwise.
     """
-    n, heads, height, dim = q.shape
-    blocks = keys.shape[2] // BLOCK
+    pairs, heads, height, dim = q.shape
+    note(f"cpu_attention[{height}x{BLOCK}]")
     by_scores, by_values = layout.products
-    pairs = n * heads * blocks
-    rows = q.unsqueeze(2).expand(n, heads, blocks, height, dim).reshape(pairs, height, dim)
-    weights = q.new_empty((pairs, height, BLOCK))
-    by_scores.apply((rows, keys.reshape(pairs, BLOCK, dim)), weights, scores)
-    p: _Numbers = weights.numpy().reshape(n, heads, blocks, height, BLOCK)
-    if softcap is not None:
-        p /= np.float32(softcap)
+    scaled = q.numpy()
+    scaled *= way.scale if way.scale is not None else 1.0 / math.sqrt(dim)
+    weights = by_scores.apply((q.flatten(0, 1), keys.flatten(0, 1)), scores)
+    p: _Numbers = weights.numpy().reshape(pairs, heads, height, BLOCK)
+    if way.softcap is not None:
+        p /= np.float32(way.softcap)
         np.tanh(p, out=p)
-        p *= np.float32(softcap)
-    np.copyto(p, _HIDDEN, where=hidden)
-    top = np.maximum(p.max(-1).max(2), _LOWEST)
-    p -= top[:, :, None, :, None]
+        p *= np.float32(way.softcap)
+    hidden = layout.positions > layout.seen_to
+    if layout.seen_from is not None:
+        hidden |= layout.positions < layout.seen_from
+    np.copyto(p, _HIDDEN, where=hidden[:, None])
+    tops = p.max(-1)
+    top = np.maximum(tops[: layout.tiles], _LOWEST)
+    for start, count in layout.later:
+        np.maximum(top[:count], tops[start : start + count], out=top[:count])
+    p -= top[layout.tile][..., None]
     np.exp(p, out=p)
-    total = np.add.reduce(p, axis=-1)
-    parts = q.new_empty((pairs, height, dim))
-    by_values.apply((weights, values_.reshape(pairs, BLOCK, dim)), parts, values)
-    mixed: _Numbers = parts.numpy().reshape(n, heads, blocks, height, dim)
-    out, sums = mixed[:, :, 0] + _ZERO, total[:, :, 0]  # a sum that begins at zero: -0.0 becomes 0.0
-    for block in range(1, blocks):
-        out += mixed[:, :, block]
-        sums += total[:, :, block]
-    out /= sums[..., None]
+    totals = np.add.reduce(p, axis=-1)
+    parts = by_values.apply((weights, values_.flatten(0, 1)), values)
+    mixed: _Numbers = parts.numpy().reshape(pairs, heads, height, dim)
+    out, total = mixed[: layout.tiles] + _ZERO, totals[: layout.tiles]  # from zero on: -0.0 becomes 0.0
+    for start, count in layout.later:
+        out[:count] += mixed[start : start + count]
+        total[:count] += totals[start : start + count]
+    out /= total[..., None]
     return torch.from_numpy(out)
 
 

@@ -140,11 +140,18 @@ def _bound_softmax(name: str, x: torch.Tensor, dim: int, half_to_float: bool) ->
     return compute
 
 
-def _bound_reduction(name: str, x: torch.Tensor, dim: Sequence[int] | None, *more: Any, **options: Any) -> _Bound:
-    if more or options or x.dim() < 2 or not dim or len(dim) != 1 or dim[0] not in (-1, x.dim() - 1):
+def _bound_reduction(
+    name: str, x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, **options: Any
+) -> _Bound:
+    if options or x.dim() < 2 or not dim or len(dim) != 1 or dim[0] not in (-1, x.dim() - 1):
         return None
     kernel, reduce = getattr(rows, name), rows.reduction("sum", rows.wide(x))
-    return lambda x, dim: kernel(x, reduce)
+
+    def compute(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
+        out = kernel(x, reduce)
+        return out.unsqueeze(-1) if keepdim else out
+
+    return compute
 
 
 def _bound_norm(kernel: Callable[..., Any], x: torch.Tensor, shape: Sequence[int], *more: Any) -> _Bound:

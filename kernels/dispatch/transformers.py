@@ -235,10 +235,10 @@ def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | No
 
 # transformers' RMSNorm modules under `batch_invariant()`: one kernel for the whole module.
 # A module is recognized by the text of its `forward`, not by its name, because models bring classes of their own,
-# mostly copies of three forms. While a block is entered those classes' `forward` uses CUDA's kernel, which computes the
-# same with the same roundings. Every other module, a CPU and every call with a gradient uses the operators that are
-# replaced one by one. So this changes only speed; both ways must have the same bits (tests/kernels/rows/test_cuda.py),
-# so that a trainer's forward agrees with a sampler's.
+# mostly copies of three forms. While a block is entered those classes' `forward` uses the device's kernel, which
+# computes the same with the same roundings. Every other module and every call with a gradient uses the operators that
+# are replaced one by one. So this changes only speed; both ways must have the same bits (tests/kernels/rows), so that a
+# trainer's forward agrees with a sampler's.
 
 
 class Form(NamedTuple):
@@ -295,18 +295,19 @@ def _text_of(method: Any) -> str:
 
 
 def fused(original: Any, form: Form) -> Any:
-    """A forward that uses CUDA's kernel, and `original` where that does not apply."""
+    """A forward that uses the device's kernel, and `original` where that does not apply."""
     eps, round_first, plus_one = form
 
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() or not x.is_cuda or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not (x.is_cuda or x.is_cpu):
             return original(self, x)
         weight = self._parameters.get("weight")
         # a weight of another class may compute the product itself
         if "norm" not in current().families or type(weight) not in (torch.nn.Parameter, torch.Tensor):
             return original(self, x)
-        out = _on_cuda("rows", "module_norm")(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
+        kernel = _kernel_of("rows", "module_norm", x.device.type)
+        out = kernel(x, weight, getattr(self, eps), round_first=round_first, plus_one=plus_one)
         if out is None:
             return original(self, x)
         count("replaced", "RMSNorm module")
@@ -316,8 +317,8 @@ def fused(original: Any, form: Form) -> Any:
 
 
 @functools.cache
-def _on_cuda(folder: str, name: str) -> Any:
-    return guarded(getattr(importlib.import_module(f"nondet.kernels.{folder}.cuda"), name))
+def _kernel_of(folder: str, name: str, device: str) -> Any:
+    return guarded(getattr(importlib.import_module(f"nondet.kernels.{folder}.{device}"), name))
 
 
 # transformers' rotary embedding: one launch instead of twelve on CUDA, the same bits. It is recognized by the text of a
@@ -357,7 +358,7 @@ def rotating(original: Any) -> Any:
         plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or unsqueeze_dim != 1 or q.dim() != 4
         if plain or not q.is_cuda or "pointwise" not in current().families:
             return original(q, k, cos, sin, unsqueeze_dim)
-        out = _on_cuda("pointwise", "rotary")(q, k, cos, sin)
+        out = _kernel_of("pointwise", "rotary", "cuda")(q, k, cos, sin)
         if out is None:
             return original(q, k, cos, sin, unsqueeze_dim)
         count("replaced", "rotary embedding")

@@ -27,6 +27,7 @@ from nondet.core.launch import note
 from nondet.errors import UserError
 from nondet.kernels import originals
 from nondet.kernels.matmul.cpu_tiles import (
+    Case,
     NotInvariantError,
     Tiles,
     environment_key,
@@ -100,17 +101,9 @@ def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     rows = x.numel() // depth
     if not rows:
         return None
-    plan = kept.tiles.plan(rows)
-    note(plan.label)
-    if plan.whole and x.data_ptr() % 64 == 0:
-        return _by_copy(kept.copy, bias, x)
-    out = x.new_empty((*x.shape[:-1], columns))
-
-    def call(tile: torch.Tensor, into: torch.Tensor) -> None:
-        into.copy_(_by_copy(kept.copy, bias, tile))
-
-    kept.tiles.apply((x.view(rows, -1),), out.view(rows, -1), call)
-    return out
+    note(kept.tiles.plan(rows).label)
+    out = kept.tiles.apply((x.view(rows, depth),), lambda tile: _by_copy(kept.copy, bias, tile))
+    return out.view(*x.shape[:-1], columns)
 
 
 def packable(weight: torch.Tensor) -> bool:
@@ -179,8 +172,7 @@ def _kept(weight: torch.Tensor, with_bias: bool) -> _Packed | None:
 
 def _by_copy(copy: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """oneDNN's inner product: x [..., K], a weight [N, K] in torch's layout or in oneDNN's, bias [N] -> [..., N]."""
-    out: torch.Tensor = originals.call("mkldnn::_linear_pointwise", x, copy, bias, "none", [], "")
-    return out
+    return originals.call("mkldnn::_linear_pointwise", x, copy, bias, "none", [], "")
 
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
@@ -300,17 +292,12 @@ def bound_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None)
         if columns % _LANES == 0 and depth % _LANES == 0:
             raise
         return _mm_padded
-    plan = tiles.plan(rows)
-    whole = plan.whole and a.data_ptr() % 64 == 0
+    label = tiles.plan(rows).label
 
     def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        note(plan.label)
+        note(label)
         right = _dense(b) if special else b
-        out = a.new_empty((rows, columns))
-        if whole:  # as `apply` does it, in fewer steps: this is called for every layer
-            call(a, right, bias, out)
-            return out
-        return tiles.apply((a,), out, lambda x, y: call(x, right, bias, y))
+        return tiles.apply((a,), lambda rows: call(rows, right, bias))
 
     return product
 
@@ -382,7 +369,7 @@ def tiles_of(b: torch.Tensor, with_bias: bool = False) -> Tiles:
     return _way_of(b, with_bias)[0]
 
 
-_Call = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor], None]
+_Call = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
 def _way_of(b: torch.Tensor, with_bias: bool) -> tuple[Tiles, _Call]:
@@ -410,28 +397,21 @@ def _prove(name: str, call: _Call, b: torch.Tensor, offset: int, with_bias: bool
     sizes = sizes_for(depth * columns * (8 if b.dtype == torch.float16 else 1))
     bias = order_revealing(1, columns, b.dtype, 13, negate=False)[0] if with_bias else None
 
-    def case(seed: int) -> tuple[Callable[..., object], tuple[torch.Tensor]]:
+    def case(seed: int) -> Case:
         right = _like(b, offset, seed)
         rows = order_revealing(max(sizes), depth, b.dtype, seed, negate=True)
-        return (lambda x, out: call(x, right, bias, out)), (rows,)
+        return (lambda x: call(x, right, bias)), (rows,)
 
-    return prove(
-        name,
-        [case(seed) for seed in (_SEEDS if columns >= _NARROW else _SEEDS_IF_NARROW)],
-        lambda rows: b.new_empty((rows, columns)),
-        sizes,
-    )
+    seeds = _SEEDS if columns >= _NARROW else _SEEDS_IF_NARROW
+    return prove(name, [case(seed) for seed in seeds], sizes)
 
 
-def _call(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if bias is None:
-        originals.call("mm.out", x, b, out=out)
-    else:
-        originals.call("addmm.out", bias, x, b, out=out)
+def _call(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return originals.call("mm", x, b) if bias is None else originals.call("addmm", bias, x, b)
 
 
-def _inner_product(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    out.copy_(_by_copy(b.t(), bias, x))
+def _inner_product(x: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _by_copy(b.t(), bias, x)
 
 
 def _like(b: torch.Tensor, offset: int, seed: int) -> torch.Tensor:

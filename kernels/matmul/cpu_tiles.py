@@ -33,11 +33,10 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """How a number of rows is cut into calls; `whole`: one call takes exactly all rows."""
+    """How a number of rows is cut into calls."""
 
     sizes: tuple[int, ...]
     label: str
-    whole: bool
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Tiles:
         if found is None:
             sizes = self._cut(rows)
             label = f"{self.what}[{'+'.join(map(str, _runs(sizes)))}]"
-            found = self._plans[rows] = Plan(sizes, label, sizes == (rows,))
+            found = self._plans[rows] = Plan(sizes, label)
         return found
 
     def _cut(self, rows: int) -> tuple[int, ...]:
@@ -87,43 +86,29 @@ class Tiles:
             options.append((self.seconds[below[-1]] + cost, (below[-1], *tail)))
         return min(options)
 
-    def apply(self, inputs: Sequence[torch.Tensor], out: torch.Tensor, call: Callable[..., object]) -> torch.Tensor:
-        """Fill `out` by calls of certified sizes: call(*tiles, out_tile) gets contiguous, aligned rows of inputs and
-        out.
-        """
-        rows = out.shape[0]
-        plan = self.plan(rows)
-        sizes = plan.sizes
-        if plan.whole and all(map(_aligned, inputs)):
-            call(*inputs, out)
-            return out
+    def apply(self, inputs: Sequence[torch.Tensor], call: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """All rows, by calls of certified sizes: call(*tiles) takes aligned rows of inputs that are contiguous."""
+        rows = inputs[0].shape[0]
+        sizes = self.plan(rows).sizes
+        if len(sizes) == 1:
+            out = call(*[_tile(x, 0, sizes[0]) for x in inputs])
+            return out if sizes[0] == rows else out[:rows]
         start = 0
         for size in sizes:
-            stop = start + size
-            if stop <= rows:
-                tiles = [_at(x, start, stop) for x in inputs]
-                target = out[start:stop]
-                if _aligned(target):
-                    call(*tiles, target)
-                    start = stop
-                    continue
-            else:
-                stop = rows
-                tiles = [padded(x, start, size) for x in inputs]
-            fresh = out.new_empty((size, *out.shape[1:]))
-            call(*tiles, fresh)
-            out[start:stop] = fresh[: stop - start]
-            start = stop
+            part = call(*[_tile(x, start, size) for x in inputs])
+            if start == 0:
+                out = part.new_empty((rows, *part.shape[1:]))
+            out[start : start + size] = part[: rows - start]
+            start += size
         return out
 
 
-def _aligned(x: torch.Tensor) -> bool:
-    return x.data_ptr() % _ALIGNMENT == 0
-
-
-def _at(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    tile = x[start:stop]
-    return tile if _aligned(tile) else tile.clone()
+def _tile(x: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """Rows start ... start + size of x, aligned, with zeros beyond its end."""
+    if start + size > x.shape[0]:
+        return padded(x, start, size)
+    tile = x if size == x.shape[0] else x[start : start + size]
+    return tile if tile.data_ptr() % _ALIGNMENT == 0 else tile.clone()
 
 
 def padded(x: torch.Tensor, start: int, size: int) -> torch.Tensor:
@@ -178,6 +163,9 @@ _SPARSE = (1, 4, 16, 64)
 _AFFORDABLE = ((2**18, _DENSE), (2**21, _MEDIUM), (2**23, _LADDER))
 
 
+Case = tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]
+
+
 class NotInvariantError(UserError, RuntimeError):
     """No way to compute an operator here was seen to be batch-invariant."""
 
@@ -192,8 +180,7 @@ def sizes_for(work: float) -> tuple[int, ...]:
 
 def prove(
     what: str,
-    cases: Sequence[tuple[Callable[..., object], Sequence[torch.Tensor]]],
-    out_of: Callable[[int], torch.Tensor],
+    cases: Sequence[Case],
     sizes: Sequence[int],
     bases: Sequence[int] = _BASES,
 ) -> Tiles:
@@ -201,23 +188,22 @@ def prove(
 
     Args:
         what: The operator and dtype, for notes and errors.
-        cases: (call, inputs): call(*tiles, out_tile) is the fixed-shape call under test; the inputs share their first
-            axis. A row count has to agree in every case.
-        out_of: Makes an output tile of a given number of rows.
+        cases: (call, inputs): call(*tiles) is the fixed-shape call under test; the inputs share their first axis. A
+            row count has to agree in every case.
         sizes, bases: Row counts, and base tiles in order of preference, to try.
 
     Raises:
         NotInvariantError: no base tile is position-invariant.
     """
     for base in bases:
-        expected = [_expected(call, inputs, out_of, base, max(*sizes, base)) for call, inputs in cases]
+        expected = [_expected(call, inputs, base, max(*sizes, base)) for call, inputs in cases]
         right = [e for e in expected if e is not None]
         if len(right) < len(cases):
             continue
         kept: dict[int, float] = {}
         rejected: list[int] = []
         for size in sorted({*sizes, base}):
-            spent = _agrees(cases, right, out_of, size)
+            spent = _agrees(cases, right, size)
             if spent is None:
                 rejected.append(size)
             else:
@@ -230,17 +216,15 @@ def prove(
 
 
 def _agrees(
-    cases: Sequence[tuple[Callable[..., object], Sequence[torch.Tensor]]],
+    cases: Sequence[Case],
     right: Sequence[torch.Tensor],
-    out_of: Callable[[int], torch.Tensor],
     size: int,
 ) -> float | None:
     spent = []
     for (call, inputs), expected in zip(cases, right, strict=True):
         tiles = [x[:size] if x.shape[0] >= size else padded(x, 0, size) for x in inputs]
-        out = out_of(size)
         began = time.perf_counter()
-        call(*tiles, out)
+        out = call(*tiles)
         spent.append(time.perf_counter() - began)
         if not _same_bits(out[: expected.shape[0]], expected[:size]):
             return None
@@ -262,34 +246,24 @@ def same_bits_at(
 
 
 def _expected(
-    call: Callable[..., object],
-    inputs: Sequence[torch.Tensor],
-    out_of: Callable[[int], torch.Tensor],
-    base: int,
-    rows: int,
+    call: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], base: int, rows: int
 ) -> torch.Tensor | None:
     """Results of the first `rows` rows in base tiles; None where the base tile is not position-invariant."""
-
-    def run(tiles: Sequence[torch.Tensor]) -> torch.Tensor:
-        out = out_of(base)
-        call(*tiles, out)
-        return out
-
     rows = min(rows, inputs[0].shape[0])
     parts = []
     for start in range(0, rows, base):
         stop = min(start + base, rows)
-        parts.append(run([padded(x[:stop], start, base) for x in inputs])[: stop - start])
+        parts.append(call(*(padded(x[:stop], start, base) for x in inputs))[: stop - start])
     first = [padded(x[:base], 0, base) for x in inputs]
-    right = run(first)
+    right = call(*first)
     if not bool(torch.isfinite(right).all()):  # it would show nothing
         return None
     for shift in range(1, base):  # every row at every position, with other neighbours
-        if not _same_bits(run([x.roll(shift, 0) for x in first]).roll(-shift, 0), right):
+        if not _same_bits(call(*(x.roll(shift, 0) for x in first)).roll(-shift, 0), right):
             return None
     for x in first:
         x[1:] = 0  # as padding does
-    if not _same_bits(run(first)[:1], right[:1]):
+    if not _same_bits(call(*first)[:1], right[:1]):
         return None
     return torch.cat(parts)
 

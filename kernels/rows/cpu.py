@@ -24,12 +24,13 @@ from nondet.core.inputs import order_revealing
 from nondet.core.launch import note
 from nondet.errors import UserError
 from nondet.kernels import originals
-from nondet.kernels.matmul.cpu_tiles import Tiles, environment_key, prove, proven, sizes_for
+from nondet.kernels.matmul.cpu_tiles import Case, Tiles, environment_key, prove, proven, sizes_for
 
 # A sum is one number per row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG, _MORE = tuple(range(31, 43)), (31, 32, 33), 64
 # For rows of one shape and dtype, under the settings of one time; functions here look theirs up where none is given.
 Reduction = Callable[[torch.Tensor], torch.Tensor]
+_MODULES = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK = 32  # of `sum_over_rows`
 _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
 _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
@@ -75,6 +76,25 @@ def layer_norm(
     saved, one_each = x.dtype if weight is None else weight.dtype, (*x.shape[:-1], 1)
     factor = torch.from_numpy(factors).to(saved).view(one_each)
     return _narrow(out, x), means.to(saved).view(one_each), factor
+
+
+@np.errstate(all="ignore")  # as above
+def module_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, round_first: bool, plus_one: bool
+) -> torch.Tensor | None:
+    """As `nondet.kernels.rows.cuda.module_norm`: the bits of the operators that the module consists of."""
+    if x.dtype not in _MODULES or weight.dtype is not x.dtype or weight.shape != x.shape[-1:] or not x.numel():
+        return None
+    rows = wide(x)
+    out = rows.new_empty(rows.shape)
+    numbers, normed = _numbers(rows, rows), out.numpy()
+    np.multiply(numbers, numbers, out=normed)
+    np.multiply(numbers, 1.0 / _roots(out, eps, reduction("sum", rows)), out=normed)
+    if round_first:
+        return _narrow(out, x).mul_(weight)
+    scale = _numbers(weight, rows)
+    normed *= scale + 1.0 if plus_one else scale
+    return _narrow(out, x)
 
 
 def _roots(squares: torch.Tensor, eps: float, sums: Reduction) -> np.ndarray[Any, Any]:
@@ -202,21 +222,21 @@ def _narrow(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out if x.dim() == 2 else out.view(x.shape)
 
 
-def _add_up(rows: torch.Tensor, out: torch.Tensor) -> None:
+def _add_up(rows: torch.Tensor) -> torch.Tensor:
     """NumPy's pairwise sum, which takes rows one by one: no thread count, no dispatcher and no vector rest in it."""
-    np.add.reduce(_numbers(rows, rows), axis=-1, out=out.numpy())
+    return torch.from_numpy(np.add.reduce(_numbers(rows, rows), axis=-1))
 
 
-def _softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
-    originals.call("_softmax.out", rows, -1, False, out=out)
+def _softmax(rows: torch.Tensor) -> torch.Tensor:
+    return originals.call("_softmax", rows, -1, False)
 
 
-def _log_softmax(rows: torch.Tensor, out: torch.Tensor) -> None:
-    torch.log_softmax(rows, -1, out=out)
+def _log_softmax(rows: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(rows, -1)
 
 
-# name -> what reduces rows into `out`, and whether a row gives one number
-_REDUCTIONS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], None], bool]] = {
+# name -> what reduces rows, and whether a row gives one number
+_REDUCTIONS: dict[str, tuple[Reduction, bool]] = {
     "sum": (_add_up, True),
     "softmax": (_softmax, False),
     "log_softmax": (_log_softmax, False),
@@ -227,24 +247,20 @@ def reduction(name: str, rows: torch.Tensor) -> Reduction:
     """What reduces rows [M, K] of this shape and dtype at certified row counts: a sum to [M], else to [M, K]."""
     call, scalar = _REDUCTIONS[name]
     count, width = rows.shape
-    size = (count,) if scalar else (count, width)
     if count == 0 or width == 0:
-        return lambda rows: rows.new_zeros(size)
+        return lambda rows: rows.new_zeros((count,) if scalar else (count, width))
     tiles = _proven(name, call, rows, scalar=scalar)
-    plan = tiles.plan(count)
+    one_by_one = scalar and not tiles.rejected  # NumPy takes any number of rows
+    label = f"cpu_rows {name}[{count}]" if one_by_one else tiles.plan(count).label
 
     def reduce(rows: torch.Tensor) -> torch.Tensor:
-        note(plan.label)
-        out = rows.new_empty(size)
-        if plan.whole and rows.data_ptr() % 64 == 0:  # as `apply` does it, in fewer steps
-            call(rows, out)
-            return out
-        return tiles.apply((rows,), out, call)
+        note(label)
+        return call(rows) if one_by_one else tiles.apply((rows,), call)
 
     return reduce
 
 
-def _proven(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar: bool) -> Tiles:
+def _proven(name: str, call: Reduction, rows: torch.Tensor, *, scalar: bool) -> Tiles:
     width = rows.shape[1]
 
     def make() -> Tiles:
@@ -253,14 +269,11 @@ def _proven(name: str, call: Callable[..., None], rows: torch.Tensor, *, scalar:
         seeds = _SEEDS if scalar and not long else _SEEDS_IF_LONG
         binades = None if scalar else 6  # in a softmax, wide exponents leave only one significant term
 
-        def case(seed: int) -> tuple[Callable[..., None], tuple[torch.Tensor]]:
+        def case(seed: int) -> Case:
             most = max(sizes) if seed in _SEEDS_IF_LONG else min(max(sizes), _MORE)  # large sizes have rows enough
             return call, (order_revealing(most, width, rows.dtype, seed, negate=scalar, binades=binades),)
 
-        def out_of(n: int) -> torch.Tensor:
-            return rows.new_empty((n,) if scalar else (n, width))
-
-        return prove(f"cpu_rows {name}", [case(s) for s in seeds], out_of, sizes)
+        return prove(f"cpu_rows {name}", [case(s) for s in seeds], sizes)
 
     settings = ("numpy",) if name == "sum" else environment_key()  # NumPy's sums do not depend on torch's settings
     return proven(f"cpu_rows {name}", ("rows", name, width, rows.dtype, *settings), make)

@@ -236,13 +236,13 @@ def test_misuse_is_refused() -> None:
 
 def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If blocks were merged in an order that depends on the batch, the first use would say so and not compute."""
-    honest = cpu_attention._tile
+    honest = cpu_attention._computed
 
     def dishonest(q: torch.Tensor, *more: object) -> torch.Tensor:
         result = honest(q, *more)  # type: ignore[arg-type]  # passed through
         return torch.nextafter(result, torch.ones(())) if q.numel() >= 100 * q.shape[-1] else result
 
-    monkeypatch.setattr(cpu_attention, "_tile", dishonest)
+    monkeypatch.setattr(cpu_attention, "_computed", dishonest)
     monkeypatch.setattr(cpu_attention, "_verified", {})
     kept = Certificates({"device": "cpu"}, None)
     monkeypatch.setattr(cpu_attention, "certificates", lambda device: kept)

@@ -201,7 +201,7 @@ def test_a_row_has_one_answer(name: str, dtype: torch.dtype, device: str) -> Non
 def test_stock_has_several(model_of: Callable[..., Any], dtype: torch.dtype, device: str) -> None:
     """The same ways without the block: at least one differs, or the test above shows nothing on this machine.
 
-    Nor does one whose products are stock have one answer, and they are at risk.
+    Stock products are at risk in any case. Alone among replaced operators they may still give one answer here.
     """
     with torch.no_grad():
         model = model_of(dtype, device)
@@ -213,8 +213,12 @@ def test_stock_has_several(model_of: Callable[..., Any], dtype: torch.dtype, dev
         if all(identical(logits, right) for logits in ways.values()):
             pytest.skip(f"torch's own kernels gave one answer in {dtype} on {device} to: {', '.join(WAYS)}")
         with batch_invariant(["norm", "softmax", "reduction", "pointwise", "attention"]) as block:
-            assert differing(model, alone(model))
+            different = differing(model, alone(model))
     assert any(what.startswith("mm ") for what in block.coverage().at_risk)
+    if not different:
+        pytest.skip(
+            f"torch's products, which were at risk, gave one answer in {dtype} on {device} to: {', '.join(WAYS)}"
+        )
 
 
 @pytest.mark.parametrize(("device", "dtype"), EACH)
