@@ -54,7 +54,7 @@ def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
     proof.
     """
     x: torch.Tensor = args[0]
-    form = _form_of(name, x, args, kwargs)
+    form = _form_of(name, args, kwargs)
     if form.reason:
         return form.holds, form.reason
     if form.axis == 0 and (mixes := over_batch(x, 0)):
@@ -84,33 +84,13 @@ class _Form(NamedTuple):
     reason: str = ""
 
 
-_FORMS_KEPT = 4096
-_forms: dict[tuple[object, ...], _Form] = {}
-
-
-def _form_of(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
-    """The form, cached by the raw layout, arguments and settings, because a key in words takes far longer to build."""
-    device = "cuda" if x.is_cuda else "cpu"
-    where = x.data_ptr() & (255 if x.is_cuda else 63)
-    raw = (
-        name,
-        x.dtype,
-        x.shape,
-        x.stride(),
-        where,
-        args[1:],
-        tuple(kwargs.items()) if kwargs else (),
-        device,
-        switches(device),
-    )
-    try:
-        form = _forms.get(raw)
-    except TypeError:  # a list of axes
-        return _form(name, x, args, kwargs)
+def _form_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
+    """The form, cached by all that decides it, because a key in words takes far longer to build."""
+    decisions, key = current().decisions, _call_key(name, args, kwargs)
+    form: _Form | None = decisions.get(key) if key else None
     if form is None:
-        if len(_forms) >= _FORMS_KEPT:
-            _forms.clear()
-        form = _forms[raw] = _form(name, x, args, kwargs)
+        form = _form(name, args[0], args, kwargs)
+        _decide(decisions, key, form)
     return form
 
 
@@ -474,9 +454,7 @@ def replacing(
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
                 if key and bind is not None and (compute := bind(*args, **kwargs)) is not None:
-                    if len(now.decisions) >= _DECISIONS_KEPT:
-                        now.decisions.clear()
-                    now.decisions[key] = guarded(compute)
+                    _decide(now.decisions, key, guarded(compute))
                 return out
             finally:
                 inside.active = False
@@ -554,28 +532,39 @@ def _plainly(args: tuple[Any, ...]) -> bool:
 
 
 _DECISIONS_KEPT = 4096
-_NUMBERS = frozenset({type(None), bool, int, float})
+_NUMBERS = frozenset({type(None), bool, int, float, torch.dtype})
 
 
 def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    """All of a call on a CPU but the numbers in its tensors; () where more is asked for than numbers."""
+    """All of a call but the numbers in its tensors; () where a gradient is needed, or for arguments of other kinds."""
     if forward_ad._current_level >= 0:
         return ()
     recorded = torch.is_grad_enabled()
     key: list[object] = [name]
+    device = "cpu"
     for x in (*args, *kwargs.values()):
         kind = type(x)
         if kind in _PLAIN:
-            if (recorded and x.requires_grad) or not x.is_cpu:
+            if recorded and x.requires_grad:
                 return ()
-            key += (x.dtype, x.shape, x.stride(), x.data_ptr() & 63)
+            alignment = 63
+            if not x.is_cpu:
+                device, alignment = "cuda", 255
+            key += (x.dtype, x.shape, x.stride(), x.data_ptr() & alignment, x.get_device())
         elif kind is list:
             key.append((*x,))
         elif kind in _NUMBERS:
             key.append(x)
         else:
             return ()
-    return (*key, *kwargs, *switches("cpu"))  # last: a call on CUDA has no key, and does not pay for them
+    return (*key, *kwargs, *switches(device))
+
+
+def _decide(decisions: dict[tuple[object, ...], Any], key: tuple[object, ...], decision: object) -> None:
+    if len(decisions) >= _DECISIONS_KEPT:
+        decisions.clear()
+    if key:
+        decisions[key] = decision
 
 
 def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:

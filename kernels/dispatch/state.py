@@ -127,8 +127,8 @@ class Active:
     families: frozenset[str] = frozenset()
     coverages: tuple[Coverage, ...] = ()
     training: bool = False
-    # what computes a call on a CPU, by all of the call that decides that: see `functions.replacing`
-    decisions: dict[tuple[object, ...], Callable[..., Any]] = field(default_factory=dict, compare=False, repr=False)
+    # what was decided for a call, by all of it that decides that: see `functions.replacing` and `functions.proven`
+    decisions: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class _Inside(threading.local):
