@@ -219,22 +219,38 @@ def forget() -> None:
     _kept.clear()
 
 
+def bound(what: object, *tensors: torch.Tensor | None) -> Callable[..., list[torch.Tensor] | None] | None:
+    """What replays a cached call for tensors like these, as `again` does; for a caller with a key of its own."""
+    kind = _kind(what, tensors)
+    kept = None if kind is None else _kept.get(kind[0])
+    if kept is None:
+        return None
+
+    def replay(*tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
+        return None if torch.compiler.is_compiling() else _replayed(kept, tensors, [_place(x) for x in tensors])
+
+    return replay
+
+
 def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
     """The output buffers of a cached call with the same signature, after replaying its launches; None if not cached."""
-    first, kind = tensors[0], None if torch.compiler.is_compiling() else _kind(what, tensors)
-    if kind is None or first is None:
-        return None
-    kept = _kept.get(kind[0])
-    if kept is None:
+    kind = None if torch.compiler.is_compiling() else _kind(what, tensors)
+    kept = None if kind is None else _kept.get(kind[0])
+    return None if kind is None or kept is None else _replayed(kept, tensors, kind[1])
+
+
+def _replayed(kept: _Kept, tensors: tuple[torch.Tensor | None, ...], places: list[Any]) -> list[torch.Tensor] | None:
+    first = tensors[0]
+    if first is None:
         return None
     device = first.get_device()
     if device >= 0 and (INTERPRETED or torch._C._cuda_getDevice() != device):
         return None
-    places, made = kind[1], []
+    made = []
     for wanted in kept.rooms:
         room = empty_strided(*wanted)
         made.append(room)
-        places.append(room if INTERPRETED else room.data_ptr())  # aligned to 16 bytes by all of torch's allocators
+        places.append(_place(room))  # aligned to 16 bytes by all of torch's allocators
     places.append(None)
     note(kept.label)
     for launch, order, boxes in kept.steps:
@@ -243,6 +259,11 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
             operands[at] = box_at(pattern, tensors[i] if i < len(tensors) else made[i - len(tensors)])
         launch(device, operands)
     return made
+
+
+def _place(x: torch.Tensor | None) -> Any:
+    """What a launch takes: an address, in the interpreter the tensor."""
+    return x if x is None or INTERPRETED else x.data_ptr()
 
 
 def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tensor) -> None:

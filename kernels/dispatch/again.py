@@ -1,15 +1,13 @@
-"""Calls like one before: what they need and nothing more. On CUDA by short ways, on a CPU by what was bound for them.
+"""What is bound for calls like one before: what they need and nothing more.
 
-The first call of an operator goes through its replacement, which checks everything. What it found holds for every call
-of the same dtypes, shapes, strides, alignment and settings, which are the key of the cached launch; the numbers in a
-tensor and its address are not. The bits are those of the replacement, because it is the same launch.
+The first call of an operator goes through its replacement, which checks everything. Then its binder, called with the
+same arguments, gives a function of them in which all is settled that dtypes, shapes, strides, alignment and settings
+decide; None where there is nothing shorter. The table of decisions (`nondet.kernels.dispatch.functions.replacing`) has
+it called for later calls of the same key. The numbers in a tensor and its address are open, and the bits are those of
+the replacement, because it is the same launch.
 
-A short way takes the operator's own arguments and gives its result; None where nothing is cached, and the replacement
-runs. It is called with plain tensors without gradients, while its family is on (see
-`nondet.kernels.dispatch.functions.replacing`), and with `inside.active`: its own torch calls go to the originals.
-
-On a CPU the table of decisions (`nondet.kernels.dispatch.functions.replacing`) remembers what a binder gave after the
-replacement has computed such a call: a function of the same arguments, in which all that they decide is settled.
+Arguments are plain tensors without gradients, and torch calls in here go to the originals. What is bound on CUDA gives
+None where another device is current, and the replacement runs.
 """
 
 from __future__ import annotations
@@ -28,67 +26,76 @@ from nondet.kernels.matmul import cpu as matmul
 from nondet.kernels.rows import cpu as rows
 
 _FLOATING = frozenset(DTYPES)
+_Bound = Callable[..., Any] | None
 
 
-def _on_cuda(linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+def _product_on_cuda(linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> _Bound:
     products = sys.modules.get("nondet.kernels.matmul.cuda")  # imported with the first product, as every kernel
-    again = getattr(products, "again", None)
-    out: torch.Tensor | None = None if again is None else again(linear, a, b, bias)
-    return out
+    bound: _Bound = None if products is None else products.bound(linear, a, b, bias)
+    return bound
 
 
 def _addmm_on_cuda(
     bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
-) -> torch.Tensor | None:
+) -> _Bound:
     if beta != 1 or alpha != 1 or b.dim() != 2 or bias.shape != b.shape[1:]:
         return None
-    return _on_cuda(True, a, b.mT, bias)
+    product = _product_on_cuda(True, a, b.mT, bias)
+    return None if product is None else lambda bias, a, b, **scales: product(a, b.mT, bias)
 
 
-def _all_launched(what: object, *tensors: torch.Tensor | None) -> Any:
+def _launches(
+    what: object, places: Sequence[int], args: tuple[Any, ...], finish: Callable[..., Any]
+) -> Callable[..., Any] | None:
+    """finish(what the launches of an earlier call give, *args): of the call with `what` and args at these places."""
     common = sys.modules.get("nondet.kernels.triton_common")  # as above
-    return None if common is None else common.again(what, *tensors)
+    launched = None if common is None else common.bound(what, *[args[place] for place in places])
+    if launched is None:
+        return None
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        made = launched(*[args[place] for place in places])
+        return None if made is None else finish(made, *args, **kwargs)
+
+    return compute
 
 
-def _launched(what: object, *tensors: torch.Tensor | None) -> Any:
-    made = _all_launched(what, *tensors)
-    return None if made is None else made[0]
-
-
-def _normalized_on_cuda(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor | None:
+def _normalized_on_cuda(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> _Bound:
     axes = x.dim()
     if half_to_float or not axes or dim not in (-1, axes - 1):
         return None
-    out: torch.Tensor | None = _launched(name, x)
-    if out is not None and axes > 2:
-        note_hidden(name, x)
-    return out
+
+    def finish(made: list[torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if axes > 2:
+            note_hidden(name, x)  # by its numbers
+        return made[0]
+
+    return _launches(name, (0,), (x,), finish)
 
 
 def _reduced_on_cuda(
     name: str, x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: Any = None
-) -> torch.Tensor | None:
+) -> _Bound:
     axes = x.dim()
     if dtype is not None or not dim or len(dim) != 1 or not axes or dim[0] not in (-1, axes - 1):
         return None
-    out: torch.Tensor | None = _launched(name, x)
-    return out.unsqueeze(-1) if keepdim and out is not None else out
+    return _launches(name, (0,), (x,), lambda made, *rest: made[0].unsqueeze(-1) if keepdim else made[0])
 
 
 def _rms_norm_on_cuda(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor | None:
+) -> _Bound:
     if weight is None or eps is None or weight.dtype is not x.dtype or x.shape[-1:] != (*shape,):
         return None
-    out: torch.Tensor | None = _launched(("rms_norm", eps), x, weight)
-    return out
+    return _launches(("rms_norm", eps), (0, 2), (x, shape, weight), lambda made, *rest: made[0])
 
 
 def _layer_norm_on_cuda(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, ...] | None:
-    made = _all_launched(("layer_norm", eps), x, weight, bias) if x.shape[-1:] == (*shape,) else None
-    return None if made is None else (*made,)
+) -> _Bound:
+    if x.shape[-1:] != (*shape,):
+        return None
+    return _launches(("layer_norm", eps), (0, 2, 3), (x, shape, weight, bias), lambda made, *rest: (*made,))
 
 
 def _attention_on_cuda(
@@ -101,31 +108,15 @@ def _attention_on_cuda(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor | None:
+) -> _Bound:
     shape, keys = q.shape, k.shape
     if attn_mask is not None or dropout_p or q.dtype not in _FLOATING or len(shape) != 4 or len(keys) != 4:
         return None
     if (is_causal and shape[2] != keys[2]) or (shape[1] != keys[1] and not enable_gqa):
         return None
-    out: torch.Tensor | None = _launched(("attention", is_causal or shape[2] == 1, scale, None, None), q, k, v)
-    return None if out is None else out.transpose(1, 2)  # laid out as models need it
-
-
-SHORT_WAYS: dict[str, Callable[..., Any]] = {
-    "linear": partial(_on_cuda, True),
-    "mm": partial(_on_cuda, False),
-    "addmm": _addmm_on_cuda,
-    "_softmax": partial(_normalized_on_cuda, "softmax"),
-    "_log_softmax": partial(_normalized_on_cuda, "log_softmax"),
-    "mean.dim": partial(_reduced_on_cuda, "mean"),
-    "sum.dim_IntList": partial(_reduced_on_cuda, "sum"),
-    "rms_norm": _rms_norm_on_cuda,
-    "native_layer_norm": _layer_norm_on_cuda,
-    "scaled_dot_product_attention": _attention_on_cuda,
-}
-
-
-_Bound = Callable[..., Any] | None
+    what = ("attention", is_causal or shape[2] == 1, scale, None, None)
+    # laid out as models need it
+    return _launches(what, (0, 1, 2), (q, k, v), lambda made, *rest, **more: made[0].transpose(1, 2))
 
 
 def _bound_softmax(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> _Bound:
@@ -168,8 +159,7 @@ def _bound_attention(
     return lambda q, k, v, *more, **options: attention.attend(q, k, v, way)
 
 
-# aten operator -> its binder for a CPU
-BINDERS: dict[str, Callable[..., _Bound]] = {
+_ON_CPU: dict[str, Callable[..., _Bound]] = {
     "linear": matmul.bound_linear,
     "mm": matmul.bound_mm,
     "_softmax": partial(_bound_softmax, "softmax"),
@@ -180,3 +170,18 @@ BINDERS: dict[str, Callable[..., _Bound]] = {
     "native_layer_norm": partial(_bound_norm, rows.layer_norm),
     "scaled_dot_product_attention": _bound_attention,
 }
+
+_ON_CUDA: dict[str, Callable[..., _Bound]] = {
+    "linear": partial(_product_on_cuda, True),
+    "mm": partial(_product_on_cuda, False),
+    "addmm": _addmm_on_cuda,
+    "_softmax": partial(_normalized_on_cuda, "softmax"),
+    "_log_softmax": partial(_normalized_on_cuda, "log_softmax"),
+    "mean.dim": partial(_reduced_on_cuda, "mean"),
+    "sum.dim_IntList": partial(_reduced_on_cuda, "sum"),
+    "rms_norm": _rms_norm_on_cuda,
+    "native_layer_norm": _layer_norm_on_cuda,
+    "scaled_dot_product_attention": _attention_on_cuda,
+}
+# dispatch key -> aten operator -> its binder
+BINDERS = {"CPU": _ON_CPU, "CUDA": _ON_CUDA}

@@ -31,7 +31,7 @@ from nondet.kernels import originals
 from nondet.kernels.dispatch import functions, replacements, state
 from nondet.kernels.dispatch import transformers as hf
 from nondet.kernels.dispatch import transformers_attention as hf_attention
-from nondet.kernels.dispatch.again import BINDERS, SHORT_WAYS
+from nondet.kernels.dispatch.again import BINDERS
 from nondet.kernels.dispatch.operators import (
     CERTIFIABLE,
     COMPOSED,
@@ -157,8 +157,7 @@ def _replaced_and_certified() -> _Functions:
                         if original is not None:
                             made[f"aten::{name}", key] = functions.replacing(
                                 *(name, family, _kernels(device.lower()), original, replacement),
-                                again=SHORT_WAYS.get(name) if device == "CUDA" else None,
-                                bind=BINDERS.get(name) if device == "CPU" else None,
+                                BINDERS[device].get(name),
                             )
         for name, matters in ORDERED_BY_SIZES.items():
             for key in (device, f"Autograd{device}"):

@@ -382,7 +382,6 @@ def _keys(*names: str) -> int:
 _NEGATED = _keys("Negative")
 _NOT_DENSE = _keys("ZeroTensor", "SparseCPU", "SparseCsrCPU", "NestedTensorCPU", "QuantizedCPU", "MkldnnCPU")
 _UNUSUAL = _NEGATED | _NOT_DENSE
-_ASKED = frozenset({*_PLAIN, type(None), bool, int, float, str, list})  # of operators that have no lists of tensors
 
 
 def replacing(
@@ -391,16 +390,13 @@ def replacing(
     kernels: Callable[[], Kernels],
     original: Any,
     replacement: Callable[..., Any],
-    again: Callable[..., Any] | None = None,
     bind: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> Callable[..., Any]:
     """Compute by `replacement` while `family` is on; else, or where it declines, run the original and count it.
 
     Args:
-        again: A shorter way to what `replacement` gives, for plain tensors and without gradients; gives None where it
-            has none.
-        bind: bind(*args, **kwargs) -> what gives the bits of `replacement` for every call of the same `_call_key`;
-            None where there is nothing shorter.
+        bind: bind(*args, **kwargs) -> what gives the bits of `replacement` for every call of the same `_call_key`, or
+            None where it can't; None where there is nothing shorter.
     """
     composed = name in COMPOSED
     exempt = EXEMPT.get(name)
@@ -408,16 +404,15 @@ def replacing(
     told_by_parts = name == "linear"  # made of products, which say themselves what became of them
     qualified = f"aten::{name}"
     stock = original.call_boxed
-    again = guarded(again) if again is not None else None
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if inside.active:
             return stock(keyset, *args, **kwargs)
         now = current()
         key = _call_key(name, args, kwargs) if bind is not None and family in now.families else ()
-        short = now.decisions.get(key) if key else again
-        if short is not None and (key or (family in now.families and _plainly(args))):
-            out = short(*args, **kwargs)
+        decided = now.decisions.get(key) if key else None
+        if decided is not None:
+            out = decided(*args, **kwargs)
             if out is not None:
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
@@ -518,17 +513,6 @@ def _kinds(args: tuple[Any, ...]) -> tuple[bool, bool]:
             empty = empty or not x.numel()
             stands_for_others = stands_for_others or type(x) not in _PLAIN
     return empty, stands_for_others
-
-
-def _plainly(args: tuple[Any, ...]) -> bool:
-    if forward_ad._current_level >= 0:
-        return False
-    recorded = torch.is_grad_enabled()
-    for x in args:  # a generator costs more than all the rest, at every call
-        kind = type(x)
-        if kind not in _ASKED or (recorded and kind in _PLAIN and x.requires_grad):
-            return False
-    return True
 
 
 _DECISIONS_KEPT = 4096

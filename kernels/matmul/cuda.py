@@ -500,16 +500,24 @@ def forget() -> None:
     forget_tables()
 
 
-def bound_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
-    """`linear`, bound to operands of these shapes, strides, alignments and device, which it does not check again.
+def bound(
+    is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+) -> Callable[..., torch.Tensor] | None:
+    """`linear`, or else `matmul`, bound to operands of these shapes, strides, alignments and device, which it does not
+    check again.
 
     A caller with a key of its own saves the cost of ours. None: there is no lasting plan (no such call was made, a
-    proof is pending, or rows are not a view of x), so `linear` has to be called.
+    proof is pending, or rows are not a view of x), so `linear` or `matmul` has to be called.
     """
-    plan = _plans.get(_key(True, alignment_of(x, weight, bias), x, weight, bias))
+    plan = _plans.get(_key(is_linear, alignment_of(a, b, bias), a, b, bias))
     return None if plan is None else partial(_launched, plan)
+
+
+def bound_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> Callable[..., torch.Tensor] | None:
+    """`bound`, of `linear`."""
+    return bound(True, x, weight, bias)
 
 
 def _key(
@@ -521,12 +529,6 @@ def _key(
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
         a.dtype is torch.float32 and _tf32(),
     )
-
-
-def again(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """`linear`, or else `matmul`, by the plan of an earlier call of the same form; None where there is none."""
-    plan = _plans.get(_key(is_linear, alignment_of(a, b, bias), a, b, bias))
-    return None if plan is None else _launched(plan, a, b, bias)
 
 
 def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -547,7 +549,7 @@ def _run(is_linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor |
     return _launched(plan, a, b, bias)
 
 
-def _launched(plan: _Plan, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _launched(plan: _Plan, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if plan.device_index >= 0 and torch._C._cuda_getDevice() != plan.device_index:
         with torch.cuda.device(plan.device_index):
             return _launched(plan, a, b, bias)

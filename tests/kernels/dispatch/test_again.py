@@ -1,4 +1,4 @@
-"""On CUDA a second call takes a short way: the bits, the coverage and the notes of the first, and nothing stale."""
+"""A second call on CUDA is decided: the bits, the coverage and the notes of the first, and nothing stale."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nondet.core.compare import identical
 from nondet.core.inputs import generator
 from nondet.core.launch import listen
 from nondet.kernels.attention.cuda import attention
-from nondet.kernels.dispatch.again import SHORT_WAYS
+from nondet.kernels.dispatch.again import BINDERS
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.functions import _plainly
+from nondet.kernels.dispatch.functions import _call_key
 from nondet.kernels.rows import cuda
 from nondet.kernels.triton_common import forget
 from tests.build import DEVICE
@@ -65,8 +65,8 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[torch
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *at_length(torch.float16)])
 def test_a_second_call_is_the_first_one_again(dtype: torch.dtype) -> None:
-    """In full the replacement runs; else it may at the first call, and later ones take the short way, also
-    while torch would record a gradient that nobody asks for."""
+    """In full the replacement runs; else only at the first call, also while torch would record a gradient that nobody
+    asks for."""
     for name, (call, given) in calls(dtype).items():
         operands = tuple(x.cuda() for x in given)
         for recorded in (False, True):
@@ -117,19 +117,19 @@ def test_what_a_plan_was_not_made_for_is_no_second_call() -> None:
                         assert identical(call(*others), right), (name, change)
 
 
-def test_a_gradient_that_is_asked_for_has_no_short_way() -> None:
-    """And one that is not, has: whatever torch would record."""
+def test_a_call_whose_gradient_is_asked_for_has_no_key() -> None:
+    """And one whose gradient is not, has: whatever torch would record."""
     x, weight = drawn(2, 8), torch.nn.Parameter(drawn(8))
     with torch.no_grad():
-        assert _plainly((x, weight, 0.1))
+        assert _call_key("mm", (x, weight, 0.1), {})
     with torch.enable_grad():
-        assert _plainly((x, weight.detach(), [8], None))
-        assert not _plainly((x, weight))
-        assert not _plainly((x.clone().requires_grad_(),))
+        assert _call_key("mm", (x, weight.detach(), [8], None), {})
+        assert not _call_key("mm", (x, weight), {})
+        assert not _call_key("mm", (x.clone().requires_grad_(),), {})
 
 
 @pytest.mark.gpu
-def test_gradients_take_no_short_way() -> None:
+def test_gradients_are_not_decided() -> None:
     """What autograd records is the operator: a second call has its gradient as the first."""
     x, weight = drawn(5, 77).cuda(), drawn(48, 77, seed=4).cuda().requires_grad_()
     gradients = []
@@ -144,8 +144,8 @@ def test_gradients_take_no_short_way() -> None:
 
 
 @pytest.mark.slow
-def test_short_ways_of_a_gpu_are_the_launches_remembered() -> None:
-    """Run in Triton's interpreter: what fits is the launcher's result again, and anything else has no short way."""
+def test_what_is_bound_on_a_gpu_is_the_launches_remembered() -> None:
+    """Run in Triton's interpreter: what fits is the launcher's result again, and nothing is bound for anything else."""
     if DEVICE != "cpu":
         pytest.skip("on a GPU the operators themselves are run, above")
     forget()
@@ -174,22 +174,26 @@ def test_short_ways_of_a_gpu_are_the_launches_remembered() -> None:
         ),
     ]
     for name, launcher, args, kwargs, others in asked:
-        way = SHORT_WAYS[name]
-        assert way(*args, **kwargs) is None, name  # nothing is remembered yet
+        bind = BINDERS["CUDA"][name]
+        assert bind(*args, **kwargs) is None, name  # nothing is remembered yet
         with listen() as expected:
             wanted = launcher()
         with listen() as notes:
-            made = way(*args, **kwargs)
-        assert made is not None
+            compute = bind(*args, **kwargs)
+            assert compute is not None
+            made = compute(*args, **kwargs)
         assert notes == expected
         for got, out in zip(*(x if isinstance(x, tuple) else (x,) for x in (made, wanted)), strict=True):
             assert identical(got, out)
             assert (got.shape, got.stride()) == (out.shape, out.stride())
-        assert all(way(*other, **kwargs) is None for other in others), name
-    assert SHORT_WAYS["scaled_dot_product_attention"](q, k, v, None, 0.0, True, scale=0.3) is None  # heads that differ
+        assert all(bind(*other, **kwargs) is None for other in others), name
+    differing_heads = BINDERS["CUDA"]["scaled_dot_product_attention"](q, k, v, None, 0.0, True, scale=0.3)
+    assert differing_heads is None
+    softmax = BINDERS["CUDA"]["_softmax"](x, -1, False)
+    assert softmax is not None
     for spread in (1.0, 1e3):
         with batch_invariant() as block:
-            assert SHORT_WAYS["_softmax"](x * spread, -1, False) is not None
+            assert softmax(x * spread, -1, False) is not None
             assert any("hidden" in line for line in block.coverage().lines()) == (spread > 1)
 
 
