@@ -101,17 +101,6 @@ def distinct(x: torch.Tensor) -> bool:
     return True
 
 
-def switches(device: str) -> tuple[object, ...]:
-    """The values behind `settings`, without names, for look-ups that are too frequent for text."""
-    of = torch._C  # torch.backends takes several times as long
-    fixed = of._get_float32_matmul_precision(), of._get_deterministic_algorithms()
-    if device == "cpu":
-        return *fixed, of._get_mkldnn_enabled(), torch.get_num_threads()
-    products = of._get_fp32_precision_getter("cuda", "matmul"), of._get_blas_preferred_backend()
-    halves = of._get_cublas_allow_bf16_reduced_precision_reduction(), of._get_cublas_allow_fp16_accumulation()
-    return *fixed, *products, *halves, of._get_cublas_allow_fp16_reduced_precision_reduction()
-
-
 def settings(device: str) -> tuple[str, ...]:
     """The switches of this process by which a library picks other bits, for keys of members that do not set them."""
     matmul = torch.backends.cuda.matmul
