@@ -326,7 +326,7 @@ def _attend(
         tokens = layout.tokens if places is None else places[layout.tokens]
         keys = tokens * layout.between_tokens + layout.heads
         result = _computed(_taken(q, layout.queries), _taken(k, keys), _taken(v, keys), layout, way)
-        written[layout.queries[: layout.tiles]] = _bits(result.to(q.dtype))
+        written[layout.queries] = _bits(result.to(q.dtype))
     return out
 
 
@@ -342,20 +342,19 @@ class _Tile(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Tiles of one height R that are computed at once, as P pairs of a tile and a block of keys.
+    """T tiles of one height R that are computed at once, as P pairs of a tile and a block of keys.
 
     First all tiles with their first block, then those that have a second with it, and so on; tiles with more blocks go
     first. The last pair is repeated until the products have certified batch sizes.
 
     Attributes:
         products: Certified batch sizes of `scores` and `values`.
-        queries: [P, Hkv, R], rows of q [.., D]; a tile's last row is repeated until it is full.
+        queries: [T, Hkv, R], rows of q [.., D]; a tile's last row is repeated until it is full.
         tokens: [P, 1, 64], the keys' tokens, where a token beyond the last is the last, hidden.
         between_tokens, heads: A token's row of k [.., D] is token * between_tokens + heads [Hkv, 1].
-        positions: [P, 1, 64], of the keys.
-        seen_to, seen_from: [P, R, 1], positions of the last key that a row sees, and with a window of the first.
+        positions: [P, 64], of the keys.
+        seen_to, seen_from: [T, R], positions of the last key that a row sees, and with a window of the first.
         tile: [P], the pair's tile.
-        tiles: How many there are.
         later: Of each further block (first pair, number of pairs); they belong to as many of the first tiles.
     """
 
@@ -367,12 +366,11 @@ class _Layout(NamedTuple):
     positions: _Index
     seen_to: _Index
     seen_from: _Index | None
-    tile: _Index
-    tiles: int
+    tile: torch.Tensor
     later: tuple[tuple[int, int], ...]
 
 
-@functools.lru_cache(maxsize=8)  # all layers of a step ask for the same, those with a window for another
+@functools.lru_cache(maxsize=4)  # all layers of a step ask for the same, those with a window for another
 def _planned(
     requests: tuple[_Request, ...], heads: int, shape: tuple[int, ...], way: Way, environment: tuple[object, ...]
 ) -> tuple[_Layout, ...]:
@@ -429,28 +427,30 @@ def _laid_out(tiles: Sequence[_Tile], heads: int, shape: tuple[int, ...], height
     while any(sum(sizes.plan(len(pair_tile) * kv_heads).sizes) > len(pair_tile) * kv_heads for sizes in products):
         pair_tile.append(pair_tile[-1])
         pair_block.append(pair_block[-1])
-    pairs = np.array([(*tiles[i].request, tiles[i].start) for i in pair_tile], dtype=np.int64)
-    q_start, q_len, k_start, k_len, first, start = pairs.T[:, :, None, None]
-    end, of_heads = first + k_len - 1, np.arange(kv_heads)[:, None]
-    row = np.minimum(start + np.arange(height), q_len * shared - 1)
-    positions = np.array(pair_block, dtype=np.int64)[:, None, None] * BLOCK + np.arange(BLOCK)
-    token = row.swapaxes(1, 2) // shared
-    seen_to = end - q_len + 1 + token if way.causal else end + 0 * token
-    tokens, between_tokens, between_heads = k_start + np.clip(positions, first, end) - first, kv_heads, 1
+    tile = np.array(pair_tile, dtype=np.int64)
+    q_start, q_len, k_start, k_len, first, start = np.array([(*t.request, t.start) for t in tiles], dtype=np.int64).T
+    end = (first + k_len - 1)[:, None]
+    row = np.minimum(start[:, None] + np.arange(height), (q_len * shared - 1)[:, None])
+    seen_to = end - q_len[:, None] + 1 + row // shared if way.causal else end + 0 * row
+    of_heads = np.arange(kv_heads)[:, None]
+    queries = ((q_start[:, None] + row // shared) * heads + row % shared)[:, None] + of_heads * shared
+    positions = np.array(pair_block, dtype=np.int64)[:, None] * BLOCK + np.arange(BLOCK)
+    begin = first[tile, None]
+    tokens = k_start[tile, None] + np.clip(positions, begin, end[tile]) - begin
+    between_tokens, between_heads = kv_heads, 1
     if len(shape) == 3:  # heads before tokens, in every request
         between_tokens, between_heads = 1, shape[1]
         tokens = tokens // between_heads * kv_heads * between_heads + tokens % between_heads
     return _Layout(
         products,
-        queries=(q_start + row // shared) * heads + of_heads * shared + row % shared,
-        tokens=tokens,
+        queries=queries,
+        tokens=tokens[:, None],
         between_tokens=between_tokens,
         heads=of_heads * between_heads,
         positions=positions,
         seen_to=seen_to,
-        seen_from=None if way.window is None else np.maximum(first, seen_to - way.window + 1),
-        tile=np.array(pair_tile),
-        tiles=len(tiles),
+        seen_from=None if way.window is None else np.maximum(first[:, None], seen_to - way.window + 1),
+        tile=torch.from_numpy(tile),
         later=tuple(later),
     )
 
@@ -472,35 +472,36 @@ def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:
 
 @np.errstate(all="ignore")  # torch does not report infinities or NaN either
 def _computed(q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, layout: _Layout, way: Way) -> torch.Tensor:
-    """q [P, Hkv, R, D] over keys and values [P, Hkv, 64, D] in float32 -> [tiles, Hkv, R, D]. q is overwritten.
+    """q [T, Hkv, R, D] over keys and values [P, Hkv, 64, D] in float32 -> [T, Hkv, R, D]. q is overwritten.
 
     Elementwise steps use NumPy: its vector loops mask their last elements, and its sums are pairwise.
     """
-    pairs, heads, height, dim = q.shape
+    (tiles, heads, height, dim), pairs, tile = q.shape, len(keys), layout.tile.numpy()
     note(f"cpu_attention[{height}x{BLOCK}]")
     by_scores, by_values = layout.products
     scaled = q.numpy()
     scaled *= way.scale if way.scale is not None else 1.0 / math.sqrt(dim)
-    weights = by_scores.apply((q.flatten(0, 1), keys.flatten(0, 1)), scores)
+    rows = q.index_select(0, layout.tile).flatten(0, 1)
+    weights = by_scores.apply((rows, keys.flatten(0, 1)), scores)
     p: _Numbers = weights.numpy().reshape(pairs, heads, height, BLOCK)
     if way.softcap is not None:
         p /= np.float32(way.softcap)
         np.tanh(p, out=p)
         p *= np.float32(way.softcap)
-    hidden = layout.positions > layout.seen_to
+    hidden = layout.positions[:, None] > layout.seen_to[tile, :, None]
     if layout.seen_from is not None:
-        hidden |= layout.positions < layout.seen_from
+        hidden |= layout.positions[:, None] < layout.seen_from[tile, :, None]
     np.copyto(p, _HIDDEN, where=hidden[:, None])
     tops = p.max(-1)
-    top = np.maximum(tops[: layout.tiles], _LOWEST)
+    top = np.maximum(tops[:tiles], _LOWEST)
     for start, count in layout.later:
         np.maximum(top[:count], tops[start : start + count], out=top[:count])
-    p -= top[layout.tile][..., None]
+    p -= top[tile][..., None]
     np.exp(p, out=p)
     totals = np.add.reduce(p, axis=-1)
     parts = by_values.apply((weights, values_.flatten(0, 1)), values)
     mixed: _Numbers = parts.numpy().reshape(pairs, heads, height, dim)
-    out, total = mixed[: layout.tiles] + _ZERO, totals[: layout.tiles]  # from zero on: -0.0 becomes 0.0
+    out, total = mixed[:tiles] + _ZERO, totals[:tiles]  # from zero on: -0.0 becomes 0.0
     for start, count in layout.later:
         out[:count] += mixed[start : start + count]
         total[:count] += totals[start : start + count]
