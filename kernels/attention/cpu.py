@@ -417,7 +417,9 @@ def _tiles_of(request: _Request, shared: int, height: int, way: Way) -> Iterator
 def _laid_out(tiles: Sequence[_Tile], heads: int, shape: tuple[int, ...], height: int, way: Way) -> _Layout:
     kv_heads, dim, shared = shape[0], shape[-1], heads // shape[0]
     products = products_of(height, dim)
-    pair_tile, pair_block, later = [], [], []
+    pair_tile: list[int] = []
+    pair_block: list[int] = []
+    later: list[tuple[int, int]] = []
     for block in range(tiles[0].blocks):
         have_it = sum(tile.blocks > block for tile in tiles)
         if block:

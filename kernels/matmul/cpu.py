@@ -80,30 +80,15 @@ _packed: dict[int, list[_Packed]] = {}
 _lock = threading.Lock()
 
 
-def packed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """x [..., K], weight [N, K], bias [N] -> [..., N] by the kept copy; None where no valid one exists."""
+def _copy_in_use(weight: torch.Tensor) -> _Packed | None:
+    """The kept copy of that weight; None where there is none, or the weight or the settings have changed since."""
     stack = _packed.get(weight.data_ptr())
     if not stack:
         return None
     kept = stack[-1]
     if kept.weight is not weight or kept.version != weight._version or kept.shape != weight.shape:
         return None
-    columns, depth = kept.shape
-    if (
-        not weight.is_contiguous()
-        or x.shape[-1] != depth
-        or x.dtype is not kept.copy.dtype
-        or not x.is_contiguous()
-        or (bias is not None and not (kept.bias and bias.dtype is x.dtype and bias.shape == (columns,)))
-        or kept.environment != environment_key()
-    ):
-        return None
-    rows = x.numel() // depth
-    if not rows:
-        return None
-    note(kept.tiles.plan(rows).label)
-    out = kept.tiles.apply((x.view(rows, depth),), lambda tile: _by_copy(kept.copy, bias, tile))
-    return out.view(*x.shape[:-1], columns)
+    return kept if kept.environment == environment_key() and weight.is_contiguous() else None
 
 
 def packable(weight: torch.Tensor) -> bool:
@@ -235,15 +220,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
     """What computes `linear` of operands like these: see `bound_mm`."""
     shape, columns = x.shape, weight.shape[0]
-    flat = len(shape) == 2
-    product = bound_mm(x if flat else x.reshape(-1, shape[-1]), weight.t(), bias)
+    flat = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    product = bound_mm(flat, weight.t(), bias)
+    fits = flat.is_contiguous() and flat.numel() > 0 and x.dtype is weight.dtype
+    if bias is not None:
+        fits = fits and bias.dtype is x.dtype and bias.shape == (columns,)
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed = packed_product(x, weight, bias) if _packed else None
-        if packed is not None:
-            return packed
-        out = product(x if flat else x.reshape(-1, shape[-1]), weight.t(), bias)
-        return out if flat else out.view(*shape[:-1], columns)
+        rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+        kept = _copy_in_use(weight) if fits and _packed else None
+        if kept is None or (bias is not None and not kept.bias):
+            out = product(rows, weight.t(), bias)
+        else:
+            note(kept.tiles.plan(len(rows)).label)
+            out = kept.tiles.apply((rows,), lambda tile: _by_copy(kept.copy, bias, tile))
+        return out if len(shape) == 2 else out.view(*shape[:-1], columns)
 
     return linear
 
