@@ -226,6 +226,7 @@ class AxisTally:
     Attributes:
         values: The base's first.
         idle: Values that did not take effect, or are not shown to have.
+        texts, traces: Distinct ones over all values; within: at the value with the most.
     """
 
     axis: str
@@ -233,6 +234,10 @@ class AxisTally:
     values: tuple[ValueTally, ...]
     idle: tuple[ValueTally, ...]
     note: str
+    texts: int
+    texts_within: int
+    traces: int
+    traces_within: int
 
     @property
     def tried(self) -> tuple[ValueTally, ...]:
@@ -243,26 +248,6 @@ class AxisTally:
     def unproven(self) -> tuple[AxisValue, ...]:
         """The records of the values that are not counted."""
         return tuple(v.record for v in self.idle)
-
-    @property
-    def texts(self) -> int:
-        """Distinct ones over all values."""
-        return len(set[str]().union(*(v.completions for v in self.values)))
-
-    @property
-    def texts_within(self) -> int:
-        """Distinct ones at the value with the most."""
-        return max((len(v.completions) for v in self.values), default=0)
-
-    @property
-    def traces(self) -> int:
-        """As `texts`."""
-        return len(set[str]().union(*(v.traces for v in self.values)))
-
-    @property
-    def traces_within(self) -> int:
-        """As `texts_within`."""
-        return max((len(v.traces) for v in self.values), default=0)
 
     @property
     def moved(self) -> int:
@@ -291,8 +276,15 @@ def tally_axes(run: Run, impl: str) -> list[AxisTally]:
         values = tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven)
         idle = tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.arm and not r.proven)
         note = next((r.note for r in records if r.note), "")
-        tallies.append(AxisTally(axis, records[0].held, values, idle, note))
+        texts = _distinct([v.completions for v in values])
+        traces = _distinct([v.traces for v in values])
+        tallies.append(AxisTally(axis, records[0].held, values, idle, note, *texts, *traces))
     return tallies
+
+
+def _distinct(counts: Sequence[Mapping[str, int]]) -> tuple[int, int]:
+    """How many keys all of these have together, and the one with the most."""
+    return len(set[str]().union(*counts)), max(map(len, counts), default=0)
 
 
 def _name(completion: Completion) -> str:
@@ -362,8 +354,8 @@ def _untested(axes: Sequence[AxisTally], tested: Sequence[AxisTally]) -> tuple[R
 
 def _texts(axes: Sequence[AxisTally]) -> int:
     """Distinct texts of the axis with the most; of one that may change the arithmetic, at the value with the most."""
-    every = [(t.held, [v.completions for v in (*t.values, *t.idle)]) for t in axes]
-    return max((len(set().union(*of)) if held else max(map(len, of), default=0) for held, of in every), default=0)
+    every = [(t.held, _distinct([v.completions for v in (*t.values, *t.idle)])) for t in axes]
+    return max((together if held else most for held, (together, most) in every), default=0)
 
 
 def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
