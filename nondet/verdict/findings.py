@@ -166,11 +166,6 @@ class Verdict:
         return role_of(self.impl)
 
 
-def gravest(verdicts: Iterable[Verdict]) -> Effect:
-    """The gravest effect; without a verdict, that nothing was compared."""
-    return min((v.effect for v in verdicts), key=lambda effect: effect.rank, default=Effect.NOTHING)
-
-
 def strongest_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Each finding once."""
     return tuple(sorted(set(findings), key=list(Finding).index))
