@@ -480,7 +480,7 @@ def first_screen(report: Report) -> FirstScreen | None:
     """The first screen; None for a report without a run."""
     if not report.runs:
         return None
-    told = min(report.runs, key=lambda r: (r.effect.rank if r.effect else len(Effect), -len(r.run.completions)))
+    told = min(report.runs, key=_gravity)
     effect, answer = told.effect, told.answer
     if all(r.run.cells for r in report.runs):
         effect = Effect.SPEED
@@ -492,6 +492,13 @@ def first_screen(report: Report) -> FirstScreen | None:
     following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
     picture = _picture(told) if effect is not Effect.SPEED else None
     return FirstScreen(effect, figures.sentence(answer), told, _machines(report), steps, following, picture)
+
+
+def _gravity(r: RunSection) -> tuple[int, bool, int, int]:
+    """The run with the gravest change first, else a diagnosis: that it has no answer is more than a clean sample's."""
+    rank = len(Effect) if r.effect is None else r.effect.rank
+    change = rank if rank < Effect.NONE.rank else len(Effect)
+    return change, r.story is None, rank, -len(r.run.completions)
 
 
 def _machines(report: Report) -> tuple[str, ...]:
