@@ -24,6 +24,11 @@ class AxisCell:
     first: int | None
 
     @property
+    def traces(self) -> str:
+        """ "12 (7)": distinct over all values, and at the value with most."""
+        return f"{self.tally.traces:,} ({self.tally.traces_within:,})"
+
+    @property
     def count(self) -> int:
         """The traces that are drawn: over all values, or at the value with the most."""
         return self.tally.traces if self.tally.held else self.tally.traces_within
@@ -178,7 +183,6 @@ def _full(line: AxisLine, impls: Sequence[str]) -> list[Inline]:
             row += [Bit("not compared", "soft"), "", "", ""]
             continue
         t, first = cell.tally, "–" if cell.first is None else str(cell.first)
-        traces = Bit(f"{t.traces:,} ({t.traces_within:,})", "bad" if cell.moves else "")
         changed = f"{t.moved:,} of {t.compared:,}" if t.held else "may differ"
-        row += [traces, f"{t.texts:,} ({t.texts_within:,})", changed, first]
+        row += [Bit(cell.traces, "bad" if cell.moves else ""), f"{t.texts:,} ({t.texts_within:,})", changed, first]
     return row

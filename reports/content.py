@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,7 @@ class Problem:
 
 def headline(run: Run, verdicts: Sequence[Verdict], *, brief: bool = False) -> str:
     """The finding in one sentence, without its full stop: the same at the head of every report. `brief`: a page's head,
-    which leaves the bounds of what is no default, and what axes may change, to the verdicts below it."""
+    which leaves the bounds of what is no default to the verdicts below it."""
     return ("" if run.complete else "incomplete run, so far: ") + _found(run, verdicts, brief)
 
 
@@ -79,15 +79,15 @@ def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
             _over_prompts(impl, [v for v in shown if v.impl == impl], subject_unit(run.header.plan))
             for impl in sort_impls(v.impl for v in shown)
         )
-    return findings_text(shown, 3, _clauses) if brief else findings_text(shown)
+    return findings_text(shown, 3 if brief else 5, partial(_clauses, brief=brief))
 
 
-def _clauses(verdict: Verdict) -> str:
-    """For a page's head, which has two lines."""
-    fix = verdict.role in (Role.INVARIANT, Role.PART)
-    clauses = verdict.counts if fix else verdict.clauses
+def _clauses(verdict: Verdict, *, brief: bool) -> str:
+    """Without what an axis may change, which its table shows. `brief`: for a page's head, which has two lines."""
+    short = brief and verdict.role in (Role.INVARIANT, Role.PART)
+    clauses = verdict.counts if short else verdict.clauses
     text = phrase([clause for clause in clauses if clause.code != "axis-apart"], brief=True)
-    return str(verdict.finding) if fix and len(text) > _CLEAN_MOST else text
+    return str(verdict.finding) if short and len(text) > _CLEAN_MOST else text
 
 
 def _traced(run: Run) -> bool:

@@ -178,7 +178,7 @@ def _token(report: Report) -> Step:
         s = max((s for _, _, s in sampled), key=lambda s: s.n)
         close = ", but their logprobs did: with a smaller margin a token could change" if s.distinct_traces > 1 else ""
         return Step("token", f"none differs in {s.n:,} completions of {s.impl}{close}")
-    return Step("token", "no completions here", known=False, command=_again(report, "sample", names=SAMPLE))
+    return Step("token", "no completions here", known=False, command=_again(report, "sample"))
 
 
 def _fork_text(s: SampleSummary, fork: Fork) -> str:
@@ -244,14 +244,15 @@ def _of_drawn(report: Report) -> Step:
             return Step("operator", text)
         text = "not known: the engine's own draw changes texts whatever the logits; stock-seeded separates the two"
         drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
-        command = _again(report, "sample", "--impl", "stock-seeded", names=SAMPLE)
+        command = _again(report, "sample", "--impl", "stock-seeded")
         if "--temperature" not in command:  # of a run that no command line began
             command += f" --temperature {drawn['temperature']:g}"
         return Step("operator", text, False, command)
     return Step("operator", "nothing differs under one seed")
 
 
-def _again(report: Report, *words: str, names: Collection[str] = MODEL) -> str:
+def _again(report: Report, *words: str, names: Collection[str] = SAMPLE) -> str:
+    """A command with the model, prompt and machine of these runs."""
     run = next((r.run for r in report.runs if r.run.header.command in _OF_MODELS), report.runs[0].run)
     if run.header.command not in _OF_MODELS and names in (MODEL, SAMPLE):
         names = MACHINE
@@ -282,7 +283,7 @@ def trace_command(report: Report) -> str:
         if not any("graphs=on" in word for word in figures.typed_words(r.run.header)):  # a graph can't be traced
             names.append("--load")
         return _again(Report((r,)), "trace", *words, names=names)
-    return _again(report, "trace")
+    return _again(report, "trace", names=MODEL)
 
 
 def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
@@ -322,15 +323,6 @@ def _probed(report: Report) -> bool:
     return any(row.probe not in ("sample", "bench") for row in asked_rows(report))
 
 
-def guilty_family(report: Report) -> str:
-    """The family that a trace or a replacement named; "" where none did."""
-    for r in report.runs:
-        named = [c.family for c in culprits_of(r)] + [t.family for p in r.samples for t in p.families if t.removed]
-        if any(named):
-            return next(filter(None, named))
-    return ""
-
-
 def _kernel(report: Report) -> Step:
     for r in report.runs:
         for c in culprits_of(r):
@@ -341,8 +333,9 @@ def _kernel(report: Report) -> Step:
                     same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
                     text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
                 return Step("kernel", one_line(text, 260))
-    family = guilty_family(report)
-    probe = PROBE_OF.get(family, "")
+    families = [c.family for r in report.runs for c in culprits_of(r)]  # that a trace or a replacement named
+    families += [t.family for r in report.runs for p in r.samples for t in p.families if t.removed]
+    probe = PROBE_OF.get(next(filter(None, families), ""), "")
     rows = [r for r in parted_rows(report) if not probe or r.probe == probe]
     if rows:
         row = clearest(rows)
@@ -393,7 +386,7 @@ def _coarse(row: Row) -> int:
 
 
 def _cure(report: Report) -> Step:
-    cure = _again(report, "sample", "--impl", "both", names=SAMPLE)
+    cure = _again(report, "sample", "--impl", "both")
     told = [r.story.answers["Cure"] for r in report.runs if r.story and "Cure" in r.story.answers]
     traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
     sampled = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
@@ -480,7 +473,7 @@ def first_screen(report: Report) -> FirstScreen | None:
     """The first screen; None for a report without a run."""
     if not report.runs:
         return None
-    told = min(report.runs, key=lambda r: (r.effect.rank if r.effect else len(Effect), -len(r.run.completions)))
+    told = min(report.runs, key=_gravity)
     effect, answer = told.effect, told.answer
     if all(r.run.cells for r in report.runs):
         effect = Effect.SPEED
@@ -492,6 +485,13 @@ def first_screen(report: Report) -> FirstScreen | None:
     following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
     picture = _picture(told) if effect is not Effect.SPEED else None
     return FirstScreen(effect, figures.sentence(answer), told, _machines(report), steps, following, picture)
+
+
+def _gravity(r: RunSection) -> tuple[int, bool, int, int]:
+    """The run with the gravest change first, else a diagnosis: that it has no answer is more than a clean sample's."""
+    rank = len(Effect) if r.effect is None else r.effect.rank
+    change = rank if rank < Effect.NONE.rank else len(Effect)
+    return change, r.story is None, rank, -len(r.run.completions)
 
 
 def _machines(report: Report) -> tuple[str, ...]:
@@ -544,10 +544,6 @@ class Outcome:
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
         return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
 
-    def again(self, *words: str, names: Collection[str] = SAMPLE) -> str:
-        """A command with this run's own model, prompt and machine."""
-        return _again(self.report, *words, names=names)
-
 
 def next_command(o: Outcome) -> Suggestion:
     """What to run next: first what failed, then what the kind of run, the chain or its end leave open."""
@@ -567,7 +563,7 @@ def next_command(o: Outcome) -> Suggestion:
     if o.command == "bench":
         return _after_bench(o)
     if o.command == "probe" and all(p.demonstration for r in o.report.runs for p in r.probes):
-        command = o.again("probe", "all", names=MACHINE)
+        command = _again(o.report, "probe", "all", names=MACHINE)
         return Suggestion(command, "tests the library's own operators; these cases only demonstrate a cause")
     refuted = o.diverged and cure_refuted(o.report)
     if o.diverged and o.run.header.plan.get("met") and not refuted:
@@ -577,7 +573,7 @@ def next_command(o: Outcome) -> Suggestion:
     if all(r.run.embed_passes for r in o.report.runs) and (refuted or not o.diverged):
         return _after_embed(o, refuted)
     if refuted:
-        command = _again(o.report, "trace", "--impl", "invariant")
+        command = _again(o.report, "trace", "--impl", "invariant", names=MODEL)
         return Suggestion(command, "names the operator that diverges under it, too")
     if o.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in o.run.steps):
         return Suggestion("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within")
@@ -588,7 +584,7 @@ def _after_server(o: Outcome) -> Suggestion:
     if o.diverged:
         operator = next(s for s in o.steps if s.label == "operator")
         return Suggestion(operator.command, "names the operator, where the model's folder is at hand")
-    command = o.again("sample", "--n", "3000", "--load", "heavy", names=SERVER)
+    command = _again(o.report, "sample", "--n", "3000", "--load", "heavy", names=SERVER)
     return Suggestion(command, "compares more answers, under a heavier load")
 
 
@@ -598,11 +594,11 @@ def _after_trace(o: Outcome) -> Suggestion:
     snippet = f"nondet.batch_invariant({families!r})" if families else ""
     if culprit is not None and culprit.family in PROBE_OF:
         then = f"; {snippet} replaces it" if snippet else ""
-        command = o.again("probe", "--from-trace", one_line(o.run.source, 200), names=MACHINE)
+        command = _again(o.report, "probe", "--from-trace", one_line(o.run.source, 200), names=MACHINE)
         return Suggestion(command, f"tests that operator by itself, at these shapes{then}")
     if snippet:
         return Suggestion(f"with {snippet}: ...", "in Python: replaces what diverged in this trace")
-    return Suggestion(o.again("sample", "--impl", "both"), _WHY["token"])
+    return Suggestion(_again(o.report, "sample", "--impl", "both"), _WHY["token"])
 
 
 def _after_own(o: Outcome, own: Sequence[Row]) -> Suggestion:
@@ -627,14 +623,16 @@ def _after_bench(o: Outcome) -> Suggestion:
     typed = own_options(o.run.header, ["--models"])
     model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
     words = ["--model", model] if model != "embedded" else []
-    return Suggestion(o.again("sample", "--impl", "both", *words, names=MACHINE), _WHY["token"])
+    return Suggestion(_again(o.report, "sample", "--impl", "both", *words, names=MACHINE), _WHY["token"])
 
 
 def _after_embed(o: Outcome, refuted: bool) -> Suggestion:
     if refuted:
-        return Suggestion(o.again("certify", "all", names=MACHINE), "tests the batch-invariant kernels on this machine")
+        return Suggestion(
+            _again(o.report, "certify", "all", names=MACHINE), "tests the batch-invariant kernels on this machine"
+        )
     names = [name for name in _EMBED if name != "--batch"]
-    return Suggestion(o.again("embed", "--batch", "128", names=names), "compares vectors in larger batches")
+    return Suggestion(_again(o.report, "embed", "--batch", "128", names=names), "compares vectors in larger batches")
 
 
 def _after_clean(o: Outcome) -> Suggestion:
@@ -644,16 +642,16 @@ def _after_clean(o: Outcome) -> Suggestion:
         why = "passes or fails this run in CI, and says how rare a divergence it would have shown"
         return Suggestion(shlex.join(["nondet", "gate", o.run.source, "--impl", sampled[0][2].impl]), why)
     if sampled:
-        command = o.again("sample", "--n", "10000", "--load", "heavy")
+        command = _again(o.report, "sample", "--n", "10000", "--load", "heavy")
         return Suggestion(command, "compares more completions, under a heavier load")
-    return Suggestion(o.again("sample"), _WHY["token"])
+    return Suggestion(_again(o.report, "sample"), _WHY["token"])
 
 
 def _certify(o: Outcome) -> Suggestion:
     why = (
         "tests the batch-invariant kernels bit for bit on this machine; then wrap the model in nondet.batch_invariant()"
     )
-    return Suggestion(o.again("certify", "all", names=MACHINE), why)
+    return Suggestion(_again(o.report, "certify", "all", names=MACHINE), why)
 
 
 def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:

@@ -41,7 +41,6 @@ SAMPLES_MOST = 24
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
 _POINTS = 5
-_DISTINCT = ("distinct_completions", "distinct_traces")
 _TEXT = 60
 
 
@@ -101,11 +100,9 @@ class Samples:
     def ranked(self) -> list[SampleSection]:
         """The prompts, those that differ most first."""
 
-        def key(p: SampleSection) -> tuple[int, int, int]:
-            texts, traces = ([getattr(s, name) for s in p.summaries] for name in _DISTINCT)
-            return -max(texts), -max(traces), p.prompt
-
-        return sorted(self.prompts, key=key)
+        texts = {p.prompt: max(s.distinct_completions for s in p.summaries) for p in self.prompts}
+        traces = {p.prompt: max(s.distinct_traces for s in p.summaries) for p in self.prompts}
+        return sorted(self.prompts, key=lambda p: (-texts[p.prompt], -traces[p.prompt], p.prompt))
 
     @property
     def shown(self) -> list[SampleSection]:

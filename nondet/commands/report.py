@@ -230,7 +230,7 @@ def diff(
         raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
 
     from nondet.diff import diff_runs
-    from nondet.reports import diff as diff_text
+    from nondet.reports import diff as texts
     from nondet.verdict.findings import plural
 
     check_outputs({"out": out, "runs": [a, b]})
@@ -242,15 +242,14 @@ def diff(
     if out is None and browse:
         out = Path(tempfile.mkdtemp(prefix="nondet-")) / "diff.html"
     if out is not None:
-        write = diff_text.render if out.suffix == ".html" else diff_text.markdown
+        write = texts.render if out.suffix == ".html" else texts.markdown
         replace_text(out, write(difference, names, parting))
         if browse:
             open_page(out)
     if as_json:
-        failed = to_stdout(lambda: put([diff_text.as_json(difference, names, parting)], as_json=True))
+        failed = to_stdout(lambda: put([texts.as_json(difference, names, parting)], as_json=True))
     else:
-        shown = {"verbose": verbose, "quiet": quiet}
-        failed = to_stdout(lambda: diff_text.show(difference, names, parting, PipedConsole(), **shown))
+        failed = to_stdout(lambda: texts.show(difference, names, parting, PipedConsole(), verbose=verbose, quiet=quiet))
     if failed:
         raise UserError(failed, "Send it elsewhere.")
     if out is not None:

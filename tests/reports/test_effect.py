@@ -100,6 +100,8 @@ def test_of_a_diagnosis() -> None:
     assert of(CLEAN) is Effect.NONE
     assert of({"greedy": "no"}) is Effect.NOT_GREEDY
     assert of({"greedy": "yes"}) is Effect.UNKNOWN
+    assert screen_of(run_of(row([0, 0])), diagnosis({"greedy": "no"})).effect is Effect.NOT_GREEDY
+    assert screen_of(run_of(row([0, 1])), diagnosis({"greedy": "no"})).effect is Effect.KERNELS
 
 
 def test_of_axes() -> None:
