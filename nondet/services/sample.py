@@ -96,7 +96,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
         str | None,
         o.opt(
             "Folder, hub name, random weights such as random:qwen3-12x1024, or with --endpoint the server's name.",
-            shown="the embedded model, or the server's only one",
+            shown="the embedded model, or the server's",
         ),
     ] = None
     impl: Annotated[
