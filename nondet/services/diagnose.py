@@ -17,7 +17,7 @@ from nondet.errors import UserError
 from nondet.sampling.plan import Load, parse_load
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, argv_of
-from nondet.services.sample import SampleRequest, open_model, planned, prompt_text
+from nondet.services.sample import SampleRequest, open_model, prompt_text
 
 # Many short rounds, because completions of one round are not independent, and differences show within few tokens.
 _LOAD, _N, _MAX_TOKENS = "default,targets=12,others=12,spread=12", 60, 64
@@ -48,7 +48,7 @@ class DiagnoseRequest(Request):
     within: Annotated[
         float | None,
         o.opt(
-            "Time limit in seconds: steps that no longer fit are skipped, and the report names them. 0: no limit.",
+            "Time limit in seconds: steps not begun by then are skipped, and the report names them. 0: no limit.",
             shown="about 180 on a CPU, 120 on a GPU, where only rounds and values are reduced; 0 with --n",
         ),
         o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
@@ -130,12 +130,13 @@ def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
 
 def _diagnose(request: DiagnoseRequest, output: Output, text: str) -> None:
     from nondet.diagnose.steps import WITHIN_S, Diagnoser
+    from nondet.sampling.collect import plan_prompts
 
     sink = output.sink
     loaded = open_model(request, sink)
     n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
     impls = ["stock", "invariant"]
-    plan, described = planned(
+    plan, described = plan_prompts(
         loaded, request.engine_load, [text], _N if n is None else n, request.max_tokens, seed, impls
     )
     if within_s is None:

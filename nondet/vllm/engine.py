@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -308,33 +308,43 @@ class VllmEngine:
         self._pipe = self._process = None
 
 
-class VllmArms:
-    """vLLM along the axes of `nondet sample --vary`: restarted for each arm and implementation. Arguments as of
-    `VllmEngine`; a page is a multiple of `grain` tokens."""
+class VllmHost:
+    """vLLM under the conditions of an arm and an implementation, restarted for each; `nondet.sampling.collect.Host`.
+    Along axes a page is a multiple of `grain` tokens; 0: pages and prefills are as vLLM has them."""
 
-    def __init__(self, loaded: LoadedModel, longest: int, grain: int) -> None:
+    layers: Any = None  # they are in another process
+
+    def __init__(self, loaded: LoadedModel, longest: int, grain: int = 0) -> None:
         self._loaded, self._longest, self._grain = loaded, longest, grain
         self._key: tuple[Conditions, str] | None = None
         self._stack = ExitStack()
 
     def _engine(self, conditions: Conditions) -> VllmEngine:
-        load, chunk = conditions.load, conditions.setting.chunk or 0
-        page = -(-load.page // self._grain) * self._grain
-        return VllmEngine(self._loaded, load, self._longest, block_size=page, long_prefill_token_threshold=chunk)
+        load, more = conditions.load, {}
+        if self._grain:
+            more["block_size"] = -(-load.page // self._grain) * self._grain
+            more["long_prefill_token_threshold"] = conditions.setting.chunk or 0
+        return VllmEngine(self._loaded, load, self._longest, **more)
 
-    def describe(self, base: Conditions) -> dict[str, Any]:
-        """What the base is started with."""
-        with closing(self._engine(base)) as engine:
+    def under(self, impl: str) -> AbstractContextManager[Callable[[], Counter[str]]]:
+        """Nothing: vLLM is started with its implementation, and notes what ran itself."""
+        return nullcontext(Counter)
+
+    def describe(self, conditions: Conditions) -> dict[str, Any]:
+        """What the engine is started with."""
+        with closing(self._engine(conditions)) as engine:
             return engine.describe()
 
-    def run(self, requests: Sequence[Request], conditions: Conditions, impl: str) -> Session:
+    def play(
+        self, requests: Sequence[Request], conditions: Conditions, impl: str, seed: int, on_tokens: Any
+    ) -> Session:
         """One round from an empty cache. Raises UserError: vLLM did not start under these conditions."""
         if self._key != (conditions, impl):
             self.close()
             self._running = self._stack.enter_context(closing(self._engine(conditions)))
             self._stack.enter_context(self._running.implementation(impl))
             self._key = (conditions, impl)
-        return self._running.run(requests, conditions.load)
+        return self._running.run(requests, conditions.load, on_token_count=on_tokens)
 
     def close(self) -> None:
         """End the running one."""

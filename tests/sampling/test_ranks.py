@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Load, Request, Session, build_plan
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.replay import tape_of
+from tests.sampling.conftest import collected
 
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
@@ -90,8 +90,7 @@ def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
 @pytest.mark.nightly
 def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     """One rank and two in one run: proven by the share that a rank holds, one trace where rank-free, several else."""
-    monkeypatch.setattr(collecting._Models, "over", lambda self, ranks: over_two)
-    monkeypatch.setattr(collecting._Models, "close", lambda self: None)
+    monkeypatch.setattr(collecting.Here, "_over", lambda self, ranks: over_two)
     load = Load(others=1, targets=2, spread=2, prompt=(4, 9), tokens=(2, 3), budget=32, requests=8)
     plan = build_plan(
         load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=1024, encode=loaded.encode_plain
@@ -99,10 +98,10 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     base = Conditions(load, "bfloat16")
     axes = plan_axes({"ranks": []}, Subject(base, "cpu", (), torch.get_num_threads(), heads=2))
     assert [value for value, _ in axes[0].values] == ["2"]
-    described = describe(loaded, plan, max_new_tokens=3, seed=0, impls=["invariant", "rank-free"])
+    described = describe(loaded, plan, [], 3, 0, ["invariant", "rank-free"])
     path = tmp_path / "run.jsonl"
     writer = open_run(path, command="sample", plan=described, environment={"torch": "2"})
-    collecting.vary(loaded, plan, base, axes, ["invariant", "rank-free"], writer)
+    collected(loaded, plan, ["invariant", "rank-free"], writer, base=base, axes=axes)
     writer.finish()
     writer.close()
     run = read_run(path)
@@ -118,7 +117,7 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
 @pytest.mark.nightly
 def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
     """The command's completions come from the ranks, its header says so, and no rank of its own plays them again."""
-    monkeypatch.setattr(collecting, "RanksEngine", lambda loaded, ranks: nullcontext(over_two))
+    monkeypatch.setattr(collecting.Here, "_over", lambda self, ranks: over_two)
     monkeypatch.chdir(tmp_path)
     options = ("--n", "2", "--max-tokens", "2", "--load", "targets=2,others=0", "--impl", "invariant", "--quiet")
     assert main(["sample", "--ranks", "2", "--device", "cpu", *options, "--out", "r.jsonl"]) == 0
