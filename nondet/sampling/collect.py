@@ -496,7 +496,7 @@ def play_replicas(
         One session of all: outcomes in the order of the requests, seconds summed, steps numbered on from replica to
             replica (except in the outcomes' schedules, whose steps are their replica's), and figures.
     """
-    turns = route("round-robin", requests, count)
+    turns = [i % count for i in range(len(requests))]
     replicas = route(policy, requests, count) if count > 1 else turns
     sessions = []
     for replica in range(count):
