@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -146,11 +146,6 @@ class RequestAxis:
     reference: Arm  # the session that the others are compared with
     trials: tuple[Arm, ...]  # a session for each value; every request under study is compared
     shares: bool = False  # whether a trial counts only if the engine took keys from the cache
-
-    def arms(self, value: str) -> tuple[Arm, Arm]:
-        """The reference and one trial as arms of a trace."""
-        trial = next(t for t in self.trials if t.name == value)
-        return replace(self.reference, name="alone"), replace(trial, name=f"{self.name}: {value}")
 
 
 def make_axes(
@@ -334,7 +329,7 @@ class Diagnoser:
 
     def _run_to_run(self, so_far: Run) -> Step:
         """Two more solo runs, and the first round twice."""
-        traces = [digest_of(self._alone().outcomes[0]) for _ in range(2)]
+        traces = [digest_of(self._session(None).outcomes[0]) for _ in range(2)]
         self._collect(STOCK, lambda number: number == 0)
         return run_step(self._so_far(), STOCK, [steps_of(so_far)["greedy"].facts["trace"], *traces])
 
@@ -414,7 +409,7 @@ class Diagnoser:
         self._collect(INVARIANT, lambda number: number < min(most, _FEWEST) or not (again or self._over(self.bound)))
         self._warm = True
         with implementation(INVARIANT):
-            alone = self._alone().outcomes[0]
+            alone = self._session(None).outcomes[0]
             tried = {a.axis: a.values for a in so_far.axes if a.impl == STOCK and a.traces}
             for axis in self._all_axes:
                 if axis.name not in tried or ("axis", INVARIANT, axis.name) in self.writer.done:
@@ -430,9 +425,10 @@ class Diagnoser:
         return _with_less(step, f"{'; '.join(late)} {ALL}" if late else "")
 
     def _cost(self, _: Run) -> Step:
+        play = partial(self._session, 0)
         if not self._warm:  # the cure was tried by an earlier process
-            cost_step(self._first_round, times=1)
-        return cost_step(self._first_round)
+            cost_step(play, times=1)
+        return cost_step(play)
 
     # --- what the steps share -----------------------------------------------------------------------------------
 
@@ -454,16 +450,11 @@ class Diagnoser:
     def _known(self, number: int | None) -> Session:
         """A stock session of that round, or the solo one, run once in this process, for its logits."""
         if number not in self._kept:
-            self._kept[number] = self._alone() if number is None else self._session(self.plan.rounds[number])
+            self._kept[number] = self._session(number)
         return self._kept[number]
 
-    def _alone(self) -> Session:
-        return self._session([replace(self._target, arrival_step=0)])
-
-    def _first_round(self) -> Session:
-        return self._session(self.plan.rounds[0])
-
-    def _session(self, requests: Sequence[Request]) -> Session:
+    def _session(self, number: int | None) -> Session:
+        requests = [replace(self._target, arrival_step=0)] if number is None else self.plan.rounds[number]
         return _session(self.engine, self._arm("", requests))
 
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
@@ -480,7 +471,9 @@ class Diagnoser:
             target = next(r for r in requests if r.target)
             return self._arm("alone", [target]), self._arm("in company", requests)
         parted = next(a for a in so_far.axes if a.impl == STOCK and a.traces)
-        return next(a for a in self._all_axes if a.name == parted.axis).arms(parted.parted[0])
+        axis = next(a for a in self._all_axes if a.name == parted.axis)
+        trial = next(t for t in axis.trials if t.name == parted.parted[0])
+        return replace(axis.reference, name="alone"), replace(trial, name=f"{axis.name}: {trial.name}")
 
     def _arm(self, name: str, requests: Sequence[Request]) -> Arm:
         target = next(r for r in requests if r.target)

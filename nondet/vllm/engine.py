@@ -67,10 +67,9 @@ def cache_bytes(config: Any, tokens: int, itemsize: int = 2) -> int:
 def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int, config: Any = None) -> dict[str, Any]:
     """The arguments of vLLM's LLM.
 
-    Args:
-        longest: Most tokens of a request, its completion among them.
-        config: The model's, for the size of the cache on a GPU: what all requests of a step need, so that nothing is
-            preempted and the rest of the GPU stays free. None: nine tenths of the GPU, as vLLM takes them.
+    `longest` is the most tokens of a request, its completion among them. `config`, the model's, gives the size of the
+    cache on a GPU: what all requests of a step need, so that nothing is preempted and the rest of the GPU stays free.
+    None: nine tenths of the GPU, as vLLM takes them.
     """
     made: dict[str, Any] = {
         "model": str(folder),
@@ -97,22 +96,14 @@ def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int
 
 
 class Played(NamedTuple):
-    """One round, as the other process saw it.
+    """One round, as the other process saw it."""
 
-    Attributes:
-        answers: Request id -> (token ids, logprobs or None, finish, cached prompt tokens).
-        steps: Of each step the tokens that each request had in it.
-        preempted: Number of preemptions.
-        page: Tokens in a page of its cache.
-        graphs: Whether its steps may run as CUDA graphs.
-    """
-
-    answers: dict[str, tuple[list[int], list[float] | None, str, int]]
-    steps: list[dict[str, int]]
+    answers: dict[str, tuple[list[int], list[float] | None, str, int]]  # ids, logprobs, finish, cached prompt tokens
+    steps: list[dict[str, int]]  # the tokens that each request had in a step
     seconds: float
-    preempted: int
-    page: int = 0
-    graphs: bool = False
+    preempted: int  # preemptions
+    page: int = 0  # tokens in a page of its cache
+    graphs: bool = False  # whether its steps may run as CUDA graphs
 
 
 def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: list[Any]) -> Played:

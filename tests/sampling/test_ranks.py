@@ -98,7 +98,7 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     base = Conditions(load, "bfloat16")
     axes = plan_axes({"ranks": []}, Subject(base, "cpu", (), torch.get_num_threads(), heads=2))
     assert [value for value, _ in axes[0].values] == ["2"]
-    described = describe(loaded, plan, [], 3, 0, ["invariant", "rank-free"])
+    described = describe(loaded, plan, [{"text": "", "tokens": 12}], 3, 0, ["invariant", "rank-free"])
     path = tmp_path / "run.jsonl"
     writer = open_run(path, command="sample", plan=described, environment={"torch": "2"})
     collected(loaded, plan, ["invariant", "rank-free"], writer, base=base, axes=axes)
