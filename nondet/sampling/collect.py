@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from nondet.core.compare import weights_digest
-from nondet.core.launch import FirstUses, listen, note
+from nondet.core.launch import FirstUses, listen
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Round, arm_of
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.traces import RoundCollector, Trace, open_traces
@@ -194,10 +194,7 @@ class Here:
                 replicas = (conditions.replicas, conditions.routing)
                 return play_replicas(engine, requests, conditions.load, *replicas, **options)
             ranks = self._over(conditions.ranks)
-        with ranks.implementation(impl) as coverage:
-            session = ranks.run(requests, conditions.load, **options)
-            for name, times in coverage().items():  # a rank's dispatcher counts are noted as what ran
-                note(name, times)
+        session = ranks.run(requests, conditions.load, impl, **options)
         figures = {"ranks_most": ranks.world, "share_most": ranks.shares[0]}
         return replace(session, figures=session.figures | figures | {"order": admission_number(session.admitted)})
 

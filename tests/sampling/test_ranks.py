@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import closing
 
 import pytest
 import torch
 
 from nondet.cli import main
+from nondet.core.launch import listen
 from nondet.core.runfile import open_run, read_run
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
@@ -39,7 +41,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="module")
 def over_two(loaded):
     """It, on two ranks."""
-    with RanksEngine(loaded, 2) as engine:
+    with closing(RanksEngine(loaded, 2)) as engine:
         yield engine
 
 
@@ -67,10 +69,10 @@ def test_a_session_over_two_ranks_is_the_engines_own(over_two):
 @pytest.mark.nightly
 def test_invariant_over_ranks_does_not_follow_the_company(over_two):
     """One trace alone and beside others, with sums over ranks replaced; what stood under it is told."""
-    with over_two.implementation("invariant") as coverage:
-        alone, beside = (_trace(over_two.run(_requests(count), LOAD)) for count in (1, 3))
-        assert alone == beside
-        assert coverage()["replaced: all_reduce"] > 0
+    with listen() as ran:
+        alone, beside = (_trace(over_two.run(_requests(count), LOAD, "invariant")) for count in (1, 3))
+    assert alone == beside
+    assert ran["replaced: all_reduce"] > 0
 
 
 def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
@@ -81,8 +83,7 @@ def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
         with rank_free(loaded.model):
             traces["rank-free", 1] = _trace(run_session(loaded.model, _requests(1), LOAD))
     for way in ("invariant", "rank-free"):
-        with over_two.implementation(way):
-            traces[way, 2] = _trace(over_two.run(_requests(1), LOAD))
+        traces[way, 2] = _trace(over_two.run(_requests(1), LOAD, way))
     assert traces["rank-free", 1] == traces["rank-free", 2]
     assert traces["invariant", 1] != traces["invariant", 2]
 
@@ -149,7 +150,7 @@ def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPath
 @pytest.mark.nightly
 def test_a_step_that_fails_on_one_rank_is_told_at_once(loaded):
     """The engine of a rank that failed waits for the others, which wait for it: the failure is the answer, in time."""
-    with RanksEngine(loaded, 2) as engine:
+    with closing(RanksEngine(loaded, 2)) as engine:
         assert engine._group is not None
         engine._group.ask("tests.ranks.tasks:break_a_step")
         started = time.monotonic()
