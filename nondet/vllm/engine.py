@@ -65,12 +65,9 @@ def cache_bytes(config: Any, tokens: int, itemsize: int = 2) -> int:
 
 
 def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int, config: Any = None) -> dict[str, Any]:
-    """The arguments of vLLM's LLM.
-
-    `longest` is the most tokens of a request, its completion among them. `config`, the model's, gives the size of the
-    cache on a GPU: what all requests of a step need, so that nothing is preempted and the rest of the GPU stays free.
-    None: nine tenths of the GPU, as vLLM takes them.
-    """
+    """The arguments of vLLM's LLM. `longest` is the most tokens of a request, its completion among them. `config`, the
+    model's, gives the cache's size on a GPU: what all requests of a step need, so that nothing is preempted and the
+    rest of the GPU stays free. None: nine tenths of the GPU, as vLLM takes them."""
     made: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
