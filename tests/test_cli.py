@@ -26,8 +26,9 @@ from nondet.errors import UserError
 from nondet.probes.base import COMPUTE_DTYPES
 from nondet.sampling.axes import ALL, AXES
 from nondet.services import options
+from nondet.services.diagnose import DiagnoseRequest, ahead_argv
 from nondet.services.probe import ProbeRequest, _as_operator, _probe_names
-from nondet.services.run import Output, Sink, argv_of
+from nondet.services.run import Output, Sink
 from nondet.services.sample import SampleRequest
 from tests.build import Command, tiers
 
@@ -430,21 +431,23 @@ def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
     assert run("--version")[1].startswith("nondet ")
 
 
-def test_a_request_is_typed_as_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `argv_of` gives is parsed into the same request: flags on and off, lists, paths, what is left alone."""
-    seen = []
+def test_what_compiles_ahead_is_a_sample_of_the_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes' words are parsed: the same model, load and lengths, and a prompt that is long."""
+    seen: list[SampleRequest] = []
 
     def sample(request: SampleRequest, sink: Sink) -> None:
-        seen.append(replace(request, given=frozenset()))
+        seen.append(request)
 
     monkeypatch.setattr("nondet.services.sample.sample", sample)
-    request = SampleRequest(
-        prompt_file=Path("far.txt"), impl=["stock", "invariant:attention"], n=3, cuda_graphs=False, max_tokens=8,
-        trust_remote_code=True, load="light", seed=7, temperature=0.5, out=Path("x.jsonl"),
-    )  # fmt: skip
-    for one in (request, SampleRequest(cuda_graphs=True, device="cuda")):
-        assert cli.main(argv_of("sample", one)) == 0
-        assert seen.pop() == one
+    request = DiagnoseRequest(model="random:qwen3-1x128", seed=7, max_tokens=8, n=24, trust_remote_code=True)
+    for words in ahead_argv(request, Path("prompt.txt"), Path("far.txt")):
+        assert cli.main(words) == 0
+    assert [one.impl for one in seen] == [["invariant:attention"], ["invariant"], ["invariant"]]
+    assert [(str(one.prompt_file), one.n) for one in seen] == [("prompt.txt", 24), ("prompt.txt", 24), ("far.txt", 1)]
+    for one in seen:
+        assert (one.model, one.seed, one.max_tokens, one.dtype, one.device) == (request.model, 7, 8, "bfloat16", "auto")
+        assert (one.trust_remote_code, one.cuda_graphs) == (True, False)
+        assert replace(one.engine_load, budget=0) == replace(request.engine_load, budget=0)
 
 
 @pytest.mark.slow

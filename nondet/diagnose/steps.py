@@ -1,7 +1,8 @@
 """The steps of a diagnosis, in order. Each reads what is in the run file and adds its own evidence to it.
 
 So a run that was killed continues with the first step that has no record, and reaches the same records: only the model
-is carried in memory from step to step.
+is carried in memory from step to step. A time limit is kept by looking at the clock between sessions, never by an
+estimate: rounds and values are left out once it has passed, and the step's record says which.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import cycle, islice
+from typing import Any
 
 import msgspec
 
 from nondet.core.compare import first_difference
 from nondet.core.records import AxisTried, Record, Run, Step
 from nondet.core.runfile import RunWriter, read_run
-from nondet.core.traces import nonfinite_logprobs, tokens_digest, trace_digest
+from nondet.core.traces import nonfinite_logprobs, tokens_digest
 from nondet.diagnose.verdict import (
     NOT_MET,
     QUESTIONS,
@@ -39,49 +40,18 @@ from nondet.diagnose.verdict import (
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.analysis import NAME
-from nondet.sampling.axes import AXES, Conditions, Subject
-from nondet.sampling.collect import collect
+from nondet.sampling.axes import Conditions
+from nondet.sampling.collect import Here, Survey, arms_of, collect
 from nondet.sampling.engine import cheap_collections, pinned
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Session, long_prompt, make_engine
+from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt, make_engine
+from nondet.sampling.replay import digest_of
 from nondet.trace.search import Arm, Pace, Search
 from nondet.verdict.findings import Finding, plural
 
-
-class Budget:
-    """Seconds for a whole diagnosis, those of an earlier process included; `within_s` 0.0: no limit."""
-
-    def __init__(
-        self, within_s: float = 0.0, spent_s: float = 0.0, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.within_s, self._clock = within_s, clock
-        self._began = clock() - spent_s
-
-    @property
-    def spent(self) -> float:
-        """Seconds so far."""
-        return self._clock() - self._began
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left; below 0 after an overrun."""
-        return self.within_s - self.spent if self.within_s else math.inf
-
-    def kept(self, keep_s: float) -> float:
-        """Seconds to keep for a later part of this length; 0.0 where it no longer fits."""
-        return keep_s if keep_s <= self.left else 0.0
-
-    def lacks(self, part: str, needs_s: float, keep_s: float = 0.0) -> str:
-        """Why `part`, a noun, is left out, with `keep_s` kept for later parts; "" where it fits."""
-        keep = self.kept(keep_s)
-        if self.left - keep >= needs_s:
-            return ""
-        others = f", {keep:.0f} s of them for what follows" if keep else ""
-        return (
-            f"{part} would take {needs_s:.0f} s or more, and of {self.within_s:.0f} s {max(0.0, self.left):.0f} s are "
-            f"left{others} (--within 0 runs all)"
-        )
+STOCK, INVARIANT = "stock", "invariant"
+ALL = "(--within 0 runs all)"
 
 
 def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], str]) -> Step:
@@ -123,57 +93,41 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
             "smallest_margin": min(margins, default=-1.0),
         },
         facts={
-            "trace": trace_digest(alone.token_ids, alone.logprobs),
+            "trace": digest_of(alone),
             "tokens": tokens_digest(alone.token_ids),
             "text": decode(alone.token_ids),
         },
     )
 
 
-def cost_step(play: Callable[[], Session], families: str, *, times: int = 2, warm: Collection[str] = ()) -> Step:
-    """Time the round.
-
-    `families` is the smallest fix that the trace found, "attention+matmul", or ""; `warm` has the implementations under
-    which this process has run the round already.
-    """
-    impls = ["stock", "invariant", *([f"invariant:{families}"] if families else [])]
-    speeds: dict[str, list[float]] = {impl: [] for impl in impls}
-    for impl in (impl for impl in impls if impl not in warm):
-        with implementation(impl):
-            play()  # kernels are compiled and proven, and libraries have planned, before the timed rounds
-    for _ in range(times):  # alternating, so that a slower minute of the machine affects all of them
-        for impl in impls:
+def cost_step(play: Callable[[], Session], times: int = 2) -> Step:
+    """Time the round under stock and under invariant, which both have run in this process."""
+    speeds: dict[str, list[float]] = {STOCK: [], INVARIANT: []}
+    for _ in range(times):  # alternating, so that a slower minute of the machine affects both
+        for impl, seen in speeds.items():
             with implementation(impl):
                 session = play()
-            speeds[impl].append(session.tokens / max(session.seconds, 1e-9))
-    best = {impl: max(values) for impl, values in speeds.items()}
-    parts = [f"stock {best['stock']:,.0f} tokens/s"]
-    for impl in impls[1:]:
-        name = "invariant" if impl == "invariant" else f"{families} only"
-        parts.append(f"{name} {best[impl]:,.0f}, {_ratio(speeds, impl)}")
-    figures = {f"{impl}_tokens_per_second": value for impl, value in best.items()}
-    figures |= {f"{impl}_ratio": best[impl] / best["stock"] for impl in impls[1:]}
-    if times > 1:
-        pairs = _pairs(speeds, "invariant")
-        figures |= {"rounds": times, "invariant_ratio_low": min(pairs), "invariant_ratio_high": max(pairs)}
-    sentence = f"a warm round, {f'the better of {times}' if times > 1 else 'once'}: {'; '.join(parts)}"
+            seen.append(session.tokens / max(session.seconds, 1e-9))
+    stock, invariant = (max(seen) for seen in speeds.values())
+    pairs = [ours / theirs for theirs, ours in zip(*speeds.values(), strict=True)]
+    sentence = (
+        f"a warm round, the better of {times}: stock {stock:,.0f} tokens/s; invariant {invariant:,.0f}, {NAME} "
+        f"{invariant / stock:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
+    )
+    figures = {
+        "stock_tokens_per_second": stock,
+        "invariant_tokens_per_second": invariant,
+        "invariant_ratio": invariant / stock,
+        "rounds": times,
+        "invariant_ratio_low": min(pairs),
+        "invariant_ratio_high": max(pairs),
+    }
     return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
-
-
-def _pairs(speeds: dict[str, list[float]], impl: str) -> list[float]:
-    return [ours / stock for ours, stock in zip(speeds[impl], speeds["stock"], strict=True)]
-
-
-def _ratio(speeds: dict[str, list[float]], impl: str) -> str:
-    pairs = _pairs(speeds, impl)
-    best = max(speeds[impl]) / max(speeds["stock"])
-    return f"{NAME} {best:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
 
 
 # Every trial is an engine session of its own that differs from the solo request in one thing: batch size, ragged
 # lengths, short requests with a long one, chunks of a prefill, or shared prefixes. All its completions of the prompt
-# are compared with the reference, token by token and logprob bit by bit. This module chooses the other requests;
-# `nondet.sampling.axes` changes a session's limits and proves that the change took effect.
+# are compared with the reference, token by token and logprob bit by bit.
 
 _NEW = 8  # tokens of each completion: differences show in the first few
 _BATCHES = (2, 3, 4, 8, 16, 32)
@@ -192,11 +146,6 @@ class RequestAxis:
     reference: Arm  # the session that the others are compared with
     trials: tuple[Arm, ...]  # a session for each value; every request under study is compared
     shares: bool = False  # whether a trial counts only if the engine took keys from the cache
-
-    def arms(self, value: str) -> tuple[Arm, Arm]:
-        """The reference and one trial as arms of a trace."""
-        trial = next(t for t in self.trials if t.name == value)
-        return replace(self.reference, name="alone"), replace(trial, name=f"{self.name}: {value}")
 
 
 def make_axes(
@@ -217,11 +166,8 @@ def make_axes(
     budget = max(_BATCHES) * len(prompt) + max([len(far), *lengths]) + max(_BATCHES) + _BESIDE * len(long)
     wide = replace(load, budget=budget, requests=max(_BATCHES), sharing=False, graphs=False)
 
-    def trial(name: str, *requests: Request, **limit: str) -> Arm:
-        own = wide
-        for axis, value in limit.items():
-            own = AXES[axis].apply(Subject(Conditions(wide, dtype=""), device=""), value).load
-        return Arm(name, "t0", requests, own, seed)
+    def trial(name: str, *requests: Request, **limits: Any) -> Arm:
+        return Arm(name, "t0", requests, replace(wide, **limits), seed)
 
     one, long_one = Request("t0", True, prompt, new, 0), Request("t0", True, long, new_long, 0)
     batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
@@ -234,7 +180,7 @@ def make_axes(
         for arrival in _ARRIVALS
         for length in lengths
     ]
-    chunks = [trial(f"chunks of {size}", long_one, budget=str(size)) for size in _CHUNKS if size < len(long)]
+    chunks = [trial(f"chunks of {size}", long_one, budget=size) for size in _CHUNKS if size < len(long)]
     far_one = Request("t0", True, far, new_far, 0)
     beside = [Request(f"b{i}", False, long[i:], new_long, 0) for i in range(min(_BESIDE, len(long)))]
     late = [replace(one, arrival_step=2 + i) for i, one in enumerate(beside)]
@@ -248,7 +194,7 @@ def make_axes(
     # the engine only keeps pages of a request that has decoded
     later = replace(far_one, arrival_step=2 * len(far) + 8)
     donated = {value: (Request("b0", False, donor, 2, 0), later) for value, donor in donors.items()}
-    shared = [trial(value, *requests, sharing="on") for value, requests in donated.items()]
+    shared = [trial(value, *requests, sharing=True) for value, requests in donated.items()]
     off = trial("nothing shared", *shared[0].requests)
     alone, whole, far_alone = trial("alone", one), trial("in one piece", long_one), trial("alone", far_one)
     tokens, far_tokens = (f"a prompt of {len(p)} tokens" for p in (long, far))
@@ -266,19 +212,25 @@ def make_axes(
     ]
 
 
-def try_axis(engine: Engine, axis: RequestAxis, impl: str) -> AxisTried:
-    """Run the reference and every trial; an `EngineStoppedError`, or a `UserError` where sizes are refused."""
+def try_axis(
+    engine: Engine, axis: RequestAxis, impl: str, values: Collection[str] = (), over: Callable[[], bool] = lambda: False
+) -> AxisTried:
+    """Run the reference, and the trials of these values (() for all), the last one first, since kernels change at the
+    extremes; no more once it is `over`. An `EngineStoppedError`, or a `UserError` where sizes are refused."""
     reference = _session(engine, axis.reference)
     target = next(o for o in reference.outcomes if o.request.target)
     differences: dict[str, list[tuple[int | None, int | None]]] = {}
     unmet = []
-    for trial in axis.trials:
+    for trial in reversed([t for t in axis.trials if t.name in values or not values]):
+        if differences and over():
+            break
         session = _session(engine, trial)
-        if axis.shares and not AXES["sharing"].proof("on", Counter(session.figures), Counter()).holds:
+        if axis.shares and not session.figures["hits"]:
             unmet.append(trial.name)
         else:
             outcomes = [o for o in session.outcomes if o.request.target]
             differences[trial.name] = [first_difference(target, outcome) for outcome in outcomes]
+    differences = dict(reversed(differences.items()))
     seen = [pair for pairs in differences.values() for pair in pairs]
     places = [place for _, place in seen if place is not None]
     note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
@@ -307,126 +259,11 @@ def _session(engine: Engine, arm: Arm) -> Session:
     return session
 
 
-# The cost of a session is measured once, after the first steps, and not estimated from the model or the device, because
-# an engine can be slow for many reasons. The decision is in the step's record, so that a resumed run makes the same
-# tests.
-
 # About how long a diagnosis of the default size may take, by device.
 WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
-_RATE_S = 8.0  # for further rounds where the first has shown that the batch matters: they only narrow the rate
-_AXIS_TRIALS, _AXIS_LAST = 26, 6  # of all axes: every value, and the last of each
-_TRACE_ROUNDS = 6.0  # what a trace takes, in rounds, as counted in runs on a CPU and on an H200
-_TRACE_LEAST = 5.0  # sessions of either arm to a first culprit: once freely, three times under control, once to name it
-_CURE_SLOWNESS = 2.0  # how many times slower the fix is than stock, before it is measured
-_AXIS_SHARE = 0.6  # of the solo session: half its tokens, some trials with more requests
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much a diagnosis tests."""
-
-    rounds: int  # of the plan's rounds
-    every: int = 1  # every n-th value of an axis, and the last; 0: only the last
-    margins: int = 2  # rounds whose flips' logits are compared
-    times: int = 2
-    round_s: float = 0.0  # seconds of a session with concurrent requests, and of a solo one; 0.0: not measured
-    alone_s: float = 0.0
-
-    def figures(self) -> dict[str, float]:
-        """The figures for the step's record."""
-        return {name: float(value) for name, value in asdict(self).items()}
-
-    def sentence(self, planned: int, within_s: float) -> str:
-        """What is left out and why; "" where there is nothing."""
-        if self.every == 1 and self.rounds == planned:
-            return ""
-        axes = "" if self.every == 1 else f" and {_VALUES[self.every]} of each axis"
-        if not self.every:
-            return (
-                f"the first round differs from the solo run, which is proof: {plural(self.rounds, 'round')} of "
-                f"{planned}{axes} run (--within 0 runs all)"
-            )
-        return (
-            f"a round takes {self.round_s:.1f} s here, and the prompt solo {self.alone_s:.1f} s: "
-            f"{plural(self.rounds, 'round')} of {planned}{axes} run, to end in about {within_s:.0f} s "
-            "(--within 0 runs all)"
-        )
-
-    @property
-    def whole_s(self) -> float:
-        """From here to the end, from the two measured sessions."""
-        rounds = self.rounds - 1 + _TRACE_ROUNDS + self.margins - 1
-        return rounds * self.round_s + self._axes_s + self.cure_s + self.cost_s
-
-    @property
-    def _axes_s(self) -> float:
-        return self.axis_s(_AXIS_TRIALS) / self.every if self.every else self.axis_s(_AXIS_LAST)
-
-    def axis_s(self, trials: int) -> float:
-        """The time of this many completions with one thing varied."""
-        return trials * _AXIS_SHARE * self.alone_s
-
-    @property
-    def cure_s(self) -> float:
-        """The rounds and the axes once more, under the fix."""
-        return ((self.rounds + 1) * self.round_s + self._axes_s / 2) * _CURE_SLOWNESS  # some axes differ
-
-    @property
-    def cost_s(self) -> float:
-        """The time of the timed rounds."""
-        return (1 + 2 * _CURE_SLOWNESS) * self.times * self.round_s
-
-    @property
-    def least_cure(self) -> Effort:
-        """The same with the fewest rounds and values for the fix's check."""
-        return replace(self, rounds=min(self.rounds, _FEWEST), every=self.every and max(_VALUES))
-
-
-_VALUES = {0: "the last value", 2: "every second value", 3: "every third value"}
-
-
-def chosen_effort(
-    planned: int, round_s: float, alone_s: float, spent_s: float, within_s: float, *, differs: bool = False
-) -> Effort:
-    """The most that fits within `within_s` for everything (0.0: no limit), or the least. `differs`: whether the first
-    round, which was repeated with equal bits, differs from the solo run: then it is proven that the batch matters, and
-    more of the load or of an axis cannot change the answer."""
-    whole = Effort(planned, round_s=round_s, alone_s=alone_s)
-    if not within_s:
-        return whole
-    if differs:
-        rounds = max(1, min(planned, int(_RATE_S / max(round_s, 1e-9))))
-        return replace(whole, rounds=rounds, every=0, margins=1)
-    half, least = (min(planned, max(_FEWEST, rounds)) for rounds in (-(-planned // 2), 0))
-    steps = [
-        whole,
-        replace(whole, rounds=half),
-        replace(whole, rounds=half, every=2, margins=1),
-        replace(whole, rounds=least, every=3, margins=1, times=1),
-    ]
-    return next((effort for effort in steps if spent_s + effort.whole_s <= within_s), steps[-1])
-
-
-def effort_of(run: Run, planned: int) -> Effort:
-    """The effort of the run's record; all of it where there is none."""
-    figures = steps_of(run)["run"].figures
-    if "rounds" not in figures:
-        return Effort(planned)
-    counts = {name: int(figures[name]) for name in ("rounds", "every", "margins", "times")}
-    return Effort(**counts, round_s=figures["round_s"], alone_s=figures["alone_s"])
-
-
-def thinned(axes: Sequence[RequestAxis], every: int) -> list[RequestAxis]:
-    """The axes with every n-th trial, and the last: the extremes are where kernels change."""
-    kept = [axis.trials[:-1][::every] if every else () for axis in axes]
-    return [
-        axis if axis.shares else replace(axis, trials=(*some, *axis.trials[-1:]))
-        for axis, some in zip(axes, kept, strict=True)
-    ]
-
-
-STOCK, INVARIANT = "stock", "invariant"
+_RATE_S = 8.0  # for rounds where the first has shown that the batch matters: further ones only narrow the rate
+_FOR_ROUNDS, _FOR_TRACE = 0.5, 0.7  # of the limit, by when the rounds of stock, and the trace, are to end
 
 
 @dataclass
@@ -440,10 +277,11 @@ class Diagnoser:
     threads: int | None
     say: Callable[[str], None]  # takes a line of text as each step begins and ends
     within_s: float = 0.0  # about how long it may take; 0.0: no limit
-    bound: bool = False  # enforced to the end by leaving parts out; else it only chooses how much is tested
+    bound: bool = False  # enforced to the end by leaving steps out; else it only limits rounds and values of stock
     clock: Callable[[], float] = time.perf_counter
     _kept: dict[int | None, Session] = field(default_factory=dict)
-    _warm: set[str] = field(default_factory=set)
+    _began: float = 0.0
+    _warm: bool = False  # whether this process has run the first round under both implementations
 
     def run(self) -> None:
         """Every step that the run file lacks, then the verdict; raises as `try_axis`, and finished steps are kept."""
@@ -451,9 +289,7 @@ class Diagnoser:
             self._greedy, self._run_to_run, self._batch, self._axes, self._operator, self._margin, self._cure,
             self._cost,
         )  # fmt: skip
-        earlier = sum(step.seconds for step in self._so_far().steps)
-        self._spent = Budget(self.within_s, earlier, self.clock)
-        self._budget = self._spent if self.bound else Budget(clock=self.clock)
+        self._began = self.clock() - sum(step.seconds for step in self._so_far().steps)
         if self.loaded.device == "cuda":  # while stock's sessions wait for cuDNN's plans, outside of Python
             threading.Thread(target=make_ready, name="nondet-ready", daemon=True).start()
         with pinned(self.threads), cheap_collections():
@@ -471,22 +307,20 @@ class Diagnoser:
 
     def _timed(self, name: str, step: Callable[[Run], Step], so_far: Run) -> Step:
         started = self.clock()
-        reason = settled(so_far, name) or self._late(so_far, name)
+        reason = settled(so_far, name)
+        if not reason and name not in ("greedy", "run", "batch") and self._over(self.bound):
+            reason = f"of {self.within_s:.0f} s none are left {ALL}"
         if reason:
             return Step(name=name, outcome="skipped", sentence=reason)
         return msgspec.structs.replace(step(so_far), seconds=self.clock() - started)
 
-    def _late(self, so_far: Run, name: str) -> str:
-        effort = self._effort(so_far)
-        least_s = effort.least_cure.cure_s
-        parts = {
-            "axes": ("one value of an axis", effort.axis_s(1), 0.0),
-            "operator": ("a trace", _TRACE_LEAST * (effort.round_s + effort.alone_s), least_s),
-            "margin": ("a round", effort.round_s, 0.0),
-            "cure": ("the load under the cure", least_s, 0.0),
-            "cost": ("timing rounds", effort.cost_s, 0.0),
-        }
-        return self._budget.lacks(*parts[name]) if name in parts else ""
+    @property
+    def _left(self) -> float:
+        """Seconds of the limit that are left, those of an earlier process counted; below 0 after an overrun."""
+        return self._began + self.within_s - self.clock() if self.within_s else math.inf
+
+    def _over(self, limited: bool = True) -> bool:
+        return limited and self._left <= 0
 
     # --- the steps ----------------------------------------------------------------------------------------------
 
@@ -495,57 +329,62 @@ class Diagnoser:
 
     def _run_to_run(self, so_far: Run) -> Step:
         """Two more solo runs, and the first round twice."""
-        traces, seconds = [], []
-        for _ in range(2):
-            began = self.clock()
-            traces.append(_trace_of(self._alone().outcomes[0]))
-            seconds.append(self.clock() - began)
-        self._collect(STOCK, self.plan.rounds[:1])
-        facts = steps_of(so_far)["greedy"].facts
-        step = run_step(self._so_far(), STOCK, [facts["trace"], *traces])
-        differs = step.outcome == "yes" and batch_step(self._so_far(), STOCK, facts).outcome == "yes"
-        planned = len(self.plan.rounds)
-        # measured on a round that has been run: on CUDA a library plans for each shape that is new to it
-        effort = chosen_effort(
-            planned, self._known(0).seconds, min(seconds), self._spent.spent, self.within_s, differs=differs
-        )
-        less = effort.sentence(planned, self.within_s)
-        sentence = f"{step.sentence}; {less}" if less else step.sentence
-        figures = {**step.figures, **effort.figures()}
-        return _with_less(msgspec.structs.replace(step, sentence=sentence, figures=figures), less)
+        traces = [digest_of(self._session(None).outcomes[0]) for _ in range(2)]
+        self._collect(STOCK, lambda number: number == 0)
+        return run_step(self._so_far(), STOCK, [steps_of(so_far)["greedy"].facts["trace"], *traces])
 
     def _batch(self, so_far: Run) -> Step:
-        self._collect(STOCK, self.plan.rounds[: self._effort(so_far).rounds])
-        return batch_step(self._so_far(), STOCK, steps_of(so_far)["greedy"].facts)
+        seconds, few = max(self._known(0).seconds, 1e-9), self._is_proven(so_far)
+
+        def wanted(number: int) -> bool:
+            if few:
+                return number < max(1, int(_RATE_S / seconds))
+            return number < _FEWEST or self._left - seconds > (1 - _FOR_ROUNDS) * self.within_s
+
+        self._collect(STOCK, wanted)
+        step, planned = batch_step(self._so_far(), STOCK, steps_of(so_far)["greedy"].facts), len(self.plan.rounds)
+        ran = int(step.figures["rounds"])
+        why = "the first round differs from the solo run, which is proof: " if few else ""
+        return _with_less(step, f"{why}{plural(ran, 'round')} of {planned} run {ALL}" if ran < planned else "")
+
+    def _is_proven(self, so_far: Run) -> bool:
+        """Whether, under a limit, the first round, repeated with equal bits, differs from the solo run: which proves
+        that the batch matters, so that more of the load or of an axis cannot change the answer."""
+        steps = steps_of(so_far)
+        differ = batch_step(so_far, STOCK, steps["greedy"].facts).figures["repeated_round_traces"]
+        return bool(self.within_s and differ) and steps["run"].outcome == "yes"
 
     def _axes(self, so_far: Run) -> Step:
-        counts, late = [], []
-        for axis in self._thinned_axes(so_far):
+        counts, late, few, ran, planned = [], [], self._is_proven(so_far), 0, 0
+        for axis in self._all_axes:
             record = next((a for a in so_far.axes if (a.impl, a.axis) == (STOCK, axis.name)), None)
+            if record is None and self._over(self.bound):
+                late.append(f"{axis_title(axis.name)} not tried: of {self.within_s:.0f} s none are left {ALL}")
+                continue
             if record is None:
-                less = self._budget.lacks(axis_title(axis.name), self._effort(so_far).axis_s(len(axis.trials)))
-                if less:
-                    late.append(less)
-                    continue
-                record = try_axis(self.engine, axis, STOCK)
+                last = [t.name for t in axis.trials[-1:]] if few and not axis.shares else ()
+                record = try_axis(self.engine, axis, STOCK, last, self._over)
                 self._write(record)
             differ = f"{record.traces} of {record.tried} traces, {record.tokens} of {record.tried} completions"
             counts.append(f"{axis_title(axis.name)}: {differ if record.tried else 'not met'}")
+            ran, planned = ran + max(1, len(record.values)), planned + max(1, len(axis.trials))
             self.say(f"  {counts[-1]}")
         parted = [a.axis for a in self._so_far().axes if a.impl == STOCK and a.traces]
-        sentence = f"differ from the solo run, one property changed at a time: {'; '.join([*counts, *late])}"
+        sentence = f"differ from the solo run, one property changed at a time: {'; '.join(counts)}"
         answer = "yes" if parted else "no" if counts else "unknown"
         step = Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(parted)})
+        if ran < planned:
+            late.append(f"{ran} of {planned} values of the axes run {ALL}")
         return _with_less(step, "; ".join(late))
 
     def _operator(self, so_far: Run) -> Step:
         """A trace of a round with a differing completion, of an axis, or of the round that differs from itself."""
-        arms, keep = self._arms(so_far), self._budget.kept(self._effort(so_far).least_cure.cure_s)
+        arms, for_others = self._arms(so_far), (1 - _FOR_TRACE) * self.within_s
         search = Search(
             self.engine, self.loaded.model, *arms, impl=STOCK, choose=arms[1].name == "in company",
             write=self._write, say=lambda line: self.say(f"  {line}"),
             sweeps=self.loaded.device != "cuda",  # cuDNN plans for each size, Triton compiles: many seconds
-            pace=Pace(lambda: self._budget.left - keep, self.clock),
+            pace=Pace(lambda: self._left - for_others if self.bound else math.inf, self.clock),
         )  # fmt: skip
         verdict = search.run()
         self._write(verdict)
@@ -556,42 +395,40 @@ class Diagnoser:
         if steps_of(so_far)["run"].outcome == "no" and not met:
             outcome, sentence = "unknown", f"{NOT_MET}: {sentence}"
         facts = {"families": "+".join(verdict.families or [])}
-        if facts["families"]:
-            self._warm.add(f"{INVARIANT}:{facts['families']}")
         return _with_less(Step(name="operator", outcome=outcome, sentence=sentence, facts=facts), search.late)
 
     def _margin(self, so_far: Run) -> Step:
-        chosen = parted_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts) or [0]
-        others = (self._known(number) for number in chosen[: self._effort(so_far).margins])
-        return margin_step(self._known(None), others)
+        first = (parted_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts) or [0])[0]
+        return margin_step(self._known(None), [self._known(first)])
 
     def _cure(self, so_far: Run) -> Step:
         """The same load under the invariant implementation, the solo request, and the axes that differed."""
         again = settled(so_far, "batch") != ""  # run-to-run: only one round, run twice, can be compared
-        effort = self._effort(so_far)
-        less = self._budget.lacks("all of the load under the cure", effort.cure_s)
-        effort = effort.least_cure if less else effort
-        every = len(self.plan.rounds)  # one round proves that stock differs; that the fix does not takes all
-        rounds = 1 if again else effort.rounds if less or effort.every else every
-        self._collect(INVARIANT, self.plan.rounds[:rounds])
-        self._warm |= {STOCK, INVARIANT}
-        axes = self._thinned_axes(so_far)  # made under stock
-        axes = thinned(axes, effort.every) if less else axes
+        # one round proves that stock differs; that the fix does not takes all
+        most, late = 1 if again else len(self.plan.rounds), []
+        self._collect(INVARIANT, lambda number: number < min(most, _FEWEST) or not (again or self._over(self.bound)))
+        self._warm = True
         with implementation(INVARIANT):
-            alone = self._alone().outcomes[0]
-            parted = {a.axis for a in so_far.axes if a.impl == STOCK and a.traces}
-            for axis in axes:
-                if axis.name in parted and ("axis", INVARIANT, axis.name) not in self.writer.done:
-                    self._write(try_axis(self.engine, axis, INVARIANT))
-        if less:
-            less = f"{plural(effort.rounds, 'round')} and fewer values of each axis were run under the cure: {less}"
+            alone = self._session(None).outcomes[0]
+            tried = {a.axis: a.values for a in so_far.axes if a.impl == STOCK and a.traces}
+            for axis in self._all_axes:
+                if axis.name not in tried or ("axis", INVARIANT, axis.name) in self.writer.done:
+                    continue
+                if self._over(self.bound):
+                    late.append(f"{axis_title(axis.name)} not tried under the cure")
+                else:
+                    self._write(try_axis(self.engine, axis, INVARIANT, tried[axis.name]))
         run = self._so_far()
-        return _with_less(cure_step(run, INVARIANT, _trace_of(alone), coverage_gaps(run, INVARIANT)), less)
+        step = cure_step(run, INVARIANT, digest_of(alone), coverage_gaps(run, INVARIANT))
+        if step.figures["rounds"] < most:
+            late.insert(0, f"{plural(int(step.figures['rounds']), 'round')} of {most} run under the cure")
+        return _with_less(step, f"{'; '.join(late)} {ALL}" if late else "")
 
-    def _cost(self, so_far: Run) -> Step:
-        families = steps_of(so_far)["operator"].facts.get("families", "")
-        times = self._effort(so_far).times
-        return cost_step(lambda: self._session(self.plan.rounds[0]), families, times=times, warm=self._warm)
+    def _cost(self, _: Run) -> Step:
+        play = partial(self._session, 0)
+        if not self._warm:  # the cure was tried by an earlier process
+            cost_step(play, times=1)
+        return cost_step(play)
 
     # --- what the steps share -----------------------------------------------------------------------------------
 
@@ -610,40 +447,33 @@ class Diagnoser:
         context = self.loaded.context or 2**31
         return make_axes(self.plan.load, self._target.prompt, alone.token_ids, context, self.seed)
 
-    def _effort(self, so_far: Run) -> Effort:
-        return effort_of(so_far, len(self.plan.rounds))
-
-    def _thinned_axes(self, so_far: Run) -> list[RequestAxis]:
-        return thinned(self._all_axes, self._effort(so_far).every)
-
     def _known(self, number: int | None) -> Session:
         """A stock session of that round, or the solo one, run once in this process, for its logits."""
         if number not in self._kept:
-            self._kept[number] = self._alone() if number is None else self._session(self.plan.rounds[number])
+            self._kept[number] = self._session(number)
         return self._kept[number]
 
-    def _alone(self) -> Session:
-        return self._session([replace(self._target, arrival_step=0)])
-
-    def _session(self, requests: Sequence[Request]) -> Session:
+    def _session(self, number: int | None) -> Session:
+        requests = [replace(self._target, arrival_step=0)] if number is None else self.plan.rounds[number]
         return _session(self.engine, self._arm("", requests))
 
-    def _collect(self, impl: str, rounds: tuple[tuple[Request, ...], ...]) -> None:
-        collect(
-            self.loaded, Plan(self.plan.load, rounds), [impl], self.writer, seed=self.seed, threads=self.threads,
-            played=self._known(0) if impl == STOCK else None,
-        )  # fmt: skip
+    def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
+        """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
+        arms = arms_of(Conditions(self.plan.load, self.loaded.dtype, threads=self.threads))
+        survey = Survey(self.loaded, self.plan, arms, [impl], seed=self.seed, warm_whole=True, wanted=wanted)
+        collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
-        facts = steps_of(so_far)["greedy"].facts
-        rounds = parted_rounds(so_far, STOCK, facts)
+        rounds = parted_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts)
         unsteady = steps_of(so_far)["run"].outcome == "no"
         if rounds or unsteady:
             requests = self.plan.rounds[rounds[0] if rounds else 0]
             target = next(r for r in requests if r.target)
             return self._arm("alone", [target]), self._arm("in company", requests)
         parted = next(a for a in so_far.axes if a.impl == STOCK and a.traces)
-        return next(a for a in self._all_axes if a.name == parted.axis).arms(parted.parted[0])
+        axis = next(a for a in self._all_axes if a.name == parted.axis)
+        trial = next(t for t in axis.trials if t.name == parted.parted[0])
+        return replace(axis.reference, name="alone"), replace(trial, name=f"{axis.name}: {trial.name}")
 
     def _arm(self, name: str, requests: Sequence[Request]) -> Arm:
         target = next(r for r in requests if r.target)
@@ -660,7 +490,3 @@ class Diagnoser:
 
 def _with_less(step: Step, less: str) -> Step:
     return msgspec.structs.replace(step, facts={**step.facts, "less": less}) if less else step
-
-
-def _trace_of(outcome: Outcome) -> str:
-    return trace_digest(outcome.token_ids, outcome.logprobs)

@@ -11,8 +11,9 @@ from math import ceil
 from typing import Any
 
 from nondet.errors import UnknownNameError, UserError, each_once, suggestion
+from nondet.sampling.orders import ORDERS
 from nondet.sampling.plan import PLAIN, Load, Request, Setting
-from nondet.sampling.schedule import ORDERS, POLICIES
+from nondet.sampling.routing import POLICIES
 from nondet.sampling.speculation import DRAFTERS
 
 # An axis is one engine setting that is varied while everything else is fixed. It names its values, how a session is run
@@ -32,7 +33,7 @@ class Conditions:
     setting: Setting = PLAIN
     threads: int | None = None
     replicas: int = 1  # engines that the requests of a round are spread over
-    routing: str = ""  # a key of `nondet.sampling.schedule.POLICIES`; "" with one replica
+    routing: str = ""  # a key of `nondet.sampling.routing.POLICIES`; "" with one replica
     ranks: int = 1  # processes that the model is cut over by its tensor-parallel plan
 
 
@@ -65,7 +66,7 @@ class Axis:
     """One axis.
 
     Attributes:
-        changes, why: What is varied, and why bits may follow it; a phrase each.
+        changes: What is varied, a phrase.
         values: Default values, in addition to the base's; () where the axis has none here.
         apply: The base conditions at another value; raises `UserError` for an invalid one.
         proof: Whether a value took effect: (value, figures of its sessions, figures of the base's).
@@ -78,7 +79,6 @@ class Axis:
 
     name: str
     changes: str
-    why: str
     value: Callable[[Subject], str]
     values: Callable[[Subject], Sequence[str]]
     apply: Callable[[Subject, str], Conditions]
@@ -300,13 +300,11 @@ _AXES = (
     _switch(
         "sharing",
         changes="whether requests share the cached pages of a common prefix",
-        why="a hit skips part of the prefill: keys come from another batch, and fewer rows are computed",
         proof=_sharing_proof,
     ),
     Axis(
         name="chunk",
         changes="the most prompt tokens of one request in one step: a long prefill comes in pieces",
-        why="a row is computed among others, and the keys of its own prompt come partly from the cache",
         value=lambda s: str(s.base.setting.chunk or "none"),
         values=lambda s: ("5", "16", "24"),
         apply=lambda s, v: _with_setting(s, chunk=None if v == "none" else number("chunk", v, 1)),
@@ -315,7 +313,6 @@ _AXES = (
     Axis(
         name="budget",
         changes="the query tokens that one step may take",
-        why="M of every product follows it, and prefills that do not fit are cut",
         value=lambda s: str(s.base.load.budget),
         values=lambda s: [str(b) for b in (s.base.load.budget * n // 4 for n in (1, 2, 8)) if b >= 8],
         apply=lambda s, v: _with_load(s, budget=number("budget", v, 1)),
@@ -324,7 +321,6 @@ _AXES = (
     Axis(
         name="page",
         changes="the tokens in a page of the KV cache",
-        why="it is the grain in which prefixes are shared, and of kernels that walk pages",
         value=lambda s: str(s.base.load.page),
         values=lambda s: [str(s.grain * n) for n in (1, 2, 4)] if s.grain else ("4", "8", "16", "32"),
         apply=_page,
@@ -333,7 +329,6 @@ _AXES = (
     Axis(
         name="scheduler",
         changes="which request is admitted first: by arrival, the shortest, longest prefix match, deficit round robin",
-        why="another order makes other batches, and other prefixes are cached when a request comes",
         value=lambda s: s.base.setting.order,
         values=lambda s: list(ORDERS),
         apply=lambda s, v: _with_setting(s, order=_known("scheduler", v, ORDERS)),
@@ -342,7 +337,6 @@ _AXES = (
     Axis(
         name="preemption",
         changes="the cache's size: room for so many of the largest requests, so that others are evicted and recomputed",
-        why="what was generated one token at a time is computed again in one prefill",
         value=lambda s: str(s.base.setting.pages or "ample"),
         values=lambda s: ("2", "1"),
         apply=_preemption,
@@ -352,7 +346,6 @@ _AXES = (
         name="speculative",
         changes="where drafts come from: none, prompt lookup, a draft model (half of the layers; another), "
         "an edited text",
-        why="a verify step computes k + 1 query tokens of a request at once, where plain decoding computes one",
         value=lambda s: s.base.setting.drafts or "none",
         values=lambda s: [n for n in DRAFTERS if {"draft": s.halves, "model": bool(s.draft_model)}.get(n, True)],
         apply=_speculative,
@@ -362,7 +355,6 @@ _AXES = (
     Axis(
         name="routing",
         changes=f"which of {_REPLICAS} replicas serves a request: in turn, by prefix and load, by prefix and deficit",
-        why="each replica has its own batches and its own cache of prefixes",
         value=lambda s: s.base.routing or "single",
         values=lambda s: list(POLICIES),
         apply=_routing,
@@ -371,14 +363,12 @@ _AXES = (
     _switch(
         "graphs",
         changes="whether steps run as CUDA graphs, padded to a few sizes",
-        why="padding makes other sizes of every product, and another kernel may be chosen for them",
         proof=_graphs_proof,
         lacking=lambda s: "" if s.device == "cuda" else "CUDA graphs need a CUDA device",
     ),
     Axis(
         name="dtype",
         changes="the dtype of weights and activations; the weights in hand are cast",
-        why="another format rounds differently: only completions of one dtype can be equal",
         value=lambda s: s.base.dtype,
         values=lambda s: _DTYPES,
         apply=_dtype,
@@ -388,7 +378,6 @@ _AXES = (
     Axis(
         name="attention",
         changes="the model's attention implementation",
-        why="another implementation adds in another order: only completions of one can be equal",
         value=lambda s: s.base.setting.attention or "sdpa",
         values=lambda s: ATTENTIONS,
         apply=_attention,
@@ -398,7 +387,6 @@ _AXES = (
     Axis(
         name="threads",
         changes="the CPU threads",
-        why="a library may cut a product by threads: only completions of one count can be equal",
         value=lambda s: str(s.base.threads or s.threads),
         values=lambda s: [str(n) for n in (1, 2, 4) if n <= max(2, s.threads)],
         apply=lambda s, v: replace(s.base, threads=number("threads", v, 1, max(2, os.cpu_count() or 1))),
@@ -409,7 +397,6 @@ _AXES = (
     Axis(
         name="ranks",
         changes="the number of ranks that the model is cut over by its tensor-parallel plan",
-        why="K of a row-parallel layer is summed in as many parts, and the parts by an all-reduce",
         value=lambda s: str(s.base.ranks),
         values=_ranks_tried,
         apply=_ranks,

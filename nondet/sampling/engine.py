@@ -30,8 +30,9 @@ from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.kernels.dispatch.logprobs import largest, log_masses, nucleus_size, weights
+from nondet.sampling.orders import ORDERS, Order
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
-from nondet.sampling.schedule import ORDERS, Order, SessionLog, TopRing, run_lengths, session_figures
+from nondet.sampling.schedule import SessionLog, TopRing, run_lengths, session_figures
 from nondet.sampling.speculation import Speculation, make_draft
 
 
@@ -518,13 +519,10 @@ def run_session(
     fatal = ""
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
     wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
-    speculation = _speculation(model, load, log, setting) if setting.drafts else None
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
-        _engine_of(
-            model, requests, load, log, seed=seed, eos=eos, setting=setting, speculation=speculation, drawing=drawing
-        ) as manager,
+        _engine_of(model, requests, load, log, seed=seed, eos=eos, setting=setting, drawing=drawing) as manager,
         watching,
     ):
         for request in requests:
@@ -599,9 +597,7 @@ class Arrivals(_Above):
     """Extends transformers' FIFO scheduler: holds requests back until their arrival step, notes batches in `log`."""
 
     log: SessionLog
-    setting: Setting  # for its chunk size
-    order: Order  # which requests are offered to the engine first
-    speculation: Speculation | None  # adds drafts to the tokens of decoding requests
+    order: Order  # which requests are offered to the engine first, and how much of each
     waiting_requests_order: deque[str]
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
@@ -610,8 +606,7 @@ class Arrivals(_Above):
         if log.cut():
             return [], False, 0, 0  # nothing to do, until the session is stopped
         log.before_step(self.cache, self.active_requests.values())
-        if self.speculation is not None:
-            self.speculation.propose(self.active_requests.values(), self.cache)
+        self.order.before(self.active_requests.values(), self.cache)
         waiting = list(self.waiting_requests_order)
         if not self.active_requests and waiting:
             # no request is running: jump to the next arrival, because an idle step would compute nothing
@@ -625,17 +620,14 @@ class Arrivals(_Above):
             for name in [f.state.request_id for f in scheduled[0] if f.state.request_id in waiting]:
                 log.admitted.append(name)
                 self.order.admitted(name)
-            if self.speculation is not None:
-                self.speculation.scheduled(scheduled[0])
+            self.order.scheduled(scheduled[0])
             log.record_step(scheduled[0])
         return scheduled
 
     def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *more: Any) -> None:
-        if self.speculation is not None and self.speculation.cut(state, token_budget):
-            return  # it decodes: its tokens are settled
-        if self.setting.chunk is not None and state.status.name != "DECODING":
-            token_budget = min(token_budget, self.setting.chunk)
-        super()._schedule_request(state, request_tokens, token_budget, *more)
+        room = self.order.room(state, token_budget)
+        if room is not None:
+            super()._schedule_request(state, request_tokens, room, *more)
 
     def add_waiting_request(self, state: Any) -> None:
         """A request arrives, or returns after its cache was freed."""
@@ -659,7 +651,6 @@ def _engine_of(
     seed: int = 0,
     eos: Sequence[int] = (),
     setting: Setting = PLAIN,
-    speculation: Speculation | None = None,
     drawing: Drawing | None = None,
 ) -> Iterator[Any]:
     """Yield a manager that is not yet started, with our scheduler and hooks in place."""
@@ -669,22 +660,18 @@ def _engine_of(
     name = f"nondet-{uuid.uuid4().hex}"
     if load.graphs and model.device.type != "cuda":
         raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
-    if drawing is not None and (load.graphs or speculation is not None):
+    if drawing is not None and (load.graphs or setting.drafts):
         raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
     log.graphs = load.graphs
-    order = ORDERS[setting.order]({r.id: r for r in requests})
-    told = {"log": log, "setting": setting, "order": order, "speculation": speculation}
-    schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), told)
-    hooks = []
-    after: list[Callable[..., Any]] = []
-    if speculation is not None:
-        hooks.append(model.register_forward_pre_hook(speculation.widen, with_kwargs=True))
-        after.append(speculation.verify)
-    elif load.graphs:
+    order = _order(model, requests, load, log, setting)
+    own = {"log": log, "order": order}
+    schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), own)
+    before, after = order.hooks()
+    if load.graphs:
         log.ring = TopRing(min(load.requests, load.budget), model.device)
-        after += [log.ring.hook, log.note_capture]
-    else:
-        after.append(log.record_logits)
+        after = [log.ring.hook, log.note_capture]
+    hooks = [model.register_forward_pre_hook(hook, with_kwargs=True) for hook in before]
+    after = after or [log.record_logits]
     hooks += [model.register_forward_hook(hook, with_kwargs=True) for hook in (*after, *([drawing] if drawing else []))]
     try:
         with quiet(), masks_at_once(model.device), stock_attention(model, setting.attention):
@@ -711,12 +698,15 @@ def _engine_of(
         del schedulers.SCHEDULER_MAPPING[name]
 
 
-def _speculation(model: Any, load: Load, log: SessionLog, setting: Setting) -> Speculation:
-    """The setting's speculation; refused with forced tokens, and under CUDA graphs, where nothing can be verified."""
+def _order(model: Any, requests: Sequence[Request], load: Load, log: SessionLog, setting: Setting) -> Order:
+    """The setting's order of service, with its drafts; a `UserError` where no draft could be verified."""
+    order = ORDERS[setting.order]({r.id: r for r in requests}, setting.chunk)
+    if not setting.drafts:
+        return order
     if load.graphs or log.forced:
         what = "CUDA graphs" if load.graphs else "forced tokens"
         raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
-    return Speculation(make_draft(setting, model), setting.draft_tokens, log)
+    return Speculation(order, make_draft(setting, model), setting.draft_tokens, log)
 
 
 def _outcome(
@@ -764,21 +754,21 @@ _SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a ful
 
 
 def warm_up(
-    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
-) -> Session | None:
+    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session],
+    progress: Progress | None = None, *, whole: bool = False,
+) -> Session | None:  # fmt: skip
     """Run everything once that the rounds will run, under the implementation that is on; returns the whole first round,
-    if run.
+    if run: on CUDA, or where it is wanted `whole`.
 
     On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
-    (None:
-    they are in other processes) are called at the sizes that steps may have, and the whole first round is run. First
-    uses in later rounds are left out of the timings, see `nondet.core.launch`. `progress` is called for each layer's
-    call, for the round, and at each compilation or proof.
+    (None: they are in other processes) are called first, at the sizes that steps may have. First uses in later rounds
+    are left out of the timings, see `nondet.core.launch`. `progress` is called for each layer's call, for the round,
+    and at each compilation or proof.
     """
-    if device == "cuda":
-        if model is None:
-            return play(plan.rounds[0])
+    if device == "cuda" and model is not None:
         return _prepare_and_play(model, plan, play, progress or (lambda *_: None))
+    if device == "cuda" or whole:
+        return play(plan.rounds[0])
     head = plan.rounds[0][:_WARM_REQUESTS]
     play([replace(r, max_new_tokens=min(r.max_new_tokens, _WARM_TOKENS), arrival_step=0) for r in head])
     return None

@@ -108,7 +108,7 @@ class Setting:
     """The engine's own settings, each at its default."""
 
     chunk: int | None = None  # most prompt tokens of one request in one step; None: as many as fit into the budget
-    order: str = "fifo"  # which request is admitted first, a key of `nondet.sampling.schedule.ORDERS`
+    order: str = "fifo"  # which request is admitted first, a key of `nondet.sampling.orders.ORDERS`
     pages: int | None = None  # pages of the KV cache; None: enough that no request is preempted
     drafts: str = ""  # where speculated tokens come from, a key of `nondet.sampling.speculation.DRAFTERS`; "" for none
     draft_tokens: int = 4  # most tokens drafted for one request in one step: k drafts make k + 1 query tokens

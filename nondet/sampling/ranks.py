@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,8 +66,7 @@ class Played:
 
     digest: str = ""  # SHA-256 (first 16 hex digits) over ids, logprob bits and schedules of all requests
     session: Session | None = None  # rank 0's; None of the others
-    coverage: Counter[str] = field(default_factory=Counter)  # the dispatcher's counts, and the launchers' notes
-    ran: Counter[str] = field(default_factory=Counter)
+    ran: Counter[str] = field(default_factory=Counter)  # the dispatcher's counts, and the launchers' notes
     refusal: tuple[str, str] | None = None  # the engine's refusal, and a hint; None where it does not refuse
 
 
@@ -91,12 +90,12 @@ def play(impl: str, requests: Sequence[Request], load: Load, options: dict[str, 
             session = run_session(_model, requests, load, **options)
         except UserError as error:  # what all ranks refuse alike
             return Played(refusal=(error.what, error.hint))
-        coverage = Counter(counted())
+        coverage = counted()
     sha = hashlib.sha256()
     for outcome in session.outcomes:
         sha.update(repr((outcome.request.id, outcome.token_ids, outcome.finish, outcome.schedule)).encode())
         sha.update(outcome.logprobs)
-    return Played(sha.hexdigest()[:16], session if dist.get_rank() == 0 else None, coverage, Counter(ran))
+    return Played(sha.hexdigest()[:16], session if dist.get_rank() == 0 else None, coverage + ran)
 
 
 @contextmanager
@@ -131,17 +130,16 @@ LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 class RanksEngine:
     """A group of `world` ranks that holds one model, `loaded` by the caller; one rank too, for a comparison by the same
-    means. Close it, or use it in a `with` statement. `shares`: parameters of each rank. Raises UserError: ranks that
-    are not available, or a model that can't be cut over them."""
+    means. Close it. `shares`: parameters of each rank. Raises UserError: ranks that are not available, or a model that
+    can't be cut over them."""
 
     def __init__(self, loaded: LoadedModel, world: int) -> None:
         check_loader()
         if world != 1:
             check_ranks([world], loaded.device, torch.cuda.device_count())
         check_heads(loaded.name, loaded.model.config, world)
-        self.world, self.impl = world, "stock"
+        self.world = world
         self._model = loaded.model
-        self._coverage: Counter[str] = Counter()
         self._group: RankGroup | None = None
         with model_folder(loaded) as folder:
             try:
@@ -159,12 +157,6 @@ class RanksEngine:
                 self.close()
                 raise
 
-    def __enter__(self) -> RanksEngine:
-        return self
-
-    def __exit__(self, *rest: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the ranks."""
         if self._group is not None:
@@ -180,26 +172,18 @@ class RanksEngine:
         """What is fixed in addition to the load."""
         return TransformersEngine(self._model).describe() | {"ranks": self.world, "sampling": "greedy"}
 
-    @contextmanager
-    def implementation(self, name: str) -> Iterator[Callable[[], Counter[str]]]:
-        """Put the implementation under the model in every rank; yields a function that gives rank 0's counts so far."""
-        if name not in RANK_WAYS:
-            raise UnknownNameError("implementation under --ranks", name, RANK_WAYS)
-        before, self.impl, self._coverage = self.impl, name, Counter()
-        try:
-            yield lambda: Counter(self._coverage)
-        finally:
-            self.impl = before
-
-    def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
-        """See `run_session`; progress is reported at its end. A `UserError` if watched, cut short or refused."""
+    def run(self, requests: Sequence[Request], load: Load, impl: str = "stock", **options: Any) -> Session:
+        """See `run_session`; progress is reported at its end, and what ran on rank 0 is noted. A `UserError` if it is
+        watched, cut short or refused, or if ranks have no such implementation."""
+        if impl not in RANK_WAYS:
+            raise UnknownNameError("implementation under --ranks", impl, RANK_WAYS)
         on_token_count = options.pop("on_token_count", None)
         if options.pop("watcher", None) is not None or options.pop("until", None) is not None:
             raise UserError("a session over ranks can't be watched or cut short", "Trace the model on one rank.")
         if self._group is None:
             raise UserError("the ranks have ended", "Start again with --resume.")
         try:
-            parts: list[Played] = self._group.ask(f"{IN_RANK}:play", self.impl, list(requests), load, options)
+            parts: list[Played] = self._group.ask(f"{IN_RANK}:play", impl, list(requests), load, options)
         except RankError as error:
             self.close()
             return _lost(requests, str(error))
@@ -208,7 +192,6 @@ class RanksEngine:
                 raise UserError(*part.refusal)
         session = parts[0].session
         assert session is not None  # noqa: S101 - rank 0 gives one wherever it refuses nothing
-        self._coverage += parts[0].coverage
         for name, times in parts[0].ran.items():
             note(name, times)
         answers = len({p.digest for p in parts})

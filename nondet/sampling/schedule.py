@@ -1,7 +1,8 @@
-"""What an engine session did, step by step, in which order requests were served, and the figures counted from it."""
+"""What an engine session did, step by step, and the figures counted from it."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 import weakref
 from collections import Counter
@@ -11,187 +12,9 @@ from typing import Any
 
 import torch
 
-from nondet.core.compare import shared_length
 from nondet.core.launch import FirstUses
 from nondet.errors import UserError
-from nondet.sampling.plan import Outcome, Pace, Request, Span
-
-# The scheduling policies, as orders over the waiting requests.
-#
-# The engine serves decodes before prefills, and admits waiting requests in the order given here while there is room in
-# the step. A policy decides only the order of admission.
-
-_QUANTUM = 64  # tokens of a client's turn: about one prompt of the default loads
-_CLIENTS = 3  # one client has the requests under study; two others share the concurrent requests
-
-
-def client_of(request: Request) -> str:
-    """ "targets" for requests under study, "others 0" and "others 1" for the concurrent ones."""
-    if request.target:
-        return "targets"
-    return f"others {sum(map(ord, request.id)) % (_CLIENTS - 1)}"
-
-
-@dataclass
-class Order:
-    """An order of waiting requests: here first come, first served."""
-
-    requests: dict[str, Request]
-
-    def arrange(self, waiting: Sequence[str]) -> list[str]:
-        """The ids in the order in which they are offered to the engine."""
-        return list(waiting)
-
-    def admitted(self, name: str) -> None:
-        """Called once for each request that gets its first step, and again when it returns after preemption."""
-
-
-class _ShortestFirst(Order):
-    """The request with the fewest tokens, prompt and completion together, goes first; ties by arrival."""
-
-    def arrange(self, waiting: Sequence[str]) -> list[str]:
-        return sorted(waiting, key=lambda n: len(self.requests[n].prompt) + self.requests[n].max_new_tokens)
-
-
-@dataclass
-class _ByPrefix(Order):
-    """The request whose prompt shares the longest prefix with a prompt admitted before goes first, as in SGLang. Every
-    admitted prompt counts as cached, even if its pages were freed since."""
-
-    seen: list[tuple[int, ...]] = field(default_factory=list)
-    known: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> (prompts compared, longest match)
-
-    def arrange(self, waiting: Sequence[str]) -> list[str]:
-        return sorted(waiting, key=lambda name: -self._match(name))
-
-    def admitted(self, name: str) -> None:
-        if self.requests[name].prompt not in self.seen:
-            self.seen.append(self.requests[name].prompt)
-
-    def _match(self, name: str) -> int:
-        looked, best = self.known.get(name, (0, 0))
-        prompt = self.requests[name].prompt
-        best = max([best, *(shared_length(prompt, other) for other in self.seen[looked:])])
-        self.known[name] = (len(self.seen), best)
-        return best
-
-
-@dataclass
-class _DeficitRoundRobin(Order):
-    """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time. After Shreedhar &
-    Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and when no waiting
-    client has any, all get a quantum."""
-
-    credit: Counter[str] = field(default_factory=Counter)
-
-    def arrange(self, waiting: Sequence[str]) -> list[str]:
-        queues: dict[str, list[str]] = {}
-        for name in waiting:
-            queues.setdefault(client_of(self.requests[name]), []).append(name)
-        credit = {client: self.credit[client] for client in queues}
-        ordered: list[str] = []
-        while any(queues.values()):
-            for client in sorted(queues):
-                while queues[client] and credit[client] > 0:
-                    name = queues[client].pop(0)
-                    credit[client] -= len(self.requests[name].prompt)
-                    ordered.append(name)
-            for client, queue in queues.items():
-                credit[client] += _QUANTUM if queue else 0
-        return ordered
-
-    def admitted(self, name: str) -> None:
-        client = client_of(self.requests[name])
-        while self.credit[client] <= 0:
-            self.credit[client] += _QUANTUM
-        self.credit[client] -= len(self.requests[name].prompt)
-
-
-# name -> its class, made with the requests of a session by id
-ORDERS: dict[str, Callable[[dict[str, Request]], Order]] = {
-    "fifo": Order,
-    "shortest": _ShortestFirst,
-    "prefix": _ByPrefix,
-    "deficit": _DeficitRoundRobin,
-}
-
-
-# Routing between replicas: three routers, which count what they sent to a replica as cached there.
-
-# A replica is passed over in spite of its prefixes once it has more than twice the least load, plus four prompts.
-_OVERLOAD, _SLACK = 2.0, 4
-_QUANTUM_ROUTING = 128  # tokens of credit that a client gets on each replica at a time
-
-
-@dataclass
-class _Replicas:
-    count: int
-    prompts: list[list[tuple[int, ...]]] = field(init=False)  # distinct ones per replica, whose prefixes it holds
-    load: list[int] = field(init=False)  # tokens: of prompts those without a cached prefix, and of completions
-    credit: Counter[tuple[str, int]] = field(default_factory=Counter)  # (client, replica) -> tokens left
-
-    def __post_init__(self) -> None:
-        self.prompts, self.load = [[] for _ in range(self.count)], [0] * self.count
-
-    def matches(self, request: Request) -> list[int]:
-        """Tokens of the prompt that each replica has a prefix of."""
-        return [max((shared_length(request.prompt, p) for p in seen), default=0) for seen in self.prompts]
-
-    def send(self, request: Request, replica: int) -> int:
-        """Record the request; returns the tokens that it costs there."""
-        cost = len(request.prompt) - self.matches(request)[replica] + request.max_new_tokens
-        self.load[replica] += cost
-        if request.prompt not in self.prompts[replica]:
-            self.prompts[replica].append(request.prompt)
-        return cost
-
-
-def _round_robin(index: int, request: Request, replicas: _Replicas) -> int:
-    return index % replicas.count
-
-
-def _prefix_and_load(index: int, request: Request, replicas: _Replicas) -> int:
-    """E2 of Preble (Srivatsa et al., 2024): exploit a long prefix, else explore where it is cheapest. Where more of the
-    prompt is cached than has to be computed, the replica with the longest prefix is taken, unless it is overloaded;
-    otherwise the one whose load and missing tokens are least."""
-    matches = replicas.matches(request)
-    best = max(range(replicas.count), key=lambda i: (matches[i], -replicas.load[i], -i))
-    overloaded = replicas.load[best] > _OVERLOAD * min(replicas.load) + _SLACK * len(request.prompt)
-    if matches[best] > len(request.prompt) - matches[best] and not overloaded:
-        return best
-    return min(range(replicas.count), key=lambda i: (replicas.load[i] + len(request.prompt) - matches[i], i))
-
-
-def _deficit_prefix(index: int, request: Request, replicas: _Replicas) -> int:
-    """Deficit longest prefix match (Cao et al., 2025, for several workers): the longest prefix among the replicas on
-    which the client has credit; without any credit it gets a quantum on each."""
-    client, matches = client_of(request), replicas.matches(request)
-    while not (able := [i for i in range(replicas.count) if replicas.credit[client, i] > 0]):
-        for i in range(replicas.count):
-            replicas.credit[client, i] += _QUANTUM_ROUTING
-    return max(able, key=lambda i: (matches[i], replicas.credit[client, i], -i))
-
-
-# name -> (number of the request, the request, what was sent where) -> its replica
-POLICIES: dict[str, Callable[[int, Request, _Replicas], int]] = {
-    "round-robin": _round_robin,
-    "prefix-load": _prefix_and_load,
-    "deficit-prefix": _deficit_prefix,
-}
-
-
-def route(policy: str, requests: Sequence[Request], count: int) -> list[int]:
-    """The replica, of `count`, of each request, in the order in which they arrive; `policy` is a key of `POLICIES`."""
-    replicas = _Replicas(count)
-    chosen = []
-    for index, request in enumerate(requests):
-        replica = POLICIES[policy](index, request, replicas)
-        cost = replicas.send(request, replica)
-        if policy == "deficit-prefix":
-            replicas.credit[client_of(request), replica] -= cost
-        chosen.append(replica)
-    return chosen
-
+from nondet.sampling.plan import Outcome, Pace, Span
 
 # The two largest logits of every step of a CUDA graph, kept on the device by the graph itself.
 #
@@ -484,3 +307,19 @@ def session_figures(outcomes: Sequence[Outcome], log: SessionLog) -> dict[str, i
         "accepted": log.accepted,
         "graphs": int(log.graphs),
     }
+
+
+def admission_number(admitted: Sequence[str]) -> int:
+    """A number that identifies an order of admission, small enough for every reader of JSON."""
+    return int(hashlib.sha256(" ".join(admitted).encode()).hexdigest()[:12], 16)
+
+
+def summed_figures(rounds: Sequence[Mapping[str, int]]) -> Counter[str]:
+    """Figures over rounds: sums, and maxima of "page" and of names that end in "_most"; without "order"."""
+    total: Counter[str] = Counter()
+    for figures in rounds:
+        for name, value in figures.items():
+            most = name == "page" or name.endswith("_most")
+            total[name] = max(total[name], value) if most else total[name] + value
+    total.pop("order", None)
+    return total

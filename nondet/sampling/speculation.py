@@ -6,7 +6,8 @@ that it would have chosen itself are kept, with its choice after the last of the
 et al., 2023). Keys of rejected drafts are overwritten before they are read.
 
 With exact arithmetic the ids are those of plain greedy decoding. A completion that differs shows that the bits of a
-position depend on how many query tokens are computed with it.
+position depend on how many query tokens are computed with it. Only the model under study decides whether a draft is
+kept, so a poor drafter costs steps but no correctness.
 """
 
 from __future__ import annotations
@@ -18,45 +19,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import UserError
+from nondet.sampling.orders import Order
 from nondet.sampling.plan import Setting
 from nondet.sampling.schedule import SessionLog
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
 
-
-# Sources of drafts: the text so far, a smaller model, an earlier text that is being edited.
-#
-# Only the model under study decides whether a draft is kept, so a poor drafter costs steps but no correctness.
-
 # (contexts: prompt and generated tokens of each request, most tokens) -> drafts of each
 Draft = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
 
-# name -> what it is, in words
-DRAFTERS: dict[str, str] = {
-    "lookup": "prompt lookup: what followed the last tokens earlier in the text",
-    "draft": "a draft model: the first half of the model's own layers",
-    "model": "a draft model of its own, which --draft-model names",
-    "edit": "the editing form: the draft is an earlier text that is being changed",
-}
-
+# Prompt lookup; the first half of the model's own layers; a model of its own, which --draft-model names; and the
+# editing form, whose draft is an earlier text that is being changed.
+DRAFTERS = ("lookup", "draft", "model", "edit")
 _NGRAMS = (3, 2, 1)
-_WINDOW = 16  # tokens of the context that the draft model sees
+_WINDOW = 16  # tokens of the context that a draft model sees
 
 
 def make_draft(setting: Setting, model: Any) -> Draft:
-    """The drafter of a setting; an `UnknownNameError` where there is none of that name."""
-    if setting.drafts in ("lookup", "edit"):
-        guess: Callable[[Sequence[int], int], list[int]] = (
-            look_up if setting.drafts == "lookup" else partial(edit, earlier=setting.earlier)
-        )
-        return lambda contexts, most: [guess(context, most) for context in contexts]
+    """The drafter of a setting."""
     if setting.drafts == "draft":
-        return draft_from_layers(model)
+        return _greedy(_half(model))
     if setting.drafts == "model":
-        return draft_from_model(setting.draft_model, model)
-    raise UnknownNameError("drafter", setting.drafts, DRAFTERS)
+        small = _draft_model(setting.draft_model, str(model.dtype).removeprefix("torch."), model.device.type).model
+        # padding rows are not a token of the model that verifies
+        return _greedy(small, model.get_input_embeddings().weight.shape[0])
+    guess = look_up if setting.drafts == "lookup" else partial(edit, earlier=setting.earlier)
+    return lambda contexts, most: [guess(context, most) for context in contexts]
 
 
 def look_up(context: Sequence[int], most: int) -> list[int]:
@@ -77,19 +67,6 @@ def _after(text: Sequence[int], context: Sequence[int], most: int, *, latest: bo
             if tuple(text[start : start + size]) == last:
                 return list(text[start + size : start + size + most])
     return []
-
-
-def draft_from_layers(model: Any) -> Draft:
-    """Greedy tokens of the first half of the model's own layers, with its own embedding, norm and head. Its weights are
-    a copy, because the engine switches the attention of the model's own layers."""
-    return _greedy(_half(model))
-
-
-def draft_from_model(name: str, model: Any) -> Draft:
-    """Greedy tokens of another model, in the dtype and on the device of the model that verifies them."""
-    small = _draft_model(name, str(model.dtype).removeprefix("torch."), model.device.type).model
-    # padding rows are not a token of the model that verifies
-    return _greedy(small, model.get_input_embeddings().weight.shape[0])
 
 
 def check_draft_model(name: str, loaded: LoadedModel) -> dict[str, Any]:
@@ -136,11 +113,8 @@ def has_halves(model: Any) -> bool:
 
 
 def _half(model: Any) -> Any:
-    if not has_halves(model):
-        raise UserError(
-            f"no draft model can be made of a {type(model).__name__}: its layers are elsewhere",
-            "Leave speculative=draft out: --vary speculative=lookup:edit.",
-        )
+    """The first half of the model's layers, with its own embedding, norm and head. The weights are a copy, because the
+    engine switches the attention of the model's own layers."""
     layers = model.base_model.layers
     kept = max(1, len(layers) // 2)
     small = copy.deepcopy(model, {id(layer): None for layer in list(layers)[kept:]})
@@ -152,17 +126,19 @@ def _half(model: Any) -> Any:
     return small.eval()
 
 
-class Speculation:
-    """The drafts of one session, from proposal to verdict; `log` counts them."""
+class Speculation(Order):
+    """The drafts of one session, from proposal to verdict, in an order of service; `log` counts them."""
 
-    def __init__(self, draft: Draft, most: int, log: SessionLog) -> None:
+    def __init__(self, order: Order, draft: Draft, most: int, log: SessionLog) -> None:
+        super().__init__(order.requests, order.chunk)
+        self.arrange, self.admitted = order.arrange, order.admitted  # type: ignore[method-assign] # its own
         self.draft, self.most, self.log = draft, most, log
         self._drafts: dict[str, list[int]] = {}
         self._states: dict[str, Any] = {}
         self._futures: dict[str, Any] = {}
         self._cache: Any = None
 
-    def propose(self, states: Iterable[Any], cache: Any) -> None:
+    def before(self, states: Iterable[Any], cache: Any) -> None:
         """Append drafts to the last token of each decoding request, before the step is scheduled."""
         self._cache = cache
         self._drafts, self._states, self._futures = {}, {}, {}
@@ -175,18 +151,22 @@ class Speculation:
             state.tokens_to_process = [state.generated_tokens[-1], *kept]
             self._states[state.request_id], self._drafts[state.request_id] = state, kept
 
-    def cut(self, state: Any, budget: int) -> bool:
-        """Whether the request decodes under speculation; its drafts are cut to what the step has room for."""
+    def room(self, state: Any, budget: int) -> int | None:
+        """None where the request decodes under speculation: its drafts are cut to what the step has room for."""
         name = state.request_id
         if name not in self._drafts or self._states[name] is not state:
-            return False
+            return super().room(state, budget)
         state.tokens_to_process = state.tokens_to_process[: max(1, budget)]
         self._drafts[name] = self._drafts[name][: len(state.tokens_to_process) - 1]
-        return True
+        return None
 
     def scheduled(self, futures: Iterable[Any]) -> None:
         """Note the requests of the step (transformers' FutureRequestStates)."""
         self._futures = {f.state.request_id: f for f in futures}
+
+    def hooks(self) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+        """Widen the step's logits, and decide after it which drafts are kept."""
+        return [self.widen], [self.verify]
 
     def widen(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Forward pre-hook: request the logits after every draft, not only after the last one."""
@@ -196,18 +176,13 @@ class Speculation:
             kwargs["logits_to_keep"] = torch.cat([wanted, extra])
         return args, kwargs
 
-    def _drafting(self) -> list[tuple[str, list[int], int]]:
-        """(request, its drafts, its first row in the step) of the requests with drafts."""
-        drafting, row = [], 0
-        for span in self.log.pack:
-            if self._drafts.get(span.request):
-                drafting.append((span.request, self._drafts[span.request], row))
-            row += span.rows
-        return drafting
-
     def _rows(self) -> list[int]:
-        """Rows whose next token is a draft; the row of the last draft is the engine's own."""
-        return [first + i for _, drafts, first in self._drafting() for i in range(len(drafts))]
+        """Rows of the step whose next token is a draft; the row of the last draft is the engine's own."""
+        rows, first = list[int](), 0
+        for span in self.log.pack:
+            rows += [first + i for i in range(len(self._drafts.get(span.request, ())))]
+            first += span.rows
+        return rows
 
     def verify(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: decide what is kept, note the two largest logits of every kept token, hide the extra rows."""
@@ -225,7 +200,8 @@ class Speculation:
         choices = picked.squeeze(-1).tolist()
         kept: dict[str, int] = {}
         at = 0
-        for name, drafts, _ in self._drafting():
+        for name in (span.request for span in self.log.pack if self._drafts.get(span.request)):
+            drafts = self._drafts[name]
             mine = list(zip(choices[at : at + len(drafts)], logprobs[at : at + len(drafts)], strict=True))
             agreed = next((i for i, d in enumerate(drafts) if d != mine[i][0]), len(drafts))
             kept[name] = agreed
@@ -274,8 +250,7 @@ class Speculation:
 
 
 def _completed(cache: Any, before: Any, start: int, rows: int) -> Any:
-    """Pages that `rows` tokens from position `start` on complete, as the engine counts them: in transformers 5.17 one
-    number, in later versions a number for each kind of layer."""
+    """Pages that these tokens complete: in transformers 5.17 one number, later one for each kind of layer."""
     if isinstance(before, int):
         return (start % cache.block_size + rows) // cache.block_size
     sizes = {name: cache.cache_allocators[name].tokens_per_page for name in cache.cache_allocators} if before else {}

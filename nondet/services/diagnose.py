@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -16,13 +16,12 @@ from typing import Annotated
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, parse_load
 from nondet.services import options as o
-from nondet.services.run import Output, Request, Sink, argv_of
-from nondet.services.sample import SampleRequest, open_model, planned, prompt_text
+from nondet.services.run import Output, Request, Sink
+from nondet.services.sample import open_model, prompt_text
 
 # Many short rounds, because completions of one round are not independent, and differences show within few tokens.
 _LOAD, _N, _MAX_TOKENS = "default,targets=12,others=12,spread=12", 60, 64
 _MOST = 10_000
-_SAME = ("model", "seed", "dtype", "device", "max_tokens", "trust_remote_code")  # of the processes that compile ahead
 # For compiling ahead: least number of cores; most bytes of the model; characters of about 640 tokens of most text.
 _CORES_LEAST, _WEIGHTS_MOST, _FAR_CHARACTERS = 8, 4 * 2**30, 2600
 
@@ -48,7 +47,7 @@ class DiagnoseRequest(Request):
     within: Annotated[
         float | None,
         o.opt(
-            "Time limit in seconds: steps that no longer fit are skipped, and the report names them. 0: no limit.",
+            "Time limit in seconds: steps not begun by then are skipped, and the report names them. 0: no limit.",
             shown="about 180 on a CPU, 120 on a GPU, where only rounds and values are reduced; 0 with --n",
         ),
         o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
@@ -96,30 +95,17 @@ def _can_compile_ahead(request: DiagnoseRequest) -> bool:
 
 @contextmanager
 def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
-    """While the block runs, three other processes complete requests under the invariant kernels.
-
-    Two run this load: one with only attention invariant, which is the first replacement that most traces try, and which
-    launches the kernels in other forms. The third runs a long prompt. Their results are discarded, and failures do not
-    matter: what they compile and prove is kept on disk, where the diagnosis finds it when it reaches the fix.
-    """
+    """While the block runs, three other processes complete requests under the invariant kernels. Their results are
+    discarded, and failures do not matter: what they compile and prove is kept on disk, where the diagnosis finds it
+    when it reaches the fix."""
     with tempfile.TemporaryDirectory(prefix="nondet-ahead-") as folder:
         prompt, far = Path(folder, "prompt.txt"), Path(folder, "far.txt")
         prompt.write_text(text, encoding="utf-8")
         far.write_text(text * (1 + _FAR_CHARACTERS // len(text)), encoding="utf-8")
-        same = {name: getattr(request, name) for name in _SAME} | {"cuda_graphs": False}
-        short = SampleRequest(prompt_file=prompt, load=request.load, n=request.n or _N, impl=["invariant"], **same)
-        runs = [replace(short, impl=["invariant:attention"]), short]
-        with suppress(UserError):  # a load with a budget takes no other
-            runs.append(replace(short, prompt_file=far, load=f"{request.load},budget=1100", n=1))
-        children = []
-        for i, run in enumerate(runs):
-            words = argv_of("sample", replace(run, out=Path(folder, f"{i}.jsonl")))
-            children.append(
-                subprocess.Popen(  # noqa: S603 - this program
-                    [sys.executable, "-m", "nondet", *words],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                )
-            )  # fmt: skip
+        off, children = subprocess.DEVNULL, []
+        for i, words in enumerate(ahead_argv(request, prompt, far)):
+            command = [sys.executable, "-m", "nondet", *words, "--out", str(Path(folder, f"{i}.jsonl"))]
+            children.append(subprocess.Popen(command, stdin=off, stdout=off, stderr=off))  # noqa: S603 - this program
         try:
             yield
         finally:
@@ -128,14 +114,30 @@ def _compiling_ahead(request: DiagnoseRequest, text: str) -> Iterator[None]:
                 child.wait()
 
 
+def ahead_argv(request: DiagnoseRequest, prompt: Path, far: Path) -> list[list[str]]:
+    """What the processes that compile ahead are started with. Two run this load: one with only attention invariant,
+    which is the first replacement that most traces try, and which launches the kernels in other forms. The third runs a
+    long prompt; a load with a budget of its own refuses that."""
+    words = ["sample", "--no-cuda-graphs"]
+    for name in ("model", "seed", "dtype", "device", "max_tokens"):
+        if (value := getattr(request, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += ["--trust-remote-code"] if request.trust_remote_code else []
+    short = ["--prompt-file", str(prompt), "--load", request.load, "--n", str(request.n or _N)]
+    long = ["--prompt-file", str(far), "--load", f"{request.load},budget=1100", "--n", "1"]
+    runs = ((short, "invariant:attention"), (short, "invariant"), (long, "invariant"))
+    return [[*words, *load, "--impl", impl] for load, impl in runs]
+
+
 def _diagnose(request: DiagnoseRequest, output: Output, text: str) -> None:
     from nondet.diagnose.steps import WITHIN_S, Diagnoser
+    from nondet.sampling.collect import plan_prompts
 
     sink = output.sink
     loaded = open_model(request, sink)
     n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
     impls = ["stock", "invariant"]
-    plan, described = planned(
+    plan, described = plan_prompts(
         loaded, request.engine_load, [text], _N if n is None else n, request.max_tokens, seed, impls
     )
     if within_s is None:

@@ -11,11 +11,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from nondet.errors import MisfitError, UserError
 from nondet.services import options as o
@@ -70,25 +70,6 @@ class Request:
         for name in names:
             if name in self.given:
                 raise UserError(what.format(f"--{name.replace('_', '-')}"), hint)
-
-
-def argv_of(command: str, request: Request) -> list[str]:
-    """What to type after `nondet` for a request of options only: each that is not its default."""
-    words = [command]
-    hints = get_type_hints(type(request), include_extras=True)
-    for field in fields(request):
-        value = getattr(request, field.name)
-        if field.name == "given" or value == field.default:
-            continue
-        option = hints[field.name].__metadata__[0]  # typer takes the first name for a default
-        named = [str(n) for n in (option.default, *(option.param_decls or ())) if str(n).startswith("--")]
-        on, _, off = (named[0] if named else f"--{field.name.replace('_', '-')}").partition("/")
-        if isinstance(value, bool):
-            words.append(on if value else off)
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            words += [on, str(one)]
-    return words
 
 
 class Sink:

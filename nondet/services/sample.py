@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,27 +16,21 @@ from nondet.core.runfile import read_whole
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import parse_ranks
-from nondet.sampling.plan import (
-    DRAWN,
-    RIDERS_EVERY,
-    build_plan,
-    draws_itself,
-    load_prompts,
-    long_prompts,
-    parse_load,
-)
+from nondet.sampling.plan import DRAWN, draws_itself, load_prompts, long_prompts, parse_load
 from nondet.services import endpoint as e
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from nondet.core.launch import FirstUses
     from nondet.core.records import Completion
     from nondet.core.runfile import RunWriter
-    from nondet.sampling.axes import Conditions, Subject, Varied
-    from nondet.sampling.collect import Elsewhere, Play
+    from nondet.sampling.axes import Conditions, Varied
+    from nondet.sampling.collect import Host, Survey
     from nondet.sampling.model import LoadedModel
-    from nondet.sampling.plan import Load, Plan, Sampling
+    from nondet.sampling.plan import Load, Plan
 
 COMPLETIONS_MOST = 1_000_000
 _FILE_MOST = 4 * 2**20  # bytes of --prompt-file, as of one row of --prompts: beyond the context of any model here
@@ -255,9 +249,17 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
 
 
 def open_model(request: Any, sink: Sink) -> LoadedModel:
-    """The model of a request, on its device and under its threads."""
+    """The model of a request, on its device and under its threads. vLLM loads it itself: nondet's copy stays on the
+    CPU, for tokens and its digest."""
     from nondet.sampling.model import is_random, load_libraries, load_model, local_folder
 
+    if getattr(request, "engine", "") == "vllm":
+        from nondet.vllm.engine import check_installed
+
+        check_installed()
+        device = pick_device(request.device)
+        pick_device("cpu", request.threads)
+        return replace(load_model(request.model, request.dtype, "cpu", attention="eager"), device=device)
     device = pick_device(request.device, request.threads)
     if device == "cuda":
         load_libraries()
@@ -268,47 +270,6 @@ def open_model(request: Any, sink: Sink) -> LoadedModel:
     if "loading made" in quantized and not sink.quiet:
         sink.say(f"weights are {quantized}: what is found here is of {request.dtype}")
     return loaded
-
-
-def planned(
-    loaded: LoadedModel, load: Load, texts: Sequence[str], n: int, length: int, seed: int, impls: Sequence[str],
-    samplings: Sequence[Sampling] = (), riders: Sequence[str] = (),
-) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
-    """The rounds in which the prompts are completed, and their description in a run's header.
-
-    Args:
-        riders: Background prompts; those that fit the context run where there are enough targets.
-
-    Raises:
-        UserError: a prompt without tokens, or that does not fit the context with its completion; with its line in a
-            file.
-    """
-    from nondet.sampling.collect import describe
-    from nondet.sampling.model import check_lengths
-
-    tokens = []
-    for text in texts:
-        tokens.append(loaded.encode(text))
-        try:
-            check_lengths(loaded, tokens[-1], length)
-        except UserError as error:
-            place = getattr(text, "place", "")
-            raise (UserError(f"{place}: {error.what}", error.hint) if place else error) from None
-    context = loaded.context or 2**31
-    fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
-    if n * len(texts) * max(1, len(samplings)) < 2 * RIDERS_EVERY:
-        fit = {}  # a round of one target would have nothing to compare
-    plan = build_plan(
-        load, n=n, seed=seed, prompts=tokens, samplings=samplings, max_new_tokens=length, context=context,
-        encode=loaded.encode_plain, riders=list(fit.values()),
-    )  # fmt: skip
-    listed: list[dict[str, Any]] = [
-        {"text": str(text), "tokens": len(ids)} for text, ids in [*zip(texts, tokens, strict=True), *fit.items()]
-    ]
-    if samplings:
-        listed = [subject | {"seed": sampling.seed} for subject in listed for sampling in samplings]
-    described = describe(loaded, plan, prompts=listed, max_new_tokens=length, seed=seed, impls=impls)
-    return plan, described | ({"riders": len(fit)} if fit else {})
 
 
 def names_graphs(spec: str) -> bool:
@@ -354,93 +315,22 @@ def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None
     return wanted
 
 
-def _plan_varied(
-    request: SampleRequest, loaded: LoadedModel, text: str, n: int, wanted: dict[str, list[str]], grain: int, sink: Sink
-) -> tuple[Conditions, Plan, Sequence[Varied], dict[str, Any]]:
-    """The base, its rounds, every value of every axis, and their description in the run's header. `grain`: page size of
-    vLLM, 0 for nondet's own engine."""
-    from nondet.sampling.axes import Conditions, plan_axes
-    from nondet.sampling.collect import describe
-    from nondet.sampling.speculation import check_draft_model
-
-    load = request.engine_load
-    load = replace(load, page=-(-load.page // grain) * grain) if grain else load
-    base = Conditions(load=load, dtype=loaded.dtype, threads=request.threads)
-    prompt, earlier = _texts(loaded, base, text, request.length)
-    plan = build_plan(
-        base.load, n=n, seed=request.seed, prompt=prompt, max_new_tokens=request.length,
-        context=loaded.context or 2**31, encode=loaded.encode_plain,
-    )  # fmt: skip
-    subject = replace(_subject(base, loaded, plan, earlier, request.draft_model or ""), grain=grain)
-    axes = plan_axes(wanted, subject)
-    described = describe(
-        loaded, plan, prompt=text, prompt_tokens=len(prompt), max_new_tokens=request.length, seed=request.seed,
-        impls=request.impls,
-    ) | {
-        "vary": {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes},
-        "prompt_lengthened_by": len(prompt) - len(loaded.encode(text)),
-    }  # fmt: skip
-    if request.draft_model:
-        described["draft_model"] = check_draft_model(request.draft_model, loaded)
-    for v in axes:
-        if v.note and not sink.quiet:
-            sink.say(f"--vary {v.axis.name}: {v.note}: left out")
-    return base, plan, axes, described
-
-
-def _vary(
-    request: SampleRequest, loaded: LoadedModel, base: Conditions, plan: Plan, axes: Sequence[Varied],
-    elsewhere: Play | None, sink: Sink, writer: RunWriter,
-) -> None:  # fmt: skip
-    from nondet.sampling.collect import arms_of, vary
-
-    total = len(arms_of(base, axes, len(plan.rounds)))
-    with sink.progress() as progress:
-        tasks = {impl: progress.add_task(impl, total=total, start=False) for impl in request.impls}
-
-        def advance(impl: str, arm: str, done: int, arms: int) -> None:
-            progress.start_task(tasks[impl])
-            progress.update(tasks[impl], completed=done, description=f"{impl} {arm}")
-
-        vary(loaded, plan, base, axes, request.impls, writer, seed=request.seed, progress=advance, elsewhere=elsewhere)
-
-
-def longest_of(plan: Plan) -> int:
-    """The most tokens of a request, including its completion."""
-    return max(len(r.prompt) + r.max_new_tokens for requests in plan.rounds for r in requests)
-
-
-def _texts(loaded: LoadedModel, base: Conditions, text: str, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _texts(loaded: LoadedModel, text: str, request: SampleRequest) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The prompt, made long enough, and the earlier text that is edited: from one solo completion, under stock."""
     from nondet.sampling.engine import pinned, run_session
     from nondet.sampling.model import check_lengths
     from nondet.sampling.plan import LONG, PRESETS, Request, earlier_text, long_prompt
 
-    tokens, context = loaded.encode(text), loaded.context or 2**31
+    tokens, context, length = loaded.encode(text), loaded.context or 2**31, request.length
     check_lengths(loaded, tokens, length)
     more = min(length + max(0, LONG - len(tokens)), context - len(tokens))
-    with pinned(base.threads):
+    with pinned(request.threads):
         alone = run_session(loaded.model, [Request("t0", True, tuple(tokens), more, 0)], PRESETS["none"])
     if alone.outcomes[0].reason:
         raise UserError(f"the prompt failed solo: {alone.outcomes[0].reason}", "Choose another prompt or model.")
     whole = (*tokens, *alone.outcomes[0].token_ids)
     prompt = long_prompt(tokens, whole[len(tokens) :], context - length + 1)
-    check_lengths(loaded, prompt, length)
     return prompt, earlier_text(whole[len(prompt) :])
-
-
-def _subject(base: Conditions, loaded: LoadedModel, plan: Plan, earlier: tuple[int, ...], draft_model: str) -> Subject:
-    import torch
-
-    from nondet.sampling.axes import Subject
-    from nondet.sampling.speculation import has_halves
-
-    requests: list[Any] = [request for requests in plan.rounds for request in requests]
-    text = loaded.model.config.get_text_config()
-    heads = math.gcd(getattr(text, "num_attention_heads", 0), getattr(text, "num_key_value_heads", 0))
-    gpus = torch.cuda.device_count() if loaded.device == "cuda" else 0
-    halves = has_halves(loaded.model)
-    return Subject(base, loaded.device, requests, torch.get_num_threads(), earlier, gpus, heads, halves, draft_model)
 
 
 def sample(request: SampleRequest, sink: Sink) -> Path:
@@ -469,78 +359,141 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
 
 
 def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:
-    wanted = check_vary(request.vary, texts, request.draft_model)
-    sink, device, under_vllm = output.sink, pick_device(request.device), request.engine == "vllm"
-    _check_here(request, device)
-    subjects = len(texts) * max(1, len(request.samplings))
-    n = request.n
-    if n is None and wanted is not None:
-        n = _N_VARIED
-    elif n is None:
-        n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
-    _check_rounds(n, subjects, request.engine_load, sink)
-    loaded = _open_for_vllm(request, device) if under_vllm else open_model(request, sink)
-    with ExitStack() as stack:
-        record: Callable[[RunWriter], None]
-        if wanted is None:
-            plan, described = _plan_plain(request, loaded, texts, n, sink)
-            engine: Elsewhere | None = None
-            if under_vllm:
-                from nondet.vllm.engine import VllmEngine
+    """Open the model, plan rounds and arms, and record them: in every engine, varied or not."""
+    from nondet.sampling.collect import collect
 
-                engine = stack.enter_context(closing(VllmEngine(loaded, plan.load, longest_of(plan))))
-                described["engine"] = engine.describe()
-            record = partial(_collect, request, loaded, plan, sink, engine)
-        else:
-            grain = 0
-            play: Play | None = None
-            if under_vllm:
-                from nondet.vllm.engine import GRAINS, VllmArms
-
-                grain = GRAINS[device]
-            base, plan, axes, described = _plan_varied(request, loaded, str(texts[0]), n, wanted, grain, sink)
-            if under_vllm:
-                arms = stack.enter_context(closing(VllmArms(loaded, longest_of(plan), grain)))
-                described["engine"], play = arms.describe(base), arms.run
-            record = partial(_vary, request, loaded, base, plan, axes, play, sink)
-        record(stack.enter_context(output.recording("sample", described, request.seed)))
+    axes = check_vary(request.vary, texts, request.draft_model)
+    _check_here(request, pick_device(request.device))
+    n = _completions_each(request, len(texts), output.sink)
+    loaded = open_model(request, output.sink)
+    survey, described = _surveyed(request, loaded, texts, n, axes, output.sink)
+    with closing(_host(request, survey)) as host:
+        if request.engine == "vllm":
+            described["engine"] = host.describe(survey.arms[0].conditions)
+        with output.recording("sample", described, request.seed) as writer, output.sink.progress() as bars:
+            total = survey.plan.targets * len(survey.arms)
+            collect(survey, host, writer, _Shown(output.sink, bars, request.impls, total))
+            # over ranks a model's operators run at the sizes of a share, and vLLM's are others
+            if axes is None and request.engine != "vllm" and request.world == 1:
+                _explain(survey, writer)
 
 
-def _open_for_vllm(request: SampleRequest, device: str) -> LoadedModel:
-    """vLLM loads the model itself: nondet's copy stays on the CPU, for tokens and its digest."""
-    from nondet.sampling.model import load_model
-    from nondet.vllm.engine import check_installed
+def _surveyed(
+    request: SampleRequest, loaded: LoadedModel, texts: Sequence[str], n: int, wanted: dict[str, list[str]] | None,
+    sink: Sink,
+) -> tuple[Survey, dict[str, Any]]:  # fmt: skip
+    """What is sampled, and its description in the run's header; `wanted` are the axes, None where nothing is varied."""
+    from nondet.sampling.axes import Conditions
+    from nondet.sampling.collect import Survey, arms_of, plan_prompts
 
-    check_installed()
-    pick_device("cpu", request.threads)
-    return replace(load_model(request.model, request.dtype, "cpu", attention="eager"), device=device)
-
-
-def _plan_plain(
-    request: SampleRequest, loaded: LoadedModel, texts: Sequence[str], n: int, sink: Sink
-) -> tuple[Plan, dict[str, Any]]:
-    load, world = request.engine_load, request.world
-    if request.engine != "vllm":
-        load = load_with_graphs(
-            request.cuda_graphs, request.load, load, loaded.device, loaded.model,
-            plain=not request.samplings and world == 1, say=sink.say,
-        )  # fmt: skip
-    elif loaded.device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
-        load = replace(load, graphs=True)
-        sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
-    plan, described = planned(
-        loaded, load, texts, n, request.length, request.seed, request.impls, request.samplings, _riders(request)
-    )
+    load = _load_of(request, loaded, wanted is not None, sink)
+    prompt, earlier = ((), ()) if wanted is None else _texts(loaded, texts[0], request)
+    plan, described = plan_prompts(
+        loaded, load, texts, n, request.length, request.seed, request.impls, request.samplings,
+        riders=_riders(request) if wanted is None else (), tokens=[prompt] if prompt else (),
+    )  # fmt: skip
+    base = Conditions(load=load, dtype=loaded.dtype, threads=request.threads, ranks=request.world)
+    axes: Sequence[Varied] = ()
+    if wanted is not None:
+        axes, more = _axes(request, loaded, plan, wanted, base, earlier, sink)
+        described |= more | {"prompt_lengthened_by": len(prompt) - len(loaded.encode(texts[0]))}
     if request.samplings:
         described["sampling"] = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")}
     if request.turns:
         described["turns"] = True
-    if world > 1:
+    if request.world > 1:
         from nondet.sampling.ranks import check_heads
 
-        check_heads(loaded.name, loaded.model.config, world)
-        described["ranks"] = world
-    return plan, described
+        check_heads(loaded.name, loaded.model.config, request.world)
+        described["ranks"] = request.world
+    arms = arms_of(base, axes)
+    survey = Survey(loaded, plan, arms, request.impls, axes, request.seed, request.turns, settle=_SETTLE)
+    return survey, described
+
+
+def _explain(survey: Survey, writer: RunWriter) -> None:
+    """Where stock never diverged, compare its operators at the sizes of the run."""
+    from nondet.core.runfile import read_run
+    from nondet.sampling.shapes import explain_no_divergence, shapes_met
+
+    run, traces = read_run(writer.path), dict[int, set[str]]()
+    for c in run.completions:
+        if c.impl == "stock" and c.status == "ok":
+            traces.setdefault(c.prompt, set()).add(c.trace)
+    if traces and all(len(seen) == 1 for seen in traces.values()):
+        for row in explain_no_divergence(survey.loaded, shapes_met(run, "stock"), survey.seed):
+            if row.key not in writer.done:
+                writer.write(row)
+
+
+def _load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sink) -> Load:
+    """The load, with the engine's defaults: whether steps run as CUDA graphs, and under vLLM pages of its size."""
+    load, grain = request.engine_load, _grain(request, loaded)
+    if varied:
+        return replace(load, page=-(-load.page // grain) * grain) if grain else load
+    if not grain:
+        plain = not request.samplings and request.world == 1
+        return load_with_graphs(
+            request.cuda_graphs, request.load, load, loaded.device, loaded.model, plain=plain, say=sink.say
+        )
+    if loaded.device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
+        sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
+        return replace(load, graphs=True)
+    return load
+
+
+def _grain(request: SampleRequest, loaded: LoadedModel) -> int:
+    """Tokens that a page of vLLM's is a multiple of; 0 for nondet's own engine."""
+    if request.engine != "vllm":
+        return 0
+    from nondet.vllm.engine import GRAINS
+
+    return GRAINS[loaded.device]
+
+
+def _axes(
+    request: SampleRequest, loaded: LoadedModel, plan: Plan, wanted: dict[str, list[str]], base: Conditions,
+    earlier: tuple[int, ...], sink: Sink,
+) -> tuple[Sequence[Varied], dict[str, Any]]:  # fmt: skip
+    """The values of the axes that are varied, and what the run's header says of them."""
+    import torch
+
+    from nondet.sampling.axes import Subject, plan_axes
+    from nondet.sampling.speculation import check_draft_model, has_halves
+
+    text = loaded.model.config.get_text_config()
+    subject = Subject(
+        base=base,
+        device=loaded.device,
+        requests=[one for requests in plan.rounds for one in requests],
+        threads=torch.get_num_threads(),
+        earlier=earlier,
+        gpus=torch.cuda.device_count() if loaded.device == "cuda" else 0,
+        heads=math.gcd(getattr(text, "num_attention_heads", 0), getattr(text, "num_key_value_heads", 0)),
+        halves=has_halves(loaded.model),
+        draft_model=request.draft_model or "",
+        grain=_grain(request, loaded),
+    )
+    axes = plan_axes(wanted, subject)
+    described: dict[str, Any] = {"vary": {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes}}
+    if request.draft_model:
+        described["draft_model"] = check_draft_model(request.draft_model, loaded)
+    for v in axes:
+        if v.note and not sink.quiet:
+            sink.say(f"--vary {v.axis.name}: {v.note}: left out")
+    return axes, described
+
+
+def _host(request: SampleRequest, survey: Survey) -> Host:
+    """What plays the rounds."""
+    from nondet.sampling.collect import Here
+
+    if request.engine != "vllm":
+        return Here(survey.loaded, apart=request.world > 1)
+    from nondet.vllm.engine import VllmHost
+
+    longest = max(len(r.prompt) + r.max_new_tokens for requests in survey.plan.rounds for r in requests)
+    return VllmHost(survey.loaded, longest, _grain(request, survey.loaded) if survey.axes else 0)
 
 
 def _check_here(request: SampleRequest, device: str) -> None:
@@ -562,8 +515,14 @@ def _check_here(request: SampleRequest, device: str) -> None:
             raise UserError(f"--impl {impl} needs a CUDA device{why}", "Use --impl stock.")
 
 
-def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
-    """Refuse more rounds than a run file holds, and print a line where drawing the plan takes a while."""
+def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
+    """Completions of each subject. Refuses more rounds than a run file holds, and prints a line where drawing the plan
+    takes a while."""
+    load, subjects, n = request.engine_load, prompts * max(1, len(request.samplings)), request.n
+    if n is None and request.vary is not None:
+        n = _N_VARIED
+    elif n is None:
+        n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
     if n * subjects > COMPLETIONS_MOST:
         raise UserError(
             f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions",
@@ -578,64 +537,48 @@ def _check_rounds(n: int, subjects: int, load: Load, sink: Sink) -> None:
         )
     if rounds > _ROUNDS_QUIET:
         sink.say(f"drawing the load plan of {rounds:,} rounds")
+    return n
 
 
-def _collect(
-    request: SampleRequest, loaded: LoadedModel, plan: Plan, sink: Sink, elsewhere: Elsewhere | None, writer: RunWriter
-) -> None:  # fmt: skip
-    """Sample with a progress bar; where stock never diverged, compare its operators at the sizes of the run."""
-    from nondet.core.runfile import read_run
-    from nondet.sampling.collect import collect
-    from nondet.sampling.shapes import explain_no_divergence, shapes_met
+class _Shown:
+    """A bar for each implementation, and what is known long before the verdict."""
 
-    impls, seed, ranks = request.impls, request.seed, request.world
-    with sink.progress() as progress:
-        tasks = {impl: progress.add_task(impl, total=plan.targets, start=False) for impl in impls}
+    def __init__(self, sink: Sink, bars: Progress, impls: Sequence[str], total: int) -> None:
+        self._sink, self._bars = sink, bars
+        self._tasks = {impl: bars.add_task(impl, total=total, start=False) for impl in impls}
 
-        def advance(impl: str, done: int, total: int, tokens: int) -> None:
-            progress.start_task(tasks[impl])
-            progress.update(tasks[impl], completed=done, description=f"{impl}, {tokens} tokens")
+    def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
+        """See `nondet.sampling.collect.Notes`."""
+        self._bars.start_task(self._tasks[impl])
+        text = f"{impl} {arm}".rstrip()
+        self._bars.update(self._tasks[impl], completed=done, description=f"{text}, {tokens} tokens")
 
-        def preparing(impl: str, done: int, total: int, uses: FirstUses) -> None:
-            what = "compiling and proving" if done < total - 1 else "playing a first round, off the clock:"
-            so_far = f"{done} of {total}, {uses.compiled} kernels and {uses.proofs} proofs so far"
-            progress.update(tasks[impl], description=f"{impl}: {what} {so_far}")
-            if done == total and uses.seconds >= 1.0:
-                what = f"{uses.proofs} proofs and {uses.compiled} compiled kernels"
-                sink.say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")
+    def preparing(self, impl: str, done: int, total: int, uses: FirstUses) -> None:
+        """See `nondet.sampling.collect.Notes`."""
+        what = "compiling and proving" if done < total - 1 else "playing a first round, off the clock:"
+        so_far = f"{done} of {total}, {uses.compiled} kernels and {uses.proofs} proofs so far"
+        self._bars.update(self._tasks[impl], description=f"{impl}: {what} {so_far}")
+        if done == total and uses.seconds >= 1.0:
+            what = f"{uses.proofs} proofs and {uses.compiled} compiled kernels"
+            self._sink.say(f"nondet: {impl}: {what} in {uses.seconds:.1f} s, kept for the next run and in no figure.")
 
-        def first_round(impl: str, recorded: Sequence[Completion]) -> None:
-            """The number of answers that differ from their prompt's most common one, long before the verdict."""
-            prompts: dict[int, list[Completion]] = {}
-            for c in recorded:
-                prompts.setdefault(c.prompt, []).append(c)
-            groups = list(prompts.values())
-            traces, texts = (
-                sum(len(group) - Counter(map(digest, group)).most_common(1)[0][1] for group in groups)
-                for digest in (attrgetter("trace"), attrgetter("tokens_digest"))
-            )
-            of = "" if len(groups) == 1 else f" of {len(groups):,} prompts, each within its own"
-            sink.say(
-                f"{impl}, so far: {texts:,} of {len(recorded):,} completions{of} differ from the most common one, "
-                f"{traces:,} in their logprob bits"
-            )
-
-        collect(
-            loaded, plan, impls, writer, seed=seed, threads=request.threads, settle=_SETTLE, ranks=ranks,
-            elsewhere=elsewhere, progress=advance, preparing=preparing, told=None if sink.quiet else first_round,
-            turns=request.turns,
-        )  # fmt: skip
-    if ranks > 1 or elsewhere is not None or "stock" not in impls:
-        return  # over ranks its operators ran at the sizes of a share, which no single process has
-    so_far = read_run(writer.path)
-    traces: dict[int, set[str]] = {}
-    for c in so_far.completions:
-        if c.impl == "stock" and c.status == "ok":
-            traces.setdefault(c.prompt, set()).add(c.trace)
-    if traces and all(len(seen) == 1 for seen in traces.values()):
-        for row in explain_no_divergence(loaded, shapes_met(so_far, "stock"), seed):
-            if row.key not in writer.done:
-                writer.write(row)
+    def first_round(self, impl: str, completions: Sequence[Completion]) -> None:
+        """The number of answers that differ from their prompt's most common one."""
+        if self._sink.quiet:
+            return
+        prompts: dict[int, list[Completion]] = {}
+        for c in completions:
+            prompts.setdefault(c.prompt, []).append(c)
+        groups = list(prompts.values())
+        traces, texts = (
+            sum(len(group) - Counter(map(digest, group)).most_common(1)[0][1] for group in groups)
+            for digest in (attrgetter("trace"), attrgetter("tokens_digest"))
+        )
+        of = "" if len(groups) == 1 else f" of {len(groups):,} prompts, each within its own"
+        self._sink.say(
+            f"{impl}, so far: {texts:,} of {len(completions):,} completions{of} differ from the most common one, "
+            f"{traces:,} in their logprob bits"
+        )
 
 
 def implementations(impls: list[str] | None, *, drawn: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from nondet.errors import UserError
 from nondet.sampling.plan import Load, make_engine, parse_load
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, latest_run, pick_device
-from nondet.services.sample import implementations, open_model, planned, prompt_text
+from nondet.services.sample import implementations, open_model, prompt_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -257,20 +257,13 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
 
 
 def _under_vllm(request: TraceRequest, output: Output) -> Path:
-    from nondet.sampling.model import load_model
+    from nondet.sampling.collect import plan_prompts
     from nondet.trace.vllm import VllmTrace
-    from nondet.vllm.engine import VllmEngine, check_installed
+    from nondet.vllm.engine import VllmEngine
 
-    check_installed()
-    device, text, load = (
-        pick_device(request.device),
-        prompt_text(request.prompt, request.prompt_file),
-        request.engine_load,
-    )
-    pick_device("cpu", request.threads)
-    loaded = replace(load_model(request.model, request.dtype, "cpu", attention="eager"), device=device)
-    load = replace(load, sharing=False)
-    plan, described = planned(loaded, load, [text], load.targets, request.max_tokens, request.seed, request.impls)
+    text, load = prompt_text(request.prompt, request.prompt_file), replace(request.engine_load, sharing=False)
+    loaded = open_model(request, output.sink)
+    plan, described = plan_prompts(loaded, load, [text], load.targets, request.max_tokens, request.seed, request.impls)
     target = next(r for r in plan.rounds[0] if r.target)
     engine = VllmEngine(loaded, load, max(len(r.prompt) + r.max_new_tokens for r in plan.rounds[0]))
     try:
@@ -302,11 +295,12 @@ def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
 
 
 def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
+    from nondet.sampling.collect import plan_prompts
     from nondet.trace.search import Arm
 
     text, seed, load = prompt_text(request.prompt, request.prompt_file), request.seed, request.engine_load
     loaded = open_model(request, sink)
-    plan, described = planned(loaded, load, [text], load.targets, request.max_tokens, seed, request.impls)
+    plan, described = plan_prompts(loaded, load, [text], load.targets, request.max_tokens, seed, request.impls)
     target = next(r for r in plan.rounds[0] if r.target)
     arms = Arm("alone", target.id, (target,), load, seed), Arm("in company", target.id, plan.rounds[0], load, seed)
     return loaded, arms, described

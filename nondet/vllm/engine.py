@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,13 +65,9 @@ def cache_bytes(config: Any, tokens: int, itemsize: int = 2) -> int:
 
 
 def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int, config: Any = None) -> dict[str, Any]:
-    """The arguments of vLLM's LLM.
-
-    Args:
-        longest: Most tokens of a request, its completion among them.
-        config: The model's, for the size of the cache on a GPU: what all requests of a step need, so that nothing is
-            preempted and the rest of the GPU stays free. None: nine tenths of the GPU, as vLLM takes them.
-    """
+    """The arguments of vLLM's LLM. `longest` is the most tokens of a request, its completion among them. `config`, the
+    model's, gives the cache's size on a GPU: what all requests of a step need, so that nothing is preempted and the
+    rest of the GPU stays free. None: nine tenths of the GPU, as vLLM takes them."""
     made: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
@@ -97,22 +93,14 @@ def arguments_of(folder: Path, dtype: str, device: str, load: Load, longest: int
 
 
 class Played(NamedTuple):
-    """One round, as the other process saw it.
+    """One round, as the other process saw it."""
 
-    Attributes:
-        answers: Request id -> (token ids, logprobs or None, finish, cached prompt tokens).
-        steps: Of each step the tokens that each request had in it.
-        preempted: Number of preemptions.
-        page: Tokens in a page of its cache.
-        graphs: Whether its steps may run as CUDA graphs.
-    """
-
-    answers: dict[str, tuple[list[int], list[float] | None, str, int]]
-    steps: list[dict[str, int]]
+    answers: dict[str, tuple[list[int], list[float] | None, str, int]]  # ids, logprobs, finish, cached prompt tokens
+    steps: list[dict[str, int]]  # the tokens that each request had in a step
     seconds: float
-    preempted: int
-    page: int = 0
-    graphs: bool = False
+    preempted: int  # preemptions
+    page: int = 0  # tokens in a page of its cache
+    graphs: bool = False  # whether its steps may run as CUDA graphs
 
 
 def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: list[Any]) -> Played:
@@ -308,33 +296,43 @@ class VllmEngine:
         self._pipe = self._process = None
 
 
-class VllmArms:
-    """vLLM along the axes of `nondet sample --vary`: restarted for each arm and implementation. Arguments as of
-    `VllmEngine`; a page is a multiple of `grain` tokens."""
+class VllmHost:
+    """vLLM under the conditions of an arm and an implementation, restarted for each; `nondet.sampling.collect.Host`.
+    Along axes a page is a multiple of `grain` tokens; 0: pages and prefills are as vLLM has them."""
 
-    def __init__(self, loaded: LoadedModel, longest: int, grain: int) -> None:
+    layers: Any = None  # they are in another process
+
+    def __init__(self, loaded: LoadedModel, longest: int, grain: int = 0) -> None:
         self._loaded, self._longest, self._grain = loaded, longest, grain
         self._key: tuple[Conditions, str] | None = None
         self._stack = ExitStack()
 
     def _engine(self, conditions: Conditions) -> VllmEngine:
-        load, chunk = conditions.load, conditions.setting.chunk or 0
-        page = -(-load.page // self._grain) * self._grain
-        return VllmEngine(self._loaded, load, self._longest, block_size=page, long_prefill_token_threshold=chunk)
+        load, more = conditions.load, {}
+        if self._grain:
+            more["block_size"] = -(-load.page // self._grain) * self._grain
+            more["long_prefill_token_threshold"] = conditions.setting.chunk or 0
+        return VllmEngine(self._loaded, load, self._longest, **more)
 
-    def describe(self, base: Conditions) -> dict[str, Any]:
-        """What the base is started with."""
-        with closing(self._engine(base)) as engine:
+    def under(self, impl: str) -> AbstractContextManager[Callable[[], Counter[str]]]:
+        """Nothing: vLLM is started with its implementation, and notes what ran itself."""
+        return nullcontext(Counter)
+
+    def describe(self, conditions: Conditions) -> dict[str, Any]:
+        """What the engine is started with."""
+        with closing(self._engine(conditions)) as engine:
             return engine.describe()
 
-    def run(self, requests: Sequence[Request], conditions: Conditions, impl: str) -> Session:
+    def play(
+        self, requests: Sequence[Request], conditions: Conditions, impl: str, seed: int, on_tokens: Any
+    ) -> Session:
         """One round from an empty cache. Raises UserError: vLLM did not start under these conditions."""
         if self._key != (conditions, impl):
             self.close()
             self._running = self._stack.enter_context(closing(self._engine(conditions)))
             self._stack.enter_context(self._running.implementation(impl))
             self._key = (conditions, impl)
-        return self._running.run(requests, conditions.load)
+        return self._running.run(requests, conditions.load, on_token_count=on_tokens)
 
     def close(self) -> None:
         """End the running one."""

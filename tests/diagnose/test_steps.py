@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from nondet.cli import main
-from nondet.core.records import Diagnosis, Header, Record, Run, Step, TraceVerdict
+from nondet.core.records import AxisTried, Diagnosis, Header, Record, Run, Step, TraceVerdict
 from nondet.core.runfile import open_run, read_run
 from nondet.diagnose import steps
-from nondet.diagnose.steps import Budget, Diagnoser, Effort, chosen_effort, effort_of, make_axes, thinned, try_axis
-from nondet.diagnose.verdict import QUESTIONS, conclude
+from nondet.diagnose.steps import Diagnoser, make_axes, try_axis
+from nondet.diagnose.verdict import QUESTIONS
 from nondet.sampling.collect import describe
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
@@ -25,7 +25,7 @@ from nondet.sampling.plan import Plan, make_engine, parse_load
 from nondet.verdict.gate import exit_code
 from tests.build import failed, row
 from tests.build import run_of as made_run
-from tests.diagnose.test_verdict import run_of, traced
+from tests.diagnose.test_verdict import run_of, session, traced
 from tests.sampling.conftest import planned
 from tests.trace.conftest import model_of
 
@@ -41,8 +41,8 @@ def plan_of(loaded: LoadedModel, n: int = 10) -> tuple[Plan, dict[str, Any]]:
     text = "For example, the"
     tokens = loaded.encode(text)
     plan = planned(loaded, _LOAD, text, n=n, new=8)
-    more = {"prompt": text, "prompt_tokens": len(tokens), "max_new_tokens": 8, "seed": 0, "impls": ["stock"]}
-    return plan, describe(loaded, plan, **more)
+    prompts = [{"text": text, "tokens": len(tokens)}]
+    return plan, describe(loaded, plan, prompts, 8, 0, ["stock"])
 
 
 def diagnosed(loaded: LoadedModel, path: Path, *, stop_at: str = "", resume: bool = False) -> Run:
@@ -71,8 +71,6 @@ def comparable(run: Run) -> list[Any]:
     for record in run.records():
         data = msgspec.to_builtins(record)
         data.pop("seconds", None)
-        if data.get("name") == "run":
-            data["figures"] = {k: v for k, v in data["figures"].items() if k not in ("round_s", "alone_s")}
         if data.get("name") == "cost" or data["type"] in ("round", "trace_verdict"):
             data = {k: data[k] for k in ("type", "name", "round", "impl", "finding", "families") if k in data}
         if data["type"] == "diagnosis":
@@ -191,106 +189,57 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
     diagnoser = Diagnoser(
         SimpleNamespace(model=None, device="cpu"), Plan(parse_load(_LOAD), ()), writer, 0, 1, lambda _: None
     )  # type: ignore[arg-type] # no model
-    diagnoser._budget = Budget()
     step = diagnoser._operator(run_of({"greedy": "yes", "run": "no"}))
     assert step.outcome == ("yes" if finding == "run-to-run" else "unknown")
     assert step.sentence.startswith("each arm was bit-identical when it was repeated") == (step.outcome == "unknown")
 
 
-# How much a diagnosis asks: all of it where sessions are quick, less where they are slow, and never in silence.
+def test_a_limit_takes_rounds_and_values_and_says_so(
+    embedded: LoadedModel, tmp_path: Path, whole: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first round is proof, one value of each property; past the limit of a clean run, one each as well, and
+    two rounds: completions of one are not independent. A diagnosis without a limit runs everything."""
+    played: list[str] = []
 
-# Seconds of a round and of the prompt alone: on two cores of a Xeon, and where each step of stock costs 56 ms.
-XEON, SLOW = (1.4, 0.6), (8.0, 5.5)
+    def tried(engine: Any, axis: Any, impl: str, values: Any = (), over: Any = None) -> AxisTried:
+        trials = [t.name for t in axis.trials if t.name in values or not values]
+        trials = trials[-1:] if over() else trials
+        played.extend(trials)
+        return AxisTried(
+            axis=axis.name, impl=impl, held="", values=trials, parted=[], tried=1, traces=0, tokens=0, first=None
+        )
 
+    def rounds(self: Diagnoser, impl: str, wanted: Any) -> None:
+        played.extend(f"round {number}" for number in range(len(self.plan.rounds)) if wanted(number))
 
-def test_a_quick_machine_is_asked_everything() -> None:
-    """Nothing is left out, and nothing is said."""
-    effort = chosen_effort(5, *XEON, 6.0, 180.0)
-    assert (effort.rounds, effort.every, effort.margins, effort.times) == (5, 1, 2, 2)
-    assert effort.sentence(5, 180.0) == ""
-
-
-def test_a_slow_one_is_asked_less_and_told_what() -> None:
-    """Fewer rounds and values, never fewer than two rounds, with both figures and the way out in the sentence."""
-    effort = chosen_effort(5, *SLOW, 36.0, 120.0)
-    assert (effort.rounds, effort.every, effort.margins, effort.times) == (2, 3, 1, 1)
-    sentence = effort.sentence(5, 120.0)
-    assert "2 rounds of 5 and every third value" in sentence
-    assert "8.0 s" in sentence
-    assert "--within 0" in sentence
-
-
-def test_where_the_first_round_is_proof_rounds_only_narrow_the_rate() -> None:
-    """As many as take a few seconds, and one value of each axis; where rounds are slow, the one that is proof."""
-    quick, slow = (chosen_effort(5, *times, 36.0, 120.0, differs=True) for times in (XEON, SLOW))
-    assert (quick.rounds, quick.every, quick.margins, quick.times) == (5, 0, 1, 2)
-    assert (slow.rounds, slow.every, slow.margins, slow.times) == (1, 0, 1, 2)
-    assert "which is proof: 1 round of 5 and the last value of each axis run" in slow.sentence(5, 120.0)
-    assert slow.least_cure.every == 0
-    assert chosen_effort(5, *SLOW, 36.0, 0.0, differs=True) == Effort(5, round_s=8.0, alone_s=5.5)
-    axes = make_axes(parse_load("default"), range(30), range(30), 512)
-    assert next([t.name for t in axis.trials] for axis in thinned(axes, 0)) == ["32 requests"]
-
-
-@pytest.mark.parametrize("planned", [1, 2, 3, 5, 9])
-def test_more_time_never_asks_less(planned: int) -> None:
-    """Along the limit the rounds grow and the axes fill up; without a limit all is asked; of one round, one."""
-    efforts = [chosen_effort(planned, *SLOW, 36.0, within) for within in (1.0, 100.0, 300.0, 500.0, 900.0, 1e9, 0.0)]
-    sizes = [(e.rounds, -e.every, e.margins, e.times) for e in efforts]
-    assert sizes == sorted(sizes)
-    assert sizes[0][0] == min(planned, 2)
-    assert sizes[-1] == sizes[-2] == (planned, -1, 2, 2)
-
-
-def test_a_budget_counts_what_went_by() -> None:
-    """By a clock made by hand; without a limit nothing is ever left out, and what later parts need is kept for them."""
-    now = 100.0
-    budget = Budget(60.0, 10.0, lambda: now)
-    assert (budget.spent, budget.left) == (10.0, 50.0)
-    assert budget.lacks("a trace", 30.0, 20.0) == ""
-    now += 1.0
-    reason = budget.lacks("a trace", 30.0, 20.0)
-    assert reason.startswith(
-        "a trace would take 30 s or more, and of 60 s 49 s are left, 20 s of them for what follows"
-    )
-    assert budget.lacks("a trace", 30.0, 50.0) == ""  # what does not fit any more is not waited for
-    now += 100.0
-    assert "of 60 s 0 s are left" in budget.lacks("a trace", 1.0)
-    assert Budget(clock=lambda: now).lacks("a trace", 1e9, 1e9) == ""
-
-
-def test_the_least_cure_is_never_more_than_the_cure() -> None:
-    """What is kept for it while a trace runs is the least, and grows with what a session takes."""
-    for effort in (chosen_effort(5, *XEON, 6.0, 180.0), chosen_effort(5, *SLOW, 36.0, 120.0), Effort(1)):
-        assert effort.least_cure.cure_s <= effort.cure_s
-    assert chosen_effort(5, *XEON, 0.0, 0.0).least_cure.cure_s < chosen_effort(5, *SLOW, 0.0, 0.0).least_cure.cure_s
+    monkeypatch.setattr(steps, "try_axis", tried)
+    monkeypatch.setattr(Diagnoser, "_collect", rounds)
+    plan, described = plan_of(embedded, n=25)
+    first = {"completions": [c for c in whole.completions if c.impl == "stock" and c.round == 0]}
+    known = [s for s in whole.steps if s.name in ("greedy", "run")]
+    alike = {"completions": [msgspec.structs.replace(c, trace=known[0].facts["trace"]) for c in first["completions"]]}
+    for completions, within, spent, expected in [
+        (first, 100.0, 10.0, (5, 1)),
+        (first, 0.0, 1e6, (5, 6)),
+        (alike, 100.0, 10.0, (5, 6)),
+        (alike, 100.0, 200.0, (2, 1)),
+    ]:
+        writer = open_run(tmp_path / "run.jsonl", command="diagnose", plan=described, environment={}, force=True)
+        diagnoser = Diagnoser(embedded, plan, writer, 0, 1, lambda _: None, within, clock=lambda: spent)  # noqa: B023
+        monkeypatch.setattr(Diagnoser, "_so_far", lambda _: run_with(**completions, steps=known))  # noqa: B023
+        diagnoser._kept = {None: session("1" * 64, []), 0: session("1", [])}
+        played.clear()
+        step, axes = diagnoser._batch(diagnoser._so_far()), diagnoser._axes(diagnoser._so_far())
+        assert sum(name.startswith("round") for name in played) == expected[0]
+        assert sum(name.endswith("requests") and name[0].isdigit() for name in played) == expected[1]
+        assert ("values of the axes run (--within 0 runs all)" in axes.facts.get("less", "")) == (expected[1] == 1)
+        assert step.figures["rounds"] == 1
+        writer.close()
 
 
 def run_with(**more: Any) -> Run:
     header = Header(format="nondet-run", schema=3, command="diagnose", plan={}, environment={}, started="")
     return Run(header=header, **more)
-
-
-def test_what_was_decided_is_read_back() -> None:
-    """A resumed run asks what the first process decided, older files everything; the verdict's limits say so."""
-    effort = chosen_effort(5, *SLOW, 36.0, 120.0)
-    less = effort.sentence(5, 120.0)
-    step = Step(
-        name="run", outcome="yes", sentence="s", figures={"alone": 3.0, **effort.figures()}, facts={"less": less}
-    )
-    assert effort_of(run_with(steps=[step]), 5) == effort
-    assert effort_of(run_with(steps=[Step(name="run", outcome="yes", sentence="s")]), 5) == Effort(5)
-    assert any("2 rounds of 5" in line for line in conclude(run_with(steps=[step])).limits)
-
-
-def test_thinned_axes_keep_their_ends() -> None:
-    """The smallest and the largest stay, and so does what shares a prefix: its two trials are two questions."""
-    axes = make_axes(parse_load("default"), range(30), range(30), 512)
-    values = {axis.name: [t.name for t in axis.trials] for axis in thinned(axes, 3)}
-    assert values["batch size"] == ["2 requests", "8 requests", "32 requests"]
-    assert len(values["prefix sharing"]) == 2
-    assert values["chunked prefill"] == ["chunks of 1", "chunks of 32"]
-    assert [len(axis.trials) for axis in thinned(axes, 1)] == [len(axis.trials) for axis in axes]
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ import pytest
 
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
+from nondet.sampling.collect import plan_prompts
 from nondet.sampling.plan import Load, Outcome, Request, Session, build_plan, long_prompts, parse_load
-from nondet.services.sample import SampleRequest, planned
+from nondet.services.sample import SampleRequest
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import Command
@@ -124,7 +125,7 @@ def test_an_engine_that_differs_beyond_some_keys(monkeypatch: pytest.MonkeyPatch
         encode=lambda text: list(text.encode()[::4]), encode_plain=lambda text: list(text.encode()[::4]),
     )  # fmt: skip
     given = (["For example, the"], 80, request.length, 0, ["stock"])
-    plan, described = planned(loaded, request.engine_load, *given, riders=long_prompts())
+    plan, described = plan_prompts(loaded, request.engine_load, *given, riders=long_prompts())
     assert [p["tokens"] for p in described["prompts"]] == [4, *(len(text.encode()[::4]) for text in long_prompts())]
     bits: dict[int, set[bytes]] = {}
     for requests in plan.rounds:

@@ -96,7 +96,7 @@ def test_an_engine_that_stops_is_one_line(run: Command, monkeypatch: pytest.Monk
 
     fatal = reason_of(RuntimeError("index_copy_(): slice shapes differ\n  at frame 1\n  at frame 2"))
     session = Session(outcomes=[], steps=1, tokens=0, seconds=0.0, fatal=fatal)
-    monkeypatch.setattr("nondet.sampling.collect._Rounds._session", lambda *_, **__: session)
+    monkeypatch.setattr("nondet.sampling.collect.Here.play", lambda *_, **__: session)
     code, _, err = run("sample", "--n", "2", "--impl", "stock", "--load", "none", "--device", "cpu")
     assert code == 1
     assert err.count("\n") == 1

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nondet.core.runfile import RunWriter
+from nondet.sampling.axes import Conditions, Varied
+from nondet.sampling.collect import Here, Notes, Survey, arms_of, collect
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Plan, build_plan, parse_load
 
@@ -54,6 +59,24 @@ def planned(
         parsed, n=n or parsed.targets, seed=seed, prompt=loaded.encode(prompt), samplings=samplings,
         max_new_tokens=new, context=256, encode=loaded.encode_plain,
     )  # fmt: skip
+
+
+class Silent:
+    """Notes that nothing is done with."""
+
+    progress: Any = staticmethod(lambda *_: None)
+    preparing = first_round = progress
+
+
+def collected(
+    loaded: LoadedModel, plan: Plan, impls: Sequence[str], writer: RunWriter, notes: Notes | None = None,
+    threads: int | None = None, base: Conditions | None = None, axes: Sequence[Varied] = (), **options: Any,
+) -> None:  # fmt: skip
+    """Sample the plan by itself, or along axes, into an open run file."""
+    arms = arms_of(base or Conditions(plan.load, loaded.dtype, threads=threads), axes)
+    survey = Survey(loaded, plan, arms, impls, axes, **options)
+    with closing(Here(loaded)) as host:
+        collect(survey, host, writer, notes)
 
 
 @pytest.fixture(scope="session")

@@ -26,10 +26,11 @@ from nondet.reports.document import BRIEF
 from nondet.reports.terminal import renderables
 from nondet.sampling import collect as varying
 from nondet.sampling.axes import AXES, Conditions, Proof, Subject, Varied, parse_vary, plan_axes
-from nondet.sampling.collect import describe
+from nondet.sampling.collect import describe, play_replicas
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
+from nondet.sampling.orders import ORDERS, client_of
 from nondet.sampling.plan import (
     PLAIN,
     Outcome,
@@ -43,13 +44,13 @@ from nondet.sampling.plan import (
     long_prompt,
     parse_load,
 )
-from nondet.sampling.schedule import ORDERS, client_of, route
+from nondet.sampling.routing import route
 from nondet.sampling.speculation import check_draft_model, edit, look_up
 from nondet.services.sample import check_vary
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import tally_axes
-from tests.sampling.conftest import planned
+from tests.sampling.conftest import Silent, collected, planned
 
 LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 
@@ -225,9 +226,8 @@ def axes_of(loaded: LoadedModel, plan: Plan, spec: str = ALL) -> tuple[Condition
 
 
 def opened(loaded: LoadedModel, plan: Plan, path: Path, axes: list[Varied], resume: bool = False) -> RunWriter:
-    header = describe(
-        loaded, plan, prompt=TEXT, prompt_tokens=20, max_new_tokens=NEW, seed=0, impls=["stock", "invariant"]
-    )
+    prompts = [{"text": TEXT, "tokens": 20}]
+    header = describe(loaded, plan, prompts, NEW, 0, ["stock", "invariant"])
     names = {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes}
     return open_run(path, command="sample", plan=header | {"vary": names}, environment={"torch": "2"}, resume=resume)
 
@@ -241,7 +241,7 @@ def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varying, "implementation", planted)
         writer = opened(tiny_float32, plan, path, axes)
-        varying.vary(tiny_float32, plan, base, axes, ["stock", "invariant"], writer)
+        collected(tiny_float32, plan, ["stock", "invariant"], writer, base=base, axes=axes)
     writer.finish()
     writer.close()
     return read_run(path)
@@ -355,7 +355,7 @@ def test_a_value_without_effect_counts_nowhere(
     plan = plan_of(tiny_float32)
     base, axes = axes_of(tiny_float32, plan, "chunk=900")
     writer = opened(tiny_float32, plan, tmp_path / "run.jsonl", axes)
-    varying.vary(tiny_float32, plan, base, axes, ["invariant"], writer)
+    collected(tiny_float32, plan, ["invariant"], writer, base=base, axes=axes)
     writer.finish()
     writer.close()
     run = read_run(tmp_path / "run.jsonl")
@@ -373,13 +373,14 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
     base, axes = axes_of(tiny_float32, plan, "sharing,scheduler=shortest")
 
     def run(path: Path, stop: str = "nowhere") -> Run:
-        def progress(impl: str, arm: str, done: int, arms: int) -> None:
-            if arm == stop:
-                raise KeyboardInterrupt
+        class Stops(Silent):
+            def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
+                if arm == stop:
+                    raise KeyboardInterrupt
 
         writer = opened(tiny_float32, plan, path, axes, resume=path.exists())
         try:
-            varying.vary(tiny_float32, plan, base, axes, ["stock"], writer, progress=progress)
+            collected(tiny_float32, plan, ["stock"], writer, Stops(), base=base, axes=axes)
             writer.finish()
         finally:
             writer.close()
@@ -400,7 +401,7 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
     assert timeless[0] == timeless[1]
 
 
-def test_a_round_of_several_engines_loses_nothing_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_of_several_engines_loses_nothing_of_theirs() -> None:
     """First use, steps, packs, pace, logits and admissions of every replica are in the round's one session."""
 
     def run(requests: list[Request], *_: Any, **__: Any) -> Session:
@@ -412,10 +413,9 @@ def test_a_round_of_several_engines_loses_nothing_of_theirs(monkeypatch: pytest.
             pace=[Pace(0.5, 1, False), Pace(0.5, 1, True)], first_use_seconds=1.5,
         )  # fmt: skip
 
-    monkeypatch.setattr(varying, "make_engine", lambda *_: SimpleNamespace(run=run))
     requests = [Request(f"t{i}", True, (1, 2, 3), 1, 0) for i in range(3)]
-    conditions = Conditions(parse_load(LOAD), "float32", replicas=3, routing="round-robin")
-    session = varying.run_replicas(None, requests, conditions)
+    engine: Any = SimpleNamespace(run=run)
+    session = play_replicas(engine, requests, parse_load(LOAD), 3, "round-robin")
     assert session.first_use_seconds == 4.5
     assert (session.steps, session.seconds, session.tokens) == (6, 3.0, 3)
     assert sorted(session.packs) == [1, 2, 3, 4, 5, 6]

@@ -22,14 +22,14 @@ from nondet.core.traces import read_traces, traces_path
 from nondet.errors import EngineStoppedError, UnknownNameError, UserError
 from nondet.sampling import collect as collecting
 from nondet.sampling import engine
-from nondet.sampling.collect import collect, describe
+from nondet.sampling.collect import describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Session
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.sampling.conftest import planned
+from tests.sampling.conftest import Silent, collected, planned
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
@@ -41,7 +41,8 @@ def plan_of(loaded: LoadedModel, n: int = 10) -> Plan:
 
 
 def opened(loaded: LoadedModel, plan: Plan, path: Path, impls: Sequence[str], **how: bool) -> RunWriter:
-    header = describe(loaded, plan, prompt=PROMPT, prompt_tokens=4, max_new_tokens=5, seed=0, impls=impls)
+    prompts = [{"text": PROMPT, "tokens": 4}]
+    header = describe(loaded, plan, prompts, 5, 0, impls)
     return open_run(path, command="sample", plan=header, environment=ENVIRONMENT, **how)
 
 
@@ -57,7 +58,7 @@ def sample(
     plan = plan_of(loaded, n)
     writer = opened(loaded, plan, path, impls, resume=resume)
     try:
-        collect(loaded, plan, impls, writer, **options)
+        collected(loaded, plan, impls, writer, **options)
         writer.finish()
     finally:
         writer.close()
@@ -141,12 +142,13 @@ def test_stopping_and_resuming_gives_the_same_run(
     """Ctrl-C in any round, then --resume: record for record the run that was never stopped."""
     path = tmp_path / "run.jsonl"
 
-    def stop(impl: str, done: int, total: int, tokens: int) -> None:
-        if done == after:
-            raise KeyboardInterrupt
+    class Stops(Silent):
+        def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
+            if done == after:
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sample(tiny, path, progress=stop)
+        sample(tiny, path, notes=Stops())
     stopped = read_run(path)
     assert len(stopped.rounds) == (after - 1) // 4
     assert sum(r.targets for r in stopped.rounds) == len(stopped.completions)
@@ -225,9 +227,10 @@ def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path
     path = tmp_path / "run.jsonl"
     armed = False
 
-    def arm(impl: str, done: int, total: int, tokens: int) -> None:
-        nonlocal armed
-        armed = done >= 4
+    class Arms(Silent):
+        def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
+            nonlocal armed
+            armed = done >= 4
 
     def hook(*_: Any) -> None:
         if armed:
@@ -236,7 +239,7 @@ def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path
     handle = tiny.model.register_forward_pre_hook(hook)
     try:
         with pytest.raises(EngineStoppedError, match=r"round 1.*no such kernel"):
-            sample(tiny, path, progress=arm)
+            sample(tiny, path, notes=Arms())
     finally:
         handle.remove()
     run = read_run(path)
@@ -257,10 +260,12 @@ def test_every_implementation_gets_the_same_load(
 
     monkeypatch.setattr(collecting, "implementation", noted)
     seen: list[tuple[str, int, int]] = []
-    run = sample(
-        tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4,
-        progress=lambda impl, done, total, tokens: seen.append((impl, done, total)),
-    )  # fmt: skip
+
+    class Noted(Silent):
+        def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
+            seen.append((impl, done, total))
+
+    run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=Noted())
     assert entered == ["stock", "invariant"]
     assert seen == [(impl, i, 4) for impl in entered for i in (1, 2, 3, 4)]
     stock, invariant = ([c for c in run.completions if c.impl == name] for name in entered)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import closing
 
 import pytest
 import torch
 
 from nondet.cli import main
+from nondet.core.launch import listen
 from nondet.core.runfile import open_run, read_run
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
@@ -23,6 +24,7 @@ from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Load, Request, Session, build_plan
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.replay import tape_of
+from tests.sampling.conftest import collected
 
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
@@ -39,7 +41,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="module")
 def over_two(loaded):
     """It, on two ranks."""
-    with RanksEngine(loaded, 2) as engine:
+    with closing(RanksEngine(loaded, 2)) as engine:
         yield engine
 
 
@@ -67,10 +69,10 @@ def test_a_session_over_two_ranks_is_the_engines_own(over_two):
 @pytest.mark.nightly
 def test_invariant_over_ranks_does_not_follow_the_company(over_two):
     """One trace alone and beside others, with sums over ranks replaced; what stood under it is told."""
-    with over_two.implementation("invariant") as coverage:
-        alone, beside = (_trace(over_two.run(_requests(count), LOAD)) for count in (1, 3))
-        assert alone == beside
-        assert coverage()["replaced: all_reduce"] > 0
+    with listen() as ran:
+        alone, beside = (_trace(over_two.run(_requests(count), LOAD, "invariant")) for count in (1, 3))
+    assert alone == beside
+    assert ran["replaced: all_reduce"] > 0
 
 
 def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
@@ -81,8 +83,7 @@ def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
         with rank_free(loaded.model):
             traces["rank-free", 1] = _trace(run_session(loaded.model, _requests(1), LOAD))
     for way in ("invariant", "rank-free"):
-        with over_two.implementation(way):
-            traces[way, 2] = _trace(over_two.run(_requests(1), LOAD))
+        traces[way, 2] = _trace(over_two.run(_requests(1), LOAD, way))
     assert traces["rank-free", 1] == traces["rank-free", 2]
     assert traces["invariant", 1] != traces["invariant", 2]
 
@@ -90,8 +91,7 @@ def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
 @pytest.mark.nightly
 def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     """One rank and two in one run: proven by the share that a rank holds, one trace where rank-free, several else."""
-    monkeypatch.setattr(collecting._Models, "over", lambda self, ranks: over_two)
-    monkeypatch.setattr(collecting._Models, "close", lambda self: None)
+    monkeypatch.setattr(collecting.Here, "_over", lambda self, ranks: over_two)
     load = Load(others=1, targets=2, spread=2, prompt=(4, 9), tokens=(2, 3), budget=32, requests=8)
     plan = build_plan(
         load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=1024, encode=loaded.encode_plain
@@ -99,10 +99,10 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     base = Conditions(load, "bfloat16")
     axes = plan_axes({"ranks": []}, Subject(base, "cpu", (), torch.get_num_threads(), heads=2))
     assert [value for value, _ in axes[0].values] == ["2"]
-    described = describe(loaded, plan, max_new_tokens=3, seed=0, impls=["invariant", "rank-free"])
+    described = describe(loaded, plan, [{"text": "", "tokens": 12}], 3, 0, ["invariant", "rank-free"])
     path = tmp_path / "run.jsonl"
     writer = open_run(path, command="sample", plan=described, environment={"torch": "2"})
-    collecting.vary(loaded, plan, base, axes, ["invariant", "rank-free"], writer)
+    collected(loaded, plan, ["invariant", "rank-free"], writer, base=base, axes=axes)
     writer.finish()
     writer.close()
     run = read_run(path)
@@ -118,7 +118,7 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
 @pytest.mark.nightly
 def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
     """The command's completions come from the ranks, its header says so, and no rank of its own plays them again."""
-    monkeypatch.setattr(collecting, "RanksEngine", lambda loaded, ranks: nullcontext(over_two))
+    monkeypatch.setattr(collecting.Here, "_over", lambda self, ranks: over_two)
     monkeypatch.chdir(tmp_path)
     options = ("--n", "2", "--max-tokens", "2", "--load", "targets=2,others=0", "--impl", "invariant", "--quiet")
     assert main(["sample", "--ranks", "2", "--device", "cpu", *options, "--out", "r.jsonl"]) == 0
@@ -150,7 +150,7 @@ def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPath
 @pytest.mark.nightly
 def test_a_step_that_fails_on_one_rank_is_told_at_once(loaded):
     """The engine of a rank that failed waits for the others, which wait for it: the failure is the answer, in time."""
-    with RanksEngine(loaded, 2) as engine:
+    with closing(RanksEngine(loaded, 2)) as engine:
         assert engine._group is not None
         engine._group.ask("tests.ranks.tasks:break_a_step")
         started = time.monotonic()

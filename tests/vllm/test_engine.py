@@ -157,7 +157,7 @@ def test_vllm_is_started_anew_for_each_arm_and_implementation(monkeypatch: pytes
             yield
             said.append("ended")
 
-        def run(self, requests: Any, load: Any) -> Any:
+        def run(self, requests: Any, load: Any, **_: Any) -> Any:
             return load.budget
 
         def describe(self) -> dict[str, Any]:
@@ -169,12 +169,12 @@ def test_vllm_is_started_anew_for_each_arm_and_implementation(monkeypatch: pytes
     monkeypatch.setattr(engine, "VllmEngine", Started)
     base = Conditions(load=PRESETS["light"], dtype="float32")
     chunked = replace(base, setting=replace(base.setting, chunk=8))
-    with closing(engine.VllmArms(SimpleNamespace(), 99, 32)) as arms:  # type: ignore[arg-type] # no model is loaded
+    with closing(engine.VllmHost(SimpleNamespace(), 99, 32)) as arms:  # type: ignore[arg-type] # no model is loaded
         assert arms.describe(base) == {"block_size": 32, "long_prefill_token_threshold": 0}
         assert said == ["closed"]
         said.clear()
-        assert [arms.run([], c, "stock") for c in (base, base, chunked)] == [base.load.budget] * 3
-        arms.run([], chunked, "invariant")
+        assert [arms.play([], c, "stock", 0, None) for c in (base, base, chunked)] == [base.load.budget] * 3
+        arms.play([], chunked, "invariant", 0, None)
     first, second = (
         {"block_size": 32, "long_prefill_token_threshold": 0},
         {
