@@ -148,12 +148,13 @@ def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
     def asked(kind: str, prompt: str) -> int:
         run = tmp_path / f"{kind}{len(prompt)}.jsonl"
         arms = ["--arms", "solo=2,loaded=6", "--max-tokens", "8", "--prompt", prompt, "--out", str(run), "-q"]
-        with serving(kind) as server:
-            assert main(["sample", "--endpoint", server.url, *arms]) == 0
+        if not run.exists():
+            with serving(kind) as server:
+                assert main(["sample", "--endpoint", server.url, *arms]) == 0
         capsys.readouterr()
         return main(["mismatch", str(run), "--device", "cpu", "--threads", "1", "--out", f"{run}.m.jsonl", "-q"])
 
-    assert asked("vllm", "#!!") == 2
+    assert asked("vllm", "#!") == 2
     assert re.search("a text is '.*' there and '.*' here, by another tokenizer", capsys.readouterr().err)
     monkeypatch.setattr(LoadedModel, "decode", lambda _, ids: text_of(ids))  # as if the toy had this one
     assert asked("vllm", "#!") == 0  # the toy counts letters, and here a letter is a token

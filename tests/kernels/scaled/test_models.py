@@ -21,7 +21,7 @@ from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled.functions import quantize_block, quantize_row
 from nondet.sampling.model import load_model, quantization_of
-from tests.build import needs_row_scales
+from tests.build import needs_accelerate, needs_row_scales
 from tests.kernels.tiers import at_length
 
 pytestmark = pytest.mark.slow  # whole models
@@ -116,6 +116,7 @@ def test_what_the_script_cannot_do_is_one_line(folders, tmp_path, monkeypatch, c
     assert not list(tmp_path.iterdir())
 
 
+@needs_accelerate
 @pytest.mark.parametrize("how", ["block", *at_length("tensor")])
 def test_a_copy_loads_as_bfloat16_on_a_cpu(folders, how):
     """As transformers says it does where there is no GPU: --model takes the folder, and meets plain linear layers."""
