@@ -106,7 +106,7 @@ def proofs() -> dict[str, tuple[bool, str]]:
 
 
 def summed_by_dtensor(x: torch.Tensor, scattered: bool) -> torch.Tensor:
-    """The sum of all ranks' x, or this rank's share of its rows, as DTensor asks for it."""
+    """The sum of all ranks' x, or this rank's share of its rows."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -115,8 +115,8 @@ def summed_by_dtensor(x: torch.Tensor, scattered: bool) -> torch.Tensor:
     return partial.redistribute(placements=[Shard(0) if scattered else Replicate()]).to_local()
 
 
-def all_reduce_under_a_block(dtensor: bool) -> dict[str, object]:
-    """Every form of an all-reduce under batch_invariant(), and stock again after it."""
+def all_reduce_under_a_block(compiled: bool) -> dict[str, object]:
+    """Forms of an all-reduce under batch_invariant(), those of compilers and DTensor too; and stock again after it."""
     import torch.distributed._functional_collectives as functional
 
     x = drawn((33, 101), torch.float32, dist.get_rank())
@@ -129,8 +129,8 @@ def all_reduce_under_a_block(dtensor: bool) -> dict[str, object]:
         dist.all_reduce(forms["in place"])
         forms["async"] = x.clone()
         dist.all_reduce(forms["async"], async_op=True).wait()
-        forms["functional"] = functional.wait_tensor(functional.all_reduce(x, "sum", _world()))
-        if dtensor:
+        if compiled:
+            forms["functional"] = functional.wait_tensor(functional.all_reduce(x, "sum", _world()))
             forms["dtensor"] = summed_by_dtensor(x, scattered=False)
         forms["strided"] = x.clone().T.contiguous().T
         dist.all_reduce(forms["strided"])
@@ -275,8 +275,8 @@ def many_sums(times: int) -> float:
     return last
 
 
-def reduce_scatter_under_a_block(dtensor: bool) -> dict[str, object]:
-    """Every form of a reduce-scatter under batch_invariant(), beside the same places of the sum in order."""
+def reduce_scatter_under_a_block(compiled: bool) -> dict[str, object]:
+    """The same of a reduce-scatter, beside the same places of the sum in order."""
     import torch.distributed._functional_collectives as functional
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -293,10 +293,10 @@ def reduce_scatter_under_a_block(dtensor: bool) -> dict[str, object]:
         dist.reduce_scatter(forms["list"], list(x.clone().chunk(world)))
         single(forms["async"], x, async_op=True).wait()
         dist.reduce_scatter(forms["strided"], [part.contiguous() for part in x.chunk(world)])
-        forms["functional"] = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))
-        several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
-        forms["coalesced"], forms["doubled"] = several[0] + 0.0, several[1] / 2.0
-        if dtensor:
+        if compiled:
+            forms["functional"] = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))
+            several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
+            forms["coalesced"], forms["doubled"] = several[0] + 0.0, several[1] / 2.0
             forms["dtensor"] = summed_by_dtensor(x, scattered=True)
         counted = torch.empty(1, dtype=torch.int64)
         single(counted, torch.ones(world, dtype=torch.int64))
