@@ -26,9 +26,9 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 BUDGET = {
     "bench": 1443,
     "certify": 738,
-    "commands": 890,
+    "commands": 889,
     "core": 6075,
-    "diagnose": 1114,
+    "diagnose": 940,
     "embedded": 7,
     "endpoint": 3149,
     "export": 472,
@@ -37,14 +37,14 @@ BUDGET = {
     "nondet": 1828,
     "probes": 5194,
     "ranks": 577,
-    "reports": 5363,
-    "sampling": 5972,
-    "services": 2913,
+    "reports": 5362,
+    "sampling": 5949,
+    "services": 2833,
     "testing": 569,
     "trace": 3224,
     "training": 629,
-    "verdict": 2631,
-    "vllm": 2304,
+    "verdict": 2618,
+    "vllm": 2302,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")
 _NEAREST = 25  # test files; collecting all of them takes longer than a quick run may

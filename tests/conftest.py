@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import importlib.util
 import inspect
 import math
@@ -13,12 +15,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Nothing that a test proves belongs into the user's own cache of certificates; processes started by tests inherit it.
-os.environ["NONDET_CACHE"] = tempfile.mkdtemp(prefix="nondet-tests-")
+# Nothing that a test proves belongs into the user's own cache of certificates. The folder of the process that starts
+# workers is theirs as well, and that of processes that tests start: a thing is proven once.
+os.environ["NONDET_CACHE"] = (
+    os.environ["NONDET_CACHE"] if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="nondet-tests-")
+)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command does, before torch is loaded: see nondet.cli.main
 
 import pytest
@@ -27,6 +32,8 @@ import torch
 if importlib.util.find_spec("sniffio") is None:
     sys.modules["sniffio"] = None  # type: ignore[assignment] # else httpcore searches the path for it at each request
 
+gc.disable()  # what is loaded and collected stays, and to look at it again and again takes a quarter of that time
+gc.get_freeze_count = lambda: 2**20  # which transformers' sessions ask for: to count takes as long as to collect
 torch.set_num_threads(1)  # what a module's or a session's fixture computes, too
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is imported, so it has to be set before
@@ -38,14 +45,26 @@ def pytest_configure(config: pytest.Config) -> None:
     What Python compiles instead is also what the processes that tests start load.
     """
     hook: Any = config.pluginmanager.rewrite_hook
-    hook._must_rewrite.discard("nondet")
-    hook._marked_for_rewrite_cache.clear()
+    if hasattr(hook, "_must_rewrite"):  # not with --assert=plain
+        hook._must_rewrite.discard("nondet")
+        hook._marked_for_rewrite_cache.clear()
 
 
 def pytest_sessionfinish() -> None:
     """Nothing of ours stays in the temporary folder, and what was set apart from the collector is its again."""
     gc.unfreeze()
-    shutil.rmtree(os.environ["NONDET_CACHE"], ignore_errors=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["NONDET_CACHE"], ignore_errors=True)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Every other worker of a whole run loads the tests from their end: two compile a half of a fresh clone each."""
+    whole = [Path(path).name for path in session.config.args] == ["tests"]
+    if not whole or os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] not in "13579":
+        return
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"), reverse=True):
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # which is told where the file is collected
+            importlib.import_module(".".join(path.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 @pytest.hookimpl(trylast=True)  # after -m has made its choice
@@ -66,22 +85,10 @@ _over = math.inf
 
 
 def pytest_collection_finish() -> None:
-    """A quick run (scripts/test.sh --quick) names the seconds that its tests may take, once they are found."""
+    """A quick run (scripts/test.sh --quick) names the seconds that its tests may take: from here on."""
     global _over
+    gc.enable()
     _over = time.monotonic() + float(os.environ.get("NONDET_QUICK", "inf"))
-
-
-NO_ACCELERATE = importlib.util.find_spec("accelerate") is None
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """accelerate is optional: a test that fails for want of it is skipped, with the reason."""
-    report = yield
-    said = str(call.excinfo.value) if call.excinfo is not None else ""
-    if NO_ACCELERATE and report.failed and re.search("(package|requires) accelerate", said):
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, "Skipped: accelerate is not installed")
-    return report
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -117,7 +124,7 @@ _frozen: tuple[object, int] | None = None
 
 
 @pytest.fixture(autouse=True)
-def _cheap_collections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cheap_collections(request: pytest.FixtureRequest) -> None:
     """transformers' engine collects garbage twice a session, over all that is loaded: here half a second each time.
 
     What is alive is set apart as a file of tests begins, and what a test imported late before the next one.
@@ -126,7 +133,6 @@ def _cheap_collections(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     if _frozen != (now := (request.module, len(sys.modules))):
         gc.freeze()
         _frozen = now
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 2**20)  # to count them takes as long, and each session asks
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +181,14 @@ def run(
         return code, seen.out, re.sub(r"^(loading torch|connecting to .*) \.\.\.\n", "", seen.err, flags=re.MULTILINE)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with a tokenizer of its own, into which nothing is written."""
+    from tests.sampling.conftest import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from nondet.commands import help as command_help
 from nondet.core import registry
 from nondet.core.certificates import digest_of
 from nondet.core.inputs import KINDS
-from nondet.core.records import Row, Status
+from nondet.core.records import Status
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.probes.base import COMPUTE_DTYPES
@@ -203,7 +203,7 @@ def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Command, monkeypatch
 
 
 def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
-    """The smallest real probe: rows on disk, paths on stderr, a second run refused, a resumed one free."""
+    """The smallest real probe: rows on disk, paths on stderr, a second run refused, a resumed one free; so a report."""
     code, out, err = run("probe", "float-sum", "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
     assert "102 distinct results" in " ".join(out.split())
@@ -219,6 +219,11 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
     code, _, err = run("probe", "float-sum", "--out", "r.jsonl", "--resume")
     assert code == 0, err
     assert read_run(Path("r.jsonl")).rows == rows
+    Path("r.html").write_text("mine")
+    code, _, err = run("report", "r.jsonl", "--out", "r.html")
+    assert (code, "exists" in err, Path("r.html").read_text()) == (2, True, "mine")
+    assert run("report", "r.jsonl", "--out", "r.html", "--force")[0] == 0
+    assert Path("r.html").read_text() != "mine"
 
 
 def test_fail_on_divergent_gives_three(run: Command) -> None:
@@ -230,11 +235,11 @@ def test_fail_on_divergent_gives_three(run: Command) -> None:
         "    total = sum(part.sum(-1, keepdim=True) for part in e.chunk(1 + x.shape[0] % 7, -1))\n"
         "    return (e / total).to(x.dtype)\n"
     )
-    small = ("probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--k", "64")
-    rows = _rows(run, *small)
+    small = ("probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--k", "64", "--out", "rows.jsonl")
+    assert run(*small, "--fail-on", "divergent")[0] == 3
+    rows = read_run(Path("rows.jsonl")).rows
     assert {r.impl for r in rows} == {"mine:softmax"}
     assert Status.DIVERGENT in {r.status for r in rows}
-    assert run(*small, "--fail-on", "divergent")[0] == 3
     assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 0
 
 
@@ -264,11 +269,6 @@ def test_a_function_with_the_wrong_arguments_is_told_the_right_ones(run: Command
     assert registry.load_implementation("softmax", "slip:fine", "cpu").call(3) == 3
 
 
-def _rows(run: Command, *argv: str) -> list[Row]:
-    assert run(*argv, "--out", "rows.jsonl")[0] == 0
-    return read_run(Path("rows.jsonl")).rows
-
-
 def test_json_output_is_the_run(run: Command) -> None:
     """--json puts one JSON object a line on stdout, and nothing else there."""
     code, out, _ = run("probe", "float-sum", "--json")
@@ -291,10 +291,16 @@ _ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.j
 
 def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the operator's name before it and without, in every command that takes one: it runs, and edits show."""
+    monkeypatch.setattr("nondet.bench.cells._COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})
+    Path("forms_mine.py").write_text(
+        "def mean(x):\n    return x.mean(-1)\n\ndef linear(x, weight, bias=None):\n"
+        "    return x @ weight.T if bias is None else x @ weight.T + bias\n"
+    )
     for argv, kept in [
-        (["probe", "mean", "--impl", "forms_mine:mean"], "mean=forms_mine:mean"),
-        (["probe", "mean", "--impl", "mean=forms_mine:mean"], "mean=forms_mine:mean"),
-        (["probe", "reduction", "--impl", "mean=forms_mine:mean"], "mean=forms_mine:mean"),
+        (["probe", "mean", "--impl", "forms_mine:mean", "--m", "4"], "mean=forms_mine:mean"),
+        (["probe", "mean", "--impl", "mean=forms_mine:mean", "--m", "4"], "mean=forms_mine:mean"),
+        (["probe", "reduction", "--impl", "mean=forms_mine:mean", "--m", "4"], "mean=forms_mine:mean"),
         (["probe", "matmul", "--impl", "linear=forms_mine:linear", "--n", "32", "--m", "4"], "=forms_mine:linear"),
         (["bench", "linear", "--impl", "forms_mine:linear", "--n", "32", "--m", "4"], "forms_mine:linear"),
         (
@@ -304,12 +310,6 @@ def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkey
         (["certify", "linear", "--impl", "forms_mine:linear", "--n", "32"], "forms_mine:linear"),
         (["certify", "linear", "--impl", "linear=forms_mine:linear", "--n", "32"], "linear=forms_mine:linear"),
     ]:
-        monkeypatch.setattr("nondet.bench.cells._COPY_BYTES", {"cpu": 2**20})
-        monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})
-        Path("forms_mine.py").write_text(
-            "def mean(x):\n    return x.mean(-1)\n\ndef linear(x, weight, bias=None):\n"
-            "    return x @ weight.T if bias is None else x @ weight.T + bias\n"
-        )
         code, _, err = run(*argv, *_ON_A_CPU)
         assert code == 0, err
         run_of = read_run(Path("r.jsonl"))
@@ -332,18 +332,6 @@ def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command) -> Non
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert said in err
         assert not Path("r.jsonl").exists()
-
-
-def test_reports_are_not_overwritten(run: Command) -> None:
-    """A report that exists stays, unless --force says otherwise."""
-    run("probe", "float-sum", "--out", "r.jsonl")
-    Path("r.html").write_text("mine")
-    code, _, err = run("report", "r.jsonl", "--out", "r.html")
-    assert code == 2
-    assert "exists" in err
-    assert Path("r.html").read_text() == "mine"
-    assert run("report", "r.jsonl", "--out", "r.html", "--force")[0] == 0
-    assert Path("r.html").read_text() != "mine"
 
 
 def test_a_side_file_alone_is_not_overwritten(run: Command) -> None:

@@ -25,7 +25,7 @@ from nondet.core.registry import PROBES
 from nondet.core.runfile import read_run
 from nondet.reports.probes import probe_sections
 from nondet.verdict.findings import sort_impls
-from scripts import pages
+from scripts import docs_hooks, pages
 from tests.words import docstrings, prose, strings, words_out
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,12 +190,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 def test_what_the_notebook_shows_is_whole_html() -> None:
     """Pandas brings a style inside of its <div>; what is left of each output opens what it closes."""
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "scripts" / "docs_hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    page = hooks.markdown_of(json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8")))
+    page = docs_hooks.markdown_of(json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8")))
     assert page.count("<div") == page.count("</div>") > 0
     assert page.count("<table") == page.count("</table>") > 1
     assert "<style" not in page

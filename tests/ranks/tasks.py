@@ -105,14 +105,21 @@ def proofs() -> dict[str, tuple[bool, str]]:
     return {n: sums.prove(n, torch.float32, place, _world()) for n in ("exchange", "backwards")}
 
 
-def all_reduce_under_a_block() -> dict[str, object]:
-    """Every form of an all-reduce under batch_invariant(), and stock again after it."""
-    import torch.distributed._functional_collectives as functional
+def summed_by_dtensor(x: torch.Tensor, scattered: bool) -> torch.Tensor:
+    """The sum of all ranks' x, or this rank's share of its rows."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    return partial.redistribute(placements=[Shard(0) if scattered else Replicate()]).to_local()
+
+
+def all_reduce_under_a_block(compiled: bool) -> dict[str, object]:
+    """Forms of an all-reduce under batch_invariant(), those of compilers and DTensor too; and stock again after it."""
+    import torch.distributed._functional_collectives as functional
 
     x = drawn((33, 101), torch.float32, dist.get_rank())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     stock, want = x.clone(), x.clone()
     dist.all_reduce(stock)
     sums.ordered_gather(want.view(-1), _world())
@@ -122,9 +129,9 @@ def all_reduce_under_a_block() -> dict[str, object]:
         dist.all_reduce(forms["in place"])
         forms["async"] = x.clone()
         dist.all_reduce(forms["async"], async_op=True).wait()
-        forms["functional"] = functional.wait_tensor(functional.all_reduce(x, "sum", _world()))
-        partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
-        forms["dtensor"] = partial.redistribute(placements=[Replicate()]).to_local()
+        if compiled:
+            forms["functional"] = functional.wait_tensor(functional.all_reduce(x, "sum", _world()))
+            forms["dtensor"] = summed_by_dtensor(x, scattered=False)
         forms["strided"] = x.clone().T.contiguous().T
         dist.all_reduce(forms["strided"])
         largest, counted = x.clone(), torch.ones(3, dtype=torch.int64)
@@ -268,11 +275,9 @@ def many_sums(times: int) -> float:
     return last
 
 
-def reduce_scatter_under_a_block() -> dict[str, object]:
-    """Every form of a reduce-scatter under batch_invariant(), beside the same places of the sum in order."""
+def reduce_scatter_under_a_block(compiled: bool) -> dict[str, object]:
+    """The same of a reduce-scatter, beside the same places of the sum in order."""
     import torch.distributed._functional_collectives as functional
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Shard
 
     rank, world = dist.get_rank(), dist.get_world_size()
     x = drawn((world * 6, 101), torch.float32, rank)
@@ -283,17 +288,16 @@ def reduce_scatter_under_a_block() -> dict[str, object]:
     single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     forms = {name: torch.empty(6, 101) for name in ("tensor", "list", "async", "strided")}
     forms["strided"] = torch.empty(101, 6).T
-    mesh = init_device_mesh("cpu", (world,))
     with batch_invariant() as block:
         single(forms["tensor"], x)
         dist.reduce_scatter(forms["list"], list(x.clone().chunk(world)))
         single(forms["async"], x, async_op=True).wait()
         dist.reduce_scatter(forms["strided"], [part.contiguous() for part in x.chunk(world)])
-        forms["functional"] = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))
-        several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
-        forms["coalesced"], forms["doubled"] = several[0] + 0.0, several[1] / 2.0
-        partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
-        forms["dtensor"] = partial.redistribute(placements=[Shard(0)]).to_local()
+        if compiled:
+            forms["functional"] = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))
+            several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
+            forms["coalesced"], forms["doubled"] = several[0] + 0.0, several[1] / 2.0
+            forms["dtensor"] = summed_by_dtensor(x, scattered=True)
         counted = torch.empty(1, dtype=torch.int64)
         single(counted, torch.ones(world, dtype=torch.int64))
         largest = torch.empty(6, 101)

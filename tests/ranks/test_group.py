@@ -24,6 +24,7 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.rank_free import rank_free, row_parallel_layers
 from nondet.ranks.group import RankError, RankGroup, _join, check_ranks, limit_or, parse_ranks, shared_gpus
 from scripts.ranks_model import WAYS, traces, write_model
+from tests.build import needs_accelerate, tiers
 from tests.ranks.tasks import Toy, columns_over_ranks, drawn, row_parallel_operands
 
 TASKS = "tests.ranks.tasks"
@@ -102,7 +103,10 @@ def test_ranks_that_outnumber_gpus_pose_as_hosts_and_others_do_not(gpus, place, 
 # What several ranks need and is not there is one line and exit code 2, before anything is started or written.
 
 
-@pytest.mark.parametrize("command", ["probe all-reduce", "bench all-reduce", "bench row-parallel", "sample"])
+@pytest.mark.parametrize(
+    "command",
+    ["probe all-reduce", "bench all-reduce", "bench row-parallel", pytest.param("sample", marks=needs_accelerate)],
+)
 def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(command, monkeypatch, capsys, tmp_path):
     """Each command refuses them, and a limit that is none, in the same words; no run file is begun."""
     monkeypatch.chdir(tmp_path)
@@ -172,13 +176,18 @@ def test_the_prover_sees_one_bit_on_one_rank(four):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("collective", "calls"), [("all_reduce", 5), ("reduce_scatter", 7)])
-def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, calls):
+@pytest.mark.parametrize(  # forms of compilers take each rank two seconds to load
+    ("collective", "compiled", "calls"),
+    tiers(
+        [("all_reduce", False, 3), ("reduce_scatter", False, 4)], [("all_reduce", True, 5), ("reduce_scatter", True, 7)]
+    ),
+)
+def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, compiled, calls):
     """In place, by list, asynchronous, functional, coalesced, DTensor's: all have the order's bits, unlike gloo's own.
 
     Maxima and integers run as they are, a product is left, and without the family a sum is at risk.
     """
-    answers = four.ask(f"{TASKS}:{collective}_under_a_block")
+    answers = four.ask(f"{TASKS}:{collective}_under_a_block", compiled)
     assert len(answers) == 4
     for told in answers:
         assert told["unlike the order"] == []
@@ -216,7 +225,7 @@ def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
     assert (whole.double() - exact).norm() <= (stock - exact).norm() * 1.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/sampling/test_ranks.py has a model over two ranks in every run
 def test_four_ranks_give_the_model_of_one(four):
     """A column- and a row-parallel layer over four ranks: rank-free has one rank's bits, an all-reduce others."""
     model, x = Toy(), drawn((5, 64), torch.bfloat16, 53)
@@ -228,15 +237,16 @@ def test_four_ranks_give_the_model_of_one(four):
     assert not any(identical(part, plain) for part in four.ask(f"{TASKS}:toy_over_ranks", False))
 
 
-@pytest.mark.slow
-def test_columns_do_not_follow_the_ranks(four):
-    """On a CPU the columns of a layer that four ranks share have one rank's bits, where rank-free.
-
-    MKL gives a column other bits by the number of its neighbours, at this shape among others, on some machines. So it
-    is asked as well that the parts are of one width, whoever holds them.
-    """
-    free, widths = columns_over_ranks()
+def test_columns_are_computed_in_parts_of_one_width():
+    """MKL gives a column other bits by the number of its neighbours, at this shape among others, on some machines."""
+    _, widths = columns_over_ranks()
     assert widths == [48] * 8
+
+
+@pytest.mark.nightly
+def test_columns_do_not_follow_the_ranks(four):
+    """On a CPU the columns of a layer that four ranks share have one rank's bits, where rank-free."""
+    free, _ = columns_over_ranks()
     parts, seen = zip(*four.ask(f"{TASKS}:columns_over_ranks"), strict=True)
     assert identical(torch.cat(parts, -1), free)
     assert seen == ([48] * 2,) * 4

@@ -80,11 +80,6 @@ def collected(
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
 def tiny(tiny_folder: Path) -> LoadedModel:
     return load_model(str(tiny_folder), "bfloat16", "cpu")
 

@@ -24,12 +24,13 @@ from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Load, Request, Session, build_plan
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.replay import tape_of
+from tests.build import needs_accelerate
 from tests.sampling.conftest import collected
 
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_accelerate]
 
 
 @pytest.fixture(scope="module")

@@ -17,19 +17,13 @@ LOAD = "others=3,targets=3,spread=6,prompt=4-16,tokens=4-8,budget=16,page=4"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.sampling.conftest import write_tiny_model
-
-    return Path(write_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
-def sampled(folder: Path) -> Path:
+def sampled(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One round of a float32 model, in a run file with its tape."""
-    out = folder / "sample.jsonl"
+    out = tmp_path_factory.mktemp("sampled") / "sample.jsonl"
     code = main(
-        ["sample", "--model", str(folder), "--dtype", "float32", "--prompt", "The following exceptions", "--n", "3",
-         "--max-tokens", "8", "--impl", "stock", "--load", LOAD, "--device", "cpu", "--threads", "1", "--out", str(out)]
+        ["sample", "--model", str(tiny_folder), "--dtype", "float32", "--prompt", "The following exceptions", "--n",
+         "3", "--max-tokens", "8", "--impl", "stock", "--load", LOAD, "--device", "cpu", "--threads", "1",
+         "--out", str(out)]
     )  # fmt: skip
     assert code == 0
     return out
@@ -43,7 +37,7 @@ def trace(folder: Path, *more: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a trace with everything that it writes, in the company of files that are none of its own."""
     there = tmp_path_factory.mktemp("whole")
     (there / "model.safetensors").write_bytes(b"a model's own")
@@ -51,7 +45,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (there / f"{name}.py").write_text("raise SystemExit('a file of the folder was executed')\n")
     reports = [str(x) for name in ("r.md", "r.html") for x in ("--report", there / name)]
     written = ("--out", str(there / "trace.jsonl"), "--repro", str(there / "model.py"))
-    assert trace(folder, *written, "--fail-on", "divergent", *reports) == 3
+    assert trace(tiny_folder, *written, "--fail-on", "divergent", *reports) == 3
     return there
 
 
@@ -87,7 +81,9 @@ def test_a_script_overwrites_nothing_unasked(run: Command, tmp_path: Path) -> No
             taken.unlink()
 
 
-def test_a_stopped_trace_goes_on(folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_trace_goes_on(
+    tiny_folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped with its last culprit on record, or with the first try: nothing doubled."""
     out, expected = tmp_path / "trace.jsonl", read_run(whole / "trace.jsonl")
     lines = (whole / "trace.jsonl").read_bytes().splitlines(keepends=True)
@@ -97,14 +93,14 @@ def test_a_stopped_trace_goes_on(folder: Path, whole: Path, tmp_path: Path, monk
         with monkeypatch.context() as patch:
             if last >= culprits[-1]:
                 patch.setattr("nondet.trace.search.name_culprit", None)  # called, it would raise
-            assert trace(folder, "--out", str(out), "--resume") == 0
+            assert trace(tiny_folder, "--out", str(out), "--resume") == 0
         run = read_run(out)
         assert run.complete
         keys = [record.key for record in run.records()]
         assert sorted(keys) == sorted([*(r.key for r in expected.records()), ("control", "resumed")])
         assert run.trace_verdicts[0].sentences == expected.trace_verdicts[0].sentences
         assert run.trace_verdicts[0].families == expected.trace_verdicts[0].families
-    assert trace(folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
+    assert trace(tiny_folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
     assert [record.key for record in read_run(out).records()] == keys
 
 

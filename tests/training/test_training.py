@@ -28,15 +28,9 @@ from nondet.verdict.gate import decide, exit_code, judge
 from nondet.verdict.mismatch import Thresholds
 from nondet.verdict.training import courses, spread
 from tests.build import tiers
-from tests.sampling.conftest import write_tiny_model
 
 SMALL = "--steps 3 --prompts 2 --group 3 --tokens 6 --lr 1e-2 --threads 1 --device cpu --quiet".split()  # noqa: SIM905
 EXACT = ("--mismatch-bits", "0", "--k3", "0", "--mult-prob-error", "1")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny-rl"))
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +94,10 @@ def test_distances_are_counted_in_bits_and_k3_in_float64() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_every_arm(folder: Path, tmp_path: Path) -> None:
+def test_a_run_of_every_arm(tiny_folder: Path, tmp_path: Path) -> None:
     """All but invariant differ, by their own kernels; the first tokens are those of the sampler and the seed."""
     path = tmp_path / "rl.jsonl"
-    assert main(["rl", "--model", str(folder), *SMALL, "--out", str(path)]) == 0
+    assert main(["rl", "--model", str(tiny_folder), *SMALL, "--out", str(path)]) == 0
     run = read_run(path)
     assert run.complete
     assert [(r.impl, r.step) for r in run.training_steps] == [(arm, step) for arm in ARMS for step in range(3)]
@@ -132,9 +126,9 @@ def test_a_run_of_every_arm(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", tiers(["bfloat16"], ["float32", "float16"]))
-def test_kl_is_0_whatever_the_trainer_s_batches(dtype: str, folder: Path) -> None:
+def test_kl_is_0_whatever_the_trainer_s_batches(dtype: str, tiny_folder: Path) -> None:
     """Several epochs and micro-batches, steps that change the weights, two seeds; with rounded rollouts it is not 0."""
-    loaded = load_model(str(folder), dtype, "cpu")
+    loaded = load_model(str(tiny_folder), dtype, "cpu")
     policy, seen = grpo.Policy(loaded.model, 1e-3), set()
     for seed, step, micro in ((0, 0, 0), (0, 1, 1), (1, 2, 4)):
         asked = settings(lr=1e-3, epochs=1 + step % 2, micro=micro)
@@ -158,9 +152,9 @@ def dying(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_its_bits(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_with_its_bits(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between steps, and between a checkpoint and its record: the same tokens, weights and figures."""
-    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock,stock+tis", "--epochs", "2", "--micro", "4"]
+    asked = ["rl", "--model", str(tiny_folder), *SMALL, "--arms", "stock,stock+tis", "--epochs", "2", "--micro", "4"]
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     assert main([*asked, "--out", str(whole)]) == 0
     with monkeypatch.context() as patched:
@@ -179,11 +173,11 @@ def test_a_killed_run_goes_on_with_its_bits(folder: Path, tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_a_checkpoint_that_is_not_the_run_s_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line and exit code 2, and the run file stays as it was; one of an earlier run is not overwritten unasked."""
     run = tmp_path / "a.jsonl"
-    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock", "--out", str(run)]
+    asked = ["rl", "--model", str(tiny_folder), *SMALL, "--arms", "stock", "--out", str(run)]
     path = grpo.checkpoint_path(run, "stock", 0)
     path.write_bytes(b"somebody's")
     assert main(asked) == 2
@@ -213,9 +207,9 @@ def test_a_checkpoint_that_is_not_the_run_s_is_refused(
     assert "no checkpoint" in capsys.readouterr().err
 
 
-def test_rounded_rollouts_differ_and_leave_the_trainer_s_weights(folder: Path) -> None:
+def test_rounded_rollouts_differ_and_leave_the_trainer_s_weights(tiny_folder: Path) -> None:
     """float8 weights for the sampler: K3 far above the kernels' floor, and the trainer's weights come back."""
-    loaded = load_model(str(folder), "float32", "cpu")
+    loaded = load_model(str(tiny_folder), "float32", "cpu")
     policy = grpo.Policy(loaded.model, 1e-3)
     before = [p.detach().clone() for p in policy.parameters]
     with policy.rounded("fp8"):
@@ -224,14 +218,14 @@ def test_rounded_rollouts_differ_and_leave_the_trainer_s_weights(folder: Path) -
         assert all(len(row.unique()) < 256 for row in wide)
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters, strict=True))
     plain = grpo.step_of(policy, loaded, settings(lr=1e-3), "stock", 0, 0)
-    loaded = load_model(str(folder), "float32", "cpu")
+    loaded = load_model(str(tiny_folder), "float32", "cpu")
     rounded = grpo.step_of(grpo.Policy(loaded.model, 1e-3), loaded, settings(lr=1e-3, rollouts="fp8"), "stock", 0, 0)
     assert rounded.k3 > 1e3 * max(plain.k3, 1e-12)
 
 
-def test_requests_arrive_alike_in_every_step(folder: Path) -> None:
+def test_requests_arrive_alike_in_every_step(tiny_folder: Path) -> None:
     """Equal lengths at equal steps of the engine have equal shapes; what is drawn is another."""
-    loaded = load_model(str(folder), "float32", "cpu")
+    loaded = load_model(str(tiny_folder), "float32", "cpu")
     (first, _), (later, _), (other, _) = (grpo.requests_of(settings(), loaded, *at) for at in ((0, 0), (0, 5), (1, 0)))
     arrivals = [r.arrival_step for r in first]
     assert len(set(arrivals)) > 1
@@ -239,9 +233,9 @@ def test_requests_arrive_alike_in_every_step(folder: Path) -> None:
     assert all(a.sampling != b.sampling for a, b in zip(first, later, strict=True))
 
 
-def test_groups_of_one_reward_teach_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_one_reward_teach_nothing(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their advantage is exactly 0, those of one text are counted, and weights stay where no group has two rewards."""
-    loaded = load_model(str(folder), "float32", "cpu")
+    loaded = load_model(str(tiny_folder), "float32", "cpu")
     requests, texts = grpo.requests_of(settings(), loaded, 0, 0)
     outcomes = sorted(grpo.answered(loaded, requests).outcomes, key=lambda o: o.request.id)
     task = grpo.TASKS["parentheses"]
@@ -267,11 +261,11 @@ def test_groups_of_one_reward_teach_nothing(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_micro_batches_are_the_same_step_but_for_rounding(folder: Path) -> None:
+def test_micro_batches_are_the_same_step_but_for_rounding(tiny_folder: Path) -> None:
     """The gradient of all rollouts at once, or of two at a time."""
     norms = []
     for micro in (0, 2, 5):
-        loaded = load_model(str(folder), "float32", "cpu")
+        loaded = load_model(str(tiny_folder), "float32", "cpu")
         record = grpo.step_of(grpo.Policy(loaded.model, 1e-3), loaded, settings(micro=micro), "stock", 0, 0)
         norms.append(record.grad_norm)
     assert norms[0]
@@ -279,7 +273,9 @@ def test_micro_batches_are_the_same_step_but_for_rounding(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_step_ends_its_arm_and_no_other(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_ends_its_arm_and_no_other(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is a record with its reason; a gate has no answer."""
     real = grpo.step_of
 
@@ -290,7 +286,7 @@ def test_a_failed_step_ends_its_arm_and_no_other(folder: Path, tmp_path: Path, m
 
     monkeypatch.setattr(grpo, "step_of", failing)
     path = tmp_path / "rl.jsonl"
-    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock,stock+tis", "--out", str(path)]
+    asked = ["rl", "--model", str(tiny_folder), *SMALL, "--arms", "stock,stock+tis", "--out", str(path)]
     assert main(asked) == 0
     run = read_run(path)
     assert [(r.impl, r.step, r.status) for r in run.training_steps][:3] == [
@@ -322,7 +318,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_checkpoint_that_can_t_be_written_is_one_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """safetensors says so in an error of its own."""
 
@@ -330,7 +326,7 @@ def test_a_checkpoint_that_can_t_be_written_is_one_line(
         raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    asked = ["rl", "--model", str(folder), *SMALL, "--arms", "stock", "--out", str(tmp_path / "rl.jsonl")]
+    asked = ["rl", "--model", str(tiny_folder), *SMALL, "--arms", "stock", "--out", str(tmp_path / "rl.jsonl")]
     assert main(asked) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert "rl.stock.0.safetensors can't be written: I/O error: No space left" in line

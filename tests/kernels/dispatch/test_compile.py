@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._inductor import config as inductor
 
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
@@ -21,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """No graph is left over from another test; headers are not compiled beforehand, for few graphs are made here."""
+    from torch._inductor import config as inductor  # seconds, of whichever worker runs these tests
+
     torch._dynamo.reset()
     with inductor.patch({"cpp_cache_precompile_headers": False, "compile_threads": 1}):
         yield

@@ -8,6 +8,7 @@ or that a replacement computes, is shown to be invariant here, as far as these i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -28,15 +29,6 @@ from nondet.kernels.dispatch import operators
 from nondet.kernels.dispatch.block import Registration, batch_invariant
 from nondet.kernels.dispatch.state import guarded
 from tests.kernels.tiers import at_length
-
-try:
-    from torch.testing._internal import common_utils
-    from torch.testing._internal.common_methods_invocations import op_db
-    from torch.testing._internal.opinfo import core as opinfo
-except ImportError as error:  # it needs expecttest, which our dev extras have: where CI lacks it this has to fail
-    if os.environ.get("CI"):
-        raise
-    pytest.skip(f"torch's operator database can't be imported ({error})", allow_module_level=True)
 
 TIMES = 7
 SAMPLES = 4
@@ -174,8 +166,20 @@ def ask(op: Any, dtype: torch.dtype, found: Found) -> None:
             break
 
 
+@functools.cache
+def database() -> list[Any]:
+    """Torch's own, which takes seconds to load."""
+    try:
+        from torch.testing._internal.common_methods_invocations import op_db
+    except ImportError as error:  # it needs expecttest, which our dev extras have: where CI lacks it this has to fail
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"torch's operator database can't be imported ({error})")
+    return list(op_db)
+
+
 def asked_of(names: set[str] | None = None) -> Iterator[Any]:
-    for op in op_db:
+    for op in database():
         if op.name not in NOT_ASKED and (names is None or op.name in names):
             yield op
 
@@ -186,8 +190,9 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Certificates({}, None)
     monkeypatch.setattr(dispatch_certified, "certificates", lambda device: kept)
     monkeypatch.setattr(torch, "manual_seed", torch.default_generator.manual_seed)
-    for module in (common_utils, opinfo):  # each calls it by its own name
-        monkeypatch.setattr(module, "extract_test_fn", lambda: None)
+    database()
+    for module in ("common_utils", "opinfo.core"):  # each calls it by its own name
+        monkeypatch.setattr(sys.modules[f"torch.testing._internal.{module}"], "extract_test_fn", lambda: None)
 
 
 def sweep(names: set[str] | None = None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> dict[str, Found]:
@@ -231,11 +236,11 @@ def test_a_wrong_entry_of_the_list_is_caught(in_memory: None, monkeypatch: pytes
         out = torch.atan2(x, other)
         return out * (1 + 2.0**-20) if x.dtype == torch.float32 and len(x) == 1 else out
 
-    atan2 = next(op for op in op_db if op.name == "atan2")
+    atan2 = next(op for op in database() if op.name == "atan2")
     faulty = SimpleNamespace(
         name="atan2", op=planted, inplace_variant=None, dtypes=atan2.dtypes, sample_inputs=atan2.sample_inputs
     )
-    monkeypatch.setattr(sys.modules[__name__], "op_db", [faulty])
+    monkeypatch.setattr(sys.modules[__name__], "database", lambda: [faulty])
     found = sweep()["atan2"]
     assert found.judged
     assert not found.silent  # it is at risk, and said to be

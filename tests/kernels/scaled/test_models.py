@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -21,32 +20,23 @@ from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled.functions import quantize_block, quantize_row
 from nondet.sampling.model import load_model, quantization_of
-from tests.build import needs_row_scales
+from scripts import fp8_model
+from tests.build import needs_accelerate, needs_row_scales
 from tests.kernels.tiers import at_length
 
 pytestmark = pytest.mark.slow  # whole models
-ROOT = Path(__file__).resolve().parents[3]
 KINDS = ("block", "tensor", "row")
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("fp8_model", ROOT / "scripts" / "fp8_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     where = tmp_path_factory.mktemp("fp8")
     for how in KINDS:
-        assert script().convert(how, where / how) == 28
+        assert fp8_model.convert(how, where / how) == 28
     return {how: where / how for how in KINDS}
 
 
-def fp8_model(folder: Path) -> Any:
+def fp8_layers(folder: Path) -> Any:
     """The copy with transformers' own FP8 layers, on a CPU too, where from_pretrained makes bfloat16 of them."""
     if not hasattr(finegrained_fp8, "fp8_linear"):
         pytest.skip("another transformers, whose FP8 layers are made otherwise")
@@ -65,7 +55,7 @@ def fp8_model(folder: Path) -> Any:
 @pytest.mark.parametrize("how", KINDS)
 def test_a_copy_means_what_the_model_means(folders, how):
     """Each quantized weight is within half a step of its own, scales have their kind's form, the rest is as it was."""
-    before = load_file(script().EMBEDDED / "model.safetensors")
+    before = load_file(fp8_model.EMBEDDED / "model.safetensors")
     after = load_file(folders[how] / "model.safetensors")
     scale_name = "weight_scale" if how == "row" else "weight_scale_inv"
     for name, w in before.items():
@@ -84,7 +74,7 @@ def test_a_copy_means_what_the_model_means(folders, how):
 def test_a_copy_of_torchao_s_computes_with_torch_s_product(tmp_path, how):
     """Made and read on a CPU too: its layers' torch._scaled_mm is replaced; one scale for a step is at risk by name."""
     pytest.importorskip("torchao")
-    assert script().by_torchao(how, tmp_path / how) == 28
+    assert fp8_model.by_torchao(how, tmp_path / how) == 28
     model = load_model(str(tmp_path / how), "bfloat16", "cpu").model
     ids = torch.randint(0, 4096, (9, 21), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), batch_invariant() as block:
@@ -101,21 +91,22 @@ def test_what_the_script_cannot_do_is_one_line(folders, tmp_path, monkeypatch, c
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     for call, line in (
-        (lambda: script().by_torchao("torchao-row", tmp_path / "new"), "torchao-row is written by torchao"),
-        (lambda: script().by_torchao("torchao-row", tmp_path), "is there already"),
-        (lambda: script().convert("row", folders["row"]), "is there already"),
-        (lambda: script().quantized(torch.ones(100, 128), "block"), "whole blocks"),
+        (lambda: fp8_model.by_torchao("torchao-row", tmp_path / "new"), "torchao-row is written by torchao"),
+        (lambda: fp8_model.by_torchao("torchao-row", tmp_path), "is there already"),
+        (lambda: fp8_model.convert("row", folders["row"]), "is there already"),
+        (lambda: fp8_model.quantized(torch.ones(100, 128), "block"), "whole blocks"),
     ):
         with pytest.raises(SystemExit, match=line):
             call()
     monkeypatch.setattr(sys, "argv", ["fp8_model.py", "row", str(tmp_path / "new"), "--model", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
-        script().main()
+        fp8_model.main()
     assert ended.value.code == 2
     assert f"--model {tmp_path} has no model.safetensors" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
+@needs_accelerate
 @pytest.mark.parametrize("how", ["block", *at_length("tensor")])
 def test_a_copy_loads_as_bfloat16_on_a_cpu(folders, how):
     """As transformers says it does where there is no GPU: --model takes the folder, and meets plain linear layers."""
@@ -141,7 +132,7 @@ def test_quantized_weights_that_stay_are_told_as_they_are():
 @pytest.mark.parametrize("how", ["block", *at_length("tensor")])
 def test_a_request_has_the_same_bits_in_any_batch(folders, how):
     """The whole model: FP8 layers are replaced and told; a request's logits do not follow the other requests."""
-    model = fp8_model(folders[how])
+    model = fp8_layers(folders[how])
     ids = torch.randint(0, 4096, (3, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), batch_invariant() as block:
         whole = model(ids).logits
@@ -149,7 +140,7 @@ def test_a_request_has_the_same_bits_in_any_batch(folders, how):
     told = block.coverage()
     assert told.replaced["transformers FP8Linear"] == 2 * 28
     assert not [what for what in told.at_risk if "FP8" in what or "scaled" in what]
-    plain = AutoModelForCausalLM.from_pretrained(script().EMBEDDED, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(fp8_model.EMBEDDED, dtype=torch.bfloat16)
     with torch.no_grad():
         near = torch.nn.functional.cosine_similarity(whole.float(), plain(ids).logits.float(), dim=-1)
     assert near.mean() > 0.98  # it is the same model: not a figure of merit
@@ -157,7 +148,7 @@ def test_a_request_has_the_same_bits_in_any_batch(folders, how):
 
 def test_a_layer_s_product_is_that_of_its_operands(folders):
     """One layer beside float64 of the quantized activations and weights, with its bias."""
-    layer = fp8_model(folders["block"]).model.layers[1].mlp.down_proj
+    layer = fp8_layers(folders["block"]).model.layers[1].mlp.down_proj
     layer.bias = torch.nn.Parameter(torch.randn(256, generator=torch.Generator().manual_seed(1)).bfloat16())
     x = torch.randn(2, 5, 768, generator=torch.Generator().manual_seed(2)).bfloat16()
     with torch.no_grad(), batch_invariant(["fp8"]):
@@ -170,7 +161,7 @@ def test_a_layer_s_product_is_that_of_its_operands(folders):
 
 def test_what_is_not_replaced_is_at_risk(folders, monkeypatch):
     """The family off, a gradient, blocks of another size: transformers' own layer computes, and is counted by name."""
-    layer = fp8_model(folders["block"]).model.layers[0].self_attn.q_proj
+    layer = fp8_layers(folders["block"]).model.layers[0].self_attn.q_proj
     asked = []
 
     def theirs(x, weight, *rest, **more):
@@ -208,7 +199,7 @@ def row_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(fbgemm_fp8, "_is_torch_xpu_available", True)
     monkeypatch.setattr(fbgemm_fp8, "quantize_fp8_per_row", by_row, raising=False)
-    model = AutoModelForCausalLM.from_pretrained(script().EMBEDDED, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(fp8_model.EMBEDDED, dtype=torch.bfloat16).eval()
     tensors = load_file(folder / "model.safetensors")
     for name, old in list(model.named_modules()):
         if name.endswith("_proj"):
