@@ -122,9 +122,7 @@ class Attention(Probe):
             yield from _prefills(options, plain)
             for kind in ("bell", "positive"):
                 yield plain.case(f"requests among 6, {base.AXES['neighbour_values']}", "neighbour_values", 200, kind)
-            for each in dict.fromkeys((heads, heads._replace(dim=64))):
-                name = "the last of 300 tokens while the longest query grows"
-                yield _Maker(options, dtype, each).case(name, "neighbour_length", 300, "order")
+            yield plain.case("the last of 300 tokens while the longest query grows", "neighbour_length", 300, "order")
             if dtype == asked[-1] or options.full:
                 yield from _drawn(options, plain, chosen="heads" in config)
                 yield from _forms(options, plain, chosen="heads" in config)
@@ -345,7 +343,7 @@ def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     if _tokens(options)[0] <= _LONG[-1]:
         name = f"prefill of {_LONG[-1] + 1} tokens against decode, beyond the first 256"
         yield plain.case(name, "query_chunk", _LONG[-1] + 1, positions=_LONG)
-    others = {plain.heads.query} if chosen else {1, plain.heads.query // 2, plain.heads.query}
+    others = {plain.heads.query} if chosen else {1, plain.heads.query}
     for key in sorted(others - {plain.heads.key}):
         maker = _Maker(options, plain.dtype, plain.heads._replace(key=key))
         yield maker.case("decode of 5 requests in batches of B, 160 keys", "batch_size", 160, "order", values=few)

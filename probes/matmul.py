@@ -144,6 +144,7 @@ _LAYOUTS = (
 # first call has one row, and for those whose first has many. No sound rule of N has the one and not the other.
 _ANEW = ((1, 4), (2, 3))
 _OWN_NUMBERS = ("denormal", "infinite")
+_TREES = (12, 3)  # classes of a sweep whose trees are measured: of this probe by itself, and among all
 
 
 class Matmul(Probe):
@@ -166,25 +167,26 @@ class Matmul(Probe):
         device, layer_dtypes = options.device, _LAYER_DTYPES[options.device]
         layers, chosen = _layers(options, _LAYERS[device])
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
-        asks_all = layers[0] if chosen else _SMALL[device]
+        has_all = layers[0] if chosen else _SMALL[device]
         for layer in layers:
-            asked = dtypes(options, "matmul", _DTYPES if layer in (layers[0], asks_all) else layer_dtypes)
-            for dtype in asked:
+            chosen_dtypes = dtypes(options, "matmul", _DTYPES if layer in (layers[0], has_all) else layer_dtypes)
+            for dtype in chosen_dtypes:
                 _check_memory(device, largest, layer, dtype)
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
-                    yield from _in_company(options, asks_all, dtype, largest, anew=dtype == asked[0])
+                    yield from _shared_cases(options, has_all, dtype, largest, first=dtype == chosen_dtypes[0])
                     repeated = range(base.runs(options, _RUNS[device]))
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
-                hard = layer is layers[0] and dtype == asked[0]
+                hard = layer is layers[0] and dtype == chosen_dtypes[0]
                 for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()), "integers")):
-                    sizes = sweep(largest, options, dense=kind == "order" and layer == asks_all)
+                    sizes = sweep(largest, options, dense=kind == "order" and layer == has_all)
                     shortened = not (chosen or options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and kind != "order"):
                         few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
                         sizes = some(few, largest, options)
-                    if kind == "order" and layer == asks_all and options.m is None:
+                    if kind == "order" and layer == has_all and options.m is None:
                         sizes = sorted({*sizes, *_MORE_SIZES})
-                    trees = kind == "order" and (layer == asks_all or not options.one_of_all)
+                    trees = _TREES[options.one_of_all] if kind == "order" else 0
+                    trees = 0 if options.one_of_all and layer != has_all else trees
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
                 if layer is layers[0]:
                     for places in (largest,) if options.m else _PLACES[device]:
@@ -193,7 +195,7 @@ class Matmul(Probe):
             layer, sizes = _drawn(options)
             for dtype in dtypes(options, "matmul", layer_dtypes):
                 for kind in kinds(options, ("order",)):
-                    trees = kind == "order" and not options.one_of_all
+                    trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
             whole, K, N = _LINSPACE
@@ -280,7 +282,8 @@ class Matmul(Probe):
             return said | {"map": {"axis": case.data["map"], "unequal": odd}}
         if len(results) < 2 or not case.data.get("trees") or self._operator is None:
             return said
-        return said | trees_of_product(self._operator, inputs["x"], inputs["w"], case.data["values"], results)
+        x, w, most = inputs["x"], inputs["w"], case.data["trees"]
+        return said | trees_of_product(self._operator, x, w, case.data["values"], results, most)
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
@@ -299,12 +302,12 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
     require_memory(device, needed, f"matmul of M={M} K={K} N={N} in {dtype}")
 
 
-def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, anew: bool) -> Iterator[Case]:
+def _shared_cases(options: Options, layer: Layer, dtype: str, largest: int, *, first: bool) -> Iterator[Case]:
     """The shared cases of `nondet.probes.base`, and the sweep with other strides or other numbers."""
-    for layout in ("", "bias"):
+    for layout in ("", "bias") if first else ("",):
         yield _case(layer, dtype, "mixed", "history", rows=min(largest, 8), layout=layout)
     name, K, N = layer
-    if anew and _ANEW[0][-1] < N:  # small, and of one dtype: a kernel may also be compiled and proven again
+    if first and _ANEW[0][-1] < N:  # small, and of one dtype: a kernel may also be compiled and proven again
         case = _case((name, min(K, 256), min(N, 128)), dtype, "order", "history", rows=min(largest, 8))
         title = case.name.replace(base.AXES["history"], "where the first call of a size is of one row, or of many")
         yield replace(case, name=title, data={**case.data, "anew": True})
@@ -329,14 +332,14 @@ def _drawn(options: Options) -> tuple[Layer, list[int]]:
     """A layer and batch sizes that no list holds: drawn from the seed."""
     rng = random.Random(options.seed)  # noqa: S311 - sizes, not a secret
     small = options.device == "cpu"
-    K, N = rng.randint(64, 6000 if small else 20000), rng.randint(16, 1500 if small else 8192)
+    K, N = rng.randint(64, 6000 if small else 9000), rng.randint(16, 1500 if small else 8192)
     limit = 200 if small else 2000
     return (f"drawn from seed {options.seed}", K, N), sorted({1, *(rng.randint(2, limit) for _ in range(9))})
 
 
 def _case(
     layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = "",
-    trees: bool = False,
+    trees: int = 0,
 ) -> Case:  # fmt: skip
     name, K, N = layer
     what = {

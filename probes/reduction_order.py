@@ -767,14 +767,16 @@ def _tree_of(one: MeasuredSum) -> tuple[MeasuredSum, Found | None, dict[str, Any
 
 
 def trees_of_product(
-    operator: Operator, x: torch.Tensor, w: torch.Tensor, values: Sequence[int], results: Sequence[torch.Tensor]
-) -> dict[str, Any]:
+    operator: Operator, x: torch.Tensor, w: torch.Tensor, values: Sequence[int], results: Sequence[torch.Tensor],
+    most: int,
+) -> dict[str, Any]:  # fmt: skip
     """As `trees_of`, for the classes of a sweep over M whose row 0 differs; {} where it is the same in all.
 
     Args:
         x, w: [M, K] and [N, K].
         values: M of the sweep.
         results: One result of each class; row 0 of each is row 0 of x.
+        most: How many trees are measured.
     """
     seen: list[torch.Tensor] = []
     for result in results:
@@ -790,7 +792,7 @@ def trees_of_product(
     if len(sizes) < 2:
         return {}
     (K, N), device = (w.shape[1], w.shape[0]), str(x.device.type)
-    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:_CLASSES]], sizes)
+    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:most]], sizes)
 
 
 def _between(a: Found, b: Found) -> str:

@@ -74,7 +74,8 @@ class ScaledMatmul(Probe):
         for layer in layers:
             _, K, N = layer
             base.require_memory(device, (largest + N) * K * 24 + 4 * largest * N * 8, f"M={largest} K={K} N={N} in FP8")
-            for dtype in left:
+            # one layer shows what the other format does
+            for dtype in left if layer is layers[0] or options.full or names else left[:1]:
                 for how in SCALES:
                     first = layer is layers[0] and dtype == left[0]
                     slow = layers is _LAYERS["cpu"] and how == "tensor"
@@ -135,9 +136,9 @@ class ScaledMatmul(Probe):
             if apart and not any(identical(r[:, width:], results[0][:, width:]) for r in apart):
                 said["note"] = _MEANING
             return said
-        if case.operator == "scaled_matmul" and case.varied == "batch_size" and case.inputs in ORDER:
+        if case.operator == "scaled_matmul" and case.varied == "batch_size" and case.inputs in ORDER and results[1:]:
             said["orders"] = [_order_of(result, case, inputs) for result in results]
-            if len(results) > 1 and any(said["orders"]):
+            if any(said["orders"]):
                 known = [name or "none of the orders tried" for name in said["orders"]]
                 said["note"] = "; ".join(f"class {i + 1}: {name}" for i, name in enumerate(known))
         return said
