@@ -14,7 +14,6 @@ import torch
 
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
-from nondet.kernels import reference
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory, runs, size
 
 _ROWS = 16
@@ -61,11 +60,6 @@ class Atomics(Probe):
             return
         for run in range(case.data["runs"]):
             yield Trial(run, partial(operator, *inputs))
-
-    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The sums in float64."""
-        out: torch.Tensor = getattr(reference, case.operator)(*inputs)
-        return out[:_MINE] if case.varied == "batch_size" else out
 
 
 def _among(operator: Operator, inputs: Any, share: int) -> torch.Tensor:

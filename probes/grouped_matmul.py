@@ -16,7 +16,6 @@ import torch
 
 from nondet.core.inputs import EXACT, generator, product_operands
 from nondet.core.measure import Trial
-from nondet.kernels import reference
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, kinds, some, sweep
 
@@ -130,18 +129,6 @@ class GroupedMatmul(Probe):
             if str(value).startswith(_BEYOND):
                 served = partial(_where_served, served, partial(_asked, inputs, plans[0][1], operator))
             yield Trial(value, served, many=case.varied == "position")
-
-    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The rows that are compared times their experts' weights, in float64."""
-        x, weight = inputs["x"], inputs["weight"]
-        if case.varied in base.AXES:
-            call = _call(inputs)
-            return reference.grouped_matmul(*call.tensors)[call.kept]
-        if case.varied == "position":
-            return x[0].double() @ weight[case.data["home"]].double()
-        _, batches = inputs["plans"][0]
-        parts = [reference.grouped_matmul(x[b.order], weight, b.offsets)[b.asked] for b in batches]
-        return torch.cat(parts)
 
 
 def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip: int = 0, last: bool = False) -> _Batch:

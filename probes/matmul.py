@@ -21,7 +21,6 @@ from nondet.core.inputs import EXACT, generator, make, product_operands
 from nondet.core.measure import LISTED_VARIANTS, Trial
 from nondet.core.operands import laid_out
 from nondet.errors import UserError
-from nondet.kernels import reference
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
 from nondet.probes.reduction_order import trees_of_product
@@ -130,7 +129,7 @@ _PLACES = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
 _RUNS = {"cuda": 100, "cpu": 20}
 _HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
-_LINSPACE_ON_CPU = 64  # of the 2,048 rows, unless the sweep is full: 137 GFLOP more would take as long as all the rest
+_LINSPACE_ON_CPU = (64, 4096, 512)  # unless the sweep is full: 137 GFLOP more would take as long as all the rest
 _ROWS = 16  # rows that are tested at every batch size; a row has N sums, each with its own rounding
 _ROWS_PER_PLACE = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
@@ -177,7 +176,8 @@ class Matmul(Probe):
                     repeated = range(base.runs(options, _RUNS[device]))
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
                 hard = layer is layers[0] and dtype == chosen_dtypes[0]
-                for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()), "integers")):
+                every = ("bell", "order", *(_HARD if hard else ()), "integers")
+                for kind in kinds(options, every if chosen or layer in (layers[0], has_all) else ("order",)):
                     sizes = sweep(largest, options, dense=kind == "order" and layer == has_all)
                     shortened = not (chosen or options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and kind != "order"):
@@ -198,10 +198,10 @@ class Matmul(Probe):
                     trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
-            whole, K, N = _LINSPACE
-            M = _LINSPACE_ON_CPU if options.device == "cpu" and not options.full else whole
-            batch = "a" if whole == M else f"a[:{M}]"
-            title = f"linspace of the post, mm(a[:1], b) against mm({batch}, b)[:1], M={M} K={K} N={N}"
+            part = options.device == "cpu" and not options.full
+            M, K, N = _LINSPACE_ON_CPU if part else _LINSPACE
+            a, b = (f"a[:{M}]", f"b[:, :{N}]") if part else ("a", "b")
+            title = f"linspace of the post, mm(a[:1], {b}) against mm({a}, {b})[:1], M={M} K={K} N={N}"
             shape = {"M": M, "N": N, "K": K}
             yield Case(title, "matmul", shape, "float32", "batch_size", "linspace", data={"values": [1, M]})
 
@@ -211,8 +211,8 @@ class Matmul(Probe):
             return _batched_operands(case, device, seed)
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
-            a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
-            return {"x": a[:M], "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
+            a, b = (torch.linspace(-1000, 1000, n * 4096, device=device).view(n, 4096) for n in (2048, 4096))
+            return {"x": a[:M], "w": b[:, :N].contiguous(), "bias": None}
         rows = {"position": _ROWS_PER_PLACE, "batch_size": max(M, _ROWS)}.get(case.varied, M)
         rows = 1 if "map" in case.data else rows
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
@@ -259,20 +259,6 @@ class Matmul(Probe):
     def join(self, case: Case, parts: Any) -> torch.Tensor:
         """For a map, two rows that represent all rows of a call."""
         return _first_and_odd(parts) if "map" in case.data else super().join(case, parts)
-
-    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The rows that are compared, in float64."""
-        if "batched" in case.data:
-            return inputs["a"][0, : _shared(case)].double() @ inputs["b"][0].double()
-        x, w = inputs["x"], inputs["w"]
-        if case.inputs == "linspace":
-            return x[:1].double() @ w.double()
-        if case.varied in base.AXES:
-            x = x[_call(inputs).kept]
-            w = w[: len(w) - _ANEW[0][-1] * _step(len(w))] if case.data.get("anew") else w
-        elif case.varied == "batch_size":
-            x = x[:1].expand(2, -1) if "map" in case.data else x[:_ROWS]
-        return reference.linear(x, w, inputs["bias"])
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """Where classes change over M, and the reduction tree of row 0 in each, if the case has it."""

@@ -13,7 +13,6 @@ may depend on the number of rows.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,11 +26,12 @@ from nondet.core.compare import bits, identical
 from nondet.core.inputs import generator, make, product_operands
 from nondet.core.measure import Trial
 from nondet.errors import reason_of
-from nondet.kernels import emulator, reference
+from nondet.kernels import emulator
 from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
+from nondet.probes.split_k import in_parts
 from nondet.ranks.group import shared_gpus
 from nondet.ranks.operators import Message
 
@@ -544,9 +544,7 @@ def as_linear(name: str, operator: Operator) -> Operator:
     """One of `_PRODUCTS` as x [M, K], w [N, K] -> [M, N]: K in parts, or all rows at the first of two experts."""
 
     def parts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        if "workers" in inspect.signature(operator).parameters:
-            return operator(x, w.T, workers=_PARTS)
-        return operator(x, w.T, splits=_PARTS, ordered=True)
+        return in_parts(operator, x, w.T, _PARTS)
 
     def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         ends = torch.full((2,), len(x), dtype=torch.int32, device=x.device)
@@ -645,10 +643,7 @@ class ReductionOrder(Probe):
         """The row in float64."""
         if case.operator == "all_reduce":
             return torch.tensor(inputs["message"].terms, dtype=torch.float64).sum(1).repeat(2)[None]
-        if case.operator == "attention":
-            return reference.attention(inputs["q"][:, :, -1:], inputs["k"], inputs["v"])[0, 0]
-        x = inputs["x"][:1]
-        return reference.linear(x, inputs["w"]) if "w" in inputs else getattr(reference, case.operator)(x)
+        return super().reference(case, inputs)
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """The tree of each class, at the first M that has it, and how the trees differ."""

@@ -22,7 +22,7 @@ from nondet.core.inputs import EXACT, generator
 from nondet.core.measure import Trial
 from nondet.core.operands import HARD, drawn
 from nondet.core.operator import Operator as DeclaredOperator
-from nondet.core.registry import declared, load_object
+from nondet.core.registry import declared
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, some, sweep
 
@@ -161,12 +161,6 @@ class RowProbe(Probe):
         row = torch.arange(len(x), device=x.device)
         mine = (row % 3 == 1) | (case.varied == "history")  # there are no other rows in that case
         return base.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
-
-    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The rows in float64."""
-        oracle: Operator = load_object(declared()[case.operator].reference or "")
-        x = inputs["x"][self._call(case, inputs).kept if case.varied in base.AXES else slice(case.data["rows"])]
-        return oracle(x, *inputs["weights"])
 
 
 class Reduction(RowProbe):
