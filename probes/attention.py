@@ -47,9 +47,9 @@ def packed_trials(
         mask[..., :-1, :] = 0.0
         mask[..., :-1, start : start + own] = torch.finfo(q.dtype).min
         first, others = k.shape[2] - own, keys - own
-        places = [*range(start), *range(first, first + own), *range(start, others)]  # others' keys around its own
+        order = [*range(start), *range(first, first + own), *range(start, others)]  # others' keys around its own
         # transformers repeats keys and values for each query head where there is a mask
-        ks, vs = (x[:, :, places].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        ks, vs = (x[:, :, order].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         qs = q[:, :, q.shape[2] - rows :]
         calls = (operator(qs[i : i + 1], ks[i : i + 1], vs[i : i + 1], mask=mask) for i in range(len(qs)))
         return torch.cat([out[:, :, -1:] for out in calls])
@@ -112,8 +112,8 @@ class Attention(Probe):
         """The heads of `options.config` if it names any; --m, --k and --n are not attention's and are ignored."""
         sizes, config = _SIZES[options.device], options.config
         heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if "heads" in config else sizes.heads
-        asked = dtypes(options, "attention", sizes.dtypes)
-        for dtype in asked:
+        chosen_dtypes = dtypes(options, "attention", sizes.dtypes)
+        for dtype in chosen_dtypes:
             plain = _Maker(options, dtype, heads)
             if options.met:
                 yield plain.packed(options)
@@ -122,7 +122,7 @@ class Attention(Probe):
             for kind in ("bell", "positive"):
                 yield plain.case(f"requests among 6, {base.AXES['neighbour_values']}", "neighbour_values", 200, kind)
             yield plain.case("the last of 300 tokens while the longest query grows", "neighbour_length", 300, "order")
-            if dtype == asked[-1] or options.full:
+            if dtype == chosen_dtypes[-1] or options.full:
                 yield from _drawn(options, plain, chosen="heads" in config)
                 yield from _forms(options, plain, chosen="heads" in config)
 

@@ -393,7 +393,7 @@ class Call(NamedTuple):
     others: tuple[torch.Tensor | None, ...]
     kept: torch.Tensor
 
-    def ask(self, operator: Operator) -> torch.Tensor:
+    def compared(self, operator: Operator) -> torch.Tensor:
         """The compared rows."""
         return operator(*self.tensors).index_select(0, self.kept)
 
@@ -461,7 +461,7 @@ def _with_neighbours(
                 theirs = torch.cat(parts, 1).view(theirs.shape).view(theirs.dtype)
             tensor = _raw(tensor).index_copy(0, others, _raw(theirs)).view(tensor.dtype)
         filled.append(tensor)
-    return call.replaced(filled).ask(operator)
+    return call.replaced(filled).compared(operator)
 
 
 def _raw(x: torch.Tensor) -> torch.Tensor:
@@ -492,7 +492,7 @@ def _shifted(call: Call, operator: Operator, shift: int) -> torch.Tensor:
     def of(x: torch.Tensor) -> torch.Tensor:
         return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
 
-    return call.replaced(map(of, call.tensors)).ask(operator)
+    return call.replaced(map(of, call.tensors)).compared(operator)
 
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
@@ -507,21 +507,21 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
     def after_many() -> torch.Tensor:
         for _ in range(_OTHER_CALLS):
             operator(*other.tensors)
-        return call.ask(operator)
+        return call.compared(operator)
 
     def over_nan() -> torch.Tensor:
         shaped = operator(*other.tensors)
         dirty = [torch.full_like(shaped, torch.nan) for _ in range(_DIRTY)]
         del dirty  # the allocator returns the same memory again
-        return call.ask(operator)
+        return call.compared(operator)
 
-    yield Trial("first", partial(call.ask, operator))
-    yield Trial("second", partial(call.ask, operator))
-    yield Trial("after a call with other values", lambda: (operator(*other.tensors), call.ask(operator))[1])
+    yield Trial("first", partial(call.compared, operator))
+    yield Trial("second", partial(call.compared, operator))
+    yield Trial("after a call with other values", lambda: (operator(*other.tensors), call.compared(operator))[1])
     yield Trial("held while another call runs", held)
-    for place, tensor in enumerate(call.tensors):
+    for at, tensor in enumerate(call.tensors):
         if tensor.is_floating_point():
-            yield Trial(f"argument {place} written in place", partial(_rewritten, call, other, operator, place))
+            yield Trial(f"argument {at} written in place", partial(_rewritten, call, other, operator, at))
     if call.others[0] is not None:
         n = len(call.tensors[0])
         larger = 4 * n if call.tensors[0].dim() > 2 else LARGER // n * n + n  # of requests fewer than of rows
@@ -537,7 +537,7 @@ def _after(between: Call, call: Call, operator: Operator) -> torch.Tensor:
     """The compared rows, after a call of another size, which is left out where it is not supported."""
     with suppress(Exception):
         operator(*between.tensors)
-    return call.ask(operator)
+    return call.compared(operator)
 
 
 def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
@@ -552,22 +552,22 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
             given = []
             for rows in more:
                 operator(*first.resized(len(call.tensors[0]) + rows).tensors)
-                given.append(call.resized(len(call.tensors[0]) + rows).ask(operator))
+                given.append(call.resized(len(call.tensors[0]) + rows).compared(operator))
             found.append(given)
     except Exception:  # noqa: BLE001 - unsupported sizes are left out
-        return call.ask(operator)
+        return call.compared(operator)
     (values, *later), (own, *others) = found
     steady = all(identical(values, result) for result in later) and all(identical(own, result) for result in others)
-    return values if steady and not identical(values, own) else call.ask(operator)
+    return values if steady and not identical(values, own) else call.compared(operator)
 
 
-def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch.Tensor:
+def _rewritten(call: Call, other: Call, operator: Operator, at: int) -> torch.Tensor:
     """The call after the storage of one argument held other values: a cache must notice."""
-    buffer = other.tensors[place].clone(memory_format=torch.preserve_format)
-    tensors = [buffer if i == place else x for i, x in enumerate(call.tensors)]
+    buffer = other.tensors[at].clone(memory_format=torch.preserve_format)
+    tensors = [buffer if i == at else x for i, x in enumerate(call.tensors)]
     operator(*tensors)
-    buffer.copy_(call.tensors[place])
-    return call.replaced(tensors).ask(operator)
+    buffer.copy_(call.tensors[at])
+    return call.replaced(tensors).compared(operator)
 
 
 # Messages of torch, NumPy and authors of kernels about operands that do not fit each other.
@@ -656,17 +656,17 @@ def batch_trials(
     if case.varied in AXES:
         yield from shared_trials(case.varied, call(), whole)
     elif case.varied == "position":
-        yield Trial(0, partial(at_every_place, compute, x[:rows], case.shape["M"]), many=True)
+        yield Trial(0, partial(at_every_position, compute, x[:rows], case.shape["M"]), many=True)
     else:
         for value in case.data["values"]:
             again = case.varied == "run"
             yield Trial(value, partial(compute, x) if again else partial(in_batches, compute, x, rows, value))
 
 
-def at_every_place(operator: Operator, x: torch.Tensor, places: int) -> torch.Tensor:
-    """Every row of x [R, ...] at every position of a batch, in R batches that rotate the rows: [places, R, ...]."""
+def at_every_position(operator: Operator, x: torch.Tensor, positions: int) -> torch.Tensor:
+    """Every row of x [R, ...] at every position of a batch, in R batches that rotate the rows: [positions, R, ...]."""
     rows = len(x)
-    place = torch.arange(places, device=x.device)
-    turns = torch.stack([operator(x[(place + turn) % rows]) for turn in range(rows)])
+    at = torch.arange(positions, device=x.device)
+    turns = torch.stack([operator(x[(at + turn) % rows]) for turn in range(rows)])
     row = torch.arange(rows, device=x.device)
-    return turns[(row[None, :] - place[:, None]) % rows, place[:, None]]
+    return turns[(row[None, :] - at[:, None]) % rows, at[:, None]]

@@ -27,7 +27,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cpu": (("", 8, 512, 256), ("", 4, 768, 128)),
 }
 _LARGEST = {"cuda": 4096, "cpu": 256}  # rows, each a token at one of its experts
-_PLACES = {"cuda": 200, "cpu": 50}  # rows of one expert that are equal in the position case
+_POSITIONS = {"cuda": 200, "cpu": 50}  # rows of one expert that are equal in the position case
 _RUNS = {"cuda": 50, "cpu": 10}
 _HARD = ("wide", "cancel", "outlier")
 _ROWS = 16  # rows that are tested at every batch size
@@ -44,7 +44,7 @@ class _Batch(NamedTuple):
 
     order: torch.Tensor
     offsets: torch.Tensor
-    asked: torch.Tensor
+    compared: torch.Tensor
 
 
 Plan = tuple[int | str, list[_Batch]]
@@ -82,7 +82,7 @@ class GroupedMatmul(Probe):
                     yield _case(layer, dtype, "order", "routing", largest, home=drawn, values=counts or [largest])
                     for kind in ("mixed", "positive"):
                         yield _case(layer, dtype, kind, "neighbour_values", min(largest, 64))
-                    places = min(largest, _PLACES[options.device])
+                    places = min(largest, _POSITIONS[options.device])
                     yield _case(layer, dtype, "order", "position", largest, places=places, home=drawn)
                     repeated = range(base.runs(options, _RUNS[options.device]))
                     yield _case(layer, dtype, "mixed", "run", largest, values=list(repeated))
@@ -125,14 +125,16 @@ class GroupedMatmul(Probe):
         if case.varied == "run":
             plans = [(run, plans[0][1]) for run in case.data["values"]]
         for value, batches in plans:
-            served = partial(_asked, inputs, batches, operator)
+            served = partial(_compared, inputs, batches, operator)
             if str(value).startswith(_BEYOND):
-                served = partial(_where_served, served, partial(_asked, inputs, plans[0][1], operator))
+                served = partial(_where_served, served, partial(_compared, inputs, plans[0][1], operator))
             yield Trial(value, served, many=case.varied == "position")
 
 
-def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip: int = 0, last: bool = False) -> _Batch:
-    """A call of the rows, sorted by expert; those from `skip` to `asked` of its first rows are compared.
+def _batch(
+    at: torch.Tensor, rows: torch.Tensor, compared: int, experts: int, skip: int = 0, last: bool = False
+) -> _Batch:
+    """A call of the rows, sorted by expert; those from `skip` to `compared` of its first rows are compared.
 
     Args:
         at: The expert of each row of x; `experts` itself: it comes after the last expert's rows.
@@ -141,9 +143,9 @@ def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip:
     arranged = rows.flip(0) if last else rows
     order = arranged[torch.sort(at[arranged], stable=True).indices]
     offsets = torch.cumsum(torch.bincount(at[rows], minlength=experts)[:experts], 0).int()
-    place = torch.empty(int(rows.max()) + 1, dtype=torch.int64)
-    place[order] = torch.arange(len(order))
-    return _Batch(order, offsets, place[rows[skip:asked]])
+    index = torch.empty(int(rows.max()) + 1, dtype=torch.int64)
+    index[order] = torch.arange(len(order))
+    return _Batch(order, offsets, index[rows[skip:compared]])
 
 
 def _batches(M: int, spread: torch.Tensor, experts: int) -> Iterator[_Batch]:
@@ -178,8 +180,8 @@ def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
         yield name, [_batch(torch.where(mine, here, at), every, _ROUTED, experts, last=last)]
 
 
-def _asked(inputs: Any, batches: list[_Batch], operator: Operator) -> torch.Tensor:
-    parts = [operator(inputs["x"][b.order], inputs["weight"], b.offsets).index_select(0, b.asked) for b in batches]
+def _compared(inputs: Any, batches: list[_Batch], operator: Operator) -> torch.Tensor:
+    parts = [operator(inputs["x"][b.order], inputs["weight"], b.offsets).index_select(0, b.compared) for b in batches]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -194,11 +196,9 @@ def _where_served(call: Callable[[], torch.Tensor], plain: Callable[[], torch.Te
 def _call(inputs: Any) -> base.Call:
     """Every third row is compared; the others share their experts."""
     _, (batch,) = inputs["plans"][0]
-    place = torch.arange(len(batch.order), device=batch.order.device)
-    mine = place % 3 == 1 if len(place) > 1 else place == 0
-    return base.Call(
-        (inputs["x"][batch.order], inputs["weight"], batch.offsets), (place[~mine], None, None), place[mine]
-    )
+    at = torch.arange(len(batch.order), device=batch.order.device)
+    mine = at % 3 == 1 if len(at) > 1 else at == 0
+    return base.Call((inputs["x"][batch.order], inputs["weight"], batch.offsets), (at[~mine], None, None), at[mine])
 
 
 def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:

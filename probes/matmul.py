@@ -125,13 +125,13 @@ _SMALL: dict[str, Layer] = {"cuda": _LAYERS["cuda"][0], "cpu": _LAYERS["cpu"][3]
 _DTYPES = ("bfloat16", "float32")
 _LAYER_DTYPES = {"cuda": _DTYPES[:1], "cpu": _DTYPES[1:]}  # of layers that only get a sweep
 _LARGEST = {"cuda": 4096, "cpu": 256}
-_PLACES = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
+_POSITIONS = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
 _RUNS = {"cuda": 100, "cpu": 20}
 _HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
 _LINSPACE_ON_CPU = (64, 4096, 512)  # unless the sweep is full: 137 GFLOP more would take as long as all the rest
 _ROWS = 16  # rows that are tested at every batch size; a row has N sums, each with its own rounding
-_ROWS_PER_PLACE = 4
+_ROWS_PER_POSITION = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
 _FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others
 _MORE_SIZES = (*range(65, 129), 257, 258, 300, 384, 512, 513, 600)  # for inputs that show an order, at one layer
@@ -189,8 +189,8 @@ class Matmul(Probe):
                     trees = 0 if options.one_of_all and layer != has_all else trees
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
                 if layer is layers[0]:
-                    for places in (largest,) if options.m else _PLACES[device]:
-                        yield _case(layer, dtype, "order", "position", rows=places)
+                    for positions in (largest,) if options.m else _POSITIONS[device]:
+                        yield _case(layer, dtype, "order", "position", rows=positions)
         if not chosen:
             layer, sizes = _drawn(options)
             for dtype in dtypes(options, "matmul", layer_dtypes):
@@ -213,7 +213,7 @@ class Matmul(Probe):
         if case.inputs == "linspace":
             a, b = (torch.linspace(-1000, 1000, n * 4096, device=device).view(n, 4096) for n in (2048, 4096))
             return {"x": a[:M], "w": b[:, :N].contiguous(), "bias": None}
-        rows = {"position": _ROWS_PER_PLACE, "batch_size": max(M, _ROWS)}.get(case.varied, M)
+        rows = {"position": _ROWS_PER_POSITION, "batch_size": max(M, _ROWS)}.get(case.varied, M)
         rows = 1 if "map" in case.data else rows
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
         w *= weight_scale(K)
@@ -303,14 +303,14 @@ def _shared_cases(options: Options, layer: Layer, dtype: str, largest: int, *, f
     few = some(_FEW, min(largest, max(_FEW)), options)
     for layout in _LAYOUTS:
         yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
-    asked = options.inputs or ("bell", "integers")
+    also = options.inputs or ("bell", "integers")
     for kind in () if options.inputs else _OWN_NUMBERS:  # requested by name, they have their own sweep
         sizes = some(_FEWEST, min(largest, max(_FEW)), options)
         yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
-    if "bell" in asked:  # a bias as large as what it is added to: so that it shows if dropped, shifted or rounded twice
+    if "bell" in also:  # a bias as large as what it is added to: so that it shows if dropped, shifted or rounded twice
         sizes = sweep(largest, options, dense=True)
         yield _case(layer, dtype, "bell", "batch_size", sizes, rows=max(largest, _ROWS), layout="bias")
-    if "integers" in asked and dtype in ("float32", "float64"):  # shorter dtypes round the product first: not exact
+    if "integers" in also and dtype in ("float32", "float64"):  # shorter dtypes round the product first: not exact
         yield _case(layer, dtype, "integers", "batch_size", few, rows=max(*few, _ROWS), layout="bias")
 
 
@@ -330,7 +330,7 @@ def _case(
     name, K, N = layer
     what = {
         "batch_size": f"{_ROWS} rows in batches of M",
-        "position": f"{_ROWS_PER_PLACE} rows at every place among {rows}",
+        "position": f"{_ROWS_PER_POSITION} rows at every place among {rows}",
         "run": f"{rows} rows, the same call again",
     }.get(varied) or f"rows among {rows}, {base.AXES[varied]}"
     title = f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}"

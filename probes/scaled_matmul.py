@@ -39,7 +39,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
 # FP8.
 _ONE_SCALE_ON_CPU: tuple[Layer, ...] = (("", 256, 8), ("", 1024, 2))
 _LARGEST = {"cuda": 4096, "cpu": 128}
-_PLACES = {"cuda": 200, "cpu": 40}
+_POSITIONS = {"cuda": 200, "cpu": 40}
 _RUNS = {"cuda": 50, "cpu": 10}
 _ROWS = 16  # rows that are tested at every batch size
 _FEW = (1, 2, 17, 64)
@@ -149,7 +149,7 @@ def _products(
             values = sweep(largest, options, dense=all_kinds) if shows or options.inputs else few
             yield _case(layer, kind, "batch_size", largest, values, **said)
         if all_kinds:
-            yield _case(layer, "order-wide", "position", _PLACES[options.device], (), **said)
+            yield _case(layer, "order-wide", "position", _POSITIONS[options.device], (), **said)
             yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), **said)
             yield _case(layer, "order-wide", "alignment", min(largest, 33), (), **said)
             yield _case(layer, "mixed", "history", min(largest, 16), (), **said)
