@@ -67,7 +67,8 @@ class GroupedMatmul(Probe):
                 first, experts = layer is layers[0], layer[1]
                 if first:
                     yield _case(layer, dtype, "mixed", "history", min(largest, 16))
-                for kind in kinds(options, ("bell", "order", *(_HARD if first else ()), "integers")):
+                every = ("bell", "order", *(_HARD if first else ()), "integers")
+                for kind in kinds(options, every if first or given else ("order",)):
                     sizes = sweep(largest, options)
                     shortened = layers is default and not (options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and (kind != "order" or not first)):
