@@ -24,7 +24,7 @@ Layer = tuple[str, int, int, int]  # name, experts, K, N
 # The first gets the hard inputs, and the position and run cases.
 _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cuda": (("Qwen3-30B-A3B down_proj", 128, 768, 2048), ("Qwen3-30B-A3B gate_up_proj", 128, 2048, 1536)),
-    "cpu": (("", 8, 512, 256), ("", 4, 768, 128)),
+    "cpu": (("", 8, 512, 64), ("", 4, 768, 64)),
 }
 _LARGEST = {"cuda": 4096, "cpu": 256}  # rows, each a token at one of its experts
 _POSITIONS = {"cuda": 200, "cpu": 50}  # rows of one expert that are equal in the position case

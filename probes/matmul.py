@@ -105,7 +105,7 @@ Layer = tuple[str, int, int]
 
 
 # (name, K, N). The first gets the hard inputs, every dtype, and the position and run cases. Those of a CPU are small
-# enough for two cores; (1000, 4096) is a multiple of no tile along K.
+# enough for two cores; (1000, 512) is a multiple of no tile along K.
 _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cuda": (
         ("Qwen3-0.6B down_proj", 3072, 1024),
@@ -116,7 +116,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cpu": (
         ("Qwen3-0.6B o_proj", 2048, 1024),
         ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
-        ("", 1000, 4096),
+        ("", 1000, 512),
         ("", 768, 320),
     ),
 }

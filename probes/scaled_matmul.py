@@ -33,7 +33,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
         ("Qwen3-8B down_proj", 12288, 4096),
         ("Qwen3-0.6B down_proj", 3072, 1024),
     ),
-    "cpu": (("", 1024, 256), ("", 2048, 128)),
+    "cpu": (("", 512, 64), ("", 1024, 32)),
 }
 # With one scale per operand oneDNN takes 150 ns for each product of two numbers, on a CPU that it knows, but without
 # FP8.
