@@ -323,6 +323,7 @@ def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
         name = f"prefill of {_LONG[-1] + 1} tokens against decode, beyond the first 256"
         yield plain.case(name, "query_chunk", _LONG[-1] + 1, positions=_LONG)
     others = {plain.heads.query} if chosen else {1, plain.heads.query}
+    others |= set() if chosen or options.one_of_all else {plain.heads.query // 2}
     for key in sorted(others - {plain.heads.key}):
         maker = _Maker(options, plain.dtype, plain.heads._replace(key=key))
         yield maker.case("decode of 5 requests in batches of B, 160 keys", "batch_size", 160, "order", values=few)

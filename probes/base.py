@@ -48,7 +48,7 @@ class Options:
         met: (rows, keys, products or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes.
         own: Keys that the row in question saw there.
         operator: The operator in the trace, where the probe tests several.
-        one_of_all: All probes were named at once: slow cases are only run if this probe is named.
+        one_of_all: All probes were named at once: what others nearly show is only run if this probe is named.
     """
 
     device: str = "cpu"

@@ -68,7 +68,7 @@ class GroupedMatmul(Probe):
                 if first:
                     yield _case(layer, dtype, "mixed", "history", min(largest, 16))
                 every = ("bell", "order", *(_HARD if first else ()), "integers")
-                for kind in kinds(options, every if first or given else ("order",)):
+                for kind in kinds(options, every if first or given or not options.one_of_all else ("order",)):
                     sizes = sweep(largest, options)
                     shortened = layers is default and not (options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and (kind != "order" or not first)):

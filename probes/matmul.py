@@ -177,7 +177,8 @@ class Matmul(Probe):
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
                 hard = layer is layers[0] and dtype == chosen_dtypes[0]
                 every = ("bell", "order", *(_HARD if hard else ()), "integers")
-                for kind in kinds(options, every if chosen or layer in (layers[0], has_all) else ("order",)):
+                shown = chosen or not options.one_of_all or layer in (layers[0], has_all)
+                for kind in kinds(options, every if shown else ("order",)):
                     sizes = sweep(largest, options, dense=kind == "order" and layer == has_all)
                     shortened = not (chosen or options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and kind != "order"):
@@ -290,7 +291,8 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
 
 def _shared_cases(options: Options, layer: Layer, dtype: str, largest: int, *, first: bool) -> Iterator[Case]:
     """The shared cases of `nondet.probes.base`, and the sweep with other strides or other numbers."""
-    for layout in ("", "bias") if first else ("",):
+    deep = first or not options.one_of_all
+    for layout in ("", "bias") if deep else ("",):
         yield _case(layer, dtype, "mixed", "history", rows=min(largest, 8), layout=layout)
     name, K, N = layer
     if first and _ANEW[0][-1] < N:  # small, and of one dtype: a kernel may also be compiled and proven again
@@ -301,7 +303,7 @@ def _shared_cases(options: Options, layer: Layer, dtype: str, largest: int, *, f
         yield _case(layer, dtype, kind, "neighbour_values", rows=min(largest, 64))
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
     few = some(_FEW, min(largest, max(_FEW)), options)
-    for layout in _LAYOUTS:
+    for layout in _LAYOUTS if deep else ():
         yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
     also = options.inputs or ("bell", "integers")
     for kind in () if options.inputs else _OWN_NUMBERS:  # requested by name, they have their own sweep

@@ -80,12 +80,11 @@ class RowProbe(Probe):
         seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:
             for width in (*widths, *(() if chosen else (seeded,))):
-                # on a CPU a vocabulary takes most of the time, and float32 shows an order best
-                slow = width > _WIDE and options.device == "cpu" and not chosen
-                for dtype in dtypes(options, operator, ("float32",) if slow else ("bfloat16", "float32")):
-                    yield from self._cases(
-                        options, operator, width, dtype, first=width == widths[0], drawn=width not in widths
-                    )
+                # a vocabulary takes most of the time, and float32 shows an order best
+                first, wide = width == widths[0], width > _WIDE and options.device == "cpu"
+                few = not chosen and (wide or (options.one_of_all and not first))
+                for dtype in dtypes(options, operator, ("float32",) if few else ("bfloat16", "float32")):
+                    yield from self._cases(options, operator, width, dtype, first=first, drawn=width not in widths)
 
     def _cases(
         self, options: Options, operator: str, width: int, dtype: str, *, first: bool, drawn: bool

@@ -73,8 +73,7 @@ class ScaledMatmul(Probe):
         for layer in layers:
             _, K, N = layer
             base.require_memory(device, (largest + N) * K * 24 + 4 * largest * N * 8, f"M={largest} K={K} N={N} in FP8")
-            # one layer shows what the other format does
-            for dtype in left if layer is layers[0] or options.full or names else left[:1]:
+            for dtype in left[:1] if options.one_of_all and layer is not layers[0] and not names else left:
                 for how in SCALES:
                     first = layer is layers[0] and dtype == left[0]
                     slow = layers is _LAYERS["cpu"] and how == "tensor"
