@@ -1,8 +1,8 @@
 """The definition of a probe, what probes take from the user's options, and the cases that all operators share.
 
 A case is a set of variants of one computation that ought to give equal bits. The runner computes every variant under
-every implementation, sorts the results into classes, and writes a row. A probe only defines the cases, what the
-variants compute, and the float64 reference.
+every implementation, sorts the results into classes, and writes a row. A probe only defines the cases and what the
+variants compute.
 """
 
 from __future__ import annotations
