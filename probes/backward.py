@@ -43,7 +43,6 @@ WEIGHTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
     "embedding_weight": lambda weight, _, ids: F.embedding(ids, weight),
 }
 AGAIN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "embedding_dense_backward": lambda weight, ids: F.embedding(ids, weight),
     "index_put_accumulate": lambda weight, ids: weight[ids],  # the gradient of a gather
 }
 _LOGITS = ("softmax_backward", "log_softmax_backward", "cross_entropy_backward")
@@ -54,7 +53,7 @@ _SEQUENCE, _SEQUENCES = 32, 16  # tokens of a sequence, and how many
 _MICRO = (16, 8, 4, 2, 1)
 _HEADS, _KEY_HEADS = 4, 2
 _TOKENS = 96
-_RUNS = {"cpu": 10, "cuda": 50}
+_RUNS = {"cpu": 10, "cuda": 20}
 
 
 class Backward(Probe):
@@ -71,10 +70,9 @@ class Backward(Probe):
                 yield from self._again(options, dtype, kind)
 
     def _rows(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
-        hidden, vocabulary = _WIDTHS[options.device]
         for name in (*ROWS, "attention_backward"):
             head = _TOKENS * 64 * 2 * (_HEADS + _KEY_HEADS)
-            width = size("--k", options.k, vocabulary if name in _LOGITS else hidden)
+            width = _width(options, name)
             each = head if name == "attention_backward" else width
             largest = base.largest_batch(options, 16 if name == "attention_backward" else max(16, 2**20 // width))
             largest = min(largest, 128) if options.m is None else largest
@@ -96,7 +94,7 @@ class Backward(Probe):
         K = size("--k", options.k, 256)
         for name in (*AGAIN, *WEIGHTS, *ROWS, "attention_backward"):
             if name in ROWS:
-                shape = {"M": 8, "W": K}
+                shape = {"M": 8, "W": _width(options, name)}  # as in batches: their kernels are compiled once
             elif name == "attention_backward":
                 shape = {"T": _TOKENS, "D": 64}
             else:
@@ -177,6 +175,10 @@ class Backward(Probe):
         if case.varied == "batch_size":
             wide[0] = wide[0][: case.data["rows"]]
         return _gradient(case.operator, *wide)
+
+
+def _width(options: Options, name: str) -> int:
+    return size("--k", options.k, _WIDTHS[options.device][name in _LOGITS])
 
 
 def _gradient(name: str, *tensors: torch.Tensor) -> torch.Tensor:

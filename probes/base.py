@@ -1,8 +1,8 @@
 """The definition of a probe, what probes take from the user's options, and the cases that all operators share.
 
 A case is a set of variants of one computation that ought to give equal bits. The runner computes every variant under
-every implementation, sorts the results into classes, and writes a row. A probe only defines the cases, what the
-variants compute, and the float64 reference.
+every implementation, sorts the results into classes, and writes a row. A probe only defines the cases and what the
+variants compute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from nondet.core.compare import identical
 from nondet.core.inputs import KINDS, placed
 from nondet.core.measure import Trial
 from nondet.core.processes import free_gpu_memory, free_memory
-from nondet.core.registry import misfit
+from nondet.core.registry import load_object, misfit, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongShapeError, reason_of
 
 
@@ -48,7 +48,7 @@ class Options:
         met: (rows, keys, products or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes.
         own: Keys that the row in question saw there.
         operator: The operator in the trace, where the probe tests several.
-        one_of_all: All probes were named at once: slow cases are only run if this probe is named.
+        one_of_all: All probes were named at once: what others nearly show is only run if this probe is named.
     """
 
     device: str = "cpu"
@@ -146,17 +146,28 @@ class Probe:
         return whole
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The first variant's result in float64; None where there is none."""
-        return None
+        """A variant's result by the operator's oracle in float64; None where it has none."""
+        declaration = operators().get(case.operator)
+        if declaration is None or declaration.reference is None:
+            return None
+        one_position = replace(case, shape={**case.shape, "M": 1}) if case.varied == "position" else case
+        wide = {name: _widened(x) for name, x in inputs.items()} if isinstance(inputs, dict) else inputs
+        variants = list(self.trials(one_position, wide, load_object(declaration.reference)))
+        # one large batch takes one call; a small one as many as there are rows
+        large = (v for v in variants if case.varied == "batch_size" and isinstance(v.value, int) and v.value >= 16)
+        chosen = next(large, variants[0])
+        result = self.join(case, chosen.compute())
+        return result[0] if chosen.many else result
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """The probe's own findings about the distinct results (representatives, by class), as JSON-able data. Here: the
-        layer's name, where it has one; of `answers`, whether every class is the known one, rounded once."""
-        said: dict[str, Any] = {"layer": case.data["layer"]} if case.data.get("layer") else {}
-        answer = self.reference(case, inputs) if case.inputs in self.answers else None
-        if answer is not None:
-            said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)
-        return said
+        layer's name, where it has one."""
+        return {"layer": case.data["layer"]} if case.data.get("layer") else {}
+
+
+def _widened(x: Any) -> Any:
+    """Numbers in float64; float8 is left to the oracle, which knows its scales."""
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.element_size() > 1 else x
 
 
 # Checks of an operator's result: its dtype and its whole shape. A probe compares parts of results. A kernel that gives
@@ -382,7 +393,7 @@ class Call(NamedTuple):
     others: tuple[torch.Tensor | None, ...]
     kept: torch.Tensor
 
-    def ask(self, operator: Operator) -> torch.Tensor:
+    def compared(self, operator: Operator) -> torch.Tensor:
         """The compared rows."""
         return operator(*self.tensors).index_select(0, self.kept)
 
@@ -450,7 +461,7 @@ def _with_neighbours(
                 theirs = torch.cat(parts, 1).view(theirs.shape).view(theirs.dtype)
             tensor = _raw(tensor).index_copy(0, others, _raw(theirs)).view(tensor.dtype)
         filled.append(tensor)
-    return call.replaced(filled).ask(operator)
+    return call.replaced(filled).compared(operator)
 
 
 def _raw(x: torch.Tensor) -> torch.Tensor:
@@ -481,7 +492,7 @@ def _shifted(call: Call, operator: Operator, shift: int) -> torch.Tensor:
     def of(x: torch.Tensor) -> torch.Tensor:
         return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
 
-    return call.replaced(map(of, call.tensors)).ask(operator)
+    return call.replaced(map(of, call.tensors)).compared(operator)
 
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
@@ -496,21 +507,21 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
     def after_many() -> torch.Tensor:
         for _ in range(_OTHER_CALLS):
             operator(*other.tensors)
-        return call.ask(operator)
+        return call.compared(operator)
 
     def over_nan() -> torch.Tensor:
         shaped = operator(*other.tensors)
         dirty = [torch.full_like(shaped, torch.nan) for _ in range(_DIRTY)]
         del dirty  # the allocator returns the same memory again
-        return call.ask(operator)
+        return call.compared(operator)
 
-    yield Trial("first", partial(call.ask, operator))
-    yield Trial("second", partial(call.ask, operator))
-    yield Trial("after a call with other values", lambda: (operator(*other.tensors), call.ask(operator))[1])
+    yield Trial("first", partial(call.compared, operator))
+    yield Trial("second", partial(call.compared, operator))
+    yield Trial("after a call with other values", lambda: (operator(*other.tensors), call.compared(operator))[1])
     yield Trial("held while another call runs", held)
-    for place, tensor in enumerate(call.tensors):
+    for at, tensor in enumerate(call.tensors):
         if tensor.is_floating_point():
-            yield Trial(f"argument {place} written in place", partial(_rewritten, call, other, operator, place))
+            yield Trial(f"argument {at} written in place", partial(_rewritten, call, other, operator, at))
     if call.others[0] is not None:
         n = len(call.tensors[0])
         larger = 4 * n if call.tensors[0].dim() > 2 else LARGER // n * n + n  # of requests fewer than of rows
@@ -526,7 +537,7 @@ def _after(between: Call, call: Call, operator: Operator) -> torch.Tensor:
     """The compared rows, after a call of another size, which is left out where it is not supported."""
     with suppress(Exception):
         operator(*between.tensors)
-    return call.ask(operator)
+    return call.compared(operator)
 
 
 def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
@@ -541,22 +552,22 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
             given = []
             for rows in more:
                 operator(*first.resized(len(call.tensors[0]) + rows).tensors)
-                given.append(call.resized(len(call.tensors[0]) + rows).ask(operator))
+                given.append(call.resized(len(call.tensors[0]) + rows).compared(operator))
             found.append(given)
     except Exception:  # noqa: BLE001 - unsupported sizes are left out
-        return call.ask(operator)
+        return call.compared(operator)
     (values, *later), (own, *others) = found
     steady = all(identical(values, result) for result in later) and all(identical(own, result) for result in others)
-    return values if steady and not identical(values, own) else call.ask(operator)
+    return values if steady and not identical(values, own) else call.compared(operator)
 
 
-def _rewritten(call: Call, other: Call, operator: Operator, place: int) -> torch.Tensor:
+def _rewritten(call: Call, other: Call, operator: Operator, at: int) -> torch.Tensor:
     """The call after the storage of one argument held other values: a cache must notice."""
-    buffer = other.tensors[place].clone(memory_format=torch.preserve_format)
-    tensors = [buffer if i == place else x for i, x in enumerate(call.tensors)]
+    buffer = other.tensors[at].clone(memory_format=torch.preserve_format)
+    tensors = [buffer if i == at else x for i, x in enumerate(call.tensors)]
     operator(*tensors)
-    buffer.copy_(call.tensors[place])
-    return call.replaced(tensors).ask(operator)
+    buffer.copy_(call.tensors[at])
+    return call.replaced(tensors).compared(operator)
 
 
 # Messages of torch, NumPy and authors of kernels about operands that do not fit each other.
@@ -645,17 +656,17 @@ def batch_trials(
     if case.varied in AXES:
         yield from shared_trials(case.varied, call(), whole)
     elif case.varied == "position":
-        yield Trial(0, partial(at_every_place, compute, x[:rows], case.shape["M"]), many=True)
+        yield Trial(0, partial(at_every_position, compute, x[:rows], case.shape["M"]), many=True)
     else:
         for value in case.data["values"]:
             again = case.varied == "run"
             yield Trial(value, partial(compute, x) if again else partial(in_batches, compute, x, rows, value))
 
 
-def at_every_place(operator: Operator, x: torch.Tensor, places: int) -> torch.Tensor:
-    """Every row of x [R, ...] at every position of a batch, in R batches that rotate the rows: [places, R, ...]."""
+def at_every_position(operator: Operator, x: torch.Tensor, positions: int) -> torch.Tensor:
+    """Every row of x [R, ...] at every position of a batch, in R batches that rotate the rows: [positions, R, ...]."""
     rows = len(x)
-    place = torch.arange(places, device=x.device)
-    turns = torch.stack([operator(x[(place + turn) % rows]) for turn in range(rows)])
+    at = torch.arange(positions, device=x.device)
+    turns = torch.stack([operator(x[(at + turn) % rows]) for turn in range(rows)])
     row = torch.arange(rows, device=x.device)
-    return turns[(row[None, :] - place[:, None]) % rows, place[:, None]]
+    return turns[(row[None, :] - at[:, None]) % rows, at[:, None]]

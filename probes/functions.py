@@ -96,7 +96,7 @@ class Subject:
         inputs = self._make(value)
         prints = fingerprint(inputs)
         before = self._prints.setdefault(value, prints)
-        changed = sorted(name for name in before if name not in prints or _parted(before[name], prints[name]))
+        changed = sorted(name for name in before if name not in prints or _differ(before[name], prints[name]))
         if changed:
             raise BadInputsError(
                 f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})",
@@ -115,14 +115,14 @@ class Subject:
         rows = tensor[: self.kept] if tensor.dim() else tensor
         prints = {True: fingerprint(rows)[""], False: fingerprint(tensor)[""]}
         leading = self._leading.setdefault(name, prints)  # of the first tensor of this name
-        if _parted(leading[batched], prints[batched]):
+        if _differ(leading[batched], prints[batched]):
             part = f"its first {self.kept} rows" if batched else "it"
             raise BadInputsError(
                 f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal",
                 "Put the same requests first in every batch, or choose with select= what is compared.",
             )
 
-    def asked_of(self, oracle: Callable[..., Any]) -> torch.Tensor:
+    def expected_of(self, oracle: Callable[..., Any]) -> torch.Tensor:
         """The oracle's result for the first value, in float64; results must have its shape."""
         value = self.values[0]
         reference = self._kept(_called(oracle, self.inputs(value)), value)
@@ -225,11 +225,11 @@ def _tensors(inputs: Inputs, name: str = "") -> list[tuple[str, torch.Tensor]]:
     if isinstance(inputs, Mapping):
         parts = [(str(key), value) for key, value in inputs.items()]
     elif isinstance(inputs, tuple | list):
-        parts = [(str(place), value) for place, value in enumerate(inputs)]
+        parts = [(str(index), value) for index, value in enumerate(inputs)]
     return [pair for part, value in parts for pair in _tensors(value, f"{name}.{part}" if name else part)]
 
 
-def _parted(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+def _differ(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     return len(a) != len(b) or any(x.shape != y.shape or not torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -296,17 +296,8 @@ def check_operator(
     default = _SIZES.get(operator) or (_ROWS if operators()[operator].probe is not None else {})
     if not full and m is None and k is None and n is None:
         m, k, n = default.get("m"), default.get("k"), default.get("n")
-    options = Options(
-        device=device,
-        dtypes=tuple(dtypes),
-        m=m,
-        k=k,
-        n=n,
-        config=dict(config or {}),
-        inputs=tuple(inputs) if inputs is not None else None,
-        seed=seed,
-        full=full,
-    )
+    chosen = None if inputs is None else tuple(inputs)
+    options = Options(device, tuple(dtypes), m, k, n, config=dict(config or {}), inputs=chosen, seed=seed, full=full)
     name = name_of(fn)
     check_signature(fn, operator, name)
     loaded = LoadedImplementation(operator, name, fn)
@@ -322,8 +313,8 @@ def check_operator(
         "impls": [name],
         "device": device,
         "dtypes": list(dtypes),
-        "sizes": {"m": m, "k": k, "n": n, "config": dict(config or {})},
-        "inputs": list(inputs) if inputs is not None else None,
+        "sizes": {"m": m, "k": k, "n": n, "config": options.config},
+        "inputs": None if inputs is None else list(inputs),
         "full": full,
         "seed": seed,
     }
@@ -482,7 +473,7 @@ def _check_call(
 def _measured(
     head: Row, subject: Subject, oracle: Callable[..., Any] | None, allowed: float | None, started: float
 ) -> Row:
-    reference = subject.asked_of(oracle) if oracle is not None else None
+    reference = subject.expected_of(oracle) if oracle is not None else None
     worst: list[float] = []
     sizes: list[int] = []
 

@@ -16,7 +16,6 @@ import torch
 
 from nondet.core.inputs import EXACT, generator, product_operands
 from nondet.core.measure import Trial
-from nondet.kernels import reference
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, kinds, some, sweep
 
@@ -25,10 +24,10 @@ Layer = tuple[str, int, int, int]  # name, experts, K, N
 # The first gets the hard inputs, and the position and run cases.
 _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cuda": (("Qwen3-30B-A3B down_proj", 128, 768, 2048), ("Qwen3-30B-A3B gate_up_proj", 128, 2048, 1536)),
-    "cpu": (("", 8, 512, 256), ("", 4, 768, 128)),
+    "cpu": (("", 8, 512, 64), ("", 4, 768, 64)),
 }
 _LARGEST = {"cuda": 4096, "cpu": 256}  # rows, each a token at one of its experts
-_PLACES = {"cuda": 200, "cpu": 50}  # rows of one expert that are equal in the position case
+_POSITIONS = {"cuda": 200, "cpu": 50}  # rows of one expert that are equal in the position case
 _RUNS = {"cuda": 50, "cpu": 10}
 _HARD = ("wide", "cancel", "outlier")
 _ROWS = 16  # rows that are tested at every batch size
@@ -45,7 +44,7 @@ class _Batch(NamedTuple):
 
     order: torch.Tensor
     offsets: torch.Tensor
-    asked: torch.Tensor
+    compared: torch.Tensor
 
 
 Plan = tuple[int | str, list[_Batch]]
@@ -68,7 +67,8 @@ class GroupedMatmul(Probe):
                 first, experts = layer is layers[0], layer[1]
                 if first:
                     yield _case(layer, dtype, "mixed", "history", min(largest, 16))
-                for kind in kinds(options, ("bell", "order", *(_HARD if first else ()), "integers")):
+                every = ("bell", "order", *(_HARD if first else ()), "integers")
+                for kind in kinds(options, every if first or given or not options.one_of_all else ("order",)):
                     sizes = sweep(largest, options)
                     shortened = layers is default and not (options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and (kind != "order" or not first)):
@@ -83,7 +83,7 @@ class GroupedMatmul(Probe):
                     yield _case(layer, dtype, "order", "routing", largest, home=drawn, values=counts or [largest])
                     for kind in ("mixed", "positive"):
                         yield _case(layer, dtype, kind, "neighbour_values", min(largest, 64))
-                    places = min(largest, _PLACES[options.device])
+                    places = min(largest, _POSITIONS[options.device])
                     yield _case(layer, dtype, "order", "position", largest, places=places, home=drawn)
                     repeated = range(base.runs(options, _RUNS[options.device]))
                     yield _case(layer, dtype, "mixed", "run", largest, values=list(repeated))
@@ -126,26 +126,16 @@ class GroupedMatmul(Probe):
         if case.varied == "run":
             plans = [(run, plans[0][1]) for run in case.data["values"]]
         for value, batches in plans:
-            served = partial(_asked, inputs, batches, operator)
+            served = partial(_compared, inputs, batches, operator)
             if str(value).startswith(_BEYOND):
-                served = partial(_where_served, served, partial(_asked, inputs, plans[0][1], operator))
+                served = partial(_where_served, served, partial(_compared, inputs, plans[0][1], operator))
             yield Trial(value, served, many=case.varied == "position")
 
-    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The rows that are compared times their experts' weights, in float64."""
-        x, weight = inputs["x"], inputs["weight"]
-        if case.varied in base.AXES:
-            call = _call(inputs)
-            return reference.grouped_matmul(*call.tensors)[call.kept]
-        if case.varied == "position":
-            return x[0].double() @ weight[case.data["home"]].double()
-        _, batches = inputs["plans"][0]
-        parts = [reference.grouped_matmul(x[b.order], weight, b.offsets)[b.asked] for b in batches]
-        return torch.cat(parts)
 
-
-def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip: int = 0, last: bool = False) -> _Batch:
-    """A call of the rows, sorted by expert; those from `skip` to `asked` of its first rows are compared.
+def _batch(
+    at: torch.Tensor, rows: torch.Tensor, compared: int, experts: int, skip: int = 0, last: bool = False
+) -> _Batch:
+    """A call of the rows, sorted by expert; those from `skip` to `compared` of its first rows are compared.
 
     Args:
         at: The expert of each row of x; `experts` itself: it comes after the last expert's rows.
@@ -154,9 +144,9 @@ def _batch(at: torch.Tensor, rows: torch.Tensor, asked: int, experts: int, skip:
     arranged = rows.flip(0) if last else rows
     order = arranged[torch.sort(at[arranged], stable=True).indices]
     offsets = torch.cumsum(torch.bincount(at[rows], minlength=experts)[:experts], 0).int()
-    place = torch.empty(int(rows.max()) + 1, dtype=torch.int64)
-    place[order] = torch.arange(len(order))
-    return _Batch(order, offsets, place[rows[skip:asked]])
+    index = torch.empty(int(rows.max()) + 1, dtype=torch.int64)
+    index[order] = torch.arange(len(order))
+    return _Batch(order, offsets, index[rows[skip:compared]])
 
 
 def _batches(M: int, spread: torch.Tensor, experts: int) -> Iterator[_Batch]:
@@ -191,8 +181,8 @@ def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
         yield name, [_batch(torch.where(mine, here, at), every, _ROUTED, experts, last=last)]
 
 
-def _asked(inputs: Any, batches: list[_Batch], operator: Operator) -> torch.Tensor:
-    parts = [operator(inputs["x"][b.order], inputs["weight"], b.offsets).index_select(0, b.asked) for b in batches]
+def _compared(inputs: Any, batches: list[_Batch], operator: Operator) -> torch.Tensor:
+    parts = [operator(inputs["x"][b.order], inputs["weight"], b.offsets).index_select(0, b.compared) for b in batches]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -207,11 +197,9 @@ def _where_served(call: Callable[[], torch.Tensor], plain: Callable[[], torch.Te
 def _call(inputs: Any) -> base.Call:
     """Every third row is compared; the others share their experts."""
     _, (batch,) = inputs["plans"][0]
-    place = torch.arange(len(batch.order), device=batch.order.device)
-    mine = place % 3 == 1 if len(place) > 1 else place == 0
-    return base.Call(
-        (inputs["x"][batch.order], inputs["weight"], batch.offsets), (place[~mine], None, None), place[mine]
-    )
+    at = torch.arange(len(batch.order), device=batch.order.device)
+    mine = at % 3 == 1 if len(at) > 1 else at == 0
+    return base.Call((inputs["x"][batch.order], inputs["weight"], batch.offsets), (at[~mine], None, None), at[mine])
 
 
 def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:

@@ -21,7 +21,6 @@ from nondet.core.inputs import EXACT, generator, make, product_operands
 from nondet.core.measure import LISTED_VARIANTS, Trial
 from nondet.core.operands import laid_out
 from nondet.errors import UserError
-from nondet.kernels import reference
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
 from nondet.probes.reduction_order import trees_of_product
@@ -106,7 +105,7 @@ Layer = tuple[str, int, int]
 
 
 # (name, K, N). The first gets the hard inputs, every dtype, and the position and run cases. Those of a CPU are small
-# enough for two cores; (1000, 4096) is a multiple of no tile along K.
+# enough for two cores; (1000, 512) is a multiple of no tile along K.
 _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cuda": (
         ("Qwen3-0.6B down_proj", 3072, 1024),
@@ -117,7 +116,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
     "cpu": (
         ("Qwen3-0.6B o_proj", 2048, 1024),
         ("Qwen3-0.6B gate_proj up_proj", 1024, 3072),
-        ("", 1000, 4096),
+        ("", 1000, 512),
         ("", 768, 320),
     ),
 }
@@ -126,13 +125,13 @@ _SMALL: dict[str, Layer] = {"cuda": _LAYERS["cuda"][0], "cpu": _LAYERS["cpu"][3]
 _DTYPES = ("bfloat16", "float32")
 _LAYER_DTYPES = {"cuda": _DTYPES[:1], "cpu": _DTYPES[1:]}  # of layers that only get a sweep
 _LARGEST = {"cuda": 4096, "cpu": 256}
-_PLACES = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
+_POSITIONS = {"cuda": (64, 1000, 4096), "cpu": (17, 100, 300)}
 _RUNS = {"cuda": 100, "cpu": 20}
 _HARD = ("order-wide", "wide", "cancel", "outlier")
 _LINSPACE = (2048, 4096, 4096)
-_LINSPACE_ON_CPU = 64  # of the 2,048 rows, unless the sweep is full: 137 GFLOP more would take as long as all the rest
+_LINSPACE_ON_CPU = (64, 4096, 512)  # unless the sweep is full: 137 GFLOP more would take as long as all the rest
 _ROWS = 16  # rows that are tested at every batch size; a row has N sums, each with its own rounding
-_ROWS_PER_PLACE = 4
+_ROWS_PER_POSITION = 4
 _FEW = (1, 2, 3, 8, 17, 33, 64, 100)
 _FEWEST = (1, 2, 17)  # and the largest: for inputs that show less than others
 _MORE_SIZES = (*range(65, 129), 257, 258, 300, 384, 512, 513, 600)  # for inputs that show an order, at one layer
@@ -144,6 +143,7 @@ _LAYOUTS = (
 # first call has one row, and for those whose first has many. No sound rule of N has the one and not the other.
 _ANEW = ((1, 4), (2, 3))
 _OWN_NUMBERS = ("denormal", "infinite")
+_TREES = (12, 3)  # classes of a sweep whose trees are measured: of this probe by itself, and among all
 
 
 class Matmul(Probe):
@@ -166,40 +166,43 @@ class Matmul(Probe):
         device, layer_dtypes = options.device, _LAYER_DTYPES[options.device]
         layers, chosen = _layers(options, _LAYERS[device])
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
-        asks_all = layers[0] if chosen else _SMALL[device]
+        has_all = layers[0] if chosen else _SMALL[device]
         for layer in layers:
-            asked = dtypes(options, "matmul", _DTYPES if layer in (layers[0], asks_all) else layer_dtypes)
-            for dtype in asked:
+            chosen_dtypes = dtypes(options, "matmul", _DTYPES if layer in (layers[0], has_all) else layer_dtypes)
+            for dtype in chosen_dtypes:
                 _check_memory(device, largest, layer, dtype)
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
-                    yield from _in_company(options, asks_all, dtype, largest, anew=dtype == asked[0])
+                    yield from _shared_cases(options, has_all, dtype, largest, first=dtype == chosen_dtypes[0])
                     repeated = range(base.runs(options, _RUNS[device]))
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
-                hard = layer is layers[0] and dtype == asked[0]
-                for kind in kinds(options, ("bell", "order", *(_HARD if hard else ()), "integers")):
-                    sizes = sweep(largest, options, dense=kind == "order" and layer == asks_all)
+                hard = layer is layers[0] and dtype == chosen_dtypes[0]
+                every = ("bell", "order", *(_HARD if hard else ()), "integers")
+                shown = chosen or not options.one_of_all or layer in (layers[0], has_all)
+                for kind in kinds(options, every if shown else ("order",)):
+                    sizes = sweep(largest, options, dense=kind == "order" and layer == has_all)
                     shortened = not (chosen or options.m or options.inputs or options.full)
                     if kind == "integers" or (shortened and kind != "order"):
                         few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
                         sizes = some(few, largest, options)
-                    if kind == "order" and layer == asks_all and options.m is None:
+                    if kind == "order" and layer == has_all and options.m is None:
                         sizes = sorted({*sizes, *_MORE_SIZES})
-                    trees = kind == "order" and (layer == asks_all or not options.one_of_all)
+                    trees = _TREES[options.one_of_all] if kind == "order" else 0
+                    trees = 0 if options.one_of_all and layer != has_all else trees
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
                 if layer is layers[0]:
-                    for places in (largest,) if options.m else _PLACES[device]:
-                        yield _case(layer, dtype, "order", "position", rows=places)
+                    for positions in (largest,) if options.m else _POSITIONS[device]:
+                        yield _case(layer, dtype, "order", "position", rows=positions)
         if not chosen:
             layer, sizes = _drawn(options)
             for dtype in dtypes(options, "matmul", layer_dtypes):
                 for kind in kinds(options, ("order",)):
-                    trees = kind == "order" and not options.one_of_all
+                    trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
         if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
-            whole, K, N = _LINSPACE
-            M = _LINSPACE_ON_CPU if options.device == "cpu" and not options.full else whole
-            batch = "a" if whole == M else f"a[:{M}]"
-            title = f"linspace of the post, mm(a[:1], b) against mm({batch}, b)[:1], M={M} K={K} N={N}"
+            part = options.device == "cpu" and not options.full
+            M, K, N = _LINSPACE_ON_CPU if part else _LINSPACE
+            a, b = (f"a[:{M}]", f"b[:, :{N}]") if part else ("a", "b")
+            title = f"linspace of the post, mm(a[:1], {b}) against mm({a}, {b})[:1], M={M} K={K} N={N}"
             shape = {"M": M, "N": N, "K": K}
             yield Case(title, "matmul", shape, "float32", "batch_size", "linspace", data={"values": [1, M]})
 
@@ -209,9 +212,9 @@ class Matmul(Probe):
             return _batched_operands(case, device, seed)
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
-            a = torch.linspace(-1000, 1000, _LINSPACE[0] * K, device=device).reshape(_LINSPACE[0], K)
-            return {"x": a[:M], "w": torch.linspace(-1000, 1000, K * N, device=device).reshape(K, N), "bias": None}
-        rows = {"position": _ROWS_PER_PLACE, "batch_size": max(M, _ROWS)}.get(case.varied, M)
+            a, b = (torch.linspace(-1000, 1000, n * 4096, device=device).view(n, 4096) for n in (2048, 4096))
+            return {"x": a[:M], "w": b[:, :N].contiguous(), "bias": None}
+        rows = {"position": _ROWS_PER_POSITION, "batch_size": max(M, _ROWS)}.get(case.varied, M)
         rows = 1 if "map" in case.data else rows
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
         w *= weight_scale(K)
@@ -258,20 +261,6 @@ class Matmul(Probe):
         """For a map, two rows that represent all rows of a call."""
         return _first_and_odd(parts) if "map" in case.data else super().join(case, parts)
 
-    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The rows that are compared, in float64."""
-        if "batched" in case.data:
-            return inputs["a"][0, : _shared(case)].double() @ inputs["b"][0].double()
-        x, w = inputs["x"], inputs["w"]
-        if case.inputs == "linspace":
-            return x[:1].double() @ w.double()
-        if case.varied in base.AXES:
-            x = x[_call(inputs).kept]
-            w = w[: len(w) - _ANEW[0][-1] * _step(len(w))] if case.data.get("anew") else w
-        elif case.varied == "batch_size":
-            x = x[:1].expand(2, -1) if "map" in case.data else x[:_ROWS]
-        return reference.linear(x, w, inputs["bias"])
-
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """Where classes change over M, and the reduction tree of row 0 in each, if the case has it."""
         said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
@@ -280,7 +269,8 @@ class Matmul(Probe):
             return said | {"map": {"axis": case.data["map"], "unequal": odd}}
         if len(results) < 2 or not case.data.get("trees") or self._operator is None:
             return said
-        return said | trees_of_product(self._operator, inputs["x"], inputs["w"], case.data["values"], results)
+        x, w, most = inputs["x"], inputs["w"], case.data["trees"]
+        return said | trees_of_product(self._operator, x, w, case.data["values"], results, most)
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
@@ -299,12 +289,13 @@ def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
     require_memory(device, needed, f"matmul of M={M} K={K} N={N} in {dtype}")
 
 
-def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, anew: bool) -> Iterator[Case]:
+def _shared_cases(options: Options, layer: Layer, dtype: str, largest: int, *, first: bool) -> Iterator[Case]:
     """The shared cases of `nondet.probes.base`, and the sweep with other strides or other numbers."""
-    for layout in ("", "bias"):
+    deep = first or not options.one_of_all
+    for layout in ("", "bias") if deep else ("",):
         yield _case(layer, dtype, "mixed", "history", rows=min(largest, 8), layout=layout)
     name, K, N = layer
-    if anew and _ANEW[0][-1] < N:  # small, and of one dtype: a kernel may also be compiled and proven again
+    if first and _ANEW[0][-1] < N:  # small, and of one dtype: a kernel may also be compiled and proven again
         case = _case((name, min(K, 256), min(N, 128)), dtype, "order", "history", rows=min(largest, 8))
         title = case.name.replace(base.AXES["history"], "where the first call of a size is of one row, or of many")
         yield replace(case, name=title, data={**case.data, "anew": True})
@@ -312,16 +303,16 @@ def _in_company(options: Options, layer: Layer, dtype: str, largest: int, *, ane
         yield _case(layer, dtype, kind, "neighbour_values", rows=min(largest, 64))
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
     few = some(_FEW, min(largest, max(_FEW)), options)
-    for layout in _LAYOUTS:
+    for layout in _LAYOUTS if deep else ():
         yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
-    asked = options.inputs or ("bell", "integers")
+    also = options.inputs or ("bell", "integers")
     for kind in () if options.inputs else _OWN_NUMBERS:  # requested by name, they have their own sweep
         sizes = some(_FEWEST, min(largest, max(_FEW)), options)
         yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
-    if "bell" in asked:  # a bias as large as what it is added to: so that it shows if dropped, shifted or rounded twice
+    if "bell" in also:  # a bias as large as what it is added to: so that it shows if dropped, shifted or rounded twice
         sizes = sweep(largest, options, dense=True)
         yield _case(layer, dtype, "bell", "batch_size", sizes, rows=max(largest, _ROWS), layout="bias")
-    if "integers" in asked and dtype in ("float32", "float64"):  # shorter dtypes round the product first: not exact
+    if "integers" in also and dtype in ("float32", "float64"):  # shorter dtypes round the product first: not exact
         yield _case(layer, dtype, "integers", "batch_size", few, rows=max(*few, _ROWS), layout="bias")
 
 
@@ -329,19 +320,19 @@ def _drawn(options: Options) -> tuple[Layer, list[int]]:
     """A layer and batch sizes that no list holds: drawn from the seed."""
     rng = random.Random(options.seed)  # noqa: S311 - sizes, not a secret
     small = options.device == "cpu"
-    K, N = rng.randint(64, 6000 if small else 20000), rng.randint(16, 1500 if small else 8192)
+    K, N = rng.randint(64, 6000 if small else 9000), rng.randint(16, 1500 if small else 8192)
     limit = 200 if small else 2000
     return (f"drawn from seed {options.seed}", K, N), sorted({1, *(rng.randint(2, limit) for _ in range(9))})
 
 
 def _case(
     layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = "",
-    trees: bool = False,
+    trees: int = 0,
 ) -> Case:  # fmt: skip
     name, K, N = layer
     what = {
         "batch_size": f"{_ROWS} rows in batches of M",
-        "position": f"{_ROWS_PER_PLACE} rows at every place among {rows}",
+        "position": f"{_ROWS_PER_POSITION} rows at every place among {rows}",
         "run": f"{rows} rows, the same call again",
     }.get(varied) or f"rows among {rows}, {base.AXES[varied]}"
     title = f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}"

@@ -13,7 +13,6 @@ may depend on the number of rows.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,11 +26,12 @@ from nondet.core.compare import bits, identical
 from nondet.core.inputs import generator, make, product_operands
 from nondet.core.measure import Trial
 from nondet.errors import reason_of
-from nondet.kernels import emulator, reference
+from nondet.kernels import emulator
 from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
+from nondet.probes.split_k import in_parts
 from nondet.ranks.group import shared_gpus
 from nondet.ranks.operators import Message
 
@@ -148,8 +148,8 @@ def find(measured: MeasuredSum, seed: int = 0) -> Found:
     """The reduction tree of one element, and whether it predicts the element's bits. Raises NotASumError: the masks
     show that it is not a sum: it does not return a single term, or does not count ones."""
     masks = _Masks(measured)
-    places = masks.places()
-    tree = emulator.find_tree(masks.survivors, places, measured.K, 2 ** _DIGITS[measured.dtype], seed)
+    positions = masks.positions()
+    tree = emulator.find_tree(masks.survivors, positions, measured.K, 2 ** _DIGITS[measured.dtype], seed)
     return prove(measured, tree, seed)._replace(masks=masks.count)
 
 
@@ -166,7 +166,7 @@ class _Masks:
         if measured.finishes != ("",):  # a mean: what survives is divided by K
             self._scale *= measured.K
 
-    def places(self) -> list[int]:
+    def positions(self) -> list[int]:
         """The terms that are in the sum. Raises NotASumError."""
         self._terms.zero_()
         alone = self._each(np.arange(self._measured.K), self._one)
@@ -176,7 +176,7 @@ class _Masks:
         named = np.flatnonzero(alone).tolist()
         if len(named) < min(2, self._measured.K):
             raise NotASumError(f"it gives back {len(named)} of {self._measured.K:,} terms, each by itself")
-        return [int(place) for place in named]
+        return [int(position) for position in named]
 
     def survivors(self, masks: Sequence[Mask]) -> list[Array]:
         """For `nondet.kernels.emulator.find_tree`; masks with few js share calls."""
@@ -224,12 +224,12 @@ class _Masks:
         )
         return start + len(of)
 
-    def _each(self, places: Array, value: float) -> Array:
+    def _each(self, positions: Array, value: float) -> Array:
         """The results where the term at each position in turn is `value`, and the others are as set."""
-        self.count += len(places)
+        self.count += len(positions)
         made = []
         one = self._terms.new_full((), value)  # a Python number would be copied to a GPU synchronously
-        for some in torch.from_numpy(places).to(self._terms.device).split(self._measured.at_once):
+        for some in torch.from_numpy(positions).to(self._terms.device).split(self._measured.at_once):
             rows = self._rows[: len(some)]
             before = self._terms[rows, some]
             self._terms[rows, some] = one
@@ -386,16 +386,17 @@ def _one_sign(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> 
     made = np.zeros((rows, K))
     top = 17 if dtype != torch.float16 else 11 - int(np.log2(K))
     for i, row in enumerate(made):
-        places = rng.permutation(K)[: max(1, K // (1, 2, 4)[i % 3])]
-        powers = rng.uniform(1, 2, len(places)) * 2.0 ** rng.integers(top - (20 if short else 8), top, len(places))
-        row[places] = torch.from_numpy(powers).to(dtype).double().numpy()
-        for at in places[:4] if short and len(places) > 8 else ():
+        positions = rng.permutation(K)[: max(1, K // (1, 2, 4)[i % 3])]
+        powers = rng.uniform(1, 2, len(positions))
+        powers *= 2.0 ** rng.integers(top - (20 if short else 8), top, len(positions))
+        row[positions] = torch.from_numpy(powers).to(dtype).double().numpy()
+        for at in positions[:4] if short and len(positions) > 8 else ():
             row[at] = 0.0
-        if short and len(places) > 8:
+        if short and len(positions) > 8:
             total = row.sum()
             unit = 2.0 ** (np.frexp(total)[1] - digits)
             rest = (np.floor(total / unit) + 1.5) * unit - total
-            for at in places[:4]:
+            for at in positions[:4]:
                 row[at] = np.floor(rest / (own := 2.0 ** (np.frexp(rest)[1] - digits))) * own if rest else 0.0
                 rest -= row[at]
         row *= rng.choice([-1, 1, 1])
@@ -420,22 +421,22 @@ def _zeros(
     for i, row in zip(rng.integers(0, 36, rows).tolist(), made, strict=True):  # random forms, even for one row
         half = min(max(4, K // (1, 1, 4)[i % 3]), K) // 2
         high, digits = (12, 24) if dtype == torch.float16 else ((17, 24), (17, 24), (46, 53))[i // 3 % 3]
-        places = rng.permutation(named)
+        positions = rng.permutation(named)
         exponents = np.where(
             rng.random(half) < 0.5, rng.integers(high, high + 3, half), rng.integers(0, spread, half) + high - digits
         )
         numbers = rng.uniform(1, 2, half) * 2.0**exponents
-        row[places[:half]] = numbers
-        row[places[half : 2 * half]] = -numbers
+        row[positions[:half]] = numbers
+        row[positions[half : 2 * half]] = -numbers
         if i >= 18 and (half > 1 or K == 2):
             at = rng.integers(high - 10, high + 3)
-            row[places[0]] = np.rint(rng.uniform(1, 2) * 2.0 ** (own - 1)) * 2.0 ** (at - own + 1)
-            row[places[half]] = rng.choice([-1, 1]) * 2.0 ** (at - own)
+            row[positions[0]] = np.rint(rng.uniform(1, 2) * 2.0 ** (own - 1)) * 2.0 ** (at - own + 1)
+            row[positions[half]] = rng.choice([-1, 1]) * 2.0 ** (at - own)
             row *= rng.choice([-1, 1])
         elif K - 2 * half == 1:
-            row[places[-1]] = rng.uniform(1, 2) * 2.0 ** (high - digits + rng.integers(4))
+            row[positions[-1]] = rng.uniform(1, 2) * 2.0 ** (high - digits + rng.integers(4))
         elif half and i % 2:
-            row[places[half + np.abs(numbers).argmin()]] = 0.0
+            row[positions[half + np.abs(numbers).argmin()]] = 0.0
         least = torch.finfo(dtype).smallest_normal * 2.0**-8
         row *= least if kind == "tiny" else 2.0 ** rng.integers(-40 if dtype != torch.float16 else -12, 1)
     return torch.from_numpy(made).to(dtype).to(device)
@@ -544,9 +545,7 @@ def as_linear(name: str, operator: Operator) -> Operator:
     """One of `_PRODUCTS` as x [M, K], w [N, K] -> [M, N]: K in parts, or all rows at the first of two experts."""
 
     def parts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        if "workers" in inspect.signature(operator).parameters:
-            return operator(x, w.T, workers=_PARTS)
-        return operator(x, w.T, splits=_PARTS, ordered=True)
+        return in_parts(operator, x, w.T, _PARTS)
 
     def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         ends = torch.full((2,), len(x), dtype=torch.int32, device=x.device)
@@ -645,10 +644,7 @@ class ReductionOrder(Probe):
         """The row in float64."""
         if case.operator == "all_reduce":
             return torch.tensor(inputs["message"].terms, dtype=torch.float64).sum(1).repeat(2)[None]
-        if case.operator == "attention":
-            return reference.attention(inputs["q"][:, :, -1:], inputs["k"], inputs["v"])[0, 0]
-        x = inputs["x"][:1]
-        return reference.linear(x, inputs["w"]) if "w" in inputs else getattr(reference, case.operator)(x)
+        return super().reference(case, inputs)
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """The tree of each class, at the first M that has it, and how the trees differ."""
@@ -767,14 +763,16 @@ def _tree_of(one: MeasuredSum) -> tuple[MeasuredSum, Found | None, dict[str, Any
 
 
 def trees_of_product(
-    operator: Operator, x: torch.Tensor, w: torch.Tensor, values: Sequence[int], results: Sequence[torch.Tensor]
-) -> dict[str, Any]:
+    operator: Operator, x: torch.Tensor, w: torch.Tensor, values: Sequence[int], results: Sequence[torch.Tensor],
+    most: int,
+) -> dict[str, Any]:  # fmt: skip
     """As `trees_of`, for the classes of a sweep over M whose row 0 differs; {} where it is the same in all.
 
     Args:
         x, w: [M, K] and [N, K].
         values: M of the sweep.
         results: One result of each class; row 0 of each is row 0 of x.
+        most: How many trees are measured.
     """
     seen: list[torch.Tensor] = []
     for result in results:
@@ -790,7 +788,7 @@ def trees_of_product(
     if len(sizes) < 2:
         return {}
     (K, N), device = (w.shape[1], w.shape[0]), str(x.device.type)
-    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:_CLASSES]], sizes)
+    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:most]], sizes)
 
 
 def _between(a: Found, b: Found) -> str:

@@ -22,7 +22,7 @@ from nondet.core.inputs import EXACT, generator
 from nondet.core.measure import Trial
 from nondet.core.operands import HARD, drawn
 from nondet.core.operator import Operator as DeclaredOperator
-from nondet.core.registry import declared, load_object
+from nondet.core.registry import declared
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, some, sweep
 
@@ -30,7 +30,7 @@ from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_b
 _LARGEST = {"cpu": 256, "cuda": 4096}
 _ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _ROWS = {"cpu": 64, "cuda": 32}
-_PLACES = {100: 16, 300: 4}  # width -> rows, which take turns there
+_POSITIONS = {100: 16, 300: 4}  # width -> rows, which take turns there
 _WIDE = 16384  # of longer rows, of the drawn width, and of hard inputs fewer batch sizes are tested
 _NARROW, _FAR = 1024, 6001  # rows up to this width are tested in a batch of this many
 _FEW = (1, 2, 3, 7, 8, 16, 17, 27, 64, 129)
@@ -80,12 +80,11 @@ class RowProbe(Probe):
         seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:
             for width in (*widths, *(() if chosen else (seeded,))):
-                # on a CPU a vocabulary takes most of the time, and float32 shows an order best
-                slow = width > _WIDE and options.device == "cpu" and not chosen
-                for dtype in dtypes(options, operator, ("float32",) if slow else ("bfloat16", "float32")):
-                    yield from self._cases(
-                        options, operator, width, dtype, first=width == widths[0], drawn=width not in widths
-                    )
+                # a vocabulary takes most of the time, and float32 shows an order best
+                first, wide = width == widths[0], width > _WIDE and options.device == "cpu"
+                few = not chosen and (wide or (options.one_of_all and not first))
+                for dtype in dtypes(options, operator, ("float32",) if few else ("bfloat16", "float32")):
+                    yield from self._cases(options, operator, width, dtype, first=first, drawn=width not in widths)
 
     def _cases(
         self, options: Options, operator: str, width: int, dtype: str, *, first: bool, drawn: bool
@@ -93,14 +92,14 @@ class RowProbe(Probe):
         fitting = max(32, _ELEMENTS[options.device] // width)
         largest = base.largest_batch(options, min(4096 if options.full else _LARGEST[options.device], fitting))
         rows = max(16, min(_ROWS[options.device], 2**20 // width))
-        made = max(largest, rows) + (max(places * each for places, each in _PLACES.items()) if first else 0)
+        made = max(largest, rows) + (max(positions * each for positions, each in _POSITIONS.items()) if first else 0)
         # drawn in float32; two results are alive while comparing; the rows are checked in float64
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
         base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
         adds = operator in self.sums
         best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, solo and among others
 
-        def asked(kind: str) -> list[int]:
+        def batch_sizes(kind: str) -> list[int]:
             """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""
             shows = kind == best and width <= _WIDE
             if options.full or options.m is not None or options.inputs or (shows and first):
@@ -110,7 +109,7 @@ class RowProbe(Probe):
         def case(varied: str, kind: str, rows: int, M: int, what: str = "", sizes: Sequence[int] = ()) -> Case:
             what = what or f"rows among {M}, {base.AXES[varied]}"
             title, shape = f"{operator}: {what}, {self.axis}={width}, {kind}", {"M": M, self.axis: width}
-            data = {"values": list(sizes) or asked(kind), "rows": rows}
+            data = {"values": list(sizes) or batch_sizes(kind), "rows": rows}
             return Case(title, operator, shape, dtype, varied, kind, data=data)
 
         if first:  # two orders of squares or exponentials mostly agree in one row, so dozens are compared
@@ -125,9 +124,9 @@ class RowProbe(Probe):
             what = f"{rows} rows in batches of M, the largest beyond all others"
             yield case("batch_size", best, rows, _FAR, what, (1, 17, _FAR))
         if first:
-            for places, each in _PLACES.items():
-                what = f"{each} rows at every place among {places}"
-                yield case("position", best, each, places, what)
+            for positions, each in _POSITIONS.items():
+                what = f"{each} rows at every place among {positions}"
+                yield case("position", best, each, positions, what)
             for kind in (mixed, "positive"):
                 yield case("neighbour_values", kind, 64, 64)
             yield case("alignment", best, 33, 33)
@@ -161,12 +160,6 @@ class RowProbe(Probe):
         row = torch.arange(len(x), device=x.device)
         mine = (row % 3 == 1) | (case.varied == "history")  # there are no other rows in that case
         return base.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
-
-    def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
-        """The rows in float64."""
-        oracle: Operator = load_object(declared()[case.operator].reference or "")
-        x = inputs["x"][self._call(case, inputs).kept if case.varied in base.AXES else slice(case.data["rows"])]
-        return oracle(x, *inputs["weights"])
 
 
 class Reduction(RowProbe):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from nondet.core.compare import identical
 from nondet.core.measure import Fingerprint, check_device_alive, failed, fingerprint, kept_warnings, measure, written_to
 from nondet.core.records import Axis, Culprit, Row, Run, Status
 from nondet.core.registry import (
@@ -303,8 +304,13 @@ def _prepare(job: Job, seed: int) -> _Prepared:
     return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
 
 
-def _extra(job: Job, inputs: Any, results: Any) -> dict[str, Any]:
-    return job.probe.extra(job.case, inputs, results) | ({"judged_as": job.note} if job.note else {})  # noqa: S610 - not Django's
+def _extra(job: Job, prepared: _Prepared, results: list[torch.Tensor]) -> dict[str, Any]:
+    """The probe's findings; whether every class is the known answer, rounded once, where the case has one."""
+    said = job.probe.extra(job.case, prepared.inputs, results)  # noqa: S610 - not Django's
+    answer = prepared.reference
+    if answer is not None and job.case.inputs in job.probe.answers and job.case.exact is not False:
+        said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)
+    return said | ({"judged_as": job.note} if job.note else {})
 
 
 def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) -> Row:
@@ -332,7 +338,7 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
             profile=registered,
             warm=job.device == "cuda" and bool(head.claims_invariance),
             reference=prepared.reference,
-            extra=partial(_extra, job, inputs),
+            extra=partial(_extra, job, prepared),
             started=started,
         )
     changed = written_to(prepared.written, inputs)

@@ -84,7 +84,7 @@ def test_additions_in_no_order_are_flagged(monkeypatch):
     monkeypatch.setitem(backward.AGAIN, "index_put_accumulate", Gathered.apply)
     planted = rows(dtypes=("float32",), k=64)
     assert planted["index_put_accumulate", "run", "float32", "stock"].status == "divergent"
-    assert planted["embedding_dense_backward", "run", "float32", "stock"].status == "identical"
+    assert planted["embedding_weight", "run", "float32", "stock"].status == "identical"
 
 
 @pytest.mark.parametrize(("options", "line"), [({"k": 0}, "--k 0"), ({"runs": 1}, "--runs 1"), ({"n": -1}, "--n -1")])

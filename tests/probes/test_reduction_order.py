@@ -22,7 +22,7 @@ from nondet.core.records import Row
 from nondet.core.registry import load_object
 from nondet.kernels.emulator import UNITS, VECTOR_WEIGHTS, Tree, _canonical, chain, fused_step, round_to
 from nondet.kernels.order_words import compared, words
-from nondet.probes import reduction_order
+from nondet.probes import matmul, reduction_order
 from nondet.probes.base import Options
 from nondet.probes.reduction_order import (
     NotASumError,
@@ -584,7 +584,7 @@ def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_classes_whose_trees_were_not_asked_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduction_order, "_CLASSES", 4)
+    monkeypatch.setattr(matmul, "_TREES", (4, 3))
     options = Options(dtypes=("float32",), k=24, n=8, m=8, inputs=("order",))
     jobs = plan_jobs(["matmul"], [f"linear={__name__}:linear_of_many"], options)
     (row,) = run_jobs(

@@ -8,7 +8,7 @@ from nondet.core.records import Row
 from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
-from nondet.probes.scaled_matmul import _ANCHORS, ScaledMatmul
+from nondet.probes.scaled_matmul import _ANCHORS, ScaledMatmul, _orders
 from tests.build import tiers
 from tests.probes.toys import measure, statuses
 
@@ -55,21 +55,22 @@ def test_sums_that_are_not_exact_are_named_by_the_class_that_has_them(monkeypatc
     assert "class 2: none of the orders tried" in row.reason
 
 
-def test_sound_products_are_not_flagged_and_their_order_is_known():
+def test_sound_products_are_not_flagged():
     """Sums of 128 k in order are one class in every case but those of scales in blocks, which the toy can't do."""
     rows = measure("scaled-matmul", "fp8_sound", **SMALL)
     done = {k: r for k, r in rows.items() if "128x128" not in k}
     assert statuses(done) == {"identical"}
     assert {r.varied for r in done.values()} >= {"batch_size", "position", "run", "history", "alignment"}
     assert {r.varied for r in done.values()} >= {"neighbour_values"}
-    assert orders("fp8_sound", "a scale for each row").extra["orders"] == [EVERY_128]
     assert all(r.extra["exact"] for r in done.values() if r.inputs == "integers")
 
 
 def test_a_part_that_is_one_stretch_is_no_order_of_its_own():
     """Of three stretches of 128 k the second of two parts is the last one: added as ever, so that one name is told."""
-    row = next(iter(measure("scaled-matmul", "fp8_sound", asked=("batch_size",), **SMALL | {"k": 384}).values()))
-    assert row.extra["orders"] == [EVERY_128]
+    named = dict(_orders(384, blocked=False))
+    assert named[EVERY_128] == {}
+    assert "K in 2 parts, promoted every 128 k" not in named
+    assert "K in 2 parts, promoted every 128 k" in dict(_orders(512, blocked=False))
 
 
 def test_one_scale_made_of_all_rows_inside_of_a_product_is_flagged_by_neighbours():
