@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from nondet.certify.plan import Call, Inputs, Question
+from nondet.certify.plan import Assignment, Call, Inputs, Question
 from nondet.core.certificates import Certificates
 from nondet.core.compare import difference, error_against, identical
-from nondet.core.launch import listen
+from nondet.core.launch import listen, wait_for_device
 from nondet.core.measure import fingerprint, row_of, written_to
 from nondet.core.proof import DeviceLostError, attempt, in_words, operands_key, settings
 from nondet.core.records import Difference, ErrorFigures, Row, Status
@@ -303,3 +305,80 @@ def _evidence(question: Question, book: _Book, value: Value) -> str:
     _, kind, apart = book.first
     evidence = f"{apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}"
     return f"{question.name}, {question.axis}={value}, {kind}: {evidence}"
+
+
+_SAMPLED_S = 6.0  # of timing a few members at most, without the last call
+_SAMPLED = 3  # timed questions of an operator's class, if there is time
+
+
+def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """About how many seconds each question will take, all its members together.
+
+    For each operator's class a few questions are put to one member, with one kind of input: the middle one by its size
+    first, then the largest and the smallest. Any other is assumed to cost what the timed one of the nearest size does.
+    On a GPU each member of each dtype compiles once, as long as those did on average.
+    """
+    until = clock() + _SAMPLED_S
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place in sorted(range(len(planned)), key=lambda i: _work(planned[i].question)):
+        groups.setdefault((planned[place].question.operator, planned[place].question.cls), []).append(place)
+    timed: dict[int, _Cost] = {}
+    for turn in range(_SAMPLED):
+        for places in groups.values():
+            place = places[(len(places) // 2, -1, 0)[turn]]
+            if clock() < until and place not in timed:
+                timed[place] = _timed(planned[place], clock)
+
+    compiled: set[tuple[str, ...]] = set()
+    seconds = []
+    for item in planned:
+        question, own = item.question, _work(item.question)
+        group = [i for i in groups[question.operator, question.cls] if i in timed] or list(timed)
+        cost = timed[min(group, key=lambda i: abs(math.log(_work(planned[i].question) / own)))]
+        new = {(question.operator, question.cls, question.dtype, name) for name in item.members} - compiled
+        compiled |= new
+        first = statistics.mean(timed[i].first for i in group) * len(new) if question.device == "cuda" else 0.0
+        seconds.append(len(question.kinds) * (cost.shared + len(item.members) * cost.each) + first)
+    return seconds
+
+
+class _Cost(NamedTuple):
+    """Seconds per kind of input: inputs and the anchor's answer; one member's answers; its first call."""
+
+    shared: float
+    each: float = 0.0
+    first: float = 0.0
+
+
+def _work(question: Question) -> float:
+    return math.prod(question.shape.values()) * sum(v if isinstance(v, int) else 1 for v in question.values)
+
+
+def _timed(item: Assignment, clock: Callable[[], float]) -> _Cost:
+    """The cost of one member, from its first and its last variant, and the shared cost. First calls are separate,
+    because they may compile, or load what all others use."""
+    question, member, began = item.question, next(iter(item.members.values())), clock()
+
+    def seconds(call: Callable[[], Any]) -> float:
+        before = clock()
+        call()
+        wait_for_device()
+        return clock() - before
+
+    try:
+        inputs = question.prepare(question.kinds[0])
+        shared = clock() - began
+        question.expected(inputs, item.anchor)
+        shared += seconds(partial(question.expected, inputs, item.anchor))
+        each, first, (low, *_, high) = [], 0.0, (*question.values, question.values[-1])
+        for value in (low, high):
+            answer = partial(question.answer, inputs, member, value)
+            first += seconds(answer)
+            each.append(seconds(answer))
+    except Exception:  # noqa: BLE001 - its rows will say why; what fails takes hardly any time
+        return _Cost(clock() - began)
+    share = 0.5  # of the last variant in a typical one: by its rows
+    if isinstance(low, int) and isinstance(high, int) and high > low:
+        share = statistics.mean((int(v) - low) / (high - low) for v in question.values)
+    answers = len(question.values) + 2 / len(question.kinds)  # two answers are computed twice
+    return _Cost(shared, answers * (each[0] + share * (each[1] - each[0])), max(0.0, first - sum(each)))

@@ -16,6 +16,7 @@ from nondet.services.run import Output, Request, Sink, model_sizes, pick_device,
 if TYPE_CHECKING:
     from nondet.certify.plan import Assignment, Call, Question
 
+_WORTH_SAYING_S = 10.0
 _STEP = 256  # tokens of a step of vLLM's, unless --m is given
 
 
@@ -72,10 +73,11 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     impls = request.impl or []
     output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
 
-    from nondet.certify.check import ask
+    from nondet.certify.check import ask, estimate
     from nondet.certify.plan import Wish
     from nondet.certify.plan import plan as plan_questions
     from nondet.core.certificates import certificates
+    from nondet.core.progress import in_words
 
     target = pick_device(request.device, request.threads)
     sizes = model_sizes(request.preset, request.model)
@@ -111,13 +113,16 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     with output.recording("certify", described, request.seed, total) as writer:
         left = [replace(p, members=_left(p, writer.done)) for p in planned]
         left = [p for p in left if p.members]
+        seconds = estimate(left)
+        if sum(seconds) > _WORTH_SAYING_S:
+            sink.say(f"nondet: {sum(len(p.members) for p in left):,} rows will take about {in_words(sum(seconds))}.")
         with sink.progress() as progress:
-            task = progress.add_task("certifying", total=sum(len(p.members) for p in left))
-            for item in left:
-                progress.update(task, description=item.question.name)
+            task = progress.add_task("certifying", total=sum(seconds))
+            for item, each in zip(left, seconds, strict=True):
+                progress.update(task, description=f"{item.question.name}, seconds")
                 for row in ask(item.question, item.members, item.anchor, kept, users):
                     writer.write(row)
-                    progress.update(task, advance=1)
+                    progress.update(task, advance=each / len(item.members))
     return output.present([f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})"])
 
 

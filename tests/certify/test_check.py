@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from nondet.certify.check import ask, row_key, where_it_differs
-from nondet.certify.plan import Call, Question
+from nondet.certify.check import ask, estimate, row_key, where_it_differs
+from nondet.certify.plan import Assignment, Call, Question
 from nondet.core.certificates import Certificates
 from nondet.core.proof import PRODUCT_INPUTS
 from nondet.core.records import Row, Status
@@ -292,3 +293,26 @@ def test_a_member_that_fails_when_repeated_fails_alone(kept: Certificates) -> No
     first, second = ask(question(), {"once": once, "narrow": narrow}, chain, kept)
     assert (first.status, second.status) == (Status.ERROR, Status.IDENTICAL)
     assert "M = 1: RuntimeError: no second time" in first.reason
+
+
+def test_how_long_it_takes_is_said_within_a_factor_of_two(kept: Certificates) -> None:
+    """Before anything is asked, from a few questions: members that cost by the row, and a first call that loads."""
+    spent, calls = [0.0], itertools.count()
+
+    def costs(seconds: float) -> Call:
+        def member(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            spent[0] += seconds * (1 + len(x) * weight.shape[0] / 100) + 3.0 * (next(calls) == 0)
+            return x @ weight.mT
+
+        return member
+
+    sizes = [(width, values) for width in (8, 24, 64, 96) for values in ((1, 2), BATCHES, (1, 64))]
+    asked = [replace(question(values=values), shape={"K": K, "N": width}) for width, values in sizes]
+    planned = [Assignment(q, costs(0.01), {"one": costs(0.01), "other": costs(0.012)}) for q in asked]
+    said = sum(estimate(planned, lambda: spent[0]))
+    sampled, spent[0] = spent[0], 0.0
+    assert sampled < 10.0
+    for item in planned:
+        list(ask(item.question, item.members, item.anchor, kept))
+    assert spent[0] / 2 < said < spent[0] * 2
+    assert estimate([]) == []
