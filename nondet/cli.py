@@ -91,6 +91,13 @@ _GROUPS = {
     "Kernels": ("bench", "certify"),
 }
 _LARGE = ("torch", "pandas", "matplotlib")  # what takes seconds to import
+# Commands of 0.2 and 0.3 -> what to type now; for two releases.
+_GONE = {
+    "list": "nondet probe --help-all, or that of certify, bench or sample: each lists what it can be given",
+    "export": "nondet report RUN --out FILE, where the suffix says what is written",
+    "replay": "nondet trace --replay --run RUN --request ID",
+    "tune": "python scripts/tune.py, in a checkout of nondet's repository",
+}
 
 
 def application(only: str | None = None) -> typer.Typer:
@@ -167,6 +174,8 @@ def _run(argv: list[str]) -> int:
     """Turn every failure into one line and a code; tracebacks are for our own bugs."""
     try:
         _check_text(argv)
+        if argv and argv[0] in _GONE:
+            raise UserError(f"there is no nondet {argv[0]} any more", f"Type {_GONE[argv[0]]}.")
         code: Any = application(argv[0] if argv else None)(args=argv, prog_name="nondet", standalone_mode=False)
     except UserError as error:
         return _fail(str(error))

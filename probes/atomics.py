@@ -19,7 +19,7 @@ from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_b
 _ROWS = 16
 _COLUMNS = 64
 _SOURCES = {"cpu": 512, "cuda": 8192}  # index_add takes about 15 us per source on a CPU
-_RUNS = 100
+_RUNS = 200
 _MINE = 4  # rows that are compared in batches: a quarter of the sources are theirs
 _SHARES = (0, 1, 8, 64)  # 64ths of the others' sources that are added in the same call
 

@@ -438,6 +438,17 @@ def test_what_compiles_ahead_is_a_sample_of_the_diagnosis(monkeypatch: pytest.Mo
         assert replace(one.engine_load, budget=0) == replace(request.engine_load, budget=0)
 
 
+def test_an_old_command_names_the_new_one(run: Command) -> None:
+    """In one line, whatever follows it, with exit code 2."""
+    for argv, new in [
+        (["list", "--json"], "nondet probe --help-all"),
+        (["export", "r.jsonl", "--out", "x.csv"], "nondet report RUN --out FILE"),
+        (["replay", "r.jsonl", "--request", "t1"], "nondet trace --replay --run RUN --request ID"),
+    ]:
+        code, out, err = run(*argv)
+        assert (code, out, err.count("\n"), new in err) == (2, "", 1, True)
+
+
 @pytest.mark.slow
 def test_a_closed_pipe_is_quiet() -> None:
     """`nondet --help | head -1` ends without a traceback."""
