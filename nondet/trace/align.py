@@ -51,21 +51,21 @@ class Finding:
     """The result of comparing one region.
 
     Attributes:
-        guilty: The first call with equal inputs and different outputs.
+        responsible: The first call with equal inputs and different outputs.
         after: Where there is none: the first call whose inputs differ already, though no earlier call is responsible.
         outside: Whether these are arguments of the region, so that no call in there computed them.
         compared: Calls that were matched and understood.
         unmatched: Calls before the responsible one that only one arm made, as "a: module call".
     """
 
-    guilty: Pair | None = None
+    responsible: Pair | None = None
     after: Pair | None = None
     outside: bool = False
     compared: int = 0
     unmatched: list[str] = field(default_factory=list)
 
 
-def first_guilty(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> Finding:
+def first_responsible(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> Finding:
     """The first call in order of time whose inputs are bitwise equal on this request's rows and whose outputs are not.
 
     A module ends after the calls inside it, so the innermost comparable call is named. Results that belong to no row (a
@@ -86,7 +86,7 @@ def first_guilty(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> 
             and pair.equal_outputs is False
             and (a.cut or not pair.shared or _reaches(pair, pairs[index + 1 :]))
         ):
-            finding.guilty = pair
+            finding.responsible = pair
             return finding
         if pair.equal_inputs is False and finding.after is None:
             finding.after = pair

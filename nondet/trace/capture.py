@@ -466,7 +466,7 @@ class FineCapture:
             if record.sizes in [r.sizes for r in self.shapes]:
                 return
             if len(self.shapes) >= _SHAPE_STEPS:
-                del self.shapes[1]  # steps near the position are kept, and the very first
+                del self.shapes[1]  # steps near the position are kept, and the first
             record.row = -1
         self._start(record)
 
@@ -497,20 +497,20 @@ class FineCapture:
             copies: dict[int, torch.Tensor] = {}
             own = _plain(kwargs)
             slots = self._slots((*args, *([own] if own else [])), copies)
-            alone = None if "cache" in kwargs else (_copied(args, copies), _copied(own, copies))
-            self._entered.append((slots, alone))
+            given = None if "cache" in kwargs else (_copied(args, copies), _copied(own, copies))
+            self._entered.append((slots, given))
 
     def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self._now is None or self._paused or not self._entered:
             return
         with torch._C.DisableTorchFunction():
-            inputs, alone = self._entered.pop()
+            inputs, given = self._entered.pop()
             path = self._path.pop()
             outputs = self._slots({"out": output if not isinstance(output, dict) else list(output.values())})
             event = self._add(path, type(module).__name__, inputs, outputs)
             event.of_module = True
-            if alone is not None and self._record.row >= 0 and not self._record.limited:
-                event.function, (event.args, event.kwargs) = module, alone
+            if given is not None and self._record.row >= 0 and not self._record.limited:
+                event.function, (event.args, event.kwargs) = module, given
 
     def _wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)

@@ -22,7 +22,7 @@ from nondet.core.compare import first_difference, memory_of, row_hashes
 from nondet.core.records import Control, Culprit, Record, TraceVerdict
 from nondet.errors import EngineStoppedError
 from nondet.sampling.plan import Load, Request, Session, Span
-from nondet.trace.align import first_guilty
+from nondet.trace.align import first_responsible
 from nondet.trace.capture import (
     Event,
     EventKey,
@@ -34,7 +34,15 @@ from nondet.trace.capture import (
     modules_of,
     tensors_in,
 )
-from nondet.trace.search import AGREE, Site, culprit_sentence, least_site, place_of, same_records, verdict_sentences
+from nondet.trace.search import (
+    AGREE,
+    Site,
+    culprit_sentence,
+    least_site,
+    same_records,
+    site_in_words,
+    verdict_sentences,
+)
 from nondet.vllm.engine import VllmEngine
 
 _MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, which no KV cache fits into; prefills that are named
@@ -235,9 +243,9 @@ class _Recorder(TorchDispatchMode):
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether nothing was written to it yet; from now on something is."""
-        place = memory_of(tensor)
-        known = place in self._fresh
-        self._fresh.discard(place)
+        storage = memory_of(tensor)
+        known = storage in self._fresh
+        self._fresh.discard(storage)
         return known
 
     def _add(self, module: str, call: str, inputs: list[Slot], outputs: list[Slot]) -> None:
@@ -331,11 +339,11 @@ class VllmTrace:
             site = min((s for s in sites if s is not None), key=lambda s: s.position, default=None)
             if site is None and not request:
                 others = len(self._arms[1]) - 1
-                return self._verdict("no divergence observed", notes=[f"{AGREE}, beside {others} other requests"])
+                return self._verdict("no divergence observed", notes=[f"{AGREE}, alongside {others} other requests"])
             if site is None:
                 note = "hidden states and logits agree and logprobs do not: what differs is vLLM's own softmax"
                 return self._verdict("batch-dependent", [self._culprit((target, request), note=note)])
-            self._say(f"the calls at position {site.position}, {place_of(site)}")
+            self._say(f"the calls at position {site.position}, {site_in_words(site)}")
             return self._named(site)
 
     def _run_to_run(self, note: str) -> TraceVerdict:
@@ -351,15 +359,12 @@ class VllmTrace:
 
     def _chosen(self, solo: Session, loaded: Session) -> str:
         """The first target that differs from the solo one; "" where none does."""
-        alone = solo.outcomes[0]
         targets = [o for o in loaded.outcomes if o.request.target]
-        places = [(first_difference(alone, o)[1], o.request.id) for o in targets]
-        parted = [(place, name) for place, name in places if place is not None]
-        sentence = (
-            f"of {len(targets)} requests with this prompt beside concurrent ones, {len(parted)} differ from it solo"
-        )
-        self._control("company", None, sentence, {"requests": len(targets), "logprobs": len(parted)})
-        return min(parted)[1] if parted else ""
+        first = [(first_difference(solo.outcomes[0], o)[1], o.request.id) for o in targets]
+        differing = [(logprob, name) for logprob, name in first if logprob is not None]
+        sentence = f"of {len(targets)} requests with this prompt under load, {len(differing)} differ from it solo"
+        self._control("company", None, sentence, {"requests": len(targets), "logprobs": len(differing)})
+        return min(differing)[1] if differing else ""
 
     def _named(self, site: Site) -> TraceVerdict:
         lookers = [Fine(owner, site.position, site.region) for owner in site.owners]
@@ -369,11 +374,11 @@ class VllmTrace:
         if one is None or two is None:
             note = "an arm did not compute that position again"
             return self._verdict("batch-dependent", [self._culprit(site.owners, site, note=note)])
-        finding = first_guilty(one, two, [])
-        if finding.guilty is None:
+        finding = first_responsible(one, two, [])
+        if finding.responsible is None:
             note = f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
             return self._verdict("batch-dependent", [self._culprit(site.owners, site, note=note)])
-        pair = finding.guilty
+        pair = finding.responsible
         key, tokens = pair.a.key, [sum(part.rows for part in looker.step) for looker in lookers]
         ran = [
             []
@@ -392,7 +397,7 @@ class VllmTrace:
         )  # fmt: skip
         sizes = [Sizes(count, 0, 0) for count in tokens]
         culprit = msgspec.structs.replace(culprit, sentence=culprit_sentence(culprit, sizes))
-        self._control("step", None, _beside(lookers[1]))
+        self._control("step", None, _alongside(lookers[1]))
         return self._verdict("batch-dependent", [culprit])
 
     def _culprit(self, owners: Sequence[str], site: Site | None = None, note: str = "") -> Culprit:
@@ -400,7 +405,7 @@ class VllmTrace:
         return Culprit(
             number=1, replaced=[], position=position, token=max(-1, position - self._prompt + 1),
             layer=site.region if site else "head", requests=[*owners],
-            sentence=f"position {position}, {place_of(site)}: {note}" if site else note,
+            sentence=f"position {position}, {site_in_words(site)}: {note}" if site else note,
         )  # fmt: skip
 
     def _control(self, name: str, passed: bool | None, sentence: str, figures: dict[str, float] | None = None) -> None:
@@ -420,10 +425,10 @@ def _answers(session: Session) -> list[tuple[list[int], bytes]]:
     return [(o.token_ids, o.logprobs) for o in session.outcomes]
 
 
-def _beside(looker: Fine) -> str:
+def _alongside(looker: Fine) -> str:
     """The other requests of the step, prefills first, because a decode seldom runs with one."""
     others = [part for part in looker.step if part.request != looker.request]
     prefills = [f"{part.request} ({part.rows} tokens from position {part.first})" for part in others if part.rows > 1]
-    text = f"beside {looker.request} that step computed {len(others) - len(prefills)} requests' next tokens"
+    text = f"alongside {looker.request} that step computed {len(others) - len(prefills)} requests' next tokens"
     listed = ", ".join(prefills[:_LISTED]) + (", ..." if len(prefills) > _LISTED else "")
     return f"{text} and prefills of {listed}" if prefills else f"{text} and no prefill"
