@@ -101,6 +101,14 @@ class StepRecord:
     events: list[Event] = field(default_factory=list)
     limited: bool = False
     cut: bool = False
+    _count: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def add(self, module: str, call: str, inputs: list[Slot], outputs: list[Slot]) -> Event:
+        """Append a call, numbered among the calls of the same function in its module."""
+        event = Event(EventKey(module, call, self._count[module, call]), inputs, outputs)
+        self._count[module, call] += 1
+        self.events.append(event)
+        return event
 
 
 def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
@@ -162,6 +170,28 @@ def window_of(model: Any, layer: int) -> int | None:
     if types is None:
         return window
     return window if types[layer] == "sliding_attention" else None
+
+
+def add_hooks(stack: ExitStack, module: Any, before: Any = None, after: Any = None) -> None:
+    """Call `before` and `after` each forward of a module, with its keyword arguments, until the stack is closed."""
+    if before is not None:
+        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    if after is not None:
+        stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+
+
+def watch_layers(stack: ExitStack, layers: Sequence[Any], note: Callable[[str, torch.Tensor], None]) -> None:
+    """Call `note` with the hidden states that enter the first layer, as "input", and leave each layer, as "3.out"."""
+
+    def entering(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        note("input", args[0] if args else kwargs["hidden_states"])
+
+    def leaving(name: str) -> Callable[..., None]:
+        return lambda _module, _args, _kwargs, output: note(name, output[0] if isinstance(output, tuple) else output)
+
+    add_hooks(stack, layers[0], before=entering)
+    for i, layer in enumerate(layers):
+        add_hooks(stack, layer, after=leaving(f"{i}.out"))
 
 
 @contextmanager
@@ -272,14 +302,8 @@ class CoarseCapture(RowHashes):
         # windows and sharing exclude each other in the engine; without windows a layer's slots are positions
         self._shared = self.sharing and all(window_of(model, i) is None for i in range(len(layers)))
         with ExitStack() as stack:
-            handles = [
-                model.register_forward_pre_hook(self._begin, with_kwargs=True),
-                layers[0].register_forward_pre_hook(self._input, with_kwargs=True),
-                *(layer.register_forward_hook(self._output(i)) for i, layer in enumerate(layers)),
-                model.register_forward_hook(self._end, with_kwargs=True),
-            ]
-            for handle in handles:
-                stack.callback(handle.remove)
+            add_hooks(stack, model, self._begin, self._end)
+            watch_layers(stack, layers, lambda name, hidden: self.note(name, _rows(hidden, name)))
             stack.enter_context(wrapped_cache_update(self._wrap))
             yield
 
@@ -288,17 +312,6 @@ class CoarseCapture(RowHashes):
         self._positions = kwargs["position_ids"]
         read, write = kwargs["read_index"], kwargs["write_index"]
         self._indices = (read[0], write[0]) if self._shared else ()
-
-    def _input(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self.note("input", _rows(hidden, "the first layer's input"))
-
-    def _output(self, layer: int) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            self.note(f"{layer}.out", _rows(hidden, f"layer {layer}'s output"))
-
-        return hook
 
     def _wrap(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)
@@ -345,10 +358,11 @@ class CoarseCapture(RowHashes):
             start += length
 
 
-def _rows(hidden: torch.Tensor, what: str) -> torch.Tensor:
+def _rows(hidden: torch.Tensor, name: str) -> torch.Tensor:
     """The step's rows [tokens, width] of a hidden state [1, tokens, width]; a UserError for another form, such as Gemma
     3n's several predictions of each token."""
     if hidden.dim() != 3 or hidden.shape[0] != 1:
+        what = "the first layer's input" if name == "input" else f"layer {name.removesuffix('.out')}'s output"
         raise UserError(
             f"{what} has shape {tuple(hidden.shape)}, not one row for each token, so its rows can't be followed",
             "`nondet sample` compares this model's completions all the same.",
@@ -403,7 +417,6 @@ class FineCapture:
         self._now: StepRecord | None = None
         self._path: list[str] = []
         self._entered: list[tuple[list[Slot], tuple[Any, Any] | None]] = []
-        self._count: Counter[tuple[str, str]] = Counter()
         self._mode: TorchFunctionMode | None = None
         self._paused = 0
         self._bytes = 0
@@ -422,26 +435,20 @@ class FineCapture:
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
         layers = find_layers(model)
         self._names = {id(module): path for path, module in model.named_modules()}
+        number = int(self.region) if self.region.isdigit() else None
+        self._window = None if number is None else window_of(model, number)
+        whole = model if number is None else layers[number][1]
         with ExitStack() as stack:
-
-            def hook(module: Any, begin: Any = None, end: Any = None) -> None:
-                if begin is not None:
-                    stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                if end is not None:
-                    stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
-
-            layer = layers[int(self.region)][1] if self.region.isdigit() else None
-            self._window = None if layer is None else window_of(model, int(self.region))
-            if self.region != "head":
-                hook(model if layer is None else layer, begin=self._begin)
+            if self.region == "head":
+                add_hooks(stack, layers[-1][1], after=self._begin)
             else:
-                hook(layers[-1][1], end=self._begin)
+                add_hooks(stack, whole, before=self._begin)
             for _, module in modules_of(model, self.region):
-                hook(module, begin=self._enter, end=self._leave)
+                add_hooks(stack, module, self._enter, self._leave)
             if self.region == "embedding":
-                hook(layers[0][1], begin=self._end)
+                add_hooks(stack, layers[0][1], before=self._end)
             else:
-                hook(model if layer is None else layer, end=self._end)
+                add_hooks(stack, whole, after=self._end)
             stack.enter_context(wrapped_cache_update(self._wrap_update))
             stack.enter_context(wrapped_attention(self._attention))
             yield
@@ -473,7 +480,6 @@ class FineCapture:
     def _start(self, record: StepRecord) -> None:
         """Record the region's calls from here on."""
         self._now, self._bytes = record, 0
-        self._count.clear()
         self._path, self._entered, self._read = [], [], []
         self._mode = _Mode(self)
         self._mode.__enter__()
@@ -507,7 +513,7 @@ class FineCapture:
             inputs, given = self._entered.pop()
             path = self._path.pop()
             outputs = self._slots({"out": output if not isinstance(output, dict) else list(output.values())})
-            event = self._add(path, type(module).__name__, inputs, outputs)
+            event = self._record.add(path, type(module).__name__, inputs, outputs)
             event.of_module = True
             if given is not None and self._record.row >= 0 and not self._record.limited:
                 event.function, (event.args, event.kwargs) = module, given
@@ -525,7 +531,7 @@ class FineCapture:
                 finally:
                     self._paused -= 1
                 self._read = self._slots({"keys": out[0], "values": out[1]})
-                self._add(self._where(), "cache.update", inputs, self._read)
+                self._record.add(self._where(), "cache.update", inputs, self._read)
             return out
 
         return run
@@ -537,9 +543,6 @@ class FineCapture:
                 return original(module, query, key, value, mask, *args, **kwargs)
             with torch._C.DisableTorchFunction():
                 inputs = self._slots({"query": query, "key": key, "value": value, "attention_mask": mask})
-            constants: dict[str, Any] = {
-                k: v for k, v in kwargs.items() if k in ("scaling", "softcap", "sliding_window")
-            }
             self._paused += self.opaque_attention
             try:
                 out = original(module, query, key, value, mask, *args, **kwargs)
@@ -547,7 +550,8 @@ class FineCapture:
                 self._paused -= self.opaque_attention
             with torch._C.DisableTorchFunction():
                 read = self._cached(key, value)
-                self._add(self._where(), "attention", inputs + read, self._slots({"out": out[0]}), constants)
+                event = self._record.add(self._where(), "attention", inputs + read, self._slots({"out": out[0]}))
+                event.constants = {k: kwargs[k] for k in ("scaling", "softcap", "sliding_window") if k in kwargs}
             return out
 
         return run
@@ -586,22 +590,13 @@ class FineCapture:
         written = args[0] if writes and args else out
         # linear[Float8Tensor] is not a product of plain numbers
         named = name + (f"[{', '.join(made)}]" if made else "")
-        event = self._add(self._where(), named, inputs, self._slots({"out": written}))
+        event = self._record.add(self._where(), named, inputs, self._slots({"out": written}))
         event.constants = {str(i): a for i, a in enumerate((*args, kwargs)) if isinstance(a, bool | int | float | str)}
         event.constants |= {k: v for k, v in kwargs.items() if isinstance(v, bool | int | float | str)}
         if self._now.row >= 0 and not self._now.limited and not writes:
             event.function = function
             event.args, event.kwargs = _copied(args, copies), _copied(kwargs, copies)
         return out
-
-    def _add(
-        self, module: str, call: str, inputs: list[Slot], outputs: list[Slot], constants: dict[str, Any] | None = None
-    ) -> Event:
-        occurrence = self._count[module, call]
-        self._count[module, call] += 1
-        event = Event(EventKey(module, call, occurrence), inputs, outputs, constants or {})
-        self._record.events.append(event)
-        return event
 
     def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
         record, slots = self._record, []

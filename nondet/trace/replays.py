@@ -28,6 +28,14 @@ from nondet.trace.align import Pair, Roles
 from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
+Selection = list[tuple[int, list[int]]]  # (axis, indices along it)
+
+
+def taken(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """The selected part of a tensor."""
+    for axis, indices in selection:
+        tensor = tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,9 @@ class RecordedCall:
         """
         out = self.prepared(rows, columns, change)()
         out = out if isinstance(out, torch.Tensor) else next(x for x in out if isinstance(x, torch.Tensor))
-        return self.part(out, self.row if row is None else row, columns)
+        if len(self.roles.get("out", self.roles.get("out.0", ()))) != out.dim():
+            return out
+        return taken(out, self.result_selection(self.row if row is None else row, columns))
 
     def prepared(
         self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
@@ -102,12 +112,7 @@ class RecordedCall:
                 raise NotImplementedError(
                     f"a {type(tensor).__name__} stays as it is: a plain weight is another operator's"
                 )
-            tensor = given
-            for dim, role in enumerate(self.roles.get(path, ())):
-                wanted = rows if role == self.axis else columns if role == "keys" else None
-                if wanted is not None:
-                    tensor = tensor.index_select(dim, torch.tensor(wanted, device=tensor.device))
-            return tensor
+            return taken(given, self.selection(path, rows, columns))
 
         *args, kwargs = changed_tensors((*self.args, self.kwargs), pick)
 
@@ -117,19 +122,24 @@ class RecordedCall:
 
         return call
 
-    def part(self, out: torch.Tensor, row: int, columns: Sequence[int] | None = None) -> torch.Tensor:
-        """This request's row of a result, and of the keys those that it sees."""
-        axes = self.roles.get("out", self.roles.get("out.0", ()))
-        if len(axes) != out.dim():
-            return out
-        for dim, role in enumerate(axes):
+    def selection(self, path: str, rows: Sequence[int] | None, columns: Sequence[int] | None) -> Selection:
+        """What a call on these rows and keys takes of one of its tensors."""
+        wanted = [
+            (axis, rows if role == self.axis else columns if role == "keys" else None)
+            for axis, role in enumerate(self.roles.get(path, ()))
+        ]
+        return [(axis, list(indices)) for axis, indices in wanted if indices is not None]
+
+    def result_selection(self, row: int, columns: Sequence[int] | None) -> Selection:
+        """What belongs to this request in the result of a call on these keys (None: all), with its row at `row`."""
+        found: Selection = []
+        for axis, role in enumerate(self.roles.get("out", self.roles.get("out.0", ()))):
             if role and role == self.axis:
-                out = out.narrow(dim, row, 1)
+                found.append((axis, [row]))
             elif role == "keys":
                 where = list(range(self.keys)) if columns is None else list(columns)
-                index = torch.tensor([where.index(c) for c in self.visible], device=out.device)
-                out = out.index_select(dim, index)
-        return out
+                found.append((axis, [where.index(c) for c in self.visible]))
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the call by their path."""

@@ -19,7 +19,7 @@ from torch.overrides import resolve_name
 
 from nondet.core.runfile import replace_text, replacing
 from nondet.errors import one_line
-from nondet.trace.replays import RecordedCall
+from nondet.trace.replays import RecordedCall, Selection
 from nondet.trace.search import NamedCall
 
 _SECONDS = 300
@@ -189,12 +189,7 @@ def _written(
         if isinstance(value, torch.Tensor):
             path = paths[id(value)]
             held[f"{arm}.{path}"] = value
-            take = []
-            for axis, role in enumerate(call.roles.get(path, ())):
-                wanted = rows if role == call.axis else columns if role == "keys" else None
-                if wanted is not None:
-                    take.append([axis, wanted])
-            return {"tensor": f"{arm}.{path}", "take": take}
+            return {"tensor": f"{arm}.{path}", "take": call.selection(path, rows, columns)}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
@@ -208,15 +203,11 @@ def _written(
     return plain(call.args), plain(call.kwargs)
 
 
-def _taken(call: RecordedCall, row: int, columns: list[int] | None) -> list[Any]:
-    """This request's part of the result: [[axis, indices], ...]."""
+def _taken(call: RecordedCall, row: int, columns: list[int] | None) -> Selection:
+    """This request's part of the result; a single row is the whole result, whatever the layout of its heads."""
     axes = call.roles.get("out", call.roles.get("out.0", ()))
-    taken: list[Any] = []
-    packed = call.rows == 1  # a single row is the whole result, whatever the layout of its heads
-    for axis, role in enumerate(axes):
-        if role and role == call.axis and not packed:
-            taken.append([axis, [row]])
-        elif role == "keys":
-            where = list(range(call.keys)) if columns is None else columns
-            taken.append([axis, [where.index(c) for c in call.visible]])
-    return taken
+    return [
+        (axis, indices)
+        for axis, indices in call.result_selection(row, columns)
+        if call.rows > 1 or axes[axis] != call.axis
+    ]

@@ -26,7 +26,7 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
 from nondet.trace.align import Finding, Pair, first_responsible, select
-from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes, Sizes, StepRecord
+from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes, Sizes, StepRecord, add_hooks
 from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
 
 
@@ -174,11 +174,9 @@ class Until:
                 mine = [span for span in log.pack if span.request == self.request]
                 self.done = self.done or any(span.first + span.rows > self.last for span in mine)
 
-        handle = model.register_forward_hook(look)
-        try:
+        with ExitStack() as stack:
+            add_hooks(stack, model, after=look)
             yield
-        finally:
-            handle.remove()
 
 
 def logits_at_fault(bare: Session, captured: Session) -> str:
@@ -325,106 +323,28 @@ class NamedCall:
     calls: list[RecordedCall] = field(default_factory=list)
 
 
-def name_culprit(
-    engine: Engine,
-    naming: Naming,
-    coarse: tuple[CoarseCapture, CoarseCapture],
-    *,
-    opaque_attention: bool,
-    steady: bool = True,
-) -> NamedCall:
-    """Run both arms to the site, compare their calls, and replay the responsible one. Raises EngineStoppedError.
-
-    The fine pass must reproduce the bits of `coarse`, the records that led to the site, unless an arm is not `steady`.
-    """
-    site = naming.site
-    if site.record == "logprob":
-        return naming.unnamed(_SAMPLER)
-    captures: list[FineCapture] = []
-    records: list[StepRecord] = []
-    for arm, owner, before in zip(naming.arms, site.owners, coarse, strict=True):
-        fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque_attention)
-        arm.run(engine, fine)
-        if fine.site is None:
-            return naming.unnamed(f"arm {arm.title} did not compute that position again in the fine pass")
-        if steady and not _agrees(fine.site, before, owner, site):
-            return naming.unnamed(f"arm {arm.title}: {_CAPTURE}")
-        captures.append(fine)
-        records.append(fine.site)
-    finding = first_responsible(records[0], records[1], [*captures[0].shapes, *captures[1].shapes])
-    if finding.responsible is None:
-        return naming.unnamed(_what_is_known(finding), finding, limited=any(r.limited for r in records))
-    return naming.replayed(finding.responsible, finding, (records[0], records[1]))
+def unnamed_culprit(site: Site, prompt: int, note: str, number: int = 1, replaced: Sequence[str] = ()) -> Culprit:
+    """A position without a responsible call, which has another cause: `note`. `prompt`: number of its tokens."""
+    return Culprit(
+        number=number,
+        replaced=list(replaced),
+        position=site.position,
+        token=max(-1, site.position - prompt + 1),
+        layer=site.region,
+        requests=list(site.owners),
+        sentence=f"position {site.position}, {site_in_words(site)}: {note}" if site.position >= 0 else note,
+    )
 
 
-@dataclass
-class Naming:
-    """What every culprit's record has in common: `replaced` families in both arms, which the caller has entered, and
-    whether the call is also replayed at other numbers of rows and keys (`sweeps`)."""
-
-    model: Any
-    arms: tuple[Arm, Arm]
-    site: Site
-    number: int
-    replaced: list[str]
-    sweeps: bool = True
-
-    def replayed(self, pair: Pair, finding: Finding, records: tuple[StepRecord, StepRecord]) -> NamedCall:
-        """The named call, repeated by itself."""
-        name = pair.a.key.call.removeprefix("Tensor.")
-        able: list[RecordedCall] = []
-        parts: list[torch.Tensor] = []
-        for event, record in zip((pair.a, pair.b), records, strict=True):
-            call, first = RecordedCall.of(event, pair, record), event.outputs[0]
-            out = None if first.value is None else select(first.value, pair.roles.get(first.path, ()), record)
-            able += [] if call is None else [call]
-            parts += [] if out is None else [out]
-        kernels: list[list[str]] = []
-        done: list[Replay] = []
-        if len(able) == 2 and len(parts) == 2:
-            device = self.model.device.type
-            kernels = [kernels_of(call, device) for call in able]
-            done = list(replays(able[0], able[1], parts[0], parts[1], name, sweeps=self.sweeps))
-        suggested = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
-        if not suggested and any("keys" in roles for roles in pair.roles.values()):
-            suggested = ["attention"]  # a part of attention: the fix is one order over a request's own keys
-        elif not suggested and (len(able) < 2 or not any(r.name == "substitution" for r in done)):
-            # it can't be made by itself, or was not: the family that its name suggests is tried in the whole run
-            suggested = list(families_for(name)[:1])
-        key = pair.a.key
-        culprit = msgspec.structs.replace(
-            self.unnamed("", finding).culprit,
-            **key._asdict(),
-            shapes=[{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)],
-            axes={path: list(roles) for path, roles in pair.roles.items()},
-            digests=_digests(pair, records[0]),
-            differences=dict(pair.unequal),
-            kernels=kernels,
-            replays=done,
-            family=suggested[0] if suggested else "",
-            not_understood=pair.not_understood,
-        )
-        sentence = culprit_sentence(culprit, [r.sizes for r in records])
-        culprit = msgspec.structs.replace(culprit, sentence=sentence)
-        return NamedCall(culprit, able if len(able) == len(parts) == 2 else [])
-
-    def unnamed(self, sentence: str, finding: Finding | None = None, *, limited: bool = False) -> NamedCall:
-        """A position without a responsible call."""
-        if limited:
-            sentence += "; the copies of that step's tensors reached the memory limit, so not every call was compared"
-        site = self.site
-        culprit = Culprit(
-            number=self.number,
-            replaced=self.replaced,
-            position=site.position,
-            token=max(-1, site.position - len(self.arms[0].prompt) + 1),
-            layer=site.region,
-            requests=list(site.owners),
-            sentence=f"position {site.position}, {site_in_words(site)}: {sentence}",
-            unmatched=finding.unmatched if finding else [],
-            compared=finding.compared if finding else 0,
-        )
-        return NamedCall(culprit)
+def targets_that_differ(solo: Outcome, loaded: Session) -> list[tuple[int, int | None, str]]:
+    """The requests with this prompt that differ from it solo: first logprob and first token that differ, and the id."""
+    found = []
+    for outcome in loaded.outcomes:
+        if outcome.request.target and outcome.finish != "error":
+            token, logprob = first_difference(solo, outcome)
+            if logprob is not None:
+                found.append((logprob, token, outcome.request.id))
+    return found
 
 
 def _agrees(record: StepRecord, coarse: CoarseCapture, owner: str, site: Site) -> bool:
@@ -572,21 +492,17 @@ class Search:
 
     def _choose(self, solo: Outcome, loaded: Session) -> None:
         """Of the requests with this prompt, the first whose tokens differ, if any do."""
-        targets = [o for o in loaded.outcomes if o.request.target and o.finish != "error"]
-        differing = []
-        for index, outcome in enumerate(targets):
-            token, logprob = first_difference(solo, outcome)
-            if logprob is not None:
-                differing.append((token is None, logprob, index))
-        tokens = sum(not same for same, _, _ in differing)
+        count = sum(o.request.target and o.finish != "error" for o in loaded.outcomes)
+        differing = targets_that_differ(solo, loaded)
+        tokens = sum(token is not None for _, token, _ in differing)
         sentence = (
-            f"of {len(targets)} requests with this prompt under load, {len(differing)} differ from it solo "
-            f"in logprobs, {tokens} in tokens"
+            f"of {count} requests with this prompt under load, {len(differing)} differ from it solo in logprobs, "
+            f"{tokens} in tokens"
         )
-        figures = {"requests": float(len(targets)), "logprobs": float(len(differing)), "tokens": float(tokens)}
+        figures = {"requests": float(count), "logprobs": float(len(differing)), "tokens": float(tokens)}
         self._control("company", None, sentence, figures)
         if differing:
-            self.b.request = targets[min(differing)[2]].request.id
+            self.b.request = min(differing, key=lambda found: (found[1] is None, found[0]))[2]
 
     def _expect(self, arm: Arm, outcome: Outcome) -> None:
         """Check that a recorded arm is reproduced bit for bit; otherwise the recording is not this machine's."""
@@ -700,9 +616,7 @@ class Search:
     def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit | None:
         """The responsible call there, on record; None if it is the previous one, whose replacement did not help."""
         self.say(f"fine pass: position {site.position}, {site_in_words(site)}")
-        naming = Naming(self.model, (self.a, self.b), site, number, list(self._families), self._sweeps)
-        ours = "attention" in self._families or self.impl.startswith("invariant")
-        found = name_culprit(self.engine, naming, self._recorded, opaque_attention=ours, steady=steady)
+        found = self._compared(number, site, steady=steady)
         if self._culprits and _call_of(found.culprit) == _call_of(self._culprits[-1]):
             self.say(f"unchanged: the replacement does not reach `{found.culprit.call}` of {found.culprit.module}")
             return None
@@ -712,6 +626,76 @@ class Search:
         if self.named is None and found.calls:
             self.named = found
         return found.culprit
+
+    def _compared(self, number: int, site: Site, *, steady: bool) -> NamedCall:
+        """Run both arms to the site, compare their calls, and replay the responsible one.
+
+        The fine pass must reproduce the bits of the coarse one, which led to the site, unless an arm is not `steady`.
+        """
+
+        def unnamed(note: str) -> NamedCall:
+            return NamedCall(unnamed_culprit(site, len(self.a.prompt), note, number, self._families))
+
+        if site.record == "logprob":
+            return unnamed(_SAMPLER)
+        opaque = "attention" in self._families or self.impl.startswith("invariant")
+        shapes: list[StepRecord] = []
+        records: list[StepRecord] = []
+        for arm, owner, before in zip((self.a, self.b), site.owners, self._recorded, strict=True):
+            fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque)
+            arm.run(self.engine, fine)
+            if fine.site is None:
+                return unnamed(f"arm {arm.title} did not compute that position again in the fine pass")
+            if steady and not _agrees(fine.site, before, owner, site):
+                return unnamed(f"arm {arm.title}: {_CAPTURE}")
+            shapes += fine.shapes
+            records.append(fine.site)
+        finding = first_responsible(records[0], records[1], shapes)
+        pair, note = finding.responsible, ""
+        if pair is None:
+            note = _what_is_known(finding)
+            if any(record.limited for record in records):
+                note += "; the copies of that step's tensors reached the memory limit, so not every call was compared"
+        found = unnamed(note)
+        found.culprit = msgspec.structs.replace(found.culprit, unmatched=finding.unmatched, compared=finding.compared)
+        return found if pair is None else self._replayed(found.culprit, pair, records)
+
+    def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:
+        """The named call, repeated by itself."""
+        name = pair.a.key.call.removeprefix("Tensor.")
+        calls: list[RecordedCall] = []
+        parts: list[torch.Tensor] = []
+        for event, record in zip((pair.a, pair.b), records, strict=True):
+            call, first = RecordedCall.of(event, pair, record), event.outputs[0]
+            out = None if first.value is None else select(first.value, pair.roles.get(first.path, ()), record)
+            if call is not None and out is not None:
+                calls.append(call)
+                parts.append(out)
+        kernels: list[list[str]] = []
+        done: list[Replay] = []
+        if len(calls) == 2:
+            kernels = [kernels_of(call, self.model.device.type) for call in calls]
+            done = list(replays(calls[0], calls[1], parts[0], parts[1], name, sweeps=self._sweeps))
+        suggested = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
+        if not suggested and any("keys" in roles for roles in pair.roles.values()):
+            suggested = ["attention"]  # a part of attention: the fix is one order over a request's own keys
+        elif not suggested and not any(r.name == "substitution" for r in done):
+            # it can't be made by itself, or was not: the family that its name suggests is tried in the whole run
+            suggested = list(families_for(name)[:1])
+        culprit = msgspec.structs.replace(
+            culprit,
+            **pair.a.key._asdict(),
+            shapes=[{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)],
+            axes={path: list(roles) for path, roles in pair.roles.items()},
+            digests=_digests(pair, records[0]),
+            differences=dict(pair.unequal),
+            kernels=kernels,
+            replays=done,
+            family=suggested[0] if suggested else "",
+            not_understood=pair.not_understood,
+        )
+        sentence = culprit_sentence(culprit, [r.sizes for r in records])
+        return NamedCall(msgspec.structs.replace(culprit, sentence=sentence), calls if len(calls) == 2 else [])
 
     def _substituted(self, role: str, families: Sequence[str]) -> Site | None:
         """The whole run with these families replaced in both arms; returns where the arms differ now."""

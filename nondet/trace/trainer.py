@@ -25,7 +25,9 @@ from nondet.trace.capture import (
     Sizes,
     Slot,
     StepRecord,
+    add_hooks,
     find_layers,
+    watch_layers,
     wrapped_attention,
 )
 from nondet.trace.replays import families_for
@@ -136,19 +138,9 @@ def _coarse(model: Any, batches: Sequence[Batch]) -> RowHashes:
 
         return run
 
-    def end(name: str) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            note(name, output.logits if name == "logits" else output[0] if isinstance(output, tuple) else output)
-
-        return hook
-
     with ExitStack() as stack:
-        first = layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: note("input", args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-        )
-        stack.callback(first.remove)
-        for name, module in [*((f"{i}.out", layer) for i, layer in enumerate(layers)), ("logits", model)]:
-            stack.callback(module.register_forward_hook(end(name)).remove)
+        watch_layers(stack, layers, note)
+        add_hooks(stack, model, after=lambda _module, _args, _kwargs, output: note("logits", output.logits))
         stack.enter_context(wrapped_attention(keys))
         for batch in batches:
             rows = batch.rows
