@@ -109,11 +109,9 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
 
 
 def _drop_holes(parts: Parts, text: str) -> None:
-    """Drop ids and bytes where some may be missing: llama.cpp lists no token that begins a character.
-
-    A partial list would be compared as if it were complete, and a difference in the missing tokens would not be seen.
-    The end-of-text token does not count as missing: a stream never has it, and the text may leave its name out.
-    """
+    """Drop ids and bytes where some may be missing (llama.cpp lists no token that begins a character), because a
+    difference in the missing ones would not be seen. The end-of-text token does not count as missing: a stream never
+    has it, and the text may leave its name out."""
     if parts.ids_of_logprobs and parts.ids is not None:
         count, usage = len(parts.ids), parts.completion_tokens
         ended = parts.streamed and FINISHES.get(parts.finish) == "eos"

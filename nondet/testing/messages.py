@@ -39,9 +39,7 @@ def run_text(run: Run, fn: Callable[..., Any] | None = None) -> str:
     others = [row for row in faulty if row not in shown]
     if others:
         lines += ["", f"and in {plural(len(others), 'more case')}:"]
-        lines += [_line("  ", f"{row.case} ({row.dtype}): {_kind(row)}") for row in others[:_LINES_MOST]]
-        if len(others) > _LINES_MOST:
-            lines.append(f"  ... {len(others) - _LINES_MOST} more")
+        lines += _at_most([_line("  ", f"{row.case} ({row.dtype}): {_kind(row)}") for row in others])
     if faulty and fn is not None and faulty[0].probe != "check":
         lines += ["", *_next_lines(faulty[0], fn)]
     return "\n".join(lines)
@@ -51,10 +49,13 @@ def no_answer_text(run: Run, why: Sequence[Reason]) -> str:
     """A run in which something failed, or nothing was compared."""
     failed = [row for row in run.rows if row.reason]
     reasons = dict.fromkeys(_line("  ", f"{one_line(row.case, 120)}: {row.reason}") for row in failed)
-    lines = [words(reason("invariance", why=tuple(why))), *list(reasons)[:_LINES_MOST]]
-    if len(reasons) > _LINES_MOST:
-        lines.append(f"  ... {len(reasons) - _LINES_MOST} more")
-    return "\n".join(lines)
+    return "\n".join([words(reason("invariance", why=tuple(why))), *_at_most([*reasons])])
+
+
+def _at_most(lines: list[str], what: str = "more", indent: str = "  ") -> list[str]:
+    """The first lines, and how many more there are."""
+    left = len(lines) - _LINES_MOST
+    return [*lines[:_LINES_MOST], f"{indent}... {left} {what}"] if left > 0 else lines
 
 
 def _line(indent: str, text: str) -> str:
@@ -108,13 +109,11 @@ def _row_lines(row: Row) -> list[str]:
 def _class_lines(row: Row) -> list[str]:
     lines = []
     axis = axis_name(row)
-    shown = classes(row, 8)
-    for info in shown[:_LINES_MOST]:
+    for info in classes(row, 8):
         where = f": {axis} {info.ranges}" if info.ranges else ""
         kernels = "; ".join(" + ".join(names) for _, names in info.kernels)
         lines.append(_line("  ", f"class {info.letter}, {info.count} of {row.trials}{where} {kernels}"))
-    if len(shown) > _LINES_MOST:
-        lines.append(f"  ... {len(shown) - _LINES_MOST} more classes")
+    lines = _at_most(lines, "more classes")
     pairs = zip(row.labels, row.labels[1:], row.values, row.values[1:], strict=False)
     boundaries = [f"{before}|{after}" for a, b, before, after in pairs if a != b]
     if boundaries and row.varied != "run":
@@ -184,9 +183,7 @@ def same_bits_text(a: Any, b: Any, names: tuple[str, str]) -> str:
     """Why two results are not the same bits; "" where they are."""
     differing: list[str] = []
     _compare(a, b, names, "", differing)
-    if len(differing) > _LINES_MOST:
-        differing[_LINES_MOST:] = [f"... {len(differing) - _LINES_MOST} more"]
-    return "\n".join(differing)
+    return "\n".join(_at_most(differing, indent=""))
 
 
 def _compare(a: Any, b: Any, names: tuple[str, str], where: str, differing: list[str]) -> None:

@@ -415,8 +415,7 @@ class FineCapture:
         self.site: StepRecord | None = None
         self.shapes: list[StepRecord] = []
         self._now: StepRecord | None = None
-        self._path: list[str] = []
-        self._entered: list[tuple[list[Slot], tuple[Any, Any] | None]] = []
+        self._entered: list[tuple[str, list[Slot], tuple[Any, Any] | None]] = []  # modules, with what they were given
         self._mode: TorchFunctionMode | None = None
         self._paused = 0
         self._bytes = 0
@@ -480,7 +479,7 @@ class FineCapture:
     def _start(self, record: StepRecord) -> None:
         """Record the region's calls from here on."""
         self._now, self._bytes = record, 0
-        self._path, self._entered, self._read = [], [], []
+        self._entered, self._read = [], []
         self._mode = _Mode(self)
         self._mode.__enter__()
 
@@ -499,19 +498,17 @@ class FineCapture:
         if self._now is None or self._paused:
             return
         with torch._C.DisableTorchFunction():
-            self._path.append(self._names[id(module)])
             copies: dict[int, torch.Tensor] = {}
             own = _plain(kwargs)
             slots = self._slots((*args, *([own] if own else [])), copies)
             given = None if "cache" in kwargs else (_copied(args, copies), _copied(own, copies))
-            self._entered.append((slots, given))
+            self._entered.append((self._names[id(module)], slots, given))
 
     def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self._now is None or self._paused or not self._entered:
             return
         with torch._C.DisableTorchFunction():
-            inputs, given = self._entered.pop()
-            path = self._path.pop()
+            path, inputs, given = self._entered.pop()
             outputs = self._slots({"out": output if not isinstance(output, dict) else list(output.values())})
             event = self._record.add(path, type(module).__name__, inputs, outputs)
             event.of_module = True
@@ -566,7 +563,7 @@ class FineCapture:
         return self._now
 
     def _where(self) -> str:
-        return self._path[-1] if self._path else self.region
+        return self._entered[-1][0] if self._entered else self.region
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a torch function, seen by the mode (which is off while this runs)."""

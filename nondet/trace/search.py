@@ -376,16 +376,15 @@ def _what_is_known(finding: Finding) -> str:
             "was not seen by the capture"
         )
     key = finding.after.a.key
+    differ = f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)})"
     if finding.outside:
         return (
-            f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)}), "
-            "and they are given to the layer from outside, as a rotary embedding's cos and sin are: what computes them "
-            "is the culprit, and it is not among the layer's calls"
+            f"{differ}, and they are given to the layer from outside, as a rotary embedding's cos and sin are: what "
+            "computes them is the culprit, and it is not among the layer's calls"
         )
     return (
-        f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)}), "
-        "though no call before it that was understood has equal inputs and unequal outputs: something wrote in between "
-        "that the capture does not see"
+        f"{differ}, though no call before it that was understood has equal inputs and unequal outputs: something wrote "
+        "in between that the capture does not see"
     )
 
 

@@ -394,18 +394,14 @@ def width_of(layer: Any) -> int:
 # FP8 layers by another kernel than their own.
 
 # vLLM's kernels whose weights are stored as they were loaded: by columns [K, N], or in blocks [N, K]
-_BY_ROWS = frozenset(
-    (
-        *("CutlassFP8ScaledMMLinearKernel", "FlashInferFP8ScaledMMLinearKernel"),
-        *(f"{kind}TorchFP8ScaledMMLinearKernel" for kind in ("PerTensor", "ChannelWise", "RowWise")),
-    )
-)
-_IN_BLOCKS = frozenset(
-    (
-        *("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel"),
-        "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
-    )
-)
+_BY_ROWS = {
+    "CutlassFP8ScaledMMLinearKernel", "FlashInferFP8ScaledMMLinearKernel", "PerTensorTorchFP8ScaledMMLinearKernel",
+    "ChannelWiseTorchFP8ScaledMMLinearKernel", "RowWiseTorchFP8ScaledMMLinearKernel",
+}  # fmt: skip
+_IN_BLOCKS = {
+    "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel",
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+}  # fmt: skip
 _GIVEN = ("input_scale", "input_scale_ub")  # of a layer: the one scale of its activations, the limit of theirs
 _SCALES = "nondet_scales"  # of a replaced layer: [1, N], or in blocks [K / 128, N / 128]
 

@@ -426,12 +426,9 @@ _GRAPH_STEP, _GRAPHED_TO = 128, 2048  # tokens
 
 def sizes_given(arguments: Any) -> bool:
     """Whether the engine's arguments set the sizes of CUDA graphs."""
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
     owners = (arguments, arguments.compilation_config)
-    return any(
-        getattr(owner, name, None) is not None
-        for owner in owners
-        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    )
+    return any(getattr(owner, name, None) is not None for owner in owners for name in names)
 
 
 def graph_prefill(compilation: Any, tokens: int) -> None:
@@ -493,22 +490,16 @@ def refuse(config: Any) -> None:
 
 REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK = "replaced", "certified stock", "elementwise", "at risk"
 # Layers without a sum of their own: vLLM's, by the name of a class that they are or descend from, and torch's.
-_ELEMENTWISE = frozenset(
-    (
-        *("SiluAndMul", "MulAndSilu", "GeluAndMul", "NewGELU", "FastGELU", "QuickGELU", "ReLUSquaredActivation"),
-        *("FatreluAndMul", "SwigluOAIAndMul", "SiluAndMulWithClamp", "RotaryEmbeddingBase", "ApplyRotaryEmb"),
-        *("LogitsProcessor", "PPMissingLayer", "Identity", "Dropout", "SiLU", "GELU", "ReLU", "Sigmoid", "Tanh"),
-    )
-)
-
-
+_ELEMENTWISE = {
+    "SiluAndMul", "MulAndSilu", "GeluAndMul", "NewGELU", "FastGELU", "QuickGELU", "ReLUSquaredActivation",
+    "FatreluAndMul", "SwigluOAIAndMul", "SiluAndMulWithClamp", "RotaryEmbeddingBase", "ApplyRotaryEmb",
+    "LogitsProcessor", "PPMissingLayer", "Identity", "Dropout", "SiLU", "GELU", "ReLU", "Sigmoid", "Tanh",
+}  # fmt: skip
 # Their forward calls the layer's method for the product, and nothing else.
-_BY_METHOD = frozenset(
-    (
-        *("LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"),
-        *("VocabParallelEmbedding", "ParallelLMHead"),
-    )
-)
+_BY_METHOD = {
+    "LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding",
+    "ParallelLMHead",
+}  # fmt: skip
 _EXPERTS = "experts in class grouped, certified at start"
 _PRODUCTS = "products in class chain, certified at start"
 _SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel is not proven"
