@@ -329,7 +329,7 @@ class CoarseCapture(RowHashes):
         for span in self._log.pack:
             end = span.first + span.rows
             if positions[start : start + span.rows].tolist() != list(range(span.first, end)):
-                raise RuntimeError(f"the rows of {span.request} are not where the schedule says")
+                raise RuntimeError(f"the rows of {span.request} are not where the schedule puts them")
             if span.new:
                 self.logits[span.request, end - 1] = int(logits[predicted])
                 predicted += 1

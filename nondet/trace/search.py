@@ -160,7 +160,7 @@ def _first_unequal(a: RowHashes, b: RowHashes, one: Owner, two: Owner, *, foreig
 
 
 class Until:
-    """Watches without capture until the request has passed a position; to the end where there is none."""
+    """Ends a session without capture once the request has passed the position `last`; None: at its own end."""
 
     def __init__(self, request: str, last: int | None) -> None:
         self.request, self.last, self.done = request, last, False

@@ -79,7 +79,7 @@ def batch_of(runner: Any) -> Iterator[Callable[[], Any]]:
 
 
 class Looker:
-    """Goes into vLLM's process, and returns with what it saw there."""
+    """An object that is sent into vLLM's process, records one round there, and is sent back with its records."""
 
     @contextmanager
     def attached(self, llm: Any, taken: Sequence[Any]) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Looker:
             yield
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
-        """Put the hooks in place; the stack takes them away."""
+        """Add the hooks; closing the stack removes them."""
         raise NotImplementedError
 
 
@@ -122,7 +122,7 @@ class Coarse(RowHashes, Looker):
         positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
         wanted = [p for span in step for p in range(span.first, span.first + span.rows)]
         if positions is None or positions.dim() != 1 or positions[: len(wanted)].tolist() != wanted:
-            raise RuntimeError("the rows of a step are not where vLLM's schedule says")
+            raise RuntimeError("the rows of a step are not where vLLM's schedule puts them")
 
     def _floats(self, value: Any) -> list[torch.Tensor]:
         rows = sum(span.rows for span in self._spans)

@@ -215,7 +215,7 @@ def reserve(model: torch.nn.Module, config: Any) -> None:
     keys = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
     device = next(model.parameters()).device
     RESERVED[:] = [_index(keys, device) for _ in range(groups)]
-    log(f"attention keeps {groups} times {4 * keys / 2**20:,.0f} MiB for where keys lie: a number a key of a step.")
+    log(f"attention keeps {groups} times {4 * keys / 2**20:,.0f} MiB for the index of each key of a step.")
 
 
 def ways_of(

@@ -630,7 +630,7 @@ def _unfit_experts(layer: Any) -> str:
 
 def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
     """Prove every tile that a step of these numbers of tokens can use, and compile the kernels: all of them are run,
-    and one more for each pair of tiles that lies between. Raises NotImplementedError: a product has no tile."""
+    and one more for each pair of tiles that is in between. Raises NotImplementedError: a product has no tile."""
 
     from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
     from nondet.vllm.operators import certified
