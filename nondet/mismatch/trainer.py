@@ -89,8 +89,8 @@ class Fault:
     """What one side may have done differently: a hypothesis, or in tests a planted fault.
 
     Attributes:
-        positions: "gap" (completions one position later), "restart" (from 0), "double" (0, 2, 4, ...).
-        mask: "none" where padding on the left is attended to and counted as positions.
+        positions: "gap" (completions one position later), "restart" (from 0), "double" (0, 2, ...), "shift" (from 1).
+        mask: False where padding on the left is attended to and counted as positions.
         front, back: Tokens of the prompt that are dropped at its ends; front -1: its first token is there twice.
     """
 

@@ -434,7 +434,7 @@ class Search:
         self.late, self._pace = "", pace or Pace()
         self._culprits: list[Culprit] = []
         self._families: list[str] = []
-        self._tried: dict[frozenset[str], tuple[Site | None]] = {}
+        self._tried: dict[frozenset[str], Site | None] = {}  # families -> where the arms differed with them replaced
         self._recorded: tuple[CoarseCapture, CoarseCapture]
         self._first: tuple[Session, Session]
         self._started = time.perf_counter()
@@ -575,7 +575,7 @@ class Search:
         try:
             return self._fixed(site)
         except OutOfTimeError:
-            fixes = [families for families, (site,) in self._tried.items() if site is None]
+            fixes = [families for families, where in self._tried.items() if where is None]
             self.late = late_sentence(min(fixes, key=len, default=()))
             return self._end("batch-dependent")
 
@@ -698,17 +698,16 @@ class Search:
 
     def _substituted(self, role: str, families: Sequence[str]) -> Site | None:
         """The whole run with these families replaced in both arms; returns where the arms differ now."""
-        known = self._tried.get(frozenset(families))
-        if known is not None:
-            return known[0]
+        tried = frozenset(families)
+        if tried in self._tried:
+            return self._tried[tried]
         record = self._known.get(("substitution", role, "+".join(families)))
         # if there is a culprit to be named there, the arms are compared again
         enough = role != "search" or ("culprit", str(len(self._culprits) + 1)) in self._known
         if isinstance(record, Substitution) and (record.agree or enough):
             self.say(f"on record: {record.sentence}")
-            site = None if record.agree else Site(("", ""), record.position, record.layer)
-            self._tried[frozenset(families)] = (site,)
-            return site
+            self._tried[tried] = None if record.agree else Site(("", ""), record.position, record.layer)
+            return self._tried[tried]
         self._pace.check()
         self.say(f"substitution: {' and '.join(families)} invariant in both arms, the whole run again")
         with self._pace.timed(), self._replaced(families) as coverage:
@@ -732,7 +731,7 @@ class Search:
             )
         )
         self.say(sentence)
-        self._tried[frozenset(families)] = (site,)
+        self._tried[tried] = site
         return site
 
     @contextmanager
