@@ -193,8 +193,8 @@ def _logits(
     starts, width = layout([len(text) for text, _ in known], spec.padding, lengths)
     if spec.padding == "packed":
         flat = [i for text, _ in known for i in text]
-        positions = [p for text, drawn in known for p in _position_ids(len(text), drawn[0], fault)]
-        inputs = {"input_ids": torch.tensor([flat]), "position_ids": torch.tensor([positions])}
+        flat_positions = [p for text, drawn in known for p in _position_ids(len(text), drawn[0], fault)]
+        inputs = {"input_ids": torch.tensor([flat]), "position_ids": torch.tensor([flat_positions])}
     else:
         ids = torch.zeros((len(known), width), dtype=torch.long)
         mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
