@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -237,6 +237,14 @@ Hashes = npt.NDArray[np.int64]
 _MOST_HASHES = 2**26  # 8 bytes each; beyond them nothing more is kept, and `full` is set
 
 
+def with_starts(step: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+    """The requests of a step, each with the index of its first row."""
+    start = 0
+    for span in step:
+        yield start, span
+        start += span.rows
+
+
 class RowHashes:
     """What a coarse pass keeps of a session, step by step. The user of the class decides which rows are whose.
 
@@ -274,11 +282,9 @@ class RowHashes:
         table = np.stack(pieces[: len(names)], axis=1)  # [rows, names]
         self._kept += table.size
         self.full = self.full or self._kept > _MOST_HASHES
-        start = 0
-        for span in spans:
+        for start, span in with_starts(spans):
             for offset in range(0 if self.full else span.rows):
                 self.rows[span.request, span.first + offset] = table[start + offset].copy()
-            start += span.rows
         return pieces[len(names) :]
 
 
@@ -325,15 +331,14 @@ class CoarseCapture(RowHashes):
     def _end(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         wanted = (self._positions[0], row_hashes(requested_logits(kwargs, output)), *self._indices)
         positions, logits, *indices = self.keep(self._log.pack, *(x.to(torch.int64) for x in wanted))
-        start, predicted = 0, 0
-        for span in self._log.pack:
+        predicted = 0
+        for start, span in with_starts(self._log.pack):
             end = span.first + span.rows
             if positions[start : start + span.rows].tolist() != list(range(span.first, end)):
                 raise RuntimeError(f"the rows of {span.request} are not where the schedule puts them")
             if span.new:
                 self.logits[span.request, end - 1] = int(logits[predicted])
                 predicted += 1
-            start += span.rows
             if span.request == self.request and self.last is not None and end > self.last:
                 self.done = True
         if indices:
@@ -341,11 +346,9 @@ class CoarseCapture(RowHashes):
 
     def _note_owners(self, read: Hashes, write: Hashes) -> None:
         """Find the writer of what each request reads: its own rows first, then whatever its pages hold."""
-        start = 0
-        for span in self._log.pack:
+        for start, span in with_starts(self._log.pack):
             for offset in range(span.rows):
                 self._slots[int(write[start + offset])] = (span.request, span.first + offset)
-            start += span.rows
         if not len(read):
             return
         start = 0
@@ -456,17 +459,16 @@ class FineCapture:
         """Decide, as the region begins, whether this step is recorded."""
         pack = self._log.pack
         tokens = sum(span.rows for span in pack)
-        start, site = 0, False
+        site = False
         columns, keys = visible_keys(pack, self.request, self.position, self._window)
         record = StepRecord(Sizes(tokens, keys, len(pack)), -1, range(0), -1)
         predicting = [span.request for span in pack if span.new]
-        for span in pack:
+        for start, span in with_starts(pack):
             if span.request == self.request and span.first <= self.position < span.first + span.rows:
                 site = self.site is None
                 record.row, record.columns = start + self.position - span.first, columns
                 if span.new and self.position == span.first + span.rows - 1:
                     record.predicted = predicting.index(span.request)
-            start += span.rows
         if not site:
             self._after += self.site is not None
             if record.sizes in [r.sizes for r in self.shapes]:

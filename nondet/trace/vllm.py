@@ -31,6 +31,7 @@ from nondet.trace.capture import (
     find_layers,
     modules_of,
     tensors_in,
+    with_starts,
 )
 from nondet.trace.search import (
     AGREE,
@@ -181,14 +182,12 @@ class _Recorder(TorchDispatchMode):
 
     def begin(self, *_: Any) -> None:
         """Check whether the step is the one to record."""
-        looker, start, self._now = self._looker, 0, None
-        step = self._parts()
-        for index, part in enumerate(step):
+        looker, step, self._now = self._looker, self._parts(), None
+        for index, (start, part) in enumerate(with_starts(step)):
             if part.request == looker.request and part.first <= looker.position < part.first + part.rows:
                 self._row, self._index = start + looker.position - part.first, index
                 self._tokens, self._requests, looker.step = sum(p.rows for p in step), len(step), step
                 looker.record = self._now = StepRecord(_CUT, 0, range(0), 0, cut=True)
-            start += part.rows
 
     def enter(self, path: str) -> Callable[..., None]:
         """At the beginning of a module; the first one turns the mode on."""
