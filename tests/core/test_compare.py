@@ -417,7 +417,7 @@ def test_the_weights_digest_sees_one_bit_of_one_weight() -> None:
 
 def test_a_hidden_state_of_another_form_is_one_line() -> None:
     """Gemma 3n keeps several predictions of each token: said with its shape, no error of numpy's."""
-    with pytest.raises(UserError, match=r"the first layer's input has shape \(4, 1, 6, 8\), not one row for each token"):
+    with pytest.raises(UserError, match=r"input has shape \(4, 1, 6, 8\), not one row for each token"):
         _rows(torch.zeros(4, 1, 6, 8), "input")
 
 
