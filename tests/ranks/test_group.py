@@ -70,14 +70,14 @@ def test_ranks_that_cannot_be_had_are_one_line(monkeypatch):
     check_ranks([2, 4], "cpu", 0)
     assert (parse_ranks("2, 4"), parse_ranks(None)) == ((2, 4), None)
     for text in ("2,4,02", "two", "2,", "", "-2", "2;4"):
-        with pytest.raises(UserError, match="--ranks names 2 twice" if "02" in text else "no list of numbers"):
+        with pytest.raises(UserError, match="--ranks names 2 twice" if "02" in text else "not a list of numbers"):
             parse_ranks(text)
     assert limit_or(7.0) == 7.0
     monkeypatch.setenv("NONDET_RANKS_LIMIT_S", "2.5")
     assert limit_or(7.0) == 2.5
     for text in ("soon", "-1", "0", "nan", "inf"):
         monkeypatch.setenv("NONDET_RANKS_LIMIT_S", text)
-        with pytest.raises(UserError, match="no number of seconds"):
+        with pytest.raises(UserError, match="not a number of seconds"):
             limit_or(7.0)
 
 

@@ -357,7 +357,7 @@ def test_vllms_flags_are_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatch) 
         assert os.environ[breakable] == "0"
         for value in ("0", ""):
             monkeypatch.setenv(nondet.vllm.OWN, value)
-            with pytest.raises(UserError, match=r"VLLM_BATCH_INVARIANT is (0|not set) since nondet's kernels are in"):
+            with pytest.raises(UserError, match=r"VLLM_BATCH_INVARIANT is (0|not set) since nondet's kernels were installed"):
                 made["vllm.engine.arg_utils"].EngineArgs().create_engine_config()
 
 
@@ -821,7 +821,7 @@ def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
         "its kernel gives a row different bits at M=1 and M=64",
     )
     assert found["HeadNorm"][0] == found["AddingNorm"][0] == plugin.AT_RISK
-    assert "M=1 than at M=64" in found["AddingNorm"][1]
+    assert "M=1 and M=64" in found["AddingNorm"][1]
     found = looked_at(nn.Sequential(toys.RMSNorm(4)), model_config__get_num_kv_heads=None)
     assert found["RMSNorm"][0] == plugin.AT_RISK
     assert "could not be tested" in found["RMSNorm"][1]
