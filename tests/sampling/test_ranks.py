@@ -135,7 +135,7 @@ def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPath
     """Before anything is started, and no run file is begun."""
     for argv, line in [
         (("--ranks", "2,4"), "several numbers"),
-        (("--ranks", "two"), "no list of numbers"),
+        (("--ranks", "two"), "not a list of numbers"),
         (("--ranks", "2", "--vary", "chunk"), "exclude each other"),
         (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--ranks", "4", "--load", "none"), "has 2 key heads"),
