@@ -85,7 +85,7 @@ class LoadedRun:
                 kind only.
 
         Raises:
-            UnknownNameError: no such kind.
+            UnknownNameError: an unknown kind.
             UserError: no kind was named, and the run holds several.
         """
         from nondet.export.frames import frame, only_kind
@@ -96,7 +96,7 @@ class LoadedRun:
         """A matplotlib figure: class-map, speed, jigsaw, survival, training or tree.
 
         Raises:
-            UnknownNameError: no such figure.
+            UnknownNameError: an unknown figure.
             UserError: the run holds no data for it.
         """
         from nondet.export.figures import draw
@@ -127,7 +127,7 @@ def load(path: str | Path, *, allow_truncated: bool = False) -> LoadedRun:
         allow_truncated: Take the whole lines of a run that was killed while writing.
 
     Raises:
-        UserError: missing, malformed, cut off or from a newer nondet; the message says which line.
+        UserError: missing, malformed, cut off or from a newer nondet; the message names the line.
     """
     path = Path(path)
     return LoadedRun(read_run(path, allow_truncated=allow_truncated), path)
@@ -384,7 +384,7 @@ def batch_invariant(families: Iterable[str] | None = None, *, training: bool = F
 
     Args:
         families: "matmul", "attention", "norm", ... (`nondet sample --help-all`); None: all.
-        training: Attention and norms also keep their bits where a gradient is asked for.
+        training: Attention and norms also keep their bits where a gradient is needed.
     """
     began = time.perf_counter()
     from nondet.kernels.dispatch.block import batch_invariant as made

@@ -109,8 +109,8 @@ def no_commands(text: str) -> str:
 def one_line(text: str, limit: int = 1000) -> str:
     """`printable`, on one line, newlines shown as spaces, cut at `limit` characters, between words if near."""
     flat = " ".join(printable(text).split())
-    border = flat.rfind(" ", max(1, limit - 30), limit)
-    return flat if len(flat) <= limit else flat[: limit - 1 if border < 0 else border] + "…"
+    cut = flat.rfind(" ", max(1, limit - 30), limit)
+    return flat if len(flat) <= limit else flat[: limit - 1 if cut < 0 else cut] + "…"
 
 
 def shortened(text: str, most: int) -> str:

@@ -135,7 +135,7 @@ def main() -> None:
                 answers = [traces(*question)]
             else:
                 group = RankGroup(world, "cuda", limit_s=150)
-                answers = group.ask("ranks_model:traces", *question)
+                answers = group.call("ranks_model:traces", *question)
                 group.close()
             for rank, (found, coverage) in enumerate(answers):
                 lines += [{"world": world, "rank": rank, **trace._asdict()} for trace in found]

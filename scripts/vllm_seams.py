@@ -1,12 +1,11 @@
-"""Which of the plugin's seams a release of vLLM still has: its sources are read, nothing of them is run.
+"""Which of the functions that the plugin replaces a release of vLLM still has. Its sources are read, not run.
 
     curl -LO https://files.pythonhosted.org/.../vllm-0.33.0.tar.gz && tar xzf vllm-0.33.0.tar.gz
     python scripts/vllm_seams.py vllm-0.33.0 ...
 
-A line for each seam that is gone or takes other parameters, for a KV cache in a layout that nondet's attention does not
-take, and for each `supports_` of FlashAttention's backend that it would inherit and nobody has looked at; exit code 1
-where there is one. What fits was not run:
-`nondet.vllm.plugin.TRIED` names those that were.
+It prints a line for each function that is gone or takes other parameters, for a KV cache in a layout that nondet's
+attention does not take, and for each `supports_` of FlashAttention's backend that it would inherit and that was not
+reviewed; exit code 1 where there is one. What fits was not run: `nondet.vllm.plugin.TRIED` names those that were.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nondet.vllm.plugin import MOVED, SEAMS, SHAPE, Seam
+from nondet.vllm.plugin import MOVED, PATCHED, SHAPE, Patched
 
 
 def found_at(source: Path, place: str) -> ast.AST | None:
@@ -82,7 +81,7 @@ LOOKED_AT = frozenset(
 
 
 def inherited(source: Path) -> list[str]:
-    """Names of what FlashAttention's backend says that it supports, and nobody has looked at."""
+    """Names of what FlashAttention's backend says that it supports, and that were not reviewed."""
     file = source / "vllm/v1/attention/backends/flash_attn.py"
     classes = [n for n in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(n, ast.ClassDef)]
     said = [
@@ -91,31 +90,33 @@ def inherited(source: Path) -> list[str]:
     return [name for name in said if name.startswith("supports_") and name.removeprefix("supports_") not in LOOKED_AT]
 
 
-def moved(source: Path) -> Iterator[tuple[Seam, str | None]]:
-    """Each seam that does not fit, and what it takes there."""
-    for first in SEAMS:
-        for seam in filter(None, (first, MOVED.get(first.place))):
-            taken = parameters(source, seam.place)
+def moved(source: Path) -> Iterator[tuple[Patched, str | None]]:
+    """Each function that does not fit, and what it takes there."""
+    for first in PATCHED:
+        for patched in filter(None, (first, MOVED.get(first.path))):
+            taken = parameters(source, patched.path)
             if taken is not None:
                 break
-        if taken != seam.takes:
-            yield seam, taken
+        if taken != patched.takes:
+            yield patched, taken
 
 
 def main(folders: list[str]) -> int:
-    """Say it of each folder."""
+    """Print the lines of each folder."""
     faults = 0
     for folder in folders:
         if not Path(folder, "vllm", "__init__.py").exists():
             raise SystemExit(f"{folder} holds no sources of vLLM")
         lines = [
-            f"  {seam.place}: {'not there' if taken is None else f'takes ({taken}), not ({seam.takes})'}"
-            for seam, taken in moved(Path(folder))
+            f"  {patched.path}: {'not there' if taken is None else f'takes ({taken}), not ({patched.takes})'}"
+            for patched, taken in moved(Path(folder))
         ]
-        new = [f"  FlashAttentionBackend.{name}: nobody has looked at it" for name in inherited(Path(folder))]
+        new = [f"  FlashAttentionBackend.{name}: not reviewed" for name in inherited(Path(folder))]
         layout = layout_of(Path(folder))
         new += [f"  another layout of the KV cache: {layout}"] if layout not in _LAYOUTS else []
-        print(f"{Path(folder).name}: {len(SEAMS) - len(lines)} of {len(SEAMS)} seams fit", *lines, *new, sep="\n")
+        print(
+            f"{Path(folder).name}: {len(PATCHED) - len(lines)} of {len(PATCHED)} functions fit", *lines, *new, sep="\n"
+        )
         faults += len(lines) + len(new)
     return int(faults > 0)
 

@@ -158,7 +158,7 @@ def test_a_new_project_tests_its_kernels(built: Path, tmp_path: Path) -> None:
         "kernels_of_mine:faulty: batch-dependent",
         "class B, ",
         "M 16-64",
-        "borders at M 15|16",
+        "boundaries at M 15|16",
         "row 0, column",
     ):
         assert part in done.stdout, done.stdout

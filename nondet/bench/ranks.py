@@ -230,7 +230,7 @@ def _ask(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> list[
     """Each rank's measurements, or why it failed. A rank that died ends its group of ranks, not the run."""
     try:
         group = shared_group(case.shape["ranks"], device)
-        answers: list[dict[str, RankTimes]] = group.ask(f"{_CELL}:time_cell", case, tuple(impls), device, seed)
+        answers: list[dict[str, RankTimes]] = group.call(f"{_CELL}:time_cell", case, tuple(impls), device, seed)
     except RankError as error:
         lost = RankTimes("", [], 0, [], "not timed", (Status.ERROR, str(error)))
         return [dict.fromkeys(impls, lost)]

@@ -148,7 +148,7 @@ def connect(
     if key and address.scheme == "http" and not address.local and not allow_plain_http:
         raise UserError(
             f"a key would go unencrypted to {address.origin}",
-            "Use https, unset the key's variable, or say --allow-plain-http.",
+            "Use https, unset the key's variable, or give --allow-plain-http.",
         )
     return HttpClient(
         Transport(address, key, limits or Limits(), verify=(ca_file or True) if not insecure else False),
@@ -170,7 +170,7 @@ class HttpClient:
     def __init__(self, transport: Transport, *, model: str | None, protocol: str, stream: bool) -> None:
         self._transport = transport
         self._limits = transport.limits
-        self._asked_model = model
+        self._wanted_model = model
         self._stream = stream
         self._full_since: float | None = None  # on time.monotonic(): the first refusal since the last answer
         self._missing: set[str] = set()  # missing pages are not requested at every poll
@@ -323,10 +323,10 @@ class HttpClient:
         if server != "sglang":
             return ""
         with contextlib.suppress(AttemptError):
-            said = read(parse(await self._page("GET", "/server_info")), _Sglang)
-            mode = [DETERMINISTIC] if said.enable_deterministic_inference else []
-            backend = [f"attention {said.attention_backend}"] if said.attention_backend else []
-            return self._transport.key.reason(", ".join([said.version or "of no version", *mode, *backend]), 80)
+            info = read(parse(await self._page("GET", "/server_info")), _Sglang)
+            mode = [DETERMINISTIC] if info.enable_deterministic_inference else []
+            backend = [f"attention {info.attention_backend}"] if info.attention_backend else []
+            return self._transport.key.reason(", ".join([info.version or "of no version", *mode, *backend]), 80)
         return ""
 
     async def _openai(self, owners: list[str]) -> str:
@@ -342,7 +342,7 @@ class HttpClient:
         return "openai"
 
     def _one_of(self, listed: list[str], strict: bool) -> str:
-        model = self._asked_model
+        model = self._wanted_model
         if model is None:
             if len(listed) == 1:
                 return listed[0]

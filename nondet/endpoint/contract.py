@@ -17,7 +17,7 @@ import numpy as np
 from nondet.core.records import ContractAnswer
 from nondet.core.statistics import percent
 from nondet.endpoint.arms import Answer, Ask, Client, KnownBy, Tokens
-from nondet.endpoint.traffic import says_running
+from nondet.endpoint.traffic import reports_running
 from nondet.errors import one_line
 from nondet.sampling.analysis import shared_length
 
@@ -69,13 +69,13 @@ class Contract:
 
     async def check(self, known: Collection[str] = ()) -> ContractResult:
         """Run all checks; where all have an answer already, only two requests are sent."""
-        met = all(q in known for q in QUESTIONS if self.drawn or q != "independent")
-        once = await self.ask()
+        answered = all(q in known for q in QUESTIONS if self.drawn or q != "independent")
+        once = await self.send()
         if not once.ok:
             return ContractResult(once, KnownBy.TEXT, False, ())
-        again = await self.ask()
+        again = await self.send()
         known_by = max(once.known_by, again.known_by if again.ok else once.known_by, key=list(KnownBy).index)
-        if met:
+        if answered:
             return ContractResult(once, known_by, bool(once.logprobs), ())
         answers = [
             self._listed(),
@@ -89,20 +89,20 @@ class Contract:
             self._sums(once),
             self._answer(
                 "running",
-                "yes" if says_running(await self.client.metrics()) else "no",
+                "yes" if reports_running(await self.client.metrics()) else "no",
                 "its counters show it: what it runs under load can be compared with what was sent",
             ),
             self._cache_counted(again),
         ]
         return ContractResult(once, known_by, bool(once.logprobs), tuple(answers))
 
-    async def ask(self, temperature: float = 0.0, seed: int | None = None, max_tokens: int = _TOKENS) -> Answer:
+    async def send(self, temperature: float = 0.0, seed: int | None = None, max_tokens: int = _TOKENS) -> Answer:
         """One short request."""
         self.number += 1
-        ask = Ask(
+        request = Ask(
             id=f"contract-{self.number}", prompt=self.prompt, max_tokens=max_tokens, temperature=temperature, seed=seed
         )
-        return await self.client.complete(ask)
+        return await self.client.complete(request)
 
     def _answer(self, question: str, answer: str, evidence: str) -> ContractAnswer:
         return ContractAnswer(impl=self.impl, question=question, answer=answer, evidence=one_line(evidence, 300))
@@ -135,7 +135,7 @@ class Contract:
         sent = once.completion_tokens if once.completion_tokens is not None else _length(once)
         if not sent:
             return self._answer("max-tokens", "unknown", "answers include neither tokens nor their number")
-        text = f"{sent} tokens of {_TOKENS} asked for, finish {once.finish}"
+        text = f"{sent} tokens of {_TOKENS} requested, finish {once.finish}"
         if known_by != KnownBy.TEXT and _length(once) != sent:
             text += f"; it sent {_length(once)} and counts {sent}"
         if max(sent, _length(once)) > _TOKENS:
@@ -170,13 +170,13 @@ class Contract:
         yield self._answer("repeatable-bits", "no" if off else "yes" if count else "unknown", text + cached)
 
     async def _sampled(self, once: Answer, known_by: KnownBy) -> list[ContractAnswer]:
-        free = [await self.ask(temperature=1.0) for _ in range(_DRAWS)]
+        free = [await self.send(temperature=1.0) for _ in range(_DRAWS)]
         good = [a for a in free if a.ok]
         if len(good) < 2:
             why = f"requests at temperature 1 failed: {free[0].reason}"
             return [self._answer(question, "unknown", why) for question in ("varies", "seed", "tempered")]
         distinct = len({_tokens(a, known_by) for a in good})
-        chance = _all_alike(good)
+        chance = _chance_of_agreement(good)
         if distinct > 1:
             varies, text = "yes", f"{distinct} distinct answers of {len(good)}"
         elif chance is not None and chance < _CHANCE:
@@ -186,7 +186,7 @@ class Contract:
         answers = [self._answer("varies", varies, text)]
         if self.drawn:
             answers.append(await self._independent(known_by, varies))
-        pair = [await self.ask(temperature=1.0, seed=s) for s in (1, 1, 2)]
+        pair = [await self.send(temperature=1.0, seed=s) for s in (1, 1, 2)]
         answers.append(self._tempered(once, [*good, *(a for a in pair if a.ok)], known_by))
         if not all(a.ok for a in pair):
             bad = next(a for a in pair if not a.ok)
@@ -214,25 +214,25 @@ class Contract:
         return self._answer("tempered", "no", f"{text}, by chance in {percent(chance**2, 'up')} of cases")
 
     async def _independent(self, known_by: KnownBy, varies: str) -> ContractAnswer:
-        """Whether requests that are sent at once draw alike, where one after another they do not."""
-        sent = await asyncio.gather(*(self.ask(temperature=1.0) for _ in range(_AT_ONCE)))
+        """Whether requests that are sent at once get the same draw, where one after another they do not."""
+        sent = await asyncio.gather(*(self.send(temperature=1.0) for _ in range(_AT_ONCE)))
         answers = {_tokens(a, known_by): a for a in sent if a.ok}
-        alike = Counter(_tokens(a, known_by) for a in sent if a.ok)
-        most = max(alike, key=alike.__getitem__, default=None)
+        counts = Counter(_tokens(a, known_by) for a in sent if a.ok)
+        most = max(counts, key=counts.__getitem__, default=None)
         if most is None or varies != "yes":
             return self._answer("independent", "unknown", "one after another they do not vary either")
-        if alike[most] == 1:
-            return self._answer("independent", "yes", f"{alike.total()} requests at once, as many distinct answers")
-        text = f"{alike[most]} of {alike.total()} requests at once have one answer, and one after another they vary"
+        if counts[most] == 1:
+            return self._answer("independent", "yes", f"{counts.total()} requests at once, as many distinct answers")
+        text = f"{counts[most]} of {counts.total()} requests at once have one answer, and one after another they vary"
         chance = _chance_of(answers[most])
-        if chance is None or math.comb(alike.total(), 2) * chance >= _CHANCE:
+        if chance is None or math.comb(counts.total(), 2) * chance >= _CHANCE:
             return self._answer("independent", "unknown", f"{text}; that may be chance")
         return self._answer("independent", "no", f"{text}; two agree by chance in {percent(chance, 'up')} of cases")
 
     async def _distribution(self) -> ContractAnswer:
         """Compare the first position's margin at two temperatures: a scaled one doubles when the temperature halves."""
-        full = await self.ask(temperature=1.0, max_tokens=1)
-        half = await self.ask(temperature=0.5, max_tokens=1)
+        full = await self.send(temperature=1.0, max_tokens=1)
+        half = await self.send(temperature=0.5, max_tokens=1)
         margins = [_floats(a.margins) for a in (full, half) if a.ok]
         if len(margins) < 2 or not all(m.size and np.isfinite(m[0]) and m[0] > 1e-3 for m in margins):
             return self._answer("distribution", "unknown", "no margin of top-1 and top-2 to compare with another")
@@ -287,7 +287,7 @@ def _chance_of(answer: Answer) -> float | None:
     return math.exp(min(0.0, total)) if answer.logprobs and math.isfinite(total) else None
 
 
-def _all_alike(answers: list[Answer]) -> float | None:
+def _chance_of_agreement(answers: list[Answer]) -> float | None:
     """The probability that all draws agree: that of their common answer, once for each after the first."""
     chance = _chance_of(answers[0])
     return None if chance is None else chance ** (len(answers) - 1)

@@ -86,7 +86,7 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
     margins, top, runner_up = _alternatives(parts, np.frombuffer(logprobs, "<f4").tolist())
     usage = parts.completion_tokens
     if usage is not None and count is not None and usage != count:
-        parts.note(f"usage says {usage} tokens, the answer has {count}")
+        parts.note(f"usage reports {usage} tokens, the answer has {count}")
     if max(count or 0, usage or 0) > ask.max_tokens:
         parts.note("more tokens than max_tokens")
     return Answer(
@@ -109,9 +109,9 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
 
 
 def _drop_holes(parts: Parts, text: str) -> None:
-    """Drop ids and bytes where some may be missing: llama.cpp lists no token that begins a character. A partial list
-    would be compared as if it were complete, and a fork in the missing tokens would not be seen. The end-of-text token
-    does not count as missing: a stream never has it, and the text may leave its name out."""
+    """Drop ids and bytes where some may be missing (llama.cpp lists no token that begins a character), because a
+    difference in the missing ones would not be seen. The end-of-text token does not count as missing: a stream never
+    has it, and the text may leave its name out."""
     if parts.ids_of_logprobs and parts.ids is not None:
         count, usage = len(parts.ids), parts.completion_tokens
         ended = parts.streamed and FINISHES.get(parts.finish) == "eos"
@@ -341,13 +341,13 @@ class Completions(Format):
         parts.model = whole.model or parts.model
         if (usage := whole.usage) is not None:
             details = usage.prompt_tokens_details or _Counts()
-            said = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-            said["cached_tokens"] = details.cached_tokens
-            parts.count(**{name: (name, value) for name, value in said.items() if value is not None})
+            counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+            counts["cached_tokens"] = details.cached_tokens
+            parts.count(**{name: (name, value) for name, value in counts.items() if value is not None})
         if not whole.choices and streamed:  # usage only
             return
         if len(whole.choices) != 1:
-            raise malformed(f"{len(whole.choices)} choices where one was asked for")
+            raise malformed(f"{len(whole.choices)} choices where one was requested")
         (choice,) = whole.choices
         if choice.index not in (None, 0):
             raise malformed("a second choice, which was not requested")

@@ -124,7 +124,7 @@ class Key:
         """A server's message for one line of a report: printable, cut, without the key or a recognizable part of it.
 
         A part is eight characters in a row, or a word that a server has masked itself ("sk-abc***xyz"). A line that
-        still has such a part in one of the forms of `_views` is withheld. A server that has the key could still hide it
+        still has one in one of the forms of `_views` is withheld. A server that has the key could still hide it
         in what it sends: this protects only against carelessness.
         """
         line = _MASKED.sub("[masked]", one_line(self.redact(text), limit))
@@ -367,7 +367,7 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
     """Little-endian float32, each the one nearest to its decimal (ties to even), never rounded twice.
 
     A float64 in between is harmless except where it lies exactly half way between two float32: there the decimal itself
-    decides. (Rounding keeps order, and every such midpoint is a float64, so a decimal above a midpoint can't become a
+    decides. (Rounding keeps order, and every midpoint is a float64, so a decimal above a midpoint can't become a
     float64 below it.) Null, not a number, or one too large for float32 is an AttemptError ("malformed").
     """
     for value in decimals:
@@ -376,7 +376,7 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
     try:
         doubles = np.array([float(value) for value in decimals], dtype="<f8")
     except (ValueError, OverflowError):
-        raise malformed(f"{key!r} has something that is no number") from None
+        raise malformed(f"{key!r} has something that is not a number") from None
     with np.errstate(over="ignore"):
         rounded = doubles.astype("<f4")
     if not np.isfinite(rounded).all():
@@ -533,7 +533,7 @@ class Transport:
                         raise await self._refusal(response)
                     coding = response.headers.get("content-encoding", "identity").strip().lower()
                     if coding not in ("identity", ""):
-                        raise malformed(f"compressed ({self.reason(coding, 20)}), though that was not asked for")
+                        raise malformed(f"compressed ({self.reason(coding, 20)}), though that was not requested")
                     yield response
                 finally:
                     await response.aclose()
@@ -597,7 +597,7 @@ class Transport:
             target = url.join(response.headers.get("location", ""))
             where = read_address(str(target.copy_with(query=None, fragment=None))).origin
         except Exception:  # noqa: BLE001 - a Location can be anything, and httpx raises several kinds of errors on it
-            raise AttemptError("redirect", "redirects to no address") from None
+            raise AttemptError("redirect", "redirects to something that is not an address") from None
         if where != self.address.origin:
             raise AttemptError("redirect", f"redirects elsewhere, to {self.reason(where, 100)} (not followed)")
         if response.status_code not in (307, 308):
@@ -625,10 +625,10 @@ class Transport:
             cause = cause.__cause__ or cause.__context__
         if isinstance(error, httpx.RemoteProtocolError) and "location header" in text:
             # httpx parses it although redirects are not followed
-            return AttemptError("redirect", "redirects to no address")
+            return AttemptError("redirect", "redirects to something that is not an address")
         if isinstance(error, httpx.ConnectTimeout):
             return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
-        if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # IDNA knows no such host
+        if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # a name that IDNA rejects
             return AttemptError("connect", f"no connection: {text}")
         if isinstance(error, httpx.RemoteProtocolError) and "disconnected" not in text and "closed" not in text:
             return AttemptError("protocol", f"not HTTP: {text}")

@@ -108,7 +108,7 @@ class Played:
             running_median=statistics.median(running) if running else None,
             waiting_most=max((w for _, _, w in self.polled if w is not None), default=None),
             decoding_most=_most_at_once([(first, done) for first, done, _ in self.streams]),
-            in_company=self._in_company(),
+            in_company=self._concurrent(),
             parts=parts,
             counters=counters(self.before, self.after) | self.retracted,
             others_failed=dict(self.others_failed),
@@ -116,28 +116,28 @@ class Played:
             odd=sorted(self.odd)[:100],
         )
 
-    def _in_company(self) -> int:
+    def _concurrent(self) -> int:
         """Targets with concurrent requests: another stream of ours, or as the server reported while they ran."""
         ran = [(first, done, target) for first, done, target in self.streams if done > first]
-        beside = _overlapping([(first, done) for first, done, _ in ran])
+        overlapping = _overlapping([(first, done) for first, done, _ in ran])
         # a request that streams runs; any other may be waiting, unless nothing waits
         sure = [when for when, running, waiting in self.polled if running >= 2]
         known = [when for when, running, waiting in self.polled if running >= 2 and waiting == 0]
         count = sum(
             target and (other or any(first <= when <= done for when in sure))
-            for (first, done, target), other in zip(ran, beside, strict=True)
+            for (first, done, target), other in zip(ran, overlapping, strict=True)
         )
         return count + sum(any(sent <= when <= done for when in known) for sent, done in self.unstreamed)
 
 
 def counters(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Changes of the counters of caches, and of requests that were not ours."""
-    moved = {
+    changes = {
         name: after[name] - value
         for name, value in before.items()
         if name in after and any(word in name for word in _COUNTED)
     }
-    return {name: by for name, by in moved.items() if math.isfinite(by)}
+    return {name: by for name, by in changes.items() if math.isfinite(by)}
 
 
 def served_of(answer: Answer, began: float, in_flight: int) -> Served:
@@ -145,7 +145,7 @@ def served_of(answer: Answer, began: float, in_flight: int) -> Served:
     sent = max(0.0, answer.sent - began)
     done = max(sent, answer.done - began)
     first = None if answer.first is None else round(min(max(sent, answer.first - began), done), 6)
-    alike = ("attempts", "kind", "prompt_tokens", "cached_tokens", "completion_tokens")
+    same = ("attempts", "kind", "prompt_tokens", "cached_tokens", "completion_tokens")
     return Served(
         sent=round(sent, 6),
         first=first,
@@ -153,7 +153,7 @@ def served_of(answer: Answer, began: float, in_flight: int) -> Served:
         refusals=dict(answer.refusals),
         in_flight=in_flight,
         odd=[one_line(note, 200) for note in answer.notes[:8]],
-        **{name: getattr(answer, name) for name in alike},
+        **{name: getattr(answer, name) for name in same},
     )
 
 
@@ -161,7 +161,7 @@ async def play(
     client: Client,
     round_: ArmRound,
     requests: Sequence[Planned],
-    ask_of: Callable[[Planned], Ask],
+    request_of: Callable[[Planned], Ask],
     on_answer: OnAnswer,
     *,
     solo_seconds: float = 0.0,
@@ -174,14 +174,14 @@ async def play(
     under_way: dict[str, int] = {}
     gate = asyncio.Semaphore(round_.concurrency)
 
-    async def ask(planned: Planned) -> None:
+    async def send(planned: Planned) -> None:
         try:
             if planned.target and round_.arm == "cold":
                 await client.flush()
             for key in under_way:
                 under_way[key] = max(under_way[key], len(under_way) + 1)
             under_way[planned.id] = len(under_way) + 1
-            answer = await client.complete(ask_of(planned))
+            answer = await client.complete(request_of(planned))
             served = served_of(answer, played.began, under_way.pop(planned.id))
             _note(played, planned, answer)
             on_answer(planned, answer, served)
@@ -189,17 +189,17 @@ async def play(
             under_way.pop(planned.id, None)
             gate.release()
 
-    watch = asyncio.create_task(_poll(client, played)) if says_running(played.before) else None
+    watch = asyncio.create_task(_poll(client, played)) if reports_running(played.before) else None
     try:
         async with asyncio.TaskGroup() as group:
-            for place, planned in enumerate(requests):
+            for index, planned in enumerate(requests):
                 wait = planned.wait * solo_seconds if round_.arm == "chunked" else planned.wait
                 delay = played.began + wait - time.monotonic()
                 if delay > 0:
                     await asyncio.sleep(delay)
                 await gate.acquire()
-                group.create_task(ask(planned))
-                if round_.ramp and place < len(requests) // 2:
+                group.create_task(send(planned))
+                if round_.ramp and index < len(requests) // 2:
                     # the first ones get a small batch, the last ones a full one
                     await asyncio.sleep(min(0.05, 2 * solo_seconds / max(1, len(requests))))
     finally:
@@ -240,7 +240,7 @@ async def _poll(client: Client, played: Played) -> None:
         wait = min(2 * wait, _POLL_SECONDS)
 
 
-def says_running(values: dict[str, float]) -> bool:
+def reports_running(values: dict[str, float]) -> bool:
     """Whether the counters show how many requests run now."""
     return _sum(values, _RUNNING) is not None
 

@@ -31,7 +31,7 @@ from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request, Sampling, Session, StepLog, Watcher
 from nondet.sampling.schedule import requested_logits
-from nondet.trace.trainer import Batch, Row, first_difference
+from nondet.trace.trainer import Batch, Row, first_differing_call
 
 SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
 _WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, at most
@@ -265,7 +265,7 @@ def place_of(
             for i, r in enumerate(part)
         }
         batches.append(Batch(partial(forward, first), rows))
-    found = first_difference(run, model, batches)
+    found = first_differing_call(run, model, batches)
     return MismatchPlace(impl=arm, **found._asdict() | {"layer": found.layer or "formula", "rows": list(found.rows)})
 
 

@@ -136,9 +136,9 @@ class Figures:
     @cached_property
     def positions(self) -> list[Bin]:
         """By position in the sequence: 0 to 1, to 2, to 4, ... doubling."""
-        places = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64)
+        indices = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64)
         ends = [0.0, *(2.0**i for i in range(max(self.lengths).bit_length() + 1))]
-        return self.bins(places, ends, closed=False)
+        return self.bins(indices, ends, closed=False)
 
     @cached_property
     def probabilities(self) -> list[Bin]:
@@ -150,12 +150,12 @@ class Figures:
 
     def bins(self, by: Floats, ends: Sequence[float], *, closed: bool) -> list[Bin]:
         """Tokens by numbers [n], in bins between ends, without empty bins."""
-        place = np.searchsorted(ends, by, side="right") - 1
+        chosen = np.searchsorted(ends, by, side="right") - 1
         if closed:
-            place = np.clip(place, 0, len(ends) - 2)
+            chosen = np.clip(chosen, 0, len(ends) - 2)
         found = []
         for i in range(len(ends) - 1):
-            mine = place == i
+            mine = chosen == i
             if mine.any():
                 terms, size = self.terms[mine], np.abs(self.distance[mine])
                 mean, most = float(size.mean()), float(size.max())

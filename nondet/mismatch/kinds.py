@@ -51,8 +51,8 @@ class Setting:
     value: float = 1.0
 
     def __str__(self) -> str:
-        said = [f"temperature {self.heat:.4g}"] * (self.heat != 1) + [f"{self.cut} {self.value:.4g}"] * bool(self.cut)
-        return f" at {', '.join(said)}" if said else ""
+        words = [f"temperature {self.heat:.4g}"] * (self.heat != 1) + [f"{self.cut} {self.value:.4g}"] * bool(self.cut)
+        return f" at {', '.join(words)}" if words else ""
 
     @property
     def formula(self) -> Formula:
@@ -67,8 +67,8 @@ class _Logits:
 
     def __init__(self, logits: torch.Tensor, ids: torch.Tensor) -> None:
         self.logits, self.ids = logits, ids[:, None]
-        self.top, places = logits.topk(min(_COLUMNS, logits.shape[-1]), -1)
-        self.most = places[:, :1]
+        self.top, ids_of_top = logits.topk(min(_COLUMNS, logits.shape[-1]), -1)
+        self.most = ids_of_top[:, :1]
 
     def total(self, heat: float) -> torch.Tensor:
         """ln of the sum of exponentials at a temperature, [k] float64."""
@@ -99,8 +99,8 @@ class _Logits:
 def _kept(shares: torch.Tensor, cut: str, values: torch.Tensor) -> torch.Tensor:
     """[k, n]: the share of what is kept at each of n values."""
     wanted = values.to(shares)[None].expand(len(shares), -1).contiguous()
-    places = wanted.round().long() - 1 if cut == "top-k" else torch.searchsorted(shares, wanted)
-    return shares.gather(-1, places.clamp(0, shares.shape[-1] - 1))
+    last = wanted.round().long() - 1 if cut == "top-k" else torch.searchsorted(shares, wanted)
+    return shares.gather(-1, last.clamp(0, shares.shape[-1] - 1))
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,10 @@ def _seen(
     distance = trainer.astype(np.float64) - sampler
     if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):  # also the one that adds most
         chosen = sorted({*chosen, int(np.argmax([_k3(distance[mine]) * len(mine) for mine in whole]))})
-    places = np.concatenate([whole[i] for i in chosen])
+    tokens = np.concatenate([whole[i] for i in chosen])
     lengths, part = widths(rollouts, plain.micro), [rollouts[i] for i in chosen]
     padded = [lengths[i] for i in chosen]
-    stride = max(1, -(-len(places) * model.config.get_text_config().vocab_size // _LOGITS))
+    stride = max(1, -(-len(tokens) * model.config.get_text_config().vocab_size // _LOGITS))
 
     def forward(of: Any, spec: Spec, padded: Sequence[int]) -> tuple[Logprobs, _Logits]:
         logits, ids, count = list[torch.Tensor](), list[torch.Tensor](), 0
@@ -216,8 +216,8 @@ def _seen(
 
     own, near = forward(model, plain, padded)
     exact, far = forward(wide, Spec(), ())
-    rows = np.arange(0, len(places), stride)
-    seen = _Seen(part, padded, sampler[places], trainer[places], own, exact, near, far, rows)
+    rows = np.arange(0, len(tokens), stride)
+    seen = _Seen(part, padded, sampler[tokens], trainer[tokens], own, exact, near, far, rows)
     base = _common(seen)
     if base == Setting():
         return seen
@@ -267,9 +267,9 @@ def _formulas(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
     (one, sampler), (two, trainer) = by["sampler"], by["trainer"]
     if sampler != trainer and (seen.sampler.view(np.uint32) != seen.trainer.view(np.uint32)).any():
         share = min(one, two) if _same(values[sampler], values[trainer]).mean() < 1.0 else 0.0
-        alike = [_same(seen.given(s)[seen.rows], values[by[s][1]]) for s in _SIDES]
+        same = [_same(seen.given(s)[seen.rows], values[by[s][1]]) for s in _SIDES]
         if share >= CERTAIN:
-            left = _k3(np.where(alike[0] * alike[1], 0.0, seen.distance[seen.rows]))
+            left = _k3(np.where(same[0] * same[1], 0.0, seen.distance[seen.rows]))
             yield found("formula", "another formula", "trainer", f"{trainer} for {sampler}", left, exactly=share)
 
 
@@ -282,10 +282,10 @@ def _fitted(
         sign = _SIDES[side]
         setting = _nearest(seen.far, base + sign * torch.from_numpy(distance).to(base), cut, heat)
         change = (seen.far.logprobs(setting) - base).cpu().numpy()
-        said = [f"{setting.heat:.4g}"] * (heat is None) + [f"{setting.value:.4g}"] * bool(cut)
+        fitted = [f"{setting.heat:.4g}"] * (heat is None) + [f"{setting.value:.4g}"] * bool(cut)
         rounding = seen.rounding(seen.base) + seen.rounding(setting)
         left = _k3(distance - sign * change)
-        yield found("semantic", cause, side, ", ".join(said), left, k3=_k3(distance), floor=rounding)
+        yield found("semantic", cause, side, ", ".join(fitted), left, k3=_k3(distance), floor=rounding)
 
 
 def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | None = None) -> Setting:
@@ -305,7 +305,7 @@ def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | Non
         for _ in range(5):
             tried = torch.linspace(low, high, _SHARES, dtype=torch.float64)
             cost = costs(tried)
-            best = (cost <= cost.min()).nonzero().squeeze(-1).cpu()  # alike over an interval, often
+            best = (cost <= cost.min()).nonzero().squeeze(-1).cpu()  # often equal over an interval
             low, high = (float(tried[i.clamp(0, _SHARES - 1)]) for i in (best[0] - 1, best[-1] + 1))
         value = float(tried[best[len(best) // 2]])
         digits = (1, 2, 3) if cut == "top-p" else (-2, -1, 0)

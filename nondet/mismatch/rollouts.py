@@ -27,7 +27,7 @@ from nondet.mismatch.figures import Logprobs
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
 
-_OTHERWISE = {  # beginning of the first line of a file that is not JSONL -> what the file is
+_NOT_JSONL = {  # beginning of the first line of a file that is not JSONL -> what the file is
     rb"\x1f\x8b|\xfd7zXZ": "packed, and its name does not end in .gz or .xz",
     rb"\xff\xfe|\xfe\xff|\0|[^\0]\0": "no UTF-8 text: UTF-16, UTF-32 or binary",
     rb"\x80|[](})]|c[\w.]+$|PK|\x93NUMPY|PAR1": "a pickle or another binary file, which is never read",
@@ -82,10 +82,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
         if not paths:
             raise UserError(f"{path} holds no {', '.join(ends)} file", "Give the file of rollouts.")
     for one in paths:
-        for place, rollout in _of_file(one, f"{one.relative_to(path)}:" if path.is_dir() else ""):
+        for line, rollout in _of_file(one, f"{one.relative_to(path)}:" if path.is_dir() else ""):
             name = rollout.name
             while name in names:
-                name = f"{name}, line {place}"
+                name = f"{name}, line {line}"
             names.add(name)
             found.append(replace(rollout, name=name))
     if not found:
@@ -110,11 +110,11 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
             what = f"{path}: {server.url} gave no token ids, its answers are known by their {server.known_by}"
             raise UserError(what, "Sample from a server that gives them, such as vLLM.")
     prompts = [loaded.encode(prompt["text"]) for prompt in run.header.plan["prompts"]]
-    counts = {(place, prompt["tokens"]) for place, prompt in enumerate(run.header.plan["prompts"])}
+    counts = {(index, prompt["tokens"]) for index, prompt in enumerate(run.header.plan["prompts"])}
     counts |= {(c.prompt, c.served.prompt_tokens or 0) for c in run.completions if c.served is not None}
-    for place, tokens in sorted(counts):  # 0: a server did not report it
-        if tokens and tokens != len(prompts[place]):
-            what = f"{path}: prompt {place + 1} has {tokens} tokens there and {len(prompts[place])} here"
+    for index, tokens in sorted(counts):  # 0: a server did not report it
+        if tokens and tokens != len(prompts[index]):
+            what = f"{path}: prompt {index + 1} has {tokens} tokens there and {len(prompts[index])} here"
             raise UserError(what, f"{_MODEL} A long prompt is cut there.")
     rows = loaded.model.config.get_text_config().vocab_size
     texts = [(t, loaded.decode([i for i in t.token_ids if i < rows])) for t in traces.values() if t.text.strip()]
@@ -142,7 +142,7 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
     decoder = msgspec.json.Decoder(_Line)
     try:
         for number, line, _ in lines_of(path):
-            for begins, what in _OTHERWISE.items() if number == 1 else ():
+            for begins, what in _NOT_JSONL.items() if number == 1 else ():
                 if re.match(begins, line):
                     raise UserError(f"{path} is {what}", "Write one JSON object a line; docs/on-policy.md has them.")
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # UTF-8's byte order mark
@@ -171,7 +171,7 @@ def _check_names(line: bytes) -> None:
     with suppress(ValueError, RecursionError):  # reported when it is read
         json.loads(line, object_pairs_hook=note)
     if twice:
-        raise ValueError(f"{twice[0]} stands there twice")
+        raise ValueError(f"{twice[0]} is there twice")
 
 
 def _rollout(line: _Line, name: str) -> Rollout:

@@ -75,7 +75,7 @@ def parse_spec(text: str) -> Spec:
             raise UserError(f"--trainer: unknown key {key!r}", suggestion(key, _KEYS))
         if key == "micro":
             if not value.isdecimal() or int(value) > 2**20:
-                raise UserError(f"--trainer: micro={value!r} is no number of rollouts", "Give 0 (all) or more.")
+                raise UserError(f"--trainer: micro={value!r} is not a number of rollouts", "Give 0 (all) or more.")
             spec = replace(spec, micro=int(value))
         elif value not in known:
             raise UserError(f"--trainer: {key}={value!r} is unknown", suggestion(value, known))
@@ -89,8 +89,8 @@ class Fault:
     """What one side may have done differently: a hypothesis, or in tests a planted fault.
 
     Attributes:
-        positions: "gap" (completions one position later), "restart" (from 0), "double" (twice as far apart).
-        mask: "none" where padding on the left is attended to and counted as positions.
+        positions: "gap" (completions one position later), "restart" (from 0), "double" (0, 2, ...), "shift" (from 1).
+        mask: False where padding on the left is attended to and counted as positions.
         front, back: Tokens of the prompt that are dropped at its ends; front -1: its first token is there twice.
     """
 
@@ -193,15 +193,15 @@ def _logits(
     starts, width = layout([len(text) for text, _ in known], spec.padding, lengths)
     if spec.padding == "packed":
         flat = [i for text, _ in known for i in text]
-        places = [p for text, drawn in known for p in _places(len(text), drawn[0], fault)]
-        inputs = {"input_ids": torch.tensor([flat]), "position_ids": torch.tensor([places])}
+        flat_positions = [p for text, drawn in known for p in _position_ids(len(text), drawn[0], fault)]
+        inputs = {"input_ids": torch.tensor([flat]), "position_ids": torch.tensor([flat_positions])}
     else:
         ids = torch.zeros((len(known), width), dtype=torch.long)
         mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
         for row, (text, drawn) in enumerate(known):
             at = starts[row]
             ids[row, at : at + len(text)], mask[row, at : at + len(text)] = torch.tensor(text), 1
-            positions[row, at : at + len(text)] = torch.tensor(_places(len(text), drawn[0], fault))
+            positions[row, at : at + len(text)] = torch.tensor(_position_ids(len(text), drawn[0], fault))
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
         if not fault.mask:
             inputs["attention_mask"] = torch.ones_like(mask)
@@ -218,7 +218,7 @@ def _logits(
         row += 1
 
 
-def _places(length: int, start: int, fault: Fault) -> list[int]:
+def _position_ids(length: int, start: int, fault: Fault) -> list[int]:
     match fault.positions:
         case "gap":
             return [i + (i >= start) for i in range(length)]
@@ -250,7 +250,7 @@ def _forward(model: Any, inputs: dict[str, torch.Tensor], head: str) -> torch.Te
 
 @contextmanager
 def weights_changed(model: Any, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """The model with other weights, by name and value (None: as it is); its own return at the end."""
+    """The model with other weights, by name and value (None: unchanged); its own are put back at the end."""
     kept = {}
     try:
         with torch.no_grad():

@@ -145,9 +145,9 @@ def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None
         gpus = torch.cuda.device_count()
         if world > gpus:  # see `shared_gpus`
             os.environ |= {"NCCL_HOSTID": f"nondet-{rank}"} | _AS_HOSTS
-        place = torch.device("cuda", rank % gpus)
-        torch.cuda.set_device(place)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=place)
+        gpu = torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=gpu)
         return
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
@@ -196,7 +196,7 @@ def _failure(error: BaseException) -> Answer:
 
 
 LIMIT_S = 120.0  # for one call, and for starting
-_PLACES = 4  # silent ranks whose stacks are reported
+_LOCATED = 4  # silent ranks whose stacks are reported
 _GRACE_S = 2.0  # after the first failure: time for the others' answers, before they are ended
 
 
@@ -254,7 +254,7 @@ class RankGroup:
         """Process ids, by rank."""
         return [p.pid for p in self._processes]
 
-    def ask(self, target: str, *args: Any, limit_s: float | None = None) -> list[Any]:
+    def call(self, target: str, *args: Any, limit_s: float | None = None) -> list[Any]:
         """Call "module:function" with the arguments on every rank, and return each result, by rank. Raises
         NotImplementedError: every rank raised it, because the call does not apply here; the group stays. Raises
         RankError: anything else went wrong; the group is ended."""
@@ -302,8 +302,8 @@ class RankGroup:
         if not first:
             ranks = list(silent.values())
             first = [f"rank {', '.join(map(str, ranks))} of {self.world} gave no answer within {limit:g} s"]
-            places = [(r, where(self._processes[r].pid)) for r in ranks[:_PLACES]]
-            first[0] += "".join(f"; rank {r} was in {place}" for r, place in places if place)
+            stacks = [(r, where(self._processes[r].pid)) for r in ranks[:_LOCATED]]
+            first[0] += "".join(f"; rank {r} was in {stack}" for r, stack in stacks if stack)
         self.close()
         raise RankError(f"{first[0]} (in {what})")
 
@@ -316,7 +316,7 @@ def limit_or(default: float) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise UserError(f"NONDET_RANKS_LIMIT_S={one_line(text)} is no number of seconds", "Set it as in 120.")
+        raise UserError(f"NONDET_RANKS_LIMIT_S={one_line(text)} is not a number of seconds", "Set it as in 120.")
     return seconds
 
 
@@ -352,7 +352,7 @@ def parse_ranks(text: str | None) -> tuple[int, ...] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts):
-        raise UserError(f"--ranks {one_line(text)} is no list of numbers", "Give them as in --ranks 2,4.")
+        raise UserError(f"--ranks {one_line(text)} is not a list of numbers", "Give them as in --ranks 2,4.")
     return tuple(map(int, each_once("--ranks", (str(int(part)) for part in parts))))
 
 
@@ -361,7 +361,7 @@ def check_ranks(ranks: Sequence[int], device: str, gpus: int) -> None:
     limit_or(LIMIT_S)
     for world in ranks:
         if not 2 <= world <= 64:
-            raise UserError(f"--ranks {world} is no group of ranks", "Give 2 or more, as in --ranks 2,4.")
+            raise UserError(f"--ranks {world} is not a group of ranks", "Give 2 or more, as in --ranks 2,4.")
         if device == "cuda" and world > gpus:
             here = "no GPU is" if not gpus else "1 GPU is" if gpus == 1 else f"{gpus} GPUs are"
             raise UserError(f"--ranks {world} needs {world} GPUs, and {here} here", "Use fewer, or --device cpu.")

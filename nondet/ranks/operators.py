@@ -200,7 +200,7 @@ def collective(message: Message) -> torch.Tensor:
     """The row [width], on the CPU. Raises RankError: a rank failed, died or hung; NotImplementedError: the
     implementation does not apply."""
     group = shared_group(message.world, message.device, dict(message.environment))
-    outcomes: list[Outcome] = group.ask("nondet.ranks.operators:collect", message)
+    outcomes: list[Outcome] = group.call("nondet.ranks.operators:collect", message)
     for name in outcomes[0].notes:
         note(name)
     launched_elsewhere([*outcomes[0].kernels, *(n for n in outcomes[0].notes if n.startswith("nccl "))])

@@ -145,7 +145,7 @@ class RanksEngine:
             try:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
-                opened = self._group.ask(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
+                opened = self._group.call(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
                 self.shares: list[int] = opened
             except RankError as error:
                 self.close()
@@ -183,7 +183,7 @@ class RanksEngine:
         if self._group is None:
             raise UserError("the ranks have ended", "Start again with --resume.")
         try:
-            parts: list[Played] = self._group.ask(f"{IN_RANK}:play", impl, list(requests), load, options)
+            parts: list[Played] = self._group.call(f"{IN_RANK}:play", impl, list(requests), load, options)
         except RankError as error:
             self.close()
             return _lost(requests, str(error))

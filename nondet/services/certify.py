@@ -138,13 +138,13 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
 
     from nondet.sampling.model import load_model
     from nondet.sampling.plan import Load
-    from nondet.vllm import ASKED, OWN
+    from nondet.vllm import ENABLED, OWN
     from nondet.vllm.engine import VllmEngine, check_installed
     from nondet.vllm.plugin import Look, grouped
 
     check_installed()
     device, steps = pick_device(request.device), request.m or _STEP
-    own, ours = (os.environ.get(name) == "1" for name in (OWN, ASKED))
+    own, ours = (os.environ.get(name) == "1" for name in (OWN, ENABLED))
     way = "invariant" if ours else "vllm-invariant" if own else "stock"
     pick_device("cpu", request.threads)
     dtype = (request.dtype or ["bfloat16"])[0]

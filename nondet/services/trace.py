@@ -354,9 +354,9 @@ def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerd
 
     from nondet.trace.repro import write_and_run
 
-    if search.guilty is None:
+    if search.named is None:
         search.say("no script: there is no responsible call that can be made by itself")
         return verdict
-    line = write_and_run(path, search.guilty)
+    line = write_and_run(path, search.named)
     search.say(line)
     return msgspec.structs.replace(verdict, repro=line)

@@ -78,10 +78,10 @@ def assert_batch_invariant(
     else:
         if select is not None or oracle is not None or allowed is not None:
             raise UserError("select, oracle and allowed belong to make_inputs", "An operator has its own oracle.")
-        asked = {varied} if isinstance(varied, str) else varied
+        tested = {varied} if isinstance(varied, str) else varied
         run = check_operator(
             fn, operator or "linear", m=m, k=k, n=n, config=config, dtypes=dtypes, device=device, inputs=inputs,
-            varied=asked, full=full, seed=seed,
+            varied=tested, full=full, seed=seed,
         )  # fmt: skip
     assert_no_fault(run, fn=fn)
     return run

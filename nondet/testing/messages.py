@@ -24,7 +24,7 @@ from nondet.verdict.wording import Reason, reason, words
 
 __all__ = ["no_answer_text", "run_text", "same_bits_text"]
 
-_ROWS_TOLD = 2  # cases shown in full; the others in one line each
+_ROWS_SHOWN = 2  # cases shown in full; the others in one line each
 _LINES_MOST = 6
 _FORMATS = {"float32": ("<f", 4), "float16": ("<e", 2), "float64": ("<d", 8)}
 
@@ -33,15 +33,13 @@ def run_text(run: Run, fn: Callable[..., Any] | None = None) -> str:
     """A run with a divergence or a wrong result, for the author of the function."""
     lines = [_line("", f"{verdict.impl}: {verdict.text}") for verdict in judge(run) if verdict.is_fault]
     faulty = sorted((row for row in run.rows if row.wrong or row.parted or row.replays_parted), key=_weight)
-    told = list({(_order(row), row.varied): row for row in reversed(faulty)}.values())[::-1][:_ROWS_TOLD]
-    for row in told:
+    shown = list({(_order(row), row.varied): row for row in reversed(faulty)}.values())[::-1][:_ROWS_SHOWN]
+    for row in shown:
         lines += ["", *_row_lines(row)]
-    others = [row for row in faulty if row not in told]
+    others = [row for row in faulty if row not in shown]
     if others:
         lines += ["", f"and in {plural(len(others), 'more case')}:"]
-        lines += [_line("  ", f"{row.case} ({row.dtype}): {_kind(row)}") for row in others[:_LINES_MOST]]
-        if len(others) > _LINES_MOST:
-            lines.append(f"  ... {len(others) - _LINES_MOST} more")
+        lines += _at_most([_line("  ", f"{row.case} ({row.dtype}): {_kind(row)}") for row in others])
     if faulty and fn is not None and faulty[0].probe != "check":
         lines += ["", *_next_lines(faulty[0], fn)]
     return "\n".join(lines)
@@ -51,10 +49,13 @@ def no_answer_text(run: Run, why: Sequence[Reason]) -> str:
     """A run in which something failed, or nothing was compared."""
     failed = [row for row in run.rows if row.reason]
     reasons = dict.fromkeys(_line("  ", f"{one_line(row.case, 120)}: {row.reason}") for row in failed)
-    lines = [words(reason("invariance", why=tuple(why))), *list(reasons)[:_LINES_MOST]]
-    if len(reasons) > _LINES_MOST:
-        lines.append(f"  ... {len(reasons) - _LINES_MOST} more")
-    return "\n".join(lines)
+    return "\n".join([words(reason("invariance", why=tuple(why))), *_at_most([*reasons])])
+
+
+def _at_most(lines: list[str], what: str = "more", indent: str = "  ") -> list[str]:
+    """The first lines, and how many more there are."""
+    left = len(lines) - _LINES_MOST
+    return [*lines[:_LINES_MOST], f"{indent}... {left} {what}"] if left > 0 else lines
 
 
 def _line(indent: str, text: str) -> str:
@@ -108,18 +109,16 @@ def _row_lines(row: Row) -> list[str]:
 def _class_lines(row: Row) -> list[str]:
     lines = []
     axis = axis_name(row)
-    told = classes(row, 8)
-    for info in told[:_LINES_MOST]:
+    for info in classes(row, 8):
         where = f": {axis} {info.ranges}" if info.ranges else ""
         kernels = "; ".join(" + ".join(names) for _, names in info.kernels)
         lines.append(_line("  ", f"class {info.letter}, {info.count} of {row.trials}{where} {kernels}"))
-    if len(told) > _LINES_MOST:
-        lines.append(f"  ... {len(told) - _LINES_MOST} more classes")
+    lines = _at_most(lines, "more classes")
     pairs = zip(row.labels, row.labels[1:], row.values, row.values[1:], strict=False)
-    borders = [f"{before}|{after}" for a, b, before, after in pairs if a != b]
-    if borders and row.varied != "run":
-        more = f" and {len(borders) - 8} more" if len(borders) > 8 else ""
-        lines.append(_line("  ", f"borders at {axis} {', '.join(borders[:8])}{more}"))
+    boundaries = [f"{before}|{after}" for a, b, before, after in pairs if a != b]
+    if boundaries and row.varied != "run":
+        more = f" and {len(boundaries) - 8} more" if len(boundaries) > 8 else ""
+        lines.append(_line("  ", f"boundaries at {axis} {', '.join(boundaries[:8])}{more}"))
     return lines
 
 
@@ -129,16 +128,16 @@ def _difference_lines(row: Row, d: Difference) -> list[str]:
     at = next((value for value, other in zip(row.values, row.labels, strict=True) if other == label), None)
     base, other = (f"{axis_name(row)}={value}" if value is not None else "" for value in (_first(row), at))
     if d.first_mismatch is not None and isinstance(d.first_bits, list):
-        place = _place(d.first_mismatch)
+        position = _position(d.first_mismatch)
         first, second = (_element(word, row.dtype) for word in d.first_bits)
         lines.append(
-            _line("  ", f"first mismatch in {place}: {first} at {base or 'A'}, {second} at {other or letter(label)}")
+            _line("  ", f"first mismatch in {position}: {first} at {base or 'A'}, {second} at {other or letter(label)}")
         )
-    lines.append(f"  {letter(label)} against A: {apart_text(d)} ({row.dtype})")
+    lines.append(f"  {letter(label)} compared with A: {apart_text(d)} ({row.dtype})")
     return lines
 
 
-def _place(index: Sequence[int]) -> str:
+def _position(index: Sequence[int]) -> str:
     """The position in the compared rows, which are the first axis."""
     if len(index) == 2:
         return f"row {index[0]}, column {index[1]}"
@@ -182,39 +181,37 @@ def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
 
 def same_bits_text(a: Any, b: Any, names: tuple[str, str]) -> str:
     """Why two results are not the same bits; "" where they are."""
-    parted: list[str] = []
-    _compare(a, b, names, "", parted)
-    if len(parted) > _LINES_MOST:
-        parted[_LINES_MOST:] = [f"... {len(parted) - _LINES_MOST} more"]
-    return "\n".join(parted)
+    differing: list[str] = []
+    _compare(a, b, names, "", differing)
+    return "\n".join(_at_most(differing, indent=""))
 
 
-def _compare(a: Any, b: Any, names: tuple[str, str], where: str, parted: list[str]) -> None:
+def _compare(a: Any, b: Any, names: tuple[str, str], where: str, differing: list[str]) -> None:
     at = f"{where}: " if where else ""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         if a.keys() != b.keys():
-            parted.append(one_line(f"{at}keys differ: {sorted(map(str, a))} against {sorted(map(str, b))}", 400))
+            differing.append(one_line(f"{at}keys differ: {sorted(map(str, a))} against {sorted(map(str, b))}", 400))
             return
         for key in a:
-            _compare(a[key], b[key], names, f"{where}[{key!r}]", parted)
+            _compare(a[key], b[key], names, f"{where}[{key!r}]", differing)
         return
     if isinstance(a, tuple | list) and isinstance(b, tuple | list) and not _numbers(a) and not _numbers(b):
         if len(a) != len(b):
-            parted.append(f"{at}{len(a)} results against {len(b)}")
+            differing.append(f"{at}{len(a)} results and {len(b)}")
             return
-        for place, (x, y) in enumerate(zip(a, b, strict=True)):
-            _compare(x, y, names, f"{where}[{place}]", parted)
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            _compare(x, y, names, f"{where}[{index}]", differing)
         return
     x, y = _tensor(a), _tensor(b)
     if x is None or y is None:
         kinds = f"{type(a).__name__} and {type(b).__name__}"
-        parted.append(f"{at}nothing to compare bit by bit: {kinds}; give tensors, arrays, numbers, or nests of them")
+        differing.append(f"{at}nothing to compare bit by bit: {kinds}; give tensors, arrays, numbers, or nests of them")
         return
     if x.shape != y.shape or x.dtype != y.dtype:
-        parted.append(f"{at}{names[0]} is {tuple(x.shape)} {x.dtype}, {names[1]} is {tuple(y.shape)} {y.dtype}")
+        differing.append(f"{at}{names[0]} is {tuple(x.shape)} {x.dtype}, {names[1]} is {tuple(y.shape)} {y.dtype}")
         return
     if not bool(same(x, y).all()):
-        parted.append(at + _two(x, y, names))
+        differing.append(at + _two(x, y, names))
 
 
 def _numbers(values: Sequence[Any]) -> bool:

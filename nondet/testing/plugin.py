@@ -133,9 +133,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _folder(request: pytest.FixtureRequest) -> Path:
     """The folder of a test's run files: the folder of --nondet-runs, or pytest's own for this test."""
-    asked = request.config.getoption("--nondet-runs")
+    folder = request.config.getoption("--nondet-runs")
     own: Path = request.getfixturevalue("tmp_path")
-    return own if asked is None else Path(asked) / own.name
+    return own if folder is None else Path(folder) / own.name
 
 
 @pytest.fixture

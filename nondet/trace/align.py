@@ -10,7 +10,7 @@ nothing is claimed about that tensor.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +24,7 @@ Roles = tuple[str, ...]  # for each axis "tokens", "keys", "predicted" or "": on
 _INDEXING = ("getitem", "index_select", "gather", "take", "index", "embedding", "Tensor.index_select", "Tensor.gather")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pair:
     """The same call in both arms.
 
@@ -37,13 +37,13 @@ class Pair:
 
     a: Event
     b: Event
-    equal_inputs: bool | None
-    equal_outputs: bool | None
-    unequal_inputs: list[str]
-    unequal: list[tuple[str, Difference]]
-    shared: bool
-    roles: dict[str, Roles]
-    not_understood: list[str]
+    equal_inputs: bool | None = True
+    equal_outputs: bool | None = True
+    unequal_inputs: list[str] = field(default_factory=list)
+    unequal: list[tuple[str, Difference]] = field(default_factory=list)
+    shared: bool = True
+    roles: dict[str, Roles] = field(default_factory=dict)
+    not_understood: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -51,21 +51,21 @@ class Finding:
     """The result of comparing one region.
 
     Attributes:
-        guilty: The first call with equal inputs and different outputs.
+        responsible: The first call with equal inputs and different outputs.
         after: Where there is none: the first call whose inputs differ already, though no earlier call is responsible.
         outside: Whether these are arguments of the region, so that no call in there computed them.
         compared: Calls that were matched and understood.
         unmatched: Calls before the responsible one that only one arm made, as "a: module call".
     """
 
-    guilty: Pair | None = None
+    responsible: Pair | None = None
     after: Pair | None = None
     outside: bool = False
     compared: int = 0
     unmatched: list[str] = field(default_factory=list)
 
 
-def first_guilty(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> Finding:
+def first_responsible(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> Finding:
     """The first call in order of time whose inputs are bitwise equal on this request's rows and whose outputs are not.
 
     A module ends after the calls inside it, so the innermost comparable call is named. Results that belong to no row (a
@@ -86,7 +86,7 @@ def first_guilty(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> 
             and pair.equal_outputs is False
             and (a.cut or not pair.shared or _reaches(pair, pairs[index + 1 :]))
         ):
-            finding.guilty = pair
+            finding.responsible = pair
             return finding
         if pair.equal_inputs is False and finding.after is None:
             finding.after = pair
@@ -208,65 +208,56 @@ def _aligned(a: list[Event], b: list[Event], unmatched: list[str]) -> Iterator[t
 
 
 def _compare(a: Event, b: Event, record_a: StepRecord, record_b: StepRecord, seen: Shapes) -> Pair:
-    roles: dict[str, Roles] = {}
-    unknown: list[str] = []
-    unequal_inputs: list[str] = []
-    unequal: list[tuple[str, Difference]] = []
-    shared = True
+    pair = Pair(a, b)
 
-    def parts(one: Slot, two: Slot) -> tuple[torch.Tensor, torch.Tensor] | None:
-        shapes = seen[*a.key, one.path] + (seen[*b.key, two.path] if a.key != b.key else [])
-        axes = roles_of(shapes)
-        if axes is None or one.value is None or two.value is None:
-            return None
-        roles[one.path] = axes
-        left, right = select(one.value, axes, record_a), select(two.value, axes, record_b)
-        if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
-            return None
-        return left, right
+    def parts(one: Slot, two: Slot | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This request's part of a tensor in either arm; None, and noted, where it is not understood."""
+        if two is not None and one.value is not None and two.value is not None:
+            shapes = seen[*a.key, one.path] + (seen[*b.key, two.path] if a.key != b.key else [])
+            axes = roles_of(shapes)
+            if axes is not None:
+                pair.roles[one.path] = axes
+                left, right = select(one.value, axes, record_a), select(two.value, axes, record_b)
+                if left is not None and right is not None and left.shape == right.shape and left.dtype == right.dtype:
+                    return left, right
+        pair.not_understood.append(one.path)
+        return None
 
-    known = True
-    others = {slot.path: slot for slot in b.inputs}
-    for slot in a.inputs:
-        other = others.pop(slot.path, None)
-        if other is not None and slot.weight and other.weight:
-            continue
-        if not slot.dtype.is_floating_point and a.key.call.removeprefix("Tensor.") in _INDEXING:
-            continue
-        both = None if other is None else parts(slot, other)
-        if both is None:
-            unknown.append(slot.path)
-            known = known and not slot.dtype.is_floating_point
-        elif not identical(*both):
-            unequal_inputs.append(slot.path)
-    known = known and not any(slot.dtype.is_floating_point for slot in others.values())
-    for name, value in a.constants.items():
-        if isinstance(value, float | bool | str) and b.constants.get(name) != value:
-            unequal_inputs.append(f"{name}={value} against {b.constants.get(name)}")
-
-    equal_outputs: bool | None = True
+    _compare_inputs(pair, parts)
     for slot, other in zip(a.outputs, b.outputs, strict=False):
         if not slot.dtype.is_floating_point:
             continue
         both = parts(slot, other)
         if both is None:
-            unknown.append(slot.path)
-            equal_outputs = None if equal_outputs else equal_outputs
+            pair.equal_outputs = None if pair.equal_outputs else pair.equal_outputs
         elif not identical(*both):
-            unequal.append((slot.path, difference(*both)))
-            shared = shared and not set(roles[slot.path]) - {""}
-            equal_outputs = False
-    return Pair(
-        a=a,
-        b=b,
-        equal_inputs=False if unequal_inputs else True if known else None,
-        equal_outputs=equal_outputs,
-        unequal_inputs=unequal_inputs,
-        unequal=unequal,
-        shared=shared,
-        roles=roles,
-        not_understood=unknown,
-    )
+            pair.unequal.append((slot.path, difference(*both)))
+            pair.shared = pair.shared and not any(pair.roles[slot.path])
+            pair.equal_outputs = False
+    return pair
+
+
+def _compare_inputs(pair: Pair, parts: Callable[[Slot, Slot | None], tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+    others = {slot.path: slot for slot in pair.b.inputs}
+    for slot in pair.a.inputs:
+        other = others.pop(slot.path, None)
+        if other is not None and slot.weight and other.weight:
+            continue
+        if not slot.dtype.is_floating_point and pair.a.key.call.removeprefix("Tensor.") in _INDEXING:
+            continue
+        both = parts(slot, other)
+        if both is None and slot.dtype.is_floating_point:
+            pair.equal_inputs = None
+        elif both is not None and not identical(*both):
+            pair.unequal_inputs.append(slot.path)
+    if any(slot.dtype.is_floating_point for slot in others.values()):
+        pair.equal_inputs = None
+    for name, value in pair.a.constants.items():
+        theirs = pair.b.constants.get(name)
+        if isinstance(value, float | bool | str) and theirs != value:
+            pair.unequal_inputs.append(f"{name}={value} against {theirs}")
+    if pair.unequal_inputs:
+        pair.equal_inputs = False
 
 
 def _reaches(pair: Pair, later: Sequence[Pair]) -> bool:

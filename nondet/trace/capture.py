@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,6 +101,14 @@ class StepRecord:
     events: list[Event] = field(default_factory=list)
     limited: bool = False
     cut: bool = False
+    _count: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def add(self, module: str, call: str, inputs: list[Slot], outputs: list[Slot]) -> Event:
+        """Append a call, numbered among the calls of the same function in its module."""
+        event = Event(EventKey(module, call, self._count[module, call]), inputs, outputs)
+        self._count[module, call] += 1
+        self.events.append(event)
+        return event
 
 
 def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
@@ -164,6 +172,28 @@ def window_of(model: Any, layer: int) -> int | None:
     return window if types[layer] == "sliding_attention" else None
 
 
+def add_hooks(stack: ExitStack, module: Any, before: Any = None, after: Any = None) -> None:
+    """Call `before` and `after` each forward of a module, with its keyword arguments, until the stack is closed."""
+    if before is not None:
+        stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    if after is not None:
+        stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+
+
+def watch_layers(stack: ExitStack, layers: Sequence[Any], note: Callable[[str, torch.Tensor], None]) -> None:
+    """Call `note` with the hidden states that enter the first layer, as "input", and leave each layer, as "3.out"."""
+
+    def entering(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        note("input", args[0] if args else kwargs["hidden_states"])
+
+    def leaving(name: str) -> Callable[..., None]:
+        return lambda _module, _args, _kwargs, output: note(name, output[0] if isinstance(output, tuple) else output)
+
+    add_hooks(stack, layers[0], before=entering)
+    for i, layer in enumerate(layers):
+        add_hooks(stack, layer, after=leaving(f"{i}.out"))
+
+
 @contextmanager
 def wrapped_cache_update(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Replace the paged cache's `update` by `wrap(update)`, in every thread. It is marked `watched`: an attention of
@@ -207,6 +237,14 @@ Hashes = npt.NDArray[np.int64]
 _MOST_HASHES = 2**26  # 8 bytes each; beyond them nothing more is kept, and `full` is set
 
 
+def with_starts(step: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+    """The requests of a step, each with the index of its first row."""
+    start = 0
+    for span in step:
+        yield start, span
+        start += span.rows
+
+
 class RowHashes:
     """What a coarse pass keeps of a session, step by step. The user of the class decides which rows are whose.
 
@@ -244,11 +282,9 @@ class RowHashes:
         table = np.stack(pieces[: len(names)], axis=1)  # [rows, names]
         self._kept += table.size
         self.full = self.full or self._kept > _MOST_HASHES
-        start = 0
-        for span in spans:
+        for start, span in with_starts(spans):
             for offset in range(0 if self.full else span.rows):
                 self.rows[span.request, span.first + offset] = table[start + offset].copy()
-            start += span.rows
         return pieces[len(names) :]
 
 
@@ -272,14 +308,8 @@ class CoarseCapture(RowHashes):
         # windows and sharing exclude each other in the engine; without windows a layer's slots are positions
         self._shared = self.sharing and all(window_of(model, i) is None for i in range(len(layers)))
         with ExitStack() as stack:
-            handles = [
-                model.register_forward_pre_hook(self._begin, with_kwargs=True),
-                layers[0].register_forward_pre_hook(self._input, with_kwargs=True),
-                *(layer.register_forward_hook(self._output(i)) for i, layer in enumerate(layers)),
-                model.register_forward_hook(self._end, with_kwargs=True),
-            ]
-            for handle in handles:
-                stack.callback(handle.remove)
+            add_hooks(stack, model, self._begin, self._end)
+            watch_layers(stack, layers, lambda name, hidden: self.note(name, _rows(hidden, name)))
             stack.enter_context(wrapped_cache_update(self._wrap))
             yield
 
@@ -288,17 +318,6 @@ class CoarseCapture(RowHashes):
         self._positions = kwargs["position_ids"]
         read, write = kwargs["read_index"], kwargs["write_index"]
         self._indices = (read[0], write[0]) if self._shared else ()
-
-    def _input(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self.note("input", _rows(hidden, "the first layer's input"))
-
-    def _output(self, layer: int) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            self.note(f"{layer}.out", _rows(hidden, f"layer {layer}'s output"))
-
-        return hook
 
     def _wrap(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)
@@ -312,15 +331,14 @@ class CoarseCapture(RowHashes):
     def _end(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         wanted = (self._positions[0], row_hashes(requested_logits(kwargs, output)), *self._indices)
         positions, logits, *indices = self.keep(self._log.pack, *(x.to(torch.int64) for x in wanted))
-        start, predicted = 0, 0
-        for span in self._log.pack:
+        predicted = 0
+        for start, span in with_starts(self._log.pack):
             end = span.first + span.rows
             if positions[start : start + span.rows].tolist() != list(range(span.first, end)):
-                raise RuntimeError(f"the rows of {span.request} are not where the schedule says")
+                raise RuntimeError(f"the rows of {span.request} are not where the schedule puts them")
             if span.new:
                 self.logits[span.request, end - 1] = int(logits[predicted])
                 predicted += 1
-            start += span.rows
             if span.request == self.request and self.last is not None and end > self.last:
                 self.done = True
         if indices:
@@ -328,11 +346,9 @@ class CoarseCapture(RowHashes):
 
     def _note_owners(self, read: Hashes, write: Hashes) -> None:
         """Find the writer of what each request reads: its own rows first, then whatever its pages hold."""
-        start = 0
-        for span in self._log.pack:
+        for start, span in with_starts(self._log.pack):
             for offset in range(span.rows):
                 self._slots[int(write[start + offset])] = (span.request, span.first + offset)
-            start += span.rows
         if not len(read):
             return
         start = 0
@@ -345,10 +361,11 @@ class CoarseCapture(RowHashes):
             start += length
 
 
-def _rows(hidden: torch.Tensor, what: str) -> torch.Tensor:
+def _rows(hidden: torch.Tensor, name: str) -> torch.Tensor:
     """The step's rows [tokens, width] of a hidden state [1, tokens, width]; a UserError for another form, such as Gemma
     3n's several predictions of each token."""
     if hidden.dim() != 3 or hidden.shape[0] != 1:
+        what = "the first layer's input" if name == "input" else f"layer {name.removesuffix('.out')}'s output"
         raise UserError(
             f"{what} has shape {tuple(hidden.shape)}, not one row for each token, so its rows can't be followed",
             "`nondet sample` compares this model's completions all the same.",
@@ -401,9 +418,7 @@ class FineCapture:
         self.site: StepRecord | None = None
         self.shapes: list[StepRecord] = []
         self._now: StepRecord | None = None
-        self._path: list[str] = []
-        self._entered: list[tuple[list[Slot], tuple[Any, Any] | None]] = []
-        self._count: Counter[tuple[str, str]] = Counter()
+        self._entered: list[tuple[str, list[Slot], tuple[Any, Any] | None]] = []  # modules, with what they were given
         self._mode: TorchFunctionMode | None = None
         self._paused = 0
         self._bytes = 0
@@ -422,26 +437,20 @@ class FineCapture:
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
         layers = find_layers(model)
         self._names = {id(module): path for path, module in model.named_modules()}
+        number = int(self.region) if self.region.isdigit() else None
+        self._window = None if number is None else window_of(model, number)
+        whole = model if number is None else layers[number][1]
         with ExitStack() as stack:
-
-            def hook(module: Any, begin: Any = None, end: Any = None) -> None:
-                if begin is not None:
-                    stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-                if end is not None:
-                    stack.callback(module.register_forward_hook(end, with_kwargs=True).remove)
-
-            layer = layers[int(self.region)][1] if self.region.isdigit() else None
-            self._window = None if layer is None else window_of(model, int(self.region))
-            if self.region != "head":
-                hook(model if layer is None else layer, begin=self._begin)
+            if self.region == "head":
+                add_hooks(stack, layers[-1][1], after=self._begin)
             else:
-                hook(layers[-1][1], end=self._begin)
+                add_hooks(stack, whole, before=self._begin)
             for _, module in modules_of(model, self.region):
-                hook(module, begin=self._enter, end=self._leave)
+                add_hooks(stack, module, self._enter, self._leave)
             if self.region == "embedding":
-                hook(layers[0][1], begin=self._end)
+                add_hooks(stack, layers[0][1], before=self._end)
             else:
-                hook(model if layer is None else layer, end=self._end)
+                add_hooks(stack, whole, after=self._end)
             stack.enter_context(wrapped_cache_update(self._wrap_update))
             stack.enter_context(wrapped_attention(self._attention))
             yield
@@ -450,31 +459,29 @@ class FineCapture:
         """Decide, as the region begins, whether this step is recorded."""
         pack = self._log.pack
         tokens = sum(span.rows for span in pack)
-        start, site = 0, False
+        site = False
         columns, keys = visible_keys(pack, self.request, self.position, self._window)
         record = StepRecord(Sizes(tokens, keys, len(pack)), -1, range(0), -1)
         predicting = [span.request for span in pack if span.new]
-        for span in pack:
+        for start, span in with_starts(pack):
             if span.request == self.request and span.first <= self.position < span.first + span.rows:
                 site = self.site is None
                 record.row, record.columns = start + self.position - span.first, columns
                 if span.new and self.position == span.first + span.rows - 1:
                     record.predicted = predicting.index(span.request)
-            start += span.rows
         if not site:
             self._after += self.site is not None
             if record.sizes in [r.sizes for r in self.shapes]:
                 return
             if len(self.shapes) >= _SHAPE_STEPS:
-                del self.shapes[1]  # steps near the position are kept, and the very first
+                del self.shapes[1]  # steps near the position are kept, and the first
             record.row = -1
         self._start(record)
 
     def _start(self, record: StepRecord) -> None:
         """Record the region's calls from here on."""
         self._now, self._bytes = record, 0
-        self._count.clear()
-        self._path, self._entered, self._read = [], [], []
+        self._entered, self._read = [], []
         self._mode = _Mode(self)
         self._mode.__enter__()
 
@@ -493,24 +500,22 @@ class FineCapture:
         if self._now is None or self._paused:
             return
         with torch._C.DisableTorchFunction():
-            self._path.append(self._names[id(module)])
             copies: dict[int, torch.Tensor] = {}
             own = _plain(kwargs)
             slots = self._slots((*args, *([own] if own else [])), copies)
-            alone = None if "cache" in kwargs else (_copied(args, copies), _copied(own, copies))
-            self._entered.append((slots, alone))
+            given = None if "cache" in kwargs else (_copied(args, copies), _copied(own, copies))
+            self._entered.append((self._names[id(module)], slots, given))
 
     def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self._now is None or self._paused or not self._entered:
             return
         with torch._C.DisableTorchFunction():
-            inputs, alone = self._entered.pop()
-            path = self._path.pop()
+            path, inputs, given = self._entered.pop()
             outputs = self._slots({"out": output if not isinstance(output, dict) else list(output.values())})
-            event = self._add(path, type(module).__name__, inputs, outputs)
+            event = self._record.add(path, type(module).__name__, inputs, outputs)
             event.of_module = True
-            if alone is not None and self._record.row >= 0 and not self._record.limited:
-                event.function, (event.args, event.kwargs) = module, alone
+            if given is not None and self._record.row >= 0 and not self._record.limited:
+                event.function, (event.args, event.kwargs) = module, given
 
     def _wrap_update(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)
@@ -525,7 +530,7 @@ class FineCapture:
                 finally:
                     self._paused -= 1
                 self._read = self._slots({"keys": out[0], "values": out[1]})
-                self._add(self._where(), "cache.update", inputs, self._read)
+                self._record.add(self._where(), "cache.update", inputs, self._read)
             return out
 
         return run
@@ -537,9 +542,6 @@ class FineCapture:
                 return original(module, query, key, value, mask, *args, **kwargs)
             with torch._C.DisableTorchFunction():
                 inputs = self._slots({"query": query, "key": key, "value": value, "attention_mask": mask})
-            constants: dict[str, Any] = {
-                k: v for k, v in kwargs.items() if k in ("scaling", "softcap", "sliding_window")
-            }
             self._paused += self.opaque_attention
             try:
                 out = original(module, query, key, value, mask, *args, **kwargs)
@@ -547,7 +549,8 @@ class FineCapture:
                 self._paused -= self.opaque_attention
             with torch._C.DisableTorchFunction():
                 read = self._cached(key, value)
-                self._add(self._where(), "attention", inputs + read, self._slots({"out": out[0]}), constants)
+                event = self._record.add(self._where(), "attention", inputs + read, self._slots({"out": out[0]}))
+                event.constants = {k: kwargs[k] for k in ("scaling", "softcap", "sliding_window") if k in kwargs}
             return out
 
         return run
@@ -562,7 +565,7 @@ class FineCapture:
         return self._now
 
     def _where(self) -> str:
-        return self._path[-1] if self._path else self.region
+        return self._entered[-1][0] if self._entered else self.region
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a torch function, seen by the mode (which is off while this runs)."""
@@ -586,22 +589,13 @@ class FineCapture:
         written = args[0] if writes and args else out
         # linear[Float8Tensor] is not a product of plain numbers
         named = name + (f"[{', '.join(made)}]" if made else "")
-        event = self._add(self._where(), named, inputs, self._slots({"out": written}))
+        event = self._record.add(self._where(), named, inputs, self._slots({"out": written}))
         event.constants = {str(i): a for i, a in enumerate((*args, kwargs)) if isinstance(a, bool | int | float | str)}
         event.constants |= {k: v for k, v in kwargs.items() if isinstance(v, bool | int | float | str)}
         if self._now.row >= 0 and not self._now.limited and not writes:
             event.function = function
             event.args, event.kwargs = _copied(args, copies), _copied(kwargs, copies)
         return out
-
-    def _add(
-        self, module: str, call: str, inputs: list[Slot], outputs: list[Slot], constants: dict[str, Any] | None = None
-    ) -> Event:
-        occurrence = self._count[module, call]
-        self._count[module, call] += 1
-        event = Event(EventKey(module, call, occurrence), inputs, outputs, constants or {})
-        self._record.events.append(event)
-        return event
 
     def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
         record, slots = self._record, []

@@ -28,6 +28,14 @@ from nondet.trace.align import Pair, Roles
 from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
+Selection = list[tuple[int, list[int]]]  # (axis, indices along it)
+
+
+def taken(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """The selected part of a tensor."""
+    for axis, indices in selection:
+        tensor = tensor.index_select(axis, torch.tensor(indices, device=tensor.device))
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -77,18 +85,20 @@ class RecordedCall:
         columns: Sequence[int] | None = None,
         change: Change | None = None,
         *,
-        place: int | None = None,
+        row: int | None = None,
     ) -> torch.Tensor:
         """The call on a selection of rows and keys, with tensors changed first; this request's part of its result.
 
         Args:
             rows: Which rows, in which order; None: all.
             change: change(path, tensor) of each tensor, before the selection.
-            place: Index of this request's row in the selection; None: as recorded.
+            row: Index of this request's row in the selection; None: as recorded.
         """
         out = self.prepared(rows, columns, change)()
         out = out if isinstance(out, torch.Tensor) else next(x for x in out if isinstance(x, torch.Tensor))
-        return self.part(out, self.row if place is None else place, columns)
+        if len(self.roles.get("out", self.roles.get("out.0", ()))) != out.dim():
+            return out
+        return taken(out, self.result_selection(self.row if row is None else row, columns))
 
     def prepared(
         self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
@@ -102,12 +112,7 @@ class RecordedCall:
                 raise NotImplementedError(
                     f"a {type(tensor).__name__} stays as it is: a plain weight is another operator's"
                 )
-            tensor = given
-            for dim, role in enumerate(self.roles.get(path, ())):
-                wanted = rows if role == self.axis else columns if role == "keys" else None
-                if wanted is not None:
-                    tensor = tensor.index_select(dim, torch.tensor(wanted, device=tensor.device))
-            return tensor
+            return taken(given, self.selection(path, rows, columns))
 
         *args, kwargs = changed_tensors((*self.args, self.kwargs), pick)
 
@@ -117,19 +122,24 @@ class RecordedCall:
 
         return call
 
-    def part(self, out: torch.Tensor, place: int, columns: Sequence[int] | None = None) -> torch.Tensor:
-        """This request's row of a result, and of the keys those that it sees."""
-        axes = self.roles.get("out", self.roles.get("out.0", ()))
-        if len(axes) != out.dim():
-            return out
-        for dim, role in enumerate(axes):
+    def selection(self, path: str, rows: Sequence[int] | None, columns: Sequence[int] | None) -> Selection:
+        """What a call on these rows and keys takes of one of its tensors."""
+        wanted = [
+            (axis, rows if role == self.axis else columns if role == "keys" else None)
+            for axis, role in enumerate(self.roles.get(path, ()))
+        ]
+        return [(axis, list(indices)) for axis, indices in wanted if indices is not None]
+
+    def result_selection(self, row: int, columns: Sequence[int] | None) -> Selection:
+        """What belongs to this request in the result of a call on these keys (None: all), with its row at `row`."""
+        found: Selection = []
+        for axis, role in enumerate(self.roles.get("out", self.roles.get("out.0", ()))):
             if role and role == self.axis:
-                out = out.narrow(dim, place, 1)
+                found.append((axis, [row]))
             elif role == "keys":
                 where = list(range(self.keys)) if columns is None else list(columns)
-                index = torch.tensor([where.index(c) for c in self.visible], device=out.device)
-                out = out.index_select(dim, index)
-        return out
+                found.append((axis, [where.index(c) for c in self.visible]))
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the call by their path."""
@@ -242,7 +252,7 @@ def replays(
         out_a, out_b: This request's part of the recorded results.
         name: What was called, as "scaled_dot_product_attention".
         sweeps: Whether the call is repeated at other numbers of rows and keys, for each of which libraries plan again,
-            and under each family that might cure it, for which kernels are compiled; the family that its name suggests
+            and under each family that might fix it, for which kernels are compiled; the family that its name suggests
             is tried in the whole run in any case.
     """
     device = out_b.device.type
@@ -266,14 +276,14 @@ def replays(
     else:
         yield _guarded("values", lambda: _values(b, out_b))
     yield _guarded("exact", lambda: exact(b, name))
-    if b.axis and (asked := _ASKED.get(name.removeprefix("_"))) is not None:
-        yield _guarded("tree", lambda: _trees(a, b, asked, name))
+    if b.axis and (sum_of := _SUMS.get(name.removeprefix("_"))) is not None:
+        yield _guarded("tree", lambda: _trees(a, b, sum_of, name))
     if sweeps or name not in _FAMILY_OF:
         yield _guarded("substitution", lambda: _substitution(b, name))
 
 
-def _replay(name: str, apart: bool, sentence: str, **found: Any) -> Replay:
-    return Replay(name=name, status="divergent" if apart else "identical", sentence=sentence, **found)
+def _replay(name: str, divergent: bool, sentence: str, **found: Any) -> Replay:
+    return Replay(name=name, status="divergent" if divergent else "identical", sentence=sentence, **found)
 
 
 def _guarded(name: str, replay: Callable[[], Replay]) -> Replay:
@@ -328,23 +338,23 @@ def _repeat(b: RecordedCall, out: torch.Tensor) -> Replay:
 def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values: Replay | None) -> Replay:
     """This request's rows without the others: their number changes, and their values (which `values` tests)."""
     columns = list(b.visible) if b.keys else None
-    result = b.run([b.row], columns, place=0)
-    like_a, like_b = identical(result.reshape(out_a.shape), out_a), identical(result.reshape(out_b.shape), out_b)
+    result = b.run([b.row], columns, row=0)
+    equals_a, equals_b = identical(result.reshape(out_a.shape), out_a), identical(result.reshape(out_b.shape), out_b)
     what = "only this request's row" + (" and keys" if b.keys else "")
     why = "the number of the others or their values decide"
     if values is not None and values.status == "divergent":
         why = "the values of other rows reach this row"
     elif values is not None and values.status == "identical":
         why = "the shape decides, as the values of other rows do not change its bits"
-    if like_b:
+    if equals_b:
         keys = " or keys" if b.keys else ""
         sentence = f"{what} give the second arm's bits: more than the number of rows{keys} decides"
-    elif like_a:
+    elif equals_a:
         sentence = f"{what}, taken from the second arm's inputs, give the first arm's bits: {why}"
     else:
         sentence = f"{what} give a third result: {why}, and the first arm made another call"
-    found = {"trials": 1, "distinct": 1 if like_b else 2, "equals_first": like_a, "equals_second": like_b}
-    return _replay("rows only", not like_b, sentence, **found)
+    found = {"trials": 1, "distinct": 1 if equals_b else 2, "equals_first": equals_a, "equals_second": equals_b}
+    return _replay("rows only", not equals_b, sentence, **found)
 
 
 def _values(b: RecordedCall, out: torch.Tensor) -> Replay:
@@ -391,30 +401,28 @@ def _order(b: RecordedCall, out: torch.Tensor) -> Replay:
     """Other rows and keys in another order, then this row at other positions."""
     rows, columns = _all_others(b)
     turned = list(range(b.rows))
-    for place, other in zip(rows, rows[1:] + rows[:1], strict=True):
-        turned[place] = other
+    for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
+        turned[row] = other
     keys = list(range(b.keys)) if b.keys else None
     if keys is not None:
-        for place, other in zip(columns, columns[::-1], strict=True):
-            keys[place] = other
+        for column, other in zip(columns, columns[::-1], strict=True):
+            keys[column] = other
     permuted = not identical(b.run(turned, keys).reshape(out.shape), out)
-    moved = []
-    for place in sorted({0, b.rows // 2, b.rows - 1} - {b.row}):
+    positions = []  # at which its bits are others
+    for row in sorted({0, b.rows // 2, b.rows - 1} - {b.row}):
         order = list(range(b.rows))
-        order[place], order[b.row] = order[b.row], order[place]
-        if not identical(b.run(order, place=place).reshape(out.shape), out):
-            moved.append(place)
-    parts = [
-        "other rows in another order " + ("change its bits" if permuted else "do not change its bits"),
-        f"at {'position ' + ', '.join(map(str, moved)) + ' of' if moved else 'other positions among'} {b.rows} rows it "
-        + "has "
-        + ("other bits: it depends on its position" if moved else "the same bits"),
-    ]
+        order[row], order[b.row] = order[b.row], order[row]
+        if not identical(b.run(order, row=row).reshape(out.shape), out):
+            positions.append(row)
+    changed = "change its bits" if permuted else "do not change its bits"
+    where = f"position {', '.join(map(str, positions))} of" if positions else "other positions among"
+    bits = "different bits: it depends on its position" if positions else "the same bits"
+    sentence = f"other rows in another order {changed}; at {where} {b.rows} rows it has {bits}"
     if b.rows == 1:
-        parts = ["the keys of others in another order " + ("change its bits" if permuted else "do not change its bits")]
-    apart = bool(permuted or moved)
-    found = {"trials": 1 + min(3, b.rows), "distinct": 2 if apart else 1, "values": moved}
-    return _replay("order", apart, "; ".join(parts), **found)
+        sentence = f"the keys of others in another order {changed}"
+    differs = bool(permuted or positions)
+    found = {"trials": 1 + min(3, b.rows), "distinct": 2 if differs else 1, "values": positions}
+    return _replay("order", differs, sentence, **found)
 
 
 def _sizes(most: int) -> list[int]:
@@ -443,7 +451,7 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
             return [b.row], own + columns[: size - len(own)]
 
     def run(size: int) -> torch.Tensor:
-        return b.run(*selection(size), place=0).clone()
+        return b.run(*selection(size), row=0).clone()
 
     results = {size: run(size) for size in sizes}
     kernels: dict[int, list[str]] = {}
@@ -464,13 +472,13 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
     for size in values:
         book.add(results[size][None])
     distinct = len(book.representatives)
-    borders = [v for u, v, x, y in zip(values, values[1:], book.labels, book.labels[1:], strict=False) if x != y]
+    boundaries = [v for u, v, x, y in zip(values, values[1:], book.labels, book.labels[1:], strict=False) if x != y]
     what = "rows" if axis == "M" else "keys in the call (its own, then other requests', masked)"
     if distinct == 1:
         sentence = f"{values[0]} to {values[-1]} {what}: one class of bits"
     else:
-        shown = ", ".join(map(str, borders[:6])) + (" ..." if len(borders) > 6 else "")
-        sentence = f"{values[0]} to {values[-1]} {what}: {distinct} classes of bits, with borders at {shown}"
+        shown = ", ".join(map(str, boundaries[:6])) + (" ..." if len(boundaries) > 6 else "")
+        sentence = f"{values[0]} to {values[-1]} {what}: {distinct} classes of bits, with boundaries at {shown}"
     if kernels:
         count = len({tuple(k) for k in kernels.values()})
         sentence += f"; {count} different set{'s' if count > 1 else ''} of kernels"
@@ -534,7 +542,7 @@ def _row_sum(call: RecordedCall, name: str) -> MeasuredSum:
 
 def _values_of(call: RecordedCall, name: str) -> MeasuredSum:
     """The values of attention, added for this request's row with equal scores, over the keys that it sees."""
-    _, _, v = (call.tensors()[place] for place in "012")
+    _, _, v = (call.tensors()[path] for path in "012")
     D = v.shape[-1]
 
     def out(seen: Sequence[int], values: torch.Tensor) -> torch.Tensor:
@@ -558,37 +566,37 @@ def _values_of(call: RecordedCall, name: str) -> MeasuredSum:
     return of_attention(lambda q, k, v: out(seen, v[0, 0]), 1, len(seen), v.dtype, v.device.type, D)
 
 
-_ASKED: dict[str, Callable[[RecordedCall, str], MeasuredSum]] = {
+_SUMS: dict[str, Callable[[RecordedCall, str], MeasuredSum]] = {
     **dict.fromkeys(("linear", "mm", "matmul", "addmm"), _product),
     **dict.fromkeys(("sum", "mean"), _row_sum),
     "scaled_dot_product_attention": _values_of,
 }
 
 
-def _trees(a: RecordedCall, b: RecordedCall, asked: Callable[[RecordedCall, str], MeasuredSum], name: str) -> Replay:
+def _trees(a: RecordedCall, b: RecordedCall, sum_of: Callable[[RecordedCall, str], MeasuredSum], name: str) -> Replay:
     """The trees of both arms in words, and how they differ."""
     try:
-        sums = [asked(call, name) for call in (a, b)]
+        sums = [sum_of(call, name) for call in (a, b)]
     except (NotImplementedError, NotASumError) as error:
         return Replay(name="tree", status="error", sentence=f"the reduction tree is not known: {error}")
     found = trees_of(sums, [a.rows, b.rows])["reduction_trees"]
     sizes: list[int | str] = [f"M = {c.rows:,}" + (f", {c.keys:,} keys" if c.keys else "") for c in (a, b)]
-    said = [
+    described = [
         f"{size}: {tree['words']}" + ("" if tree["proven"] else f" (unproven: {tree['failed_on']})")
         for size, tree in zip(sizes, found["classes"], strict=True)
     ]
-    what = "of the values, under equal scores, " if asked is _values_of else ""
+    what = "of the values, under equal scores, " if sum_of is _values_of else ""
     one, two = (tree.get("digest") for tree in found["classes"])
     if one is None or two is None:
-        sentence = f"the reduction tree {what}is not known: {'; '.join(said)}"
+        sentence = f"the reduction tree {what}is not known: {'; '.join(described)}"
         return Replay(name="tree", status="error", sentence=sentence, values=sizes)
     between = "; ".join(line.partition(": ")[2] for line in found["between"])
     proven = all(tree["proven"] for tree in found["classes"])
     checked = " and ".join(f"{tree['checked']:,}" for tree in found["classes"])
     proof = f"each proven by the bits of {checked} sums" if proven else "not both proven"
     how = "differs" if one != two else "is the same"
-    sentence = f"the reduction tree {what}{how} in the arms: {'; '.join(said)}; {between}; {proof}"
-    if one == two and asked is _values_of:
+    sentence = f"the reduction tree {what}{how} in the arms: {'; '.join(described)}; {between}; {proof}"
+    if one == two and sum_of is _values_of:
         sentence += "; the scores' own sums and the exponentials were not tested"
     return _replay("tree", one != two, sentence, trials=2, distinct=1 + (one != two), values=sizes)
 
@@ -610,9 +618,9 @@ def _substitution(b: RecordedCall, name: str) -> Replay:
     for family in families_for(name):
         with batch_invariant([family]) as invariance:
             whole = b.run()
-            alone = b.run([b.row], columns, place=0) if b.axis else b.run()
+            solo = b.run([b.row], columns, row=0) if b.axis else b.run()
             replaced = sum(invariance.coverage().replaced.values())
-        if replaced and b.axis and identical(whole, alone):
+        if replaced and b.axis and identical(whole, solo):
             sentence = f"with the invariant implementation of {family} the row has the same bits solo and in the call"
             return _replay("substitution", False, sentence, trials=2, distinct=1, values=[family])
     sentence = "no family of batch_invariant() takes this call and gives the row the same bits solo and in the call"

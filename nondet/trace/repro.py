@@ -19,20 +19,20 @@ from torch.overrides import resolve_name
 
 from nondet.core.runfile import replace_text, replacing
 from nondet.errors import one_line
-from nondet.trace.replays import RecordedCall
-from nondet.trace.search import Guilty
+from nondet.trace.replays import RecordedCall, Selection
+from nondet.trace.search import NamedCall
 
 _SECONDS = 300
 _SCRIPT = '''"""{title}
 
-Written by nondet. Needs only torch, and the inputs in the file of DATA, beside this one. Run it with python -P.
+Written by nondet. Needs only torch, and the inputs in the file of DATA, next to this one. Run it with python -P.
 Prints how this row differs, and exits with 0 if it does and with 1 if it does not.
 """
 
 import sys
 
 if not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # a json.py or torch.py lying beside this file is not what is meant
+    del sys.path[0]  # a json.py or torch.py next to this file is not what is meant
 
 import json
 from pathlib import Path
@@ -96,11 +96,11 @@ def main():
                 out = out.index_select(axis, torch.tensor(indices, device=out.device))
             results.append(out.flatten())
     first, second = results
-    apart = int((bits(first) != bits(second)).sum())
+    differing = int((bits(first) != bits(second)).sum())
     far = (first.double() - second.double()).abs().max().item()
     print(f"torch {{torch.__version__}}, {{DEVICE}}, {{THREADS}} threads: {what}")
-    print(f"{{apart}} of {{first.numel()}} elements of this row differ, by at most {{far:.6g}}")
-    return 0 if apart else 1
+    print(f"{{differing}} of {{first.numel()}} elements of this row differ, by at most {{far:.6g}}")
+    return 0 if differing else 1
 
 
 if __name__ == "__main__":
@@ -108,20 +108,20 @@ if __name__ == "__main__":
 '''
 
 
-def write_and_run(path: Path, guilty: Guilty) -> str:
+def write_and_run(path: Path, named: NamedCall) -> str:
     """Write the script and its inputs, run it in a process of its own, and return its result. Raises UserError: the
     disk is full, or the path can't be written."""
     from safetensors.torch import save
 
-    function = _callable_name(guilty.calls[1].function)
+    function = _callable_name(named.calls[1].function)
     if function is None:
-        return f"no script: {guilty.culprit.call} has no name in torch"
-    if "[" in guilty.culprit.call:
-        return f"no script: not torch but another package makes the operands of {guilty.culprit.call}"
-    alone = next((r for r in guilty.culprit.replays if r.name == "rows only"), None)
-    by_shape = alone is not None and alone.status == "divergent"
+        return f"no script: {named.culprit.call} has no name in torch"
+    if "[" in named.culprit.call:
+        return f"no script: not torch but another package makes the operands of {named.culprit.call}"
+    rows_only = next((r for r in named.culprit.replays if r.name == "rows only"), None)
+    by_shape = rows_only is not None and rows_only.status == "divergent"
     held: dict[str, torch.Tensor] = {}
-    a, b = guilty.calls
+    a, b = named.calls
     if by_shape:
         columns = list(b.visible) if b.keys else None
         calls = [_written(b, held, "b", None, None), _written(b, held, "b", [b.row], columns)]
@@ -133,7 +133,7 @@ def write_and_run(path: Path, guilty: Guilty) -> str:
         what = f"this row in a call of {a.rows} rows, compared with the same row in a call of {b.rows} rows"
     data = inputs_path(path)
     text = _SCRIPT.format(
-        title=one_line(guilty.culprit.sentence, 400).replace('"""', "'''").replace("\\", "/"),
+        title=one_line(named.culprit.sentence, 400).replace('"""', "'''").replace("\\", "/"),
         data=data.name,
         threads=torch.get_num_threads(),
         device=next(iter(held.values())).device.type,
@@ -183,18 +183,13 @@ def _written(
     call: RecordedCall, held: dict[str, torch.Tensor], arm: str, rows: list[int] | None, columns: list[int] | None
 ) -> tuple[Any, Any]:
     """The call's arguments as data: tensors by name, with the selection of each."""
-    places = {id(t): p for p, t in call.tensors().items()}
+    paths = {id(t): p for p, t in call.tensors().items()}
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            place = places[id(value)]
-            held[f"{arm}.{place}"] = value
-            take = []
-            for axis, role in enumerate(call.roles.get(place, ())):
-                wanted = rows if role == call.axis else columns if role == "keys" else None
-                if wanted is not None:
-                    take.append([axis, wanted])
-            return {"tensor": f"{arm}.{place}", "take": take}
+            path = paths[id(value)]
+            held[f"{arm}.{path}"] = value
+            return {"tensor": f"{arm}.{path}", "take": call.selection(path, rows, columns)}
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
@@ -208,15 +203,11 @@ def _written(
     return plain(call.args), plain(call.kwargs)
 
 
-def _taken(call: RecordedCall, place: int, columns: list[int] | None) -> list[Any]:
-    """This request's part of the result: [[axis, indices], ...]."""
+def _taken(call: RecordedCall, row: int, columns: list[int] | None) -> Selection:
+    """This request's part of the result; a single row is the whole result, whatever the layout of its heads."""
     axes = call.roles.get("out", call.roles.get("out.0", ()))
-    taken: list[Any] = []
-    packed = call.rows == 1  # a single row is the whole result, whatever the layout of its heads
-    for axis, role in enumerate(axes):
-        if role and role == call.axis and not packed:
-            taken.append([axis, [place]])
-        elif role == "keys":
-            where = list(range(call.keys)) if columns is None else columns
-            taken.append([axis, [where.index(c) for c in call.visible]])
-    return taken
+    return [
+        (axis, indices)
+        for axis, indices in call.result_selection(row, columns)
+        if call.rows > 1 or axes[axis] != call.axis
+    ]

@@ -1,4 +1,4 @@
-"""`nondet trace`: from two arms that differ to the list of responsible operators, and the smallest cure.
+"""`nondet trace`: from two arms that differ to the list of responsible operators, and the smallest fix.
 
 In order: controls; the coarse pass and the least position that differs; the fine pass there; replays of the responsible
 call; its invariant implementation in both arms, and again, until the arms agree. Every step is recorded as soon as it
@@ -25,8 +25,8 @@ from nondet.errors import EngineStoppedError, reason_of
 from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
-from nondet.trace.align import Finding, Pair, first_guilty, select
-from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes, Sizes, StepRecord
+from nondet.trace.align import Finding, Pair, first_responsible, select
+from nondet.trace.capture import CoarseCapture, FineCapture, Owner, RowHashes, Sizes, StepRecord, add_hooks
 from nondet.trace.replays import RecordedCall, families_for, kernels_of, replays
 
 
@@ -153,14 +153,14 @@ def _records(capture: RowHashes, request: str, position: int) -> list[Owner]:
 
 def _first_unequal(a: RowHashes, b: RowHashes, one: Owner, two: Owner, *, foreign: bool) -> str | None:
     differs = a.rows[one] != b.rows[two]
-    names = [name for name, apart in zip(a.names, differs, strict=True) if apart]
+    names = [name for name, unequal in zip(a.names, differs, strict=True) if unequal]
     if foreign and not any(name.endswith((".k", ".v")) for name in names):
         return None  # of another owner's row this request only read keys and values
     return names[0] if names else None
 
 
 class Until:
-    """Watches without capture until the request has passed a position; to the end where there is none."""
+    """Ends a session without capture once the request has passed the position `last`; None: at its own end."""
 
     def __init__(self, request: str, last: int | None) -> None:
         self.request, self.last, self.done = request, last, False
@@ -174,11 +174,9 @@ class Until:
                 mine = [span for span in log.pack if span.request == self.request]
                 self.done = self.done or any(span.first + span.rows > self.last for span in mine)
 
-        handle = model.register_forward_hook(look)
-        try:
+        with ExitStack() as stack:
+            add_hooks(stack, model, after=look)
             yield
-        finally:
-            handle.remove()
 
 
 def logits_at_fault(bare: Session, captured: Session) -> str:
@@ -192,7 +190,7 @@ def logits_at_fault(bare: Session, captured: Session) -> str:
     return ""
 
 
-def not_again(first: Session, later: Session, forced: Mapping[str, Sequence[int]]) -> str:
+def changed_after_first(first: Session, later: Session, forced: Mapping[str, Sequence[int]]) -> str:
     """Where the logits of an arm's first session in this process differ from a later one's; "" where none do.
 
     The batches are the same, so a difference comes from what the process did before: a kernel that warms up, or a tuner
@@ -235,7 +233,7 @@ def resumed() -> Control:
 AGREE = "hidden states, K, V, logits and logprobs agree in every position"
 
 
-def place_of(site: Site) -> str:
+def site_in_words(site: Site) -> str:
     """ "layer 4, its output"."""
     what = {"k": ", K as written", "v": ", V as written", "out": ", its output"}
     named = what.get(site.record.partition(".")[2], "")
@@ -267,7 +265,7 @@ def substitution_sentence(families: Sequence[str], site: Site | None, before: Cu
     named = " and ".join(families)
     if site is None:
         return f"with {named} invariant {AGREE}: the divergence is gone"
-    sentence = f"with {named} invariant the arms differ at position {site.position}, {place_of(site)}"
+    sentence = f"with {named} invariant the arms differ at position {site.position}, {site_in_words(site)}"
     return sentence if before is None else f"{sentence}; before that at position {before.position}, {_where(before)}"
 
 
@@ -314,117 +312,39 @@ _SAMPLER = (
     "the logits agree and the logprobs do not: what differs is the engine's own softmax over the vocabulary, outside "
     "of the model, and no call is named"
 )
-_CAPTURE = "the fine pass did not meet the bits of the coarse one: the capture is at fault, and no call is named"
+_CAPTURE = "the fine pass did not reproduce the bits of the coarse one: the capture is at fault, and no call is named"
 
 
 @dataclass
-class Guilty:
+class NamedCall:
     """A culprit, and what a script needs: the call of either arm, None where it can't be made by itself."""
 
     culprit: Culprit
     calls: list[RecordedCall] = field(default_factory=list)
 
 
-def name_culprit(
-    engine: Engine,
-    naming: Naming,
-    coarse: tuple[CoarseCapture, CoarseCapture],
-    *,
-    opaque_attention: bool,
-    steady: bool = True,
-) -> Guilty:
-    """Run both arms to the site, compare their calls, and replay the responsible one. Raises EngineStoppedError.
-
-    The fine pass must reproduce the bits of `coarse`, the records that led to the site, unless an arm is not `steady`.
-    """
-    site = naming.site
-    if site.record == "logprob":
-        return naming.unnamed(_SAMPLER)
-    captures: list[FineCapture] = []
-    records: list[StepRecord] = []
-    for arm, owner, before in zip(naming.arms, site.owners, coarse, strict=True):
-        fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque_attention)
-        arm.run(engine, fine)
-        if fine.site is None:
-            return naming.unnamed(f"arm {arm.title} did not compute that position again in the fine pass")
-        if steady and not _agrees(fine.site, before, owner, site):
-            return naming.unnamed(f"arm {arm.title}: {_CAPTURE}")
-        captures.append(fine)
-        records.append(fine.site)
-    finding = first_guilty(records[0], records[1], [*captures[0].shapes, *captures[1].shapes])
-    if finding.guilty is None:
-        return naming.unnamed(_what_is_known(finding), finding, limited=any(r.limited for r in records))
-    return naming.replayed(finding.guilty, finding, (records[0], records[1]))
+def unnamed_culprit(site: Site, prompt: int, note: str, number: int = 1, replaced: Sequence[str] = ()) -> Culprit:
+    """A position without a responsible call, which has another cause: `note`. `prompt`: number of its tokens."""
+    return Culprit(
+        number=number,
+        replaced=list(replaced),
+        position=site.position,
+        token=max(-1, site.position - prompt + 1),
+        layer=site.region,
+        requests=list(site.owners),
+        sentence=f"position {site.position}, {site_in_words(site)}: {note}" if site.position >= 0 else note,
+    )
 
 
-@dataclass
-class Naming:
-    """What every culprit's record has in common: `replaced` families in both arms, which the caller has entered, and
-    whether the call is also replayed at other numbers of rows and keys (`sweeps`)."""
-
-    model: Any
-    arms: tuple[Arm, Arm]
-    site: Site
-    number: int
-    replaced: list[str]
-    sweeps: bool = True
-
-    def replayed(self, pair: Pair, finding: Finding, records: tuple[StepRecord, StepRecord]) -> Guilty:
-        """The named call, repeated by itself."""
-        name = pair.a.key.call.removeprefix("Tensor.")
-        able: list[RecordedCall] = []
-        parts: list[torch.Tensor] = []
-        for event, record in zip((pair.a, pair.b), records, strict=True):
-            call, first = RecordedCall.of(event, pair, record), event.outputs[0]
-            out = None if first.value is None else select(first.value, pair.roles.get(first.path, ()), record)
-            able += [] if call is None else [call]
-            parts += [] if out is None else [out]
-        kernels: list[list[str]] = []
-        done: list[Replay] = []
-        if len(able) == 2 and len(parts) == 2:
-            device = self.model.device.type
-            kernels = [kernels_of(call, device) for call in able]
-            done = list(replays(able[0], able[1], parts[0], parts[1], name, sweeps=self.sweeps))
-        cured = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
-        if not cured and any("keys" in roles for roles in pair.roles.values()):
-            cured = ["attention"]  # a part of attention: its cure is one order over a request's own keys
-        elif not cured and (len(able) < 2 or not any(r.name == "substitution" for r in done)):
-            # it can't be made by itself, or was not: the family that its name suggests is tried in the whole run
-            cured = list(families_for(name)[:1])
-        key = pair.a.key
-        culprit = msgspec.structs.replace(
-            self.unnamed("", finding).culprit,
-            **key._asdict(),
-            shapes=[{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)],
-            axes={place: list(roles) for place, roles in pair.roles.items()},
-            digests=_digests(pair, records[0]),
-            differences=dict(pair.unequal),
-            kernels=kernels,
-            replays=done,
-            family=cured[0] if cured else "",
-            not_understood=pair.not_understood,
-        )
-        sentence = culprit_sentence(culprit, [r.sizes for r in records])
-        culprit = msgspec.structs.replace(culprit, sentence=sentence)
-        return Guilty(culprit, able if len(able) == len(parts) == 2 else [])
-
-    def unnamed(self, sentence: str, finding: Finding | None = None, *, limited: bool = False) -> Guilty:
-        """A position without a responsible call."""
-        if limited:
-            sentence += "; the copies of that step's tensors met the memory limit, so not every call was compared"
-        site = self.site
-        culprit = Culprit(
-            number=self.number,
-            replaced=self.replaced,
-            position=site.position,
-            token=max(-1, site.position - len(self.arms[0].prompt) + 1),
-            layer=site.region,
-            requests=list(site.owners),
-            sentence=f"position {site.position}, {place_of(site)}: {sentence}",
-            unmatched=finding.unmatched if finding else [],
-            compared=finding.compared if finding else 0,
-        )
-        return Guilty(culprit)
+def targets_that_differ(solo: Outcome, loaded: Session) -> list[tuple[int, int | None, str]]:
+    """The requests with this prompt that differ from it solo: first logprob and first token that differ, and the id."""
+    found = []
+    for outcome in loaded.outcomes:
+        if outcome.request.target and outcome.finish != "error":
+            token, logprob = first_difference(solo, outcome)
+            if logprob is not None:
+                found.append((logprob, token, outcome.request.id))
+    return found
 
 
 def _agrees(record: StepRecord, coarse: CoarseCapture, owner: str, site: Site) -> bool:
@@ -456,16 +376,15 @@ def _what_is_known(finding: Finding) -> str:
             "was not seen by the capture"
         )
     key = finding.after.a.key
+    differ = f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)})"
     if finding.outside:
         return (
-            f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)}), "
-            "and they are given to the layer from outside, as a rotary embedding's cos and sin are: what computes them "
-            "is the culprit, and it is not among the layer's calls"
+            f"{differ}, and they are given to the layer from outside, as a rotary embedding's cos and sin are: what "
+            "computes them is the culprit, and it is not among the layer's calls"
         )
     return (
-        f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)}), "
-        "though no call before it that was understood has equal inputs and unequal outputs: something wrote in between "
-        "that the capture does not see"
+        f"{differ}, though no call before it that was understood has equal inputs and unequal outputs: something wrote "
+        "in between that the capture does not see"
     )
 
 
@@ -482,12 +401,12 @@ class Search:
         expected: Arm's name -> digest that its trace must have, where it was recorded.
         say: Takes a line for display as each step begins or ends.
         earlier: Records of a stopped process for this trace: they are not made again, except the controls.
-        script: Whether `guilty` is needed, which no record holds.
+        script: Whether `named` is needed, which no record holds.
         pace: How long it may take; the controls and the first culprit are made in any case.
 
     Attributes:
         late: What was left out for lack of time; "" where nothing was.
-        guilty: The first culprit with what a stand-alone script needs; None until there is one.
+        named: The first culprit with what a stand-alone script needs; None until there is one.
     """
 
     def __init__(
@@ -511,11 +430,11 @@ class Search:
         self.choose, self.say, self.expected = choose, say, expected or {}
         self._known, self._write, self._script = {record.key: record for record in earlier}, write, script
         self._sweeps = sweeps
-        self.guilty: Guilty | None = None
+        self.named: NamedCall | None = None
         self.late, self._pace = "", pace or Pace()
         self._culprits: list[Culprit] = []
         self._families: list[str] = []
-        self._tried: dict[frozenset[str], tuple[Site | None]] = {}
+        self._tried: dict[frozenset[str], Site | None] = {}  # families -> where the arms differed with them replaced
         self._recorded: tuple[CoarseCapture, CoarseCapture]
         self._first: tuple[Session, Session]
         self._started = time.perf_counter()
@@ -529,8 +448,8 @@ class Search:
         """The whole search. Raises EngineStoppedError: an arm died; what was found by then is written; UserError: the
         engine refuses the model, or an implementation the call."""
         with implementation(self.impl):
-            last = self._plain()
-            site = self._controlled(last)
+            last = self._run_uncaptured()
+            site = self._run_controls(last)
             if isinstance(site, TraceVerdict):
                 return site
             if site is None and last is not None:
@@ -538,55 +457,51 @@ class Search:
                 return self._end("unknown", notes=[note])
             if site is None:
                 others = len(self.b.requests) - 1
-                company = f"{others} other request{'' if others == 1 else 's'}"
-                return self._end("no divergence observed", notes=[f"{AGREE}, beside {company}"])
-            return self._until_cured(site)
+                concurrent = f"{others} other request{'' if others == 1 else 's'}"
+                return self._end("no divergence observed", notes=[f"{AGREE}, alongside {concurrent}"])
+            return self._until_fixed(site)
 
     # --- controls -----------------------------------------------------------------------------------------------
 
-    def _plain(self) -> int | None:
+    def _run_uncaptured(self) -> int | None:
         """Run both arms without capture, then force all tokens. Returns the last position to compare."""
         self.say("controls: the weights, and each arm without capture")
         self._control("weights", None, f"weights {weights_digest(self.model)}, hashed once, are those of both arms")
         with self._pace.timed():
             sessions = self._first = self.a.run(self.engine), self.b.run(self.engine)
-        alone = self.a.outcome(sessions[0])
+        solo = self.a.outcome(sessions[0])
         if self.choose:
-            self._choose(alone, sessions[1])
-        company = self.b.outcome(sessions[1])
-        for arm, outcome in ((self.a, alone), (self.b, company)):
+            self._choose(solo, sessions[1])
+        loaded = self.b.outcome(sessions[1])
+        for arm, outcome in ((self.a, solo), (self.b, loaded)):
             self._expect(arm, outcome)
-        token, place = first_difference(alone, company)
+        token, logprob = first_difference(solo, loaded)
         prompt = len(self.a.prompt)
-        if place is None:
-            sentence = f"{len(alone.token_ids)} tokens and their logprobs agree between the arms"
+        if logprob is None:
+            sentence = f"{len(solo.token_ids)} tokens and their logprobs agree between the arms"
         else:
             tokens = "no token differs" if token is None else f"the first token that differs is token {token}"
-            sentence = f"the arms' logprobs first differ at token {place} (position {prompt - 1 + place}); {tokens}"
-        places = {"first_logprob": place, "first_token": token}
-        self._control("parting", None, sentence, {k: float(-1 if v is None else v) for k, v in places.items()})
+            sentence = f"the arms' logprobs first differ at token {logprob} (position {prompt - 1 + logprob}); {tokens}"
+        first = {"first_logprob": logprob, "first_token": token}
+        self._control("parting", None, sentence, {k: float(-1 if v is None else v) for k, v in first.items()})
         self.a.forced = {o.request.id: o.token_ids for o in sessions[0].outcomes}
         self.b.forced = {o.request.id: o.token_ids for o in sessions[1].outcomes}
-        self.a.forced[self.a.request] = self.b.forced[self.b.request] = alone.token_ids  # every position is comparable
-        return None if place is None else prompt - 1 + place
+        self.a.forced[self.a.request] = self.b.forced[self.b.request] = solo.token_ids  # every position is comparable
+        return None if logprob is None else prompt - 1 + logprob
 
-    def _choose(self, alone: Outcome, company: Session) -> None:
+    def _choose(self, solo: Outcome, loaded: Session) -> None:
         """Of the requests with this prompt, the first whose tokens differ, if any do."""
-        targets = [o for o in company.outcomes if o.request.target and o.finish != "error"]
-        parted = []
-        for index, outcome in enumerate(targets):
-            token, place = first_difference(alone, outcome)
-            if place is not None:
-                parted.append((token is None, place, index))
-        tokens = sum(not same for same, _, _ in parted)
+        count = sum(o.request.target and o.finish != "error" for o in loaded.outcomes)
+        differing = targets_that_differ(solo, loaded)
+        tokens = sum(token is not None for _, token, _ in differing)
         sentence = (
-            f"of {len(targets)} requests with this prompt beside concurrent ones, {len(parted)} differ from it solo "
-            f"in logprobs, {tokens} in tokens"
+            f"of {count} requests with this prompt under load, {len(differing)} differ from it solo in logprobs, "
+            f"{tokens} in tokens"
         )
-        figures = {"requests": float(len(targets)), "logprobs": float(len(parted)), "tokens": float(tokens)}
+        figures = {"requests": float(count), "logprobs": float(len(differing)), "tokens": float(tokens)}
         self._control("company", None, sentence, figures)
-        if parted:
-            self.b.request = targets[min(parted)[2]].request.id
+        if differing:
+            self.b.request = min(differing, key=lambda found: (found[1] is None, found[0]))[2]
 
     def _expect(self, arm: Arm, outcome: Outcome) -> None:
         """Check that a recorded arm is reproduced bit for bit; otherwise the recording is not this machine's."""
@@ -598,7 +513,7 @@ class Search:
             again = f"trace {got} instead of {wanted}, and is traced as it is now"
         self._control(f"tape of {arm.request}", got == wanted, f"{arm.title}: repeated, it is {again}")
 
-    def _controlled(self, last: int | None) -> Site | TraceVerdict | None:
+    def _run_controls(self, last: int | None) -> Site | TraceVerdict | None:
         """Each arm twice with capture, and once forced without: run to run, capture, then the least difference."""
         self.say("coarse pass: each arm twice, with hashes of every position and layer, and once without")
         arms = self.a, self.b
@@ -613,7 +528,7 @@ class Search:
         cost: dict[str, float] = {}
         for arm, initial, (_, session), (_, second) in zip(arms, self._first, once, again, strict=True):
             bare = arm.run(self.engine, Until(arm.request, last))
-            if note := not_again(initial, bare, arm.forced):
+            if note := changed_after_first(initial, bare, arm.forced):
                 self._control("run to run", False, f"arm {arm.title}: {note}")
                 return self._end("run-to-run", notes=[f"arm {arm.title}: {note}"])
             note = logits_at_fault(bare, session)
@@ -641,7 +556,7 @@ class Search:
         site = least_site(*captures, (arm.request, arm.request))
         where = " only in rows of other requests"
         if site is not None:
-            where = f", first at position {site.position}, {place_of(site)}"
+            where = f", first at position {site.position}, {site_in_words(site)}"
         note = f"arm {arm.title}, repeated with the same batches, differs from itself{where}"
         self._control("run to run", False, note)
         if site is not None:
@@ -656,42 +571,42 @@ class Search:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
-    def _until_cured(self, site: Site) -> TraceVerdict:
+    def _until_fixed(self, site: Site) -> TraceVerdict:
         try:
-            return self._cured(site)
+            return self._fixed(site)
         except OutOfTimeError:
-            cures = [families for families, moved in self._tried.items() if moved[0] is None]
-            self.late = late_sentence(min(cures, key=len, default=()))
+            fixes = [families for families, where in self._tried.items() if where is None]
+            self.late = late_sentence(min(fixes, key=len, default=()))
             return self._end("batch-dependent")
 
-    def _cured(self, site: Site) -> TraceVerdict:
+    def _fixed(self, site: Site) -> TraceVerdict:
         """Name a call, replace its family, and repeat."""
 
         def fewest(families: Iterable[str]) -> list[str]:
-            return minimal(list(families), lambda kept: bool(kept) and self._again("left out", kept) is None)
+            return minimal(list(families), lambda kept: bool(kept) and self._substituted("left out", kept) is None)
 
         for number in range(1, _MOST_CULPRITS + 1):
             with self._replaced(self._families):
                 if number > 1 and ("culprit", str(number)) not in self._known:
                     self._pace.check()
-                culprit = self._named(number) or self._name(number, site)
+                culprit = self._on_record(number) or self._name(number, site)
             if culprit is None or not culprit.family or culprit.family in self._families:
                 break
             self._families.append(culprit.family)
-            now = self._again("search", self._families)
+            now = self._substituted("search", self._families)
             if now is None:
                 return self._end("batch-dependent", families=fewest(self._families))
             site = now  # same position as before if the next call in the layer is responsible too
         from nondet.kernels.dispatch.operators import FAMILIES
 
-        if self._again("all", list(FAMILIES)) is None:  # nothing more can be named: do all families together cure it?
+        if self._substituted("all", list(FAMILIES)) is None:
             return self._end("batch-dependent", families=fewest(FAMILIES))
         return self._end("batch-dependent")
 
-    def _named(self, number: int) -> Culprit | None:
+    def _on_record(self, number: int) -> Culprit | None:
         """The culprit of that number, if it is on record and that suffices."""
         record = self._known.get(("culprit", str(number)))
-        if not isinstance(record, Culprit) or (self._script and self.guilty is None):
+        if not isinstance(record, Culprit) or (self._script and self.named is None):
             return None
         self._culprits.append(record)
         self.say(f"on record: {record.sentence}")
@@ -699,33 +614,100 @@ class Search:
 
     def _name(self, number: int, site: Site, *, steady: bool = True) -> Culprit | None:
         """The responsible call there, on record; None if it is the previous one, whose replacement did not help."""
-        self.say(f"fine pass: position {site.position}, {place_of(site)}")
-        naming = Naming(self.model, (self.a, self.b), site, number, list(self._families), self._sweeps)
-        ours = "attention" in self._families or self.impl.startswith("invariant")
-        guilty = name_culprit(self.engine, naming, self._recorded, opaque_attention=ours, steady=steady)
-        if self._culprits and _call_of(guilty.culprit) == _call_of(self._culprits[-1]):
-            self.say(f"unchanged: the replacement does not reach `{guilty.culprit.call}` of {guilty.culprit.module}")
+        self.say(f"fine pass: position {site.position}, {site_in_words(site)}")
+        found = self._compared(number, site, steady=steady)
+        if self._culprits and _call_of(found.culprit) == _call_of(self._culprits[-1]):
+            self.say(f"unchanged: the replacement does not reach `{found.culprit.call}` of {found.culprit.module}")
             return None
-        self._culprits.append(guilty.culprit)
-        self.write(guilty.culprit)
-        self.say(guilty.culprit.sentence)
-        if self.guilty is None and guilty.calls:
-            self.guilty = guilty
-        return guilty.culprit
+        self._culprits.append(found.culprit)
+        self.write(found.culprit)
+        self.say(found.culprit.sentence)
+        if self.named is None and found.calls:
+            self.named = found
+        return found.culprit
 
-    def _again(self, role: str, families: Sequence[str]) -> Site | None:
+    def _compared(self, number: int, site: Site, *, steady: bool) -> NamedCall:
+        """Run both arms to the site, compare their calls, and replay the responsible one.
+
+        The fine pass must reproduce the bits of the coarse one, which led to the site, unless an arm is not `steady`.
+        """
+
+        def unnamed(note: str) -> NamedCall:
+            return NamedCall(unnamed_culprit(site, len(self.a.prompt), note, number, self._families))
+
+        if site.record == "logprob":
+            return unnamed(_SAMPLER)
+        opaque = "attention" in self._families or self.impl.startswith("invariant")
+        shapes: list[StepRecord] = []
+        records: list[StepRecord] = []
+        for arm, owner, before in zip((self.a, self.b), site.owners, self._recorded, strict=True):
+            fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque)
+            arm.run(self.engine, fine)
+            if fine.site is None:
+                return unnamed(f"arm {arm.title} did not compute that position again in the fine pass")
+            if steady and not _agrees(fine.site, before, owner, site):
+                return unnamed(f"arm {arm.title}: {_CAPTURE}")
+            shapes += fine.shapes
+            records.append(fine.site)
+        finding = first_responsible(records[0], records[1], shapes)
+        pair, note = finding.responsible, ""
+        if pair is None:
+            note = _what_is_known(finding)
+            if any(record.limited for record in records):
+                note += "; the copies of that step's tensors reached the memory limit, so not every call was compared"
+        found = unnamed(note)
+        found.culprit = msgspec.structs.replace(found.culprit, unmatched=finding.unmatched, compared=finding.compared)
+        return found if pair is None else self._replayed(found.culprit, pair, records)
+
+    def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:
+        """The named call, repeated by itself."""
+        name = pair.a.key.call.removeprefix("Tensor.")
+        calls: list[RecordedCall] = []
+        parts: list[torch.Tensor] = []
+        for event, record in zip((pair.a, pair.b), records, strict=True):
+            call, first = RecordedCall.of(event, pair, record), event.outputs[0]
+            out = None if first.value is None else select(first.value, pair.roles.get(first.path, ()), record)
+            if call is not None and out is not None:
+                calls.append(call)
+                parts.append(out)
+        kernels: list[list[str]] = []
+        done: list[Replay] = []
+        if len(calls) == 2:
+            kernels = [kernels_of(call, self.model.device.type) for call in calls]
+            done = list(replays(calls[0], calls[1], parts[0], parts[1], name, sweeps=self._sweeps))
+        suggested = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
+        if not suggested and any("keys" in roles for roles in pair.roles.values()):
+            suggested = ["attention"]  # a part of attention: the fix is one order over a request's own keys
+        elif not suggested and not any(r.name == "substitution" for r in done):
+            # it can't be made by itself, or was not: the family that its name suggests is tried in the whole run
+            suggested = list(families_for(name)[:1])
+        culprit = msgspec.structs.replace(
+            culprit,
+            **pair.a.key._asdict(),
+            shapes=[{s.path: list(s.shape) for s in (*e.inputs, *e.outputs)} for e in (pair.a, pair.b)],
+            axes={path: list(roles) for path, roles in pair.roles.items()},
+            digests=_digests(pair, records[0]),
+            differences=dict(pair.unequal),
+            kernels=kernels,
+            replays=done,
+            family=suggested[0] if suggested else "",
+            not_understood=pair.not_understood,
+        )
+        sentence = culprit_sentence(culprit, [r.sizes for r in records])
+        return NamedCall(msgspec.structs.replace(culprit, sentence=sentence), calls if len(calls) == 2 else [])
+
+    def _substituted(self, role: str, families: Sequence[str]) -> Site | None:
         """The whole run with these families replaced in both arms; returns where the arms differ now."""
-        known = self._tried.get(frozenset(families))
-        if known is not None:
-            return known[0]
+        tried = frozenset(families)
+        if tried in self._tried:
+            return self._tried[tried]
         record = self._known.get(("substitution", role, "+".join(families)))
         # if there is a culprit to be named there, the arms are compared again
         enough = role != "search" or ("culprit", str(len(self._culprits) + 1)) in self._known
         if isinstance(record, Substitution) and (record.agree or enough):
             self.say(f"on record: {record.sentence}")
-            moved = None if record.agree else Site(("", ""), record.position, record.layer)
-            self._tried[frozenset(families)] = (moved,)
-            return moved
+            self._tried[tried] = None if record.agree else Site(("", ""), record.position, record.layer)
+            return self._tried[tried]
         self._pace.check()
         self.say(f"substitution: {' and '.join(families)} invariant in both arms, the whole run again")
         with self._pace.timed(), self._replaced(families) as coverage:
@@ -733,9 +715,9 @@ class Search:
             left = sorted({*coverage().at_risk, *coverage().left})
         self._recorded = runs[0][0], runs[1][0]
         site = least_site(*self._recorded, (self.a.request, self.b.request))
-        _, place = first_difference(*(arm.outcome(s) for arm, (_, s) in zip((self.a, self.b), runs, strict=True)))
-        if site is None and place is not None:
-            site = Site((self.a.request, self.b.request), len(self.a.prompt) - 1 + place, "logprob")
+        _, logprob = first_difference(*(arm.outcome(s) for arm, (_, s) in zip((self.a, self.b), runs, strict=True)))
+        if site is None and logprob is not None:
+            site = Site((self.a.request, self.b.request), len(self.a.prompt) - 1 + logprob, "logprob")
         sentence = substitution_sentence(families, site, self._culprits[-1] if role == "search" else None)
         self.write(
             Substitution(
@@ -749,7 +731,7 @@ class Search:
             )
         )
         self.say(sentence)
-        self._tried[frozenset(families)] = (site,)
+        self._tried[tried] = site
         return site
 
     @contextmanager

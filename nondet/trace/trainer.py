@@ -17,7 +17,7 @@ import torch
 
 from nondet.core.records import Difference
 from nondet.sampling.plan import Span, Watcher
-from nondet.trace.align import Finding, first_guilty
+from nondet.trace.align import Finding, first_responsible
 from nondet.trace.capture import (
     CoarseCapture,
     FineCapture,
@@ -25,7 +25,9 @@ from nondet.trace.capture import (
     Sizes,
     Slot,
     StepRecord,
+    add_hooks,
     find_layers,
+    watch_layers,
     wrapped_attention,
 )
 from nondet.trace.replays import families_for
@@ -49,7 +51,7 @@ class Row(NamedTuple):
         return tensor.detach()[self.row, self.start : self.start + self.length]
 
 
-class Place(NamedTuple):
+class Divergence(NamedTuple):
     """The first position where an engine and a trainer differ.
 
     Attributes:
@@ -86,7 +88,7 @@ class Batch(NamedTuple):
     rows: Mapping[str, Row]
 
 
-def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
+def first_differing_call(run: Run, model: Any, batches: Sequence[Batch]) -> Divergence:
     """Compare hashes of all layers, position by position, and then the calls of the layer where they first differ.
     `run` repeats the sampler's session, from an empty engine, with a watcher; each batch's `forward` calls the
     trainer's `model` once."""
@@ -97,25 +99,25 @@ def first_difference(run: Run, model: Any, batches: Sequence[Batch]) -> Place:
     trainers = [_coarse(model, batches) for _ in range(2)]
     for side, (one, two) in (("sampler", engines), ("trainer", trainers)):
         if same_records(one, two) is not None:
-            return Place("", -1, "", unsteady=side)
+            return Divergence("", -1, "", unsteady=side)
     engine, trainer = engines[0], trainers[0]
     common = [name for name in engine.names if name in trainer.names]
     for records in (engine, trainer):
-        places = [records.names.index(name) for name in common]
-        records.rows = {owner: hashes[places] for owner, hashes in records.rows.items()}
+        columns = [records.names.index(name) for name in common]
+        records.rows = {owner: hashes[columns] for owner, hashes in records.rows.items()}
         records.names = common
     sites = [(least_site(engine, trainer, (r, r)), r) for r in requests]
-    found = [(site.position, r, site) for site, r in sites if site is not None]
-    if not found:
-        return Place("", -1, "")
-    _, request, site = min(found, key=lambda one: one[:2])
+    differing = [(site.position, r, site) for site, r in sites if site is not None]
+    if not differing:
+        return Divergence("", -1, "")
+    _, request, site = min(differing, key=lambda one: one[:2])
     batch = next(b for b in batches if request in b.rows)
-    place = _fine(run, model, batch, request, site)
-    if not place.call and site.region != "embedding":
+    found = _fine(run, model, batch, request, site)
+    if not found.call and site.region != "embedding":
         # what is computed before the layers and is not a hidden state, as the rotary embedding, shows in a layer first
         before = _fine(run, model, batch, request, replace(site, record="input"))
-        place = before if before.call else place
-    return place
+        found = before if before.call else found
+    return found
 
 
 def _coarse(model: Any, batches: Sequence[Batch]) -> RowHashes:
@@ -136,27 +138,17 @@ def _coarse(model: Any, batches: Sequence[Batch]) -> RowHashes:
 
         return run
 
-    def end(name: str) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
-            note(name, output.logits if name == "logits" else output[0] if isinstance(output, tuple) else output)
-
-        return hook
-
     with ExitStack() as stack:
-        first = layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: note("input", args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-        )
-        stack.callback(first.remove)
-        for name, module in [*((f"{i}.out", layer) for i, layer in enumerate(layers)), ("logits", model)]:
-            stack.callback(module.register_forward_hook(end(name)).remove)
+        watch_layers(stack, layers, note)
+        add_hooks(stack, model, after=lambda _module, _args, _kwargs, output: note("logits", output.logits))
         stack.enter_context(wrapped_attention(keys))
         for batch in batches:
             rows = batch.rows
             batch.forward()
             records.keep([Span(request, 0, row.length, True) for request, row in rows.items()])
     if "logits" in records.names:  # missing where the trainer computes them outside of the model, in another format
-        place = records.names.index("logits")
-        records.logits = {owner: int(hashes[place]) for owner, hashes in records.rows.items()}
+        column = records.names.index("logits")
+        records.logits = {owner: int(hashes[column]) for owner, hashes in records.rows.items()}
     return records
 
 
@@ -193,7 +185,7 @@ class _Trainer(FineCapture):
         return slots
 
 
-def _fine(run: Run, model: Any, batch: Batch, request: str, site: Site) -> Place:
+def _fine(run: Run, model: Any, batch: Batch, request: str, site: Site) -> Divergence:
     row, engine = batch.rows[request], FineCapture(site.owners[0], site.position, site.region, opaque_attention=True)
     run(engine)
     read = [slot for e in (engine.site.events if engine.site else ()) for slot in e.inputs if slot.path == "keys"]
@@ -201,10 +193,10 @@ def _fine(run: Run, model: Any, batch: Batch, request: str, site: Site) -> Place
     with trainer.attached(model, trainer):
         batch.forward()
     if engine.site is None or trainer.site is None:
-        return Place(request, site.position, site.region)
-    finding = first_guilty(_unmasked(engine.site), _unmasked(trainer.site), engine.shapes)
+        return Divergence(request, site.position, site.region)
+    finding = first_responsible(_unmasked(engine.site), _unmasked(trainer.site), engine.shapes)
     rows = (engine.site.sizes.tokens, row.batch * row.width)
-    return _place(finding, Place(request, site.position, site.region, rows=rows, compared=finding.compared))
+    return _described(finding, Divergence(request, site.position, site.region, rows=rows, compared=finding.compared))
 
 
 def _unmasked(record: StepRecord) -> StepRecord:
@@ -216,10 +208,10 @@ def _unmasked(record: StepRecord) -> StepRecord:
     return replace(record, events=events)
 
 
-def _place(finding: Finding, place: Place) -> Place:
-    if finding.guilty is None:
+def _described(finding: Finding, found: Divergence) -> Divergence:
+    if finding.responsible is None:
         key = finding.after.a.key if finding.after else None
-        return place._replace(after=f"{key.module} {key.call}" if key else "")
-    key = finding.guilty.a.key
+        return found._replace(after=f"{key.module} {key.call}" if key else "")
+    key = finding.responsible.a.key
     family = next(iter(families_for(key.call.removeprefix("Tensor."))), "")
-    return place._replace(**key._asdict(), difference=finding.guilty.unequal[0][1], family=family)
+    return found._replace(**key._asdict(), difference=finding.responsible.unequal[0][1], family=family)

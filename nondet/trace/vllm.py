@@ -9,7 +9,6 @@ Nothing is replaced, and no prefix is cached.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,23 +17,33 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nondet.core.compare import first_difference, memory_of, row_hashes
+from nondet.core.compare import memory_of, row_hashes
 from nondet.core.records import Control, Culprit, Record, TraceVerdict
 from nondet.errors import EngineStoppedError
 from nondet.sampling.plan import Load, Request, Session, Span
-from nondet.trace.align import first_guilty
+from nondet.trace.align import Pair, first_responsible
 from nondet.trace.capture import (
-    Event,
-    EventKey,
     RowHashes,
     Sizes,
     Slot,
     StepRecord,
+    add_hooks,
     find_layers,
     modules_of,
     tensors_in,
+    with_starts,
 )
-from nondet.trace.search import AGREE, Site, culprit_sentence, least_site, place_of, same_records, verdict_sentences
+from nondet.trace.search import (
+    AGREE,
+    Site,
+    culprit_sentence,
+    least_site,
+    same_records,
+    site_in_words,
+    targets_that_differ,
+    unnamed_culprit,
+    verdict_sentences,
+)
 from nondet.vllm.engine import VllmEngine
 
 _MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, which no KV cache fits into; prefills that are named
@@ -71,7 +80,7 @@ def batch_of(runner: Any) -> Iterator[Callable[[], Any]]:
 
 
 class Looker:
-    """Goes into vLLM's process, and returns with what it saw there."""
+    """An object that is sent into vLLM's process, records one round there, and is sent back with its records."""
 
     @contextmanager
     def attached(self, llm: Any, taken: Sequence[Any]) -> Iterator[None]:
@@ -83,7 +92,7 @@ class Looker:
             yield
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
-        """Put the hooks in place; the stack takes them away."""
+        """Add the hooks; closing the stack removes them."""
         raise NotImplementedError
 
 
@@ -97,30 +106,24 @@ class Coarse(RowHashes, Looker):
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the model, its layers, their attention, and what makes logits."""
 
-        def hook(module: Any, before: Any = None, after: Any = None) -> None:
-            if before is not None:
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            if after is not None:
-                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
-
         layers = find_layers(model)
-        hook(model, lambda _, args, kwargs: self._begin(parts(), args, kwargs), self._end)
-        hook(layers[0][1], self._given("input"))
+        add_hooks(stack, model, lambda _, args, kwargs: self._begin(parts(), args, kwargs), self._end)
+        add_hooks(stack, layers[0][1], self._given("input"))
         for i, (path, layer) in enumerate(layers):
-            hook(layer, after=lambda _m, _a, _k, out, i=i: self.note(f"{i}.out", *self._floats(out)))
+            add_hooks(stack, layer, after=lambda _m, _a, _k, out, i=i: self.note(f"{i}.out", *self._floats(out)))
             for name, inner in model.named_modules():
                 if name.startswith(f"{path}.") and type(inner).__name__ == _ATTENTION:
-                    hook(inner, self._given(f"{i}.q", f"{i}.k", f"{i}.v"))
+                    add_hooks(stack, inner, self._given(f"{i}.q", f"{i}.k", f"{i}.v"))
         for _, module in model.named_modules():
             if type(module).__name__ == "LogitsProcessor":
-                hook(module, after=self._logits)
+                add_hooks(stack, module, after=self._logits)
 
     def _begin(self, step: list[Span], args: Any, kwargs: Any) -> None:
         self._step, self._spans = {}, step
         positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
         wanted = [p for span in step for p in range(span.first, span.first + span.rows)]
         if positions is None or positions.dim() != 1 or positions[: len(wanted)].tolist() != wanted:
-            raise RuntimeError("the rows of a step are not where vLLM's schedule says")
+            raise RuntimeError("the rows of a step are not where vLLM's schedule puts them")
 
     def _floats(self, value: Any) -> list[torch.Tensor]:
         rows = sum(span.rows for span in self._spans)
@@ -160,10 +163,9 @@ class Fine(Looker):
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the modules of the region, and a mode that sees the operators inside."""
         recorder = _Recorder(self, model, parts)
-        stack.callback(model.register_forward_pre_hook(recorder.begin).remove)
+        add_hooks(stack, model, recorder.begin)
         for path, module in modules_of(model, self.region):
-            stack.callback(module.register_forward_pre_hook(recorder.enter(path), with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(recorder.leave(path), with_kwargs=True).remove)
+            add_hooks(stack, module, recorder.enter(path), recorder.leave(path))
 
 
 class _Recorder(TorchDispatchMode):
@@ -174,21 +176,18 @@ class _Recorder(TorchDispatchMode):
         self._looker, self._parts = looker, parts
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
         self._open: list[tuple[str, list[Slot]]] = []
-        self._count: Counter[tuple[str, str]] = Counter()
         self._fresh: set[int] = set()  # new storages without contents
         self._tokens = self._row = self._index = self._requests = 0
         self._now: StepRecord | None = None
 
     def begin(self, *_: Any) -> None:
         """Check whether the step is the one to record."""
-        looker, start, self._now = self._looker, 0, None
-        step = self._parts()
-        for index, part in enumerate(step):
+        looker, step, self._now = self._looker, self._parts(), None
+        for index, (start, part) in enumerate(with_starts(step)):
             if part.request == looker.request and part.first <= looker.position < part.first + part.rows:
                 self._row, self._index = start + looker.position - part.first, index
                 self._tokens, self._requests, looker.step = sum(p.rows for p in step), len(step), step
                 looker.record = self._now = StepRecord(_CUT, 0, range(0), 0, cut=True)
-            start += part.rows
 
     def enter(self, path: str) -> Callable[..., None]:
         """At the beginning of a module; the first one turns the mode on."""
@@ -210,7 +209,7 @@ class _Recorder(TorchDispatchMode):
                 if not self._open:
                     self.__exit__(None, None, None)
                 with _disable_current_modes():
-                    self._add(path, type(module).__name__, slots, self._slots({"out": output}))
+                    self._now.add(path, type(module).__name__, slots, self._slots({"out": output}))
 
         return hook
 
@@ -230,21 +229,16 @@ class _Recorder(TorchDispatchMode):
         inputs = self._slots(read)
         out = func(*args, **kwargs)
         results = {"out": out} | {name: given[name] for name in sorted(written) if name in given}
-        self._add(self._open[-1][0], schema.name, inputs, self._slots(results))
+        if self._now is not None:
+            self._now.add(self._open[-1][0], schema.name, inputs, self._slots(results))
         return out
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether nothing was written to it yet; from now on something is."""
-        place = memory_of(tensor)
-        known = place in self._fresh
-        self._fresh.discard(place)
+        storage = memory_of(tensor)
+        known = storage in self._fresh
+        self._fresh.discard(storage)
         return known
-
-    def _add(self, module: str, call: str, inputs: list[Slot], outputs: list[Slot]) -> None:
-        if self._now is not None:
-            occurrence = self._count[module, call]
-            self._count[module, call] += 1
-            self._now.events.append(Event(EventKey(module, call, occurrence), inputs, outputs))
 
     def _slots(self, value: Any) -> list[Slot]:
         """The tensors, cut to the position's rows if their first axis counts tokens."""
@@ -331,12 +325,13 @@ class VllmTrace:
             site = min((s for s in sites if s is not None), key=lambda s: s.position, default=None)
             if site is None and not request:
                 others = len(self._arms[1]) - 1
-                return self._verdict("no divergence observed", notes=[f"{AGREE}, beside {others} other requests"])
+                return self._verdict("no divergence observed", notes=[f"{AGREE}, alongside {others} other requests"])
             if site is None:
+                nowhere = Site((target, request), -1, "logits")
                 note = "hidden states and logits agree and logprobs do not: what differs is vLLM's own softmax"
-                return self._verdict("batch-dependent", [self._culprit((target, request), note=note)])
-            self._say(f"the calls at position {site.position}, {place_of(site)}")
-            return self._named(site)
+                return self._verdict("batch-dependent", [unnamed_culprit(nowhere, self._prompt, note)])
+            self._say(f"the calls at position {site.position}, {site_in_words(site)}")
+            return self._compared(site)
 
     def _run_to_run(self, note: str) -> TraceVerdict:
         self._control("run to run", False, note)
@@ -351,57 +346,41 @@ class VllmTrace:
 
     def _chosen(self, solo: Session, loaded: Session) -> str:
         """The first target that differs from the solo one; "" where none does."""
-        alone = solo.outcomes[0]
-        targets = [o for o in loaded.outcomes if o.request.target]
-        places = [(first_difference(alone, o)[1], o.request.id) for o in targets]
-        parted = [(place, name) for place, name in places if place is not None]
-        sentence = (
-            f"of {len(targets)} requests with this prompt beside concurrent ones, {len(parted)} differ from it solo"
-        )
-        self._control("company", None, sentence, {"requests": len(targets), "logprobs": len(parted)})
-        return min(parted)[1] if parted else ""
+        count = sum(o.request.target for o in loaded.outcomes)
+        differing = targets_that_differ(solo.outcomes[0], loaded)
+        sentence = f"of {count} requests with this prompt under load, {len(differing)} differ from it solo"
+        self._control("company", None, sentence, {"requests": count, "logprobs": len(differing)})
+        return min((logprob, name) for logprob, _, name in differing)[1] if differing else ""
 
-    def _named(self, site: Site) -> TraceVerdict:
+    def _compared(self, site: Site) -> TraceVerdict:
+        """Name the responsible call at the position where the arms first differ."""
         lookers = [Fine(owner, site.position, site.region) for owner in site.owners]
         for arm, looker in zip(self._arms, lookers, strict=True):
             self._run(arm, looker)
         one, two = (looker.record for looker in lookers)
         if one is None or two is None:
             note = "an arm did not compute that position again"
-            return self._verdict("batch-dependent", [self._culprit(site.owners, site, note=note)])
-        finding = first_guilty(one, two, [])
-        if finding.guilty is None:
+            return self._verdict("batch-dependent", [unnamed_culprit(site, self._prompt, note)])
+        finding = first_responsible(one, two, [])
+        if finding.responsible is None:
             note = f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
-            return self._verdict("batch-dependent", [self._culprit(site.owners, site, note=note)])
-        pair = finding.guilty
-        key, tokens = pair.a.key, [sum(part.rows for part in looker.step) for looker in lookers]
-        ran = [
-            []
-            if "::" in key.call
-            else [e.key.call for e in record.events if e.key.module == key.module and "::" in e.key.call]
-            for record in (one, two)
-        ]
+            return self._verdict("batch-dependent", [unnamed_culprit(site, self._prompt, note)])
+        pair = finding.responsible
+        tokens = [sum(part.rows for part in looker.step) for looker in lookers]
         given = [
             slot for slot in pair.a.inputs if not slot.weight and slot.dtype.is_floating_point and len(slot.shape) > 1
         ]
         culprit = msgspec.structs.replace(
-            self._culprit(site.owners, site), **key._asdict(), differences=dict(pair.unequal), kernels=ran,
+            unnamed_culprit(site, self._prompt, ""), **pair.a.key._asdict(), differences=dict(pair.unequal),
+            kernels=[_operators_in(pair, record) for record in (one, two)],
             shapes=[{slot.path: [count, *slot.shape[1:]] for slot in given} for count in tokens],
             axes={slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given},
             unmatched=finding.unmatched, compared=finding.compared, not_understood=pair.not_understood,
         )  # fmt: skip
         sizes = [Sizes(count, 0, 0) for count in tokens]
         culprit = msgspec.structs.replace(culprit, sentence=culprit_sentence(culprit, sizes))
-        self._control("step", None, _beside(lookers[1]))
+        self._control("step", None, _alongside(lookers[1]))
         return self._verdict("batch-dependent", [culprit])
-
-    def _culprit(self, owners: Sequence[str], site: Site | None = None, note: str = "") -> Culprit:
-        position = site.position if site else -1
-        return Culprit(
-            number=1, replaced=[], position=position, token=max(-1, position - self._prompt + 1),
-            layer=site.region if site else "head", requests=[*owners],
-            sentence=f"position {position}, {place_of(site)}: {note}" if site else note,
-        )  # fmt: skip
 
     def _control(self, name: str, passed: bool | None, sentence: str, figures: dict[str, float] | None = None) -> None:
         self.write(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))
@@ -416,14 +395,22 @@ class VllmTrace:
         )
 
 
+def _operators_in(pair: Pair, record: StepRecord) -> list[str]:
+    """The operators that an arm's module called, where the responsible call is a module; they are its kernels."""
+    key = pair.a.key
+    if "::" in key.call:
+        return []
+    return [event.key.call for event in record.events if event.key.module == key.module and "::" in event.key.call]
+
+
 def _answers(session: Session) -> list[tuple[list[int], bytes]]:
     return [(o.token_ids, o.logprobs) for o in session.outcomes]
 
 
-def _beside(looker: Fine) -> str:
+def _alongside(looker: Fine) -> str:
     """The other requests of the step, prefills first, because a decode seldom runs with one."""
     others = [part for part in looker.step if part.request != looker.request]
     prefills = [f"{part.request} ({part.rows} tokens from position {part.first})" for part in others if part.rows > 1]
-    text = f"beside {looker.request} that step computed {len(others) - len(prefills)} requests' next tokens"
+    text = f"alongside {looker.request} that step computed {len(others) - len(prefills)} requests' next tokens"
     listed = ", ".join(prefills[:_LISTED]) + (", ..." if len(prefills) > _LISTED else "")
     return f"{text} and prefills of {listed}" if prefills else f"{text} and no prefill"

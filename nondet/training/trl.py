@@ -133,13 +133,13 @@ class Watch(ExitStack):
         self.settle()
         if self._pairs:
             sampler, trainer = (torch.cat(side) for side in zip(*self._pairs, strict=True))
-            told = {name: values[-1] for name, values in self._trainer._metrics["train"].items() if values}
+            metrics = {name: values[-1] for name, values in self._trainer._metrics["train"].items() if values}
             groups = self._step["rollouts"] // self._trainer.num_generations
             self._pending = TrainingStep(
-                impl=self._impl, seed=self._trainer.args.seed, step=number - 1, reward=told.get("reward"),
-                entropy=told.get("entropy"), groups=groups, flat=round(groups * told.get("frac_reward_zero_std", 0.0)),
-                weights_digest=weights_digest(self._model), train_seconds=time.perf_counter() - self._since,
-                **self._step, **apart(sampler, trainer),
+                impl=self._impl, seed=self._trainer.args.seed, step=number - 1, reward=metrics.get("reward"),
+                entropy=metrics.get("entropy"), groups=groups, weights_digest=weights_digest(self._model),
+                flat=round(groups * metrics.get("frac_reward_zero_std", 0.0)),
+                train_seconds=time.perf_counter() - self._since, **self._step, **apart(sampler, trainer),
             )  # fmt: skip
         self._fresh, self._pairs = False, []
 

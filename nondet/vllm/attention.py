@@ -99,7 +99,7 @@ def pieces_of(starts: list[int], lengths: list[int] | None, longest: int, heads:
 
 
 @triton.jit(do_not_specialize=["stride", "page_step"])
-def places_kernel(cu_ptr, table_ptr, out_ptr, stride, page_step, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # Triton reads annotations itself
+def key_index_kernel(cu_ptr, table_ptr, out_ptr, stride, page_step, PAGE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # Triton reads annotations itself
     """out[cu[r] + j] = page_step table[r, j // PAGE] + j % PAGE: key j of request r is that token of the cache."""
     r = tl.program_id(0)
     first = tl.load(cu_ptr + r)
@@ -135,7 +135,7 @@ class SegmentsMetadata(FlashAttentionMetadata):
     pieces: list[Piece] = field(default_factory=list)
     bounds: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of a piece: cu_q and cu_k
     # of a chunk that is computed by itself, by its request
-    places: dict[int, torch.Tensor] = field(default_factory=dict)
+    token_index: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class SegmentsBuilder(FlashAttentionMetadataBuilder):
@@ -179,7 +179,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         page = self.block_size
         step = page if IN_ROWS else 2 * page
         sizes = {"PAGE": page, "BLOCK": 1024}
-        launch(places_kernel, grid, (self.cu_k, table, self.key_index), (table.stride(0), step), sizes)
+        launch(key_index_kernel, grid, (self.cu_k, table, self.key_index), (table.stride(0), step), sizes)
         meta.cu_k, meta.key_index = self.cu_k[: n + 1], self.key_index
         if meta.max_query_len <= 1:
             meta.pieces = [Piece(0, n, 1, meta.max_seq_len)]
@@ -196,7 +196,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
             for piece in meta.pieces:
                 if piece.dense is not None:
                     pages = table[piece.first, : -(-piece.keys // page), None] * step
-                    meta.places[piece.first] = (pages + token).flatten()[: piece.keys]
+                    meta.token_index[piece.first] = (pages + token).flatten()[: piece.keys]
         ranges = [slice(piece.first, piece.last + 1) for piece in meta.pieces]
         meta.bounds = [(meta.query_start_loc[one], meta.cu_k[one]) for one in ranges]
         return meta
@@ -215,7 +215,7 @@ def reserve(model: torch.nn.Module, config: Any) -> None:
     keys = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
     device = next(model.parameters()).device
     RESERVED[:] = [_index(keys, device) for _ in range(groups)]
-    log(f"attention keeps {groups} times {4 * keys / 2**20:,.0f} MiB for where keys lie: a number a key of a step.")
+    log(f"attention keeps {groups} times {4 * keys / 2**20:,.0f} MiB for the index of each key of a step.")
 
 
 def ways_of(
@@ -226,7 +226,7 @@ def ways_of(
     halves = cache.view(32, impl.num_kv_heads, -1).split(impl.head_size, -1) if IN_ROWS else (cache[:32], cache[32:])
     k, v = map(as_dense, halves)
     q = as_dense(cache.new_zeros(1, impl.num_heads, impl.head_size))
-    places = torch.zeros(1, dtype=torch.int32, device=device)
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
     decodes = [(n, 1) for n in dict.fromkeys((*(2**i for i in range(requests.bit_length())), requests))]
     ways: dict[Way, Call] = {}
     for count, queries in [*decodes, (1, 2), (1, 128), (1, 4096), (8, 128)]:
@@ -234,7 +234,7 @@ def ways_of(
             (*(2**i for i in range((longest // SEGMENT).bit_length())), -(-longest // SEGMENT))
         ):
             keys = min(segments * SEGMENT, longest)
-            call = impl.call((q, k, v, torch.empty_like(q)), (count, queries, keys), (places,) * 3, page)
+            call = impl.call((q, k, v, torch.empty_like(q)), (count, queries, keys), (zeros,) * 3, page)
             ways.setdefault(way_for(call), call)
     # other numbers of requests and keys choose the same blocks with other spans: every power of two up to theirs
     steps = [(way, call) for way, call in ways.items() if call.tq == 1]
@@ -268,11 +268,11 @@ def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, 
     return count
 
 
-def warmed(*asked: Any) -> None:
+def warmed(*args: Any) -> None:
     """`warm`, and a line of the log with its cost."""
     began = time.perf_counter()
     with first_uses() as uses:
-        what = f"attention in {warm(*asked)} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
+        what = f"attention in {warm(*args)} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
     log(f"{what}, in {time.perf_counter() - began:.1f} s.")
 
 
@@ -364,8 +364,8 @@ class SegmentsImpl(FlashAttentionImpl):
             first, last = piece.first, piece.last
             if piece.dense is not None:
                 begin, end = piece.dense
-                places = meta.places[first]
-                gathered = (as_dense(x.index_select(0, places)) for x in flat_of(kv_cache)[1:])
+                tokens = meta.token_index[first]
+                gathered = (as_dense(x.index_select(0, tokens)) for x in flat_of(kv_cache)[1:])
                 done = attention(as_dense(query[begin:end]), *gathered, scale=self.scale)
                 out[begin:end].copy_(done[0].transpose(0, 1))
                 continue

@@ -29,7 +29,7 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Outcome, Request, Session
 from nondet.sampling.ranks import model_folder
 from nondet.sampling.schedule import run_lengths
-from nondet.vllm import ASKED, OWN, WRITTEN
+from nondet.vllm import ENABLED, OWN, WRITTEN
 
 # implementation -> vLLM's own flag, the plugin's
 WAYS = {"stock": ("0", "0"), "vllm-invariant": ("1", "0"), "invariant": ("1", "1")}
@@ -169,7 +169,7 @@ def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mappin
             return taken[-1]
 
         scheduler.schedule = schedule
-        if environment[ASKED] == "1" and f"{__package__}.plugin" not in sys.modules:
+        if environment[ENABLED] == "1" and f"{__package__}.plugin" not in sys.modules:
             raise UserError("vLLM did not load nondet's plugin", "VLLM_PLUGINS, if set, must name nondet.")
         pipe.send(("ready", vllm.__version__))
         while True:
@@ -225,10 +225,10 @@ class VllmEngine:
     @contextmanager
     def implementation(self, name: str) -> Iterator[Callable[[], Counter[str]]]:
         """Start vLLM under the implementation: one of `WAYS`. Raises UserError: it did not start, with its reason."""
-        own, asked = WAYS[name]
+        own, enabled = WAYS[name]
         with tempfile.TemporaryDirectory(prefix="nondet-vllm-") as scratch:
             log, coverage = Path(scratch) / "vllm.log", Path(scratch) / "coverage.jsonl"
-            environment = _QUIET | {OWN: own, ASKED: asked, WRITTEN: str(coverage)}
+            environment = _QUIET | {OWN: own, ENABLED: enabled, WRITTEN: str(coverage)}
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
             settings = (theirs, str(log), environment, self._arguments, list(self._loaded.eos))

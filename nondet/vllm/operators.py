@@ -43,7 +43,7 @@ _MOST_BOUND = 2**16
 _ALIGNED = 256  # bytes to which every allocation is aligned
 
 _counts: list[int] = []
-_met: set[int] | None = None  # addresses of the weights that operators ran with; None while not watching
+_ran: set[int] | None = None  # addresses of the weights that operators ran with; None while not watching
 _bound: dict[tuple[Any, ...], Product] = {}
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address of a weight -> the layer that keeps its kernel
 
@@ -64,29 +64,29 @@ def use_counts(counts: Iterable[int]) -> None:
     _bound.clear()
 
 
-def room_for(rows: int) -> int:
+def padded_rows(rows: int) -> int:
     """The next certified number of rows; above the last a multiple of `_COARSE`, which is proven at its first use."""
-    place = bisect.bisect_left(_counts, rows)
-    return _counts[place] if place < len(_counts) else -(-rows // _COARSE) * _COARSE
+    index = bisect.bisect_left(_counts, rows)
+    return _counts[index] if index < len(_counts) else -(-rows // _COARSE) * _COARSE
 
 
 def watch() -> None:
-    """From now on record the weights with which the operators below run, until `not_met`."""
-    global _met
-    _met = set()
+    """From now on record the weights with which the operators below run, until `not_run`."""
+    global _ran
+    _ran = set()
 
 
 def note(weight: torch.Tensor) -> None:
     """Record, while watching, that an operator ran with this weight."""
-    if _met is not None:
-        _met.add(weight.data_ptr())
+    if _ran is not None:
+        _ran.add(weight.data_ptr())
 
 
-def not_met(weights: Mapping[str, torch.Tensor]) -> list[str]:
+def not_run(weights: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of the weights that no operator ran with since `watch`, which ends here; none without `watch`."""
-    global _met
-    met, _met = _met, None
-    return [] if met is None else [name for name, weight in weights.items() if weight.data_ptr() not in met]
+    global _ran
+    ran, _ran = _ran, None
+    return [] if ran is None else [name for name, weight in weights.items() if weight.data_ptr() not in ran]
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,15 +105,15 @@ def padded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
     """compute(rows [m, K]) -> [m, N] of x [..., K], at a certified m -> [..., N]."""
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
-    room = room_for(count)
-    if room != count:
-        wide = rows.new_empty((room, rows.shape[1]))
+    wanted = padded_rows(count)
+    if wanted != count:
+        wide = rows.new_empty((wanted, rows.shape[1]))
         wide[:count].copy_(rows)
         rows = wide
     elif not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:
-        rows = rows.clone(memory_format=torch.contiguous_format)  # certified calls begin at such an address
+        rows = rows.clone(memory_format=torch.contiguous_format)  # certified calls begin at an aligned address
     out = compute(rows)
-    out = out[:count] if room != count else out
+    out = out[:count] if wanted != count else out
     return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -279,7 +279,7 @@ def certify_product(weight: torch.Tensor, bias: torch.Tensor | None, counts: Seq
 _KINDS = ("bell", "wide", "outlier", "cancel")
 
 
-def stands_alone(
+def first_size_that_differs(
     compute: Callable[[torch.Tensor], torch.Tensor],
     width: int,
     dtype: torch.dtype,
@@ -297,9 +297,9 @@ def stands_alone(
             whole[kind] = (drawn, compute(drawn))
         for rows in counts:
             claim = Claim("own kernel", f"M={rows} of {most}", partial(_from, compute, rows))
-            places = [(kind, start) for kind in _KINDS for start in sorted({0, most - rows})]
-            asked = ((f"{kind} from row {start}", (*whole[kind], start)) for kind, start in places)
-            known = prove([claim], lambda x, large, start, n=rows: large[start : start + n], asked, kept)[0]
+            starts = [(kind, start) for kind in _KINDS for start in sorted({0, most - rows})]
+            cases = ((f"{kind} from row {start}", (*whole[kind], start)) for kind, start in starts)
+            known = prove([claim], lambda x, large, start, n=rows: large[start : start + n], cases, kept)[0]
             if known is None:
                 raise RuntimeError(f"M={rows}: {kept.aside().get(claim[:2], 'out of memory')}")
             if not known:
@@ -307,7 +307,7 @@ def stands_alone(
     return None
 
 
-def sum_over_ranks_stands(
+def first_sum_that_differs(
     group: Any,
     capture: Callable[[Any], Any],
     width: int,
@@ -315,8 +315,9 @@ def sum_over_ranks_stands(
     counts: Sequence[int],
     graphs: Sequence[int],
 ) -> int | None:
-    """`stands_alone` of vLLM's sum over ranks, whose order may depend on the message's size and a number's position in
-    it. Raises Exception: it failed, perhaps on this rank only: then the others wait in a sum until this process ends.
+    """As `first_size_that_differs`, of vLLM's sum over ranks, whose order may depend on the message's size and a
+    number's position in it. Raises Exception: it failed, perhaps on this rank only: then the others wait in a sum until
+    this process ends.
 
     Args:
         group: vLLM's GroupCoordinator. All ranks call this, with the same arguments.
@@ -341,10 +342,10 @@ def sum_over_ranks_stands(
         mine = x.roll(group.rank_in_group, -1)
         mine[:, 0] = -0.0  # on all ranks: adding to a local zero, or using -0.0 for "not there yet", loses the sign
         again = replayed if device.type == "cuda" and len(x) in graphs else group.all_reduce
-        # every rank compares the bits of all, so that all decide alike, and none waits for another
+        # every rank compares the bits of all, so that all decide the same, and none waits for another
         return group.all_gather(torch.cat((group.all_reduce(mine), again(mine)), -1), -1)
 
-    return stands_alone(summed, width, dtype, device, counts)
+    return first_size_that_differs(summed, width, dtype, device, counts)
 
 
 def _from(
@@ -393,18 +394,14 @@ def width_of(layer: Any) -> int:
 # FP8 layers by another kernel than their own.
 
 # vLLM's kernels whose weights are stored as they were loaded: by columns [K, N], or in blocks [N, K]
-_BY_ROWS = frozenset(
-    (
-        *("CutlassFP8ScaledMMLinearKernel", "FlashInferFP8ScaledMMLinearKernel"),
-        *(f"{kind}TorchFP8ScaledMMLinearKernel" for kind in ("PerTensor", "ChannelWise", "RowWise")),
-    )
-)
-_IN_BLOCKS = frozenset(
-    (
-        *("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel"),
-        "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
-    )
-)
+_BY_ROWS = {
+    "CutlassFP8ScaledMMLinearKernel", "FlashInferFP8ScaledMMLinearKernel", "PerTensorTorchFP8ScaledMMLinearKernel",
+    "ChannelWiseTorchFP8ScaledMMLinearKernel", "RowWiseTorchFP8ScaledMMLinearKernel",
+}  # fmt: skip
+_IN_BLOCKS = {
+    "CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel",
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+}  # fmt: skip
 _GIVEN = ("input_scale", "input_scale_ub")  # of a layer: the one scale of its activations, the limit of theirs
 _SCALES = "nondet_scales"  # of a replaced layer: [1, N], or in blocks [K / 128, N / 128]
 
@@ -433,14 +430,14 @@ def unfit_scaled(layer: Any) -> str:
         "one scale for all activations of a step": not blocks
         and not quantizer.static
         and not quantizer.use_per_token_if_dynamic,
-        "a weight that lies otherwise, or is filled up": (tuple(weight.shape), weight.stride())
+        "a weight of another layout, or padded": (tuple(weight.shape), weight.stride())
         != (((N, K), (K, 1)) if blocks else ((K, N), (1, K))),
         f"scales of {scales.dtype} in {list(scales.shape)}": scales.dtype != torch.float32
         or (tuple(scales.shape) != shape if blocks else scales.numel() not in (1, N)),
         "activations in other shares than 128": blocks
         and (K % BLOCK > 0 or getattr(quantizer, "group_size", 0) != BLOCK or quantizer.use_ue8m0),
     }
-    return ", ".join(what for what, stands in faults.items() if stands)
+    return ", ".join(what for what, applies in faults.items() if applies)
 
 
 def _scales_of(layer: Any) -> torch.Tensor:
@@ -452,7 +449,7 @@ def replace_scaled(
     layer: Any, counts: Sequence[int], dtype: torch.dtype, known: dict[tuple[Any, ...], Certified]
 ) -> None:
     """Give a layer our product, proven at each of these numbers of rows; layers of one layout, a key of `known`, once.
-    Raises NotImplementedError: no member is proven here, or the whole has other bits at some number of rows."""
+    Raises NotImplementedError: no member is proven here, or the whole has different bits at some number of rows."""
     scales, weight = _scales_of(layer), layer.weight.data
     scales = scales.t() if _in_blocks(weight) else scales.reshape(1, -1).expand(1, weight.shape[1])
     bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
@@ -462,9 +459,9 @@ def replace_scaled(
     def prove_all() -> None:
         for rows in counts:
             scaled_product(torch.zeros(rows, width, dtype=dtype, device=weight.device), *given)
-        failed = stands_alone(lambda x: scaled_product(x, *given), width, dtype, weight.device, counts)
+        failed = first_size_that_differs(lambda x: scaled_product(x, *given), width, dtype, weight.device, counts)
         if failed is not None:
-            raise NotImplementedError(f"its product gives a row other bits at M={failed} than at M={counts[-1]}")
+            raise NotImplementedError(f"its product gives a row different bits at M={failed} and M={counts[-1]}")
 
     width = layer.input_size_per_partition
     if key not in known:

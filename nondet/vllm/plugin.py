@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nondet.errors import UserError, one_line
 from nondet.version import VERSION
-from nondet.vllm import ALLOWED, ASKED, OWN, WRITTEN, log
+from nondet.vllm import ALLOWED, ENABLED, OWN, WRITTEN, log
 
 if TYPE_CHECKING:
     from nondet.core.records import LayerStanding
@@ -36,10 +36,10 @@ _BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # 1: no torch.compile. From 0.31 on
 _STOCK = "Unset NONDET_BATCH_INVARIANT to run vLLM as it is."
 
 
-class Seam(NamedTuple):
-    """A hook: "module:attribute" in vLLM that the plugin relies on, and the names of its parameters there."""
+class Patched(NamedTuple):
+    """A function of vLLM that the plugin replaces or relies on: "module:attribute", and its parameters' names."""
 
-    place: str
+    path: str
     takes: str
 
 
@@ -51,54 +51,54 @@ _SUM = "vllm.distributed.parallel_state:GroupCoordinator._all_reduce_out_place"
 _OURS = "_nondet_proven"  # set on a router and on a layer of experts that nondet's kernels compute
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 SHAPE = f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape"
-SEAMS = (
-    Seam(f"{_LAYERS}.linear:UnquantizedLinearMethod.apply", "self layer x bias"),
-    Seam(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "self layer x bias"),
-    Seam(_APPLY, "self layer x topk_weights topk_ids shared_experts shared_experts_input"),
-    Seam(_ROUTING, "self hidden_states router_logits indices_type input_ids"),
-    Seam(
+PATCHED = (
+    Patched(f"{_LAYERS}.linear:UnquantizedLinearMethod.apply", "self layer x bias"),
+    Patched(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "self layer x bias"),
+    Patched(_APPLY, "self layer x topk_weights topk_ids shared_experts shared_experts_input"),
+    Patched(_ROUTING, "self hidden_states router_logits indices_type input_ids"),
+    Patched(
         "vllm.utils.torch_utils:direct_register_custom_op",
         "op_name op_func mutates_args fake_impl target_lib dispatch_key tags",
     ),
-    *(Seam(f"{_LAYERS}.layernorm:{n}.forward_{by}", "self x residual") for n in _NORMS for by in ("native", "cuda")),
-    Seam(f"{_LAYERS}.activation:SiluAndMul.forward_cuda", "self x"),
-    Seam("vllm.v1.attention.backends.registry:register_backend", "backend class_path is_mamba"),
-    Seam(SHAPE, "num_blocks block_size num_kv_heads head_size cache_dtype_str"),
-    Seam(f"{_FLASH}:FlashAttentionMetadataBuilder.__init__", "self kv_cache_spec layer_names vllm_config device"),
-    Seam(f"{_FLASH}:FlashAttentionMetadataBuilder.build", "self common_prefix_len common_attn_metadata fast_build"),
-    Seam(
+    *(Patched(f"{_LAYERS}.layernorm:{n}.forward_{by}", "self x residual") for n in _NORMS for by in ("native", "cuda")),
+    Patched(f"{_LAYERS}.activation:SiluAndMul.forward_cuda", "self x"),
+    Patched("vllm.v1.attention.backends.registry:register_backend", "backend class_path is_mamba"),
+    Patched(SHAPE, "num_blocks block_size num_kv_heads head_size cache_dtype_str"),
+    Patched(f"{_FLASH}:FlashAttentionMetadataBuilder.__init__", "self kv_cache_spec layer_names vllm_config device"),
+    Patched(f"{_FLASH}:FlashAttentionMetadataBuilder.build", "self common_prefix_len common_attn_metadata fast_build"),
+    Patched(
         f"{_FLASH}:FlashAttentionImpl.__init__",
         "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
         "attn_type kv_sharing_target_layer_name sinks",
     ),
-    Seam(
+    Patched(
         f"{_FLASH}:FlashAttentionImpl.forward",
         "self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
     ),
-    Seam(f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update", "self layer key value kv_cache slot_mapping"),
-    Seam("vllm.engine.arg_utils:EngineArgs.create_engine_config", "self usage_context headless"),
-    Seam(_SUM, "self input_"),
-    Seam("vllm.v1.worker.gpu_worker:Worker.load_model", "self load_dummy_weights"),
-    Seam("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "self"),
-    Seam("vllm.v1.worker.gpu_worker:Worker.reload_weights", "self args kwargs"),
-    Seam("vllm.v1.worker.gpu_worker:Worker.update_weights", "self update_info"),
-    Seam("vllm.v1.worker.gpu_worker:Worker.sleep", "self level"),
-    Seam("vllm.v1.worker.gpu_worker:Worker.add_lora", "self lora_request"),
+    Patched(f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update", "self layer key value kv_cache slot_mapping"),
+    Patched("vllm.engine.arg_utils:EngineArgs.create_engine_config", "self usage_context headless"),
+    Patched(_SUM, "self input_"),
+    Patched("vllm.v1.worker.gpu_worker:Worker.load_model", "self load_dummy_weights"),
+    Patched("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "self"),
+    Patched("vllm.v1.worker.gpu_worker:Worker.reload_weights", "self args kwargs"),
+    Patched("vllm.v1.worker.gpu_worker:Worker.update_weights", "self update_info"),
+    Patched("vllm.v1.worker.gpu_worker:Worker.sleep", "self level"),
+    Patched("vllm.v1.worker.gpu_worker:Worker.add_lora", "self lora_request"),
 )
 # Where a missing hook is in later versions: from 0.29 on a backend is queried for a layout, and gives no shape.
-MOVED = {SHAPE: Seam("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
+MOVED = {SHAPE: Patched("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
 _HOOK = "_of_nondet"
 _NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
 _done: list[int] = []  # the process that has registered: a fork inherits the patches, and patches nothing again
 
 
-def asked() -> bool:
+def enabled() -> bool:
     """Whether the environment enables the plugin. Raises UserError: an invalid value."""
-    value = os.environ.get(ASKED, "")
+    value = os.environ.get(ENABLED, "")
     if value not in ("", "0") and not hasattr(sys.excepthook, _HOOK):
         _say_in_one_line(sys.excepthook)
     if value not in ("", "0", "1"):
-        raise UserError(f"{ASKED}={one_line(value, 40)} makes no sense", "Set it to 1, or unset it.")
+        raise UserError(f"{ENABLED}={one_line(value, 40)} makes no sense", "Set it to 1, or unset it.")
     return value == "1"
 
 
@@ -120,7 +120,7 @@ def register() -> None:
     no NVIDIA GPU, a vLLM whose signatures do not fit, or another plugin in the way."""
     before = {name: os.environ.get(name) for name in (OWN, _BREAKABLE)}
     try:
-        if asked() and not _done:
+        if enabled() and not _done:
             _register()
     except BaseException:
         for name, value in before.items():
@@ -135,28 +135,29 @@ def register() -> None:
 
 def _register() -> None:
     if sys.platform != "linux":
-        raise UserError(f"{ASKED}=1 needs Linux and an NVIDIA GPU, this is {sys.platform}", _STOCK)
+        raise UserError(f"{ENABLED}=1 needs Linux and an NVIDIA GPU, this is {sys.platform}", _STOCK)
     import vllm
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
-        raise UserError(f"{ASKED}=1 needs an NVIDIA GPU, vLLM runs on {current_platform.device_type} here", _STOCK)
+        raise UserError(f"{ENABLED}=1 needs an NVIDIA GPU, vLLM runs on {current_platform.device_type} here", _STOCK)
     if os.environ.get(OWN, "1") not in ("", "1"):
-        raise UserError(f"{ASKED}=1 and {OWN}={os.environ[OWN]} exclude each other", f"Unset {OWN}.")
+        raise UserError(f"{ENABLED}=1 and {OWN}={os.environ[OWN]} exclude each other", f"Unset {OWN}.")
     os.environ[OWN] = "1"  # before modules are loaded that read it once
     os.environ.setdefault(_BREAKABLE, "0")
-    _install(check_seams())
+    _install(check_patched())
     _done.append(os.getpid())
     log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
     if vllm.__version__ not in TRIED:
-        log(f"vLLM {vllm.__version__} has every seam, and was never run under nondet: {' and '.join(TRIED)} were.")
+        fits = f"vLLM {vllm.__version__} has every function that nondet replaces"
+        log(f"{fits}, and was never run under nondet: {' and '.join(TRIED)} were.")
 
 
-def seam_at(place: str) -> Any:
+def object_at(path: str) -> Any:
     """The object at "module:attribute.attribute". Raises ImportError or AttributeError."""
-    module, _, path = place.partition(":")
+    module, _, names = path.partition(":")
     found = importlib.import_module(module)
-    for name in path.split("."):
+    for name in names.split("."):
         found = getattr(found, name)
     return found
 
@@ -178,43 +179,43 @@ def owner_of(found: Any) -> str:
     return str(found.__module__ if inspect.isfunction(found) else type(found).__module__)
 
 
-def check_seams() -> dict[str, Any]:
-    """Every hook's object by its place. Raises UserError: one is missing, takes other parameters, or was replaced."""
+def check_patched() -> dict[str, Any]:
+    """The objects of `PATCHED` by path. Raises UserError: one is missing, takes other parameters, or was replaced."""
     import vllm
 
     found = {}
-    for place, takes in SEAMS:
+    for path, takes in PATCHED:
         try:
             try:
-                found[place] = seam_at(place)
+                found[path] = object_at(path)
             except AttributeError:
-                if place not in MOVED:
+                if path not in MOVED:
                     raise
-                later, takes = MOVED[place]
-                found[place] = seam_at(later)
-            taken = parameters(found[place])
+                later, takes = MOVED[path]
+                found[path] = object_at(later)
+            taken = parameters(found[path])
         except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise _misfit(vllm.__version__, f"{place} is not there ({type(error).__name__})") from error
+            raise _misfit(vllm.__version__, f"{path} is not there ({type(error).__name__})") from error
         if taken != takes:
-            raise _misfit(vllm.__version__, f"{place} takes ({taken}), not ({takes})")
-        owner = owner_of(found[place])
+            raise _misfit(vllm.__version__, f"{path} takes ({taken}), not ({takes})")
+        owner = owner_of(found[path])
         if owner.partition(".")[0] != "vllm":
-            raise UserError(f"{place} was replaced by {owner} before nondet could", "Run one of the two plugins.")
+            raise UserError(f"{path} was replaced by {owner} before nondet could", "Run one of the two plugins.")
     if SHAPE in found and not _known_layout(found[SHAPE]):
         raise _misfit(vllm.__version__, "FlashAttention's KV cache has another layout")
-    registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
+    registry = object_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     with_custom = _path_of(registry.CUSTOM)
     if with_custom not in ("", _BACKEND):
         raise UserError(f"the attention backend CUSTOM is {with_custom} already", "Run one of the two plugins.")
     return found
 
 
-def _known_layout(asked: Any) -> bool:
+def _known_layout(layout: Any) -> bool:
     """Whether the cache is one of the two that `nondet.vllm.attention.flat_of` takes."""
-    if asked.__name__ == SHAPE.rpartition(".")[2]:
-        return asked(2, 16, 3, 64) in ((2, 2, 16, 3, 64), (2, 3, 16, 128))
+    if layout.__name__ == SHAPE.rpartition(".")[2]:
+        return layout(2, 16, 3, 64) in ((2, 2, 16, 3, 64), (2, 3, 16, 128))
     with suppress(ImportError, AttributeError):
-        return bool(seam_at("vllm.v1.kv_cache_layout:KVCacheLayout.LBNHC").value == (0, 1, 3, 2, 4))
+        return bool(object_at("vllm.v1.kv_cache_layout:KVCacheLayout.LBNHC").value == (0, 1, 3, 2, 4))
     return False
 
 
@@ -247,7 +248,7 @@ def _install(found: Mapping[str, Any]) -> None:
         f"{_LAYERS}.linear:UnquantizedLinearMethod",
         f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
     ):
-        seam_at(method).apply = apply
+        object_at(method).apply = apply
     _METHODS[apply] = REPLACED, _PRODUCTS
     _METHODS[operators.ScaledMethod.apply] = REPLACED, _SCALED
     _METHODS[operators.OwnMethod.apply] = CERTIFIED, "its own kernel, at row counts certified at start"
@@ -255,11 +256,11 @@ def _install(found: Mapping[str, Any]) -> None:
     def forward_cuda(self: Any, x: Any) -> Any:
         return torch.ops.vllm.nondet_silu_mul(x)
 
-    seam_at(f"{_LAYERS}.activation:SiluAndMul").forward_cuda = forward_cuda
+    object_at(f"{_LAYERS}.activation:SiluAndMul").forward_cuda = forward_cuda
     _install_norms()
     _install_experts(found)
     _install_sum(found[_SUM])
-    registry = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
+    registry = object_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     found["vllm.v1.attention.backends.registry:register_backend"](registry.CUSTOM, _BACKEND)
     _before_configuration(found["vllm.engine.arg_utils:EngineArgs.create_engine_config"])
     _around_start(*(found[f"vllm.v1.worker.gpu_worker:Worker.{n}"] for n in ("load_model", "compile_or_warm_up_model")))
@@ -273,7 +274,7 @@ def _install_norms() -> None:
             return torch.ops.vllm.nondet_rms_norm(x, weight, epsilon)
         return torch.ops.vllm.nondet_add_rms_norm(x, residual, weight, epsilon)
 
-    plain, gemma = (seam_at(f"{_LAYERS}.layernorm:{name}") for name in _NORMS)
+    plain, gemma = (object_at(f"{_LAYERS}.layernorm:{name}") for name in _NORMS)
     theirs = plain.forward_native
 
     def forward(self: Any, x: Any, residual: Any = None) -> Any:
@@ -315,8 +316,8 @@ def _install_experts(found: Mapping[str, Any]) -> None:
             return weights, chosen.to(indices_type or torch.int32)
         return chosen_by(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
 
-    seam_at(_APPLY.rpartition(".")[0]).apply = apply
-    seam_at(_ROUTING.rpartition(".")[0])._compute_routing = compute_routing
+    object_at(_APPLY.rpartition(".")[0]).apply = apply
+    object_at(_ROUTING.rpartition(".")[0])._compute_routing = compute_routing
 
 
 def _install_sum(theirs: Callable[..., Any]) -> None:
@@ -327,7 +328,7 @@ def _install_sum(theirs: Callable[..., Any]) -> None:
         of_tensors = self.unique_name.partition(":")[0] == "tp"
         return padded_sum(partial(theirs, self), input_) if of_tensors else theirs(self, input_)
 
-    seam_at(_SUM.rpartition(".")[0])._all_reduce_out_place = _all_reduce_out_place
+    object_at(_SUM.rpartition(".")[0])._all_reduce_out_place = _all_reduce_out_place
 
 
 def _before_configuration(original: Callable[..., Any]) -> None:
@@ -341,11 +342,11 @@ def _before_configuration(original: Callable[..., Any]) -> None:
         return config
 
     create_engine_config.__doc__ = original.__doc__
-    seam_at("vllm.engine.arg_utils:EngineArgs").create_engine_config = create_engine_config
+    object_at("vllm.engine.arg_utils:EngineArgs").create_engine_config = create_engine_config
 
 
 def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None:
-    worker = seam_at("vllm.v1.worker.gpu_worker:Worker")
+    worker = object_at("vllm.v1.worker.gpu_worker:Worker")
 
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
         load(self, load_dummy_weights=load_dummy_weights)
@@ -354,7 +355,7 @@ def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None
     def compile_or_warm_up_model(self: Any) -> Any:
         done = warm_up(self)
         getattr(sys.modules.get(f"{__package__}.attention"), "RESERVED", []).clear()
-        check_met(self.model_runner.get_model(), getattr(self, "of_nondet", ()))
+        check_all_ran(self.model_runner.get_model(), getattr(self, "of_nondet", ()))
         return done
 
     load_model.__doc__, compile_or_warm_up_model.__doc__ = load.__doc__, warm_up.__doc__
@@ -365,7 +366,7 @@ def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None
 
 def _uncovered(name: str) -> Callable[..., None]:
     def refused(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise UserError(f"{name} is not covered by nondet's batch invariance", f"Start the engine anew. {_STOCK}")
+        raise UserError(f"{name} is not covered by nondet's batch invariance", f"Restart the engine. {_STOCK}")
 
     return refused
 
@@ -384,19 +385,19 @@ def sources() -> str:
 def prepare(arguments: Any) -> None:
     """Set what the plugin needs in the engine's arguments. Raises UserError: an argument requests something else."""
     if os.environ.get(OWN) != "1":
-        what = f"{OWN} is {os.environ.get(OWN) or 'not set'} since nondet's kernels are in place, which need it at 1"
+        what = f"{OWN} is {os.environ.get(OWN) or 'not set'} since nondet's kernels were installed, which need it at 1"
         raise UserError(what, "Set it to 1 again, or start a new process without NONDET_BATCH_INVARIANT.")
-    custom = seam_at("vllm.v1.attention.backends.registry:AttentionBackendEnum").CUSTOM
-    place = arguments.attention_config if arguments.attention_config.backend else arguments
-    field = "backend" if place is arguments.attention_config else "attention_backend"
-    wanted = getattr(getattr(place, field), "name", getattr(place, field))
+    custom = object_at("vllm.v1.attention.backends.registry:AttentionBackendEnum").CUSTOM
+    owner = arguments.attention_config if arguments.attention_config.backend else arguments
+    field = "backend" if owner is arguments.attention_config else "attention_backend"
+    wanted = getattr(getattr(owner, field), "name", getattr(owner, field))
     if wanted not in (None, "CUSTOM", "FLASH_ATTN"):
-        raise UserError(f"--attention-backend {wanted} and {ASKED}=1 exclude each other", "Leave the option out.")
+        raise UserError(f"--attention-backend {wanted} and {ENABLED}=1 exclude each other", "Leave the option out.")
     if wanted == "FLASH_ATTN":  # vLLM's own default, which its own determinism tests name
         log("warning: --attention-backend FLASH_ATTN computes nothing here; attention is nondet's, over its cache.")
-    setattr(place, field, custom)
+    setattr(owner, field, custom)
     for name in ("rms_norm", "fused_add_rms_norm"):
-        if any(_get(arguments, f"{place}ir_op_priority.{name}") for place in ("", "kernel_config.")):
+        if any(_get(arguments, f"{prefix}ir_op_priority.{name}") for prefix in ("", "kernel_config.")):
             log(f"warning: --ir-op-priority {name} computes nothing here: norms are nondet's.")
     # SiLU by ours, rotary and FP8's numbers by vLLM's own kernels, so that Inductor fuses none of them
     operators = arguments.compilation_config.custom_ops
@@ -414,7 +415,7 @@ def prepare(arguments: Any) -> None:
 
 
 def _fusions(passes: Any) -> list[str]:
-    """vLLM's own rewritings of a traced model: they replace the operators there by fused kernels. Such a kernel may add
+    """vLLM's own rewritings of a traced model: they replace the operators there by fused kernels, which may add
     in another order for another number of tokens: fused_add_rms_norm_static_fp8_quant uses 1024 threads below 256
     tokens, 256 above, in batch-invariant mode or not."""
     return [name for name in vars(passes) if name.startswith(("fuse_", "enable_"))]
@@ -425,12 +426,9 @@ _GRAPH_STEP, _GRAPHED_TO = 128, 2048  # tokens
 
 def sizes_given(arguments: Any) -> bool:
     """Whether the engine's arguments set the sizes of CUDA graphs."""
-    places = (arguments, arguments.compilation_config)
-    return any(
-        getattr(place, name, None) is not None
-        for place in places
-        for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
-    )
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    owners = (arguments, arguments.compilation_config)
+    return any(getattr(owner, name, None) is not None for owner in owners for name in names)
 
 
 def graph_prefill(compilation: Any, tokens: int) -> None:
@@ -492,22 +490,16 @@ def refuse(config: Any) -> None:
 
 REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK = "replaced", "certified stock", "elementwise", "at risk"
 # Layers without a sum of their own: vLLM's, by the name of a class that they are or descend from, and torch's.
-_ELEMENTWISE = frozenset(
-    (
-        *("SiluAndMul", "MulAndSilu", "GeluAndMul", "NewGELU", "FastGELU", "QuickGELU", "ReLUSquaredActivation"),
-        *("FatreluAndMul", "SwigluOAIAndMul", "SiluAndMulWithClamp", "RotaryEmbeddingBase", "ApplyRotaryEmb"),
-        *("LogitsProcessor", "PPMissingLayer", "Identity", "Dropout", "SiLU", "GELU", "ReLU", "Sigmoid", "Tanh"),
-    )
-)
-
-
+_ELEMENTWISE = {
+    "SiluAndMul", "MulAndSilu", "GeluAndMul", "NewGELU", "FastGELU", "QuickGELU", "ReLUSquaredActivation",
+    "FatreluAndMul", "SwigluOAIAndMul", "SiluAndMulWithClamp", "RotaryEmbeddingBase", "ApplyRotaryEmb",
+    "LogitsProcessor", "PPMissingLayer", "Identity", "Dropout", "SiLU", "GELU", "ReLU", "Sigmoid", "Tanh",
+}  # fmt: skip
 # Their forward calls the layer's method for the product, and nothing else.
-_BY_METHOD = frozenset(
-    (
-        *("LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear"),
-        *("VocabParallelEmbedding", "ParallelLMHead"),
-    )
-)
+_BY_METHOD = {
+    "LinearBase", "ReplicatedLinear", "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding",
+    "ParallelLMHead",
+}  # fmt: skip
 _EXPERTS = "experts in class grouped, certified at start"
 _PRODUCTS = "products in class chain, certified at start"
 _SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel is not proven"
@@ -535,55 +527,59 @@ def standing_of(
     which every product and norm has where nondet's kernels are not `installed`."""
     ancestors, kind = _ancestors(module), type(module).__name__
 
-    def said(standing: str, why: str) -> Standing:
+    def judged(standing: str, why: str) -> Standing:
         return Standing(name, kind, standing, why)
 
     method = getattr(module, "quant_method", None)
     if name.endswith("routed_experts.quant_method") and "FusedMoEMethodBase" in ancestors:
         return None  # a part of the experts before it
     if {"MoERunner", "RoutedExperts", "FusedMoEMethodBase"} & ancestors or "FusedMoE" in kind or "MoERunner" in kind:
-        return _of_experts(module, ancestors, said, installed=installed)
+        return _of_experts(module, ancestors, judged, installed=installed)
     if {"LinearBase", "VocabParallelEmbedding"} & ancestors:
         around = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
         if around not in _BY_METHOD:
-            return said(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
+            return judged(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
         # whatever its name: another plugin may have replaced it since
         apply = getattr(method, "apply", None)
         ours = _METHODS.get(getattr(apply, "__func__", apply)) if installed else None
-        return said(*ours) if ours is not None else own(name, module)
+        return judged(*ours) if ours is not None else own(name, module)
     if "AttentionLayerBase" in ancestors:  # whatever has a cache: state spaces and linear attention as well
         by = type(getattr(module, "impl", module)).__name__
         if not installed or by != "SegmentsImpl":
-            return said(AT_RISK, f"attention by {by}, which is not proven")
+            return judged(AT_RISK, f"attention by {by}, which is not proven")
         if kind != "Attention":  # sinks that are keys, chunks that are requests, whole prompts: by a step's metadata
-            return said(AT_RISK, f"attention as a {kind} asks for it, which was not tried")
-        return said(REPLACED, "attention in class segments")
+            return judged(AT_RISK, f"attention as a {kind} needs it, which was not tried")
+        return judged(REPLACED, "attention in class segments")
     if {*_NORMS} & ancestors:
         if not installed:
             return own(name, module)
         around = next(cls.__name__ for cls in type(module).__mro__ if any(n.startswith("forward") for n in vars(cls)))
         if around not in _NORMS:
-            return said(AT_RISK, f"a norm by {around}'s own forward, which nondet does not know")
+            return judged(AT_RISK, f"a norm by {around}'s own forward, which nondet does not know")
         if getattr(module, "variance_size_override", None) is not None or not getattr(module, "has_weight", True):
-            return said(AT_RISK, "a norm without weight, or of a part")
+            return judged(AT_RISK, "a norm without weight, or of a part")
         native, cuda = (_METHODS.get(getattr(type(module), f"forward_{by}", None)) for by in ("native", "cuda"))
-        return said(*native) if native and native == cuda else said(AT_RISK, "a norm that was replaced after nondet's")
+        return (
+            judged(*native) if native and native == cuda else judged(AT_RISK, "a norm that was replaced after nondet's")
+        )
     if _ELEMENTWISE & ancestors:
-        return said(ELEMENTWISE, "nothing is added up")
+        return judged(ELEMENTWISE, "nothing is added up")
     if next(module.children(), None) is not None:
         return None
-    return said(AT_RISK, "a layer that nondet does not know")
+    return judged(AT_RISK, "a layer that nondet does not know")
 
 
-def _of_experts(module: Any, ancestors: set[str], said: Callable[[str, str], Standing], *, installed: bool) -> Standing:
+def _of_experts(
+    module: Any, ancestors: set[str], judged: Callable[[str, str], Standing], *, installed: bool
+) -> Standing:
     """The standing of a mixture of experts: of its runner, which chooses them, and of the layer with their weights."""
     if not installed or not {"MoERunner", "RoutedExperts"} & ancestors:
-        return said(AT_RISK, "experts by vLLM's own kernels, which are not proven")
+        return judged(AT_RISK, "experts by vLLM's own kernels, which are not proven")
     chooses = "MoERunner" in ancestors
     fault = _unfit_router(module) if chooses else _unfit_experts(module)
     if fault:
-        return said(AT_RISK, f"{fault}: by vLLM's own kernels, which are not proven")
-    return said(REPLACED, "experts chosen token by token, ties decided" if chooses else _EXPERTS)
+        return judged(AT_RISK, f"{fault}: by vLLM's own kernels, which are not proven")
+    return judged(REPLACED, "experts chosen token by token, ties decided" if chooses else _EXPERTS)
 
 
 # Experts: a layer of them is replaced if `nondet.kernels.experts.cuda` can compute it, and its products are proven at
@@ -604,7 +600,7 @@ def _unfit_router(runner: Any) -> str:
         "experts of more than one rank": moe.is_sequence_parallel
         or max(moe.tp_size, moe.dp_size, moe.ep_size, moe.pcp_size) > 1,
     }
-    return ", ".join(what for what, stands in faults.items() if stands)
+    return ", ".join(what for what, applies in faults.items() if applies)
 
 
 def _unfit_experts(layer: Any) -> str:
@@ -617,7 +613,7 @@ def _unfit_experts(layer: Any) -> str:
     if w13 is None or w2 is None or w13.ndim != 3 or w2.ndim != 3:
         return "experts without w13_weight and w2_weight"
     faults = {
-        f"experts by {backend}, whose weights lie otherwise": backend != "TRITON",
+        f"experts by {backend}, whose weights have another layout": backend != "TRITON",
         f"experts with {activation}": activation != "silu",
         "experts with a bias": layer.moe_config.has_bias,
         "experts that are clamped": any(
@@ -629,24 +625,25 @@ def _unfit_experts(layer: Any) -> str:
         or tuple(w13.shape) != (w2.shape[0], 2 * w2.shape[2], w2.shape[1])
         or len(w13) != layer.global_num_experts,
     }
-    return ", ".join(what for what, stands in faults.items() if stands)
+    return ", ".join(what for what, applies in faults.items() if applies)
 
 
 def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
     """Prove every tile that a step of these numbers of tokens can use, and compile the kernels: all of them are run,
-    and one more for each pair of tiles that lies between. Raises NotImplementedError: a product has no tile."""
+    and one more for each pair of tiles that is in between. Raises NotImplementedError: a product has no tile."""
 
     from nondet.kernels.experts.cuda import route, tile_for, weighted_experts
     from nondet.vllm.operators import certified
 
     w13, w2, top = layer.w13_weight.data, layer.w2_weight.data, layer.top_k
-    met: dict[Any, int] = {}
+    tokens_by_tiles: dict[Any, int] = {}
     for tokens in range(1, max(counts) + 1):
         rows = (tokens * top, len(w13))
-        met.setdefault((tile_for(*rows, w13.shape[1], w13.dtype), tile_for(*rows, w2.shape[1], w13.dtype)), tokens)
+        tiles = tile_for(*rows, w13.shape[1], w13.dtype), tile_for(*rows, w2.shape[1], w13.dtype)
+        tokens_by_tiles.setdefault(tiles, tokens)
 
     def launch_all() -> None:
-        for tokens in sorted({*counts, *met.values()}):
+        for tokens in sorted({*counts, *tokens_by_tiles.values()}):
             chosen = route(w13.new_zeros((tokens, len(w13))), top, renormalize=layer.renormalize)
             weighted_experts(w13.new_zeros((tokens, w13.shape[2])), w13, w2, *chosen)
 
@@ -658,32 +655,32 @@ def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standi
     for name, path in (("tensor", "tensor_parallel_size"), ("pipeline", "pipeline_parallel_size")):
         ranks = _get(config, f"parallel_config.{path}", 1)
         if ranks > 1:
-            said = _of_ranks(config, ranks, counts) if name == "tensor" and counts else None
+            tested = _of_ranks(config, ranks, counts) if name == "tensor" and counts else None
             why = "what ranks exchange was not proven under vLLM"
-            yield Standing(f"{name} parallelism", f"{ranks} ranks", *(said or (AT_RISK, why)))
+            yield Standing(f"{name} parallelism", f"{ranks} ranks", *(tested or (AT_RISK, why)))
 
 
 def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]:
     """(standing, why) of vLLM's sum over ranks, at the row counts to which it is padded; all else is copied.
 
     Two ranks are tested as well: two numbers have one sum, but it may be sent in fewer bits. Raises UserError, even
-    with NONDET_ALLOW_AT_RISK=1, if the sum failed, perhaps on this rank only: otherwise two ranks could wait for each
+    with NONDET_ALLOW_AT_RISK=1, if the sum failed, perhaps on this rank only: else two ranks could wait for each
     other, or add what does not belong together.
     """
-    from nondet.vllm.operators import sum_over_ranks_stands
+    from nondet.vllm.operators import first_sum_that_differs
 
     graphs, model = limits_of(config)[0], config.model_config
     what = "the sum over ranks could not be tested"
     try:
-        group, capture = (seam_at(f"vllm.distributed.parallel_state:{n}") for n in ("get_tp_group", "graph_capture"))
+        group, capture = (object_at(f"vllm.distributed.parallel_state:{n}") for n in ("get_tp_group", "graph_capture"))
     except (ImportError, AttributeError) as error:  # on all ranks
         return AT_RISK, f"{what}: {one_line(str(error), 120)}"
     try:
-        failed = sum_over_ranks_stands(group(), capture, model.get_hidden_size(), model.dtype, counts, graphs)
+        failed = first_sum_that_differs(group(), capture, model.get_hidden_size(), model.dtype, counts, graphs)
     except Exception as error:
         raise UserError(f"{what}: {one_line(str(error), 120) or type(error).__name__}", _STOCK) from error
     if failed is not None:
-        return AT_RISK, f"the sum over ranks gives a row other bits at M={failed} than at M={counts[-1]}"
+        return AT_RISK, f"the sum over ranks gives a row different bits at M={failed} and M={counts[-1]}"
     in_graphs = ", graphs' sizes in graphs as well" if graphs else ""
     only = f"all {len(counts)} row counts, the only ones that it runs at"
     return CERTIFIED, f"the sum over {ranks} ranks has equal bits at {only}{in_graphs}"
@@ -719,20 +716,22 @@ def _forms_of_norm(layer: Any, weight: Any, config: Any) -> Iterator[tuple[Calla
 
 def rows_of(layer: Any, counts: Sequence[int], requests: int) -> Sequence[int]:
     """The numbers of rows that a layer can get: a head has one row per request."""
-    from nondet.vllm.operators import room_for
+    from nondet.vllm.operators import padded_rows
 
-    return [m for m in counts if m <= room_for(requests)] if "VocabParallelEmbedding" in _ancestors(layer) else counts
+    return (
+        [m for m in counts if m <= padded_rows(requests)] if "VocabParallelEmbedding" in _ancestors(layer) else counts
+    )
 
 
 def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], Standing]:
     """A function that tests a layer's own kernel, a product's or a norm's, at `counts` or at all numbers of rows that a
     step can have; layers of one kind and shape once."""
-    from nondet.vllm.operators import stands_alone, width_of
+    from nondet.vllm.operators import first_size_that_differs, width_of
 
     _, tokens, requests = limits_of(config)
     known: dict[str, tuple[str, str]] = {}
 
-    def judged(layer: Any, met: Sequence[int]) -> tuple[str, str]:
+    def tested(layer: Any, sizes: Sequence[int]) -> tuple[str, str]:
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         method: Any = getattr(layer, "quant_method", None)
 
@@ -741,16 +740,18 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
 
         try:
             parameter = next(layer.parameters())
-            asked = [(compute, width_of(layer))] if method is not None else [*_forms_of_norm(layer, parameter, config)]
+            forms = [(compute, width_of(layer))] if method is not None else [*_forms_of_norm(layer, parameter, config)]
             failed = None
-            for form, size in asked:
-                failed = failed or stands_alone(form, size, config.model_config.dtype, parameter.device, met)
+            for form, width in forms:
+                failed = failed or first_size_that_differs(
+                    form, width, config.model_config.dtype, parameter.device, sizes
+                )
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, it is not proven
             return AT_RISK, f"its kernel could not be tested: {one_line(str(error), 120) or type(error).__name__}"
         if failed is not None:
-            return AT_RISK, f"its kernel gives a row other bits at M={failed} than at M={met[-1]}"
+            return AT_RISK, f"its kernel gives a row different bits at M={failed} and M={sizes[-1]}"
         only = ", the only ones that it runs at" if counts else ""
-        return CERTIFIED, f"its kernel gives equal bits at all {len(met)} row counts{only}"
+        return CERTIFIED, f"its kernel gives equal bits at all {len(sizes)} row counts{only}"
 
     def own(name: str, layer: Any) -> Standing:
         quantized = getattr(layer, "quant_method", None)
@@ -760,10 +761,10 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
         parts = " ".join(
             f"{n}:{v if isinstance(v, int | str) else type(v).__name__}" for n, v in sorted(inside.items())
         )
-        met = rows_of(layer, counts, requests) or range(1, tokens + 1)
-        words = f"{method.__qualname__} {parts} {shapes} {met[-1]}"
+        sizes = rows_of(layer, counts, requests) or range(1, tokens + 1)
+        words = f"{method.__qualname__} {parts} {shapes} {sizes[-1]}"
         if words not in known:
-            known[words] = judged(layer, met)
+            known[words] = tested(layer, sizes)
         standing, why = known[words]
         kind = type(layer).__name__
         return Standing(name, f"{kind} by {method.__name__}" if quantized else kind, standing, why)
@@ -785,7 +786,7 @@ def _prove(
             setattr(module, _OURS, True)
         except Exception as error:  # noqa: BLE001 - whatever the error, it is not proven
             why = one_line(str(error), 120) or type(error).__name__
-            return standing._replace(standing=AT_RISK, why=f"no product of these experts stands here: {why}")
+            return standing._replace(standing=AT_RISK, why=f"no product of these experts is proven here: {why}")
     elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
         setattr(module.router, _OURS, True)
     elif standing.why == _PRODUCTS and weight is not None and weight.is_cuda:
@@ -811,7 +812,7 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
         looked = [(s, m) for name, m in model.named_modules() if (s := standing_of(name, m, own)) is not None]
         if os.environ.get(ALLOWED) != "1" and any(s.standing == AT_RISK for s in (*found, *(s for s, _ in looked))):
             left = (s._replace(why=unproven) if s.why in _PROVEN else s for s, _ in looked)
-            _tell([*found, *left], config, seen, rank)
+            _report([*found, *left], config, seen, rank)
         return looked
 
     seen: dict[tuple[Any, ...], operators.Certified] = {}
@@ -829,12 +830,12 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
     seconds, proofs, compiled = (sum(x) for x in zip((0.0, 0, 0), *(c[:3] for c in seen.values()), strict=True))
     what = f"{len(seen)} shapes of weights at {len(counts)} row counts: {proofs} proofs"
     log(f"{what}, {compiled} kernels compiled, in {seconds:.1f} s.")
-    _tell(found, config, seen, rank)
+    _report(found, config, seen, rank)
     operators.watch()
     return found
 
 
-def check_met(model: Any, found: Sequence[Standing]) -> None:
+def check_all_ran(model: Any, found: Sequence[Standing]) -> None:
     """Check that vLLM's runs at start, its compiled model and graphs included, called our operators.
 
     Products, norms, experts and kept kernels are recognized by their weights. Not checked: attention, tables of
@@ -852,10 +853,10 @@ def check_met(model: Any, found: Sequence[Standing]) -> None:
         skipped = {"VocabParallelEmbedding", "GemmaRMSNorm"} & _ancestors(module)
         if one.standing in (REPLACED, CERTIFIED) and weight is not None and not skipped:
             weights[one.layer] = weight.data
-    missed = operators.not_met(weights)
+    missed = operators.not_run(weights)
     log(f"{len(weights) - len(missed)} of {len(weights)} layers that were looked for ran by nondet's operators.")
     if missed:
-        what = f"{len(missed)} layers said to be proven did not run by nondet's operators, the first {missed[0]}"
+        what = f"{len(missed)} layers reported as proven did not run by nondet's operators, the first {missed[0]}"
         log(f"{what}.")
         if os.environ.get(ALLOWED) != "1":
             raise UserError(what, f"Set {ALLOWED}=1 to start all the same. {_STOCK}")
@@ -869,7 +870,7 @@ def _kept_or_scaled(
 
     dtype, requests = config.model_config.dtype, limits_of(config)[2]
 
-    def asked(name: str, layer: Any) -> Standing:
+    def judged(name: str, layer: Any) -> Standing:
         standing = own(name, layer)
         if getattr(layer, "quant_method", None) is None:
             return standing
@@ -888,10 +889,10 @@ def _kept_or_scaled(
         replaced.append(name)
         return standing._replace(standing=REPLACED, why=_SCALED)
 
-    return asked
+    return judged
 
 
-def _tell(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int) -> None:
+def _report(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], rank: int) -> None:
     kinds = Counter(one.standing for one in found)
     log(", ".join(f"{kinds[name]} {name}" for name in (REPLACED, CERTIFIED, ELEMENTWISE, AT_RISK)) + ".")
     risky = [one for one in grouped(found) if one.standing == AT_RISK]

@@ -32,7 +32,7 @@ from nondet.core.compare import (
 )
 from nondet.errors import UserError
 from nondet.sampling.plan import Session
-from nondet.trace.capture import CoarseCapture
+from nondet.trace.capture import _rows
 from nondet.trace.search import logits_at_fault
 
 PACKED = getattr(torch, "float4_e2m1fn_x2", None)
@@ -417,9 +417,8 @@ def test_the_weights_digest_sees_one_bit_of_one_weight() -> None:
 
 def test_a_hidden_state_of_another_form_is_one_line() -> None:
     """Gemma 3n keeps several predictions of each token: said with its shape, no error of numpy's."""
-    capture = CoarseCapture("r0")
-    with pytest.raises(UserError, match=r"has shape \(4, 1, 6, 8\), not one row for each token"):
-        capture._input(None, (torch.zeros(4, 1, 6, 8),), {})
+    with pytest.raises(UserError, match=r"input has shape \(4, 1, 6, 8\), not one row for each token"):
+        _rows(torch.zeros(4, 1, 6, 8), "input")
 
 
 def test_logits_are_held_against_each_other_by_bits() -> None:

@@ -39,7 +39,7 @@ REFUSALS = {
 NOTES = {
     "no-done": "a stream without [DONE]",
     "two-logprobs": "a token with two logprobs",
-    "usage-contradicts": "usage says 3 tokens, the answer has 2",
+    "usage-contradicts": "usage reports 3 tokens, the answer has 2",
     "prompt-negative": "prompt_tokens of -5 (not taken)",
     "prompt-huge": f"prompt_tokens of {2**30} (not taken)",
     "completion-huge": f"completion_tokens of {2**53} (not taken)",

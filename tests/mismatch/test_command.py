@@ -229,10 +229,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "NaN": (json.dumps(lines(1)[0]).replace('"sampler_logprobs": [', '"sampler_logprobs": [NaN, '), r"NaN or infinite"),
     "a name twice": (
         json.dumps(lines(1)[0]).replace("{", '{"sampler_logprobs": [-1.0], ', 1),
-        r"line 1: sampler_logprobs stands there twice",
+        r"line 1: sampler_logprobs is there twice",
     ),
     "a name twice, once escaped": (
-        json.dumps(lines(1)[0]).replace("{", r'{"st\u0065p": 3, "step": 4, ', 1), r"line 1: step stands there twice",
+        json.dumps(lines(1)[0]).replace("{", r'{"st\u0065p": 3, "step": 4, ', 1), r"line 1: step is there twice",
     ),
     "empty": ("", r"holds no rollouts"),
     "padding": (lines(2, sampler_logprobs=[0.0] * 8, trainer_logprobs=[0.0] * 8), r"of the sampler's logprobs are 0"),

@@ -63,21 +63,21 @@ def test_ranks_that_cannot_be_had_are_one_line(monkeypatch):
     for ranks, gpus, line in (
         ([2, 3], 2, "--ranks 3 needs 3 GPUs, and 2 GPUs are here"),
         ([2], 0, "needs 2 GPUs, and no GPU is here"),
-        ([1], 4, "--ranks 1 is no group"),
+        ([1], 4, "--ranks 1 is not a group"),
     ):
         with pytest.raises(UserError, match=line):
             check_ranks(ranks, "cuda", gpus)
     check_ranks([2, 4], "cpu", 0)
     assert (parse_ranks("2, 4"), parse_ranks(None)) == ((2, 4), None)
     for text in ("2,4,02", "two", "2,", "", "-2", "2;4"):
-        with pytest.raises(UserError, match="--ranks names 2 twice" if "02" in text else "no list of numbers"):
+        with pytest.raises(UserError, match="--ranks names 2 twice" if "02" in text else "not a list of numbers"):
             parse_ranks(text)
     assert limit_or(7.0) == 7.0
     monkeypatch.setenv("NONDET_RANKS_LIMIT_S", "2.5")
     assert limit_or(7.0) == 2.5
     for text in ("soon", "-1", "0", "nan", "inf"):
         monkeypatch.setenv("NONDET_RANKS_LIMIT_S", text)
-        with pytest.raises(UserError, match="no number of seconds"):
+        with pytest.raises(UserError, match="not a number of seconds"):
             limit_or(7.0)
 
 
@@ -114,8 +114,8 @@ def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(command, mo
     for gpus, ranks, line in (
         (2, "3", "--ranks 3 needs 3 GPUs, and 2 GPUs are here"),
         (1, "2", "--ranks 2 needs 2 GPUs, and 1 GPU is here"),
-        (2, "two", "--ranks two is no list of numbers"),
-        (2, "65", "--ranks 65 is no group of ranks"),
+        (2, "two", "--ranks two is not a list of numbers"),
+        (2, "65", "--ranks 65 is not a group of ranks"),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert main([*command.split(), "--device", "cuda", "--ranks", ranks]) == 2
@@ -124,7 +124,7 @@ def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(command, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NONDET_RANKS_LIMIT_S", "soon")
     assert main([*command.split(), "--device", "cpu", "--ranks", "2"]) == 2
-    assert "NONDET_RANKS_LIMIT_S=soon is no number of seconds" in " ".join(capsys.readouterr().err.split())
+    assert "NONDET_RANKS_LIMIT_S=soon is not a number of seconds" in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
 
 
@@ -152,7 +152,7 @@ def line_of(told: Sequence[str], start: str) -> bool:
 def test_members_have_the_bits_of_the_order(four):
     """On four ranks the members for any device apply, with the plain sum's bits; the library's own do not."""
     agreed = {"all_reduce": ["exchange", "ordered_gather"], "reduce_scatter": ["exchange"]}
-    assert four.ask(f"{TASKS}:members_agree", "cpu", (1, 3, 251)) == [agreed] * 4
+    assert four.call(f"{TASKS}:members_agree", "cpu", (1, 3, 251)) == [agreed] * 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter: ranks of CPUs share a file")
@@ -160,13 +160,13 @@ def test_members_have_the_bits_of_the_order(four):
 @pytest.mark.nightly
 def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
     """Shares of several pieces, sizes up and down through one mailbox, ranks out of step: the plain sums' bits."""
-    assert four.ask(f"{TASKS}:pushes", str(tmp_path), world, limit_s=100) == [[]] * 4
+    assert four.call(f"{TASKS}:pushes", str(tmp_path), world, limit_s=100) == [[]] * 4
 
 
 @pytest.mark.slow
 def test_the_prover_sees_one_bit_on_one_rank(four):
     """A member that holds is proven on every rank; one that is a bit off on rank 1 is refused on all, alike."""
-    answers = four.ask(f"{TASKS}:proofs")
+    answers = four.call(f"{TASKS}:proofs")
     assert len(answers) == 4
     for proofs in answers:
         assert proofs["exchange"][0], proofs
@@ -187,7 +187,7 @@ def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, compiled,
 
     Maxima and integers run as they are, a product is left, and without the family a sum is at risk.
     """
-    answers = four.ask(f"{TASKS}:{collective}_under_a_block", compiled)
+    answers = four.call(f"{TASKS}:{collective}_under_a_block", compiled)
     assert len(answers) == 4
     for told in answers:
         assert told["unlike the order"] == []
@@ -202,7 +202,7 @@ def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, compiled,
 @pytest.mark.slow
 def test_other_ways_to_a_collective_are_counted(four):
     """Inference mode, which skips autograd's keys, is reached; other reductions are at risk; copies are not."""
-    answers = four.ask(f"{TASKS}:other_ways_in")
+    answers = four.call(f"{TASKS}:other_ways_in")
     assert len(answers) == 4
     for lines in answers:
         assert "replaced: all_reduce (1 calls)" in lines
@@ -216,7 +216,7 @@ def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
     x, weight, bias = row_parallel_operands()
     whole = linear(x, weight, bias)
     for ranks in (2, 4):
-        for part in four.ask(f"{TASKS}:row_parallel_parts", ranks)[:ranks]:
+        for part in four.call(f"{TASKS}:row_parallel_parts", ranks)[:ranks]:
             assert identical(part, whole)
     halves = [x[:, half] @ weight[:, half].T for half in (slice(0, 256), slice(256, 512))]
     stock = x @ weight.T + bias
@@ -233,8 +233,8 @@ def test_four_ranks_give_the_model_of_one(four):
         plain = model(x)
         with rank_free(model):
             free = model(x)
-    assert all(identical(part, free) for part in four.ask(f"{TASKS}:toy_over_ranks", True))
-    assert not any(identical(part, plain) for part in four.ask(f"{TASKS}:toy_over_ranks", False))
+    assert all(identical(part, free) for part in four.call(f"{TASKS}:toy_over_ranks", True))
+    assert not any(identical(part, plain) for part in four.call(f"{TASKS}:toy_over_ranks", False))
 
 
 def test_columns_are_computed_in_parts_of_one_width():
@@ -247,7 +247,7 @@ def test_columns_are_computed_in_parts_of_one_width():
 def test_columns_do_not_follow_the_ranks(four):
     """On a CPU the columns of a layer that four ranks share have one rank's bits, where rank-free."""
     free, _ = columns_over_ranks()
-    parts, seen = zip(*four.ask(f"{TASKS}:columns_over_ranks"), strict=True)
+    parts, seen = zip(*four.call(f"{TASKS}:columns_over_ranks"), strict=True)
     assert identical(torch.cat(parts, -1), free)
     assert seen == ([48] * 2,) * 4
 
@@ -255,7 +255,7 @@ def test_columns_do_not_follow_the_ranks(four):
 @pytest.mark.slow
 def test_agreements_end_with_their_group(four, tmp_path):
     """torch gives names again: ranks that were in the old group vote with those that were not, and none waits."""
-    ran = four.ask("tests.ranks.tasks:agreements_of_another_group", str(tmp_path / "store"), limit_s=30)
+    ran = four.call("tests.ranks.tasks:agreements_of_another_group", str(tmp_path / "store"), limit_s=30)
     assert ran == [["library"] * 2] * 4
 
 
@@ -265,7 +265,7 @@ def test_many_small_sums_under_a_block_end(four):
 
     With the interpreter's lock held while enqueueing, 4,000 sums never came to their end on two ranks.
     """
-    assert four.ask(f"{TASKS}:many_sums", 4000, limit_s=60) == [4.0 * 3999] * 4
+    assert four.call(f"{TASKS}:many_sums", 4000, limit_s=60) == [4.0 * 3999] * 4
 
 
 def only_trace_follows_the_ranks(answers: list[Any], whole: dict[str, set[str]]) -> None:
@@ -286,7 +286,7 @@ def test_transformers_tensor_parallelism_is_reached_unmodified(four, tmp_path):
     """
     pytest.importorskip("transformers.distributed", reason="tensor-parallel plans are transformers'")
     folder = write_model(str(tmp_path / "model"), layers=2, hidden=256, dtype="float32")
-    answers = four.ask(f"{TASKS}:tensor_parallel", folder, WAYS[1:], (1, 3), 2, limit_s=120)
+    answers = four.call(f"{TASKS}:tensor_parallel", folder, WAYS[1:], (1, 3), 2, limit_s=120)
     alone, _ = traces(folder, "cpu", WAYS[1:], (1, 3), 2)
     whole = {way: {t.logits for t in alone if t.way == way} for way in WAYS}
     assert len(answers) == 4
@@ -313,7 +313,7 @@ def end_of(group: RankGroup, task: str, line: str, **how: float) -> None:
     """Ask for what ends the ranks: one line, in time, and no process or file of theirs is left."""
     pids, started = group.pids, time.monotonic()
     with pytest.raises(RankError, match=line):
-        group.ask(f"{TASKS}:end", task, **how)
+        group.call(f"{TASKS}:end", task, **how)
     assert time.monotonic() - started < 30
     assert all(map(_gone, pids))
     assert not [pid for pid in pids if (Path(tempfile.gettempdir()) / f"nondet-stacks-{pid}.txt").exists()]
@@ -322,9 +322,9 @@ def end_of(group: RankGroup, task: str, line: str, **how: float) -> None:
 @pytest.mark.slow
 def test_ranks_answer_and_a_killed_one_is_one_line(four):
     """Answers come by rank. The rank that dies is named with its signal, at once, and the one that waits is ended."""
-    assert four.ask(f"{TASKS}:rank_and_sum") == [(rank, 10.0) for rank in range(4)]
+    assert four.call(f"{TASKS}:rank_and_sum") == [(rank, 10.0) for rank in range(4)]
     with pytest.raises(NotImplementedError, match="not here"):
-        four.ask(f"{TASKS}:end", "has none")
+        four.call(f"{TASKS}:end", "has none")
     assert four.alive, "a question that does not apply ends nobody"
     end_of(four, "is killed", "rank 1 of 4 was killed by SIGKILL")
 
@@ -363,7 +363,7 @@ def pair() -> Iterator[RankGroup]:
 @two_gpus
 def test_members_have_the_bits_of_the_order_on_gpus(pair):
     """Each member of all-reduce and reduce-scatter that applies; symmetric memory has to be among them."""
-    answers = pair.ask(f"{TASKS}:members_agree", "cuda", (1, 7, 12289, 2**20))
+    answers = pair.call(f"{TASKS}:members_agree", "cuda", (1, 7, 12289, 2**20))
     assert len(answers) == 2
     for agreed in answers:
         assert {"library", "ordered_gather", "one_shot", "two_shot", "peers_one_shot", "push"} <= set(
@@ -376,7 +376,7 @@ def test_members_have_the_bits_of_the_order_on_gpus(pair):
 @two_gpus
 def test_pushed_sums_on_gpus(pair):
     """Sizes up and down, three dtypes, two graphs in turn, other members between: the bits of the order each time."""
-    assert pair.ask(f"{TASKS}:pushes_on_gpus") == [[], []]
+    assert pair.call(f"{TASKS}:pushes_on_gpus") == [[], []]
 
 
 @pytest.mark.gpu
@@ -385,7 +385,7 @@ def test_pushed_sums_on_more_gpus():
     """The same of as many ranks as there are GPUs, where what is large goes in parts."""
     group = RankGroup(min(8, torch.cuda.device_count()), "cuda", limit_s=300)
     try:
-        assert not any(group.ask(f"{TASKS}:pushes_on_gpus"))
+        assert not any(group.call(f"{TASKS}:pushes_on_gpus"))
     finally:
         group.close()
 
@@ -394,7 +394,7 @@ def test_pushed_sums_on_more_gpus():
 @two_gpus
 def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
     """What a graph replays has the bits of the order for numbers that it was not captured with."""
-    answers = pair.ask(f"{TASKS}:captured_under_a_block")
+    answers = pair.call(f"{TASKS}:captured_under_a_block")
     assert len(answers) == 2
     for told in answers:
         assert told["unlike the order"] == []
@@ -405,7 +405,7 @@ def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
 @two_gpus
 def test_a_row_parallel_product_is_that_of_one_gpu(pair):
     """Bits do not follow the ranks, the rows or a graph."""
-    assert pair.ask(f"{TASKS}:products_on_gpus") == [[], []]
+    assert pair.call(f"{TASKS}:products_on_gpus") == [[], []]
 
 
 @pytest.mark.gpu
@@ -416,6 +416,6 @@ def test_a_model_over_two_gpus(pair, tmp_path):
     question = (folder, "cuda", WAYS[1:], (1, 3, 17), 4)
     whole, _ = traces(*question)
     free = {t.logits for t in whole if t.way == "rank-free"}
-    answers = pair.ask("scripts.ranks_model:traces", *question, limit_s=120)
+    answers = pair.call("scripts.ranks_model:traces", *question, limit_s=120)
     assert len(answers) == 2
     only_trace_follows_the_ranks(answers, {"rank-free": free})

@@ -135,7 +135,7 @@ def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPath
     """Before anything is started, and no run file is begun."""
     for argv, line in [
         (("--ranks", "2,4"), "several numbers"),
-        (("--ranks", "two"), "no list of numbers"),
+        (("--ranks", "two"), "not a list of numbers"),
         (("--ranks", "2", "--vary", "chunk"), "exclude each other"),
         (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--ranks", "4", "--load", "none"), "has 2 key heads"),
@@ -153,7 +153,7 @@ def test_a_step_that_fails_on_one_rank_is_told_at_once(loaded):
     """The engine of a rank that failed waits for the others, which wait for it: the failure is the answer, in time."""
     with closing(RanksEngine(loaded, 2)) as engine:
         assert engine._group is not None
-        engine._group.ask("tests.ranks.tasks:break_a_step")
+        engine._group.call("tests.ranks.tasks:break_a_step")
         started = time.monotonic()
         session = engine.run(_requests(2), LOAD)
         assert "rank 1 of 2: ValueError: broken in a test" in session.fatal

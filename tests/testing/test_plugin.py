@@ -42,7 +42,7 @@ def test_a_faulty_kernel_is_told_its_m_its_classes_and_its_first_mismatch() -> N
         "M=24 N=8 K=64",
         "class A, 15 of 24: M 1-15",
         "class B, 9 of 24: M 16-24",
-        "borders at M 15|16",
+        "boundaries at M 15|16",
         "first mismatch in row 0, column 0: ",
         " at M=1, ",
         " at M=16",
@@ -84,7 +84,7 @@ def test_any_callable_over_its_batch_sizes() -> None:
     x = torch.rand(32, 1000, generator=torch.Generator().manual_seed(0))
     sizes = [1, 2, 7, 8, 9]
     assert_batch_invariant(toys.sum_sound, make_inputs=lambda size: x[:size], over=sizes)
-    with pytest.raises(AssertionError, match=r"borders at batch size 7\|8"):
+    with pytest.raises(AssertionError, match=r"boundaries at batch size 7\|8"):
         assert_batch_invariant(toys.sum_by_rows, make_inputs=lambda size: x[:size], over=sizes)
     with pytest.raises(UserError, match="an operator or a function"):
         assert_batch_invariant(toys.sum_sound, make_inputs=lambda size: x[:size])
@@ -119,7 +119,7 @@ OTHER = [
     (torch.ones(2), torch.ones(3), r"\(2,\) torch.float32"),
     (torch.ones(2), torch.ones(2).double(), "torch.float64"),
     ({"a": 1.0}, {"b": 1.0}, "keys differ"),
-    ([torch.ones(1)], [torch.ones(1), torch.ones(1)], "1 results against 2"),
+    ([torch.ones(1)], [torch.ones(1), torch.ones(1)], "1 results and 2"),
     ([torch.ones(1), torch.ones(1)], [torch.ones(1), torch.zeros(1)], r"^\[1\]: "),
     ("text", "text", "nothing to compare bit by bit"),
     (torch.tensor([1, 2]), torch.tensor([1, 3]), "int64"),

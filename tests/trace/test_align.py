@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nondet.sampling.plan import Span
-from nondet.trace.align import canonical, first_guilty, roles_of, select
+from nondet.trace.align import canonical, first_responsible, roles_of, select
 from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, visible_keys
 
 
@@ -63,12 +63,12 @@ def arms(second_call: str = "scale") -> tuple[StepRecord, StepRecord]:
     return steps[0], steps[1]
 
 
-def test_a_shared_scale_is_guilty_and_its_user_is_not() -> None:
+def test_a_shared_scale_is_responsible_and_its_user_is_not() -> None:
     """What all rows share is an input of the call that takes it: its maker is where others' data came in."""
-    finding = first_guilty(*arms(), [])
-    assert finding.guilty is not None
-    assert finding.guilty.a.key.call == "max"
-    assert finding.guilty.shared
+    finding = first_responsible(*arms(), [])
+    assert finding.responsible is not None
+    assert finding.responsible.a.key.call == "max"
+    assert finding.responsible.shared
 
 
 def test_a_shared_result_that_reaches_no_row_is_bookkeeping() -> None:
@@ -76,21 +76,21 @@ def test_a_shared_result_that_reaches_no_row_is_bookkeeping() -> None:
     a, b = arms()
     for step in (a, b):
         del step.events[1]
-    finding = first_guilty(a, b, [])
-    assert finding.guilty is None
+    finding = first_responsible(a, b, [])
+    assert finding.responsible is None
     assert finding.after is None
 
 
 def test_a_write_that_nobody_saw_is_not_pinned_on_the_next_call() -> None:
-    """Inputs that differ though no call before is guilty: the call is named as what comes after, not as guilty."""
+    """Inputs that differ though no call before is responsible: the call is named as what comes after."""
     a, b = arms()
     for step in (a, b):
         del step.events[:2]
     moved = b.events[0].inputs[0].value
     assert moved is not None
     moved[1, 2] += 1
-    finding = first_guilty(a, b, [])
-    assert finding.guilty is None
+    finding = first_responsible(a, b, [])
+    assert finding.responsible is None
     assert finding.after is not None
     assert finding.after.unequal_inputs == ["0"]
 
@@ -99,9 +99,9 @@ def test_calls_of_one_arm_alone_are_listed() -> None:
     """Another path in one arm: what matches is compared, what does not is told."""
     a, b = arms()
     b.events.insert(1, record(3, 1, [("cast", [torch.ones(3, 4)], [torch.ones(3, 4)])]).events[0])
-    finding = first_guilty(a, b, [])
+    finding = first_responsible(a, b, [])
     assert finding.unmatched == ["second arm: m cast"]
-    assert finding.guilty is not None
+    assert finding.responsible is not None
 
 
 def test_a_row_is_found_wherever_it_is() -> None:
@@ -183,8 +183,8 @@ def test_where_a_call_reads_is_no_input_of_what_it_reads() -> None:
     for call in ["Tensor.index_select", "embedding", "add"]:
         x = torch.ones(3, 4)
         a, b = (record(3, 0, [(call, [x, torch.tensor(at)], [x + at])]) for at in (0, 1))
-        finding = first_guilty(a, b, [record(2, 0, [(call, [x[:2], torch.tensor(0)], [x[:2]])])])
-        assert (finding.guilty is None) == (call == "add")
+        finding = first_responsible(a, b, [record(2, 0, [(call, [x[:2], torch.tensor(0)], [x[:2]])])])
+        assert (finding.responsible is None) == (call == "add")
         assert (finding.after is None) == (call != "add")
 
 
@@ -197,24 +197,24 @@ def parting() -> tuple[StepRecord, StepRecord]:
 def test_what_decides_whether_inputs_are_equal() -> None:
     """Weights are; a number that differs is none; a tensor that one arm alone has, or whose axes nobody knows, may be
     anything: no claim is made, and the call is not counted as compared."""
-    finding = first_guilty(*parting(), [])
-    assert (finding.guilty is not None, finding.compared) == (True, 1)
+    finding = first_responsible(*parting(), [])
+    assert (finding.responsible is not None, finding.compared) == (True, 1)
     weighed, numbered, lacking, unknown = (parting() for _ in range(4))
     for step in weighed:
         step.events[0].inputs.append(Slot("1", (4, 4), torch.float32, True))
-    assert first_guilty(*weighed, []).guilty is not None
+    assert first_responsible(*weighed, []).responsible is not None
     for step, eps in zip(numbered, (0.5, 0.25), strict=True):
         step.events[0].constants["eps"] = eps
-    finding = first_guilty(*numbered, [])
-    assert finding.guilty is None
+    finding = first_responsible(*numbered, [])
+    assert finding.responsible is None
     assert finding.after is not None
     assert finding.after.unequal_inputs == ["eps=0.5 against 0.25"]
     lacking[1].events[0].inputs.append(Slot("1", (3, 4), torch.float32, False, torch.ones(3, 4)))
     for step in unknown:
         step.events[0].outputs[0].value = None
     for steps in (lacking, unknown):
-        finding = first_guilty(*steps, [])
-        assert (finding.guilty, finding.after, finding.compared) == (None, None, 0)
+        finding = first_responsible(*steps, [])
+        assert (finding.responsible, finding.after, finding.compared) == (None, None, 0)
 
 
 def test_a_shared_result_is_followed_to_whom_it_reaches() -> None:
@@ -229,11 +229,11 @@ def test_a_shared_result_is_followed_to_whom_it_reaches() -> None:
         if not through:  # the first arm's call takes the maximum itself, the second's something else
             divide = steps[0].events[1].inputs[1]
             divide.value = steps[0].events[0].outputs[0].value
-        finding = first_guilty(*steps, [])
+        finding = first_responsible(*steps, [])
         if through:
-            assert finding.guilty is not None
-            assert finding.guilty.a.key.call == "max"
+            assert finding.responsible is not None
+            assert finding.responsible.a.key.call == "max"
         else:
-            assert finding.guilty is None
+            assert finding.responsible is None
             assert finding.after is not None
             assert finding.after.a.key.call == "divide"

@@ -92,7 +92,7 @@ def test_a_stopped_trace_goes_on(
         out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
         with monkeypatch.context() as patch:
             if last >= culprits[-1]:
-                patch.setattr("nondet.trace.search.name_culprit", None)  # called, it would raise
+                patch.setattr("nondet.trace.search.Search._compared", None)  # called, it would raise
             assert trace(tiny_folder, "--out", str(out), "--resume") == 0
         run = read_run(out)
         assert run.complete

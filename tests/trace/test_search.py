@@ -1,4 +1,4 @@
-"""Whole traces: on several architectures the guilty operator is named and cured; planted faults; a clean model."""
+"""Whole traces: on several architectures the responsible operator is named and cured; planted faults; a clean model."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
     assert stock.verdict.sentences[-1:] == told
     assert culprit.kernels[0]
     assert culprit.kernels[0][0].startswith("aten.")
-    assert stock.search.guilty is not None
+    assert stock.search.named is not None
 
 
 def test_a_clean_model_gives_no_culprit() -> None:
@@ -121,7 +121,7 @@ def test_a_clean_model_gives_no_culprit() -> None:
     traced = trace(model_of("qwen3"), impl="invariant")
     assert traced.verdict.finding == "no divergence observed"
     assert not traced.culprits
-    assert "beside 6 other requests" in traced.verdict.sentences[0]
+    assert "alongside 6 other requests" in traced.verdict.sentences[0]
 
 
 def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
@@ -310,14 +310,14 @@ def test_a_weight_made_of_others_stays_in_replays_and_what_no_order_mends_is_nam
         "at risk under all of them: amax float32: over the whole tensor, the batch's axis included"
     )
     assert "aten._scaled_mm at" in first.sentence
-    assert traced.search.guilty is not None
-    assert write_and_run(tmp_path / "repro.py", traced.search.guilty) == (
+    assert traced.search.named is not None
+    assert write_and_run(tmp_path / "repro.py", traced.search.named) == (
         "no script: not torch but another package makes the operands of linear[Float8Toy]"
     )
     assert not list(tmp_path.iterdir())
 
 
-def test_the_next_guilty_call_of_the_same_layer_is_named() -> None:
+def test_the_next_responsible_call_of_the_same_layer_is_named() -> None:
     """Attention and the activation; which diverges at an earlier position, a CPU's products decide."""
     model = model_of("llama", intermediate_size=97)
     model.model.layers[0].mlp.act_fn = Scalars()
@@ -515,7 +515,7 @@ def test_a_wrong_sum_is_a_bug() -> None:
     assert exact(attention(lost_keys, torch.bfloat16), "scaled_dot_product_attention").status == "divergent"
 
 
-# The trees of the guilty call in both arms: planted orders, the same order, and what is no order.
+# The trees of the responsible call in both arms: planted orders, the same order, and what is no order.
 
 
 def by_hand(

@@ -1,9 +1,9 @@
-"""A vLLM on a CPU, compiled, with nondet's seams for products and norms in place: what runs at start is looked for.
+"""A vLLM on a CPU, compiled, with nondet's products and norms in place: what runs at start is looked for.
 
     python tests/vllm/compiled.py ours|theirs
 
 Our operators compute as torch does here, since their kernels are a GPU's. "theirs" leaves a norm without a residual to
-vLLM's own implementation, as a pass that rewrites the compiled model does. Ends with what `check_met` says.
+vLLM's own implementation, as a pass that rewrites the compiled model does. Ends with what `check_all_ran` says.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(norms: str) -> None:
         model = self.model_runner.get_model()
         found = [plugin.standing_of(name, module, plugin.Standing) for name, module in model.named_modules()]
         try:
-            plugin.check_met(model, [one for one in found if one is not None])
+            plugin.check_all_ran(model, [one for one in found if one is not None])
             sys.stdout.write("all met\n")
         except UserError as error:
             sys.stdout.write(f"{error}\n")

@@ -285,7 +285,7 @@ def test_what_stands_of_a_real_one(tmp_path: Path) -> None:
     found = {s.kind.partition(" ")[0]: s for s in run.layer_standings}
     assert found["Attention"].standing == "at risk"
     asked = [found[kind] for kind in ("QKVParallelLinear", "RowParallelLinear", "RMSNorm")]
-    assert all("40 row counts" in s.why or "other bits at M=" in s.why for s in asked)
+    assert all("40 row counts" in s.why or "different bits at M=" in s.why for s in asked)
 
 
 @pytest.mark.vllm

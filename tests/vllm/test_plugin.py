@@ -1,4 +1,4 @@
-"""The plugin's contract with vLLM, against toys of its seams: all of it or nothing, and refusals by name."""
+"""The plugin's contract with vLLM, against toys of its functions: all of it or nothing, and refusals by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
 def _with(monkeypatch: pytest.MonkeyPatch, made: Toy) -> Iterator[Toy]:
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setenv(nondet.vllm.ASKED, "1")
+    monkeypatch.setenv(nondet.vllm.ENABLED, "1")
     monkeypatch.delenv(nondet.vllm.OWN, raising=False)
     monkeypatch.setattr(plugin, "_done", [])
     toys.LOG.clear()
@@ -70,7 +70,7 @@ def untouched(toy: Toy) -> bool:
 
 def test_nothing_is_touched_unless_asked(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", "0"):
-        monkeypatch.setenv(nondet.vllm.ASKED, value)
+        monkeypatch.setenv(nondet.vllm.ENABLED, value)
         plugin.register()
         assert untouched(toy)
 
@@ -78,12 +78,12 @@ def test_nothing_is_touched_unless_asked(toy: Toy, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_importing_the_plugin_loads_nothing_heavy() -> None:
     code = "import sys, nondet.vllm.plugin as p; p.register(); print({'torch', 'vllm', 'triton'} & set(sys.modules))"
-    environment = {k: v for k, v in os.environ.items() if k != nondet.vllm.ASKED}
+    environment = {k: v for k, v in os.environ.items() if k != nondet.vllm.ENABLED}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "set()"
 
 
-def test_it_installs_every_seam_once(toy: Toy) -> None:
+def test_it_installs_every_function_once(toy: Toy) -> None:
     plugin.register()
     apply = method(toy).apply
     assert apply.__module__ == "nondet.vllm.plugin"
@@ -165,15 +165,15 @@ def test_a_refusal_is_one_line_where_nobody_catches_it(
         others.append(error)
 
     monkeypatch.setattr(sys, "excepthook", theirs)
-    monkeypatch.setenv(nondet.vllm.ASKED, "0")
+    monkeypatch.setenv(nondet.vllm.ENABLED, "0")
     plugin.register()
     assert sys.excepthook is theirs
-    monkeypatch.setenv(nondet.vllm.ASKED, "yes")
+    monkeypatch.setenv(nondet.vllm.ENABLED, "yes")
     for _ in range(2):  # it is put in place once
         with pytest.raises(UserError) as refused:
             plugin.register()
     sys.excepthook(UserError, refused.value, None)
-    assert capsys.readouterr().err == f"nondet: {nondet.vllm.ASKED}=yes makes no sense. Set it to 1, or unset it.\n"
+    assert capsys.readouterr().err == f"nondet: {nondet.vllm.ENABLED}=yes makes no sense. Set it to 1, or unset it.\n"
     assert others == []
     sys.excepthook(ValueError, ValueError("theirs"), None)
     assert len(others) == 1
@@ -195,7 +195,7 @@ def test_two_plugins_do_not_fight(toy: Toy) -> None:
     assert method(toy).apply is apply
 
 
-def test_a_plugin_that_wraps_a_seam_is_seen_behind_its_names(toy: Toy) -> None:
+def test_a_plugin_that_wraps_a_function_is_seen_behind_its_names(toy: Toy) -> None:
     """functools.wraps gives a wrapper vLLM's module and parameters; ours would end it in silence. torch's may wrap."""
     theirs = method(toy).apply
     method(toy).apply = functools.wraps(theirs)(lambda *args, **more: theirs(*args, **more))
@@ -210,14 +210,14 @@ def test_a_plugin_that_wraps_a_seam_is_seen_behind_its_names(toy: Toy) -> None:
 def test_a_refusal_is_one_again_where_somebody_tries_again(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls a plugin once a process, and says before that it has; a start after a refusal was vLLM's own."""
     loader: Any = toy["vllm.plugins"]
-    for change in (lambda: monkeypatch.setenv(nondet.vllm.ASKED, "yes"), lambda: _takes_another(toy)):
+    for change in (lambda: monkeypatch.setenv(nondet.vllm.ENABLED, "yes"), lambda: _takes_another(toy)):
         change()
         loader.plugins_loaded = True
         with pytest.raises(UserError):
             plugin.register()
         assert not loader.plugins_loaded
-        monkeypatch.setenv(nondet.vllm.ASKED, "1")
-    monkeypatch.setattr(plugin, "check_seams", lambda: 1 / 0)  # whatever goes wrong, vLLM's own flag is as it was
+        monkeypatch.setenv(nondet.vllm.ENABLED, "1")
+    monkeypatch.setattr(plugin, "check_patched", lambda: 1 / 0)  # whatever goes wrong, vLLM's own flag is as it was
     with pytest.raises(ZeroDivisionError):
         plugin.register()
     assert nondet.vllm.OWN not in os.environ
@@ -243,7 +243,7 @@ def test_a_plugin_that_comes_after_ours_is_seen(toy: Toy) -> None:
     loaded(toy, model())
     assert "5 replaced, 2 certified stock" in "\n".join(toys.LOG)
     another(Fp8(parts=32))
-    with pytest.raises(UserError, match=r"2 layers are at risk.*other bits at M=1 than at M=64"):
+    with pytest.raises(UserError, match=r"2 layers are at risk.*different bits at M=1 and M=64"):
         loaded(toy, model())
 
 
@@ -357,7 +357,7 @@ def test_vllms_flags_are_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatch) 
         assert os.environ[breakable] == "0"
         for value in ("0", ""):
             monkeypatch.setenv(nondet.vllm.OWN, value)
-            with pytest.raises(UserError, match=r"VLLM_BATCH_INVARIANT is (0|not set) since nondet's kernels are in"):
+            with pytest.raises(UserError, match=r"VLLM_BATCH_INVARIANT is (0|not set) since nondet's kernels were"):
                 made["vllm.engine.arg_utils"].EngineArgs().create_engine_config()
 
 
@@ -487,7 +487,7 @@ RISKY: list[tuple[nn.Module, str]] = [
     (OtherNorm(8), "a norm by OtherNorm's own forward"),
     (type("RMSNorm", (toys.RMSNorm,), {})(8), "a norm that was replaced after nondet's"),
     (toys.Mixer(), "attention by Mixer, which is not proven"),
-    (StaticSinkAttention(toys.SegmentsImpl()), "attention as a StaticSinkAttention asks for it"),
+    (StaticSinkAttention(toys.SegmentsImpl()), "attention as a StaticSinkAttention needs it"),
 ]
 
 
@@ -515,9 +515,9 @@ def test_what_did_not_run_at_start_by_ours_is_no_replaced_layer(toy: Toy, monkey
     worker = loaded(toy, it)
     worker.fused = [it[1].norm]
     assert worker.compile_or_warm_up_model() == 1.5
-    assert any("1 layers said to be proven did not run" in line for line in toys.LOG)
+    assert any("1 layers reported as proven did not run" in line for line in toys.LOG)
     operators.product(torch.ones(1, 8), it[0].qkv.weight)  # after start nothing is kept
-    assert operators.not_met({"qkv": it[1].qkv.weight}) == []
+    assert operators.not_run({"qkv": it[1].qkv.weight}) == []
 
 
 def test_ranks_are_at_risk(toy: Toy) -> None:
@@ -555,7 +555,7 @@ def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy) -> None:
         group.rank_in_group = rank
         asked.clear()
         if faulty:
-            with pytest.raises(UserError, match="the sum over ranks gives a row other bits at M=1 than at M=64"):
+            with pytest.raises(UserError, match="the sum over ranks gives a row different bits at M=1 and M=64"):
                 loaded(toy, model(), parallel_config__tensor_parallel_size=2)
         else:
             standing = loaded(toy, model(), parallel_config__tensor_parallel_size=2).of_nondet[0]
@@ -588,7 +588,7 @@ def test_a_sum_over_four_ranks_runs_at_the_row_counts_that_are_proven(
     group = group_of(toy, summed, 4, rank=1)
     four = {"parallel_config__tensor_parallel_size": 4}
     if order != "tree":
-        with pytest.raises(UserError, match="the sum over ranks gives a row other bits at M="):
+        with pytest.raises(UserError, match="the sum over ranks gives a row different bits at M="):
             loaded(toy, model(), **four)
         return
     monkeypatch.setattr(operators, "_KINDS", ("bell",))
@@ -637,7 +637,7 @@ def test_two_ranks_judge_alike_after_as_many_calls(faulty: bool) -> None:
             return torch.cat(self.both(x), dim)
 
     def judged(number: int) -> int | None:
-        return operators.sum_over_ranks_stands(Rank(number), nullcontext, 32, torch.bfloat16, [1, 2, 8], [1, 2])
+        return operators.first_sum_that_differs(Rank(number), nullcontext, 32, torch.bfloat16, [1, 2, 8], [1, 2])
 
     with ThreadPoolExecutor(2) as ranks:
         assert [*ranks.map(judged, (0, 1))] == ([1, 1] if faulty else [None, None])
@@ -696,7 +696,7 @@ def test_a_quantized_layer_whose_bits_depend_on_the_batch_is_refused(toy: Toy) -
     A sound layer answers for none of another setting, or another shape.
     """
     for method in (Fp8(parts=32), OddFirst()):
-        with pytest.raises(UserError, match=r"2 layers are at risk, the first 0\.qkv .*other bits at M=1 than at M=64"):
+        with pytest.raises(UserError, match=r"2 layers are at risk, the first 0\.qkv .*different bits at M=1 and M=64"):
             loaded(toy, model(method=method))
     for first, second in ((Fp8(), Fp8(parts=32)), (OddWide(), OddWide())):
         pair = toys.QKVParallelLinear(8, 12, first), toys.QKVParallelLinear(8, 16, second)
@@ -748,7 +748,7 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
     assert toys.LOG[-1] == "nondet: 1 of 1 layers that were looked for ran by nondet's operators."
     worker.fused = [it[0]]  # by a kernel at a row count that nothing proved
     operators.watch()
-    with pytest.raises(UserError, match="1 layers said to be proven did not run by nondet's operators, the first 0"):
+    with pytest.raises(UserError, match="1 layers reported as proven did not run by nondet's operators, the first 0"):
         worker.compile_or_warm_up_model()
     kept = weakref.ref(head)
     del it, head, layer, worker
@@ -818,10 +818,10 @@ def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
     found = looked_at(nn.Sequential(Block(Fp8(parts=32)), HeadNorm(4), AddingNorm(8)))
     assert found["QKVParallelLinear by Fp8"] == (
         plugin.AT_RISK,
-        "its kernel gives a row other bits at M=1 than at M=64",
+        "its kernel gives a row different bits at M=1 and M=64",
     )
     assert found["HeadNorm"][0] == found["AddingNorm"][0] == plugin.AT_RISK
-    assert "M=1 than at M=64" in found["AddingNorm"][1]
+    assert "M=1 and M=64" in found["AddingNorm"][1]
     found = looked_at(nn.Sequential(toys.RMSNorm(4)), model_config__get_num_kv_heads=None)
     assert found["RMSNorm"][0] == plugin.AT_RISK
     assert "could not be tested" in found["RMSNorm"][1]
@@ -970,11 +970,14 @@ SHAPES["other"] = ("num_blocks", "block_size", "num_kv_heads", "2 * head_size")
 
 
 def sources(
-    folder: Path, change: Callable[[str], str] = str, seams: Iterable[plugin.Seam] = plugin.SEAMS, shape: str = ""
+    folder: Path,
+    change: Callable[[str], str] = str,
+    functions: Iterable[plugin.Patched] = plugin.PATCHED,
+    shape: str = "",
 ) -> str:
-    """A vLLM whose files have these seams, as `change` leaves them, and nothing else."""
+    """A vLLM whose files have these functions, as `change` leaves them, and nothing else."""
     held: dict[str, dict[str, list[str]]] = {}
-    for place, takes in seams:
+    for place, takes in functions:
         module, _, path = place.partition(":")
         cls, _, name = path.rpartition(".")
         body = f"return ({', '.join(SHAPES[shape])})" if place == plugin.SHAPE else "..."
@@ -991,24 +994,24 @@ def sources(
     return str(folder)
 
 
-def test_seams_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every seam as it is; then one that takes more and one that is gone; a folder without vLLM is refused."""
+def test_functions_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every function as it is; then one that takes more and one that is gone; a folder without vLLM is refused."""
     assert vllm_seams.main([sources(tmp_path / "fits")]) == 0
-    assert f"fits: {len(plugin.SEAMS)} of {len(plugin.SEAMS)} seams fit" in capsys.readouterr().out
+    assert f"fits: {len(plugin.PATCHED)} of {len(plugin.PATCHED)} functions fit" in capsys.readouterr().out
     moved = sources(
         tmp_path / "moved",
         lambda t: t.replace("(self, level)", "(self, level, tags)").replace("register_backend", "put"),
     )
     assert vllm_seams.main([moved]) == 1
     said = capsys.readouterr().out
-    assert f"moved: {len(plugin.SEAMS) - 2} of {len(plugin.SEAMS)} seams fit" in said
+    assert f"moved: {len(plugin.PATCHED) - 2} of {len(plugin.PATCHED)} functions fit" in said
     assert "Worker.sleep: takes (self level tags), not (self level)" in said
     assert "registry:register_backend: not there" in said
     backend = "class FlashAttentionBackend:\n"
     claims = f"{backend}    def supports_sink(cls): ...\n    def supports_time_travel(cls): ...\n"
     assert vllm_seams.main([sources(tmp_path / "claims", lambda text: text.replace(backend, claims))]) == 1
     said = capsys.readouterr().out
-    assert "FlashAttentionBackend.supports_time_travel: nobody has looked at it" in said
+    assert "FlashAttentionBackend.supports_time_travel: not reviewed" in said
     assert "supports_sink" not in said
     with pytest.raises(SystemExit, match="holds no sources of vLLM"):
         vllm_seams.main([str(tmp_path)])
@@ -1020,7 +1023,9 @@ def test_the_layout_of_a_cache_is_read_from_sources(tmp_path: Path, capsys: pyte
     assert vllm_seams.main([sources(tmp_path / "other", shape="other")]) == 1
     assert "another layout of the KV cache: (num_blocks, block_size, num_kv_heads, 2" in capsys.readouterr().out
     for axes, code in (("(0, 1, 3, 2, 4)", 0), ("(0, 1, 2, 3, 4)", 1)):
-        later = Path(sources(tmp_path / axes, seams=[plugin.MOVED.get(seam.place, seam) for seam in plugin.SEAMS]))
+        later = Path(
+            sources(tmp_path / axes, functions=[plugin.MOVED.get(patched.path, patched) for patched in plugin.PATCHED])
+        )
         (later / "vllm/v1/kv_cache_layout.py").write_text(f"class KVCacheLayout:\n    LBNHC = {axes}\n")
         assert vllm_seams.main([str(later)]) == code
 

@@ -1,4 +1,4 @@
-"""The seams of a real vLLM, where one is installed: `pytest -m vllm tests/vllm`, in an environment that has 0.25.1."""
+"""The plugin's functions in a real vLLM: `pytest -m vllm tests/vllm`, in an environment that has 0.25.1."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ pytestmark = [
 ]
 
 
-def test_every_seam_fits() -> None:
+def test_every_function_fits() -> None:
     """By signature, the attention backend's base classes among them; nothing is patched."""
-    found = plugin.check_seams()
-    assert set(found) == {seam.place for seam in plugin.SEAMS}
+    found = plugin.check_patched()
+    assert set(found) == {patched.path for patched in plugin.PATCHED}
     from nondet.vllm.attention import SegmentsBackend
 
     assert SegmentsBackend.get_name() == "CUSTOM"
@@ -79,7 +79,7 @@ from scripts.vllm_load import made_folder
 
 if __name__ == "__main__":
     vllm.plugins.plugins_loaded = True
-    plugin.check_seams()  # loads vLLM's modules, as a CPU has them
+    plugin.check_patched()  # loads vLLM's modules, as a CPU has them
     current_platform.is_cuda = lambda: True
     plugin.register()
     del current_platform.is_cuda
@@ -232,7 +232,7 @@ def test_an_fp8_layer_is_what_ours_takes_it_for(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("norms", "said"),
-    [("ours", "all met"), ("theirs", "5 layers said to be proven did not run by nondet's operators, the first ")],
+    [("ours", "all met"), ("theirs", "5 layers reported as proven did not run by nondet's operators, the first ")],
 )
 def test_what_vllm_compiles_otherwise_is_seen_at_start(norms: str, said: str) -> None:
     """By the weights that our operators ran with inside of a model that vLLM compiled."""

@@ -173,7 +173,7 @@ def _e5m2(layer: Any) -> None:
         (MarlinFP8ScaledMMLinearKernel(), None, "no FP8 kernel that nondet has one for"),
         (CutlassFP8ScaledMMLinearKernel(), _e5m2, "no FP8 kernel that nondet has one for"),
         (CutlassFP8ScaledMMLinearKernel(use_per_token_if_dynamic=False), None, "one scale for all activations"),
-        (CutlassFP8ScaledMMLinearKernel(), _other_strides, "a weight that lies otherwise"),
+        (CutlassFP8ScaledMMLinearKernel(), _other_strides, "a weight of another layout"),
         (CutlassFP8ScaledMMLinearKernel(), _half_scales, r"scales of torch.float16 in \[256, 1\]"),
         (CutlassFp8BlockScaledMMKernel(group_size=64), None, "activations in other shares than 128"),
         (CutlassFp8BlockScaledMMKernel(use_ue8m0=True), None, "activations in other shares than 128"),
@@ -199,7 +199,7 @@ def test_ours_is_proven_and_not_believed(toy: Toy, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(operators, "quantize_row", of_the_batch)
     layer = fp8(CutlassFP8ScaledMMLinearKernel(), 32)
     kept = layer.quant_method
-    with pytest.raises(UserError, match="not replaced: its product gives a row other bits at M=1 than at M=64"):
+    with pytest.raises(UserError, match="not replaced: its product gives a row different bits at M=1 and M=64"):
         loaded(toy, torch.nn.Sequential(layer))
     assert layer.quant_method is kept
 
@@ -207,7 +207,7 @@ def test_ours_is_proven_and_not_believed(toy: Toy, monkeypatch: pytest.MonkeyPat
 def test_one_scale_for_all_activations_is_at_risk_by_itself(toy: Toy) -> None:
     """Its kernel's order stands at every M: what differs is the scale that neighbours give a row."""
     layer = fp8(CutlassFP8ScaledMMLinearKernel(use_per_token_if_dynamic=False), 10**9, per_tensor=True)
-    with pytest.raises(UserError, match=r"other bits at M=1 than at M=64; not replaced: one scale for all activations"):
+    with pytest.raises(UserError, match=r"different bits at M=1 and M=64; not replaced: one scale for all activations"):
         loaded(toy, torch.nn.Sequential(layer))
 
 
@@ -221,4 +221,4 @@ def test_a_tracer_sees_the_shape(toy: Toy) -> None:
         asked = torch.ops.vllm.nondet_scaled_product
         assert asked(x, by_columns, torch.empty(1, N)).shape == (3, 5, N)
         assert asked(x, torch.empty(N, K, dtype=FLOAT8[0]), torch.empty(K // BLOCK, N // BLOCK)).shape == (3, 5, N)
-    assert operators.room_for(33) == 64
+    assert operators.padded_rows(33) == 64

@@ -1,4 +1,4 @@
-"""A small `vllm` whose seams have the signatures of vLLM 0.25.1, read from its sources: contract tests run without it.
+"""A small `vllm` whose functions have the signatures of vLLM 0.25.1, for contract tests without it.
 
 Nothing here computes what vLLM computes but the toys' own products and the writing of a cache, which tests look at.
 """
