@@ -34,17 +34,17 @@ BUDGET = {
     "export": 472,
     "mismatch": 1468,
     "kernels": 18883,
-    "nondet": 1828,
-    "probes": 5194,
+    "nondet": 1837,
+    "probes": 5135,
     "ranks": 577,
     "reports": 5362,
     "sampling": 5949,
     "services": 2833,
-    "testing": 569,
-    "trace": 3224,
+    "testing": 566,
+    "trace": 3169,
     "training": 629,
     "verdict": 2618,
-    "vllm": 2302,
+    "vllm": 2300,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")
 _NEAREST = 25  # test files; collecting all of them takes longer than a quick run may
