@@ -645,7 +645,7 @@ def _name_of(function: Any) -> str | None:
     if name in ("__get__", "__set__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "data_ptr"):
         return None
     full = resolve_name(function) or name
-    if full.endswith((".__get__", ".__set__")):
+    if full.endswith((".__get__", ".__set__")) or "empty" in full:  # an allocation holds whatever was there
         return None
     short = full.removeprefix("torch.").removeprefix("nn.functional.").removeprefix("_C._nn.")
     return short.replace("__", "") if short.startswith("Tensor.__") else short
