@@ -33,7 +33,7 @@ BUDGET = {
     "endpoint": 3149,
     "export": 472,
     "mismatch": 1468,
-    "kernels": 18883,
+    "kernels": 18884,
     "nondet": 1837,
     "probes": 5135,
     "ranks": 577,

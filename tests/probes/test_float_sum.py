@@ -82,7 +82,7 @@ def test_any_order_is_flagged_and_one_order_is_not(operator):
     for toy, status in ((f"{operator}_atomic", "divergent"), (f"{operator}_sound", "identical")):
         rows = measure("atomics", f"{operator}={toy}", m=256, n=4, dtypes=("float32",))
         assert statuses(rows, operator=operator) == {status}
-    assert all(row.trials == 100 for row in rows.values() if row.operator == operator and row.varied == "run")
+    assert all(row.trials == 200 for row in rows.values() if row.operator == operator and row.varied == "run")
 
 
 def test_an_order_that_follows_others_sources_is_flagged():
