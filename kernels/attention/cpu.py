@@ -316,7 +316,7 @@ def _attend(
     way: Way,
     places: _Index | None = None,
 ) -> torch.Tensor:
-    """q [Tq, Hq, D] over k, v [Tk, Hkv, D] or [B, Hkv, T, D] -> [Tq, Hq, D] in q's dtype; zeros for queries of nobody.
+    """q [Tq, Hq, D] over k, v [Tk, Hkv, D] or [B, Hkv, T, D] -> [Tq, Hq, D] in q's dtype; zeros where no request is.
 
     `places`: the keys' indices in k and v.
     """

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from nondet.core.certificates import certificates
 from nondet.core.launch import proving
-from nondet.core.proof import distinct, operands_key, settings
+from nondet.core.proof import distinct, operands_key, settings, switches
 from nondet.errors import UserError, one_line
 from nondet.kernels.dispatch.differentiable import COMPOSED_WITH_GRADIENT, Differentiable, asked_for
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, EXEMPT, OPERATORS, reason
@@ -541,18 +541,7 @@ def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
             key.append(x)
         else:
             return ()
-    return (*key, *kwargs, *_switches(device))
-
-
-def _switches(device: str) -> tuple[object, ...]:
-    """The values behind `nondet.core.proof.settings`, as fast as can be."""
-    of = torch._C  # torch.backends takes several times as long
-    fixed = of._get_float32_matmul_precision(), of._get_deterministic_algorithms()
-    if device == "cpu":
-        return *fixed, of._get_mkldnn_enabled(), torch.get_num_threads()
-    products = of._get_fp32_precision_getter("cuda", "matmul"), of._get_blas_preferred_backend()
-    halves = of._get_cublas_allow_bf16_reduced_precision_reduction(), of._get_cublas_allow_fp16_accumulation()
-    return *fixed, *products, *halves, of._get_cublas_allow_fp16_reduced_precision_reduction()
+    return (*key, *kwargs, *switches(device))
 
 
 def _decide(decisions: dict[tuple[object, ...], Any], key: tuple[object, ...], decision: object) -> None:

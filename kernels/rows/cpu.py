@@ -36,7 +36,7 @@ _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-ad
 _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
 
 
-@np.errstate(all="ignore")  # of infinities and NaN nobody is told by torch either
+@np.errstate(all="ignore")  # torch does not report infinities or NaN either
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, sums: Reduction | None = None) -> torch.Tensor:
     """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
     rows = wide(x)

@@ -119,6 +119,17 @@ def settings(device: str) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in named.items())
 
 
+def switches(device: str) -> tuple[object, ...]:
+    """The values behind `settings`, for look-ups at every call: whoever adds one there adds it here."""
+    of = torch._C  # torch.backends takes several times as long
+    fixed = of._get_float32_matmul_precision(), of._get_deterministic_algorithms()
+    if device == "cpu":
+        return *fixed, of._get_mkldnn_enabled(), torch.get_num_threads()
+    products = of._get_fp32_precision_getter("cuda", "matmul"), of._get_blas_preferred_backend()
+    halves = of._get_cublas_allow_bf16_reduced_precision_reduction(), of._get_cublas_allow_fp16_accumulation()
+    return *fixed, *products, *halves, of._get_cublas_allow_fp16_reduced_precision_reduction()
+
+
 def attempt(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Attempt:
     """Compute, and compare with the anchor's result bit by bit; a `DeviceLostError` if the CUDA context is lost."""
     try:

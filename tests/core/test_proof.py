@@ -15,7 +15,7 @@ import torch
 from nondet.core import launch
 from nondet.core.certificates import Certificates
 from nondet.core.launch import FirstUses, first_uses, proving
-from nondet.core.proof import Claim, distinct, operands_key, product_inputs, prove, settings
+from nondet.core.proof import Claim, distinct, operands_key, product_inputs, prove, settings, switches
 from tests.build import absent, linear, split_k
 
 K, N = 48, 24
@@ -110,6 +110,26 @@ def test_settings_that_change_bits_are_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     assert settings("cpu") != before
     assert any(word.startswith("bf16-reduction=") for word in settings("cuda"))
+
+
+def test_a_switch_that_changes_a_key_in_words_changes_the_quick_one() -> None:
+    """Both are read from the same settings, by other functions: one that only the words see would keep a stale plan."""
+    products = torch.backends.cuda.matmul
+    for device, owner, name in (
+        ("cuda", products, "allow_bf16_reduced_precision_reduction"),
+        ("cuda", products, "allow_fp16_reduced_precision_reduction"),
+        ("cuda", products, "allow_fp16_accumulation"),
+        ("cpu", torch.backends.mkldnn, "enabled"),
+    ):
+        before = settings(device), switches(device)
+        now = getattr(owner, name)  # fp32_precision is left out: torch refuses to mix it with older switches
+        setattr(owner, name, not now)
+        try:
+            assert settings(device) != before[0], name
+            assert switches(device) != before[1], name
+        finally:
+            setattr(owner, name, now)
+        assert (settings(device), switches(device)) == before
 
 
 def test_order_inputs_have_an_exact_sum_of_zero() -> None:
