@@ -33,7 +33,8 @@ from nondet.kernels.dispatch.transformers import Replacement, installed, note_tr
 #
 # It is installed under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because
 # the engine refuses unknown names. A call without a paged cache goes on to the original, whose
-# scaled_dot_product_attention is replaced. Written for transformers 5.17 and 5.23, whose caches differ.
+# scaled_dot_product_attention is replaced. Written for transformers 5.17, 5.23 and 5.24, whose caches differ: since
+# 5.24 a model writes the cache itself, and its attention gets every key that was read.
 
 _PAGED = ("sdpa", "paged|sdpa", "paged|eager")
 _UNSUPPORTED = ("position_bias", "s_aux")
@@ -106,7 +107,7 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
         bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
         if bound.pop("softcap", None) is not None and refuses_soft_cap:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        if cache is None:
+        if not is_paged(kwargs):
             window = bound.get("sliding_window")
             if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
                 # First keys may be gone or hidden: the rest does not show where a request began.
@@ -182,11 +183,14 @@ def _paged(
     cache: Any,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests in sequence -> [1, T, Hq, D]."""
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests in sequence -> [1, T, Hq, D].
+
+    Without a cache, key and value [1, Hkv, Tk_total, D] are all that the step reads.
+    """
     # the call's argument first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
     positions = None
-    window = _kept_window(cache, module.layer_idx, window)
+    window = _kept_window(cache, module, window)
     if window:
         # The cache keeps a request's last keys; only the queries' positions show where its first one was.
         positions = kwargs.get("position_ids")
@@ -206,7 +210,7 @@ def _paged(
         raise UserError("the cache is to be read by FlashAttention's block table", 'Use attn_implementation="sdpa".')
     index: torch.Tensor | None = None
     # a trace has to see the keys pass through the cache's update
-    direct = not window and not getattr(type(cache).update, "watched", False)
+    direct = cache is not None and not window and not getattr(type(cache).update, "watched", False)
     in_place = write_in_place(cache, module.layer_idx, key, value, kwargs) if direct else None
     if in_place is not None:
         keys, values, index = in_place
@@ -233,10 +237,25 @@ def _paged(
     return out[None]
 
 
-def _kept_window(cache: Any, layer: int, window: int | None) -> int | None:
+def is_paged(kwargs: dict[str, Any]) -> bool:
+    """Whether attention was called by continuous batching: with its cache, or since 5.24 with the slots it reads."""
+    return kwargs.get("cache") is not None or "read_index" in kwargs
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """The sliding window of that layer as transformers' caches keep it, or None."""
+    window: int | None = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    return window if types is None or types[layer] == "sliding_attention" else None
+
+
+def _kept_window(cache: Any, module: Any, window: int | None) -> int | None:
     """The window of a layer's keys in the cache; before 5.23 the cache gives 1 for none."""
+    layer = module.layer_idx
     kept = getattr(cache, "sliding_windows", None)
-    if kept is not None:
+    if cache is None:
+        found = window_of(module.config, layer)
+    elif kept is not None:
         found = None if kept[layer] == 1 else kept[layer]
     else:
         found = getattr(cache.layer_to_allocator[layer], "sliding_window", None)
@@ -253,8 +272,10 @@ def update_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new keys and read all of them: [Tk_total, Hkv, D], in this version of transformers.
 
-    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor.
+    Afterwards kwargs["cu_seq_lens_k"] is this layer's tensor. Without a cache the model did both (5.24).
     """
+    if cache is None:
+        return key[0].transpose(0, 1), value[0].transpose(0, 1)
     if "read_index" in _parameters(type(cache).update):  # 5.17
         keys, values = cache.update(
             key_states=key,
@@ -312,7 +333,7 @@ def longest(which: str, kwargs: dict[str, Any]) -> int:
     if not isinstance(found, int):
         raise UserError(
             f"this version of transformers does not say how long a step is (max_length_{which}: {found!r})",
-            "Versions 5.17 and 5.23 were tested.",
+            "Versions 5.17, 5.23 and 5.24 were tested.",
         )
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.dispatch.transformers_attention import longest, update_cache
+from nondet.kernels.dispatch.transformers_attention import is_paged, longest, update_cache
 from nondet.sampling.plan import kernels_of
 
 # Stock with torch's own FlashAttention over each request's keys, under transformers' continuous batching.
@@ -52,12 +52,12 @@ def _standing_for(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if kwargs.get("cache") is None or not query.is_cuda or query.dtype == torch.float32:
+        if not is_paged(kwargs) or not query.is_cuda or query.dtype == torch.float32:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
         window = bound.get("sliding_window") or getattr(module, "sliding_window", None)
         keys, values = update_cache(
-            bound["cache"], module.layer_idx, key, value, bound, "sliding_attention" if window else "full_attention"
+            bound.get("cache"), module.layer_idx, key, value, bound, "sliding_attention" if window else "full_attention"
         )
         out = torch.ops.aten._flash_attention_forward(
             query[0].transpose(0, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nondet.core.compare import memory_of, row_hashes
 from nondet.errors import UserError
+from nondet.kernels.dispatch.transformers_attention import window_of
 from nondet.sampling.plan import Span, StepLog
 from nondet.sampling.schedule import requested_logits
 
@@ -162,16 +164,6 @@ def modules_of(model: Any, region: str) -> list[tuple[str, Any]]:
     return [(p, m) for p, m in model.named_modules() if p and not p.startswith(among)]
 
 
-def window_of(model: Any, layer: int) -> int | None:
-    """The sliding window of that layer as the engine's cache keeps it, or None."""
-    config = model.config.get_text_config()
-    window: int | None = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return window
-    return window if types[layer] == "sliding_attention" else None
-
-
 def add_hooks(stack: ExitStack, module: Any, before: Any = None, after: Any = None) -> None:
     """Call `before` and `after` each forward of a module, with its keyword arguments, until the stack is closed."""
     if before is not None:
@@ -306,7 +298,9 @@ class CoarseCapture(RowHashes):
         self._log = log
         layers = [layer for _, layer in find_layers(model)]
         # windows and sharing exclude each other in the engine; without windows a layer's slots are positions
-        self._shared = self.sharing and all(window_of(model, i) is None for i in range(len(layers)))
+        self._shared = self.sharing and all(
+            window_of(model.config.get_text_config(), i) is None for i in range(len(layers))
+        )
         with ExitStack() as stack:
             add_hooks(stack, model, self._begin, self._end)
             watch_layers(stack, layers, lambda name, hidden: self.note(name, _rows(hidden, name)))
@@ -322,8 +316,9 @@ class CoarseCapture(RowHashes):
     def _wrap(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update)
         def run(*args: Any, **kwargs: Any) -> Any:
-            for name, states in (("k", kwargs["key_states"]), ("v", kwargs["value_states"])):
-                self.note(f"{kwargs['layer_idx']}.{name}", states[0].transpose(0, 1))  # [1, Hkv, T, D] -> [T, Hkv, D]
+            given = inspect.signature(update).bind(*args, **kwargs).arguments
+            for name, states in (("k", given["key_states"]), ("v", given["value_states"])):
+                self.note(f"{given['layer_idx']}.{name}", states[0].transpose(0, 1))  # [1, Hkv, T, D] -> [T, Hkv, D]
             return update(*args, **kwargs)
 
         return run
@@ -438,7 +433,7 @@ class FineCapture:
         layers = find_layers(model)
         self._names = {id(module): path for path, module in model.named_modules()}
         number = int(self.region) if self.region.isdigit() else None
-        self._window = None if number is None else window_of(model, number)
+        self._window = None if number is None else window_of(model.config.get_text_config(), number)
         whole = model if number is None else layers[number][1]
         with ExitStack() as stack:
             if self.region == "head":
@@ -503,7 +498,7 @@ class FineCapture:
             copies: dict[int, torch.Tensor] = {}
             own = _plain(kwargs)
             slots = self._slots((*args, *([own] if own else [])), copies)
-            given = None if "cache" in kwargs else (_copied(args, copies), _copied(own, copies))
+            given = None if kwargs.get("cache") is not None else (_copied(args, copies), _copied(own, copies))
             self._entered.append((self._names[id(module)], slots, given))
 
     def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -523,7 +518,8 @@ class FineCapture:
             if self._now is None:
                 return update(*args, **kwargs)
             with torch._C.DisableTorchFunction():
-                inputs = self._slots({name: kwargs[name] for name in ("key_states", "value_states")})
+                given = inspect.signature(update).bind(*args, **kwargs).arguments
+                inputs = self._slots({name: given[name] for name in ("key_states", "value_states")})
                 self._paused += 1
                 try:
                     out = update(*args, **kwargs)
