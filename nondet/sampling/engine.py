@@ -9,6 +9,7 @@ clock. Where the load requests CUDA graphs, steps are padded to a few sizes.
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import math
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -257,7 +259,10 @@ def start(manager: Any, device: torch.device) -> None:
         manager.start()
         return
     manager.background_thread_status.clear()
-    manager._generation_thread = Loop(manager._run_generation_loop)
+    loop = manager._run_generation_loop
+    if "use_inference_mode" in inspect.signature(loop).parameters:  # since 5.24
+        loop = partial(loop, use_inference_mode=torch.is_inference_mode_enabled())
+    manager._generation_thread = Loop(loop)
     manager._generation_thread.start()
 
 

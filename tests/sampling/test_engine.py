@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import signal
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from nondet.core.launch import FirstUses, first_uses, listen_to_triton, proving
 from nondet.embedded import DEFAULT_PROMPT
@@ -322,6 +324,8 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": ({"alibi": False}, r"layer 0 keeps no keys in the engine's cache \(2 of 2 layers\)"),
     "diffllama": (_HEADS, r"layer 0 overwrites its own keys in the engine's cache \(2 of 2 layers\)"),
 }
+if "cache" in inspect.signature(DiffLlamaAttention.forward).parameters:  # since 5.24 it writes once, and is served
+    del MODELS["diffllama"]
 
 
 def model_of(name: str, **more: Any) -> Any:
