@@ -167,6 +167,7 @@ class _Kept(NamedTuple):
     rooms: tuple[Room, ...]
     steps: tuple[Any, ...]
     label: str
+    device: int
 
 
 _kept: dict[tuple[Any, ...], _Kept] = {}
@@ -211,7 +212,8 @@ def remember(
     if kind is not None:
         if len(_kept) >= _FOUND_MOST:
             _kept.clear()
-        _kept[kind[0]] = _Kept(tuple(((*x.shape,), x.stride(), x.dtype) for x in rooms), steps, label)
+        device = rooms[0].get_device()
+        _kept[kind[0]] = _Kept(tuple(((*x.shape,), x.stride(), x.dtype) for x in rooms), steps, label, device)
 
 
 def forget() -> None:
@@ -219,15 +221,17 @@ def forget() -> None:
     _kept.clear()
 
 
-def bound(what: object, *tensors: torch.Tensor | None) -> Callable[..., list[torch.Tensor] | None] | None:
-    """What replays a cached call for tensors like these, as `again` does; for a caller with a key of its own."""
+def bound(what: object, *tensors: torch.Tensor | None) -> Callable[..., list[torch.Tensor]] | None:
+    """What replays a cached call for tensors like these, as `again` does; for a caller with a key of its own, in which
+    the current device is. None: no such call is cached, or the tensors are on another device.
+    """
     kind = _kind(what, tensors)
     kept = None if kind is None else _kept.get(kind[0])
-    if kept is None:
+    if kept is None or not _on_current_device(tensors):
         return None
 
-    def replay(*tensors: torch.Tensor | None) -> list[torch.Tensor] | None:
-        return None if torch.compiler.is_compiling() else _replayed(kept, tensors, [_place(x) for x in tensors])
+    def replay(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+        return _replayed(kept, tensors, [x if x is None or INTERPRETED else x.data_ptr() for x in tensors])
 
     return replay
 
@@ -236,34 +240,31 @@ def again(what: object, *tensors: torch.Tensor | None) -> list[torch.Tensor] | N
     """The output buffers of a cached call with the same signature, after replaying its launches; None if not cached."""
     kind = None if torch.compiler.is_compiling() else _kind(what, tensors)
     kept = None if kind is None else _kept.get(kind[0])
-    return None if kind is None or kept is None else _replayed(kept, tensors, kind[1])
+    if kind is None or kept is None or not _on_current_device(tensors):
+        return None
+    return _replayed(kept, tensors, kind[1])
 
 
-def _replayed(kept: _Kept, tensors: tuple[torch.Tensor | None, ...], places: list[Any]) -> list[torch.Tensor] | None:
-    first = tensors[0]
-    if first is None:
-        return None
-    device = first.get_device()
-    if device >= 0 and (INTERPRETED or torch._C._cuda_getDevice() != device):
-        return None
+def _on_current_device(tensors: Sequence[torch.Tensor | None]) -> bool:
+    device = -1 if tensors[0] is None else tensors[0].get_device()
+    return INTERPRETED if device < 0 else not INTERPRETED and torch._C._cuda_getDevice() == device
+
+
+def _replayed(kept: _Kept, tensors: Sequence[torch.Tensor | None], places: list[Any]) -> list[torch.Tensor]:
+    """`places`: what a launch takes of the tensors, their addresses, in the interpreter themselves."""
     made = []
     for wanted in kept.rooms:
         room = empty_strided(*wanted)
         made.append(room)
-        places.append(_place(room))  # aligned to 16 bytes by all of torch's allocators
+        places.append(room if INTERPRETED else room.data_ptr())  # aligned to 16 bytes by all of torch's allocators
     places.append(None)
     note(kept.label)
     for launch, order, boxes in kept.steps:
         operands = [places[i] for i in order]
         for at, i, pattern in boxes:
             operands[at] = box_at(pattern, tensors[i] if i < len(tensors) else made[i - len(tensors)])
-        launch(device, operands)
+        launch(kept.device, operands)
     return made
-
-
-def _place(x: torch.Tensor | None) -> Any:
-    """What a launch takes: an address, in the interpreter the tensor."""
-    return x if x is None or INTERPRETED else x.data_ptr()
 
 
 def require(operator: str, dtypes: tuple[torch.dtype, ...], *tensors: torch.Tensor) -> None:

@@ -1,13 +1,12 @@
 """What is bound for calls like one before: what they need and nothing more.
 
 The first call of an operator goes through its replacement, which checks everything. Then its binder, called with the
-same arguments, gives a function of them in which all is settled that dtypes, shapes, strides, alignment and settings
-decide; None where there is nothing shorter. The table of decisions (`nondet.kernels.dispatch.functions.replacing`) has
-it called for later calls of the same key. The numbers in a tensor and its address are open, and the bits are those of
-the replacement, because it is the same launch.
+same arguments, gives a function of them in which all is settled that dtypes, shapes, strides, alignment and the
+binder's settings decide; None where there is nothing shorter. The table of decisions
+(`nondet.kernels.dispatch.functions.replacing`) has it called for later calls of the same key. The numbers in a tensor
+and its address are open, and the bits are those of the replacement, because it is the same launch.
 
-Arguments are plain tensors without gradients, and torch calls in here go to the originals. What is bound on CUDA gives
-None where another device is current, and the replacement runs.
+Arguments are plain tensors without gradients, and torch calls in here go to the originals.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,10 +22,26 @@ from nondet.kernels.attention import cpu as attention
 from nondet.kernels.dispatch.replacements import note_hidden
 from nondet.kernels.dispatch.state import DTYPES
 from nondet.kernels.matmul import cpu as matmul
+from nondet.kernels.matmul.cpu_tiles import environment_key
 from nondet.kernels.rows import cpu as rows
 
 _FLOATING = frozenset(DTYPES)
 _Bound = Callable[..., Any] | None
+ALIGNMENT = {"cpu": 64, "cuda": 256}  # the most bytes of an address that a kernel's choice depends on
+
+
+class Binder(NamedTuple):
+    """What decides later calls of an operator on one device.
+
+    Attributes:
+        bind: bind(*args, **kwargs) -> what gives the bits of the replacement for calls like this one, or None.
+        settings: Gives what the process may change meanwhile and by which `bind` gives another function.
+        alignment: How many bytes of an address decide.
+    """
+
+    bind: Callable[..., _Bound]
+    settings: Callable[[], object]
+    alignment: int
 
 
 def _product_on_cuda(linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> _Bound:
@@ -44,33 +59,24 @@ def _addmm_on_cuda(
     return None if product is None else lambda bias, a, b, **scales: product(a, b.mT, bias)
 
 
-def _launches(
-    what: object, places: Sequence[int], args: tuple[Any, ...], finish: Callable[..., Any]
-) -> Callable[..., Any] | None:
-    """finish(what the launches of an earlier call give, *args): of the call with `what` and args at these places."""
+def _launches(what: object, *tensors: torch.Tensor | None) -> Any:
+    """What makes the launches of an earlier call of `what` on tensors like these: all their results, as a list."""
     common = sys.modules.get("nondet.kernels.triton_common")  # as above
-    launched = None if common is None else common.bound(what, *[args[place] for place in places])
-    if launched is None:
-        return None
-
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        made = launched(*[args[place] for place in places])
-        return None if made is None else finish(made, *args, **kwargs)
-
-    return compute
+    return None if common is None else common.bound(what, *tensors)
 
 
 def _normalized_on_cuda(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> _Bound:
     axes = x.dim()
     if half_to_float or not axes or dim not in (-1, axes - 1):
         return None
+    launches = _launches(name, x)
 
-    def finish(made: list[torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def compute(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
         if axes > 2:
             note_hidden(name, x)  # by its numbers
-        return made[0]
+        return launches(x)[0]
 
-    return _launches(name, (0,), (x,), finish)
+    return launches and compute
 
 
 def _reduced_on_cuda(
@@ -79,7 +85,10 @@ def _reduced_on_cuda(
     axes = x.dim()
     if dtype is not None or not dim or len(dim) != 1 or not axes or dim[0] not in (-1, axes - 1):
         return None
-    return _launches(name, (0,), (x,), lambda made, *rest: made[0].unsqueeze(-1) if keepdim else made[0])
+    launches = _launches(name, x)
+    if keepdim:
+        return launches and (lambda x, *rest: launches(x)[0].unsqueeze(-1))
+    return launches and (lambda x, *rest: launches(x)[0])
 
 
 def _rms_norm_on_cuda(
@@ -87,7 +96,8 @@ def _rms_norm_on_cuda(
 ) -> _Bound:
     if weight is None or eps is None or weight.dtype is not x.dtype or x.shape[-1:] != (*shape,):
         return None
-    return _launches(("rms_norm", eps), (0, 2), (x, shape, weight), lambda made, *rest: made[0])
+    launches = _launches(("rms_norm", eps), x, weight)
+    return launches and (lambda x, shape, weight, eps: launches(x, weight)[0])
 
 
 def _layer_norm_on_cuda(
@@ -95,7 +105,8 @@ def _layer_norm_on_cuda(
 ) -> _Bound:
     if x.shape[-1:] != (*shape,):
         return None
-    return _launches(("layer_norm", eps), (0, 2, 3), (x, shape, weight, bias), lambda made, *rest: (*made,))
+    launches = _launches(("layer_norm", eps), x, weight, bias)
+    return launches and (lambda x, shape, weight, bias, eps: (*launches(x, weight, bias),))
 
 
 def _attention_on_cuda(
@@ -114,9 +125,9 @@ def _attention_on_cuda(
         return None
     if (is_causal and shape[2] != keys[2]) or (shape[1] != keys[1] and not enable_gqa):
         return None
-    what = ("attention", is_causal or shape[2] == 1, scale, None, None)
+    launches = _launches(("attention", is_causal or shape[2] == 1, scale, None, None), q, k, v)
     # laid out as models need it
-    return _launches(what, (0, 1, 2), (q, k, v), lambda made, *rest, **more: made[0].transpose(1, 2))
+    return launches and (lambda q, k, v, *rest, **more: launches(q, k, v)[0].transpose(1, 2))
 
 
 def _bound_softmax(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> _Bound:
@@ -171,10 +182,12 @@ _ON_CPU: dict[str, Callable[..., _Bound]] = {
     "scaled_dot_product_attention": _bound_attention,
 }
 
-_ON_CUDA: dict[str, Callable[..., _Bound]] = {
+_PRODUCTS_ON_CUDA: dict[str, Callable[..., _Bound]] = {
     "linear": partial(_product_on_cuda, True),
     "mm": partial(_product_on_cuda, False),
     "addmm": _addmm_on_cuda,
+}
+_LAUNCHES_ON_CUDA: dict[str, Callable[..., _Bound]] = {
     "_softmax": partial(_normalized_on_cuda, "softmax"),
     "_log_softmax": partial(_normalized_on_cuda, "log_softmax"),
     "mean.dim": partial(_reduced_on_cuda, "mean"),
@@ -183,5 +196,16 @@ _ON_CUDA: dict[str, Callable[..., _Bound]] = {
     "native_layer_norm": _layer_norm_on_cuda,
     "scaled_dot_product_attention": _attention_on_cuda,
 }
+# float32 products are in TF32 where torch's switch says so; a library's other switches are not for our launches
+_products_precision = partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
+# launches are made on the current device, and are bound to tensors there
+_current_device: Callable[[], object] = getattr(torch._C, "_cuda_getDevice", int)
+
 # dispatch key -> aten operator -> its binder
-BINDERS = {"CPU": _ON_CPU, "CUDA": _ON_CUDA}
+BINDERS = {
+    "CPU": {name: Binder(bind, environment_key, ALIGNMENT["cpu"]) for name, bind in _ON_CPU.items()},
+    "CUDA": {
+        **{name: Binder(bind, _products_precision, ALIGNMENT["cuda"]) for name, bind in _PRODUCTS_ON_CUDA.items()},
+        **{name: Binder(bind, _current_device, ALIGNMENT["cuda"]) for name, bind in _LAUNCHES_ON_CUDA.items()},
+    },
+}

@@ -19,6 +19,7 @@ from nondet.core.certificates import certificates
 from nondet.core.launch import proving
 from nondet.core.proof import distinct, operands_key, settings, switches
 from nondet.errors import UserError, one_line
+from nondet.kernels.dispatch.again import ALIGNMENT, Binder
 from nondet.kernels.dispatch.differentiable import COMPOSED_WITH_GRADIENT, Differentiable, asked_for
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, EXEMPT, OPERATORS, reason
 from nondet.kernels.dispatch.state import (
@@ -86,7 +87,8 @@ class _Form(NamedTuple):
 
 def _form_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
     """The form, cached by all that decides it, because a key in words takes far longer to build."""
-    decisions, key = current().decisions, _call_key(name, args, kwargs)
+    device = args[0].device.type
+    decisions, key = current().decisions, call_key(name, args, kwargs, ALIGNMENT[device], switches(device))
     form: _Form | None = decisions.get(key) if key else None
     if form is None:
         form = _form(name, args[0], args, kwargs)
@@ -366,7 +368,7 @@ def _name(op: torch._ops.OpOverload) -> str:
     return packet if op._overloadname == "default" else f"{packet}.{op._overloadname}"
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 
 
 def _keys(*names: str) -> int:
@@ -390,94 +392,116 @@ def replacing(
     kernels: Callable[[], Kernels],
     original: Any,
     replacement: Callable[..., Any],
-    bind: Callable[..., Callable[..., Any] | None] | None = None,
+    binder: Binder | None = None,
 ) -> Callable[..., Any]:
     """Compute by `replacement` while `family` is on; else, or where it declines, run the original and count it.
 
     Args:
-        bind: bind(*args, **kwargs) -> what gives the bits of `replacement` for every call of the same `_call_key`, or
-            None where it can't; None where there is nothing shorter.
+        binder: What it binds is called for later calls of the same `call_key`; None where there is nothing shorter.
     """
-    composed = name in COMPOSED
-    exempt = EXEMPT.get(name)
-    has_gradient = COMPOSED_WITH_GRADIENT.get(name)
-    told_by_parts = name == "linear"  # made of products, which say themselves what became of them
-    qualified = f"aten::{name}"
-    stock = original.call_boxed
+    composed, stock, keyed = name in COMPOSED, original.call_boxed, binder is not None
+    bind, settings, alignment = (None, tuple, 0) if binder is None else binder
+    first = _first(name, family, kernels, original, replacement, bind)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if inside.active:
             return stock(keyset, *args, **kwargs)
-        now = current()
-        key = _call_key(name, args, kwargs) if bind is not None and family in now.families else ()
-        decided = now.decisions.get(key) if key else None
-        if decided is not None:
-            out = decided(*args, **kwargs)
-            if out is not None:
+        if composed and (unusual := keyset.raw_repr() & _UNUSUAL):
+            if unusual & _NEGATED:
+                args, kwargs = tuple(map(_resolved, args)), {key: _resolved(value) for key, value in kwargs.items()}
+            if unusual & _NOT_DENSE:
+                return _not_dense(name, stock, keyset, args, kwargs)
+        now, key = current(), ()
+        if keyed and family in now.families:
+            key = call_key(name, args, kwargs, alignment, settings())
+            decided = now.decisions.get(key)
+            if decided is not None:
+                inside.active = True
+                try:
+                    out = decided(*args, **kwargs)
+                finally:
+                    inside.active = False
                 for coverage in now.coverages:
                     coverage.add("replaced", name)
                 return out
+        return first(now, key, keyset, args, kwargs)
+
+    return run
+
+
+def _first(
+    name: str,
+    family: str,
+    kernels: Callable[[], Kernels],
+    original: Any,
+    replacement: Callable[..., Any],
+    bind: Callable[..., Callable[..., Any] | None] | None,
+) -> Callable[..., Any]:
+    """What runs a call that nothing is decided of: by the replacement, which checks everything; or it is left."""
+    composed, stock = name in COMPOSED, original.call_boxed
+    exempt, has_gradient = EXEMPT.get(name), COMPOSED_WITH_GRADIENT.get(name)
+    counted_by_parts = name == "linear"  # made of products, which say themselves what became of them
+    bound = None if bind is None else guarded(bind)
+
+    @guarded
+    def computed(gradient: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if gradient:
+            return replacement(Differentiable(kernels()), *args, **kwargs)
+        if composed or not torch.is_grad_enabled():  # no gradient is needed of a composed one
+            return replacement(kernels(), *args, **kwargs)
+        with torch.no_grad():  # a gradient, if any, is recorded by the caller, for the operator as a whole
+            return replacement(kernels(), *args, **kwargs)
+
+    def left(now: Active, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return in_parts(now, stock, keyset, *args, **kwargs) if composed else stock(keyset, *args, **kwargs)
+
+    def run(now: Active, key: tuple[object, ...], keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not composed and not now.coverages:  # the block has ended
             return stock(keyset, *args, **kwargs)
-        how, reason, ours = "", "", None
         empty, stands_for_others = _kinds(args)
         if empty or (exempt is not None and exempt(*args, **kwargs)):
-            pass  # there is nothing to count
-        elif composed and stands_for_others:
+            return left(now, keyset, args, kwargs)  # there is nothing to count
+        if composed and stands_for_others:
             return traced(name, original, keyset, args, kwargs)
-        elif family not in now.families:
-            how = "at_risk"
-        elif composed and (reason := _differentiated(args)) and not _trains(now, has_gradient, args):
-            how = "left"
-        else:
-            inside.active = True
-            try:
-                if reason:
-                    out = replacement(Differentiable(kernels()), *args, **kwargs)
-                elif torch.is_grad_enabled() and not composed:  # no gradient is needed of a composed one
-                    with torch.no_grad():  # a gradient, if any, is recorded by the caller, for the operator as a whole
-                        out = replacement(kernels(), *args, **kwargs)
+        how, reason, fault = "at_risk", "", None
+        if family in now.families:
+            how, reason = "left", _differentiated(args) if composed else ""
+            if not reason or _trains(now, has_gradient, args):
+                try:
+                    out = computed(bool(reason), args, kwargs)
+                except (Leave, RuntimeError, ValueError, IndexError) as error:
+                    reason, fault = _why(error)
                 else:
-                    out = replacement(kernels(), *args, **kwargs)
-            except (Leave, NotImplementedError) as error:  # launchers raise the latter for what they lack
-                how, reason = "left", str(error)
-            except UserError:
-                raise
-            except (RuntimeError, ValueError, IndexError) as error:  # if the arguments are bad the original raises, too
-                how, reason, ours = "left", f"{type(error).__name__} in our kernel: {_line(error)}", error
-            else:
-                for coverage in now.coverages:
-                    coverage.add("replaced", name)
-                if key and bind is not None and (compute := bind(*args, **kwargs)) is not None:
-                    _decide(now.decisions, key, guarded(compute))
-                return out
-            finally:
-                inside.active = False
-        out = in_parts(now, stock, keyset, *args, **kwargs) if composed else stock(keyset, *args, **kwargs)
-        if ours is not None:
-            _warn_of(qualified, ours)
-        if how and not (told_by_parts and ours is None) and floating(args, kwargs, out):  # integers are exact
+                    for coverage in now.coverages:
+                        coverage.add("replaced", name)
+                    if key and bound is not None and (decision := bound(*args, **kwargs)) is not None:
+                        _decide(now.decisions, key, decision)
+                    return out
+        out = left(now, keyset, args, kwargs)
+        if fault is not None:
+            _warn_of(f"aten::{name}", fault)
+        if (fault is not None or not counted_by_parts) and floating(args, kwargs, out):  # integers are exact
             count(how, label(name, args, reason))
         return out
 
-    return _in_memory(name, run, stock) if composed else run
+    return run
 
 
-def _in_memory(name: str, run: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` of a composed operator, on dense tensors whose memory holds their numbers."""
+def _why(error: Exception) -> tuple[str, Exception | None]:
+    """(why a call is left, the error if it is a fault of ours); an error that is meant for the user is raised."""
+    if isinstance(error, UserError):
+        raise error
+    if isinstance(error, (Leave, NotImplementedError)):  # launchers raise the latter for what they lack
+        return str(error), None
+    # of bad arguments the original raises, too
+    return f"{type(error).__name__} in our kernel: {_line(error)}", error
 
-    def whole(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        unusual = keyset.raw_repr() & _UNUSUAL
-        if unusual & _NEGATED and not inside.active:
-            args, kwargs = tuple(map(_resolved, args)), {key: _resolved(value) for key, value in kwargs.items()}
-        if not unusual & _NOT_DENSE or inside.active:
-            return run(keyset, *args, **kwargs)
-        out = in_parts(current(), stock, keyset, *args, **kwargs)
-        if name != "linear":
-            count("left", label(name, args, "a tensor that is not dense"))
-        return out
 
-    return whole
+def _not_dense(name: str, stock: Callable[..., Any], keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = in_parts(current(), stock, keyset, *args, **kwargs)
+    if name != "linear":  # its products say themselves what became of them
+        count("left", label(name, args, "a tensor that is not dense"))
+    return out
 
 
 def _resolved(value: Any) -> Any:
@@ -519,29 +543,30 @@ _DECISIONS_KEPT = 4096
 _NUMBERS = frozenset({type(None), bool, int, float, torch.dtype})
 
 
-def _call_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
-    """All of a call but the numbers in its tensors; () where a gradient is needed, or for arguments of other kinds."""
+def call_key(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], alignment: int, settings: object
+) -> tuple[object, ...]:
+    """All of a call but the numbers in its tensors, and `settings`; () where a gradient is needed, or for arguments of
+    other kinds. `alignment`: how many bytes of an address decide, a power of two.
+    """
     if forward_ad._current_level >= 0:
         return ()
-    recorded = torch.is_grad_enabled()
-    key: list[object] = [name]
-    device = "cpu"
-    for x in (*args, *kwargs.values()):
+    recorded, low = torch.is_grad_enabled(), alignment - 1
+    key: list[object] = [name, settings]
+    for x in (*args, *kwargs.values()) if kwargs else args:
         kind = type(x)
-        if kind in _PLAIN:
+        if kind is _TENSOR or kind is _PARAMETER:
             if recorded and x.requires_grad:
                 return ()
-            alignment = 63
-            if not x.is_cpu:
-                device, alignment = "cuda", 255
-            key += (x.dtype, x.shape, x.stride(), x.data_ptr() & alignment, x.get_device())
-        elif kind is list:
-            key.append((*x,))
+            key += (x.dtype, x.shape, x.stride(), x.data_ptr() & low, x.get_device())
         elif kind in _NUMBERS:
             key.append(x)
+        elif kind is list:
+            key.append((*x,))
         else:
             return ()
-    return (*key, *kwargs, *switches(device))
+    key += kwargs
+    return tuple(key)
 
 
 def _decide(decisions: dict[tuple[object, ...], Any], key: tuple[object, ...], decision: object) -> None:
@@ -614,6 +639,6 @@ def certifying(name: str, original: Any) -> Callable[..., Any]:
 # `with`) its tracer would look at each function that is called.
 _eval_frame = torch._C._dynamo.eval_frame
 _AS_IT_IS = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
-for _maker in (replacing, _in_memory, accepting_numbers, watching, certifying):
+for _maker in (replacing, accepting_numbers, watching, certifying):
     for _code in filter(inspect.iscode, _maker.__code__.co_consts):
         _eval_frame.set_code_exec_strategy(_code, _AS_IT_IS)

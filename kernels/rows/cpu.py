@@ -34,13 +34,14 @@ _MODULES = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK = 32  # of `sum_over_rows`
 _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
 _LONG, _FEW = 2**14, (1, 2, 4, 8, 16)  # beyond this width, inputs for more rows take longer to draw than to reduce
+_guards: Any = torch._C._dynamo.guards
 
 
 @np.errstate(all="ignore")  # torch does not report infinities or NaN either
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, sums: Reduction | None = None) -> torch.Tensor:
     """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
     rows = wide(x)
-    out = rows.new_empty(rows.shape)
+    out = _room_for(rows)
     numbers, normed = _numbers(rows, rows), out.numpy()
     np.multiply(numbers, numbers, out=normed)
     np.divide(numbers, _roots(out, eps, sums or reduction("sum", rows)), out=normed)
@@ -62,20 +63,18 @@ def layer_norm(
     """
     rows = wide(x)
     sums = sums or reduction("sum", rows)
-    means, out, squares = sums(rows), rows.new_empty(rows.shape), rows.new_empty(rows.shape)
-    mean, normed = means.numpy()[:, None], out.numpy()
+    mean, out = sums(rows).numpy()[:, None], _room_for(rows)
+    normed = out.numpy()
     mean /= rows.shape[1]
     np.subtract(_numbers(rows, rows), mean, out=normed)
-    np.multiply(normed, normed, out=squares.numpy())
-    factors = 1.0 / _roots(squares, eps, sums)
+    factors = 1.0 / _roots(torch.from_numpy(normed * normed), eps, sums)
     normed *= factors
     if weight is not None:
         normed *= _numbers(weight, rows)
     if bias is not None:
         normed += _numbers(bias, rows)
-    saved, one_each = x.dtype if weight is None else weight.dtype, (*x.shape[:-1], 1)
-    factor = torch.from_numpy(factors).to(saved).view(one_each)
-    return _narrow(out, x), means.to(saved).view(one_each), factor
+    saved = x.dtype if weight is None else weight.dtype
+    return _narrow(out, x), _column(mean, x, saved), _column(factors, x, saved)
 
 
 @np.errstate(all="ignore")  # as above
@@ -86,7 +85,7 @@ def module_norm(
     if x.dtype not in _MODULES or weight.dtype is not x.dtype or weight.shape != x.shape[-1:] or not x.numel():
         return None
     rows = wide(x)
-    out = rows.new_empty(rows.shape)
+    out = _room_for(rows)
     numbers, normed = _numbers(rows, rows), out.numpy()
     np.multiply(numbers, numbers, out=normed)
     np.multiply(numbers, 1.0 / _roots(out, eps, reduction("sum", rows)), out=normed)
@@ -103,6 +102,20 @@ def _roots(squares: torch.Tensor, eps: float, sums: Reduction) -> np.ndarray[Any
     scale /= squares.shape[1]
     scale += eps
     return np.sqrt(scale, out=scale)
+
+
+def _room_for(rows: torch.Tensor) -> torch.Tensor:
+    """Uninitialized memory for a result of [M, width], from torch's allocator, past its dispatcher."""
+    count, width = rows.shape
+    out: torch.Tensor = _guards._empty_strided_cpu((count, width), (width, 1), rows.dtype)
+    return out
+
+
+def _column(numbers: np.ndarray[Any, Any], x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A number for each row of x, [M, 1], as [..., 1] in the dtype."""
+    column = torch.from_numpy(numbers)
+    column = column if column.dtype is dtype else column.to(dtype)
+    return column if x.dim() == 2 else column.view((*x.shape[:-1], 1))
 
 
 def _numbers(x: torch.Tensor, like: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from nondet.core.compare import identical
 from nondet.core.inputs import generator
 from nondet.core.launch import listen
 from nondet.kernels.attention.cuda import attention
-from nondet.kernels.dispatch.again import BINDERS
+from nondet.kernels.dispatch.again import BINDERS, Binder
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.functions import _call_key
+from nondet.kernels.dispatch.functions import call_key, replacing
+from nondet.kernels.dispatch.state import kernels_for
 from nondet.kernels.rows import cuda
 from nondet.kernels.triton_common import forget
 from tests.build import DEVICE
@@ -117,15 +120,80 @@ def test_what_a_plan_was_not_made_for_is_no_second_call() -> None:
                         assert identical(call(*others), right), (name, change)
 
 
-def test_a_call_whose_gradient_is_asked_for_has_no_key() -> None:
+def test_a_call_whose_gradient_is_needed_has_no_key() -> None:
     """And one whose gradient is not, has: whatever torch would record."""
     x, weight = drawn(2, 8), torch.nn.Parameter(drawn(8))
+
+    def key(*args: Any) -> tuple[object, ...]:
+        return call_key("mm", args, {}, 64, ())
+
     with torch.no_grad():
-        assert _call_key("mm", (x, weight, 0.1), {})
+        assert key(x, weight, 0.1)
     with torch.enable_grad():
-        assert _call_key("mm", (x, weight.detach(), [8], None), {})
-        assert not _call_key("mm", (x, weight), {})
-        assert not _call_key("mm", (x.clone().requires_grad_(),), {})
+        assert key(x, weight.detach(), [8], None)
+        assert not key(x, weight)
+        assert not key(x.clone().requires_grad_())
+
+
+def test_a_decision_is_for_calls_that_agree_in_all_that_decides() -> None:
+    """Shapes, strides, dtypes, alignment, numbers, options, settings and the block: each change is decided anew."""
+    settings, decided = ["one"], list[Any]()
+
+    def bind(*args: Any, **kwargs: Any) -> Any:
+        decided.append((args, kwargs))
+        return lambda *args, **kwargs: args[0]
+
+    stock = SimpleNamespace(call_boxed=lambda *args, **kwargs: pytest.fail("stock ran"))
+    binder = Binder(bind, lambda: settings[0], 64)
+    call = functools.partial(
+        replacing("mm", "matmul", lambda: kernels_for("cpu"), stock, lambda kernels, *args, **kwargs: args[0], binder),
+        torch._C.DispatchKeySet(torch._C.DispatchKey.CPU),
+    )
+    room = torch.zeros(99)  # at a multiple of 64 bytes
+    x = room[:64].view(8, 8)
+    same = [x, room[16:80].view(8, 8), torch.ones(8, 8), torch.nn.Parameter(x, requires_grad=False)]
+    different: list[tuple[Any, ...]] = [
+        (x.t(),), (x.view(4, 16),), (x.view(torch.int32),), (room[1:65].view(8, 8),),
+        (x, 1), (x, 2), (x, None), (x, x), (x, [1]), (x, [1, 2]), (x, {"beta": 2}), (x, {"alpha": 2}),
+    ]  # fmt: skip
+    with torch.no_grad(), batch_invariant(["matmul"]):
+        for alike in same:
+            call(alike)
+        assert len(decided) == 1
+        for count, given in enumerate(different, 2):
+            kwargs = given[-1] if isinstance(given[-1], dict) else {}
+            for _ in range(2):
+                call(*given[: len(given) - bool(kwargs)], **kwargs)
+            assert len(decided) == count, given
+        for settings[0] in ("two", "one"):
+            call(x)
+        with batch_invariant(["softmax"]):
+            call(x)
+        call(x)
+    assert len(decided) == len(different) + 4, "other settings, once, and after each change of what is on"
+
+
+def test_a_binders_settings_are_those_that_change_what_it_binds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A switch that chooses another kernel is another key: on a CPU threads and oneDNN's, of CUDA's products TF32's."""
+    products, launches = BINDERS["CUDA"]["mm"], BINDERS["CUDA"]["_softmax"]
+    seen = {products.settings()}
+    before = torch.backends.cuda.matmul.fp32_precision
+    for torch.backends.cuda.matmul.fp32_precision in ("tf32", "ieee"):
+        seen.add(products.settings())
+    torch.backends.cuda.matmul.fp32_precision = before
+    assert {"tf32", "ieee"} <= seen
+    assert launches.settings() == (torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    assert {name for name, binder in BINDERS["CUDA"].items() if binder.settings is products.settings} == {
+        "linear", "mm", "addmm"
+    }  # fmt: skip
+    for name, binder in BINDERS["CPU"].items():
+        usual, threads = binder.settings(), torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        other = binder.settings()
+        torch.set_num_threads(threads)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.backends.mkldnn, "enabled", False)
+            assert len({usual, other, binder.settings()}) == 3, name
 
 
 @pytest.mark.gpu
@@ -174,7 +242,7 @@ def test_what_is_bound_on_a_gpu_is_the_launches_remembered() -> None:
         ),
     ]
     for name, launcher, args, kwargs, others in asked:
-        bind = BINDERS["CUDA"][name]
+        bind = BINDERS["CUDA"][name].bind
         assert bind(*args, **kwargs) is None, name  # nothing is remembered yet
         with listen() as expected:
             wanted = launcher()
@@ -187,9 +255,9 @@ def test_what_is_bound_on_a_gpu_is_the_launches_remembered() -> None:
             assert identical(got, out)
             assert (got.shape, got.stride()) == (out.shape, out.stride())
         assert all(bind(*other, **kwargs) is None for other in others), name
-    differing_heads = BINDERS["CUDA"]["scaled_dot_product_attention"](q, k, v, None, 0.0, True, scale=0.3)
+    differing_heads = BINDERS["CUDA"]["scaled_dot_product_attention"].bind(q, k, v, None, 0.0, True, scale=0.3)
     assert differing_heads is None
-    softmax = BINDERS["CUDA"]["_softmax"](x, -1, False)
+    softmax = BINDERS["CUDA"]["_softmax"].bind(x, -1, False)
     assert softmax is not None
     for spread in (1.0, 1e3):
         with batch_invariant() as block:
