@@ -39,6 +39,7 @@ _EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *MACHINE)
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *MACHINE)
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
        "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
+ISOLATED = "isolated"  # the label of what was found of operators by themselves
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
 
 
@@ -218,8 +219,7 @@ def _operator(report: Report) -> Step:
     parted = list(dict.fromkeys(r.operator for r in rows))
     command = trace_command(report)
     if parted:
-        who = "stock" if role_of(rows[0].impl) in STOCK else one_line(rows[0].impl, 60)
-        text = f"tested in isolation, {who} diverges in {', '.join(one_line(p, 40) for p in parted[:6])}"
+        text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {', '.join(one_line(p, 40) for p in parted[:6])}"
         return Step("operator", text, known=not stock_summaries(report), command=command)
     if _probed(report):
         return Step("operator", "none of those tested depends on the batch or the run")
@@ -305,11 +305,12 @@ def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
 def parted_rows(report: Report) -> list[Row]:
     """Rows whose bits depend on the batch or the run: of the implementation that the answer is about, else of any."""
     every = [row for r in report.runs for p in r.probes if not p.demonstration for c in p.cases for row in c.measured]
-    of = [
-        [row for row in rows if (row.parted or row.replays_parted) and axis_of(row) in (Axis.BATCH, Axis.RUN)]
-        for rows in (asked_rows(report), every)
-    ]
-    return of[0] or of[1]
+    tested = asked_rows(report)
+    for rows in ([row for row in tested if role_of(row.impl) == Role.STOCK], tested, every):
+        differ = [r for r in rows if (r.parted or r.replays_parted) and axis_of(r) in (Axis.BATCH, Axis.RUN)]
+        if differ:
+            return differ
+    return []
 
 
 def asked_rows(report: Report) -> list[Row]:
@@ -450,8 +451,10 @@ class FirstScreen:
     @property
     def style(self) -> str:
         """The style of the effect's words."""
-        changes = self.effect is not None and self.effect.is_change
-        return "bad" if changes else "good" if self.effect is Effect.NONE else "dull"
+        if self.effect is not None and self.effect.is_change:
+            return "bad"
+        more = any(v.effect.is_change for v in self.told.defaults) or any(s.label == ISOLATED for s in self.steps)
+        return "good" if self.effect is Effect.NONE and not more else "dull"
 
     @property
     def blocks(self) -> list[Block]:
@@ -481,17 +484,25 @@ def first_screen(report: Report) -> FirstScreen | None:
         answer = figures.findings_text(told.verdicts, 3)
     if effect is Effect.NONE and not all(r.run.complete for r in report.runs):
         effect = Effect.SO_FAR
-    steps = chain(report) if effect not in (None, Effect.SPEED) else ()
+    steps = (*chain(report), *_isolated(report, told)) if effect not in (None, Effect.SPEED) else ()
     following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
     picture = _picture(told) if effect is not Effect.SPEED else None
     return FirstScreen(effect, figures.sentence(answer), told, _machines(report), steps, following, picture)
 
 
-def _gravity(r: RunSection) -> tuple[int, bool, int, int]:
-    """The run with the gravest change first, else a diagnosis: that it has no answer is more than a clean sample's."""
+def _gravity(r: RunSection) -> tuple[bool, int, bool, int, int]:
+    """A model's own answer first, then the gravest change, else a diagnosis: that it has no answer is more than a clean
+    sample's."""
     rank = len(Effect) if r.effect is None else r.effect.rank
     change = rank if rank < Effect.NONE.rank else len(Effect)
-    return change, r.story is None, rank, -len(r.run.completions)
+    answers = r.is_of_model and r.effect is not None and r.effect.is_answer
+    return not answers, change, r.story is None, rank, -len(r.run.completions)
+
+
+def _isolated(report: Report, told: RunSection) -> list[Step]:
+    """Beside a model's answer, what other runs of the report found of operators by themselves."""
+    probed = [r for r in report.runs if r is not told and not r.is_of_model and r.effect and r.effect.is_change]
+    return [Step(ISOLATED, r.answer) for r in probed] if told.is_of_model else []
 
 
 def _machines(report: Report) -> tuple[str, ...]:
