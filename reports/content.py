@@ -198,7 +198,8 @@ class RunSection:
     def is_of_model(self) -> bool:
         """Whether it tested a whole model or a server, not operators by themselves."""
         run = self.run
-        return bool(run.completions or run.steps or run.trace_verdicts or run.neighbours or self.training or self.mismatch)
+        sampled = run.completions or run.steps or run.trace_verdicts or run.neighbours
+        return bool(sampled or self.training or self.mismatch)
 
     @cached_property
     def story(self) -> Story | None:

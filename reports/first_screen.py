@@ -219,7 +219,8 @@ def _operator(report: Report) -> Step:
     parted = list(dict.fromkeys(r.operator for r in rows))
     command = trace_command(report)
     if parted:
-        text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {', '.join(one_line(p, 40) for p in parted[:6])}"
+        named = ", ".join(one_line(operator, 40) for operator in parted[:6])
+        text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {named}"
         return Step("operator", text, known=not stock_summaries(report), command=command)
     if _probed(report):
         return Step("operator", "none of those tested depends on the batch or the run")

@@ -158,7 +158,7 @@ def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:
     sampled_run = sampled(tmp_path)
     wrong_backend = row([0, 0], impl="stock-math", status="wrong", reason="NaN in hidden keys")
     for rows, alone, said in [
-        ([row([0, 1]), wrong_backend], Effect.KERNELS, "stock: batch-dependent in 1 of 1 case (linear); stock-math: wrong"),
+        ([row([0, 1]), wrong_backend], Effect.KERNELS, "in 1 of 1 case (linear); stock-math: wrong"),
         ([row([0, 0]), wrong_backend], Effect.NONE, "stock-math: wrong in 1 of 1 case (linear)"),
         ([wrong_backend], Effect.WRONG, "stock-math: wrong in 1 of 1 case (linear)"),
         ([row([0, 0], status="wrong")], Effect.WRONG, "stock: wrong in 1 of 1 case (linear)"),
