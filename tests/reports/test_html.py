@@ -173,7 +173,7 @@ def test_the_data_is_whole_and_can_not_leave_its_element(monkeypatch: pytest.Mon
 
 
 def test_the_policy_allows_what_is_ours_and_nothing_else() -> None:
-    """The page's policy names the hashes of the very style sheet and script in it; images only of the script's making."""
+    """The page's policy names the hashes of its style sheet and script, and images that this script makes."""
     text = render([run_of(row())])
     page = Page(text)
     (policy,) = [v for tag, name, v in page.attributes if tag == "meta" and name == "content" and "default-src" in v]
