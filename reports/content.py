@@ -147,6 +147,14 @@ def _row_name(row: Row) -> str:
     return f"{row.probe}: {row.case}, {row.dtype}, {row.impl}"
 
 
+def _gravest(verdicts: Sequence[Verdict]) -> Effect:
+    """The gravest effect of some. A wrong result of a backend that stock does not take by default is not stock's: it
+    does not count where stock has an answer."""
+    answered = any(v.role == Role.STOCK and v.effect.is_answer for v in verdicts)
+    effects = [v.effect for v in verdicts if not (answered and v.role == Role.BACKEND and v.effect is Effect.WRONG)]
+    return min(effects, key=lambda effect: effect.rank)
+
+
 @dataclass(frozen=True)
 class RunSection:
     """One run file: what it has of each kind of record, gathered where it has any."""
@@ -173,13 +181,25 @@ class RunSection:
 
     @cached_property
     def effect(self) -> Effect | None:
-        """What the run shows to change by default; None where it holds neither a verdict nor times."""
+        """What the run shows to change by default; None where it holds neither a verdict nor times. The model's own
+        answer, where there is one, stands before what was found of operators by themselves."""
         run = self.run
         if self.story is not None:
             return diagnosed_effect(run, self.story.finding)
-        effects = [v.effect for v in self.defaults] + [traced_effect(run, v) for v in run.trace_verdicts[-1:]]
+        of_model = [v for v in self.defaults if v.prompt is not None]
+        effects = [_gravest(of_model)] if of_model else []
+        effects += [traced_effect(run, v) for v in run.trace_verdicts[-1:]]
+        if not any(effect.is_answer for effect in effects):
+            effects += [_gravest(self.defaults)] if self.defaults else []
         none = Effect.NO_STOCK if self.verdicts else Effect.SPEED if run.cells else None
         return min(effects, key=lambda effect: effect.rank, default=none)
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it tested a whole model or a server, not operators by themselves."""
+        run = self.run
+        sampled = run.completions or run.steps or run.trace_verdicts or run.neighbours
+        return bool(sampled or self.training or self.mismatch)
 
     @cached_property
     def story(self) -> Story | None:

@@ -20,8 +20,9 @@ from nondet.reports.classes import kind_of, map_text, short_kernel
 from nondet.reports.content import STOCK, Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Paragraph
 from nondet.reports.mismatch import mismatch_figure
+from nondet.reports.picture import Picture, card_of
 from nondet.reports.probes import CaseFamily, CaseGroup
-from nondet.reports.samples import SampleSection, tree_of
+from nondet.reports.samples import SampleSection, answers_of
 from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options
 from nondet.reports.traces import neighbours_text, pair_of
 from nondet.reports.training import training_figure
@@ -39,26 +40,24 @@ _EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *MACHINE)
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *MACHINE)
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
        "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
+_POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
+ISOLATED = "isolated"  # the label of what was found of operators by themselves
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
 
 
 class Step(NamedTuple):
-    """One line of the chain: `label` is token, operator, kernel or cure; `command` would find an answer that is not
-    known."""
+    """One line of the chain: `label` is token, operator, kernel, cure or cost; `command` would find an answer that is
+    not known."""
 
     label: str
     text: str
     known: bool = True
     command: str = ""
 
-    @property
-    def question(self) -> str:
-        """The key of `_WHY` that its command answers."""
-        return "cost" if self.command.startswith("nondet sample --turns") else self.label
-
 
 def chain(report: Report) -> tuple[Step, ...]:
-    """Token, operator, kernel, fix; for servers, which can't be traced, the token, its cause and the next command."""
+    """Token, operator, kernel, fix and its cost; for servers, which can't be traced, the token, its cause and the next
+    command."""
     if all(r.endpoint is not None for r in report.runs):
         return _token(report), *endpoint_steps(report)
     if all(r.training or r.mismatch for r in report.runs):
@@ -69,7 +68,7 @@ def chain(report: Report) -> tuple[Step, ...]:
         return (_of_classes(report),)
     if own_rows(report):  # no completions: only the function is known
         return _operator(report), _kernel(report)
-    return _token(report), _operator(report), _kernel(report), _cure(report)
+    return _token(report), _operator(report), _kernel(report), *_cure(report)
 
 
 def _of_sides(report: Report) -> tuple[Step, ...]:
@@ -218,8 +217,8 @@ def _operator(report: Report) -> Step:
     parted = list(dict.fromkeys(r.operator for r in rows))
     command = trace_command(report)
     if parted:
-        who = "stock" if role_of(rows[0].impl) in STOCK else one_line(rows[0].impl, 60)
-        text = f"tested in isolation, {who} diverges in {', '.join(one_line(p, 40) for p in parted[:6])}"
+        named = ", ".join(one_line(operator, 40) for operator in parted[:6])
+        text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {named}"
         return Step("operator", text, known=not stock_summaries(report), command=command)
     if _probed(report):
         return Step("operator", "none of those tested depends on the batch or the run")
@@ -305,11 +304,12 @@ def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
 def parted_rows(report: Report) -> list[Row]:
     """Rows whose bits depend on the batch or the run: of the implementation that the answer is about, else of any."""
     every = [row for r in report.runs for p in r.probes if not p.demonstration for c in p.cases for row in c.measured]
-    of = [
-        [row for row in rows if (row.parted or row.replays_parted) and axis_of(row) in (Axis.BATCH, Axis.RUN)]
-        for rows in (asked_rows(report), every)
-    ]
-    return of[0] or of[1]
+    tested = asked_rows(report)
+    for rows in ([row for row in tested if role_of(row.impl) == Role.STOCK], tested, every):
+        differ = [r for r in rows if (r.parted or r.replays_parted) and axis_of(r) in (Axis.BATCH, Axis.RUN)]
+        if differ:
+            return differ
+    return []
 
 
 def asked_rows(report: Report) -> list[Row]:
@@ -385,7 +385,8 @@ def _coarse(row: Row) -> int:
     return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
 
 
-def _cure(report: Report) -> Step:
+def _cure(report: Report) -> list[Step]:
+    """The fix, and what it costs where it is one."""
     cure = _again(report, "sample", "--impl", "both")
     told = [r.story.answers["Cure"] for r in report.runs if r.story and "Cure" in r.story.answers]
     traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
@@ -398,33 +399,32 @@ def _cure(report: Report) -> Step:
     elif traced:
         text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
     else:
-        return Step("cure", "the invariant implementation was not run here", known=False, command=cure)
+        return [Step("cure", "the invariant implementation was not run here", known=False, command=cure)]
     if cure_refuted(report):  # its cost does not matter
-        return Step("cure", one_line(text, 420))
+        return [Step("cure", one_line(text, 420))]
     diagnosed = told or (not sampled and not probed and any(r.story for r in report.runs))
     if diagnosed and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
-        return Step("cure", one_line(text, 420), known=False, command=cure)
-    cost, command = _cost(report)
-    return Step("cure", one_line(f"{text}; {cost}", 420), known=not command, command=command)
+        return [Step("cure", one_line(text, 420), known=False, command=cure)]
+    return [Step("cure", one_line(text, 420)), _cost(report)]
 
 
-def _cost(report: Report) -> tuple[str, str]:
-    """(cost, command that would measure it): the lowest fair ratio end to end, else the means of single operators."""
+def _cost(report: Report) -> Step:
+    """The lowest fair ratio end to end, else the means of single operators, else the command that measures it."""
     speeds = [p.speed for r in report.runs for p in r.samples[:1] if p.speed is not None]
     speeds += [s for r in report.runs if r.story and not r.samples for s in (speed_ratio_of(r.run),) if s is not None]
     measured = sorted((s for s in speeds if s.is_cost), key=lambda s: s.ratio)
     if measured:
         lowest = f", the lowest of {len(measured)}" if len(measured) > 1 else ""
-        return f"{ratio_text(measured[0])}{lowest}", ""
+        return Step("cost", f"{ratio_text(measured[0])}{lowest}")
     for r in report.runs:
         means = [
             f"{b.name} {s.mean:.2f}" for b in sections(r.run) for s in b.summaries if role_of(s.impl) == Role.INVARIANT
         ]
         if means:
-            return one_line(f"speedup over the best stock: {', '.join(means[:5])}", 160), ""
+            return Step("cost", one_line(f"speedup over the best stock: {', '.join(means[:5])}", 160))
     model = next(filter(None, (model_of(r.run) for r in report.runs if r.run.header.command in _OF_MODELS)), "")
     words = ["sample", "--turns", *(["--model", model] if model else [])]
-    return "cost: not measured", _again(report, *words, names=("--dtype", *MACHINE))
+    return Step("cost", "not measured", known=False, command=_again(report, *words, names=("--dtype", *MACHINE)))
 
 
 class Suggestion(NamedTuple):
@@ -448,10 +448,22 @@ class FirstScreen:
     picture: Figure | None = None
 
     @property
+    def card(self) -> Picture | None:
+        """The picture of answers as something to post: model, machine and verdict above it, operator, cure and cost
+        below it; None where the picture is another one."""
+        if self.picture is None or self.picture.name != "answers":
+            return None
+        named = next((f"{c.call} of {c.module}" for c in culprits_of(self.told) if c.call), "")
+        facts = {s.label: s.text for s in self.steps if s.label in _POSTED} | ({"operator": named} if named else {})
+        return card_of(self.picture.data, self.told.title, str(self.effect), facts)
+
+    @property
     def style(self) -> str:
         """The style of the effect's words."""
-        changes = self.effect is not None and self.effect.is_change
-        return "bad" if changes else "good" if self.effect is Effect.NONE else "dull"
+        if self.effect is not None and self.effect.is_change:
+            return "bad"
+        more = any(v.effect.is_change for v in self.told.defaults) or any(s.label == ISOLATED for s in self.steps)
+        return "good" if self.effect is Effect.NONE and not more else "dull"
 
     @property
     def blocks(self) -> list[Block]:
@@ -481,17 +493,25 @@ def first_screen(report: Report) -> FirstScreen | None:
         answer = figures.findings_text(told.verdicts, 3)
     if effect is Effect.NONE and not all(r.run.complete for r in report.runs):
         effect = Effect.SO_FAR
-    steps = chain(report) if effect not in (None, Effect.SPEED) else ()
+    steps = (*chain(report), *_isolated(report, told)) if effect not in (None, Effect.SPEED) else ()
     following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
     picture = _picture(told) if effect is not Effect.SPEED else None
     return FirstScreen(effect, figures.sentence(answer), told, _machines(report), steps, following, picture)
 
 
-def _gravity(r: RunSection) -> tuple[int, bool, int, int]:
-    """The run with the gravest change first, else a diagnosis: that it has no answer is more than a clean sample's."""
+def _gravity(r: RunSection) -> tuple[bool, int, bool, int, int]:
+    """A model's own answer first, then the gravest change, else a diagnosis: that it has no answer is more than a clean
+    sample's."""
     rank = len(Effect) if r.effect is None else r.effect.rank
     change = rank if rank < Effect.NONE.rank else len(Effect)
-    return change, r.story is None, rank, -len(r.run.completions)
+    answers = r.is_of_model and r.effect is not None and r.effect.is_answer
+    return not answers, change, r.story is None, rank, -len(r.run.completions)
+
+
+def _isolated(report: Report, told: RunSection) -> list[Step]:
+    """Beside a model's answer, what other runs of the report found of operators by themselves."""
+    probed = [r for r in report.runs if r is not told and not r.is_of_model and r.effect and r.effect.is_change]
+    return [Step(ISOLATED, r.answer) for r in probed] if told.is_of_model else []
 
 
 def _machines(report: Report) -> tuple[str, ...]:
@@ -540,7 +560,7 @@ class Outcome:
     @property
     def open_step(self) -> Step | None:
         """The first line of the chain that this run leaves open."""
-        asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure")]
+        asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure", "cost")]
         traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
         return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
 
@@ -569,7 +589,7 @@ def next_command(o: Outcome) -> Suggestion:
     if o.diverged and o.run.header.plan.get("met") and not refuted:
         return _certify(o)  # what a trace found in a model was tested by itself: nothing is left to look for
     if (step := o.open_step) is not None:
-        return Suggestion(step.command, _WHY[step.question])
+        return Suggestion(step.command, _WHY[step.label])
     if all(r.run.embed_passes for r in o.report.runs) and (refuted or not o.diverged):
         return _after_embed(o, refuted)
     if refuted:
@@ -695,20 +715,34 @@ def _after_training(run: Run) -> Suggestion:
 
 
 def _picture(told: RunSection) -> Figure | None:
-    """What shows the finding: where completions differ, the call in both arms, arms of training, a map, or bars."""
-    forked = next((s for p in told.samples for s in p.main if s.first_fork), None)
+    """What shows the finding: the answers where they differ, the call in both arms, arms of training, a map, bars, or
+    the one answer that all requests got."""
+    forked = next(((p, s) for p in told.samples for s in p.main if s.first_fork), None)
     if forked is not None:
-        return tree_of(forked, "fig-answer")
+        return _answers(told, *forked)
     named = next((c for c in culprits_of(told) if c.call), None)
     if named is not None:
         return pair_of(named, told.run, "fig-answer")
     if told.training or told.mismatch:
         return training_figure(told.run) if told.training else mismatch_figure(told.run)
     rows = [r for r in parted_rows(Report((told,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
-    if not rows:
-        return axes_figure(told.axes, "fig-answer") if told.axes and told.axes.bars else None
-    chosen = clearest(rows)
-    cases = (case for p in told.probes for case in p.cases)
-    rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
-    shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
-    return Figure("family", CaseFamily((shown,)), "fig-answer")
+    if rows:
+        chosen = clearest(rows)
+        cases = (case for p in told.probes for case in p.cases)
+        rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
+        shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
+        return Figure("family", CaseFamily((shown,)), "fig-answer")
+    if told.axes and told.axes.bars:
+        return axes_figure(told.axes, "fig-answer")
+    return _answers(told, told.samples[0], told.samples[0].main[0]) if told.samples else None
+
+
+def _answers(told: RunSection, sample: SampleSection, first: SampleSummary) -> Figure:
+    """The answers under one implementation and, where it ran, under the invariant one."""
+    faulty = {v.impl for v in told.verdicts if v.is_fault}
+    cured = [
+        s for s in sample.main
+        if role_of(s.impl) == Role.INVARIANT and s is not first and (s.impl not in faulty or s.distinct_traces > 1)
+    ]  # fmt: skip
+    shown = (first, *cured)
+    return answers_of(sample, sample.main if shown == sample.main else shown, "fig-answer")

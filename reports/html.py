@@ -1,8 +1,8 @@
-"""Runs to one HTML page: self-contained, nothing fetched, no script, readable without one; its data folded in it.
+"""Runs to one HTML page: self-contained, nothing fetched, readable without its script; its data folded in it.
 
 Three walls keep untrusted text (completions, prompts, kernel and file names) from acting: Jinja's autoescape,
-`printable` on everything that is printed, and a content security policy that allows one style sheet, by its hash, and
-nothing else.
+`printable` on everything that is printed, and a content security policy that allows one style sheet and one script, by
+their hashes, images that this script makes (`blob:`), and nothing else.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
@@ -15,7 +16,8 @@ from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import letter
 from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.plots import WIDTH, Mark, Panel, Plot, Plots, Scale, Tick, linear, placed
+from nondet.reports.picture import answers_picture
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, linear, placed
 from nondet.sampling.analysis import (
     COUNTS,
     DEFINITION,
@@ -78,7 +80,7 @@ class SampleSection:
     counted: Mapping[str, Counter[str]]
     speed: SpeedRatio | None = None
 
-    @property
+    @cached_property
     def main(self) -> tuple[SampleSummary, ...]:
         """The implementations that the report is about: all but replacements of single families, if there are any."""
         return tuple(s for s in self.summaries if role_of(s.impl) != Role.PART) or self.summaries
@@ -241,6 +243,8 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     for i, sample in enumerate(told.shown, 1):
         place, title = f"sample-{number}-{i}", f"Completions of {sample.name}" if several else "Completions"
         mine: list[Block] = [Code(sample.prompt_text)]
+        if any(s.distinct_completions > 1 for s in sample.main):
+            mine.append(answers_of(sample, sample.main, f"{place}-answers"))
         mine += [block for j, s in enumerate(sample.main, 1) for block in _branches(s, f"{place}-tree-{j}")]
         if sample.families:
             mine += _families(sample.families)
@@ -442,13 +446,16 @@ def _branches(s: SampleSummary, place: str) -> list[Block]:
     if len(views) > _BRANCHES_MOST:
         texts.append(Paragraph(f"… and {len(views) - _BRANCHES_MOST} rarer ones."))
     title = f"{plural(len(views), 'branch', 'branches')} of `{s.impl}`, the first different token in ⟦ ⟧"
-    return [tree_of(s, place), Details(title, texts, only="vm")]
+    return [
+        Figure("branches", (s, views), place, f"Where completions of {s.impl} differ"),
+        Details(title, texts, only="vm"),
+    ]
 
 
-def tree_of(s: SampleSummary, place: str) -> Figure:
-    """The tree of branches, with the branches side by side below it."""
-    title = f"Where completions of {s.impl} differ"
-    return Figure("tree", (s, tree_figure(s), branch_views(s)), place, title, of=s)
+def answers_of(sample: SampleSection, summaries: Sequence[SampleSummary], place: str) -> Figure:
+    """The answers of these implementations as trees, one below the other."""
+    title = f"Identical requests of {sample.name}" if sample.name else "Identical requests"
+    return Figure("answers", answers_picture(summaries), place, title, of=summaries)
 
 
 def _marked(view: Mapping[str, Any]) -> str:
@@ -460,7 +467,6 @@ def _marked(view: Mapping[str, Any]) -> str:
 
 # Pictures: agreement over position, the tree of branches, and branches side by side.
 
-_LEAVES_MOST = 16
 _BEFORE, _AFTER = 120, 160  # characters around the position where a branch differs
 
 
@@ -506,56 +512,6 @@ def _curve(index: int, summary: SampleSummary, across: Scale, up: Scale) -> list
     bare = summary.agree.method == COUNTS or not summary.held_rounds
     band = [] if bare else [Mark("band", index, placed(top + bottom[::-1], across, up))]
     return [*band, Mark("curve", index, placed(steps, across, up)), *stretches]
-
-
-def _ticks(length: int, step: int) -> list[Tick]:
-    return [Tick(WIDTH * i / length, str(i)) for i in range(0, length + 1, step)]
-
-
-def tree_figure(summary: SampleSummary) -> dict[str, Any]:
-    """The tree of the most common distinct completions, if there are several, drawn sideways.
-
-    Rows of equal height, with the completions' figures as leaves; `lines` are (ends as x, y, x, y, width in pixels,
-    label of the most common completion below it), `hidden` the distinct completions left out and their requests.
-    """
-    shown, rest = summary.completions[:_LEAVES_MOST], summary.completions[_LEAVES_MOST:]
-    length = max(len(c.token_ids) for c in shown) or 1
-    order: list[DistinctCompletion] = []
-    lines: list[tuple[tuple[float, float, float, float], float, int]] = []
-    labels = {id(c): i for i, c in enumerate(shown)}
-
-    def walk(group: list[DistinctCompletion], start: int) -> int:
-        """Draw the run that the group shares from `start`; returns the row of its most common completion."""
-        stop = _shared(group)
-        row = len(order)
-        if len(group) == 1:
-            order.append(group[0])
-        else:
-            branches: dict[int | None, list[DistinctCompletion]] = {}
-            for c in group:
-                branches.setdefault(c.token_ids[stop] if stop < len(c.token_ids) else None, []).append(c)
-            for i, branch in enumerate(sorted(branches.values(), key=lambda b: -sum(c.count for c in b))):
-                child = walk(branch, stop)
-                if i:
-                    x = WIDTH * stop / length
-                    lines.append(((x, row + 0.5, x, child + 0.5), 1.0, labels[id(branch[0])]))
-        width = 1.5 + 5.0 * sum(c.count for c in group) / max(1, summary.n)
-        at = (WIDTH * start / length, row + 0.5, WIDTH * stop / length, row + 0.5)
-        lines.append((at, width, labels[id(group[0])]))
-        return row
-
-    walk(list(shown), 0)
-    return {
-        "leaves": [_view(labels[id(c)], c, c.parts_at) for c in order],
-        "lines": lines,
-        "ticks": _ticks(length, max(1, -(-length // 5))),
-        "hidden": (len(rest), sum(c.count for c in rest)),
-    }
-
-
-def _shared(group: Sequence[DistinctCompletion]) -> int:
-    first = min(group, key=lambda c: len(c.token_ids)).token_ids
-    return next((i for i, token in enumerate(first) if any(c.token_ids[i] != token for c in group)), len(first))
 
 
 def branch_views(summary: SampleSummary) -> list[dict[str, Any]]:

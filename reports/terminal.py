@@ -134,7 +134,7 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
                 console.print(part)
         console.print()
     elif not quiet:
-        most = DIAGNOSIS_MOST if any(section.story for section in report.runs) else LINES_MOST
+        most = DIAGNOSIS_MOST if len(report.runs) == 1 and report.runs[0].story else LINES_MOST
         room = most - sum(_height(text, console) for text in tail) - 1
         body = list(_body(report, screen, console))
         if sum(_height(part, console) for part in body) > room:
@@ -178,7 +178,7 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
 
 def _body(report: Report, screen: FirstScreen | None, console: Console) -> Iterator[RenderableType]:
     """Lines, the most important first: what does not fit is cut off at the end."""
-    chained = screen.blocks if screen is not None and not report.runs[0].story else []
+    chained = screen.blocks if screen is not None and (len(report.runs) > 1 or not report.runs[0].story) else []
     if len(report.runs) > 1:
         yield from renderables(chained, console, doc.BRIEF)
         for section in report.runs:

@@ -95,7 +95,15 @@ pointwise|cpu/probes|silu of 1024 elements
 PICTURES
 run_noted
 
-# The README's picture for light pages and for dark ones: the same drawing in other inks.
-sed -e 's/linecap: butt}/& text{fill: #e6edf3}/' -e 's/#ffffff/#0d1117/g; s/#000000/#e6edf3/g; s/#555555/#9198a1/g' \
-    -e 's/#4b5563/#aab4c0/g; s/#8a2d78/#d27fc2/g; s/#007a58/#33c59a/g; s/#a34d7d/#f0bfd8/g; s/#6d6000/#d8c850/g' \
-    -e 's/#a3122c/#ff9aa8/g; s/#7a4a1d/#c0936b/g; s/#5c5c5c/#a6a6a6/g' "$to/tree-light.svg" > "$to/tree-dark.svg"
+# The README's picture for light pages and for dark ones: the same drawing in the other colours of the page's style.
+"$python" - reports/templates/style.css "$to" << 'COLOURS'
+import re, sys
+from pathlib import Path
+
+halves = Path(sys.argv[1]).read_text().split("@media (prefers-color-scheme: dark)", 1)
+light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", half)) for half in halves)
+picture = Path(sys.argv[2], "tree-light.svg").read_text().replace("#ffffff", "#0d1117").replace("#555555", dark["soft"])
+for name, colour in light.items():
+    picture = picture.replace(colour, dark[name])
+Path(sys.argv[2], "tree-dark.svg").write_text(picture)
+COLOURS

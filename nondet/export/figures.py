@@ -8,6 +8,7 @@ same picture: no dates, no random identifiers.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,10 @@ from nondet.reports.bench import bench_plots
 from nondet.reports.classes import hue, letter, map_figures, tint
 from nondet.reports.content import side_file
 from nondet.reports.mismatch import mismatch_figure
+from nondet.reports.picture import WIDE, Picture, answers_picture
 from nondet.reports.plots import WIDTH, Panel, Plot, Plots
 from nondet.reports.probes import probe_sections
-from nondet.reports.samples import curve_plots, tree_figure
+from nondet.reports.samples import curve_plots, samples_of
 from nondet.reports.text import environment_line
 from nondet.reports.training import training_figure
 from nondet.verdict.samples import is_varied
@@ -56,6 +58,7 @@ _STYLE: dict[str, Any] = {
     "figure.dpi": 110,
     "savefig.dpi": 200,
 }
+_POINT = 0.72  # of a unit of the answers' picture, which has a hundred in an inch
 _MAPS_MOST, _LANES_MOST = 8, 24  # maps in one figure; lanes named in one map
 
 # A picture with its own axes: inches wide and high, and the function that draws it there.
@@ -91,8 +94,9 @@ def draw(name: str, runs: Sequence[Run]) -> Figure:
             place.set_visible(False)
         for place, (_, _, onto) in zip(places, drawings, strict=False):
             onto(place)
-        line = "  |  ".join(dict.fromkeys(environment_line(run.header.environment) for run in runs))
-        figure.text(0.01, -0.02, one_line(line, 300), fontsize=7, color="#555555", va="top")
+        line = one_line("  |  ".join(dict.fromkeys(environment_line(run.header.environment) for run in runs)), 300)
+        size = 12 if name == "tree" else 7  # whose words are read at half their size, too
+        figure.text(0.01, -0.02, textwrap.fill(line, 840 // size), fontsize=size, color="#555555", va="top")
     return figure
 
 
@@ -170,8 +174,12 @@ def _lanes(drawn: dict[str, Any], title: str, unit: str = "") -> Drawing:
 
 
 def _colour(label: int, row: Row | None = None) -> str:
-    name = tint(label, row)
-    return _HUES[int(name[1])] if name[0] == "r" else _COLOURS[name]
+    return _named(tint(label, row))
+
+
+def _named(colour: str) -> str:
+    """Of a class, "c0", of an implementation, "r1", or of text."""
+    return _HUES[int(colour[1])] if colour[0] == "r" else _COLOURS["soft" if colour == "faded" else colour]
 
 
 def _lane_name(row: Row, lane: dict[str, Any]) -> str:
@@ -242,31 +250,26 @@ def _survival(runs: Sequence[Run]) -> Iterator[Drawing]:
 
 
 def _trees(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for summary in _summaries(runs):
-        if summary.distinct_completions > 1:
-            yield _tree(summary)
+    for run in runs:
+        summaries = _summaries([run])
+        for prompt in samples_of(run, summaries, served=False).prompts if summaries else ():
+            if any(s.distinct_completions > 1 for s in prompt.main):
+                yield _answers(answers_picture(prompt.main))
 
 
-def _tree(summary: SampleSummary) -> Drawing:
-    """Each run of shared tokens as a line, as thick as its share, with the count of each completion at its end."""
-    drawn = tree_figure(summary)
-
+def _answers(picture: Picture) -> Drawing:
     def onto(axis: Any) -> None:
-        for (x0, y0, x1, y1), width, label in drawn["lines"]:
-            axis.plot([x0, x1], [y0, y1], color=_colour(label), linewidth=width, solid_capstyle="butt")
-        for i, leaf in enumerate(drawn["leaves"]):
-            axis.annotate(f" {leaf['count']:,}", (WIDTH, i + 0.5), fontsize=7, va="center", annotation_clip=False)
-        axis.set_xlim(0, WIDTH)
-        axis.set_ylim(len(drawn["leaves"]), 0)
-        axis.set_yticks([])
-        axis.set_xticks([t.x for t in drawn["ticks"]], [t.text for t in drawn["ticks"]])
-        axis.grid(visible=False)
-        axis.spines["left"].set_visible(False)
-        axis.set_xlabel("tokens")
-        title = f"{summary.impl}: {summary.distinct_completions} distinct of {summary.n:,}"
-        axis.set_title(one_line(title, 100), fontsize=8, loc="left")
+        for line in picture.strokes:
+            xs, ys = (line.x0, line.x1), (line.y0, line.y1)
+            axis.plot(xs, ys, color=_named(line.colour), linewidth=line.width * _POINT, solid_capstyle="butt")
+        for one in picture.words:
+            style = {"ha": "right" if one.end else "left", "weight": "bold" if one.bold else "normal"}
+            axis.text(one.x, one.y, one.text, fontsize=one.size * _POINT, color=_named(one.colour), **style)
+        axis.set_xlim(0, WIDE)
+        axis.set_ylim(picture.height, 0)
+        axis.set_axis_off()
 
-    return 7.0, 0.9 + 0.3 * len(drawn["leaves"]), onto
+    return WIDE / 100, picture.height / 100, onto
 
 
 def _pairs(runs: Sequence[Run]) -> Iterator[Drawing]:

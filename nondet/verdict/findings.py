@@ -77,6 +77,11 @@ class Effect(StrEnum):
         """Whether anything that a user would want equal is not."""
         return self.rank < Effect.NONE.rank
 
+    @property
+    def is_answer(self) -> bool:
+        """Whether it says that something changes, or that nothing was seen to."""
+        return self.rank <= Effect.UNPROVEN.rank
+
 
 # The effect of these findings, whatever was compared.
 _EFFECTS = {

@@ -95,7 +95,21 @@
     for (const name of STYLES) to.style.setProperty(name, style.getPropertyValue(name));
     [...from.children].forEach((child, i) => written(child, to.children[i]));
   };
+  const posted = (card) => { // the answers' picture has its card, which is one drawing already
+    const root = card.cloneNode(true), box = card.viewBox.baseVal;
+    written(card, root);
+    root.removeAttribute("hidden");
+    root.style.display = "block";
+    for (const [name, value] of [["xmlns", NS], ["width", box.width], ["height", box.height]]) root.setAttribute(name, value);
+    const back = document.createElementNS(NS, "rect");
+    for (const name of ["x", "y", "width", "height"]) back.setAttribute(name, box[name]);
+    back.setAttribute("fill", getComputedStyle(card.parentElement).backgroundColor);
+    root.prepend(back);
+    return new XMLSerializer().serializeToString(root);
+  };
   const drawn = (figure) => {
+    const card = figure.querySelector("svg.post");
+    if (card) return posted(card);
     const box = figure.getBoundingClientRect();
     const root = document.createElementNS(NS, "svg");
     for (const [name, value] of [["xmlns", NS], ["width", box.width], ["height", box.height]]) root.setAttribute(name, value);
@@ -127,13 +141,26 @@
     }
     return new XMLSerializer().serializeToString(root);
   };
-  for (const figure of all("figure[id]")) {
+  const save_as = (figure, form, saved) => {
     const button = document.createElement("button");
     button.type = "button";
     button.className = "save";
-    button.textContent = "Save as SVG";
-    button.setAttribute("aria-label", `Save as SVG: ${figure.id}`);
-    button.addEventListener("click", () => save(`${figure.id}.svg`, "image/svg+xml", drawn(figure)));
-    figure.append(button);
+    button.textContent = `Save as ${form}`;
+    button.setAttribute("aria-label", `Save as ${form}: ${figure.id}`);
+    button.addEventListener("click", saved);
+    figure.append(button, " ");
+  };
+  for (const figure of all("figure[id]")) {
+    if (figure.querySelector("svg.post"))
+      save_as(figure, "PNG", async () => {
+        const image = new Image(), canvas = document.createElement("canvas");
+        image.src = URL.createObjectURL(new Blob([drawn(figure)], { type: "image/svg+xml" }));
+        await image.decode();
+        [canvas.width, canvas.height] = [2 * image.width, 2 * image.height];
+        canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+        canvas.toBlob((png) => save("nondet.png", "image/png", png), "image/png");
+        URL.revokeObjectURL(image.src);
+      });
+    save_as(figure, "SVG", () => save(`${figure.id}.svg`, "image/svg+xml", drawn(figure)));
   }
 })();

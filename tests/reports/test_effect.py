@@ -80,7 +80,9 @@ def test_of_a_trace() -> None:
         other = msgspec.structs.replace(verdict, finding=finding, sentences=[finding])
         screen = screen_of(run_of(controls=controls, trace_verdicts=[other]))
         assert (screen.effect, screen.answer) == (effect, f"{finding}.")
-        assert screen_of(run_of(row([0, 1]), trace_verdicts=[other])).effect is Effect.KERNELS
+        beside = screen_of(run_of(row([0, 1]), trace_verdicts=[other]))
+        first = (Effect.NONE, "dull") if effect is Effect.NONE else (Effect.KERNELS, "bad")
+        assert (beside.effect, beside.style) == first
 
 
 def test_of_a_diagnosis() -> None:
@@ -148,3 +150,27 @@ def test_a_bench_has_a_card_of_its_own() -> None:
     assert screen_of(parting).effect is Effect.SPEED
     beside = screen_of(parting, run_of(row([0, 0])))
     assert (beside.effect, beside.answer) == (Effect.KERNELS, "stock: batch-dependent in 1 of 1 case (linear).")
+
+
+def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:
+    """A backend that stock does not take by default is wrong in a probe: said, but never the headline beside stock's
+    own answer, and operators by themselves come after a model's completions."""
+    sampled_run = sampled(tmp_path)
+    wrong_backend = row([0, 0], impl="stock-math", status="wrong", reason="NaN in hidden keys")
+    for rows, alone, said in [
+        ([row([0, 1]), wrong_backend], Effect.KERNELS, "in 1 of 1 case (linear); stock-math: wrong"),
+        ([row([0, 0]), wrong_backend], Effect.NONE, "stock-math: wrong in 1 of 1 case (linear)"),
+        ([wrong_backend], Effect.WRONG, "stock-math: wrong in 1 of 1 case (linear)"),
+        ([row([0, 0], status="wrong")], Effect.WRONG, "stock: wrong in 1 of 1 case (linear)"),
+    ]:
+        probed = run_of(*rows)
+        screen = screen_of(probed)
+        assert (screen.effect, said in screen.answer) == (alone, True), rows
+        for runs in ((probed, sampled_run), (sampled_run, probed)):
+            screen = screen_of(*runs)
+            assert (screen.effect, screen.told.run) == (Effect.OUTPUT, sampled_run)
+            (isolated,) = [step.text for step in screen.steps if step.label == "isolated"] or [""]
+            assert (said in isolated) is alone.is_change
+    clean = sampled(tmp_path / "clean", variants=lambda *_: ((), 0))
+    screen = screen_of(run_of(row([0, 0], status="wrong")), clean)
+    assert (screen.effect, screen.style) == (Effect.NONE, "dull")

@@ -133,7 +133,7 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
     """A probe run and a sampled run stand one after the other, under one answer."""
     page = check(render([run_of(*h200_sweep()), sampled(tmp_path)]))
     assert page.tags.count("h1") == 1
-    assert page.tags.count("h2") == 3  # the picture of the answer, and the runs
+    assert page.tags.count("h2") == 2  # the runs
     assert [d["name"] for d in data_of(page)] == ["probe.jsonl", "sample.jsonl"]
 
 
@@ -173,14 +173,14 @@ def test_the_data_is_whole_and_can_not_leave_its_element(monkeypatch: pytest.Mon
 
 
 def test_the_policy_allows_what_is_ours_and_nothing_else() -> None:
-    """The page's policy names the hashes of the very style sheet and script in it; no image, no address."""
+    """The page's policy names the hashes of its style sheet and script, and images that this script makes."""
     text = render([run_of(row())])
     page = Page(text)
     (policy,) = [v for tag, name, v in page.attributes if tag == "meta" and name == "content" and "default-src" in v]
     style, script = (
         base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (page.style, page.scripts[1])
     )
-    allowed = f"style-src 'sha256-{style}'; script-src 'sha256-{script}'"
+    allowed = f"style-src 'sha256-{style}'; script-src 'sha256-{script}'; img-src blob:"
     assert policy == f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     assert text.index("Content-Security-Policy") < text.index("<style>")
 

@@ -10,8 +10,9 @@ import pytest
 
 from nondet.core.statistics import round_interval
 from nondet.reports.markdown import render
+from nondet.reports.picture import answers_picture, card_of, counts_text
 from nondet.reports.plots import Plot, Points
-from nondet.reports.samples import branch_views, curve_plots, tree_figure
+from nondet.reports.samples import branch_views, curve_plots
 from nondet.reports.text import token
 from nondet.sampling.analysis import SampleSummary
 from tests.build import sampled, summaries_of
@@ -57,29 +58,52 @@ def test_the_band_is_that_of_rounds(stock: SampleSummary) -> None:
     assert min(band) == 0.0
 
 
-def test_the_tree_has_a_row_for_each_completion(stock: SampleSummary) -> None:
-    """Leaves carry the counts, letters and forks; the lines join at the positions where branches part."""
-    figure = tree_figure(stock)
-    assert [(leaf["letter"], leaf["count"], leaf["parts_at"]) for leaf in figure["leaves"]] == [
-        ("A", 52, None), ("C", 1, 17), ("D", 1, 17), ("B", 6, 5),
-    ]  # fmt: skip
-    verticals = sorted(x for (x, _, end, _), _, _ in figure["lines"] if x == end)
-    assert verticals == [125.0, 425.0, 750.0]  # tokens 5, 17 and 30 of 40
-    assert figure["hidden"] == (0, 0)
+def test_the_picture_of_answers_has_a_branch_for_each(stock: SampleSummary) -> None:
+    """Ended by counts and the first different words; branches leave at their tokens; one answer is a straight line."""
+    one = replace(stock, impl="invariant", distinct_completions=1, distinct_traces=1, completions=stock.completions[:1])
+    picture = answers_picture((stock, one))
+    said = [words.text for words in picture.words]
+    assert said[:2] == ["Stock kernels", "60 requests, 4 different answers"]
+    assert said[2:10:2] == ["52", "1", "1", "6"]
+    assert len({*said[3:11:2]}) == 4
+    assert said[10] == "they differ from token 5 of 40 on"
+    assert said[11:] == ["Batch-invariant kernels", "60 requests, 1 answer", "52", said[3]]
+    assert sorted(s.x0 * 40 / 240 for s in picture.strokes if s.x0 == s.x1) == pytest.approx([5, 17, 30])
+    assert (picture.strokes[-1].x0, picture.strokes[-1].x1, picture.strokes[-1].colour) == (0, 240, "r1")
+    assert all(s.y0 < picture.height for s in picture.strokes)
+    assert counts_text(replace(one, distinct_traces=3)) == "60 requests, 1 answer; logprobs differ"
+
+
+def test_a_card_has_all_that_is_posted(stock: SampleSummary) -> None:
+    """Its title and verdict above the picture, its facts below, nothing on top of another."""
+    picture = answers_picture((stock,))
+    card = card_of(
+        picture, "Completions of a model", "Output changes", {"operator": "`x` " * 90, "cost": "not measured"}
+    )
+    texts = [words.text for words in card.words]
+    assert texts[:3] == ["nondet · Completions of a model", "Output changes", "Stock kernels"]
+    assert [text for text in texts if text in ("operator", "cost", "not measured")] == [
+        "operator",
+        "cost",
+        "not measured",
+    ]
+    assert "`" not in "".join(texts)
+    down = card.words[2].y - picture.words[0].y
+    assert [s.y0 - down for s in card.strokes] == pytest.approx([s.y0 for s in picture.strokes])
+    assert max(words.y for words in card.words) < card.height
 
 
 def test_a_crowd_of_branches_is_cut_and_counted(tmp_path: Path) -> None:
-    """A tree shows 16 branches, and says how many more there are."""
+    """A picture shows 8 answers, and says how many more there are."""
 
     def each(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
         return (((number % 30, number // 30),) if number else ()), 0
 
     (summary,) = summaries_of(sampled(tmp_path, impls=("stock",), n=90, variants=each))
     assert summary.distinct_completions > 50
-    figure = tree_figure(summary)
-    assert len(figure["leaves"]) == 16
-    assert figure["hidden"][0] == summary.distinct_completions - 16
-    assert figure["hidden"][1] + sum(leaf["count"] for leaf in figure["leaves"]) == 90
+    said = [words.text for words in answers_picture((summary,)).words]
+    shown = sum(int(count) for count in said[2:18:2])
+    assert said[18] == f"and {summary.distinct_completions - 8} rarer answers to {90 - shown} requests"
 
 
 def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
