@@ -261,7 +261,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
 
     @property
     def wrong(self) -> bool:
-        """Whether a result is not a valid answer, identical or not: by the status, or by an exact sum that it missed."""
+        """Whether a result is not a valid answer, identical or not: by the status, or by a missed exact sum."""
         return self.status == Status.WRONG or self.extra.get("exact") is False
 
     @property
