@@ -33,8 +33,6 @@ if importlib.util.find_spec("sniffio") is None:
     sys.modules["sniffio"] = None  # type: ignore[assignment] # else httpcore searches the path for it at each request
 
 gc.disable()  # what is loaded and collected stays, and to look at it again and again takes a quarter of that time
-# transformers' sessions ask for it, and to count takes as long as to collect
-gc.get_freeze_count = functools.wraps(gc.get_freeze_count)(lambda: 2**20)
 torch.set_num_threads(1)  # what a module's or a session's fixture computes, too
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is imported, so it has to be set before

@@ -1,7 +1,6 @@
 """Every record of a run file, by section, the run that collects them, and what a reader checks of them. No torch.
 
-The fields of a row hold everything that a reader needs to judge it. Files from before schema 3 lack some of them; they
-are derived here, and nowhere else, from the names that these files used.
+The fields of a row hold everything that a reader needs to judge it.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ def families_of(impl: str) -> str:
     return impl.partition(":")[2] if role_of(impl) == Role.PART else ""
 
 
-_SHOWN_ON_PURPOSE = {"float_sum", "split_k"}  # files from before schema 3 lack the field `demonstration`
 _EXACT_INPUTS = {"integers", "ones"}
 
 
@@ -205,7 +203,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     varied: str  # what varied between the variants: batch_size, position, run, query_chunk, split, order, ...
     axis: Annotated[str, msgspec.Meta(pattern=r"\A(run|batch|order|other)?\Z")] = ""  # its kind, an `Axis`
     # whether a probe built the operator to show a cause: not a verdict on what a library runs by default
-    demonstration: bool | None = None
+    demonstration: bool = False
     # whether every partial sum is exact, so that all orders must agree and a difference is a bug
     exact: bool | None = None
     impl: str
@@ -244,16 +242,13 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     seconds: Figure = 0.0  # wall time of the whole case
 
     def __post_init__(self) -> None:
-        """Fill in what a caller, or a file from before schema 3, left out."""
+        """Fill in what a caller left out."""
         role = role_of(self.impl)
         usual: dict[str, str | bool] = {
             "axis": _AXES.get(self.varied, Axis.OTHER).value,
-            "demonstration": self.operator in _SHOWN_ON_PURPOSE,
             "exact": self.inputs in _EXACT_INPUTS,
             "role": role.value,
             "claims_invariance": role in (Role.INVARIANT, Role.PART),
-            # "matmul K=4096 N=6144: row 0 of M rows"
-            "group": self.case.partition(":")[0].partition(" ")[2] if self.probe == "bench" else "",
         }
         for name, value in usual.items():
             if getattr(self, name) in ("", None):
@@ -266,7 +261,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
 
     @property
     def wrong(self) -> bool:
-        """Whether a result is not a valid answer, identical or not; older files show it by `exact`."""
+        """Whether a result is not a valid answer, identical or not: by the status, or by a missed exact sum."""
         return self.status == Status.WRONG or self.extra.get("exact") is False
 
     @property

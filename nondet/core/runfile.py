@@ -335,7 +335,7 @@ def _torn(line: bytes, whole: bool) -> bool:
 
 def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     """Read a run file, and check that it does not contradict itself. Raises UserError: missing, empty, not a run file,
-    from a newer schema, cut off, malformed or contradicting itself; the line and the field are named. With
+    of another schema, cut off, malformed or contradicting itself; the line and the field are named. With
     `allow_truncated` a last line that is cut off (a killed run) is ignored."""
     lines = lines_of(path)
     run = Run(header=_header(path, lines), complete=False, source=str(path))
@@ -393,9 +393,11 @@ def _header(path: Path, lines: Iterator[tuple[int, bytes, bool]]) -> Header:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise _not_ours(path)
     schema = raw.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA_VERSION:
+    if schema != SCHEMA_VERSION:
+        older = isinstance(schema, int) and schema < SCHEMA_VERSION
         raise UserError(
-            f"{path} has schema {str(schema)[:40]}, and this nondet reads up to {SCHEMA_VERSION}", "Upgrade nondet."
+            f"{path} has schema {str(schema)[:40]}, and this nondet reads {SCHEMA_VERSION}",
+            "It is from before 0.3.0: read it with nondet 0.3.0." if older else "Upgrade nondet.",
         )
     try:
         header = decode(_LINE, line)

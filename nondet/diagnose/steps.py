@@ -42,7 +42,7 @@ from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.analysis import NAME
 from nondet.sampling.axes import Conditions
 from nondet.sampling.collect import Here, Survey, arms_of, collect
-from nondet.sampling.engine import cheap_collections, pinned
+from nondet.sampling.engine import pinned
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt, make_engine
@@ -292,7 +292,7 @@ class Diagnoser:
         self._began = self.clock() - sum(step.seconds for step in self._so_far().steps)
         if self.loaded.device == "cuda":  # while stock's sessions wait for cuDNN's plans, outside of Python
             threading.Thread(target=make_ready, name="nondet-ready", daemon=True).start()
-        with pinned(self.threads), cheap_collections():
+        with pinned(self.threads):
             for number, ((name, question), take) in enumerate(zip(QUESTIONS.items(), takes, strict=True), 1):
                 so_far = self._so_far()
                 known = next((s for s in so_far.steps if s.name == name), None)

@@ -30,7 +30,7 @@ from nondet.sampling import plan as plans
 from nondet.sampling import replay
 from nondet.sampling.analysis import TIMED_TOKENS, TIMED_US
 from nondet.sampling.axes import Conditions, Proof, Seen, Varied
-from nondet.sampling.engine import cheap_collections, pinned, warm_up
+from nondet.sampling.engine import pinned, warm_up
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, check_lengths, piece_of
 from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Sampling, Session, Span, make_engine
@@ -254,7 +254,7 @@ def collect(
         KeyboardInterrupt: Ctrl-C; finished rounds are on disk.
     """
     weights = weights_digest(survey.loaded.model)
-    with closing(open_traces(writer, piece_of(survey.loaded))) as traces, cheap_collections():
+    with closing(open_traces(writer, piece_of(survey.loaded))) as traces:
         common = (survey, host, notes, weights, played)
         parts = [_Rounds(writer, traces, impl, *common) for impl in survey.impls]
         for part, steps in groupby(_in_order(parts, survey), key=itemgetter(0)):

@@ -8,7 +8,6 @@ clock. Where the load requests CUDA graphs, steps are padded to a few sizes.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import logging
 import math
@@ -48,28 +47,6 @@ def pinned(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# Python itself freezes some hundreds of objects; a process that froze with torch loaded has many more.
-_SOMEBODY_FROZE = 10_000
-_set_apart = False  # within such a block
-
-
-@contextmanager
-def cheap_collections() -> Iterator[None]:
-    """Freeze what is alive now for the garbage collector, unless other code has frozen it already. The engine collects
-    twice per session, over all of torch and transformers: a third of a second each time."""
-    global _set_apart
-    if _set_apart or gc.get_freeze_count() > _SOMEBODY_FROZE:  # then thawing would undo other code's freeze
-        yield
-        return
-    gc.freeze()
-    _set_apart = True
-    try:
-        yield
-    finally:
-        _set_apart = False
-        gc.unfreeze()
 
 
 # Padding of steps as CUDA graphs: query tokens to a multiple of at most 64, keys to such a share of the cache. Finer
@@ -486,7 +463,6 @@ class TransformersEngine:
         return run_session(self.model, requests, load, **options)
 
 
-@cheap_collections()
 def run_session(
     model: Any,
     requests: Sequence[Request],

@@ -6,6 +6,7 @@ command's options), writes a run file, and returns its path. `nondet.commands` a
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -129,6 +130,8 @@ class Output:
         from nondet.core.environment import collect
         from nondet.core.runfile import open_run
 
+        if self.sink.shown:
+            gc.freeze()  # transformers' engine collects twice a session, over all that was loaded: 0.3 s each time
         force, resume, empty = self.request.force, self.request.resume, False
         writer = open_run(self.path, command=command, plan=plan, environment=collect(seed), force=force, resume=resume)
         try:

@@ -128,9 +128,10 @@ def test_what_is_not_our_run_is_refused_in_one_line(tmp_path_factory: pytest.Tem
         (b'{"some": "json"}\n', "is not a nondet run file"),
         (b"[1, 2]\n", "is not a nondet run file"),
         (b"\xff\xfe\x00binary\n", "is not a nondet run file"),
-        (b'{"format":"nondet-run","schema":%d}\n' % (SCHEMA_VERSION + 1), "reads up to"),
-        (b'{"format":"nondet-run","schema":"x"}\n', "reads up to"),
-        (b'{"format":"nondet-run","schema":1,"type":"header"}\n', "malformed in line 1"),
+        (b'{"format":"nondet-run","schema":%d}\n' % (SCHEMA_VERSION + 1), "reads 3. Upgrade nondet."),
+        (b'{"format":"nondet-run","schema":"x"}\n', "reads 3. Upgrade nondet."),
+        (b'{"format":"nondet-run","schema":2,"type":"header"}\n', "from before 0.3.0"),
+        (b'{"format":"nondet-run","schema":3,"type":"header"}\n', "malformed in line 1"),
     ]:
         tmp_path = tmp_path_factory.mktemp("case")
         path = tmp_path / "run.jsonl"

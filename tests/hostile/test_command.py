@@ -16,8 +16,9 @@ import torch
 import nondet
 from nondet.cli import main
 from nondet.commands import output
+from nondet.core.records import End
 from nondet.services.run import interruptible
-from tests.build import Command, tiers
+from tests.build import Command, header, line, row, tiers
 
 NONDET = (sys.executable, "-m", "nondet")
 HERE = str(Path(nondet.__file__).parents[1])
@@ -143,16 +144,22 @@ def test_nothing_of_the_folder_and_no_byte_of_a_variable_breaks_a_run(tmp_path: 
     assert (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
+PROBE = "probe float-sum --device cpu --out r.jsonl --report r.md"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-@pytest.mark.parametrize("where", tiers(["/dev/full"], ["closed"]))
-def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, where: str) -> None:
-    """A full disk under stdout is one line and 2; a closed stdout is nobody reading; the report is there both times."""
+@pytest.mark.parametrize(
+    ("typed", "where"), tiers([("report kept.jsonl", "/dev/full")], [(PROBE, "/dev/full"), (PROBE, "closed")])
+)
+def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, typed: str, where: str) -> None:
+    """A full disk under stdout is one line and 2; a closed stdout is nobody reading; --report is there both times."""
+    (tmp_path / "kept.jsonl").write_bytes(line(header()) + line(row()) + line(End(records=1, seconds=1.0)))
     target = ">&-" if where == "closed" else f"> {where}"
-    command = f"'{sys.executable}' -m nondet probe float-sum --device cpu --out r.jsonl --report r.md {target}"
+    command = f"'{sys.executable}' -m nondet {typed} {target}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
     assert "Traceback" not in done.stderr
-    assert (tmp_path / "r.md").exists()
+    assert (tmp_path / "r.md").exists() == (typed == PROBE)
     assert done.returncode == (0 if where == "closed" else 2)
     if where != "closed":
         assert "can't write to stdout" in done.stderr.splitlines()[-1]
@@ -161,7 +168,7 @@ def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, where: str
 def test_any_encoding_of_the_terminal_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables, bars and JSON come out under an encoding that lacks their characters."""
     monkeypatch.chdir(tmp_path)
-    probe = ["probe", "float-sum", "--force", "--out", "r.jsonl"]
+    probe = ["probe", "softmax", "--force", *SMALL]
     for encoding, argv in [("ascii", probe), ("ascii", [*probe, "--json"]), ("latin-1", ["report", "r.jsonl"])]:
         written = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))

@@ -23,7 +23,8 @@ from tests.build import tiers
 from tests.endpoint.honest import serving
 
 COMMANDS: dict[str, list[str]] = {
-    "probe": ["probe", "pointwise", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],
+    "probe": ["probe", "pointwise", "softmax", "--m", "16", "--k", "64", "--dtype", "float32"],
+    "products": ["probe", "pointwise", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],
     "sample": [
         "sample", "--n", "6", "--load", "others=1,targets=2,spread=4,prompt=4-8,tokens=2-4", "--max-tokens", "4",
         "--dtype", "float32", "--impl", "stock",
@@ -34,7 +35,6 @@ COMMANDS: dict[str, list[str]] = {
         "solo=4,cold=2,warm=2,chunked=2,loaded", "--load", "others=4,targets=4,prompt=4-8,tokens=2-6",
     ],
 }  # fmt: skip
-LOCAL = ("probe", "sample", "bench")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 # One process that imports everything and then forks a child for each run: importing torch and the parts of transformers
@@ -50,7 +50,8 @@ from nondet.cli import main
 timing.PerfCounter.budget_us = timing.PerfCounter.replay_us = 2000.0
 limits._COPY_BYTES, limits._PRODUCT = {"cpu": 2**20}, {"cpu": 64}
 with contextlib.redirect_stdout(io.StringIO()):  # the parts of the command that load late
-    main("bench softmax --m 1 --k 8 --impl stock --threads 1 --device cpu --out warm.jsonl".split())
+    for typed in ("bench softmax --m 1 --k 8", "probe softmax --m 2 --k 8", "sample --n 1 --max-tokens 1 --load none"):
+        main(f"{typed} --impl stock --threads 1 --device cpu --out warm.jsonl --force".split())
 print("ready", flush=True)
 for line in sys.stdin:
     argv = line.rstrip("\\n").split("\\t")
@@ -71,6 +72,7 @@ for line in sys.stdin:
     print(child, flush=True)
     _, status = os.waitpid(child, 0)
     print(os.waitstatus_to_exitcode(status), flush=True)
+os._exit(0)  # without unloading torch
 """
 
 
@@ -141,6 +143,11 @@ def facts(run: Run) -> dict[tuple[str, ...], Any]:
     return found
 
 
+def hits(codes: Counter[int]) -> int:
+    """Kills that did not come too late."""
+    return sum(codes[code] for code in (130, -9, -15, -1))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
 @pytest.mark.parametrize(
@@ -155,7 +162,9 @@ def test_kills_lose_and_double_nothing(server: Process, tmp_path: Path, name: st
         whole = tmp_path / "whole.jsonl"
         assert server.run([*COMMANDS[name], *where, "--out", str(whole)]) == 0
         expected, size = facts(read_run(whole)), whole.stat().st_size
-        for number in range(kills):
+        for number in range(kills + 4):
+            if number >= kills and hits(codes):
+                break
             path = tmp_path / f"{number}.jsonl"
             argv = [*COMMANDS[name], *where, "--out", str(path)]
             pid = server.start(argv)
@@ -173,4 +182,4 @@ def test_kills_lose_and_double_nothing(server: Process, tmp_path: Path, name: st
             if traces_path(path).exists():
                 check_traces(run, read_traces(path)[0])
     assert 99 not in codes, codes  # no traceback
-    assert sum(codes[code] for code in (130, -9, -15, -1)) >= kills // 3, codes  # most kills did hit
+    assert hits(codes) > kills // 3, codes  # most kills did hit

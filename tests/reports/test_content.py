@@ -33,7 +33,7 @@ def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
 
 def test_orders_are_no_headline_beside_findings() -> None:
     """What floating-point does by nature is told below; alone it is the headline."""
-    sums = row([0, 1], probe="float-sum", operator="float_sum", varied="order", impl="python")
+    sums = row([0, 1], probe="float-sum", operator="float_sum", demonstration=True, varied="order", impl="python")
     assert "python" not in section(run_of(row([0, 1]), sums), []).headline
     assert section(run_of(sums), []).headline.startswith("python: dependent on the order of reduction")
 
@@ -107,7 +107,9 @@ def test_families_are_judged_against_stock(tmp_path: Path) -> None:
 def test_cases_are_grouped_and_stock_comes_first() -> None:
     """A case's implementations stand together, whatever order they were measured in; demonstrations come last."""
     rows = [
-        row([0, 1], probe="float-sum", operator="float_sum", varied="order", impl="python", case="s"),
+        row(
+            [0, 1], probe="float-sum", operator="float_sum", demonstration=True, varied="order", impl="python", case="s"
+        ),
         row([0], impl="invariant"),
         row([0, 1]),
         row([0, 1], dtype="float32"),

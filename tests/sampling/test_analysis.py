@@ -61,7 +61,7 @@ def run_of(
 ) -> tuple[Run, dict[str, Trace]]:
     """A run with each trace as often as said, and one round."""
     header = Header(
-        format="nondet-run", schema=1, command="sample", plan={"prompts": [{"text": "Once upon", "tokens": 2}]},
+        format="nondet-run", schema=3, command="sample", plan={"prompts": [{"text": "Once upon", "tokens": 2}]},
         environment={}, started="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
     run = Run(header=header)

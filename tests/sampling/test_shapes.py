@@ -19,7 +19,7 @@ def completion(request: str, schedule: list[list[int]], impl: str = "stock") -> 
 
 def test_shapes_are_read_off_the_schedules() -> None:
     """Tokens, requests and keys of each step that a target took part in, added up by hand."""
-    header = Header(format="nondet-run", schema=1, command="sample", plan={}, environment={}, started="")
+    header = Header(format="nondet-run", schema=3, command="sample", plan={}, environment={}, started="")
     run = Run(header=header)
     # target: a prefill of 5 in step 0, three decodes; background: 4 and 4 in chunks, then decodes until step 5
     run.completions = [completion("t", [[0, 1, 5], [1, 3, 1]]), completion("x", [[0, 9, 9]], impl="invariant")]

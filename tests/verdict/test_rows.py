@@ -82,7 +82,7 @@ def test_the_batch_is_not_named_where_nothing_was_repeated() -> None:
 
 def test_orders_taken_on_purpose_are_no_fault() -> None:
     """Other orders give other sums: that is what floating-point does."""
-    (verdict,) = judge_rows([row([0, 1, 2], varied="order", operator="float_sum", impl="python")])
+    (verdict,) = judge_rows([row([0, 1, 2], varied="order", operator="float_sum", demonstration=True, impl="python")])
     assert verdict.finding == Finding.ORDER
     assert not verdict.finding.is_divergence
     assert (
@@ -96,7 +96,7 @@ def test_an_order_that_cannot_matter_is_a_fault_if_it_does() -> None:
     """Sums of small integers are exact in every order, so parting there is a finding; agreement is none."""
     assert axis_of(row([0, 1], varied="order", inputs="integers")) == Axis.OTHER
     assert axis_of(row([0, 0], varied="order", inputs="integers")) == Axis.ORDER
-    (verdict,) = judge_rows([row([0, 1], varied="split", inputs="ones", operator="split_k")])
+    (verdict,) = judge_rows([row([0, 1], varied="split", inputs="ones", operator="split_k", demonstration=True)])
     assert verdict.finding == Finding.OTHER
     assert verdict.text == "bits depend on split in 1 of 1 case (split_k)"
 
@@ -112,7 +112,10 @@ def test_exact_inputs_that_agree_do_not_make_a_clean_verdict() -> None:
 def test_an_invariant_kernel_may_not_depend_on_how_the_work_is_split() -> None:
     """What excuses a stock split-K does not excuse the kernel that claims invariance."""
     stock, invariant = judge_rows(
-        [row([0, 1], varied="split", operator="split_k", impl=impl) for impl in ("stock", "invariant")]
+        [
+            row([0, 1], varied="split", operator="split_k", demonstration=True, impl=impl)
+            for impl in ("stock", "invariant")
+        ]
     )
     assert stock.finding == Finding.ORDER
     assert invariant.finding == Finding.OTHER
@@ -121,14 +124,17 @@ def test_an_invariant_kernel_may_not_depend_on_how_the_work_is_split() -> None:
 
 def test_demonstrations_are_no_verdict_on_the_library() -> None:
     """Atomic split-K is built by the probe: beside real operators it is a note; alone it is all there is to say."""
-    atomic = row([0, 1], varied="run", operator="split_k")
+    atomic = row([0, 1], varied="run", operator="split_k", demonstration=True)
     (alone,) = judge_rows([atomic])
     assert alone.finding == Finding.RUN_TO_RUN
     (beside,) = judge_rows([atomic, row([0, 0]), row([0, 0], varied="run")])
     assert beside.finding == Finding.CLEAN
     assert any("not counted in this verdict (split_k): run-to-run" in note for note in beside.notes)
     (claimed,) = judge_rows(
-        [row([0, 1], varied="run", operator="split_k", impl="invariant"), row([0], impl="invariant")]
+        [
+            row([0, 1], varied="run", operator="split_k", demonstration=True, impl="invariant"),
+            row([0], impl="invariant"),
+        ]
     )
     assert claimed.finding == Finding.RUN_TO_RUN
 
