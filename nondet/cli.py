@@ -24,7 +24,7 @@ _CODES = """Exit codes:
   1    nondet or the engine failed, nothing measured, or --fail-on undecided
   2    the input or the output is at fault
   3    divergence, wrong result or regression: gate, --fail-on, --check
-  4    gate: too few samples for the power asked
+  4    gate: too few samples to detect --rate
   130  stopped with Ctrl-C"""
 
 _MEMORY = "Run less at a time (sizes, requests, prompts); what was finished is in the run file."
@@ -43,7 +43,7 @@ _COMMANDS = {
     ),
     "embed": (
         "nondet.services.embed:embed", "nondet embed --model ./all-MiniLM-L6-v2 --texts texts.txt",
-        "nondet embed --model M --texts t.csv",
+        "nondet embed ./my-encoder --texts texts.csv --column text",
     ),
     "trace": (
         "nondet.services.trace:trace", "nondet trace",

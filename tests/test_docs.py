@@ -288,7 +288,6 @@ NOT_READ = {"docs/notebook.md": "made of docs/notebook.ipynb, whose outputs are 
 # page -> words that it keeps, and why
 KEPT = {
     "docs/commands.md": ("moved",),  # a value of `nondet diff --fail-on`
-    "docs/embed.md": ("alone",),  # the names of a report's arms
 }
 # What follows this line of docs/classes.md is printed from the declarations of the kernels, and changes with them.
 GENERATED = "## The classes\n"

@@ -14,7 +14,7 @@ from nondet.services.run import latest_run
 
 
 def _gate(request: GateRequest, sink: Terminal) -> None:
-    """Pass or fail a run in CI. Exit 3: divergence or a wrong result; 4: too few samples for the power asked."""
+    """Pass or fail a run in CI. Exit 3: divergence or a wrong result; 4: too few samples to detect --rate."""
     from nondet.core.runfile import append_text, check_outputs, read_run, replace_text
     from nondet.reports import gate as gate_text
     from nondet.verdict.gate import decide

@@ -65,7 +65,7 @@ class BenchRequest(Request):
     jigsaw: Annotated[bool, o.opt("Products at M on both sides of every tile border, up to 4096.", "--jigsaw")] = False
     ranks: Annotated[str | None, o.opt('Numbers of ranks, for operators over ranks: "2,4".', shown="2")] = None
     check: Annotated[
-        Path | None, o.opt("Kept run file: exit 3 if a ratio to stock, or the bits, regressed beyond noise.")
+        Path | None, o.opt("Baseline run: exit 3 if a speed relative to stock, or the bits, got worse beyond noise.")
     ] = None
     slower: Annotated[
         float | None,

@@ -50,7 +50,7 @@ class CertifyRequest(Request):
     full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
     vllm: Annotated[
         bool,
-        o.opt("What of vLLM stands: each layer of --model, in steps of up to --m tokens.", "--vllm"),
+        o.opt("Test each layer of --model as vLLM would run it, with up to --m tokens per step.", "--vllm"),
     ] = False
     show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
     forget: Annotated[bool, o.opt("Delete this machine's certificates.", "--forget")] = False

@@ -47,8 +47,8 @@ class DiagnoseRequest(Request):
     within: Annotated[
         float | None,
         o.opt(
-            "Time limit in seconds: steps not begun by then are skipped, and the report names them. 0: no limit.",
-            shown="about 180 on a CPU, 120 on a GPU, where only rounds and values are reduced; 0 with --n",
+            "Time limit in seconds: steps not begun by then are skipped, and the report lists them. 0: no limit.",
+            shown="no step is skipped, but fewer rounds run, for about 180 on a CPU, 120 on a GPU; 0 with --n",
         ),
         o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
     ] = None

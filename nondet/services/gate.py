@@ -54,10 +54,12 @@ class GateRequest(o.Drawing, Request):
         o.OneOf(("load", "request")),
     ] = None
     mismatch_bits: Annotated[
-        int | None, o.opt("Most tokens of an arm with other logprob bits.", panel=_THRESHOLDS), _AT_LEAST_0
+        int | None, o.opt("Most tokens per arm whose logprobs may differ.", panel=_THRESHOLDS), _AT_LEAST_0
     ] = None
     k3: Annotated[
-        float | None, o.opt("Largest K3, of rl in a step; prime-rl's is 0.015.", panel=_THRESHOLDS), _AT_LEAST_0
+        float | None,
+        o.opt("Largest K3 (rl: in any step); prime-rl uses 0.015.", panel=_THRESHOLDS),
+        _AT_LEAST_0,
     ] = None
     mult_prob_error: Annotated[
         float | None, o.opt("Largest mean exp |d|, of rl in a step; NeMo RL's is 1.05.", panel=_THRESHOLDS), _AT_LEAST_0
@@ -126,7 +128,7 @@ def _share(flag: str, word: str | None, usual: float) -> float:
     except ValueError:
         value = -1.0
     if not 1e-9 <= value <= 1 - 1e-9:
-        raise UserError(f"{flag} {word!r} is no rate", 'Give one between 0 and 1, like "1%" or 0.01.')
+        raise UserError(f"{flag} must be between 0 and 1; got {word!r}", 'Give it like "1%" or 0.01.')
     return value
 
 

@@ -26,7 +26,8 @@ class MismatchRequest(Request):
     """The options of `nondet mismatch`."""
 
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run of `nondet sample`: its tokens.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="A run of `nondet sample` with tokens.", show_default=False),
     ] = None
     model: Annotated[str | None, o.opt(_MODEL, shown="the embedded model")] = None
     trainer: Annotated[
@@ -42,7 +43,7 @@ class MismatchRequest(Request):
         o.opt("A trainer's saved tokens and logprobs, a .jsonl file or a folder of them: nothing is sampled."),
     ] = None
     older: Annotated[
-        str | None, o.opt("Folder or hub name of weights that a side may still have: a checkpoint, or a base model.")
+        str | None, o.opt("Older weights that one side may still use (folder or hub name): a checkpoint, a base model.")
     ] = None
     arms: Annotated[
         str,

@@ -34,7 +34,7 @@ class ProbeRequest(Request):
     ] = None  # fmt: skip
     from_trace: Annotated[
         Path | None,
-        o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at the shapes it met."),
+        o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes."),
     ] = None
     impl: o.IMPLS = None
     device: o.DEVICE = "auto"
@@ -50,7 +50,7 @@ class ProbeRequest(Request):
     full: Annotated[bool, o.opt("The long sweep (M up to 4096) instead of the default list.", "--full")] = False
     map: Annotated[
         str | None,
-        o.opt("Only products: classes over every M at some N (mn) or K (mk), as a picture. M up to --m."),
+        o.opt("Draw a map of bit classes for each M up to --m, against N (mn) or K (mk). Products only."),
     ] = None
     seed: o.SEED = 0
     threads: o.THREADS = None

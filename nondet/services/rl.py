@@ -28,7 +28,7 @@ class RlRequest(Request):
         ARMS
     )
     steps: Annotated[int, o.opt("Steps of each arm.", shown=True), o.Range(1, 100_000)] = 60
-    seeds: Annotated[int, o.opt("Seeds, each with all arms: how far runs scatter.", shown=True), o.Range(1, 100)] = 1
+    seeds: Annotated[int, o.opt("Number of seeds; each runs all arms.", shown=True), o.Range(1, 100)] = 1
     task: Annotated[
         str, o.opt(f"What earns a reward. {_TASKS}.", shown=True, complete=o.choices(*TASKS)), o.OneOf(tuple(TASKS))
     ] = "parentheses"

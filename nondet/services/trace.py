@@ -158,16 +158,16 @@ class TraceRequest(Request):
     request: Annotated[
         list[str] | None,
         o.opt(
-            "With --run: compare it solo with as recorded; given twice: compare the two. With --replay any number, or "
-            '"divergent": all but the most common trace.'
+            "A completion of --run, traced solo against its recorded batch. Given twice: the two against each other. "
+            'With --replay any number, or "divergent": all but the most common trace.'
         ),
     ] = None
     replay: Annotated[
         bool, o.opt("Only replay the --request of --run and compare every bit with the record.", "--replay")
     ] = False
-    solo: Annotated[bool, o.opt("With --replay: also solo.", "--solo")] = False
+    solo: Annotated[bool, o.opt("With --replay: also run it without the other requests.", "--solo")] = False
     shrink: Annotated[
-        bool, o.opt("With --replay: also a minimal set of concurrent requests with which it differs.", "--shrink")
+        bool, o.opt("With --replay: also find the fewest concurrent requests that still change it.", "--shrink")
     ] = False
     most: Annotated[int | None, o.opt("With --replay: at most this many completions.", min=1)] = None
     repro: Annotated[Path | None, o.opt("Write a standalone script (.py) that repeats the call found.")] = None
