@@ -267,7 +267,7 @@ PICKLE, PACKED, UTF8 = (
         (pickle.dumps(pickle.Pickler, 0), PICKLE),
         (b"PK\x03\x04", PICKLE),  # an .npz, and torch.save
         (b"\x93NUMPY", PICKLE),
-        (gzip.compress(TEXT), PACKED),
+        (gzip.compress(TEXT, mtime=0), PACKED),
         (lzma.compress(TEXT), PACKED),
         *((TEXT.decode().encode(name), UTF8) for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")),
         (json.dumps(lines()).encode(), "is one JSON array"),
