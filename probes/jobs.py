@@ -297,12 +297,12 @@ def _measure(pipe: Any) -> None:
 
 
 # Each worker measures cases, and their rows come back to this process. Most of a first run is one core's work: kernels
-# are compiled, members of classes proven, libraries loaded. Every worker plans the same jobs and is told which to
+# are compiled, members of classes proven, libraries loaded. Every worker plans the same jobs and learns which to
 # measure, all implementations of a case at a time. A worker stays with one probe and dtype while any of it is left,
 # since its cases share kernels; then it takes from the largest group. Each has a CUDA context and a profiler of its
 # own, and sees no kernel but its own. A row does not depend on the process that measured it: workers must have the
 # settings of this process, or it measures by itself. If a worker dies, its job becomes a row with the reason, and
-# another takes its place. A job that ran out of memory next to others is repeated by itself. No worker outlives its
+# another replaces it. A job that ran out of memory next to others is repeated by itself. No worker outlives its
 # parent.
 
 # A job's tenths of a second on an H200 that has compiled nothing, 1 being typical: long jobs begin first.

@@ -155,7 +155,7 @@ def value_range(first: Value, last: Value) -> str:
 def map_text(row: Row, most: int = 8) -> str:
     """ "M 1-3: A | 4-64: B (nvjet_splitK)": the map on one line, a kernel named where it first appears with a class.
     Without listed values: "102 classes, the largest 812 of 10000"."""
-    if row.distinct > 1 and (not row.labels or row.varied == "run"):  # which run gave which says nothing
+    if row.distinct > 1 and (not row.labels or row.varied == "run"):  # which run gave which shows nothing
         largest = f", the largest {max(row.class_sizes)} of {row.trials}" if row.class_sizes else ""
         return f"{row.distinct} classes{largest}"
     if not row.labels:

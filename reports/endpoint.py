@@ -22,7 +22,7 @@ from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
 from nondet.verdict.served import ArmEvidence, Comparison, evidence, subjects
 
 _COMPARISONS_MOST = 40
-# In nats. Rounding alone explains neither a lead of the top token nor a change of a logprob that is larger.
+# In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
 _FAR = 1.0
 
 

@@ -570,7 +570,7 @@ def compute(call: Call, way: Way, *, asked: bool = False, what: object = None) -
     `asked`: use this way even where it is not proven. `what`: as in `launch`, for what is proven. Raises
     NotImplementedError: the one plan itself gave a row different bits at another position.
     """
-    if asked or INTERPRETED:  # NumPy's products there: they say nothing about the hardware
+    if asked or INTERPRETED:  # NumPy's products there: they show nothing about the hardware
         launch(call, way, what=what)
         return False
     one = one_plan(call.q.shape[3], call.q.dtype)

@@ -213,7 +213,7 @@ def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, 
 
 def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[Tile, bool]:
     """The tile and kernel if proven, now if need be; else the anchor's tile with pointers; else NotImplementedError."""
-    if INTERPRETED:  # NumPy's products there: they say nothing about the hardware
+    if INTERPRETED:  # NumPy's products there: they show nothing about the hardware
         return tile, tma
     for one, copied in ((tile, tma), (anchor(x.dtype), False)):
         named = _named(x, weight, one, copied)

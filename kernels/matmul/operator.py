@@ -81,7 +81,7 @@ def _claims(operator: str) -> tuple[Claim, ...]:
             "hopper/*": f"{members}:hopper_tiles_{operator}",
         },
     )
-    # cuBLASLt's TF32 kernels never had the chain's bits on an H200, so they claim nothing and the dispatcher skips them
+    # cuBLASLt's TF32 kernels lack the chain's bits on an H200, so they claim nothing and the dispatcher skips them
     tf32 = Claim(
         order=CHAIN_TF32,
         anchor=f"{members}:chain_anchor_{operator}_tf32",

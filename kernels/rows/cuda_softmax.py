@@ -42,7 +42,7 @@ from nondet.kernels.triton_common import (
     require,
 )
 
-# The class "lanes": an order of additions that is in the source, not in the compiler's layout. The width alone decides
+# The class "lanes": an order of additions that is in the source, not in the compiler's layout. Only the width decides
 # on three powers of two:
 #
 #   CHUNK   a row is cut into chunks of CHUNK elements, from element 0; a row of at most 16384 is one chunk

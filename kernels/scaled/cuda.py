@@ -255,7 +255,7 @@ def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype,
     """The tile if proven, now if need be; else the anchor's, if that gives the same bits again; else
     NotImplementedError.
     """
-    if INTERPRETED:  # NumPy's products there: they say nothing about the hardware
+    if INTERPRETED:  # NumPy's products there: they show nothing about the hardware
         return tile
     key = _written(a.dtype, b.dtype, dtype, *b.shape, a.stride(1), *b.stride(), _aligned(a, b), f"blocks={blocked}")
     form = "block" if blocked else "row"

@@ -146,7 +146,7 @@ def drop_stdout() -> None:
 def quick_interrupt() -> Callable[[], None]:
     """Ctrl-C ends the process at once, with 130 and one line, until something is measured: see `interruptible`.
 
-    Nothing is on disk yet that could be lost, and an exception in the middle of somebody's import comes out as
+    Nothing is on disk yet that could be lost, and an exception in the middle of an import is shown as
     anything. Returns what undoes it.
     """
     if threading.current_thread() is not threading.main_thread():

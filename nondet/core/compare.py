@@ -315,7 +315,7 @@ _WAITING_MOST = 2**24  # bytes of results that are compared at once
 
 class ClassBook:
     """Sorts results into classes of equal bits, numbered by first appearance. One result of each is kept on the device.
-    Results wait to be sorted until they are many or somebody reads their labels: to compare is to wait for a GPU."""
+    Results wait to be sorted until they are many or their labels are read: to compare is to wait for a GPU."""
 
     def __init__(self) -> None:
         self._representatives: list[torch.Tensor] = []

@@ -127,7 +127,7 @@ def order_revealing(
     spread = float(binades if binades is not None else (6 if seed % 2 else 20))
     drawn = [torch.rand(rows, width, generator=rng, dtype=torch.float32, device=device) for _ in range(2)]
     x = torch.empty(rows, width, dtype=dtype, device=device)
-    for own in (slice(half), slice(2 * half, width)):  # the numbers between are other places' of the first half
+    for own in (slice(half), slice(2 * half, width)):  # those between repeat the first half, elsewhere
         exponent = ((drawn[0][:, own] - 0.5) * spread).floor_().to(torch.int32)
         power = exponent.add_(127).bitwise_left_shift_(23).view(torch.float32)  # of two, by its bits: ldexp is slower
         x[:, own] = (drawn[1][:, own] * 2.0 - 1.0).mul_(power)

@@ -836,7 +836,7 @@ class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
     culprits: list[str]  # one line for each responsible call, in the order in which they were found
     families: list[str] | None  # the smallest set of replacements after which the arms agree; None where none was found
     sentences: list[str]  # for people
-    repro: str = ""  # the stand-alone script, and its output when it was run; "" without one
+    repro: str = ""  # the standalone script, and its output when it was run; "" without one
     seconds: float = 0.0
 
     @property

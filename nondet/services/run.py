@@ -106,7 +106,7 @@ class Output:
         self._files = [self.path]  # files that this run may delete
 
     def check_side_file(self) -> None:
-        """Refuse to overwrite traces without their run, which may have been moved: only a resumed run continues. Raises
+        """Refuse to overwrite traces without their run, which may be elsewhere: only a resumed run continues. Raises
         UserError: they exist, and --force was not given."""
         from nondet.core.runfile import begun, check_free
         from nondet.core.traces import traces_path

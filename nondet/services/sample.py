@@ -455,7 +455,7 @@ def _axes(
     request: SampleRequest, loaded: LoadedModel, plan: Plan, wanted: dict[str, list[str]], base: Conditions,
     earlier: tuple[int, ...], sink: Sink,
 ) -> tuple[Sequence[Varied], dict[str, Any]]:  # fmt: skip
-    """The values of the axes that are varied, and what the run's header says of them."""
+    """The values of the axes that are varied, and what the run's header has about them."""
     import torch
 
     from nondet.sampling.axes import Subject, plan_axes

@@ -1,4 +1,4 @@
-"""A stand-alone script of the responsible call: only torch, inputs in a safetensors file, run once to verify it.
+"""A standalone script of the responsible call: only torch, inputs in a safetensors file, run once to verify it.
 
 Where this request's row by itself and among the others differ, the script needs only the second arm's inputs, and makes
 the call on all rows and on the one. Otherwise it holds both arms' inputs, and makes both arms' calls.

@@ -6,7 +6,7 @@ equal tokens differ, that is batch dependence too.
 
 A round that is run again in equal batches distinguishes run-to-run nondeterminism from batch dependence, but only for
 its own completions: traces that differ only in rounds that were not run again may be noise of one run. So the batch is
-named only where traces differ among completions whose rounds came out the same, bit for bit, when they were run again.
+named only where traces differ among completions whose rounds were bit-identical when they were repeated.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
     tested = [t for t in axes if any(v.comparisons for v in t.values)]
     reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
     reasons += stated((failed, reason("requests-failed", n=failed)))
-    # where bits parted though the value is not shown to have taken effect, the cause is unknown
+    # where bits differed though the value is not shown to have taken effect, the cause is unknown
     idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
     unexplained = reason("parted-idly", values=idle)
     unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
@@ -372,7 +372,7 @@ def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
 def _attribute_axes(
     run: Run, impl: str, tested: Sequence[AxisTally], again: bool
 ) -> tuple[tuple[Finding, ...], list[Reason]] | None:
-    """What the bits followed, where the repeated round came out the same; None where they did not change."""
+    """What the bits followed, where the repeated round was bit-identical; None where they did not change."""
     findings, reasons = list[Finding](), list[Reason]()
     if any(t.traces_within > 1 for t in tested):
         good = successful(run.completions)

@@ -74,7 +74,7 @@ class ArmEvidence(Tally):
             yield answers, base.by_cache.get(cached, base.answers)
 
     def beside(self, *others: ArmEvidence | None) -> ArmEvidence:
-        """The arm, and the others' answers with numbers of cached tokens that it never had."""
+        """The arm, and the others' answers with numbers of cached tokens that it did not have."""
         more = [(cached, some) for arm in others if arm and arm.proof for cached, some in arm.by_cache.items()]
         known = {cached: some for cached, some in more if cached not in self.by_cache and None not in self.by_cache}
         return replace(self, answers=sum(known.values(), self.answers), by_cache={**self.by_cache, **known})
