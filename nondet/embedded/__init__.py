@@ -2,6 +2,6 @@
 
 __all__ = ["DEFAULT_PROMPT"]
 
-# Measured, see the tables in the card: under stock bf16 kernels and mixed load its greedy completions diverge on an H200
+# Measured (tables in the card): under stock bf16 kernels and mixed load its greedy completions diverge on an H200
 # and in every CPU setting tried, mostly from token 5 on, and the branches read as sentences.
 DEFAULT_PROMPT = "For example, the"

@@ -57,9 +57,7 @@ class GateRequest(o.Drawing, Request):
         int | None, o.opt("Most tokens per arm whose logprobs may differ.", panel=_THRESHOLDS), _AT_LEAST_0
     ] = None
     k3: Annotated[
-        float | None,
-        o.opt("Largest K3 (rl: in any step); prime-rl uses 0.015.", panel=_THRESHOLDS),
-        _AT_LEAST_0,
+        float | None, o.opt("Largest K3, for rl of any step; prime-rl: 0.015.", panel=_THRESHOLDS), _AT_LEAST_0
     ] = None
     mult_prob_error: Annotated[
         float | None, o.opt("Largest mean exp |d|, of rl in a step; NeMo RL's is 1.05.", panel=_THRESHOLDS), _AT_LEAST_0

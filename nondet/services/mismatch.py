@@ -26,8 +26,7 @@ class MismatchRequest(Request):
     """The options of `nondet mismatch`."""
 
     run: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RUN]", help="A run of `nondet sample` with tokens.", show_default=False),
+        Path | None, typer.Argument(metavar="[RUN]", help="A run of `nondet sample` to test.", show_default=False)
     ] = None
     model: Annotated[str | None, o.opt(_MODEL, shown="the embedded model")] = None
     trainer: Annotated[

@@ -155,8 +155,7 @@ QUIET = Annotated[bool, opt("Print only the verdict.", "--quiet", "-q", panel=OU
 JSON = Annotated[bool, opt("Print one JSON object per line on stdout.", "--json", panel=OUTPUT)]
 REPORT = Annotated[list[Path] | None, opt("Also write a report: .html or .md. Repeatable.", panel=OUTPUT)]
 OPEN = Annotated[bool, opt("Open the report in a browser.", "--open", panel=OUTPUT)]
-_SAME = "A folder, hub name or random weights (as --model)."
-MODEL_ARGUMENT = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=_SAME, show_default=False)]
+MODEL_ARGUMENT = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A folder, hub name or random weights.")]
 FAIL_ON = Annotated[
     str | None,
     opt(
