@@ -217,14 +217,14 @@ def _run(argv: list[str]) -> int:
 
 
 def _with_hint(text: str, params: list[Any], where: str) -> str:
-    """A usage error with what was probably meant: an argument given as an option, an option that was shortened."""
-    options = [name for p in params for name in p.opts if name.startswith("--")]
-    arguments = {f"--{p.name}": p.metavar for p in params if p.param_type_name == "argument"}
+    """A usage error with what was probably meant: an argument given as an option, a short option, a number."""
+    if (wrong := re.match(r"Invalid value for '(-[\w-]+)'.*: .*valid (integer|number|float)", text)) is not None:
+        return f"{wrong[1]} must be a {'whole ' * (wrong[2] == 'integer')}number"
     if (unknown := re.match(r"No such option: (--[\w-]+)", text)) is not None:
-        word = unknown[1]
-        longer = [name for name in options if name.startswith(word)]
-        if word in arguments:
-            return f"{unknown[0]}. It is an argument here: {where} {arguments[word]}"
+        arguments = {f"--{p.name}": p.metavar for p in params if p.param_type_name == "argument"}
+        if unknown[1] in arguments:
+            return f"{unknown[0]}. It is an argument here: {where} {arguments[unknown[1]]}"
+        longer = [name for p in params for name in p.opts if name.startswith(unknown[1])]
         return f"{unknown[0]}. Did you mean {' or '.join(longer)}?" if longer else text
     return text
 

@@ -561,6 +561,8 @@ def test_what_is_done_at_the_end() -> None:
         (["gate", "--run", "r"], "--run. It is an argument here: nondet gate [RUN]. See"),
         (["sample", "./m", "--model", "./n"], "./m and --model ./n name two models. Give one of them."),
         (["sample", "--temp", "0.5"], "No such option: --temp. Did you mean --temperature? See"),
+        (["sample", "--n", "ten"], "--n must be a whole number. See"),
+        (["diagnose", "--within", "soon"], "--within must be a number. See"),
         (
             ["mismatch", "given.jsonl"],
             "given.jsonl is no run file. Rollouts of another trainer: --rollouts given.jsonl.",
