@@ -31,10 +31,10 @@ from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.kernels.dispatch.logprobs import largest, log_masses, nucleus_size, weights
-from nondet.sampling.orders import ORDERS, Order
+from nondet.sampling.orders import Order
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
 from nondet.sampling.schedule import SessionLog, TopRing, run_lengths, session_figures
-from nondet.sampling.speculation import Speculation, make_draft
+from nondet.sampling.speculation import order_of
 
 
 @contextmanager
@@ -644,7 +644,7 @@ def _engine_of(
     if drawing is not None and (load.graphs or setting.drafts):
         raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
     log.graphs = load.graphs
-    order = _order(model, requests, load, log, setting)
+    order = order_of(model, requests, load, log, setting)
     own = {"log": log, "order": order}
     schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), own)
     before, after = order.hooks()
@@ -677,17 +677,6 @@ def _engine_of(
         for hook in hooks:
             hook.remove()
         del schedulers.SCHEDULER_MAPPING[name]
-
-
-def _order(model: Any, requests: Sequence[Request], load: Load, log: SessionLog, setting: Setting) -> Order:
-    """The setting's order of service, with its drafts; a `UserError` where no draft could be verified."""
-    order = ORDERS[setting.order]({r.id: r for r in requests}, setting.chunk)
-    if not setting.drafts:
-        return order
-    if load.graphs or log.forced:
-        what = "CUDA graphs" if load.graphs else "forced tokens"
-        raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
-    return Speculation(order, make_draft(setting, model), setting.draft_tokens, log)
 
 
 def _outcome(
