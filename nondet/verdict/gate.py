@@ -90,11 +90,11 @@ def answer(
     drawn: Mapping[str, str] | None = None,
     conclusion: Diagnosis | TraceVerdict | None = None,
 ) -> tuple[Outcome, tuple[Reason, ...]]:
-    """The decision of every gate, and why: shut, no answer or open.
+    """The decision of every gate, and why.
 
-    Shut where something diverged that a user would want equal, or where a result is wrong, even if it is consistent. No
-    answer where neither was seen and the run was killed, cases failed, or nothing was compared for a requested
-    implementation: a gate must not open on that. Sums that were taken in another order on purpose are not a divergence.
+    It fails where something diverged that a user would want equal, or where a result is wrong, even if it is
+    consistent. It has no answer where neither was seen and the run was killed, cases failed, or nothing was compared
+    for a requested implementation. Sums that were taken in another order on purpose are not a divergence.
 
     Args:
         drawn: From `unseeded`: a difference in these is not a fault unless the result is wrong, and not an answer.
@@ -110,7 +110,7 @@ def answer(
 
 
 def _faults(verdict: Verdict, drawn: Mapping[str, str]) -> list[Finding]:
-    """The findings of a verdict that keep a gate shut; for draws without a seed only wrong results."""
+    """The findings of a verdict on which a gate fails; for draws without a seed only wrong results."""
     return [f for f in verdict.findings if f.is_fault and (verdict.impl not in drawn or f == Finding.WRONG)]
 
 
@@ -217,9 +217,9 @@ class Decision:
     """A gate's answer.
 
     Attributes:
-        reasons: Why: for an open or shut gate the first verdicts behind it.
+        reasons: Why: where the gate passes or fails the first verdicts behind it.
         power: The power of each sampled implementation; empty for sweeps.
-        faults: Findings that keep it shut; empty where it is not shut.
+        faults: Findings on which it fails; empty where it does not.
         above: Implementations that are above a threshold; None where no threshold decided.
     """
 

@@ -38,7 +38,6 @@ from nondet.sampling.analysis import (
     smallest_cures,
     speed_ratio,
     speed_ratio_of,
-    summarize,
     summarize_all,
 )
 
@@ -95,9 +94,14 @@ def completion(t: Trace, number: int, impl: str) -> Completion:
     )
 
 
+def summarize(run: Run, traces: dict[str, Trace], impl: str = "stock") -> SampleSummary:
+    """The only prompt under one implementation."""
+    [only] = [s for s in summarize_all(run, traces, PIECES) if s.impl == impl]
+    return only
+
+
 def summary_of(*members: tuple[Trace, int], **more: Any) -> SampleSummary:
-    run, traces = run_of(*members, **more)
-    return summarize(run, traces, PIECES, more.get("impl", "stock"), 0)
+    return summarize(*run_of(*members, **more), more.get("impl", "stock"))
 
 
 def in_rounds(*rounds: Sequence[Trace]) -> SampleSummary:
@@ -107,7 +111,7 @@ def in_rounds(*rounds: Sequence[Trace]) -> SampleSummary:
         for t in members:
             c = completion(t, len(run.completions), "stock")
             run.completions.append(msgspec.structs.replace(c, round=number))
-    return summarize(run, {t.digest: t for members in rounds for t in members}, PIECES, "stock", 0)
+    return summarize(run, {t.digest: t for members in rounds for t in members})
 
 
 def leaves(node: TreeNode) -> list[TreeNode]:
@@ -323,7 +327,7 @@ def test_a_round_in_which_nothing_was_compared_is_in_no_bound() -> None:
     """Ten prompts with a completion in each of two rounds: the first holds what the second is held against."""
     run, traces = run_of((A, 2))
     run.completions[1] = msgspec.structs.replace(run.completions[1], round=1)
-    s = summarize(run, traces, PIECES, "stock", 0)
+    s = summarize(run, traces)
     assert (s.held_rounds, summary_of((A, 2)).held_rounds) == ({1: (4,)}, {})
     (both,) = prompt_sets([replace(s, prompt=i) for i in range(10)], {"stock": 2})
     assert both.bound_rounds == pytest.approx(0.95)
@@ -352,15 +356,6 @@ def test_one_completion_proves_nothing() -> None:
     assert (s.n, s.rate.high, s.agree.k) == (1, 1.0, 1)
 
 
-def test_all_failed() -> None:
-    """Failed requests are counted and enter no figure."""
-    s = summary_of(failed=3)
-    assert (s.n, s.failed, s.distinct_completions, s.distinct_traces) == (0, 3, 0, 0)
-    assert (s.survival, s.completions, s.first_fork) == ((), (), None)
-    assert (s.rate.low, s.rate.high) == (0.0, 1.0)
-    assert s.tree.count == 0
-
-
 def test_a_prefix_parts_where_it_ends() -> None:
     """A completion that ends where others go on parts there; its leaf is empty, and the leaves still sum to n."""
     short = trace([1, 2], margins=[1.0, 0.5])
@@ -387,7 +382,7 @@ def test_ties_and_file_order_do_not_matter() -> None:
     """The same completions in another order give the same summary."""
     one, traces = run_of((B, 2), (A, 2), (C, 2))
     other = msgspec.structs.replace(one, completions=one.completions[::-1])
-    assert summarize(one, traces, PIECES, "stock", 0) == summarize(other, traces, PIECES, "stock", 0)
+    assert summarize(one, traces) == summarize(other, traces)
 
 
 def test_forks_nest_deeper_than_python_recurses() -> None:
@@ -407,7 +402,7 @@ def test_batches_are_summed_over_everybody() -> None:
     """Distinct batch sizes count what the steps held, background included; other rounds and implementations do not."""
     run, traces = run_of((A, 2), background={"b": [[0, 1, 10], [5, 1, 99]]})
     run.completions.append(completion(A, 9, "invariant"))
-    s = summarize(run, traces, PIECES, "stock", 0)
+    s = summarize(run, traces)
     # step 0: 3 + 3 + 10; steps 1 and 2: 1 + 1; step 5 has no target
     assert s.distinct_batches == 2
     assert s.n == 2
@@ -417,7 +412,7 @@ def test_a_missing_trace_is_an_error() -> None:
     """Two files that don't belong together never give a summary."""
     run, _ = run_of((A, 1))
     with pytest.raises(KeyError):
-        summarize(run, {}, PIECES, "stock", 0)
+        summarize(run, {})
 
 
 def test_only_a_replacement_that_is_enough_alone_is_a_cure() -> None:

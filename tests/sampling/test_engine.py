@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model, random_config
 from nondet.sampling.plan import Load, Outcome, Plan, Request, Session, build_plan, parse_load
 from nondet.sampling.schedule import TopRing, UnservedError
-from nondet.services.sample import load_with_graphs
+from nondet.services.sample import SampleRequest, _load_of
 from tests.sampling.conftest import planned
 
 PROMPT = "The following exceptions are raised when"
@@ -552,12 +553,13 @@ def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pyt
     """For a dense model on CUDA, unless the load or the option says otherwise; not for experts or windows."""
     from transformers import AutoConfig
 
-    load, model = parse_load("default"), tiny.model
+    model = tiny.model
 
-    def graphs(given: bool | None = None, spec: str = "default", device: str = "cuda", plain: bool = True) -> bool:
-        return load_with_graphs(given, spec, parse_load(spec), device, model, plain=plain, say=print).graphs
+    def graphs(given: bool | None = None, spec: str = "default", device: str = "cuda", **more: Any) -> bool:
+        request = SampleRequest(load=spec, cuda_graphs=given, **more)
+        return _load_of(request, replace(tiny, device=device), False, SimpleNamespace(say=print)).graphs  # type: ignore[arg-type]
 
-    assert not load.graphs
+    assert not parse_load("default").graphs
     for spec in ("heavy", "default", "light"):
         assert graphs(spec=spec)
         assert "steps run as CUDA graphs" in capsys.readouterr().out
@@ -567,7 +569,8 @@ def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pyt
     assert graphs(spec="light,graphs=on")
     rest = {"spec": "heavy"}
     assert not any((graphs(False, **rest), graphs(spec="heavy,graphs=off"), graphs(device="cpu", **rest)))
-    assert not graphs(plain=False, **rest)
+    assert not graphs(temperature=0.8, **rest)
+    assert not graphs(ranks="2", **rest)
     assert not why_no_graphs(model.config)
     assert not why_no_graphs(random_config("random:mistral-2x128", 512))
     for name in ("gemma3_text", "mistral"):  # as they come: layers with a sliding window

@@ -278,13 +278,16 @@ def others() -> Iterator[tuple[str, Run]]:
     yield "of two diagnoses the last", with_(loads(5), diagnoses=last)
 
 
+GATE = {"open": "passes", "shut": "fails", "no answer": "has no answer", "not enough": "fails, not enough"}
+
+
 def told(run: Run) -> Iterator[str]:
     """Verdicts with their notes, the gate with its power, both exit codes."""
     for verdict in judge(run):
         yield f"{verdict.impl} {verdict.prompt}: {' + '.join(verdict.findings)} = {verdict.text}"
         yield from (f"  {note}" for note in verdict.notes)
     decision = decide(run, rate=0.3, confidence=0.9, by="load")
-    yield f"gate {decision.outcome}: {decision.reason}"
+    yield f"the gate {GATE[decision.outcome]}: {decision.reason}"
     yield from (f"  {p.impl}: {power_text(p)}" for p in decision.power)
     yield f"exit {exit_code(run, 'divergent')} {exit_code(run, None)}"
 
