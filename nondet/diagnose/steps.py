@@ -42,10 +42,10 @@ from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.analysis import NAME
 from nondet.sampling.axes import Conditions
 from nondet.sampling.collect import Here, Survey, arms_of, collect
-from nondet.sampling.engine import pinned
+from nondet.sampling.engine import TransformersEngine, pinned
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt, make_engine
+from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt
 from nondet.sampling.replay import digest_of
 from nondet.trace.search import Arm, Pace, Search
 from nondet.verdict.findings import Finding, plural
@@ -435,7 +435,7 @@ class Diagnoser:
     @cached_property
     def engine(self) -> Engine:
         """The engine under study."""
-        return make_engine("transformers", self.loaded.model)
+        return TransformersEngine(self.loaded.model)
 
     @cached_property
     def _target(self) -> Request:

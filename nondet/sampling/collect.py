@@ -30,10 +30,10 @@ from nondet.sampling import plan as plans
 from nondet.sampling import replay
 from nondet.sampling.analysis import TIMED_TOKENS, TIMED_US
 from nondet.sampling.axes import Conditions, Proof, Seen, Varied
-from nondet.sampling.engine import pinned, warm_up
+from nondet.sampling.engine import TransformersEngine, pinned, warm_up
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, check_lengths, piece_of
-from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Sampling, Session, Span, make_engine
+from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Sampling, Session, Span
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.routing import route
 from nondet.sampling.schedule import admission_number, summed_figures
@@ -190,7 +190,7 @@ class Here:
         options: dict[str, Any] = {"seed": seed, "on_token_count": on_tokens, "setting": conditions.setting}
         with pinned(conditions.threads):
             if conditions.ranks == 1:
-                engine = make_engine("transformers", self._model(conditions.dtype))
+                engine = TransformersEngine(self._model(conditions.dtype))
                 replicas = (conditions.replicas, conditions.routing)
                 return play_replicas(engine, requests, conditions.load, *replicas, **options)
             ranks = self._over(conditions.ranks)
@@ -201,7 +201,7 @@ class Here:
     def describe(self, conditions: Conditions) -> dict[str, Any]:
         """See `Host`."""
         if conditions.ranks == 1:
-            return make_engine("transformers", self._model(conditions.dtype)).describe()
+            return TransformersEngine(self._model(conditions.dtype)).describe()
         return self._over(conditions.ranks).describe()
 
     def _over(self, ranks: int) -> RanksEngine:

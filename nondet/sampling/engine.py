@@ -439,7 +439,7 @@ _POLL_SECONDS, _WATCHED_SECONDS = 0.5, 0.02
 
 
 class TransformersEngine:
-    """transformers' continuous batching, for the table of engines in `nondet.sampling.plan`."""
+    """transformers' continuous batching, as an engine of `nondet.sampling.plan`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

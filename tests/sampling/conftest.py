@@ -56,7 +56,7 @@ def planned(
     """What is to be run of one prompt; as many completions as a round holds, unless told otherwise."""
     parsed = parse_load(load)
     return build_plan(
-        parsed, n=n or parsed.targets, seed=seed, prompt=loaded.encode(prompt), samplings=samplings,
+        parsed, n=n or parsed.targets, seed=seed, prompts=[loaded.encode(prompt)], samplings=samplings,
         max_new_tokens=new, context=256, encode=loaded.encode_plain,
     )  # fmt: skip
 

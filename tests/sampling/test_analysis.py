@@ -40,6 +40,8 @@ from nondet.sampling.analysis import (
     speed_ratio_of,
     summarize_all,
 )
+from nondet.sampling.collect import _beside_captures
+from nondet.sampling.plan import Pace, Session
 
 PIECES = {i: f" w{i}" for i in range(50)}
 
@@ -386,8 +388,8 @@ def test_ties_and_file_order_do_not_matter() -> None:
 
 
 def test_forks_nest_deeper_than_python_recurses() -> None:
-    """1,500 completions that part one after the other, at one token each."""
-    depth = 1500
+    """1,100 completions that part one after the other, at one token each."""
+    depth = 1100
     members = [(trace([1] * i + [2]), 1) for i in range(depth)]
     s = summary_of(*members)
     assert len(s.forks) == depth - 1
@@ -543,6 +545,34 @@ def test_a_ratio_of_few_rounds_is_no_cost() -> None:
         assert speed is not None
         assert (speed.interval, speed.is_cost, speed.rounds) == (interval, interval is not None, rounds)
         assert ("not measured" in ratio_text(speed)) == (interval is None)
+
+
+def timed(*seconds: float, impl: str, **more: dict[str, int]) -> list[Round]:
+    return [
+        Round(impl=impl, round=i, targets=1, others=0, steps=4, tokens=100, seconds=s, **more)
+        for i, s in enumerate(seconds)
+    ]
+
+
+def test_a_ratio_is_of_rounds_with_equal_steps() -> None:
+    """A round whose batches were others says nothing of the kernels; what capturing took is in no rate."""
+    run = covered_run()
+    run.rounds[:] = [*timed(*[4.0] * 7, impl="stock"), *timed(*[2.0] * 7, impl="invariant")]
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert (speed.ratio, speed.interval, speed.rounds) == (2.0, (2.0, 2.0), 7)
+    run.rounds[7] = msgspec.structs.replace(run.rounds[7], steps=5)
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert speed.rounds == 6
+    pace = [Pace(3.0, 10, True), Pace(0.5, 8, False), Pace(0.25, 8, False)]
+    captured = Session(outcomes=[], steps=3, tokens=26, seconds=3.75, pace=pace)
+    figures = _beside_captures(captured)
+    run.rounds[:] = timed(*[3.75] * 7, impl="stock", figures=figures) + timed(*[1.0] * 7, impl="invariant")
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    assert speed.stock == pytest.approx(16 / 0.75)
+    assert _beside_captures(Session(outcomes=[], steps=1, tokens=8, seconds=0.5, pace=pace[1:])) == {}
 
 
 # The tree of completions by sorting and ranges, against the same figures by brute force.

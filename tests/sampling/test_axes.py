@@ -50,9 +50,10 @@ from nondet.services.sample import check_vary
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import tally_axes
+from tests.build import tiers
 from tests.sampling.conftest import Silent, collected, planned
 
-LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
+LOAD = "others=2,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 
 
 def test_orders_of_service() -> None:
@@ -425,23 +426,25 @@ def test_a_round_of_several_engines_loses_nothing_of_theirs() -> None:
     assert (session.figures["hits"], session.figures["replicas_most"]) == (3, 3)
 
 
-def test_a_verify_step_keeps_the_ids_of_greedy_decoding(tiny_float32: LoadedModel, tiny_folder: Path) -> None:
+@pytest.mark.parametrize("drafts", tiers(["draft"], ["lookup", "model", "edit"]))
+def test_a_verify_step_keeps_the_ids_of_greedy_decoding(
+    tiny_float32: LoadedModel, tiny_folder: Path, drafts: str
+) -> None:
     """With kernels whose bits follow no batch, drafts change steps and nothing else: ids, logprobs, margins."""
     plan = plan_of(tiny_float32)
     requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
     with implementation("invariant"):
         plain = run_session(tiny_float32.model, requests, plan.load)
     text = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
-    for drafts in ["lookup", "draft", "model", "edit"]:
-        earlier = earlier_text(text) if drafts == "edit" else text
-        # the draft model is the model itself, but for the little of each text that a drafter sees
-        setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
-        with implementation("invariant"):
-            drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
-        assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
-        for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
-            assert (a.token_ids, a.logprobs, a.margins, a.reason) == (b.token_ids, b.logprobs, b.margins, b.reason)
-        assert drafted.steps != plain.steps
+    earlier = earlier_text(text) if drafts == "edit" else text
+    # the draft model is the model itself, but for the little of each text that a drafter sees
+    setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
+    with implementation("invariant"):
+        drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
+    assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
+    for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
+        assert (a.token_ids, a.logprobs, a.margins, a.reason) == (b.token_ids, b.logprobs, b.margins, b.reason)
+    assert drafted.steps != plain.steps
 
 
 def test_right_drafts_save_steps_and_sharing_stays_sound(tiny_float32: LoadedModel) -> None:

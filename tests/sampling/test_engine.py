@@ -44,7 +44,7 @@ from nondet.services.sample import SampleRequest, _load_of
 from tests.sampling.conftest import planned
 
 PROMPT = "The following exceptions are raised when"
-MIXED = "others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget=16"
+MIXED = "others=3,targets=4,spread=8,prompt=4-24,tokens=4-12,budget=16"
 
 
 def plan_of(loaded: LoadedModel, spec: str, new: int = 12) -> Plan:
@@ -286,13 +286,8 @@ def test_outcomes_come_in_the_plans_order(tiny: LoadedModel) -> None:
 
 def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel) -> None:
     """The cache is made for as many requests as a step takes: nobody is preempted, and nobody starves."""
-    for budget, limits in [
-        (16, "requests=1"),
-        (16, "requests=2"),
-        (16, "requests=3,page=4"),
-        (2, "page=4,sharing=off"),
-    ]:
-        session = run(tiny, f"others=6,targets=8,spread=12,prompt=4-24,tokens=4-16,budget={budget},{limits}")
+    for budget, limits in [(16, "requests=1"), (16, "requests=3,page=4"), (2, "page=4,sharing=off")]:
+        session = run(tiny, f"others=2,targets=3,spread=4,prompt=4-16,tokens=4-8,budget={budget},{limits}")
         assert {o.finish for o in session.outcomes} == {"length"}
         needed = [len(o.request.prompt) + o.request.max_new_tokens - 1 for o in session.outcomes]
         done = [sum(steps * tokens for _, steps, tokens in o.schedule) for o in session.outcomes]
@@ -597,15 +592,14 @@ def test_rounds_in_graphs_have_few_shapes_between_them(tiny: LoadedModel) -> Non
     steps of their own size have new ones round by round. Steps still have several sizes."""
     for spec, sizes in [("light", [8, 16, 24, 32]), ("default", [24, 48, 72, 96])]:
         load = parse_load(f"{spec},graphs=on")
-        drawn: dict[str, Any] = {"n": 30 * load.targets, "prompt": (1, 2, 3), "max_new_tokens": 64, "context": 2048}
+        drawn: dict[str, Any] = {"n": 16 * load.targets, "prompts": [(1, 2, 3)], "max_new_tokens": 64, "context": 2048}
         rounds = build_plan(load, **drawn, seed=3, encode=tiny.encode_plain).rounds
-        assert len(rounds) == 30
         assert sizes_of(load)[0] == sizes
         configs = [batching_config(requests, load) for requests in rounds]
         assert {c.q_padding_interval_size for c in configs} == {sizes[0]}
         assert len({(c.num_blocks, c.kv_padding_interval_size) for c in configs}) <= 2
         apart = [batching_config(requests, parse_load(spec)) for requests in rounds]
-        assert len({c.num_blocks for c in apart}) > 10
+        assert len({c.num_blocks for c in apart}) > 5
         for one, other in zip(configs, apart, strict=True):
             assert one.num_blocks >= other.num_blocks, "nobody loses a place in the cache"
             assert one.num_blocks * load.page <= 4 * one.kv_padding_interval_size
@@ -619,11 +613,11 @@ def test_sessions_on_a_gpu_take_turns_on_one_thread(tiny: LoadedModel, monkeypat
 
     def sessions() -> tuple[list[Session], set[threading.Thread]]:
         met.clear()
-        return [session_of(tiny, spec) for _ in range(3)], set(met)
+        return [session_of(tiny, spec) for _ in range(2)], set(met)
 
     try:
         plain, threads = sessions()
-        assert len(threads) == 3
+        assert len(threads) == 2
         monkeypatch.setattr(engine, "start", lambda manager, _: start(manager, torch.device("cuda")))
         kept, threads = sessions()
     finally:

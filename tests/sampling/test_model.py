@@ -324,6 +324,16 @@ def test_other_names_are_refused() -> None:
             load_model(name, "float32", "cpu")
 
 
+def test_published_shapes_are_those_of_the_models() -> None:
+    """Their parameters, counted from the config, are what the models' names say."""
+    for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19)):
+        c = random_config(f"random:{name}", 4096)
+        heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+        layer = 2 * c.hidden_size * heads + 3 * c.hidden_size * c.intermediate_size
+        count = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+        assert abs(count / 1e9 - billions) < 0.01, name
+
+
 # The model that ships with nondet: loads offline, is what its card says, and its parts belong together.
 
 FOLDER = Path(nondet.embedded.__file__).parent

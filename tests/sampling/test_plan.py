@@ -25,7 +25,8 @@ def encode(text: str) -> list[int]:
 
 def plan_of(load: Load, **changes: Any) -> Any:
     given: dict[str, Any] = {
-        "n": 25, "seed": 3, "prompt": [1, 2, 3], "max_new_tokens": 10, "context": 64, "encode": encode, "texts": TEXTS
+        "n": 25, "seed": 3, "prompts": [[1, 2, 3]], "max_new_tokens": 10, "context": 64, "encode": encode,
+        "texts": TEXTS,
     }  # fmt: skip
     return build_plan(load, **(given | changes))
 
@@ -128,7 +129,7 @@ def test_hash_seed_does_not_matter() -> None:
     """Two interpreters with other hash seeds draw the same plan from Python's own documentation."""
     code = (
         "from nondet.sampling.plan import *\n"
-        "p = build_plan(parse_load('others=5,targets=4'), n=8, seed=1, prompt=[1], max_new_tokens=4, context=99,"
+        "p = build_plan(parse_load('others=5,targets=4'), n=8, seed=1, prompts=[[1]], max_new_tokens=4, context=99,"
         " encode=lambda t: [ord(c) for c in t])\n"
         "print(p.digest)"
     )

@@ -18,9 +18,9 @@ from nondet.core.traces import Trace, read_traces
 from nondet.errors import UserError
 from nondet.sampling import engine
 from nondet.sampling.collect import describe
-from nondet.sampling.engine import run_session
+from nondet.sampling.engine import TransformersEngine, run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import ENGINES, Outcome, Pace, Request, Session, make_engine, parse_load
+from nondet.sampling.plan import Outcome, Pace, Request, Session, parse_load
 from nondet.sampling.replay import (
     Player,
     check_weights,
@@ -57,7 +57,7 @@ def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 
 
 def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player:
-    return Player(make_engine("transformers", loaded.model), tape_of(recorded, completion))
+    return Player(TransformersEngine(loaded.model), tape_of(recorded, completion))
 
 
 def test_divergent_completions_come_again_bit_for_bit(
@@ -181,14 +181,6 @@ def test_forced_tokens_are_fed_and_the_session_can_be_cut(tiny: LoadedModel) -> 
     assert fed.token_ids[:-1] == others[:-1]
     assert fed.logprobs[:4] == free.logprobs[:4]
     assert fed.logprobs[4:] != free.logprobs[4:]
-
-
-def test_engines_are_a_table(tiny: LoadedModel) -> None:
-    """Another engine is a line; what each gives is said by itself."""
-    for name in ENGINES:
-        assert "token ids" in make_engine(name, tiny.model).describe()["gives"]
-    with pytest.raises(UserError, match="unknown engine 'vllm'"):
-        make_engine("vllm", tiny.model)
 
 
 def test_paths_are_not_in_tapes(recorded: tuple[Run, dict[str, Trace]]) -> None:

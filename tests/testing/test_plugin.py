@@ -163,7 +163,10 @@ def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
     """An honest one passes, one that depends on its batch fails at once."""
     with serving("vllm", token_s=0.001) as server:
         Endpoint(server.url, None, tmp_path).assert_batch_invariant("The following", **SMALL_PLAN)
-    with serving("vllm", token_s=0.001, batch_noise=1e-6) as server, pytest.raises(AssertionError, match=r"^the gate fails"):
+    with (
+        serving("vllm", token_s=0.001, batch_noise=1e-6) as server,
+        pytest.raises(AssertionError, match=r"^the gate fails"),
+    ):
         Endpoint(server.url, None, tmp_path / "b").assert_batch_invariant("The following", **SMALL_PLAN)
 
 
