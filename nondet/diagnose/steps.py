@@ -460,7 +460,7 @@ class Diagnoser:
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
         """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
         arms = arms_of(Conditions(self.plan.load, self.loaded.dtype, threads=self.threads))
-        survey = Survey(self.loaded, self.plan, arms, [impl], seed=self.seed, warm_whole=True, wanted=wanted)
+        survey = Survey(self.loaded, self.plan, arms, [impl], seed=self.seed, wanted=wanted)
         collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:

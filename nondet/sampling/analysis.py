@@ -339,8 +339,7 @@ class TokenFlips:
     """Greedy tokens compared with the most common completion's up to the first difference, and the margins there.
 
     Attributes:
-        flips, tokens: Over all completions except the first most common one: those that differ, and the tokens
-            compared, the differing one included.
+        flips, tokens: Completions that differ from the first most common one, and tokens compared until they do.
         low, high: 95% interval of one over the other, by round; None where no round was compared with an earlier one.
         moved, compared: Over distinct traces against the most common one's, at shared positions with the same two top
             tokens: positions whose margin has different bits, and all of them. 0 of 0 where none was recorded.
@@ -368,8 +367,7 @@ class FlipDraws:
     """How near the draws were to another token where completions first diverge; see `nondet.sampling.engine.Draw`.
 
     Attributes:
-        border, border_elsewhere: Median distance of the draw from a boundary between tokens, there and at all other
-            positions of all distinct traces.
+        border, border_elsewhere: Median distance of the draw from a boundary between tokens, there and elsewhere.
         cut, cut_ties: The smallest gap at the boundary of top-k there, in logits, and how many traces are exactly tied;
             None without top-k.
         nucleus: The smallest distance of the kept mass from top_p there; None without.
@@ -396,8 +394,7 @@ class SampleSummary:
         disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
         new_share: Good's estimate of the probability that the next completion is a new one: those seen once, over n.
         has_logprobs: Whether any trace has logprobs; without them (some servers) a trace is its tokens.
-        logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
-            traces are equal.
+        logprob_spread: Largest difference of the logprob of one token with one history between traces.
         held_rounds: Rounds after the first with the most common completion: for each completion of the round, in rising
             order, the number of tokens shared with the most common one.
         confidence: Of the intervals. It accounts for choosing the most common from the same data: the j-th text to
@@ -831,8 +828,7 @@ def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
 
 # All prompts of a run together: how many diverge, when, and whether one implementation diverges more than another.
 #
-# Prompts are the unit of every comparison between implementations, because a set is a sample of prompts; a completion
-# is compared only with others of its prompt.
+# Prompts are the unit of every comparison between implementations, because a set is a sample of prompts.
 
 
 @dataclass(frozen=True)
@@ -845,8 +841,7 @@ class PromptSet:
         n, failed, rounds: Of all prompts together.
         bound_rounds, bound_completions: One-sided 95% bounds where no trace diverged; None where one did, or too little
             was compared. The second holds only if completions are independent.
-        disagreement, new: Means over prompts of the share of pairs that differ, and of the probability of a new
-            completion.
+        disagreement, new: Means over prompts of the share of pairs that differ, and of the chance of a new text.
         curve: Kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an
             equal text is censoring. Intervals by round, as `effect`.
         effect: Completions that are worth one independent trial: all, over the rounds that were compared with another,
@@ -969,8 +964,7 @@ def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
 
 def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str]) -> list[SampleSummary]:
     """A summary of each prompt under each implementation, if it completed anything, in the order of the file; in one
-    pass. `traces` (by digest) and `pieces` are as `nondet.core.traces.read_traces` gives them. Raises KeyError: a
-    completion's trace is missing."""
+    pass. `traces` (by digest) and `pieces`: see `nondet.core.traces.read_traces`. Raises KeyError: a trace is missing."""
     subjects: dict[tuple[str, int], list[Completion]] = defaultdict(list)
     for c in run.completions:
         subjects[c.impl, c.prompt].append(c)

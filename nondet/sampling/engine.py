@@ -280,10 +280,8 @@ class Draw(NamedTuple):
 
     Attributes:
         logprob: ln p of the token at temperature 1 over the whole vocabulary; NaN where the logits are not numbers.
-        border: Distance of the draw from the nearest boundary between two tokens, as a share of the mass that is drawn
-            from; 1.0 where only one token is left.
-        cut: Logit of the last token that top-k keeps minus that of the first it drops: 0.0 is an exact tie, which the
-            token ids decide; NaN without top-k.
+        border: Distance of the draw from the nearest boundary between tokens, as a share of the mass; 1.0 without any.
+        cut: Logit of the last token that top-k keeps minus that of the first it drops; NaN without top-k.
         nucleus: Distance of the kept mass from top_p, at the nearer end of the last token, as a share; NaN without.
     """
 
@@ -718,47 +716,33 @@ def _outcome(
     )
 
 
-# On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
-_WARM_REQUESTS, _WARM_TOKENS = 16, 3
 _SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a full budget
 
 
 def warm_up(
-    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session],
-    progress: Progress | None = None, *, whole: bool = False,
-) -> Session | None:  # fmt: skip
-    """Run everything once that the rounds will run, under the implementation that is on; returns the whole first round,
-    if run: on CUDA, or where it is wanted `whole`.
+    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
+) -> Session:
+    """Run everything once that the rounds will run, under the implementation that is on; returns the first round.
 
     On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
     (None: they are in other processes) are called first, at the sizes that steps may have. First uses in later rounds
     are left out of the timings, see `nondet.core.launch`. `progress` is called for each layer's call, for the round,
     and at each compilation or proof.
     """
-    if device == "cuda" and model is not None:
-        return _prepare_and_play(model, plan, play, progress or (lambda *_: None))
-    if device == "cuda" or whole:
+    if device != "cuda" or model is None:
         return play(plan.rounds[0])
-    head = plan.rounds[0][:_WARM_REQUESTS]
-    play([replace(r, max_new_tokens=min(r.max_new_tokens, _WARM_TOKENS), arrival_step=0) for r in head])
-    return None
-
-
-def _prepare_and_play(
-    model: Any, plan: Plan, play: Callable[[Sequence[Request]], Session], progress: Progress
-) -> Session:
-    calls = 0
+    calls, report = 0, progress or (lambda *_: None)
 
     def layers(done: int, total: int, _: FirstUses) -> None:
         nonlocal calls
         calls = total
-        progress(done, total + 1, uses)
+        report(done, total + 1, uses)
 
     with first_uses() as uses:
         prepare(model, *sizes_of(plan.load), layers)
-        uses.on_change = lambda so_far: progress(calls, calls + 1, so_far)
+        uses.on_change = lambda so_far: report(calls, calls + 1, so_far)
         session = play(plan.rounds[0])
-    progress(calls + 1, calls + 1, uses)
+    report(calls + 1, calls + 1, uses)
     return session
 
 

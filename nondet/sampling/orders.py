@@ -79,8 +79,7 @@ class _ByPrefix(Order):
 @dataclass
 class _DeficitRoundRobin(Order):
     """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time. After Shreedhar &
-    Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and when no waiting
-    client has any, all get a quantum."""
+    Varghese (1995): a request costs its prompt's tokens; when no waiting client has any credit, all get a quantum."""
 
     credit: Counter[str] = field(default_factory=Counter)
 

@@ -309,8 +309,7 @@ def build_plan(
     Args:
         n: Targets of each subject, over all rounds; the last round holds what is left.
         prompts: Token ids of each request under study.
-        samplings: For each prompt, one per seed; () for greedy requests. Background requests draw likewise, each with a
-            seed of its own.
+        samplings: For each prompt, one per seed; () for greedy ones. Background requests draw with seeds of their own.
         riders: Further prompts, each twice for every `RIDERS_EVERY` targets, in one round: one computes its keys, one
             may find them cached. Their subjects follow the others'; at a temperature their seeds take turns by round.
         context: Positions that the model has: background requests are cut to fit.

@@ -209,8 +209,7 @@ def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
     """Rounds to repeat in addition to the first, so that each prompt that diverged does so within repeated rounds.
 
     Greedy: the round that settles most prompts first, the earlier one among equals. A prompt may need two rounds.
-    `completions` are all that succeeded under one implementation; prompts that need more than `most` rounds stay open,
-    as their verdict reports.
+    `completions` are all that succeeded under one implementation; prompts that need more than `most` rounds stay open.
     """
     traces: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for c in completions:

@@ -249,8 +249,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
 
 
 def open_model(request: Any, sink: Sink) -> LoadedModel:
-    """The model of a request, on its device and under its threads. vLLM loads it itself: nondet's copy stays on the
-    CPU, for tokens and its digest."""
+    """The model of a request, on its device and under its threads; for vLLM on the CPU, for tokens and its digest."""
     from nondet.sampling.model import is_random, load_libraries, load_model, local_folder
 
     if getattr(request, "engine", "") == "vllm":
@@ -507,8 +506,7 @@ def _check_here(request: SampleRequest, device: str) -> None:
 
 
 def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
-    """Completions of each subject. Refuses more rounds than a run file holds, and prints a line where drawing the plan
-    takes a while."""
+    """Completions of each subject, of no more rounds than a run file holds; a line where drawing the plan takes long."""
     load, subjects, n = request.engine_load, prompts * max(1, len(request.samplings)), request.n
     if n is None and request.vary is not None:
         n = _N_VARIED

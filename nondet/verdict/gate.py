@@ -40,8 +40,7 @@ TELLING = (mismatch.KINDS, ("mm-where",), ("rl-spread",))
 
 
 def judge(run: Run) -> list[Verdict]:
-    """The verdicts that every report of the run gives: completions first, then operators. Raises UserError: the records
-    contradict each other."""
+    """The verdicts of the run: completions first, then operators. Raises UserError: the records contradict each other."""
     if run.training_steps:
         return judge_training(run)
     if run.mismatch_rollouts:
@@ -149,8 +148,7 @@ def _no_answer(
 # The power of a run without a divergence, by request and by load. Loads are independent; the requests of one load share
 # its batches, so a figure by request holds only if requests were independent, and its text says so. Stopping early is
 # free while nothing diverged: a rate p is excluded wrongly only if nothing was hit in the first n tries, n the fewest
-# that exclude it, which has a chance of at most 1 - confidence. A sweep over chosen sizes is not a sample, and has no
-# power of this kind.
+# that exclude it, which has a chance of at most 1 - confidence. A sweep over chosen sizes has no power of this kind.
 
 BY = ("load", "request")
 
@@ -242,8 +240,7 @@ class Decision:
 
 
 def of_impls(run: Run, impls: Sequence[str]) -> Run:
-    """The run without other implementations' records; all of it where none is named. Raises UnknownNameError: it holds
-    nothing of that name."""
+    """The run without other implementations' records; all of it where none is named. Raises UnknownNameError."""
     if not impls:
         return run
     names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts)}

@@ -6,8 +6,7 @@
 * Divergence while the batch changed is batch dependence, unless the same operator also differs from run to run: then
   the two can't be told apart. Where nothing was repeated, it is divergence and no more.
 * Divergence while the order of a reduction was changed on purpose is neither: floating-point sums depend on order.
-* No divergence is never called deterministic. A sweep over chosen sizes is not a sample, so it gives counts and no
-  rate.
+* No divergence is never called deterministic. A sweep over chosen sizes gives counts and no rate.
 """
 
 from __future__ import annotations

@@ -419,8 +419,7 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
     """The probability that none of the arm's differing answers falls to the base, if all are dealt at random.
 
-    If the two arms do not differ, every deal is as likely as the one that was seen; answers of each number of cached
-    tokens are dealt separately.
+    Every deal is then as likely as the one that was seen; each number of cached tokens is dealt separately.
     """
     chance = 0.0
     for some, held in arm.held_against(base):

@@ -235,7 +235,7 @@ def test_a_prompt_that_parts_between_rounds_is_settled(
         nonlocal calls
         calls += 1
         session = run_session(*args, **named)
-        if calls <= 6:  # a warm-up, four rounds and the first again
+        if calls <= 5:  # a warm-up, which is the first round, and four rounds
             return session
         outcomes = [replace(o, logprobs=bytes([calls]) + o.logprobs[1:]) for o in session.outcomes]
         return replace(session, outcomes=outcomes)

@@ -15,9 +15,9 @@ from nondet.errors import UserError
 from nondet.reports.content import build
 from nondet.reports.document import Details, Table
 from nondet.reports.samples import sample_blocks
-from nondet.verdict.findings import BatchEvidence, Finding
+from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
-from nondet.verdict.samples import SampleCounts, judge_counts, subjects, tally_axes
+from nondet.verdict.samples import BatchEvidence, SampleCounts, judge_counts, subjects, tally_axes
 from tests.build import header, replayed, sampled
 
 VARIED = BatchEvidence(known=60, different=60, alone=0, alone_parted=False)
