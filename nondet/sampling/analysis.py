@@ -963,8 +963,8 @@ def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
 
 
 def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str]) -> list[SampleSummary]:
-    """A summary of each prompt under each implementation, if it completed anything, in the order of the file; in one
-    pass. `traces` (by digest) and `pieces`: see `nondet.core.traces.read_traces`. Raises KeyError: a trace is missing."""
+    """A summary of each prompt under each implementation, if it completed anything, in the order of the file.
+    `traces` (by digest) and `pieces`: see `nondet.core.traces.read_traces`. Raises KeyError: a trace is missing."""
     subjects: dict[tuple[str, int], list[Completion]] = defaultdict(list)
     for c in run.completions:
         subjects[c.impl, c.prompt].append(c)

@@ -366,7 +366,7 @@ class _Rounds(RoundCollector):
                 self.notes.first_round(self.impl, self._recorded())
 
     def finish(self) -> None:
-        """Record the axes' proofs; without axes, compare the first round with the warm-up, and repeat unexplained ones."""
+        """Record the axes' proofs; without axes, compare the first round with the warm-up, and repeat others."""
         survey = self.survey
         if survey.axes:
             self._judge_axes()

@@ -130,7 +130,7 @@ LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 class RanksEngine:
     """A group of `world` ranks that holds one model, `loaded` by the caller; one rank too, for a comparison by the same
-    means. Close it. `shares`: parameters of each rank. Raises UserError: no such ranks, or a model that can't be cut."""
+    means. Close it. `shares`: parameters of each rank. Raises UserError: no such ranks, or no model that can be cut."""
 
     def __init__(self, loaded: LoadedModel, world: int) -> None:
         check_loader()

@@ -506,7 +506,7 @@ def _check_here(request: SampleRequest, device: str) -> None:
 
 
 def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
-    """Completions of each subject, of no more rounds than a run file holds; a line where drawing the plan takes long."""
+    """Completions of each subject, of no more rounds than a run file holds; says where drawing the plan takes long."""
     load, subjects, n = request.engine_load, prompts * max(1, len(request.samplings)), request.n
     if n is None and request.vary is not None:
         n = _N_VARIED

@@ -40,7 +40,7 @@ TELLING = (mismatch.KINDS, ("mm-where",), ("rl-spread",))
 
 
 def judge(run: Run) -> list[Verdict]:
-    """The verdicts of the run: completions first, then operators. Raises UserError: the records contradict each other."""
+    """Verdicts of a run: completions first, then operators. Raises UserError: the records contradict each other."""
     if run.training_steps:
         return judge_training(run)
     if run.mismatch_rollouts:

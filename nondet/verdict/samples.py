@@ -108,8 +108,8 @@ class BatchEvidence:
 def batch_evidence(
     completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
 ) -> BatchEvidence:
-    """Compare the batches of these completions, all of which succeeded, of one prompt under one implementation. `totals`:
-    round -> query tokens of the whole batch at each step, for rounds that ended."""
+    """The batches of these completions of one prompt under one implementation, all of which succeeded. `totals`: round ->
+    query tokens of the whole batch at each step, for rounds that ended."""
     patterns: list[bytes] = []
     traces_alone: dict[bytes, set[str]] = {}
     alone = 0
@@ -151,7 +151,7 @@ def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
 
 
 def judge_samples(run: Run) -> list[Verdict]:
-    """A verdict for each prompt and implementation, stock first. Raises UserError: the records contradict each other."""
+    """A verdict for each prompt and implementation, stock first. Raises UserError: records contradict each other."""
     again = replays(run)
     unseeded = UNSEEDED if run.header.plan.get("sampling") else ()
     verdicts = []

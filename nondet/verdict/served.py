@@ -417,10 +417,8 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
 
 
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
-    """The probability that none of the arm's differing answers falls to the base, if all are dealt at random.
-
-    Every deal is then as likely as the one that was seen; each number of cached tokens is dealt separately.
-    """
+    """The probability that none of the arm's differing answers falls to the base, if all are dealt at random, as they
+    are if the arms do not differ; answers of each number of cached tokens are dealt separately."""
     chance = 0.0
     for some, held in arm.held_against(base):
         n, both, odd = some.total(), some.total() + held.total(), off(some, held)
