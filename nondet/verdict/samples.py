@@ -108,8 +108,8 @@ class BatchEvidence:
 def batch_evidence(
     completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
 ) -> BatchEvidence:
-    """The batches of these completions of one prompt under one implementation, all of which succeeded. `totals`: round ->
-    query tokens of the whole batch at each step, for rounds that ended."""
+    """The batches of these successful completions of one prompt under one implementation. `totals`: round -> query
+    tokens of the whole batch at each step, for rounds that ended."""
     patterns: list[bytes] = []
     traces_alone: dict[bytes, set[str]] = {}
     alone = 0
