@@ -33,7 +33,7 @@ from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.kernels.dispatch.logprobs import largest, log_masses, nucleus_size, weights
 from nondet.sampling.orders import Order
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
-from nondet.sampling.schedule import SessionLog, TopRing, run_lengths, session_figures
+from nondet.sampling.schedule import SessionLog, TopRing, parts_of, run_lengths, session_figures
 from nondet.sampling.speculation import order_of
 
 
@@ -531,10 +531,15 @@ def run_session(
     dtype = str(model.dtype).removeprefix("torch.")
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
     tops = log.tops()
-    outcomes = [
-        _outcome(r, found.get(r.id), log, log.entries.get(r.id, []), tops.get(r.id, []), eos, fatal, cut)
-        for r in requests
-    ]
+    parts, batch = parts_of(log.packs), {step: sum(span.rows for span in pack) for step, pack in log.packs.items()}
+    outcomes = []
+    for r in requests:
+        outcome = _outcome(r, found.get(r.id), tops.get(r.id, []), eos, fatal, cut)
+        mine = parts.get(r.id, [])
+        sizes = [batch[step] for step, _ in mine]
+        schedule = run_lengths((step, span.rows) for step, span in mine)
+        most, least = max(sizes, default=0), min(sizes, default=0)
+        outcomes.append(replace(outcome, schedule=schedule, batch_min=least, batch_max=most))
     if drawing is not None:
         outcomes = [drawn_outcome(o, drawing.drawn.get(o.request.id, [])) for o in outcomes]
     return Session(
@@ -546,7 +551,7 @@ def run_session(
         fatal=fatal,
         packs=log.packs,
         tops=tops,
-        figures=session_figures(outcomes, log) | ran,
+        figures=session_figures(outcomes, log, parts) | ran,
         admitted=log.admitted,
         pace=log.pace(),
     )
@@ -610,7 +615,7 @@ class Arrivals(_Above):
 
     def add_waiting_request(self, state: Any) -> None:
         """A request arrives, or returns after its cache was freed."""
-        if state.request_id in self.log.entries:
+        if state.request_id in self.log.admitted:
             self.log.preempted.append(state.request_id)
         super().add_waiting_request(state)
 
@@ -680,14 +685,11 @@ def _engine_of(
 def _outcome(
     request: Request,
     result: Any,
-    log: SessionLog,
-    entries: list[tuple[int, int]],
     tops: list[tuple[float, float, int, int]],
     eos: Sequence[int],
     fatal: str,
     cut: bool,
 ) -> Outcome:
-    sizes = [log.batch[step] for step, _ in entries]
     tokens = list(result.generated_tokens) if result is not None else []
     logprobs = np.asarray(result.logprobs if result is not None else [], dtype="<f4")
     reason = ""
@@ -709,9 +711,6 @@ def _outcome(
         margins=np.asarray([best - next_best for _, (best, next_best, _, _) in kept], dtype="<f4").tobytes(),
         runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
         finish="cut" if cut and result is None else "error" if reason else "eos" if tokens[-1] in eos else "length",
-        schedule=run_lengths(entries),
-        batch_min=min(sizes, default=0),
-        batch_max=max(sizes, default=0),
         reason=reason,
     )
 
