@@ -680,7 +680,7 @@ def token_flips(
         held: The rounds that were compared with an earlier one.
     """
     length = len(reference.token_ids)
-    flips = sum(parted for parted, _, _ in rounds.values())
+    flips = sum(differ for differ, _, _ in rounds.values())
     # the first most common completion is the reference
     tokens = sum(tokens for _, tokens, _ in rounds.values()) - length
     if tokens <= 0:
@@ -724,7 +724,7 @@ def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: 
     the error; the quotients of their ends hold with both."""
     each = 1.0 - (1.0 - confidence) / 2
     sizes = [n for _, _, n in rounds]
-    low, high = round_interval([parted for parted, _, _ in rounds], sizes, each)
+    low, high = round_interval([differ for differ, _, _ in rounds], sizes, each)
     short, long = round_interval([tokens for _, tokens, _ in rounds], [n * most for n in sizes], each)
     return low / (long * most), min(1.0, high / (short * most)) if short else 1.0  # of empty completions nothing
 
@@ -897,13 +897,13 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
 
 
 def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> PromptSet:
-    parted = sum(s.distinct_traces > 1 for s in members.values())
+    diverged = sum(s.distinct_traces > 1 for s in members.values())
     n = sum(s.n for s in members.values())
     comparisons = sum(max(0, s.n - 1) for s in members.values())  # a prompt's first completion is the reference
-    clean = not parted and comparisons > 0
+    clean = not diverged and comparisons > 0
     pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
     news = [s.new_share for s in members.values() if s.new_share is not None]
-    low, high = confidence_sequence(parted, len(members))
+    low, high = confidence_sequence(diverged, len(members))
     times, ends = [], []
     for s in members.values():
         t, e = _times(s)
@@ -915,7 +915,7 @@ def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, un
     effect = n * max(held.values()) / held.total() if held else math.inf
     return PromptSet(
         impl=impl,
-        parted_traces=parted,
+        parted_traces=diverged,
         parted_tokens=sum(s.distinct_completions > 1 for s in members.values()),
         share_low=low,
         share_high=high,

@@ -312,25 +312,25 @@ def uniform_bits(seed: int, position: int) -> int:
     return (words[0] << 21) | (words[1] >> 11)
 
 
-def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Draw]:
+def draw_rows(rows: torch.Tensor, wanted: Sequence[tuple[Sampling, int]]) -> list[Draw]:
     """A token for each of the rows, [R, V] float32 logits on any device."""
-    if not asked:
+    if not wanted:
         return []
     vocabulary = rows.shape[-1]
     # where nothing is dropped a draw is in the order of ids, and nothing has to be sorted; each row by itself
     finite, masses = rows.isfinite().all(-1).tolist(), log_masses(rows).tolist()
-    whole = [ok and not s.top_k and s.top_p >= 1.0 for ok, (s, _) in zip(finite, asked, strict=True)]
+    whole = [ok and not s.top_k and s.top_p >= 1.0 for ok, (s, _) in zip(finite, wanted, strict=True)]
     if any(whole):
         every, plain = np.arange(vocabulary), rows.cpu().numpy().astype(np.float64) + 0.0  # -0.0 and 0.0 are one logit
     if not all(whole):
         # one more than is kept, for the distance to the first dropped one
-        widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in asked)
+        widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in wanted)
         ids, logits = largest(rows, min(vocabulary, widest))
     return [
-        draw_row(every, plain[i], masses[i], *wanted, plain[i].max())
+        draw_row(every, plain[i], masses[i], *one, plain[i].max())
         if whole[i]
-        else draw_row(ids[i], logits[i], masses[i], *wanted)
-        for i, wanted in enumerate(asked)
+        else draw_row(ids[i], logits[i], masses[i], *one)
+        for i, one in enumerate(wanted)
     ]
 
 
@@ -393,15 +393,15 @@ class Drawing:
         # a model without logits_to_keep gives a row for every query token
         every = logits.shape[0] != wanted.shape[0]
         places = wanted if every else torch.arange(logits.shape[0], device=logits.device)
-        asked: list[tuple[Sampling, int]] = []
+        drawn: list[tuple[Sampling, int]] = []
         names = []
         for span in self._log.pack:
             sampling, prompt = self._of[span.request]
             if span.new and sampling is not None:
-                asked.append((sampling, span.first + span.rows - prompt))
+                drawn.append((sampling, span.first + span.rows - prompt))
                 names.append(span.request)
-        places = places[: len(asked)].long()
-        draws = draw_rows(logits[places].float(), asked)
+        places = places[: len(drawn)].long()
+        draws = draw_rows(logits[places].float(), drawn)
         for name, draw in zip(names, draws, strict=True):
             self.drawn.setdefault(name, []).append(draw)
         chosen = torch.zeros_like(logits)

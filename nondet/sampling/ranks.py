@@ -106,12 +106,12 @@ def report_failures() -> Iterator[None]:
 
     handle = Manager._handle_critical_error
 
-    def told(self: Any, error: Exception, processor: Any) -> None:
+    def reported(self: Any, error: Exception, processor: Any) -> None:
         if not isinstance(error, MemoryError):  # raised in all ranks alike, and handled separately
             fail_now(error)
         handle(self, error, processor)
 
-    Manager._handle_critical_error = told
+    Manager._handle_critical_error = reported
     try:
         yield
     finally:

@@ -63,7 +63,7 @@ def _repetition(again: Sequence[Row]) -> Reason:
     if not again:
         return reason("again-none")
     requests, other = (sum(int(r.extra.get(key, 0)) for r in again) for key in ("requests", "requests_parted"))
-    code = "again-parted" if any(r.parted for r in again) else "again-equal"
+    code = "again-differs" if any(r.parted for r in again) else "again-equal"
     return reason(code, n=other, of=requests, rounds=len(again))
 
 
@@ -83,7 +83,7 @@ class BatchEvidence:
         different: Different sequences of batches among them.
         alone: Completions that ran solo in every batch and computed every key themselves: pages of a shared prefix hold
             bits of the batch that computed them.
-        alone_parted: Whether two of these, with equal batches, have different traces: the same shapes and data gave
+        alone_differ: Whether two of these, with equal batches, have different traces: the same shapes and data gave
             other bits, so this is run-to-run nondeterminism and nothing else.
         padded: Whether steps ran as CUDA graphs, so that products had a few fixed sizes, and not those on record.
     """
@@ -91,7 +91,7 @@ class BatchEvidence:
     known: int
     different: int
     alone: int
-    alone_parted: bool
+    alone_differ: bool
     padded: bool = False
 
     @property
@@ -126,8 +126,8 @@ def batch_evidence(
         if shared_nothing and np.array_equal(own, whole):
             alone += 1
             traces_alone.setdefault(pattern, set()).add(completion.trace)
-    parted = any(len(traces) > 1 for traces in traces_alone.values())
-    return BatchEvidence(len(patterns), len(set(patterns)), alone, parted, padded)
+    differ = any(len(traces) > 1 for traces in traces_alone.values())
+    return BatchEvidence(len(patterns), len(set(patterns)), alone, differ, padded)
 
 
 def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
@@ -224,7 +224,7 @@ def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row
         (agree and batches.constant, Finding.CLEAN, "constant"),
         (agree and not batches.varied, Finding.CLEAN, "hardly-tested"),
         (agree, Finding.CLEAN, "graphs-padded" if batches.padded else ""),
-        (batches.alone_parted, Finding.RUN_TO_RUN, "alone-parted"),
+        (batches.alone_differ, Finding.RUN_TO_RUN, "alone-differ"),
         (not batches.varied, Finding.UNATTRIBUTED, "batches-unknown"),
         (shown < 2, Finding.UNATTRIBUTED, "others-again" if again else "none-again"),
         (True, Finding.BATCH, "traces-open" if traces > shown else ""),
@@ -270,7 +270,7 @@ class ValueTally(Tally):
         return self.compared if self.record.held else max(0, self.n - 1)
 
     @property
-    def parted(self) -> bool:
+    def differs(self) -> bool:
         """Whether any of these differed."""
         return self.moved > 0 if self.record.held else len(self.traces) > 1
 
@@ -371,9 +371,9 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
     tested = [t for t in axes if any(v.comparisons for v in t.values)]
     reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
     reasons += stated((failed, reason("requests-failed", n=failed)))
-    # where bits parted though the value is not shown to have taken effect, the cause is unknown
-    idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
-    unexplained = reason("parted-idly", values=idle)
+    # where bits differ though the value is not shown to have taken effect, the cause is unknown
+    idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.differs)
+    unexplained = reason("differ-idly", values=idle)
     unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
     bounds: tuple[Reason, ...] = ()
     findings: tuple[Finding, ...]

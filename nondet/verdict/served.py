@@ -235,14 +235,12 @@ def server_of(run: Run, impl: str) -> Server:
 
 def unseeded(run: Run) -> dict[str, str]:
     """Servers that drew tokens and are not shown to respect a seed -> the contract's evidence."""
-    if not is_endpoint(run):
-        return {}
-    servers = {impl: server_of(run, impl) for impl in dict.fromkeys(c.impl for c in run.completions)}
-    return {
-        impl: server.contract["seed"].evidence if "seed" in server.contract else "it was not tested"
-        for impl, server in servers.items()
-        if server.drawn and server.answer("seed") != "yes"
-    }
+    found: dict[str, str] = {}
+    for impl in dict.fromkeys(c.impl for c in run.completions) if is_endpoint(run) else ():
+        server = server_of(run, impl)
+        if server.drawn and server.answer("seed") != "yes":
+            found[impl] = server.contract["seed"].evidence if "seed" in server.contract else "it was not tested"
+    return found
 
 
 def off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
@@ -255,9 +253,9 @@ def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
     return sum(off(*pair) for pair in arm.held_against(base)), off(arm.completions, base.completions)
 
 
-def _parted(n: int, traces_off: int, tokens_off: int) -> Reason:
+def _differing(n: int, traces_off: int, tokens_off: int) -> Reason:
     tokens = f"{tokens_off:,}" if tokens_off else "none"
-    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens)
+    return reason("differ" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens)
 
 
 def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
@@ -318,7 +316,9 @@ class Comparison:
     @property
     def seen(self) -> Reason:
         """The counts of what differed."""
-        return reason("against", arm=self.arm, base=self.base, seen=_parted(self.n, self.traces_off, self.tokens_off))
+        return reason(
+            "against", arm=self.arm, base=self.base, seen=_differing(self.n, self.traces_off, self.tokens_off)
+        )
 
     @property
     def text(self) -> str:
@@ -481,11 +481,11 @@ def _beside(subject: Subject, first: Subject | None) -> Reason:
         return reason("not-held")
     known = [s.server.seen.known_by if s.server.seen else None for s in (subject, first)]
     if known[0] == known[1]:
-        return reason("beside", seen=_parted(mine.n, *_apart(mine, theirs)))
+        return reason("beside", seen=_differing(mine.n, *_apart(mine, theirs)))
     if "" in {*mine.texts, *theirs.texts}:
         return reason("known-otherwise", mine=known[0], first=known[1])
     odd_texts = off(mine.texts, theirs.texts)  # tokens are identified in different ways in both; text is not
-    return reason("by-texts", seen=reason("parted-texts" if odd_texts else "alike", n=mine.n, traces=odd_texts))
+    return reason("by-texts", seen=reason("differ-texts" if odd_texts else "alike", n=mine.n, traces=odd_texts))
 
 
 def judge_served(run: Run) -> list[Verdict]:

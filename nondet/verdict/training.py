@@ -149,7 +149,7 @@ def held(run: Run, limits: Thresholds) -> Iterator[Held]:
     UserError: the steps have no such mean, because an older nondet made them."""
     for impl in dict.fromkeys(s.impl for s in run.training_steps):
         steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
-        for name, field, limit in limits.asked if steps else ():
+        for name, field, limit in limits.given if steps else ():
             values = [getattr(s, field) for s in steps]
             if None in values:
                 what = f"{run.source or 'the run'} holds no {name}: an older nondet made it"

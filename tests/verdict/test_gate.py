@@ -221,7 +221,7 @@ def test_a_sweep_has_counts_and_no_rate() -> None:
     assert decision(sweep).outcome == Outcome.OPEN
     assert decision(sweep).power == ()
     with pytest.raises(UserError, match="no sample"):
-        decision(sweep, asked=True)
+        decision(sweep, requested=True)
     assert decision(run_of(row([0, 1]))).outcome == Outcome.SHUT
     assert decision(run_of(row([0, 0], status=Status.WRONG, reason="zeros"))).outcome == Outcome.SHUT
 

@@ -20,8 +20,8 @@ from nondet.verdict.gate import exit_code, judge
 from nondet.verdict.samples import BatchEvidence, SampleCounts, judge_counts, subjects, tally_axes
 from tests.build import header, replayed, sampled
 
-VARIED = BatchEvidence(known=60, different=60, alone=0, alone_parted=False)
-CONSTANT = BatchEvidence(known=60, different=1, alone=60, alone_parted=False)
+VARIED = BatchEvidence(known=60, different=60, alone=0, alone_differ=False)
+CONSTANT = BatchEvidence(known=60, different=1, alone=60, alone_differ=False)
 
 
 def subject(run: Run, impl: str) -> tuple[SampleCounts, BatchEvidence]:
@@ -98,7 +98,7 @@ def test_another_end_is_no_clean_sample(counts: dict[str, SampleCounts]) -> None
 
 def test_parting_alone_is_run_to_run(counts: dict[str, SampleCounts]) -> None:
     """Equal batches and other bits: the batch is not to blame, even where other requests did have company."""
-    for evidence in (replace(CONSTANT, alone_parted=True), replace(VARIED, alone=5, alone_parted=True)):
+    for evidence in (replace(CONSTANT, alone_differ=True), replace(VARIED, alone=5, alone_differ=True)):
         assert judge_counts(counts["stock"], evidence).finding == Finding.RUN_TO_RUN
 
 
@@ -109,30 +109,30 @@ def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
     assert not mixed.constant
     assert mixed.known == 60
     alone = batch_evidence(sampled(tmp_path, alone=True, impls=("invariant",)), "invariant")
-    assert alone == BatchEvidence(known=60, different=1, alone=60, alone_parted=False)
+    assert alone == BatchEvidence(known=60, different=1, alone=60, alone_differ=False)
     assert alone.constant
 
 
 def test_parting_alone_is_seen_in_the_schedules(tmp_path: Path) -> None:
     """The same requests one after the other, with stock's divergence: other traces in equal batches."""
     evidence = batch_evidence(sampled(tmp_path, alone=True), "stock")
-    assert evidence.alone_parted
+    assert evidence.alone_differ
 
 
 def test_keys_of_a_shared_prefix_are_company(tmp_path: Path) -> None:
     """Pages computed in somebody else's batch bring its bits along: parting on them is no run-to-run nondeterminism."""
     run = sampled(tmp_path, alone=True)
-    assert batch_evidence(run, "stock").alone_parted
+    assert batch_evidence(run, "stock").alone_differ
     run.header.plan["prompts"][0]["tokens"] = 20  # of which each request computed 4, and took 16 from the cache
     shared = batch_evidence(run, "stock")
-    assert (shared.alone, shared.alone_parted, shared.constant) == (0, False, False)
+    assert (shared.alone, shared.alone_differ, shared.constant) == (0, False, False)
 
 
 def test_a_round_cut_short_has_no_batches(tmp_path: Path) -> None:
     """Without the round's record the company is unknown: no completion of it may be called alone."""
     run = sampled(tmp_path, alone=True)
     run.rounds.clear()
-    assert batch_evidence(run, "stock") == BatchEvidence(known=0, different=0, alone=0, alone_parted=False)
+    assert batch_evidence(run, "stock") == BatchEvidence(known=0, different=0, alone=0, alone_differ=False)
 
 
 def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
