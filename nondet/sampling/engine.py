@@ -557,9 +557,7 @@ def run_session(
     )
 
 
-def _finished(
-    manager: Any, count: int, over: Callable[[], bool] = lambda: False, wait: float = _POLL_SECONDS
-) -> Iterator[Any]:
+def _finished(manager: Any, count: int, over: Callable[[], bool], wait: float) -> Iterator[Any]:
     """Yield `count` results of requests, as they finish; fewer where it is over, or the engine's thread has ended."""
     while count and not over():
         result = manager.get_result(timeout=wait)
