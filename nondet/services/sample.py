@@ -507,11 +507,9 @@ def _check_here(request: SampleRequest, device: str) -> None:
 
 def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
     """Completions of each subject, of no more rounds than a run file holds; says where drawing the plan takes long."""
-    load, subjects, n = request.engine_load, prompts * max(1, len(request.samplings)), request.n
-    if n is None and request.vary is not None:
-        n = _N_VARIED
-    elif n is None:
-        n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
+    load, subjects = request.engine_load, prompts * max(1, len(request.samplings))
+    usual = max(_EACH_LEAST, _COMPLETIONS // subjects) if request.vary is None else _N_VARIED
+    n = usual if request.n is None else request.n
     if n * subjects > COMPLETIONS_MOST:
         raise UserError(
             f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions",

@@ -294,19 +294,13 @@ def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel) -> None:
         assert all(d <= n for d, n in zip(done, needed, strict=True)), "a preempted request is prefilled a second time"
 
 
-def test_a_cache_that_does_not_fit_is_the_users_to_shrink(tiny: LoadedModel) -> None:
-    """A load beyond the machine's memory is one clear line."""
-    requests = [Request("a", True, (1,) * 10, 10**13, 0)]
+def test_what_does_not_fit_and_what_a_cpu_lacks_is_one_line(tiny: LoadedModel) -> None:
+    """A load beyond the machine's memory, and on a CPU steps as CUDA graphs."""
     with pytest.raises(UserError, match="does not fit"):
-        run_session(tiny.model, requests, parse_load("none"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device there are graphs")
-def test_graphs_need_a_gpu(tiny: LoadedModel) -> None:
-    """On a CPU they are refused in one line, and nothing is left behind."""
-    load = parse_load("light,graphs=on")
-    with pytest.raises(UserError, match="need a CUDA device"):
-        run_session(tiny.model, [], load)
+        run_session(tiny.model, [Request("a", True, (1,) * 10, 10**13, 0)], parse_load("none"))
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="need a CUDA device"):
+            run_session(tiny.model, [], parse_load("light,graphs=on"))
 
 
 # Models that transformers' engine runs and does not serve: refused after one step, whatever would have come out.

@@ -83,23 +83,18 @@ def test_a_tape_holds_the_plan_and_the_schedule(recorded: tuple[Run, dict[str, T
     requests = requests_of(tape)
     assert len(requests) == 12
     assert tape.engine["engine"] == "transformers"
+    assert str(Path.home()) not in str(tape.engine), "a tape may be handed on"
     session = run_session(tiny.model, requests, load)
     assert first_other_step(tape, requests, session.packs) is None  # other weights, same batches
     late = [Request(r.id, r.target, r.prompt, r.max_new_tokens, r.arrival_step + 1) for r in requests]
     assert first_other_step(tape, late, run_session(tiny.model, late, load).packs) == min(session.packs)
 
 
-def test_other_weights_are_refused(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
-    """One line that says which digest."""
+def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
+    """A request or an implementation that is not there, a run without tapes, and other weights with both digests."""
     run, _ = recorded
-    tape = run.tapes[0]
-    with pytest.raises(UserError, match=f"have digest .*, those of .* had {tape.weights}"):
-        check_weights(tape, tiny, weights_digest(tiny.model), "run.jsonl")
-
-
-def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]]) -> None:
-    """A request or an implementation that is not there, and a run without tapes."""
-    run, _ = recorded
+    with pytest.raises(UserError, match=f"have digest .*, those of .* had {run.tapes[0].weights}"):
+        check_weights(run.tapes[0], tiny, weights_digest(tiny.model), "run.jsonl")
     with pytest.raises(UserError, match="no request 't999999'"):
         select_completions(run, ["t999999"], None)
     with pytest.raises(UserError, match="no completions under --impl invariant"):
@@ -181,12 +176,6 @@ def test_forced_tokens_are_fed_and_the_session_can_be_cut(tiny: LoadedModel) -> 
     assert fed.token_ids[:-1] == others[:-1]
     assert fed.logprobs[:4] == free.logprobs[:4]
     assert fed.logprobs[4:] != free.logprobs[4:]
-
-
-def test_paths_are_not_in_tapes(recorded: tuple[Run, dict[str, Trace]]) -> None:
-    """A tape may be handed on: it names no file of this machine."""
-    run, _ = recorded
-    assert str(Path.home()) not in str(run.tapes[0].engine)
 
 
 # Which rounds are run again, so that a prompt's divergence can be told from noise.
