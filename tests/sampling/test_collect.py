@@ -348,7 +348,7 @@ def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_pat
     sample(tiny, tmp_path / "one.jsonl", n=4, notes=Noted(), repeat=False)
     assert len(seen) == 1
     said, (first, *_) = Said(), read_run(tmp_path / "one.jsonl").completions
-    traces = [("a", "T", 0), ("a", "T", 0), ("b", "T", 0), ("c", "U", 0), ("d", "V", 1), ("d", "V", 1)]
+    traces = [("a", "T", 0), ("a", "T", 0), ("b", "T", 0), ("b", "U", 0), ("d", "V", 1), ("d", "V", 1)]
     made = [
         msgspec.structs.replace(first, trace=trace, tokens_digest=text, prompt=prompt) for trace, text, prompt in traces
     ]
