@@ -253,42 +253,6 @@ def varied(arms: Arms, unproven: str = "", per_round: int = 4, note: str = "", l
 BASE: Arms = {"base": "AAAA"}
 
 
-def test_a_gate_opens_on_axes_that_were_compared() -> None:
-    """3 where bits parted, 1 where an axis that was asked for said nothing, 0 where every axis was compared."""
-    for run, finding, code in [
-        (varied(BASE | {"chunk=5": "AAAA"}), Finding.CLEAN, 0),
-        (varied(BASE | {"chunk=5": "AAAA"}, note="needs CUDA"), Finding.CLEAN, 0),
-        (varied(BASE | {"chunk=5": "BBBB"}), Finding.OTHER, 3),
-        # nothing compared: one completion a value of an axis whose values are not held against each other; none left
-        (varied({"base": "A", "dtype=float16": "A"}), Finding.UNTESTED, 1),
-        (varied({"base": "A", "dtype=float16": "B"}), Finding.UNTESTED, 1),
-        (varied(BASE | {"chunk=5": ["", "", "", ""]}), Finding.UNTESTED, 1),
-        (varied({"base": ["", "", "", ""], "chunk=5": "AAAA"}), Finding.UNTESTED, 1),
-        # an axis without effect, beside one that had some; of several values one is enough
-        (varied(BASE | {"chunk=5": "AAAA"}, "chunk=5"), Finding.UNTESTED, 1),
-        (varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "chunk=5"), Finding.UNPROVEN, 1),
-        (varied(BASE | {"chunk=5": "AAAA", "chunk=16": "AAAA"}, "chunk=5"), Finding.CLEAN, 0),
-        (varied(BASE | {"chunk=5": "ABAA", "page=4": "AAAA"}, "chunk=5"), Finding.UNATTRIBUTED, 3),
-        (varied(BASE | {"chunk=5": "BBBB"}, "chunk=5"), Finding.UNATTRIBUTED, 3),
-        # what moved in the second round alone, which nobody ran again
-        (varied(BASE | {"chunk=5": "AAAB"}, per_round=2), Finding.UNATTRIBUTED, 3),
-    ]:
-        (verdict,) = judge(run)
-        assert verdict.finding == finding
-        got, line = exit_code(run, "divergent")
-        assert (got, bool(line)) == (code, code == 1)
-
-
-def test_words_of_an_axis_without_effect() -> None:
-    """The verdict names it; without a round of the base there is no bound."""
-    run = varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "chunk=5")
-    (verdict,) = judge(run)
-    assert "but no value of chunk took effect" in verdict.text
-    assert exit_code(run, "divergent")[1].endswith("can't be decided: an axis was not tested under stock.")
-    rounds = [msgspec.structs.replace(r, arm="other") for r in run.rounds]
-    assert "too few for a bound" in judge(msgspec.structs.replace(run, rounds=rounds))[0].text
-
-
 def beside(stock: Run, other: Run, impl: str = "invariant") -> Run:
     """Both in one file, the second under another name."""
     fields = ("completions", "rounds", "axis_values", "rows")
