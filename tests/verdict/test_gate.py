@@ -16,7 +16,7 @@ from nondet.core.runfile import open_run, read_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import gate
 from nondet.testing.assertions import assert_no_fault
-from nondet.verdict.gate import CODES, Decision, Outcome, Power, decide, exit_code, judge, power_of
+from nondet.verdict.gate import CODES, Decision, Outcome, Power, decide, exit_code, judge
 from tests.build import failed, header, replayed, row, run_of, sampled, tiers
 
 WRONG = row([0, 0], status=Status.WRONG, reason="the result is float32, not bfloat16")
@@ -187,30 +187,6 @@ def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
     assert decision(run, 0.01, by="request").outcome == Outcome.OPEN
     assert decision(run, 0.01).outcome == Outcome.NOT_ENOUGH
     assert "if requests were independent" in "\n".join(gate.text(decision(run, 0.01, by="request"), run))
-
-
-def test_one_that_parts_shuts_it_however_few_were_compared() -> None:
-    """A difference is proof; only its absence needs power."""
-    assert decision(loads(2, parted=[3])).outcome == Outcome.SHUT
-    assert decision(loads(2, parted=[3])).code == 3
-
-
-def test_equal_batches_are_no_try() -> None:
-    """Completions that ran alone agree whatever the batch does."""
-    assert decision(loads(40, alone=True)).outcome == Outcome.NOT_ENOUGH
-    power = power_of(loads(40, alone=True), "stock", rate=0.1, confidence=0.95, by="load")
-    assert power is not None
-    assert (power.loads, power.requests) == (0, 0)
-
-
-def test_prompts_are_one_sample_of_requests() -> None:
-    """Each prompt's first completion is what its others are held against: a prompt asked once compares nothing."""
-    power = power_of(loads(10, each=2, prompts=3), "stock", rate=0.1, confidence=0.95, by="load")
-    assert power is not None
-    assert (power.loads, power.requests) == (9, 57)
-    once = power_of(loads(1, each=1, prompts=3), "stock", rate=0.1, confidence=0.95, by="load")
-    assert once is not None
-    assert (once.loads, once.requests) == (0, 0)
 
 
 def test_a_sweep_has_counts_and_no_rate() -> None:

@@ -153,6 +153,10 @@ def samples() -> Iterator[tuple[str, Run]]:
     """Runs of one engine."""
     yield "five loads alike", with_(loads(5))
     yield "one load", with_(loads(1, 4))
+    yield "two loads, one of which parts", with_(loads(2, parted=[3]))
+    yield "forty loads, each alone", with_(loads(40, alone=True))
+    yield "ten loads of three prompts", with_(loads(10, each=2, prompts=3))
+    yield "one load of three prompts", with_(loads(1, each=1, prompts=3))
     yield "parted where it was run again", with_(loads(5, parted=[1, 4]))
     yield "parted where nobody ran again", with_(loads(5, parted=[5]))
     yield "parted, and nothing was run again", with_(loads(5, parted=[1]), rows=[])
