@@ -336,26 +336,17 @@ def test_a_round_in_which_nothing_was_compared_is_in_no_bound() -> None:
 
 
 def test_no_divergence_states_a_bound_and_nothing_more() -> None:
-    """Where all agree, the rate that n - 1 comparisons exclude is stated, one-sided: 1 - 0.05^(1/(n-1))."""
+    """Where all agree, the rate that n - 1 comparisons exclude is stated, one-sided: 1 - 0.05^(1/(n-1)); of one
+    completion none. Equal tokens with other logprobs are other traces."""
     s = summary_of((A, 60))
     assert (s.distinct_completions, s.distinct_traces, s.first_fork, s.forks) == (1, 1, None, ())
     assert (s.rate.k, s.rate.n, s.rate.low, s.rate.method) == (0, 60, 0.0, "0 of n, one-sided")
     assert s.rate.high == pytest.approx(1 - 0.05 ** (1 / 59))
     assert s.survival == (1.0,) * 5
     assert s.logprob_spread == 0.0
-
-
-def test_equal_tokens_with_other_logprobs_are_other_traces() -> None:
-    """In float32 the tokens may agree while the traces differ: both counts are kept apart."""
-    s = summary_of((A, 5), (A2, 5))
-    assert (s.distinct_completions, s.distinct_traces, s.forks) == (1, 2, ())
-    assert s.logprob_spread == 0.25
-
-
-def test_one_completion_proves_nothing() -> None:
-    """n = 1 compares nothing: the bound is 1."""
-    s = summary_of((A, 1))
-    assert (s.n, s.rate.high, s.agree.k) == (1, 1.0, 1)
+    one, both = summary_of((A, 1)), summary_of((A, 5), (A2, 5))
+    assert (one.n, one.rate.high, one.agree.k) == (1, 1.0, 1)
+    assert (both.distinct_completions, both.distinct_traces, both.forks, both.logprob_spread) == (1, 2, (), 0.25)
 
 
 def test_a_prefix_parts_where_it_ends() -> None:
@@ -367,24 +358,13 @@ def test_a_prefix_parts_where_it_ends() -> None:
     assert s.forks[0].branches[1].margin_min is None
     assert [(leaf.start, leaf.length, leaf.count) for leaf in leaves(s.tree)] == [(2, 2, 3), (2, 0, 2)]
     assert s.survival == (1.0, 1.0, 1.0, 0.6, 0.6)
+    at_once = summary_of((A, 2), (trace([5, 6]), 1))
+    assert at_once.first_fork is not None
+    assert (at_once.first_fork.index, at_once.first_fork.before) == (0, "Once upon")
+    assert (at_once.tree.length, at_once.tree.text, len(at_once.tree.children)) == (0, "", 2)
     flipped = summary_of((A, 2), (short, 3))
     assert [(d.count, d.parts_at) for d in flipped.completions] == [(3, None), (2, 2)]
     assert flipped.survival == (1.0, 1.0, 1.0)
-
-
-def test_different_at_once() -> None:
-    """Parting at the first token leaves a root without text."""
-    s = summary_of((A, 2), (trace([5, 6]), 1))
-    assert s.first_fork is not None
-    assert (s.first_fork.index, s.first_fork.before) == (0, "Once upon")
-    assert (s.tree.length, s.tree.text, len(s.tree.children)) == (0, "", 2)
-
-
-def test_ties_and_file_order_do_not_matter() -> None:
-    """The same completions in another order give the same summary."""
-    one, traces = run_of((B, 2), (A, 2), (C, 2))
-    other = msgspec.structs.replace(one, completions=one.completions[::-1])
-    assert summarize(one, traces) == summarize(other, traces)
 
 
 def test_forks_nest_deeper_than_python_recurses() -> None:
@@ -408,12 +388,9 @@ def test_batches_are_summed_over_everybody() -> None:
     # step 0: 3 + 3 + 10; steps 1 and 2: 1 + 1; step 5 has no target
     assert s.distinct_batches == 2
     assert s.n == 2
-
-
-def test_a_missing_trace_is_an_error() -> None:
-    """Two files that don't belong together never give a summary."""
-    run, _ = run_of((A, 1))
-    with pytest.raises(KeyError):
+    backwards = msgspec.structs.replace(run, completions=run.completions[::-1])
+    assert summarize(backwards, traces) == s, "the file's order does not matter"
+    with pytest.raises(KeyError):  # a file of traces that is another run's
         summarize(run, {})
 
 
@@ -454,7 +431,7 @@ def covered_run(*rounds: tuple[str, dict[str, int]]) -> Run:
 
 
 def test_rounds_add_up_by_group() -> None:
-    """What launchers launched is no coverage; stock has none."""
+    """What launchers launched is no coverage; stock has none; an operator at risk is named, and all is not well."""
     run = covered_run(
         ("stock", {}),
         ("invariant", {"replaced: linear": 3, "matmul_chain[16x32x64]": 3}),
@@ -469,13 +446,9 @@ def test_rounds_add_up_by_group() -> None:
     [line] = coverage_text(run)
     assert line.startswith("invariant: 7 calls replaced, 1 calls certified stock")
     assert line.endswith("none left stock unproven or at risk")
-
-
-def test_what_is_exposed_is_said() -> None:
-    """An operator at risk is named, and then nothing says that all is well."""
-    run = covered_run(("invariant", {"replaced: linear": 3, "at risk: cumsum float32": 2}))
-    assert coverage_rows(run)[-1] == ("invariant", "at risk", "cumsum float32", 2)
-    assert coverage_text(run) == ["invariant: 3 calls replaced, 2 calls at risk"]
+    exposed = covered_run(("invariant", {"replaced: linear": 3, "at risk: cumsum float32": 2}))
+    assert coverage_rows(exposed)[-1] == ("invariant", "at risk", "cumsum float32", 2)
+    assert coverage_text(exposed) == ["invariant: 3 calls replaced, 2 calls at risk"]
 
 
 def test_there_is_one_speed_ratio() -> None:
