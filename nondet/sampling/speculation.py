@@ -216,9 +216,9 @@ class Speculation(Order):
                 self.log.accepted += agreed
                 self._settle(name, mine, agreed)
             # where all drafts were right the token after the last one, which the engine chose, is added
-            rows = [extra[at : at + min(agreed + 1, len(drafts))], own[row : row + (agreed == len(drafts))]]
-            names += [name] * sum(map(len, rows))
-            kept += rows
+            pieces = [extra[at : at + min(agreed + 1, len(drafts))], own[row : row + (agreed == len(drafts))]]
+            names += [name] * sum(map(len, pieces))
+            kept += pieces
             at += len(drafts)
         self.log.rows[-1] = names
         self.log.keep_tops(torch.cat(kept))
