@@ -41,7 +41,7 @@ class ArmEvidence(Tally):
         texts: Text -> completions; "" for those of older files, which don't have it.
         by_cache: Prompt tokens that the server had cached -> the answers; None where it does not report them.
         proof: "metrics" by the server's counters, "streams" where answers streamed at the same time, else "".
-        shown: The same with figures.
+        shown: The proof, or lack of proof, with figures.
         in_company: Completions that are known to have run concurrently with another request: at least this many.
         rounds: Rounds whose end is on record; under load those in which a request under study ran with others.
         opening: Of its earliest completion: digest of the tokens, trace, reason why it ended.
@@ -57,11 +57,6 @@ class ArmEvidence(Tally):
     rounds: int
     fingerprints: Set[str]
     opening: tuple[str, str, str]
-
-    @property
-    def proof_words(self) -> str:
-        """The proof, or lack of proof, that the arm was what it is called, in a phrase."""
-        return words(self.shown)
 
     @property
     def steady(self) -> bool:
@@ -355,7 +350,12 @@ def subjects(run: Run) -> list[Subject]:
 
 def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[str, float]) -> Iterator[Comparison]:
     """The comparisons of one prompt; `odds` is from `pooled_odds`, for all prompts."""
-    doubts = _doubts(server, arms)
+    fingerprints = {name for arm in arms.values() for name in arm.fingerprints}
+    doubts = stated(
+        (server.answer("greedy") == "no" and not server.drawn, reason("not-greedy")),
+        (server.drawn and server.answer("seed") != "yes", reason("seed-not-shown")),
+        (len(fingerprints) > 1, reason("servers", n=len(fingerprints))),
+    )
     some = {name: arm for name, arm in arms.items() if arm.n}
     first, solo, cold, warm = (some.get(name) for name in ("first", "solo", "cold", "warm"))
     caches_agree = False
@@ -372,15 +372,6 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
             yield _against(arm, base, doubts, Finding.BATCH, caches_agree, odds.get(arm.arm))
         elif arm.n > 1:
             yield _itself(arm, [*doubts, reason("no-solo")])
-
-
-def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    fingerprints = {name for arm in arms.values() for name in arm.fingerprints}
-    return stated(
-        (server.answer("greedy") == "no" and not server.drawn, reason("not-greedy")),
-        (server.drawn and server.answer("seed") != "yes", reason("seed-not-shown")),
-        (len(fingerprints) > 1, reason("servers", n=len(fingerprints))),
-    )
 
 
 def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:

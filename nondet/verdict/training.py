@@ -90,11 +90,6 @@ class Spread(NamedTuple):
     arms: float
     seeds: float
 
-    @property
-    def than(self) -> str:
-        """Whether arms differ by more than seeds do."""
-        return "no more" if self.arms <= self.seeds else "more"
-
 
 def spread(arms: Sequence[Course]) -> Spread | None:
     """The spread of rewards; None where there is one arm, one seed, or an arm without rewards."""
@@ -113,7 +108,8 @@ def judge_training(run: Run) -> list[Verdict]:
     arms = courses(run)
     verdicts = [_judge(impl, [c for c in arms if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in arms)]
     if between := spread(arms):  # of all arms, so it appears once
-        shared = reason("rl-spread", **between._asdict(), than=between.than)
+        than = "no more" if between.arms <= between.seeds else "more"
+        shared = reason("rl-spread", **between._asdict(), than=than)
         verdicts[0] = replace(verdicts[0], reasons=(shared, *verdicts[0].reasons))
     return verdicts
 

@@ -30,6 +30,7 @@ from nondet.endpoint.http import Times
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
 from nondet.verdict.served import chance_of, evidence, pooled_odds, proven_tries, subjects
+from nondet.verdict.wording import words
 
 
 def completion(
@@ -288,7 +289,7 @@ def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
 
 def test_a_cache_is_proven_by_every_answer() -> None:
     """Cold where none had a token cached, warm where all had one."""
-    for arm, cached, proven, words in [
+    for arm, cached, proven, said in [
         ("cold", (0, 0), True, "the server had 0 prompt tokens cached"),
         ("cold", (0, 1), False, "the server had 0 to 1 prompt tokens cached, so it was not cold"),
         ("warm", (5, 5), True, "the server had 5 prompt tokens cached"),
@@ -297,7 +298,7 @@ def test_a_cache_is_proven_by_every_answer() -> None:
     ]:
         run = made([completion(i, arm, round_=i, cached=n) for i, n in enumerate(cached)], [])
         seen = evidence(run)["server", 0][arm]
-        assert (seen.proof, seen.proof_words) == ("metrics" if proven else "", words)
+        assert (seen.proof, words(seen.shown)) == ("metrics" if proven else "", said)
 
 
 def test_a_cache_is_proven_by_the_servers_counter() -> None:
@@ -312,7 +313,7 @@ def test_a_cache_is_proven_by_the_servers_counter() -> None:
         seen = evidence(run)["server", 0][arm]
         assert (seen.proof == "metrics") == proven
         assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
-        assert seen.proof_words.endswith("so it was not cold") == (not proven)
+        assert words(seen.shown).endswith("so it was not cold") == (not proven)
 
 
 def cold_and_cached(alone: tuple[str, str], loaded: str) -> Run:
