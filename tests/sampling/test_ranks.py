@@ -12,20 +12,19 @@ import torch
 
 from nondet.cli import main
 from nondet.core.launch import listen
-from nondet.core.runfile import open_run, read_run
+from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.rank_free import rank_free
 from nondet.sampling import collect as collecting
 from nondet.sampling.axes import Conditions, Subject, plan_axes
-from nondet.sampling.collect import describe
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Load, Request, Session, build_plan
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.replay import tape_of
 from tests.build import needs_accelerate
-from tests.sampling.conftest import collected
+from tests.sampling.conftest import sampled_into
 
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
@@ -100,13 +99,7 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     base = Conditions(load, "bfloat16")
     axes = plan_axes({"ranks": []}, Subject(base, "cpu", (), torch.get_num_threads(), heads=2))
     assert [value for value, _ in axes[0].values] == ["2"]
-    described = describe(loaded, plan, [{"text": "", "tokens": 12}], 3, 0, ["invariant", "rank-free"])
-    path = tmp_path / "run.jsonl"
-    writer = open_run(path, command="sample", plan=described, environment={"torch": "2"})
-    collected(loaded, plan, ["invariant", "rank-free"], writer, base=base, axes=axes)
-    writer.finish()
-    writer.close()
-    run = read_run(path)
+    run = sampled_into(tmp_path / "run.jsonl", loaded, plan, ["invariant", "rank-free"], base=base, axes=axes)
     values = {(v.impl, v.value): v for v in run.axis_values}
     assert all(v.proven for v in values.values())
     assert "2 ranks came to the same" in values["rank-free", "2"].proof

@@ -13,11 +13,9 @@ import pytest
 
 from nondet.core.compare import weights_digest
 from nondet.core.records import Completion, Run, Status
-from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import Trace, read_traces
 from nondet.errors import UserError
 from nondet.sampling import engine
-from nondet.sampling.collect import describe
 from nondet.sampling.engine import TransformersEngine, run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Outcome, Pace, Request, Session, parse_load
@@ -36,7 +34,7 @@ from nondet.sampling.replay import (
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.sampling import test_collect
-from tests.sampling.conftest import collected, planned
+from tests.sampling.conftest import planned, sampled_into
 from tests.sampling.test_collect import sample
 
 LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
@@ -47,13 +45,8 @@ def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory
     """Two rounds of a float32 model, whose products depend on M on every CPU."""
     path = tmp_path_factory.mktemp("tape") / "run.jsonl"
     text = "The following exceptions are raised when"
-    plan, tokens = planned(tiny_float32, LOAD, text, n=12, seed=3, new=12), len(tiny_float32.encode(text))
-    prompts = [{"text": "p", "tokens": tokens}]
-    described = describe(tiny_float32, plan, prompts, 12, 3, ["stock"])
-    writer = open_run(path, command="sample", plan=described, environment={})
-    collected(tiny_float32, plan, ["stock"], writer, repeat=False)
-    writer.finish()
-    return read_run(path), read_traces(path)[0]
+    plan = planned(tiny_float32, LOAD, text, n=12, seed=3, new=12)
+    return sampled_into(path, tiny_float32, plan, repeat=False), read_traces(path)[0]
 
 
 def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player:

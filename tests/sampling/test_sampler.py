@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from nondet.core.records import Run
-from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import read_traces, trace_digest
 from nondet.errors import UserError
-from nondet.sampling.collect import describe
 from nondet.sampling.engine import Draw, TransformersEngine, draw_rows, drawn_outcome, philox, uniform_bits
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
@@ -24,7 +22,7 @@ from nondet.sampling.replay import Player, digest_of, select_completions, tape_o
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import tiers
-from tests.sampling.conftest import collected, planned
+from tests.sampling.conftest import planned, sampled_into
 
 PLAIN = Sampling(0.8, 0, 1.0, 0)
 LOAD = "others=2,targets=4,spread=6,prompt=4-12,tokens=2-4,budget=12,page=4"
@@ -144,13 +142,8 @@ def drawn(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -
     text = "The following exceptions"
     plan = planned(tiny_float32, LOAD, text, n=4, new=8, samplings=samplings)
     listed = [{"text": "p", "tokens": len(tiny_float32.encode(text)), "seed": s.seed} for s in samplings]
-    header = describe(tiny_float32, plan, listed, 8, 0, IMPLS)
-    header["sampling"] = {"temperature": 1.5}
-    path = tmp_path_factory.mktemp("drawn") / "run.jsonl"
-    writer = open_run(path, command="sample", plan=header, environment={})
-    collected(tiny_float32, plan, IMPLS, writer)
-    writer.finish()
-    return read_run(path)
+    path, header = tmp_path_factory.mktemp("drawn") / "run.jsonl", {"sampling": {"temperature": 1.5}}
+    return sampled_into(path, tiny_float32, plan, IMPLS, prompts=listed, header=header)
 
 
 def test_one_text_a_seed_with_our_draw_on_invariant_kernels(drawn: Run) -> None:
