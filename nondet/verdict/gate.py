@@ -267,7 +267,7 @@ def power_text(power: Power) -> str:
 
 
 def decide(
-    run: Run, *, impls: Sequence[str] = (), rate: float, confidence: float, by: str, requested: bool = False,
+    run: Run, *, impls: Sequence[str] = (), rate: float, confidence: float, by: str, given: bool = False,
     limits: Thresholds | None = None,
 ) -> Decision:  # fmt: skip
     """Judge a run as a gate does.
@@ -275,7 +275,7 @@ def decide(
     Args:
         impls: Those that must be consistent; none: all that the run has.
         rate, confidence, by: The power that a sample must have: see `Power`.
-        requested: Whether that power was requested, so that a run without a sample can't be enough.
+        given: Whether that power was requested, so that a run without a sample can't be enough.
         limits: Thresholds for a run of `nondet mismatch` or `nondet rl`, which decide instead of its verdicts.
 
     Raises:
@@ -285,7 +285,7 @@ def decide(
     verdicts = tuple(judge(run))
     names = list(dict.fromkeys(c.impl for c in run.completions))
     power = tuple(p for name in names if (p := power_of(run, name, rate=rate, confidence=confidence, by=by)))
-    if requested and not power:
+    if given and not power:
         raise UserError(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
