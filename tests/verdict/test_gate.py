@@ -259,7 +259,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, word in [
         (["gate", "x", "--endpoint", "http://127.0.0.1:1"], "a run file or a server"),
         (["gate", "missing.jsonl"], "missing.jsonl"),
-        (["gate", "x", "--rate", "2"], "--rate '2'"),
+        (["gate", "x", "--rate", "2"], "--rate must be between 0 and 1; got '2'"),
         (["gate", "x", "--rate", "0%"], "'0%'"),
         (["gate", "x", "--confidence", "sure"], "'sure'"),
         (["gate", "x", "--by", "token"], "'token'"),
