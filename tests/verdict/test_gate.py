@@ -1,4 +1,4 @@
-"""Exit codes hang on verdicts: a gate opens on what was compared and found good, and on nothing else."""
+"""Exit codes hang on verdicts: a gate passes on what was compared and found good, and on nothing else."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_run_that_was_killed_is_no_pass() -> None:
         assert_no_fault(run_of(row([0, 0]), complete=False))
 
 
-def test_an_implementation_that_was_asked_for_and_never_ran_keeps_the_gate_shut() -> None:
+def test_an_implementation_that_was_asked_for_and_never_ran_is_no_pass() -> None:
     """Stock agreeing says nothing of mine:kernel; a backend that came along with stock may be missing."""
     skipped = {"status": Status.SKIPPED, "reason": "no kernel"}
     assert exit_code(run_of(row([0, 0]), failed(impl="mine:kernel", **skipped)), "divergent") == (
@@ -153,7 +153,7 @@ def test_how_many_tries_see_a_rate() -> None:
             assert (power.enough, power.seen("load") >= 0.95, power.bound("load") <= rate) == (enough,) * 3
 
 
-def test_enough_loads_open_the_gate_and_one_fewer_does_not() -> None:
+def test_a_gate_passes_on_enough_loads_and_not_on_one_fewer() -> None:
     """29 loads beside the first see a rate of 10%: that one is what they are held against, however full it was."""
     for each in (1, 2):
         assert decision(loads(30, each)).outcome == Outcome.OPEN
@@ -191,7 +191,7 @@ def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
 
 
 def test_a_sweep_has_counts_and_no_rate() -> None:
-    """It opens on what was compared; a rate that somebody asks for is refused, and never made up."""
+    """It passes on what was compared; a rate that somebody asks for is refused, and never made up."""
     sweep = run_of(row([0, 0, 0]))
     assert decision(sweep).outcome == Outcome.OPEN
     assert decision(sweep).power == ()
@@ -270,7 +270,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert (seen.err.count("\n"), seen.out) == (1, "")
 
 
-def test_a_gate_that_is_shut_says_which() -> None:
+def test_a_gate_that_fails_says_why() -> None:
     """A divergence and a wrong result are mended in two ways."""
     for findings, said in [
         ([row([0, 1])], "the gate fails: it diverged: stock: batch-dependent"),

@@ -1,4 +1,4 @@
-"""NaN and infinity through every judge: they agree with themselves bit for bit, and a gate must not open on that."""
+"""NaN and infinity through every judge: they agree with themselves bit for bit, and a gate must not pass on that."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ VALUES = (float("nan"), float("inf"), float("-inf"))
 
 @pytest.mark.parametrize("made", JUDGES)
 @pytest.mark.parametrize("value", [*VALUES, -0.5])
-def test_every_judge_calls_it_wrong_and_the_gate_stays_shut(made: Callable[[float], Run], value: float) -> None:
-    """With a number in its place the same run is clean and opens the gate."""
+def test_every_judge_calls_it_wrong_and_the_gate_fails(made: Callable[[float], Run], value: float) -> None:
+    """With a number in its place the same run is clean and the gate passes."""
     run = msgspec.structs.replace(made(value), complete=True)
     sound = value == -0.5
     [verdict] = judge(run)

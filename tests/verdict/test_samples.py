@@ -261,7 +261,7 @@ def beside(stock: Run, other: Run, impl: str = "invariant") -> Run:
 
 
 def test_nan_that_agrees_with_itself_is_wrong() -> None:
-    """Whatever else is found: the gate is shut, and the count of such completions comes first."""
+    """Whatever else is found: the gate fails, and the count of such completions comes first."""
     for other in ["AAAA", "BBBB"]:
         run = varied(BASE | {"chunk=5": other}, lost="A")
         (verdict,) = judge(run)
