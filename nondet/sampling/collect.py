@@ -63,8 +63,6 @@ class Survey:
         axes: What the arms vary; () where there is one arm.
         turns: Run each round under every implementation before the next round, so that their times can be compared;
             else all rounds of one implementation come before those of the next.
-        repeat: Compare every bit of an implementation's first round with those of the warm-up, which is the same
-            round: this separates batch-dependent from run-to-run nondeterministic.
         settle: How many further rounds may be run again, where a prompt diverged and the first round does not show
             whether the batch caused it; see `nondet.sampling.replay.rounds_to_settle`.
         wanted: Whether a round is still to be run, when its turn comes.
@@ -77,7 +75,6 @@ class Survey:
     axes: Sequence[Varied] = ()
     seed: int = 0
     turns: bool = False
-    repeat: bool = True
     settle: int = 0
     wanted: Callable[[int], bool] = lambda number: True
 
@@ -294,14 +291,16 @@ class _Rounds(RoundCollector):
     done: int = 0
     tokens: int = 0
     left: set[int] = field(default_factory=set)  # the rounds that are not on disk yet
-    again: bool = False  # whether the first one is to be repeated
+    # whether every bit of the first one is to be compared with those of the warm-up, which is the same round: this
+    # separates batch-dependent from run-to-run nondeterministic
+    again: bool = False
     first: Session | None = None
 
     def begin(self) -> None:
         """Find out what is left to do; if anything is, play the base of axes twice, or warm up."""
         survey, rounds = self.survey, self.survey.plan.rounds
         self.left = set(self.missing(range(survey.rounds)))
-        self.again = survey.repeat and replay.repeat_key(survey.loaded, self.impl) not in self.writer.done
+        self.again = replay.repeat_key(survey.loaded, self.impl) not in self.writer.done
         there = (survey.at(number)[1] for number in range(survey.rounds) if number not in self.left)
         self.done = sum(r.target for index in there for r in rounds[index])
         if survey.axes:

@@ -253,7 +253,7 @@ def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> N
     seen: set[int] = set()
     handle = tiny.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
     try:
-        sample(tiny, tmp_path / "run.jsonl", n=2, threads=2, repeat=False)
+        sample(tiny, tmp_path / "run.jsonl", n=2, threads=2)
     finally:
         handle.remove()
     assert seen == {2}
@@ -271,7 +271,7 @@ def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
     tiny_float32: LoadedModel, tmp_path: Path
 ) -> None:
     """The contrast that a run is made for, end to end, on the same load: stock parts, invariant does not."""
-    run = sample(tiny_float32, tmp_path / "run.jsonl", ["stock", "invariant"], n=8, repeat=False)
+    run = sample(tiny_float32, tmp_path / "run.jsonl", ["stock", "invariant"], n=8)
     traces = {name: {c.trace for c in run.completions if c.impl == name} for name in ("stock", "invariant")}
     assert len(traces["stock"]) > 1
     assert len(traces["invariant"]) == 1
@@ -320,9 +320,9 @@ def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_pat
         def first_round(self, impl: str, completions: Sequence[Completion]) -> None:
             seen.append((impl, len(completions), len(read_run(tmp_path / "run.jsonl", allow_truncated=True).rounds)))
 
-    sample(tiny, tmp_path / "run.jsonl", n=5, notes=Noted(), repeat=False)
+    sample(tiny, tmp_path / "run.jsonl", n=5, notes=Noted())
     assert seen == [("stock", 4, 1)]
-    sample(tiny, tmp_path / "one.jsonl", n=4, notes=Noted(), repeat=False)
+    sample(tiny, tmp_path / "one.jsonl", n=4, notes=Noted())
     assert len(seen) == 1
     said, (first, *_) = Said(), read_run(tmp_path / "one.jsonl").completions
     traces = [("a", "T", 0), ("a", "T", 0), ("b", "T", 0), ("b", "U", 0), ("d", "V", 1), ("d", "V", 1)]

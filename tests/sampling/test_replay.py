@@ -46,7 +46,7 @@ def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory
     path = tmp_path_factory.mktemp("tape") / "run.jsonl"
     text = "The following exceptions are raised when"
     plan = planned(tiny_float32, LOAD, text, n=12, seed=3, new=12)
-    return sampled_into(path, tiny_float32, plan, repeat=False), read_traces(path)[0]
+    return sampled_into(path, tiny_float32, plan), read_traces(path)[0]
 
 
 def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player:
