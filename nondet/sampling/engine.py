@@ -467,7 +467,6 @@ def run_session(
     load: Load,
     *,
     seed: int = 0,
-    eos: Sequence[int] = (),
     on_token_count: Callable[[Request, int], None] | None = None,
     forced: Mapping[str, Sequence[int]] | None = None,
     watcher: Watcher | None = None,
@@ -477,7 +476,6 @@ def run_session(
     """Run the requests through a fresh engine, from empty to empty.
 
     Args:
-        eos: Token ids that end a completion; none by default, so that all completions have one length.
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
         forced: Request id -> the tokens that it is fed, whatever it chose; other requests are not forced. The logprobs
             stay those of the tokens that it would have chosen.
@@ -501,7 +499,7 @@ def run_session(
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
-        _engine_of(model, requests, load, log, seed=seed, eos=eos, setting=setting, drawing=drawing) as manager,
+        _engine_of(model, requests, load, log, seed=seed, setting=setting, drawing=drawing) as manager,
         watching,
     ):
         for request in requests:
@@ -534,7 +532,7 @@ def run_session(
     parts, batch = parts_of(log.packs), {step: sum(span.rows for span in pack) for step, pack in log.packs.items()}
     outcomes = []
     for r in requests:
-        outcome = _outcome(r, found.get(r.id), tops.get(r.id, []), eos, fatal, cut)
+        outcome = _outcome(r, found.get(r.id), tops.get(r.id, []), fatal, cut)
         mine = parts.get(r.id, [])
         sizes = [batch[step] for step, _ in mine]
         schedule = run_lengths((step, span.rows) for step, span in mine)
@@ -631,7 +629,6 @@ def _engine_of(
     log: SessionLog,
     *,
     seed: int = 0,
-    eos: Sequence[int] = (),
     setting: Setting = PLAIN,
     drawing: Drawing | None = None,
 ) -> Iterator[Any]:
@@ -659,7 +656,7 @@ def _engine_of(
         with quiet(), masks_at_once(model.device), stock_attention(model, setting.attention):
             try:
                 manager = model.init_continuous_batching(
-                    generation_config=GenerationConfig(**generation(requests), eos_token_id=list(eos) or -1),
+                    generation_config=GenerationConfig(**generation(requests), eos_token_id=-1),
                     continuous_batching_config=batching_config(
                         requests, load, pages=setting.pages, model=model, scheduler_type=name, seed=seed
                     ),
@@ -684,7 +681,6 @@ def _outcome(
     request: Request,
     result: Any,
     tops: list[tuple[float, float, int, int]],
-    eos: Sequence[int],
     fatal: str,
     cut: bool,
 ) -> Outcome:
@@ -699,7 +695,7 @@ def _outcome(
         reason = reason_of(result.error)
     elif len(logprobs) != len(tokens):
         reason = f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens"
-    elif not tokens or (len(tokens) < request.max_new_tokens and tokens[-1] not in eos):
+    elif not tokens or len(tokens) < request.max_new_tokens:  # no token ends a completion: all are equally long
         reason = f"the engine ended it after {len(tokens)} of {request.max_new_tokens} tokens"
     kept = list(zip(tokens, tops, strict=True)) if not reason and len(tops) == len(tokens) else []
     return Outcome(
@@ -708,7 +704,7 @@ def _outcome(
         logprobs=logprobs.tobytes(),
         margins=np.asarray([best - next_best for _, (best, next_best, _, _) in kept], dtype="<f4").tobytes(),
         runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
-        finish="cut" if cut and result is None else "error" if reason else "eos" if tokens[-1] in eos else "length",
+        finish="cut" if cut and result is None else "error" if reason else "length",
         reason=reason,
     )
 

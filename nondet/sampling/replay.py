@@ -146,7 +146,7 @@ def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
         len(ids) == len(tape.requests),
         completion.request in ids,
         all(0 <= r.prompt < len(tape.prompts) and tape.prompts[r.prompt] for r in tape.requests),
-        all(r.new >= 1 and r.arrival >= 0 for r in tape.requests),
+        all(r.new >= 1 and r.arrival >= 0 for r in tape.requests) and not tape.eos,  # no token ends a completion
         all(r.sampling is None or is_sampling(r.sampling) for r in tape.requests),
         all(token >= 0 for prompt in tape.prompts for token in prompt),
         set(tape.load) == {f.name for f in fields(Load)},
@@ -358,7 +358,7 @@ class Player:
         self.sessions += 1
         wanted = None if only is None else set(only)
         requests = [r for r in requests_of(self.tape) if wanted is None or r.id in wanted]
-        session = self.engine.run(requests, load_of(self.tape), seed=self.tape.seed, eos=self.tape.eos, until=until)
+        session = self.engine.run(requests, load_of(self.tape), seed=self.tape.seed, until=until)
         if session.fatal:
             raise EngineStoppedError(f"round {self.tape.round}: {session.fatal}")
         return session

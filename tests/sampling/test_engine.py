@@ -150,18 +150,6 @@ def test_watching_changes_no_bit(tiny: LoadedModel) -> None:
         assert mine.logprobs == np.asarray(other.logprobs, "<f4").tobytes()
 
 
-def test_a_completion_can_end_early(tiny: LoadedModel) -> None:
-    """With an end token given, a completion stops there and says so; without, all are equally long."""
-    full = targets(run(tiny, "none,targets=1"))[0]
-    stop = full.token_ids[5]
-    plan = plan_of(tiny, "none,targets=1")
-    ended = run_session(tiny.model, plan.rounds[0], plan.load, eos=[stop]).outcomes[0]
-    assert full.finish == "length"
-    assert ended.finish == "eos"
-    assert ended.token_ids == full.token_ids[: full.token_ids.index(stop) + 1]
-    assert len(ended.runner_up) == len(ended.token_ids)
-
-
 @contextmanager
 def breaking(model: Any, calls: int, error: BaseException) -> Iterator[None]:
     """Let the model raise in its call number `calls`."""
