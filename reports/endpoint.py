@@ -20,6 +20,7 @@ from nondet.reports.text import number as number_text
 from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
 from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
 from nondet.verdict.served import ArmEvidence, Comparison, evidence, subjects
+from nondet.verdict.wording import words
 
 _COMPARISONS_MOST = 40
 # In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
@@ -123,14 +124,14 @@ class ArmFigures:
     @property
     def proof(self) -> str:
         """The proof that the arm was what it is called, in the words of the first prompt that has one."""
-        proven = [(prompt, e.proof_words) for prompt, e in self.evidence.items() if e.proof]
+        proven = [(prompt, words(e.shown)) for prompt, e in self.evidence.items() if e.proof]
         if not proven:
-            return f"unproven: {next(iter(self.evidence.values())).proof_words}"
-        prompt, words = proven[0]
+            return f"unproven: {words(next(iter(self.evidence.values())).shown)}"
+        prompt, first_proof = proven[0]
         if len(self.evidence) < 2:
-            return words
+            return first_proof
         first = f"prompt {prompt + 1}" if self.unit == "prompt" else "one of them"
-        return f"{words} ({first}; proven of {len(proven)} of {len(self.evidence)} {self.unit}s)"
+        return f"{first_proof} ({first}; proven of {len(proven)} of {len(self.evidence)} {self.unit}s)"
 
     def span(self, counts: Sequence[int]) -> str:
         """The fewest and the most of a prompt: "1 to 3 each"; of one prompt, its number."""

@@ -17,22 +17,22 @@ from nondet.verdict.gate import Decision, Outcome, power_text
 from nondet.verdict.served import is_endpoint
 
 _WORDS = {
-    Outcome.OPEN: "open: no divergence observed",
-    Outcome.NO_ANSWER: "no answer",
-    Outcome.NOT_ENOUGH: "not enough was compared",
+    Outcome.OPEN: "the gate passes: no divergence observed",
+    Outcome.NO_ANSWER: "the gate has no answer",
+    Outcome.NOT_ENOUGH: "the gate fails: not enough was compared",
 }
 
 
 def _outcome(decision: Decision) -> str:
     if decision.outcome == Outcome.OPEN and any(v.finding.is_fault for v in decision.verdicts):
-        return "open: within its thresholds"
+        return "the gate passes: within its thresholds"
     if decision.outcome != Outcome.SHUT:
         return _WORDS[decision.outcome]
     said = {
         "it is wrong": Finding.WRONG in decision.faults,
         "it diverged": any(f.is_divergence for f in decision.faults),
     }
-    return f"shut: {' and '.join(words for words, so in said.items() if so)}"
+    return f"the gate fails: {' and '.join(words for words, so in said.items() if so)}"
 
 
 def _why(decision: Decision, run: Run) -> str:
@@ -85,14 +85,14 @@ def text(decision: Decision, run: Run) -> list[str]:
         lines += [one_line(f"{power.impl}: {power_text(power)}", 600) for power in decision.power]
         if run.rows and not decision.power and decision.outcome == Outcome.OPEN:
             lines.append("A sweep over chosen sizes has counts and no rate: sizes that were not tried are not covered.")
-    lines.append(one_line(f"gate {_outcome(decision)}: {_why(decision, run)}", 1200))
+    lines.append(one_line(f"{_outcome(decision)}: {_why(decision, run)}", 1200))
     return lines
 
 
 def summary(decision: Decision, run: Run) -> str:
     """Markdown for a step summary or a pull request."""
     marks = {Outcome.OPEN: "✅", Outcome.SHUT: "❌"}
-    blocks = [f"### {marks.get(decision.outcome, '⚠️')} nondet gate {_outcome(decision)}"]
+    blocks = [f"### {marks.get(decision.outcome, '⚠️')} nondet: {_outcome(decision)}"]
     blocks.append(escape(_why(decision, run), 1500))
     rows = [(escape(_subject(v, run), 200), escape(v.text, 600)) for v in decision.verdicts]
     blocks.append(table(("what", "finding"), rows))

@@ -38,7 +38,7 @@ def main(impl: str = "stock", model: str = "embedded", load: str = "default", to
         parsed,
         n=parsed.targets,
         seed=0,
-        prompt=loaded.encode(DEFAULT_PROMPT),
+        prompts=[loaded.encode(DEFAULT_PROMPT)],
         max_new_tokens=int(tokens),
         context=loaded.context or 1024,
         encode=loaded.encode_plain,

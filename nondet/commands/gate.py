@@ -28,10 +28,10 @@ def _gate(request: GateRequest, sink: Terminal) -> None:
         path = ask_endpoint(request, sink)
         say(f"run file: {path}", quiet=sink.quiet)
     run, (rate, confidence) = read_run(path), request.power
-    asked = (request.rate, request.confidence, request.by) != (None, None, None)
+    given = (request.rate, request.confidence, request.by) != (None, None, None)
     limits = Thresholds(request.mismatch_bits, request.k3, request.mult_prob_error)
     decision = decide(
-        run, impls=request.impl or (), rate=rate, confidence=confidence, by=request.unit, asked=asked, limits=limits
+        run, impls=request.impl or (), rate=rate, confidence=confidence, by=request.unit, given=given, limits=limits
     )
     if request.junit is not None:
         replace_text(request.junit, gate_text.junit(decision, run, time.perf_counter() - started))

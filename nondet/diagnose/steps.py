@@ -42,10 +42,10 @@ from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.analysis import NAME
 from nondet.sampling.axes import Conditions
 from nondet.sampling.collect import Here, Survey, arms_of, collect
-from nondet.sampling.engine import pinned
+from nondet.sampling.engine import TransformersEngine, pinned
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt, make_engine
+from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt
 from nondet.sampling.replay import digest_of
 from nondet.trace.search import Arm, Pace, Search
 from nondet.verdict.findings import Finding, plural
@@ -435,7 +435,7 @@ class Diagnoser:
     @cached_property
     def engine(self) -> Engine:
         """The engine under study."""
-        return make_engine("transformers", self.loaded.model)
+        return TransformersEngine(self.loaded.model)
 
     @cached_property
     def _target(self) -> Request:
@@ -460,7 +460,7 @@ class Diagnoser:
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
         """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
         arms = arms_of(Conditions(self.plan.load, self.loaded.dtype, threads=self.threads))
-        survey = Survey(self.loaded, self.plan, arms, [impl], seed=self.seed, warm_whole=True, wanted=wanted)
+        survey = Survey(self.loaded, self.plan, arms, [impl], seed=self.seed, wanted=wanted)
         collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -339,8 +339,7 @@ class TokenFlips:
     """Greedy tokens compared with the most common completion's up to the first difference, and the margins there.
 
     Attributes:
-        flips, tokens: Over all completions except the first most common one: those that differ, and the tokens
-            compared, the differing one included.
+        flips, tokens: Completions that differ from the first most common one, and tokens compared until they do.
         low, high: 95% interval of one over the other, by round; None where no round was compared with an earlier one.
         moved, compared: Over distinct traces against the most common one's, at shared positions with the same two top
             tokens: positions whose margin has different bits, and all of them. 0 of 0 where none was recorded.
@@ -368,8 +367,7 @@ class FlipDraws:
     """How near the draws were to another token where completions first diverge; see `nondet.sampling.engine.Draw`.
 
     Attributes:
-        border, border_elsewhere: Median distance of the draw from a boundary between tokens, there and at all other
-            positions of all distinct traces.
+        border, border_elsewhere: Median distance of the draw from a boundary between tokens, there and elsewhere.
         cut, cut_ties: The smallest gap at the boundary of top-k there, in logits, and how many traces are exactly tied;
             None without top-k.
         nucleus: The smallest distance of the kept mass from top_p there; None without.
@@ -396,8 +394,7 @@ class SampleSummary:
         disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
         new_share: Good's estimate of the probability that the next completion is a new one: those seen once, over n.
         has_logprobs: Whether any trace has logprobs; without them (some servers) a trace is its tokens.
-        logprob_spread: Largest difference of the logprob of one token with one history between traces; 0.0 if all
-            traces are equal.
+        logprob_spread: Largest difference of the logprob of one token with one history between traces.
         held_rounds: Rounds after the first with the most common completion: for each completion of the round, in rising
             order, the number of tokens shared with the most common one.
         confidence: Of the intervals. It accounts for choosing the most common from the same data: the j-th text to
@@ -449,48 +446,26 @@ class SampleSummary:
 
 # The tree of distinct completions from their sorted order, in which texts with a common beginning are adjacent.
 #
-# So a node of the tree is a range of the sorted texts, and its figures are those of a range of rows of flat arrays: a
-# thousand texts that diverge one after the other take a thousand steps, and no step looks at single tokens in Python.
+# So a node of the tree is a range of the sorted texts, and no step looks at single tokens in Python.
 
 Ids = npt.NDArray[np.int32]
-# Values gathered at once where traces are compared: 8 MB of indices.
-_GATHERED = 1_000_000
+Floats = npt.NDArray[np.float32]
+_NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
 
 
 @dataclass
 class Span:
     """Tokens `start` to `end` that the texts `first` to `last` (exclusive, in sorted order) have in common. Where they
-    diverge at `end`, `ways` has the span of each continuation; a text that ends there has one of its own."""
+    diverge at `end`, `ways` has the span of each continuation; a text that ends there has one of its own. `low` and
+    `high` are of the finite logprobs of each token up to `end`, over all traces of the texts; see `spread`."""
 
     first: int
     last: int
     start: int
     end: int
     ways: list[Span] = field(default_factory=list)
-
-
-class Rows:
-    """[T] float32 of each trace, [0] where it has none, as a flat array: a position of all traces is one look-up."""
-
-    def __init__(self, members: Sequence[npt.NDArray[np.float32]]) -> None:
-        self.lengths = np.array([len(m) for m in members], dtype=np.int64)
-        self._starts = np.cumsum(self.lengths) - self.lengths
-        self._flat = np.concatenate(members) if members else np.zeros(0, dtype=np.float32)
-
-    def at(self, first: int, last: int, place: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Which of the traces `first` to `last` have a finite value at `place`, and the values."""
-        known = first + np.flatnonzero(self.lengths[first:last] > place)
-        values = self._flat[self._starts[known] + place]
-        finite = np.isfinite(values)
-        return known[finite], values[finite]
-
-    def blocks(self, first: int, last: int, start: int, end: int) -> Iterator[npt.NDArray[np.float32]]:
-        """[rows, end - start] of the traces that have any values, a bounded number at a time."""
-        known = first + np.flatnonzero(self.lengths[first:last] >= end)
-        step = max(1, _GATHERED // (end - start))
-        places = np.arange(start, end)
-        for at in range(0, len(known), step):
-            yield self._flat[self._starts[known[at : at + step], None] + places]
+    low: Floats = field(default_factory=lambda: _NO_FLOATS)
+    high: Floats = field(default_factory=lambda: _NO_FLOATS)
 
 
 def shared_length(one: Ids, other: Ids) -> int:
@@ -501,15 +476,11 @@ def shared_length(one: Ids, other: Ids) -> int:
     return at if length and differ[at] else length
 
 
-def spans_of(texts: Sequence[Ids]) -> Span | None:
-    """The root of the tree of sorted distinct texts, or None; a loop, because nesting may be too deep to recurse."""
-    if not texts:
-        return None
+def spans_of(texts: Sequence[Ids]) -> list[Span]:
+    """The tree of sorted distinct texts: its root first, and every span before its continuations."""
     shared = np.array([shared_length(a, b) for a, b in pairwise(texts)], dtype=np.int64)
-    root = Span(0, len(texts), 0, 0)
-    pending = [root]
-    while pending:
-        span = pending.pop()
+    spans = [Span(0, len(texts), 0, 0)] if texts else []
+    for span in spans:  # more are appended: nesting may be too deep to recurse
         if span.last - span.first == 1:
             span.end = len(texts[span.first])
             continue
@@ -518,29 +489,22 @@ def spans_of(texts: Sequence[Ids]) -> Span | None:
         cuts = span.first + 1 + np.flatnonzero(here == span.end)
         edges = [span.first, *cuts.tolist(), span.last]
         span.ways = [Span(a, b, span.end, span.end) for a, b in pairwise(edges)]
-        pending += span.ways
-    return root
+        spans += span.ways
+    return spans
 
 
-def spread(root: Span | None, first_trace: npt.NDArray[np.int64], logprobs: Rows) -> float:
-    """Largest spread of one token's logprob over traces that share it and everything before it; non-finite ones are
-    left out. `first_trace` [texts + 1] is where the traces of each text, in the texts' order, begin among the rows."""
+def spread(spans: Sequence[Span], logprobs: Sequence[Sequence[Floats]]) -> float:
+    """Largest spread of one token's logprob over traces that share it and everything before it. `logprobs`: for each
+    text, in the order of the spans, those of its traces; empty ones and values that are not finite are left out."""
     widest = 0.0
-    pending = [root] if root is not None else []
-    while pending:
-        span = pending.pop()
-        pending += span.ways
-        first, last = int(first_trace[span.first]), int(first_trace[span.last])
-        if last - first < 2 or span.end == span.start:
-            continue
-        low = np.full(span.end - span.start, np.inf, dtype=np.float32)
-        high = -low
-        for block in logprobs.blocks(first, last, span.start, span.end):
-            finite = np.isfinite(block)
-            np.minimum(low, np.where(finite, block, np.inf).min(axis=0), out=low)
-            np.maximum(high, np.where(finite, block, -np.inf).max(axis=0), out=high)
-        known = high >= low
-        widest = max(widest, float((high[known].astype(np.float64) - low[known]).max(initial=0.0)))
+    for span in reversed(spans):
+        low, high = [way.low[: span.end] for way in span.ways], [way.high[: span.end] for way in span.ways]
+        if not span.ways:
+            known = [x[: span.end] for x in logprobs[span.first] if len(x) >= span.end]
+            low = high = [np.where(np.isfinite(x), x, np.nan) for x in known] or [np.full(span.end, np.nan, np.float32)]
+        span.low, span.high = np.fmin.reduce(low), np.fmax.reduce(high)
+        apart = span.high[span.start :].astype(np.float64) - span.low[span.start :]
+        widest = max(widest, float(np.fmax.reduce(apart, initial=0.0)))
     return widest
 
 
@@ -607,11 +571,13 @@ class Grower:
         # [groups + 1] completions, and rows, before each place
         self.counts = np.cumsum([0, *(g.count for g in ordered)])
         self.rows = np.cumsum([0, *(len(g.traces) for g in ordered)])
-        members = [(traces[digest], count) for g in ordered for digest, count in g.traces.items()]
-        self.weights = np.array([count for _, count in members], dtype=np.int64)
-        nothing = np.zeros(0, dtype=np.float32)
-        self.margins = Rows([t.margin_array if margins else nothing for t, _ in members])
-        self.logprobs = Rows([t.logprob_array for t, _ in members])
+        self.weights = np.array([count for g in ordered for count in g.traces.values()], dtype=np.int64)
+        self.logprobs = [[traces[digest].logprob_array for digest in g.traces] for g in ordered]
+        # the margins of all rows, one after the other
+        kept = [traces[d].margin_array if margins else _NO_FLOATS for g in ordered for d in g.traces]
+        self.lengths = np.array([len(m) for m in kept], dtype=np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.margins = np.concatenate([_NO_FLOATS, *kept])
 
     def grow(self) -> Grown:
         """Add fork after fork, from the root; a loop, because forks may be nested deeper than Python can recurse."""
@@ -619,7 +585,7 @@ class Grower:
         forks: list[Fork] = []
         places: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(self.groups)
         none: tuple[int, ...] = ()
-        pending = [(root, self.spans, none)] if self.spans is not None else []
+        pending = [(root, span, none) for span in self.spans[:1]]
         while pending:
             node, span, before = pending.pop()
             node.length, node.count = span.end - span.start, self._count(span)
@@ -633,7 +599,7 @@ class Grower:
             here = (*before, span.end)
             pending += [(child, way, here) for child, way in zip(node.children, ways, strict=True)]
         forks.sort(key=lambda f: (f.index, -sum(b.count for b in f.branches), f.before))
-        return Grown(root, tuple(forks), places, spread(self.spans, self.rows, self.logprobs))
+        return Grown(root, tuple(forks), places, spread(self.spans, self.logprobs))
 
     def _count(self, span: Span) -> int:
         return int(self.counts[span.last] - self.counts[span.first])
@@ -649,8 +615,11 @@ class Grower:
 
     def _branch(self, way: Span) -> Branch:
         index, group = way.start, self._commonest(way)
-        known, margins = self.margins.at(int(self.rows[way.first]), int(self.rows[way.last]), index)
-        each = np.repeat(margins.astype(np.float64), self.weights[known])
+        first, last = self.rows[way.first], self.rows[way.last]
+        known = first + np.flatnonzero(self.lengths[first:last] > index)
+        margins = self.margins[self.starts[known] + index]
+        finite = np.isfinite(margins)
+        each = np.repeat(margins[finite].astype(np.float64), self.weights[known[finite]])
         return Branch(
             token_id=group.token(index),
             text=self.pieces.get(group.token(index), ""),
@@ -711,7 +680,7 @@ def token_flips(
         held: The rounds that were compared with an earlier one.
     """
     length = len(reference.token_ids)
-    flips = sum(parted for parted, _, _ in rounds.values())
+    flips = sum(differ for differ, _, _ in rounds.values())
     # the first most common completion is the reference
     tokens = sum(tokens for _, tokens, _ in rounds.values()) - length
     if tokens <= 0:
@@ -755,7 +724,7 @@ def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: 
     the error; the quotients of their ends hold with both."""
     each = 1.0 - (1.0 - confidence) / 2
     sizes = [n for _, _, n in rounds]
-    low, high = round_interval([parted for parted, _, _ in rounds], sizes, each)
+    low, high = round_interval([differ for differ, _, _ in rounds], sizes, each)
     short, long = round_interval([tokens for _, tokens, _ in rounds], [n * most for n in sizes], each)
     return low / (long * most), min(1.0, high / (short * most)) if short else 1.0  # of empty completions nothing
 
@@ -781,7 +750,7 @@ def flip_draws(traces: Sequence[Member], first: int) -> FlipDraws | None:
     )
 
 
-def _floats(data: bytes) -> npt.NDArray[np.float32]:
+def _floats(data: bytes) -> Floats:
     return np.frombuffer(data, dtype="<f4")
 
 
@@ -859,8 +828,7 @@ def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
 
 # All prompts of a run together: how many diverge, when, and whether one implementation diverges more than another.
 #
-# Prompts are the unit of every comparison between implementations, because a set is a sample of prompts; a completion
-# is compared only with others of its prompt.
+# Prompts are the unit of every comparison between implementations, because a set is a sample of prompts.
 
 
 @dataclass(frozen=True)
@@ -873,8 +841,7 @@ class PromptSet:
         n, failed, rounds: Of all prompts together.
         bound_rounds, bound_completions: One-sided 95% bounds where no trace diverged; None where one did, or too little
             was compared. The second holds only if completions are independent.
-        disagreement, new: Means over prompts of the share of pairs that differ, and of the probability of a new
-            completion.
+        disagreement, new: Means over prompts of the share of pairs that differ, and of the chance of a new text.
         curve: Kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an
             equal text is censoring. Intervals by round, as `effect`.
         effect: Completions that are worth one independent trial: all, over the rounds that were compared with another,
@@ -930,13 +897,13 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
 
 
 def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> PromptSet:
-    parted = sum(s.distinct_traces > 1 for s in members.values())
+    diverged = sum(s.distinct_traces > 1 for s in members.values())
     n = sum(s.n for s in members.values())
     comparisons = sum(max(0, s.n - 1) for s in members.values())  # a prompt's first completion is the reference
-    clean = not parted and comparisons > 0
+    clean = not diverged and comparisons > 0
     pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
     news = [s.new_share for s in members.values() if s.new_share is not None]
-    low, high = confidence_sequence(parted, len(members))
+    low, high = confidence_sequence(diverged, len(members))
     times, ends = [], []
     for s in members.values():
         t, e = _times(s)
@@ -948,7 +915,7 @@ def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, un
     effect = n * max(held.values()) / held.total() if held else math.inf
     return PromptSet(
         impl=impl,
-        parted_traces=parted,
+        parted_traces=diverged,
         parted_tokens=sum(s.distinct_completions > 1 for s in members.values()),
         share_low=low,
         share_high=high,
@@ -996,36 +963,33 @@ def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
 
 
 def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str]) -> list[SampleSummary]:
-    """`summarize` for each implementation and prompt that completed anything, in the order of the file; in one pass."""
+    """A summary of each prompt under each implementation, if it completed anything, in the order of the file.
+    `traces` (by digest) and `pieces`: see `nondet.core.traces.read_traces`. Raises KeyError: a trace is missing."""
     subjects: dict[tuple[str, int], list[Completion]] = defaultdict(list)
     for c in run.completions:
         subjects[c.impl, c.prompt].append(c)
     batches = {impl: batch_totals(run, impl) for impl in dict.fromkeys(impl for impl, _ in subjects)}
     return [
-        summarize(run, traces, pieces, impl, prompt, mine, batches[impl])
-        for (impl, prompt), mine in subjects.items()
+        _summarize(run, traces, pieces, mine, batches[impl])
+        for (impl, _), mine in subjects.items()
         if any(c.status == "ok" for c in mine)
     ]
 
 
-def summarize(
+_Rounds = Mapping[int, Counter[tuple[int, ...]]]  # round -> tokens -> how many completions
+
+
+def _summarize(
     run: Run,
     traces: Mapping[str, Trace],
     pieces: Mapping[int, str],
-    impl: str,
-    prompt: int,
-    completions: Sequence[Completion] | None = None,
-    batches: Mapping[int, npt.NDArray[np.int64]] | None = None,
+    completions: Sequence[Completion],
+    batches: Mapping[int, npt.NDArray[np.int64]],
 ) -> SampleSummary:
-    """Everything about the completions of `prompt` under `impl`.
-
-    `traces` (by digest) and `pieces` are as `nondet.core.traces.read_traces` gives them, `completions` and `batches`
-    theirs and `batch_totals`, where the caller has them. Raises KeyError: a completion's trace is missing.
-    """
-    if completions is None:
-        completions = [c for c in run.completions if c.impl == impl and c.prompt == prompt]
+    """Of all completions of one prompt under one implementation; at least one succeeded."""
+    impl, prompt = completions[0].impl, completions[0].prompt
     good = [c for c in completions if c.status == "ok"]
-    texts: dict[int, Counter[tuple[int, ...]]] = {}  # round -> tokens -> how many completions
+    texts: dict[int, Counter[tuple[int, ...]]] = {}
     distinct: dict[tuple[int, ...], Group] = {}
     for completion in good:
         tokens = tuple(traces[completion.trace].token_ids)
@@ -1033,35 +997,20 @@ def summarize(
         group = distinct.setdefault(tokens, Group(tokens))
         group.count += 1
         group.traces[completion.trace] += 1
-    # the texts by round, then count, then tokens, so that the file's order does not matter
-    came: dict[tuple[int, ...], int] = {}
-    for _, counts in sorted(texts.items()):
-        for tokens in sorted(sorted(counts), key=counts.__getitem__, reverse=True):
-            came.setdefault(tokens, len(came) + 1)
+    came = _first_seen(texts)
     groups = sorted(distinct.values(), key=lambda g: (-g.count, came[g.tokens]))
-    n = len(good)
-    text = prompt_text(run, prompt)
+    n, top, text = len(good), groups[0], run.header.plan["prompts"][prompt]["text"]
     # a draw does not depend on the margin, but on its distance from a boundary
     drawn = bool(run.header.plan.get("sampling"))
     grown = Grower(groups, traces, pieces, text, margins=not drawn).grow()
     forks = grown.forks
-    top = groups[0] if groups else Group(())
     # completions of one round share batches, so what changes one changes its neighbours. Rounds are therefore compared
     # with the round in which the most common completion first occurred, which itself does not count
-    begin = min((r for r in texts if top.tokens in texts[r]), default=0)
+    begin = min(r for r in texts if top.tokens in texts[r])
     held = [r for r in sorted(texts) if r > begin]
-    place = came.get(top.tokens, 1)
+    place = came[top.tokens]
     confidence = 1.0 - (1.0 - CONFIDENCE) / (place * (place + 1))
-    low, high, method = 0.0, 1.0, TOO_FEW
-    if top.count == n:
-        # if the most common has the probability p, all n are equal with a probability of at most p^(n-1): the first is
-        # the reference, so that n of them make n - 1 comparisons
-        high, method = one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED
-    elif held:
-        share, sizes = (n - top.count) / n, [texts[r].total() for r in held]
-        hits = [size - texts[r][top.tokens] for r, size in zip(held, sizes, strict=True)]
-        low, high = round_interval(hits, sizes, confidence)
-        low, high, method = min(low, share), max(high, share), ANYTIME
+    low, high, method = _rate_interval(top, n, [texts[r] for r in held], confidence)
     # every distinct trace of a completion has the same forks
     members = [
         (traces[d], count, places)
@@ -1070,15 +1019,7 @@ def summarize(
     ]
     lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
     relatives = {d: (traces[d], c, lengths[g.tokens]) for g in groups for d, c in g.traces.items()}
-    exposed = {
-        r: (
-            counts.total() - counts[top.tokens],
-            sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items()),
-            counts.total(),
-        )
-        for r, counts in texts.items()
-    }
-    common = traces[top.traces.most_common(1)[0][0]] if n else None
+    common = traces[top.traces.most_common(1)[0][0]]
     return SampleSummary(
         impl=impl,
         prompt=prompt,
@@ -1086,11 +1027,11 @@ def summarize(
         n=n,
         failed=len(completions) - n,
         distinct_completions=len(groups),
-        distinct_traces=len({c.trace for c in good}),
+        distinct_traces=len(relatives),
         agree=Interval(top.count, n, 1.0 - high, 1.0 - low, method, len(held)),
         rate=Interval(n - top.count, n, low, high, method, len(held)),
         disagreement=pair_disagreement([g.count for g in groups]) if n > 1 else None,
-        new_share=new_share([g.count for g in groups]) if n else None,
+        new_share=new_share([g.count for g in groups]),
         first_fork=forks[0] if forks else None,
         forks=forks,
         completions=tuple(
@@ -1108,30 +1049,59 @@ def summarize(
         survival=_survival(groups, lengths, n),
         has_logprobs=any(trace.logprobs for trace, _, _ in members),
         logprob_spread=grown.spread,
-        batch_min=min((c.batch_min for c in good), default=0),
-        batch_max=max((c.batch_max for c in good), default=0),
-        distinct_batches=len(batch_sizes(batch_totals(run, impl) if batches is None else batches, good)),
+        batch_min=min(c.batch_min for c in good),
+        batch_max=max(c.batch_max for c in good),
+        distinct_batches=len(batch_sizes(batches, good)),
         tokens_per_second=median_rate(r for r in run.rounds if r.impl == impl),
         rounds=len(texts),
         held_rounds={r: tuple(sorted(lengths[tokens] for tokens in texts[r].elements())) for r in held},
         confidence=confidence,
         margins=flip_margins(members) if forks and not drawn else None,
         draws=flip_draws(members, forks[0].index) if forks else None,
-        flips=token_flips(common, relatives, exposed, held, confidence) if common and not drawn else None,
-        k3=k3_of(common, relatives) if common else None,
+        flips=None if drawn else token_flips(common, relatives, _exposed(texts, top, lengths), held, confidence),
+        k3=k3_of(common, relatives),
     )
 
 
-def prompt_text(run: Run, prompt: int) -> str:
-    """The prompt of that index, from the run's header."""
-    return run.header.plan["prompts"][prompt]["text"]
+def _first_seen(texts: _Rounds) -> dict[tuple[int, ...], int]:
+    """Tokens -> their number, from 1, by round, then count, then tokens, so that the file's order does not matter."""
+    came: dict[tuple[int, ...], int] = {}
+    for _, counts in sorted(texts.items()):
+        for tokens in sorted(sorted(counts), key=counts.__getitem__, reverse=True):
+            came.setdefault(tokens, len(came) + 1)
+    return came
+
+
+def _rate_interval(
+    top: Group, n: int, held: Sequence[Counter[tuple[int, ...]]], confidence: float
+) -> tuple[float, float, str]:
+    """Bounds of the share that differs from the most common completion, and the method: see `Interval`."""
+    if top.count == n:
+        # if the most common has the probability p, all n are equal with a probability of at most p^(n-1): the first is
+        # the reference, so that n of them make n - 1 comparisons
+        return 0.0, one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED
+    if not held:
+        return 0.0, 1.0, TOO_FEW
+    share, sizes = (n - top.count) / n, [counts.total() for counts in held]
+    low, high = round_interval([counts.total() - counts[top.tokens] for counts in held], sizes, confidence)
+    return min(low, share), max(high, share), ANYTIME
+
+
+def _exposed(texts: _Rounds, top: Group, lengths: Mapping[tuple[int, ...], int]) -> dict[int, tuple[int, int, int]]:
+    """Of each round the completions that differ from the most common, tokens compared, and completions."""
+    return {
+        r: (
+            counts.total() - counts[top.tokens],
+            sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items()),
+            counts.total(),
+        )
+        for r, counts in texts.items()
+    }
 
 
 def _survival(groups: Sequence[Group], lengths: Mapping[tuple[int, ...], int], n: int) -> tuple[float, ...]:
-    if not groups:
-        return ()
     # completions that agree with exactly the first i tokens of the most common
-    parting = np.zeros(len(groups[0].tokens) + 1, dtype=np.int64)
+    agree = np.zeros(len(groups[0].tokens) + 1, dtype=np.int64)
     for group in groups:
-        parting[lengths[group.tokens]] += group.count
-    return tuple((np.cumsum(parting[::-1])[::-1] / n).tolist())
+        agree[lengths[group.tokens]] += group.count
+    return tuple((np.cumsum(agree[::-1])[::-1] / n).tolist())

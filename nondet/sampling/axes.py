@@ -74,7 +74,7 @@ class Axis:
             the completions at one value are then compared.
         held_by: Implementations that should give one trace even though `held` is False.
         lacking: Why this device or engine has no such axis; "" where it does.
-        apart: Why "all" leaves it out, though it can be named; "" where it does not.
+        slow_on_cpu: Why "all" leaves it out on a CPU, where it can be named; "" where it does not.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Axis:
     held: bool = True
     held_by: tuple[str, ...] = ()
     lacking: Callable[[Subject], str] = field(default=lambda subject: "")
-    apart: Callable[[Subject], str] = field(default=lambda subject: "")
+    slow_on_cpu: str = ""
 
 
 # What transformers' continuous batching takes without further packages; it refuses flex attention and others.
@@ -404,11 +404,7 @@ _AXES = (
         held=False,
         held_by=("rank-free",),
         lacking=_no_ranks,
-        apart=lambda s: (
-            ""
-            if s.device != "cpu"
-            else "on a CPU ranks are processes, and starting them takes longer than all other axes: name it"
-        ),
+        slow_on_cpu="on a CPU ranks are processes, and starting them takes longer than all other axes: name it",
     ),
 )
 AXES: dict[str, Axis] = {axis.name: axis for axis in _AXES}
@@ -455,7 +451,7 @@ def plan_axes(wanted: dict[str, list[str]], subject: Subject) -> list[Varied]:
     for name in AXES if every else wanted:
         axis = AXES[name]
         lacking = f"vLLM is varied along {', '.join(_VLLM)}" if subject.grain and name not in _VLLM else ""
-        lacking = lacking or axis.lacking(subject) or (axis.apart(subject) if every else "")
+        lacking = lacking or axis.lacking(subject) or (axis.slow_on_cpu if every and subject.device == "cpu" else "")
         if lacking and not every:
             raise UserError(f"--vary {name}: {lacking}", "Leave it out here.")
         base = axis.value(subject)

@@ -30,10 +30,10 @@ from nondet.sampling import plan as plans
 from nondet.sampling import replay
 from nondet.sampling.analysis import TIMED_TOKENS, TIMED_US
 from nondet.sampling.axes import Conditions, Proof, Seen, Varied
-from nondet.sampling.engine import pinned, warm_up
+from nondet.sampling.engine import TransformersEngine, pinned, warm_up
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, check_lengths, piece_of
-from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Sampling, Session, Span, make_engine
+from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Sampling, Session, Span
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.routing import route
 from nondet.sampling.schedule import admission_number, summed_figures
@@ -63,11 +63,8 @@ class Survey:
         axes: What the arms vary; () where there is one arm.
         turns: Run each round under every implementation before the next round, so that their times can be compared;
             else all rounds of one implementation come before those of the next.
-        repeat: After an implementation's rounds, run its first one again and compare every bit: this separates
-            batch-dependent from run-to-run nondeterministic.
         settle: How many further rounds may be run again, where a prompt diverged and the first round does not show
             whether the batch caused it; see `nondet.sampling.replay.rounds_to_settle`.
-        warm_whole: Warm up by the whole first round, with which the recorded one is compared, instead of its head.
         wanted: Whether a round is still to be run, when its turn comes.
     """
 
@@ -78,9 +75,7 @@ class Survey:
     axes: Sequence[Varied] = ()
     seed: int = 0
     turns: bool = False
-    repeat: bool = True
     settle: int = 0
-    warm_whole: bool = False
     wanted: Callable[[int], bool] = lambda number: True
 
     @property
@@ -190,7 +185,7 @@ class Here:
         options: dict[str, Any] = {"seed": seed, "on_token_count": on_tokens, "setting": conditions.setting}
         with pinned(conditions.threads):
             if conditions.ranks == 1:
-                engine = make_engine("transformers", self._model(conditions.dtype))
+                engine = TransformersEngine(self._model(conditions.dtype))
                 replicas = (conditions.replicas, conditions.routing)
                 return play_replicas(engine, requests, conditions.load, *replicas, **options)
             ranks = self._over(conditions.ranks)
@@ -201,7 +196,7 @@ class Here:
     def describe(self, conditions: Conditions) -> dict[str, Any]:
         """See `Host`."""
         if conditions.ranks == 1:
-            return make_engine("transformers", self._model(conditions.dtype)).describe()
+            return TransformersEngine(self._model(conditions.dtype)).describe()
         return self._over(conditions.ranks).describe()
 
     def _over(self, ranks: int) -> RanksEngine:
@@ -296,14 +291,16 @@ class _Rounds(RoundCollector):
     done: int = 0
     tokens: int = 0
     left: set[int] = field(default_factory=set)  # the rounds that are not on disk yet
-    again: bool = False  # whether the first one is to be repeated
+    # whether every bit of the first one is to be compared with those of the warm-up, which is the same round: this
+    # separates batch-dependent from run-to-run nondeterministic
+    again: bool = False
     first: Session | None = None
 
     def begin(self) -> None:
         """Find out what is left to do; if anything is, play the base of axes twice, or warm up."""
         survey, rounds = self.survey, self.survey.plan.rounds
         self.left = set(self.missing(range(survey.rounds)))
-        self.again = survey.repeat and replay.repeat_key(survey.loaded, self.impl) not in self.writer.done
+        self.again = replay.repeat_key(survey.loaded, self.impl) not in self.writer.done
         there = (survey.at(number)[1] for number in range(survey.rounds) if number not in self.left)
         self.done = sum(r.target for index in there for r in rounds[index])
         if survey.axes:
@@ -311,8 +308,7 @@ class _Rounds(RoundCollector):
         elif self.played is None and (self.left or self.again or self._open_rounds()):
             play = partial(self._play, survey.arms[0])
             report = None if self.notes is None else partial(self.notes.preparing, self.impl)
-            place = (self.host.layers, survey.plan, survey.loaded.device)
-            self.played = warm_up(*place, play, report, whole=survey.warm_whole)
+            self.played = warm_up(self.host.layers, survey.plan, survey.loaded.device, play, report)
 
     def _check_base(self) -> None:
         """The same requests in the same batches must give the same bits, or no difference can be attributed to an axis:
@@ -369,20 +365,21 @@ class _Rounds(RoundCollector):
                 self.notes.first_round(self.impl, self._recorded())
 
     def finish(self) -> None:
-        """Record the axes' proofs; without axes, repeat the first round, and others with unexplained differences."""
-        survey, rounds = self.survey, self.survey.plan.rounds
+        """Record the axes' proofs; without axes, compare the first round with the warm-up, and repeat others."""
+        survey = self.survey
         if survey.axes:
             self._judge_axes()
             return
-        if self.again and self.first is not None:
-            started = time.perf_counter()
-            other = self.played or self._play(survey.arms[0], rounds[0])
-            self.writer.write(replay.repeat_row(survey.loaded, self.impl, self.first, other, started))
-        held = [0] if self.again and self.first is None else []  # a resumed run compares it with what is on disk
-        for index in held + self._open_rounds():
+        started, stored = time.perf_counter(), list[int]()
+        if self.again and self.first is not None and self.played is not None:
+            self.writer.write(replay.repeat_row(survey.loaded, self.impl, self.played, self.first, started))
+        elif self.again:
+            stored = [0]  # a resumed run compares it with what is on disk
+        for index in stored + self._open_rounds():
             started = time.perf_counter()
             recorded = {c.key: c for c in self._recorded() if c.round == index}
-            session = self._play(survey.arms[0], rounds[index])
+            session = self.played if index == 0 else None
+            session = session or self._play(survey.arms[0], survey.plan.rounds[index])
             self.writer.write(replay.settling_row(survey.loaded, self.impl, index, recorded, session, started))
 
     def _judge_axes(self) -> None:

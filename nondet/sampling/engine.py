@@ -31,10 +31,10 @@ from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.kernels.dispatch.logprobs import largest, log_masses, nucleus_size, weights
-from nondet.sampling.orders import ORDERS, Order
+from nondet.sampling.orders import Order
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
-from nondet.sampling.schedule import SessionLog, TopRing, run_lengths, session_figures
-from nondet.sampling.speculation import Speculation, make_draft
+from nondet.sampling.schedule import SessionLog, TopRing, parts_of, run_lengths, session_figures
+from nondet.sampling.speculation import order_of
 
 
 @contextmanager
@@ -280,10 +280,8 @@ class Draw(NamedTuple):
 
     Attributes:
         logprob: ln p of the token at temperature 1 over the whole vocabulary; NaN where the logits are not numbers.
-        border: Distance of the draw from the nearest boundary between two tokens, as a share of the mass that is drawn
-            from; 1.0 where only one token is left.
-        cut: Logit of the last token that top-k keeps minus that of the first it drops: 0.0 is an exact tie, which the
-            token ids decide; NaN without top-k.
+        border: Distance of the draw from the nearest boundary between tokens, as a share of the mass; 1.0 without any.
+        cut: Logit of the last token that top-k keeps minus that of the first it drops; NaN without top-k.
         nucleus: Distance of the kept mass from top_p, at the nearer end of the last token, as a share; NaN without.
     """
 
@@ -314,25 +312,25 @@ def uniform_bits(seed: int, position: int) -> int:
     return (words[0] << 21) | (words[1] >> 11)
 
 
-def draw_rows(rows: torch.Tensor, asked: Sequence[tuple[Sampling, int]]) -> list[Draw]:
+def draw_rows(rows: torch.Tensor, wanted: Sequence[tuple[Sampling, int]]) -> list[Draw]:
     """A token for each of the rows, [R, V] float32 logits on any device."""
-    if not asked:
+    if not wanted:
         return []
     vocabulary = rows.shape[-1]
     # where nothing is dropped a draw is in the order of ids, and nothing has to be sorted; each row by itself
     finite, masses = rows.isfinite().all(-1).tolist(), log_masses(rows).tolist()
-    whole = [ok and not s.top_k and s.top_p >= 1.0 for ok, (s, _) in zip(finite, asked, strict=True)]
+    whole = [ok and not s.top_k and s.top_p >= 1.0 for ok, (s, _) in zip(finite, wanted, strict=True)]
     if any(whole):
         every, plain = np.arange(vocabulary), rows.cpu().numpy().astype(np.float64) + 0.0  # -0.0 and 0.0 are one logit
     if not all(whole):
         # one more than is kept, for the distance to the first dropped one
-        widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in asked)
+        widest = max(vocabulary if not s.top_k else s.top_k + 1 for s, _ in wanted)
         ids, logits = largest(rows, min(vocabulary, widest))
     return [
-        draw_row(every, plain[i], masses[i], *wanted, plain[i].max())
+        draw_row(every, plain[i], masses[i], *one, plain[i].max())
         if whole[i]
-        else draw_row(ids[i], logits[i], masses[i], *wanted)
-        for i, wanted in enumerate(asked)
+        else draw_row(ids[i], logits[i], masses[i], *one)
+        for i, one in enumerate(wanted)
     ]
 
 
@@ -395,15 +393,15 @@ class Drawing:
         # a model without logits_to_keep gives a row for every query token
         every = logits.shape[0] != wanted.shape[0]
         places = wanted if every else torch.arange(logits.shape[0], device=logits.device)
-        asked: list[tuple[Sampling, int]] = []
+        drawn: list[tuple[Sampling, int]] = []
         names = []
         for span in self._log.pack:
             sampling, prompt = self._of[span.request]
             if span.new and sampling is not None:
-                asked.append((sampling, span.first + span.rows - prompt))
+                drawn.append((sampling, span.first + span.rows - prompt))
                 names.append(span.request)
-        places = places[: len(asked)].long()
-        draws = draw_rows(logits[places].float(), asked)
+        places = places[: len(drawn)].long()
+        draws = draw_rows(logits[places].float(), drawn)
         for name, draw in zip(names, draws, strict=True):
             self.drawn.setdefault(name, []).append(draw)
         chosen = torch.zeros_like(logits)
@@ -439,7 +437,7 @@ _POLL_SECONDS, _WATCHED_SECONDS = 0.5, 0.02
 
 
 class TransformersEngine:
-    """transformers' continuous batching, for the table of engines in `nondet.sampling.plan`."""
+    """transformers' continuous batching, as an engine of `nondet.sampling.plan`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -469,7 +467,6 @@ def run_session(
     load: Load,
     *,
     seed: int = 0,
-    eos: Sequence[int] = (),
     on_token_count: Callable[[Request, int], None] | None = None,
     forced: Mapping[str, Sequence[int]] | None = None,
     watcher: Watcher | None = None,
@@ -479,7 +476,6 @@ def run_session(
     """Run the requests through a fresh engine, from empty to empty.
 
     Args:
-        eos: Token ids that end a completion; none by default, so that all completions have one length.
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
         forced: Request id -> the tokens that it is fed, whatever it chose; other requests are not forced. The logprobs
             stay those of the tokens that it would have chosen.
@@ -503,7 +499,7 @@ def run_session(
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
-        _engine_of(model, requests, load, log, seed=seed, eos=eos, setting=setting, drawing=drawing) as manager,
+        _engine_of(model, requests, load, log, seed=seed, setting=setting, drawing=drawing) as manager,
         watching,
     ):
         for request in requests:
@@ -533,10 +529,15 @@ def run_session(
     dtype = str(model.dtype).removeprefix("torch.")
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
     tops = log.tops()
-    outcomes = [
-        _outcome(r, found.get(r.id), log, log.entries.get(r.id, []), tops.get(r.id, []), eos, fatal, cut)
-        for r in requests
-    ]
+    parts, batch = parts_of(log.packs), {step: sum(span.rows for span in pack) for step, pack in log.packs.items()}
+    outcomes = []
+    for r in requests:
+        outcome = _outcome(r, found.get(r.id), tops.get(r.id, []), fatal, cut)
+        mine = parts.get(r.id, [])
+        sizes = [batch[step] for step, _ in mine]
+        schedule = run_lengths((step, span.rows) for step, span in mine)
+        most, least = max(sizes, default=0), min(sizes, default=0)
+        outcomes.append(replace(outcome, schedule=schedule, batch_min=least, batch_max=most))
     if drawing is not None:
         outcomes = [drawn_outcome(o, drawing.drawn.get(o.request.id, [])) for o in outcomes]
     return Session(
@@ -548,15 +549,13 @@ def run_session(
         fatal=fatal,
         packs=log.packs,
         tops=tops,
-        figures=session_figures(outcomes, log) | ran,
+        figures=session_figures(outcomes, log, parts) | ran,
         admitted=log.admitted,
         pace=log.pace(),
     )
 
 
-def _finished(
-    manager: Any, count: int, over: Callable[[], bool] = lambda: False, wait: float = _POLL_SECONDS
-) -> Iterator[Any]:
+def _finished(manager: Any, count: int, over: Callable[[], bool], wait: float) -> Iterator[Any]:
     """Yield `count` results of requests, as they finish; fewer where it is over, or the engine's thread has ended."""
     while count and not over():
         result = manager.get_result(timeout=wait)
@@ -612,7 +611,7 @@ class Arrivals(_Above):
 
     def add_waiting_request(self, state: Any) -> None:
         """A request arrives, or returns after its cache was freed."""
-        if state.request_id in self.log.entries:
+        if state.request_id in self.log.admitted:
             self.log.preempted.append(state.request_id)
         super().add_waiting_request(state)
 
@@ -630,7 +629,6 @@ def _engine_of(
     log: SessionLog,
     *,
     seed: int = 0,
-    eos: Sequence[int] = (),
     setting: Setting = PLAIN,
     drawing: Drawing | None = None,
 ) -> Iterator[Any]:
@@ -644,7 +642,7 @@ def _engine_of(
     if drawing is not None and (load.graphs or setting.drafts):
         raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
     log.graphs = load.graphs
-    order = _order(model, requests, load, log, setting)
+    order = order_of(model, requests, load, log, setting)
     own = {"log": log, "order": order}
     schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), own)
     before, after = order.hooks()
@@ -658,7 +656,7 @@ def _engine_of(
         with quiet(), masks_at_once(model.device), stock_attention(model, setting.attention):
             try:
                 manager = model.init_continuous_batching(
-                    generation_config=GenerationConfig(**generation(requests), eos_token_id=list(eos) or -1),
+                    generation_config=GenerationConfig(**generation(requests), eos_token_id=-1),
                     continuous_batching_config=batching_config(
                         requests, load, pages=setting.pages, model=model, scheduler_type=name, seed=seed
                     ),
@@ -679,28 +677,13 @@ def _engine_of(
         del schedulers.SCHEDULER_MAPPING[name]
 
 
-def _order(model: Any, requests: Sequence[Request], load: Load, log: SessionLog, setting: Setting) -> Order:
-    """The setting's order of service, with its drafts; a `UserError` where no draft could be verified."""
-    order = ORDERS[setting.order]({r.id: r for r in requests}, setting.chunk)
-    if not setting.drafts:
-        return order
-    if load.graphs or log.forced:
-        what = "CUDA graphs" if load.graphs else "forced tokens"
-        raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
-    return Speculation(order, make_draft(setting, model), setting.draft_tokens, log)
-
-
 def _outcome(
     request: Request,
     result: Any,
-    log: SessionLog,
-    entries: list[tuple[int, int]],
     tops: list[tuple[float, float, int, int]],
-    eos: Sequence[int],
     fatal: str,
     cut: bool,
 ) -> Outcome:
-    sizes = [log.batch[step] for step, _ in entries]
     tokens = list(result.generated_tokens) if result is not None else []
     logprobs = np.asarray(result.logprobs if result is not None else [], dtype="<f4")
     reason = ""
@@ -712,7 +695,7 @@ def _outcome(
         reason = reason_of(result.error)
     elif len(logprobs) != len(tokens):
         reason = f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens"
-    elif not tokens or (len(tokens) < request.max_new_tokens and tokens[-1] not in eos):
+    elif not tokens or len(tokens) < request.max_new_tokens:  # no token ends a completion: all are equally long
         reason = f"the engine ended it after {len(tokens)} of {request.max_new_tokens} tokens"
     kept = list(zip(tokens, tops, strict=True)) if not reason and len(tops) == len(tokens) else []
     return Outcome(
@@ -721,55 +704,38 @@ def _outcome(
         logprobs=logprobs.tobytes(),
         margins=np.asarray([best - next_best for _, (best, next_best, _, _) in kept], dtype="<f4").tobytes(),
         runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
-        finish="cut" if cut and result is None else "error" if reason else "eos" if tokens[-1] in eos else "length",
-        schedule=run_lengths(entries),
-        batch_min=min(sizes, default=0),
-        batch_max=max(sizes, default=0),
+        finish="cut" if cut and result is None else "error" if reason else "length",
         reason=reason,
     )
 
 
-# On a CPU the warm-up takes the head of a round, a few requests and tokens: a full prefill and some decodes.
-_WARM_REQUESTS, _WARM_TOKENS = 16, 3
 _SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a full budget
 
 
 def warm_up(
-    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session],
-    progress: Progress | None = None, *, whole: bool = False,
-) -> Session | None:  # fmt: skip
-    """Run everything once that the rounds will run, under the implementation that is on; returns the whole first round,
-    if run: on CUDA, or where it is wanted `whole`.
+    model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
+) -> Session:
+    """Run everything once that the rounds will run, under the implementation that is on; returns the first round.
 
     On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
     (None: they are in other processes) are called first, at the sizes that steps may have. First uses in later rounds
     are left out of the timings, see `nondet.core.launch`. `progress` is called for each layer's call, for the round,
     and at each compilation or proof.
     """
-    if device == "cuda" and model is not None:
-        return _prepare_and_play(model, plan, play, progress or (lambda *_: None))
-    if device == "cuda" or whole:
+    if device != "cuda" or model is None:
         return play(plan.rounds[0])
-    head = plan.rounds[0][:_WARM_REQUESTS]
-    play([replace(r, max_new_tokens=min(r.max_new_tokens, _WARM_TOKENS), arrival_step=0) for r in head])
-    return None
-
-
-def _prepare_and_play(
-    model: Any, plan: Plan, play: Callable[[Sequence[Request]], Session], progress: Progress
-) -> Session:
-    calls = 0
+    calls, report = 0, progress or (lambda *_: None)
 
     def layers(done: int, total: int, _: FirstUses) -> None:
         nonlocal calls
         calls = total
-        progress(done, total + 1, uses)
+        report(done, total + 1, uses)
 
     with first_uses() as uses:
         prepare(model, *sizes_of(plan.load), layers)
-        uses.on_change = lambda so_far: progress(calls, calls + 1, so_far)
+        uses.on_change = lambda so_far: report(calls, calls + 1, so_far)
         session = play(plan.rounds[0])
-    progress(calls + 1, calls + 1, uses)
+    report(calls + 1, calls + 1, uses)
     return session
 
 

@@ -20,8 +20,7 @@ from nondet.errors import UserError, one_line, reason_of, suggestion
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Weights below this size are identified by their contents; larger ones only by name and size, because reading a hundred
-# gigabytes twice is not worth its time.
+# Weights below this size are identified by their contents; larger ones, to save the time, by name and size.
 _HASHED_BYTES = 256 * 2**20
 _INDEX, _INDEX_MOST = "model.safetensors.index.json", 64 * 2**20
 _COPY = "Copy or download it again; weights must be safetensors."
@@ -250,8 +249,7 @@ def is_random(source: str | None) -> bool:
 
 def random_config(source: str, vocabulary: int) -> Any:
     """The config of "random:ARCHITECTURE-LAYERSxWIDTH": heads of 128, in total twice as wide as the model. Qwen3-0.6B's
-    proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another form, an unknown
-    architecture, or impossible sizes."""
+    proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another form or sizes."""
     from transformers import AutoConfig
 
     def config(name: str, layers: int, width: int, heads: int, kv_heads: int, **more: Any) -> Any:

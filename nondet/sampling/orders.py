@@ -15,14 +15,11 @@ from nondet.core.compare import shared_length
 from nondet.sampling.plan import Request
 
 _QUANTUM = 64  # tokens of a client's turn: about one prompt of the default loads
-_CLIENTS = 3  # one client has the requests under study; two others share the concurrent requests
 
 
 def client_of(request: Request) -> str:
     """ "targets" for requests under study, "others 0" and "others 1" for the concurrent ones."""
-    if request.target:
-        return "targets"
-    return f"others {sum(map(ord, request.id)) % (_CLIENTS - 1)}"
+    return "targets" if request.target else f"others {sum(map(ord, request.id)) % 2}"
 
 
 @dataclass
@@ -67,28 +64,22 @@ class _ByPrefix(Order):
     admitted prompt counts as cached, even if its pages were freed since."""
 
     seen: list[tuple[int, ...]] = field(default_factory=list)
-    known: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> (prompts compared, longest match)
 
     def arrange(self, waiting: Sequence[str]) -> list[str]:
-        return sorted(waiting, key=lambda name: -self._match(name))
+        return sorted(waiting, key=lambda name: -self._match(self.requests[name].prompt))
 
     def admitted(self, name: str) -> None:
         if self.requests[name].prompt not in self.seen:
             self.seen.append(self.requests[name].prompt)
 
-    def _match(self, name: str) -> int:
-        looked, best = self.known.get(name, (0, 0))
-        prompt = self.requests[name].prompt
-        best = max([best, *(shared_length(prompt, other) for other in self.seen[looked:])])
-        self.known[name] = (len(self.seen), best)
-        return best
+    def _match(self, prompt: tuple[int, ...]) -> int:
+        return max((shared_length(prompt, other) for other in self.seen), default=0)
 
 
 @dataclass
 class _DeficitRoundRobin(Order):
     """Each client in its turn, for as many tokens as it has credit; credit comes a quantum at a time. After Shreedhar &
-    Varghese (1995): a request costs its prompt's tokens, a client without credit is passed over, and when no waiting
-    client has any, all get a quantum."""
+    Varghese (1995): a request costs its prompt's tokens; when no waiting client has any credit, all get a quantum."""
 
     credit: Counter[str] = field(default_factory=Counter)
 

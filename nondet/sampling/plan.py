@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from nondet.core.runfile import regular
-from nondet.errors import UnknownNameError, UserError, each_once, one_line, shortened, suggestion
+from nondet.errors import UserError, each_once, one_line, shortened, suggestion
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -293,12 +293,11 @@ def build_plan(
     *,
     n: int,
     seed: int,
-    prompt: Sequence[int] = (),
     max_new_tokens: int,
     context: int,
     encode: Callable[[str], list[int]],
     texts: Sequence[str] | None = None,
-    prompts: Sequence[Sequence[int]] = (),
+    prompts: Sequence[Sequence[int]],
     samplings: Sequence[Sampling] = (),
     riders: Sequence[Sequence[int]] = (),
 ) -> Plan:
@@ -309,9 +308,8 @@ def build_plan(
 
     Args:
         n: Targets of each subject, over all rounds; the last round holds what is left.
-        prompt: Token ids of the request under study, where there is one.
-        samplings: For each prompt, one per seed; () for greedy requests. Background requests draw likewise, each with a
-            seed of its own.
+        prompts: Token ids of each request under study.
+        samplings: For each prompt, one per seed; () for greedy ones. Background requests draw with seeds of their own.
         riders: Further prompts, each twice for every `RIDERS_EVERY` targets, in one round: one computes its keys, one
             may find them cached. Their subjects follow the others'; at a temperature their seeds take turns by round.
         context: Positions that the model has: background requests are cut to fit.
@@ -320,8 +318,8 @@ def build_plan(
     """
     if texts is None:
         texts = background_text() if load.others else []
-    several = [tuple(p) for p in prompts or [prompt]]
-    subjects = [(p, sampling) for p in several for sampling in (samplings or (None,))]
+    draws: Sequence[Sampling | None] = samplings or (None,)
+    subjects = [(tuple(p), sampling) for p in prompts for sampling in draws]
     rounds = []
     for index, first in enumerate(range(0, n * len(subjects), load.targets)):
         # a string seeds through SHA-512, so that neither the hash seed nor earlier rounds matter
@@ -334,8 +332,8 @@ def build_plan(
             requests.append(Request(f"t{i:06d}", True, tokens, max_new_tokens, arrival, subject, drawn))
         due = (first + len(requests)) // RIDERS_EVERY > first // RIDERS_EVERY
         for k, rider in itertools.product(range(2), range(len(riders) if due else 0)):
-            turn = index % len(samplings or (None,))
-            subject, drawn = len(subjects) + rider * len(samplings or (None,)) + turn, (samplings or (None,))[turn]
+            turn = index % len(draws)
+            subject, drawn = len(subjects) + rider * len(draws) + turn, draws[turn]
             arrival = rng.randrange(load.spread)
             name = f"l{index:05d}-{rider}-{k}"
             requests.append(Request(name, True, tuple(riders[rider]), max_new_tokens, arrival, subject, drawn))
@@ -365,15 +363,8 @@ def _background(
     return Request(name, False, tuple(ids[:length]), new, rng.randrange(load.spread))
 
 
-# An engine takes requests under a load, and returns a session with what happened to each request.
-#
-# Another engine is another file and a line in `ENGINES`. All of them give token ids; logprobs, margins and the schedule
-# are optional. An engine that can force tokens and be watched can be traced; any other can still be sampled.
-
-# name -> target of its class, which takes the loaded model
-ENGINES: dict[str, str] = {
-    "transformers": "nondet.sampling.engine:TransformersEngine",
-}
+# An engine takes requests under a load, and returns a session with what happened to each request: token ids; logprobs,
+# margins and the schedule are optional. One that can force tokens and be watched can be traced.
 
 
 class Span(NamedTuple):
@@ -480,15 +471,6 @@ class Engine(Protocol):
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
         """Run the requests from an empty engine to an empty one; options as of `nondet.sampling.engine.run_session`."""
-
-
-def make_engine(name: str, model: Any) -> Engine:
-    """The engine of that name, serving `model`; an `UnknownNameError` where there is none."""
-    from nondet.core.registry import load_object
-
-    if name not in ENGINES:
-        raise UnknownNameError("engine", name, ENGINES)
-    return load_object(ENGINES[name])(model)
 
 
 # Prompt sets: a file of prompts, read within bounds, with every error reported in one line.

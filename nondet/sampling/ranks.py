@@ -106,12 +106,12 @@ def report_failures() -> Iterator[None]:
 
     handle = Manager._handle_critical_error
 
-    def told(self: Any, error: Exception, processor: Any) -> None:
+    def reported(self: Any, error: Exception, processor: Any) -> None:
         if not isinstance(error, MemoryError):  # raised in all ranks alike, and handled separately
             fail_now(error)
         handle(self, error, processor)
 
-    Manager._handle_critical_error = told
+    Manager._handle_critical_error = reported
     try:
         yield
     finally:
@@ -130,8 +130,7 @@ LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
 
 class RanksEngine:
     """A group of `world` ranks that holds one model, `loaded` by the caller; one rank too, for a comparison by the same
-    means. Close it. `shares`: parameters of each rank. Raises UserError: ranks that are not available, or a model that
-    can't be cut over them."""
+    means. Close it. `shares`: parameters of each rank. Raises UserError: no such ranks, or no model that can be cut."""
 
     def __init__(self, loaded: LoadedModel, world: int) -> None:
         check_loader()

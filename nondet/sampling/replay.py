@@ -146,7 +146,7 @@ def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
         len(ids) == len(tape.requests),
         completion.request in ids,
         all(0 <= r.prompt < len(tape.prompts) and tape.prompts[r.prompt] for r in tape.requests),
-        all(r.new >= 1 and r.arrival >= 0 for r in tape.requests),
+        all(r.new >= 1 and r.arrival >= 0 for r in tape.requests) and not tape.eos,  # no token ends a completion
         all(r.sampling is None or is_sampling(r.sampling) for r in tape.requests),
         all(token >= 0 for prompt in tape.prompts for token in prompt),
         set(tape.load) == {f.name for f in fields(Load)},
@@ -209,8 +209,7 @@ def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
     """Rounds to repeat in addition to the first, so that each prompt that diverged does so within repeated rounds.
 
     Greedy: the round that settles most prompts first, the earlier one among equals. A prompt may need two rounds.
-    `completions` are all that succeeded under one implementation; prompts that need more than `most` rounds stay open,
-    as their verdict reports.
+    `completions` are all that succeeded under one implementation; prompts that need more than `most` rounds stay open.
     """
     traces: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for c in completions:
@@ -259,8 +258,8 @@ def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, st
         failed.append(
             "CUDA graphs were captured in other steps the second time, so a replay would be compared with a plain step"
         )
-    parted = sum(a != b for a, b in zip(once.outcomes, again.outcomes, strict=True))
-    return _row(loaded, impl, 0, again, len(once.outcomes), parted, failed, started)
+    differ = sum(a != b for a, b in zip(once.outcomes, again.outcomes, strict=True))
+    return _row(loaded, impl, 0, again, len(once.outcomes), differ, failed, started)
 
 
 def settling_row(
@@ -275,8 +274,8 @@ def settling_row(
     first one of a stopped run: a difference between two processes is not an effect of the batch."""
     records = [completion_of(o, impl, index) for o in again.outcomes if o.request.target]
     failed = [r.reason for r in records if r.status != "ok"]
-    parted = sum(r.key in before and before[r.key] != r for r in records)
-    return _row(loaded, impl, index, again, len(before), parted, failed, started)
+    differ = sum(r.key in before and before[r.key] != r for r in records)
+    return _row(loaded, impl, index, again, len(before), differ, failed, started)
 
 
 def _row(
@@ -285,7 +284,7 @@ def _row(
     index: int,
     again: Session,
     requests: int,
-    parted: int,
+    differ: int,
     failed: Sequence[str],
     started: float,
 ) -> Row:
@@ -303,7 +302,7 @@ def _row(
         status="",
         extra={
             "requests": requests,
-            "requests_parted": parted,
+            "requests_parted": differ,
             "tokens": again.tokens,
             "steps": again.steps,
             # only of the second time: every kernel is compiled, proven and planned by then
@@ -314,7 +313,7 @@ def _row(
         reason=failed[0] if failed else "",
         seconds=time.perf_counter() - started,
     )
-    return row_of(head, [1, 2], [0, bool(parted)], **({"status": Status.ERROR} if failed else {}))
+    return row_of(head, [1, 2], [0, bool(differ)], **({"status": Status.ERROR} if failed else {}))
 
 
 T = TypeVar("T")
@@ -359,7 +358,7 @@ class Player:
         self.sessions += 1
         wanted = None if only is None else set(only)
         requests = [r for r in requests_of(self.tape) if wanted is None or r.id in wanted]
-        session = self.engine.run(requests, load_of(self.tape), seed=self.tape.seed, eos=self.tape.eos, until=until)
+        session = self.engine.run(requests, load_of(self.tape), seed=self.tape.seed, until=until)
         if session.fatal:
             raise EngineStoppedError(f"round {self.tape.round}: {session.fatal}")
         return session
@@ -380,9 +379,9 @@ class Player:
             sentence = f"{name}: trace {got} instead of {completion.trace}{where}; {steps}"
             if got == completion.trace:
                 sentence = f"{name}: {len(outcome.token_ids)} tokens and logprobs, bit-identical to the record; {steps}"
-            company = [r.id for r in self.tape.requests if r.id != name]
+            others = [r.id for r in self.tape.requests if r.id != name]
             took = {"sentence": sentence, "seconds": seconds, "sessions": 1}
-            replays.append(_replayed(completion, outcome, apart, how="as recorded", company=company, **took))
+            replays.append(_replayed(completion, outcome, apart, how="as recorded", company=others, **took))
         return replays
 
     def alone(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
@@ -414,32 +413,32 @@ class Player:
         others = [r.id for r in self.tape.requests if r.id != name]
         known: dict[tuple[str, ...], bool] = {}
 
-        def parts(company: Sequence[str]) -> bool:
-            key = tuple(company)
+        def differs(beside: Sequence[str]) -> bool:
+            key = tuple(beside)
             if key not in known:
-                outcome = _outcome(self.play([*company, name], until=name), name)
-                differs = outcome.token_ids != alone.token_ids
-                known[key] = differs or (not by_tokens and outcome.logprobs != alone.logprobs)
+                outcome = _outcome(self.play([*beside, name], until=name), name)
+                other_tokens = outcome.token_ids != alone.token_ids
+                known[key] = other_tokens or (not by_tokens and outcome.logprobs != alone.logprobs)
             return known[key]
 
-        if not parts(others):
+        if not differs(others):
             raise UserError(
                 f"{name} does not differ when the whole round is replayed", "Leave --shrink out: its replay shows why."
             )
-        company = minimal(others, parts)
-        needed = [x for x in company if not parts([y for y in company if y != x])]
-        final = _outcome(self.play([*company, name], until=name), name)
+        fewest = minimal(others, differs)
+        needed = [x for x in fewest if not differs([y for y in fewest if y != x])]
+        final = _outcome(self.play([*fewest, name], until=name), name)
         token, logprob = first_difference(alone, final)
         what = "tokens" if by_tokens else "logprob bits"
-        named = ", ".join(company[:8]) + (", ..." if len(company) > 8 else "")
+        named = ", ".join(fewest[:8]) + (", ..." if len(fewest) > 8 else "")
         tokens = "no token differs" if token is None else f"tokens from {token} on"
         sentence = (
-            f"{name} differs in {what} from itself solo with {len(company)} of {len(others)} concurrent requests "
+            f"{name} differs in {what} from itself solo with {len(fewest)} of {len(others)} concurrent requests "
             f"({named}): logprobs from token {logprob} on, {tokens}; "
-            f"{'none of them' if needed == company else 'not every one'} can be left out"
+            f"{'none of them' if needed == fewest else 'not every one'} can be left out"
         )
         took = {"sessions": self.sessions - before, "seconds": time.perf_counter() - started}
-        return _replayed(completion, final, (token, logprob), how="shrunk", company=company, sentence=sentence, **took)
+        return _replayed(completion, final, (token, logprob), how="shrunk", company=fewest, sentence=sentence, **took)
 
 
 def _replayed(

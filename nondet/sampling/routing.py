@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from nondet.core.compare import shared_length
 from nondet.sampling.orders import client_of
@@ -15,27 +14,25 @@ _OVERLOAD, _SLACK = 2.0, 4
 _QUANTUM_ROUTING = 128  # tokens of credit that a client gets on each replica at a time
 
 
-@dataclass
 class _Replicas:
-    count: int
-    prompts: list[list[tuple[int, ...]]] = field(init=False)  # distinct ones per replica, whose prefixes it holds
-    load: list[int] = field(init=False)  # tokens: of prompts those without a cached prefix, and of completions
-    credit: Counter[tuple[str, int]] = field(default_factory=Counter)  # (client, replica) -> tokens left
-
-    def __post_init__(self) -> None:
-        self.prompts, self.load = [[] for _ in range(self.count)], [0] * self.count
+    def __init__(self, count: int) -> None:
+        self.count = count
+        # of each replica: distinct prompts, whose prefixes it holds
+        self.prompts: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
+        self.load = [0] * count  # tokens: of prompts those without a cached prefix, and of completions
+        self.credit: Counter[tuple[str, int]] = Counter()  # (client, replica) -> tokens left
 
     def matches(self, request: Request) -> list[int]:
         """Tokens of the prompt that each replica has a prefix of."""
         return [max((shared_length(request.prompt, p) for p in seen), default=0) for seen in self.prompts]
 
-    def send(self, request: Request, replica: int) -> int:
-        """Record the request; returns the tokens that it costs there."""
+    def send(self, request: Request, replica: int) -> None:
+        """Record the request, and the tokens that it costs there."""
         cost = len(request.prompt) - self.matches(request)[replica] + request.max_new_tokens
         self.load[replica] += cost
+        self.credit[client_of(request), replica] -= cost
         if request.prompt not in self.prompts[replica]:
             self.prompts[replica].append(request.prompt)
-        return cost
 
 
 def _round_robin(index: int, request: Request, replicas: _Replicas) -> int:
@@ -78,8 +75,6 @@ def route(policy: str, requests: Sequence[Request], count: int) -> list[int]:
     chosen = []
     for index, request in enumerate(requests):
         replica = POLICIES[policy](index, request, replicas)
-        cost = replicas.send(request, replica)
-        if policy == "deficit-prefix":
-            replicas.credit[client_of(request), replica] -= cost
+        replicas.send(request, replica)
         chosen.append(replica)
     return chosen

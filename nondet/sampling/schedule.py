@@ -141,8 +141,6 @@ class SessionLog:
     arrivals: dict[str, int]
     clock: int = 0  # the current engine step. It skips steps before the next arrival
     steps: int = 0
-    entries: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # request -> (step, query tokens)
-    batch: dict[int, int] = field(default_factory=dict)  # step -> query tokens of the whole batch
     rows: list[list[str]] = field(default_factory=list)  # requests that get a token, in the order of the logits' rows
     top: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # float32 logits, int64 ids, [rows, 2]
     packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)  # step -> its requests, in the order of rows
@@ -177,11 +175,7 @@ class SessionLog:
         self.packs[self.clock] = tuple(
             Span(f.state.request_id, f.state.position_offset, f.query_length, f.has_new_token) for f in scheduled
         )
-        pack = self.packs[self.clock]
-        for span in pack:
-            self.entries.setdefault(span.request, []).append((self.clock, span.rows))
-        self.batch[self.clock] = sum(span.rows for span in pack)
-        self.rows.append([span.request for span in pack if span.new])
+        self.rows.append([span.request for span in self.packs[self.clock] if span.new])
         self.steps += 1
         self.clock += 1
         self.ended = time.perf_counter()
@@ -263,7 +257,19 @@ def run_lengths(entries: Iterable[tuple[int, int]]) -> list[list[int]]:
     return runs
 
 
-def session_figures(outcomes: Sequence[Outcome], log: SessionLog) -> dict[str, int]:
+Parts = dict[str, list[tuple[int, Span]]]  # request -> (step, its rows in it), in the order of steps
+
+
+def parts_of(packs: Mapping[int, Sequence[Span]]) -> Parts:
+    """The steps of each request."""
+    parts: Parts = {}
+    for step, pack in packs.items():
+        for span in pack:
+            parts.setdefault(span.request, []).append((step, span))
+    return parts
+
+
+def session_figures(outcomes: Sequence[Outcome], log: SessionLog, parts: Parts) -> dict[str, int]:
     """Counts of one session; requests that failed or were cut are left out of the counts of tokens.
 
     Returns:
@@ -275,17 +281,13 @@ def session_figures(outcomes: Sequence[Outcome], log: SessionLog) -> dict[str, i
             of that. "drafted" and "accepted": speculated tokens. "graphs": 1 if steps ran as CUDA graphs. The engine
             adds "ran dtype X", "ran attention X" and "ran threads N".
     """
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for pack in log.packs.values():
-        for span in pack:
-            spans.setdefault(span.request, []).append((span.first, span.rows))
     lost = set(log.preempted)
     figures = dict.fromkeys(("cached", "hits", "piece_most", "in_pieces", "recomputed"), 0)
     for outcome in outcomes:
         if outcome.finish in ("error", "cut"):
             continue
         request = outcome.request
-        mine = spans.get(request.id, [])
+        mine = [(span.first, span.rows) for _, span in parts.get(request.id, ())]
         needed = len(request.prompt) + len(outcome.token_ids) - 1  # the last token is never fed back
         computed = {p for first, rows in mine for p in range(first, first + rows) if p < needed}
         cached = needed - len(computed)
@@ -300,7 +302,7 @@ def session_figures(outcomes: Sequence[Outcome], log: SessionLog) -> dict[str, i
                 figures["in_pieces"] += len(prefill) > 1
     return figures | {
         "page": log.page,
-        "step_most": max(log.batch.values(), default=0),
+        "step_most": max((sum(span.rows for span in pack) for pack in log.packs.values()), default=0),
         "preempted": len(log.preempted),
         "preempted_targets": sum(o.request.target and o.request.id in lost for o in outcomes),
         "drafted": log.drafted,

@@ -1,13 +1,10 @@
 """Speculative decoding inside of transformers' continuous batching, and the sources of drafts.
 
-A decoding request adds its last token *and* k drafted ones to the step: k + 1 query tokens over the same paged cache,
-in the same forward pass as all others. The model's choice after each of them is compared with the draft; the drafts
-that it would have chosen itself are kept, with its choice after the last of them, as in greedy verification (Leviathan
-et al., 2023). Keys of rejected drafts are overwritten before they are read.
-
-With exact arithmetic the ids are those of plain greedy decoding. A completion that differs shows that the bits of a
-position depend on how many query tokens are computed with it. Only the model under study decides whether a draft is
-kept, so a poor drafter costs steps but no correctness.
+A decoding request adds its last token *and* k drafted ones to the step: k + 1 query tokens over the same paged cache.
+The drafts that the model would have chosen itself are kept, with its choice after the last of them, as in greedy
+verification (Leviathan et al., 2023). Keys of rejected drafts are overwritten before they are read. So with exact
+arithmetic the ids are those of plain greedy decoding, whatever drafts: a completion that differs shows that the bits of
+a position depend on how many query tokens are computed with it.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nondet.errors import UserError
-from nondet.sampling.orders import Order
-from nondet.sampling.plan import Setting
+from nondet.sampling.orders import ORDERS, Order
+from nondet.sampling.plan import Load, Request, Setting
 from nondet.sampling.schedule import SessionLog
 
 if TYPE_CHECKING:
@@ -37,8 +34,18 @@ _NGRAMS = (3, 2, 1)
 _WINDOW = 16  # tokens of the context that a draft model sees
 
 
-def make_draft(setting: Setting, model: Any) -> Draft:
-    """The drafter of a setting."""
+def order_of(model: Any, requests: Sequence[Request], load: Load, log: SessionLog, setting: Setting) -> Order:
+    """The setting's order of service, with its drafts; a `UserError` where no draft could be verified."""
+    order = ORDERS[setting.order]({r.id: r for r in requests}, setting.chunk)
+    if not setting.drafts:
+        return order
+    if load.graphs or log.forced:
+        what = "CUDA graphs" if load.graphs else "forced tokens"
+        raise UserError(f"speculative decoding does not go with {what}", "Vary one of the two.")
+    return Speculation(order, _make_draft(setting, model), setting.draft_tokens, log)
+
+
+def _make_draft(setting: Setting, model: Any) -> Draft:
     if setting.drafts == "draft":
         return _greedy(_half(model))
     if setting.drafts == "model":
@@ -51,19 +58,18 @@ def make_draft(setting: Setting, model: Any) -> Draft:
 
 def look_up(context: Sequence[int], most: int) -> list[int]:
     """Prompt lookup: what came after the latest earlier occurrence of the last 3, 2 or 1 tokens."""
-    return _after(context[:-1], context, most, latest=True)
+    return _after(context[:-1], context, most, step=-1)
 
 
 def edit(context: Sequence[int], most: int, earlier: Sequence[int]) -> list[int]:
     """The editing form: the earlier text continues after the first occurrence of the last 3, 2 or 1 tokens in it."""
-    return _after(earlier, context, most, latest=False)
+    return _after(earlier, context, most, step=1)
 
 
-def _after(text: Sequence[int], context: Sequence[int], most: int, *, latest: bool) -> list[int]:
+def _after(text: Sequence[int], context: Sequence[int], most: int, step: int) -> list[int]:
     for size in _NGRAMS:
         last = tuple(context[-size:])
-        places = range(len(text) - size)
-        for start in reversed(places) if latest else places:
+        for start in range(len(text) - size)[::step]:
             if tuple(text[start : start + size]) == last:
                 return list(text[start + size : start + size + most])
     return []
@@ -161,7 +167,7 @@ class Speculation(Order):
         return None
 
     def scheduled(self, futures: Iterable[Any]) -> None:
-        """Note the requests of the step (transformers' FutureRequestStates)."""
+        """See `Order`."""
         self._futures = {f.state.request_id: f for f in futures}
 
     def hooks(self) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
@@ -197,19 +203,25 @@ class Speculation(Order):
         chances = torch.softmax(extra.float(), dim=-1)
         picked = chances.argmax(dim=-1, keepdim=True)
         logprobs = chances.gather(1, picked).squeeze(-1).log().tolist()
-        choices = picked.squeeze(-1).tolist()
-        kept: dict[str, int] = {}
-        at = 0
-        for name in (span.request for span in self.log.pack if self._drafts.get(span.request)):
-            drafts = self._drafts[name]
-            mine = list(zip(choices[at : at + len(drafts)], logprobs[at : at + len(drafts)], strict=True))
-            agreed = next((i for i, d in enumerate(drafts) if d != mine[i][0]), len(drafts))
-            kept[name] = agreed
-            self.log.drafted += len(drafts)
-            self.log.accepted += agreed
-            self._settle(name, mine, agreed)
+        choices = list(zip(picked.squeeze(-1).tolist(), logprobs, strict=True))
+        # the log's rows of this step, in the order of the tokens: the kept ones, of all requests
+        names, kept, at = [], [own[:0]], 0  # a step in which no request gets a token has its entry, too
+        for row, name in enumerate(self.log.rows[-1]):
+            drafts = self._drafts.get(name, [])
+            mine = choices[at : at + len(drafts)]
+            wrong = (i for i, draft in enumerate(drafts) if draft != mine[i][0])
+            agreed = next(wrong, len(drafts))
+            if drafts:
+                self.log.drafted += len(drafts)
+                self.log.accepted += agreed
+                self._settle(name, mine, agreed)
+            # where all drafts were right the token after the last one, which the engine chose, is added
+            pieces = [extra[at : at + min(agreed + 1, len(drafts))], own[row : row + (agreed == len(drafts))]]
+            names += [name] * sum(map(len, pieces))
+            kept += pieces
             at += len(drafts)
-        self._record(own, extra, kept)
+        self.log.rows[-1] = names
+        self.log.keep_tops(torch.cat(kept))
 
     def _settle(self, name: str, mine: list[tuple[int, float]], agreed: int) -> None:
         """Have the engine's own bookkeeping take several tokens at once when it adds this request's token."""
@@ -219,7 +231,6 @@ class Speculation(Order):
         def update(token: int, logprob: float | None) -> bool:
             del state.update_and_check_completion  # for this step only
             before = state.position_offset - len(mine) - 1
-            # where all drafts were right the token after the last one, which the engine chose, is added
             tokens = [*mine, (token, logprob)] if agreed == len(mine) else mine[: agreed + 1]
             done, taken = False, 0
             for chosen, its_logprob in tokens:
@@ -232,21 +243,6 @@ class Speculation(Order):
             return bool(done)
 
         state.update_and_check_completion = update
-
-    def _record(self, own: torch.Tensor, extra: torch.Tensor, kept: dict[str, int]) -> None:
-        """The log's rows of this step, in the order of the tokens: the kept ones, of all requests."""
-        names, pieces, at = [], [own[:0]], 0  # a step in which no request gets a token has its entry, too
-        for row, name in enumerate(self.log.rows[-1]):
-            count = len(self._drafts.get(name, []))
-            agreed = kept.get(name, 0)
-            mine = [extra[at : at + min(agreed + 1, count)]]
-            if agreed == count:
-                mine.append(own[row : row + 1])
-            names += [name] * sum(len(m) for m in mine)
-            pieces += mine
-            at += count
-        self.log.rows[-1] = names
-        self.log.keep_tops(torch.cat(pieces))
 
 
 def _completed(cache: Any, before: Any, start: int, rows: int) -> Any:

@@ -249,8 +249,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
 
 
 def open_model(request: Any, sink: Sink) -> LoadedModel:
-    """The model of a request, on its device and under its threads. vLLM loads it itself: nondet's copy stays on the
-    CPU, for tokens and its digest."""
+    """The model of a request, on its device and under its threads; for vLLM on the CPU, for tokens and its digest."""
     from nondet.sampling.model import is_random, load_libraries, load_model, local_folder
 
     if getattr(request, "engine", "") == "vllm":
@@ -277,24 +276,17 @@ def names_graphs(spec: str) -> bool:
     return any(part.partition("=")[0].strip() == "graphs" for part in spec.split(","))
 
 
-def load_with_graphs(
-    given: bool | None, spec: str, load: Load, device: str, model: Any, *, plain: bool, say: Callable[[str], None]
-) -> Load:
-    """The load, with steps as CUDA graphs if requested, or by default if possible. `plain`: whether nothing is drawn,
-    varied or divided over ranks."""
+def graphs_by_default(load: Load, model: Any, say: Callable[[str], None]) -> bool:
+    """Whether steps run as CUDA graphs where nobody decided about it; says so, or why not."""
     from nondet.sampling.engine import query_step, why_no_graphs
 
-    if given is not None or names_graphs(spec) or device != "cuda" or not plain:
-        return load if given is None else replace(load, graphs=given)
     reason = why_no_graphs(model.config)
     if not reason and query_step(load.requests, load.budget) >= load.budget:
         # all products would have the same number of rows, which hides what the run is to show
         reason = "as CUDA graphs all of them would be padded to one size"
-    if reason:
-        say(f"steps are launched one by one: {reason}")
-        return load
-    say("steps run as CUDA graphs, padded to a few sizes; --no-cuda-graphs launches them one by one")
-    return replace(load, graphs=True)
+    graphs = "steps run as CUDA graphs, padded to a few sizes; --no-cuda-graphs launches them one by one"
+    say(f"steps are launched one by one: {reason}" if reason else graphs)
+    return not reason
 
 
 def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None = None) -> dict[str, list[str]] | None:
@@ -428,18 +420,18 @@ def _explain(survey: Survey, writer: RunWriter) -> None:
 
 def _load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sink) -> Load:
     """The load, with the engine's defaults: whether steps run as CUDA graphs, and under vLLM pages of its size."""
-    load, grain = request.engine_load, _grain(request, loaded)
+    load = request.engine_load
     if varied:
-        return replace(load, page=-(-load.page // grain) * grain) if grain else load
-    if not grain:
-        plain = not request.samplings and request.world == 1
-        return load_with_graphs(
-            request.cuda_graphs, request.load, load, loaded.device, loaded.model, plain=plain, say=sink.say
-        )
+        grain = _grain(request, loaded) or 1
+        return replace(load, page=-(-load.page // grain) * grain)
+    graphs = load.graphs
     if loaded.device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
-        sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
-        return replace(load, graphs=True)
-    return load
+        if request.engine == "vllm":
+            sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
+            graphs = True
+        elif not request.samplings and request.world == 1:
+            graphs = graphs_by_default(load, loaded.model, sink.say)
+    return replace(load, graphs=graphs)
 
 
 def _grain(request: SampleRequest, loaded: LoadedModel) -> int:
@@ -506,23 +498,18 @@ def _check_here(request: SampleRequest, device: str) -> None:
         for impl in request.impls:
             if impl not in RANK_WAYS:
                 raise UserError(f"--impl {impl} does not run over ranks", f"Use {', '.join(RANK_WAYS)}.")
-    if device == "cuda":
-        return
-    if request.engine_load.graphs:
+    if request.engine_load.graphs and device != "cuda":
         raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
     for impl, why in (("stock-flash", ""), ("stock-no-cudnn", ": there is no cuDNN to switch off")):
-        if impl in request.impls:
+        if impl in request.impls and device != "cuda":
             raise UserError(f"--impl {impl} needs a CUDA device{why}", "Use --impl stock.")
 
 
 def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
-    """Completions of each subject. Refuses more rounds than a run file holds, and prints a line where drawing the plan
-    takes a while."""
-    load, subjects, n = request.engine_load, prompts * max(1, len(request.samplings)), request.n
-    if n is None and request.vary is not None:
-        n = _N_VARIED
-    elif n is None:
-        n = _COMPLETIONS if subjects == 1 else max(_EACH_LEAST, _COMPLETIONS // subjects)
+    """Completions of each subject, of no more rounds than a run file holds; says where drawing the plan takes long."""
+    load, subjects = request.engine_load, prompts * max(1, len(request.samplings))
+    usual = max(_EACH_LEAST, _COMPLETIONS // subjects) if request.vary is None else _N_VARIED
+    n = usual if request.n is None else request.n
     if n * subjects > COMPLETIONS_MOST:
         raise UserError(
             f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nondet.core.runfile import check_free, check_outputs, read_run
 from nondet.errors import UserError
-from nondet.sampling.plan import Load, make_engine, parse_load
+from nondet.sampling.plan import Load, parse_load
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, latest_run, pick_device
 from nondet.services.sample import implementations, open_model, prompt_text
@@ -108,6 +108,7 @@ def _played(
     """Round by round, so that completions of one round share a session."""
     from nondet.core.compare import weights_digest
     from nondet.core.traces import read_traces
+    from nondet.sampling.engine import TransformersEngine
     from nondet.sampling.implementations import implementation
     from nondet.sampling.replay import Player, check_weights, tape_of
 
@@ -120,7 +121,7 @@ def _played(
         for completions in rounds.values():
             tape = tape_of(recorded, completions[0])
             check_weights(tape, loaded, weights, recorded.source)
-            player = Player(make_engine("transformers", loaded.model), tape)
+            player = Player(TransformersEngine(loaded.model), tape)
             missing = [c for c in completions if ("replayed", c.impl, c.request, "as recorded") not in done]
             if missing:
                 yield from player.as_recorded(missing, traces)
@@ -234,6 +235,7 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
     if request.engine == "vllm":
         return _under_vllm(request, output)
 
+    from nondet.sampling.engine import TransformersEngine
     from nondet.trace.search import Search, resumed
 
     expected: dict[str, str] = {}
@@ -245,7 +247,7 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
     with output.recording("trace", plan, request.seed) as writer, sink.steps() as say:
         earlier = read_run(output.path, allow_truncated=True)
         search = Search(
-            make_engine("transformers", loaded.model), loaded.model, *arms, impl=plan["impls"][0],
+            TransformersEngine(loaded.model), loaded.model, *arms, impl=plan["impls"][0],
             choose=path is None, expected=expected, write=writer.write, say=say,
             earlier=list(earlier.records()), script=request.repro is not None,
         )  # fmt: skip

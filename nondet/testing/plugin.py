@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def assert_open(
     run: Run, *, impls: Sequence[str] = (), rate: float = 0.1, confidence: float = 0.95, by: str = "load"
 ) -> None:
-    """Fail where `nondet gate` would not open: on divergence, on no answer, and on too few comparisons.
+    """Fail where `nondet gate` would not pass: on divergence, on no answer, and on too few comparisons.
 
     Raises:
         AssertionError: with the gate's own lines.
@@ -56,7 +56,7 @@ class Engine:
         by: str = "load",
         **options: Any,
     ) -> Run:
-        """Complete one prompt n times under a changing load, and fail where a gate would not open.
+        """Complete one prompt n times under a changing load, and fail where a gate would not pass.
 
         Args:
             model, prompt, impl, n, load, options: As `nondet.sample`; 60 completions, two per load, see a rate of 10%.
@@ -94,7 +94,7 @@ class Endpoint:
         seed: int = 0,
         **options: Any,
     ) -> Run:
-        """Test the server until it diverges or the power is reached, and fail where a gate would not open.
+        """Test the server until it diverges or the power is reached, and fail where a gate would not pass.
 
         Args:
             options: protocol, stream, key_env, allow_plain_http, insecure, ca_file, as `nondet gate --endpoint`.

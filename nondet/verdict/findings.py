@@ -1,19 +1,14 @@
-"""Findings about an implementation, strongest first; how completions ended, and whether their batch changed."""
+"""Findings about an implementation, strongest first, and how completions ended."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
-
-from nondet.core.records import Completion, Role, Run, role_of
-from nondet.sampling.analysis import batch_totals
+from nondet.core.records import Completion, Role, role_of
 from nondet.verdict.wording import Reason, phrase, reason, stated, words
 from nondet.verdict.wording import plural as plural  # the reports' too
 
@@ -194,12 +189,10 @@ def subject_name(plan: Mapping[str, Any], index: int) -> str:
     return f"prompt {index // seeds + 1}, seed {seed}" if len(prompts) > seeds else f"seed {seed}"
 
 
-_RANKS = {role: rank for rank, role in enumerate(Role)}
-
-
 def sort_impls(names: Iterable[str]) -> list[str]:
     """Stock, its backends, invariant, its partial forms, then others in the order given; each once."""
-    return sorted(dict.fromkeys(names), key=lambda name: _RANKS[role_of(name)])
+    roles = list(Role)
+    return sorted(dict.fromkeys(names), key=lambda name: roles.index(role_of(name)))
 
 
 def successful(completions: Iterable[Completion]) -> list[Completion]:
@@ -212,8 +205,7 @@ class Tally:
     """Completions, counted by what they gave.
 
     A completion that ended for another reason than one with the same tokens and logprobs is a different answer. An
-    end-of-text token is not always among the tokens, so the reason can be all that differs: one request went on to its
-    limit, and the other stopped there.
+    end-of-text token is not always among the tokens, so the reason can be all that differs.
 
     Attributes:
         completions: Digest of the tokens -> completions.
@@ -306,73 +298,3 @@ def _summed(counts: Iterable[tuple[str, int]]) -> Counter[str]:
     for name, n in counts:
         total[name] += n
     return total
-
-
-# Whether the batch really changed under sampled completions: without that, "batch-dependent" is not a verdict. The size
-# of every batch follows from the schedules of all requests of a round. A completion's *batches* are its own query
-# tokens and the whole batch's, for each of its steps.
-
-Steps = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class BatchEvidence:
-    """What the schedules show about the completions of one prompt under one implementation.
-
-    Attributes:
-        known: Completions whose batches are on record; for the others the round was cut short, or no schedule was kept.
-        different: Different sequences of batches among them.
-        alone: Completions that ran solo in every batch and computed every key themselves: pages of a shared prefix hold
-            bits of the batch that computed them.
-        alone_parted: Whether two of these, with equal batches, have different traces: the same shapes and data gave
-            other bits, so this is run-to-run nondeterminism and nothing else.
-        padded: Whether steps ran as CUDA graphs, so that products had a few fixed sizes, and not those on record.
-    """
-
-    known: int
-    different: int
-    alone: int
-    alone_parted: bool
-    padded: bool = False
-
-    @property
-    def varied(self) -> bool:
-        """Whether at least two completions had different batches."""
-        return self.different > 1
-
-    @property
-    def constant(self) -> bool:
-        """Whether every completion ran solo, in equal batches: then the batch can't be the cause."""
-        return self.known > 0 and self.different == 1 and self.alone == self.known
-
-
-def batch_evidence(
-    completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
-) -> BatchEvidence:
-    """Compare the batches of these completions of one prompt under one implementation, all of which succeeded.
-    `totals`: from `round_totals`, for that implementation."""
-    patterns: list[bytes] = []
-    traces_alone: dict[bytes, set[str]] = {}
-    alone = 0
-    for completion in completions:
-        total = totals.get(completion.round)
-        if total is None or not completion.schedule:
-            continue
-        own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
-        whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
-        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest()
-        patterns.append(pattern)
-        # the last token is never fed back; a smaller sum means that pages were shared
-        shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
-        if shared_nothing and np.array_equal(own, whole):
-            alone += 1
-            traces_alone.setdefault(pattern, set()).add(completion.trace)
-    parted = any(len(traces) > 1 for traces in traces_alone.values())
-    return BatchEvidence(len(patterns), len(set(patterns)), alone, parted, padded)
-
-
-def round_totals(run: Run, impl: str) -> dict[int, Steps]:
-    """Round -> query tokens of the whole batch at each step; only for rounds that ended. Failed completions count here,
-    because they were in others' batches, and nowhere else."""
-    ended = {record.round for record in run.rounds if record.impl == impl}
-    return {number: total for number, total in batch_totals(run, impl).items() if number in ended}

@@ -40,8 +40,7 @@ TELLING = (mismatch.KINDS, ("mm-where",), ("rl-spread",))
 
 
 def judge(run: Run) -> list[Verdict]:
-    """The verdicts that every report of the run gives: completions first, then operators. Raises UserError: the records
-    contradict each other."""
+    """Verdicts of a run: completions first, then operators. Raises UserError: the records contradict each other."""
     if run.training_steps:
         return judge_training(run)
     if run.mismatch_rollouts:
@@ -90,11 +89,11 @@ def answer(
     drawn: Mapping[str, str] | None = None,
     conclusion: Diagnosis | TraceVerdict | None = None,
 ) -> tuple[Outcome, tuple[Reason, ...]]:
-    """The decision of every gate, and why: shut, no answer or open.
+    """The decision of every gate, and why.
 
-    Shut where something diverged that a user would want equal, or where a result is wrong, even if it is consistent. No
-    answer where neither was seen and the run was killed, cases failed, or nothing was compared for a requested
-    implementation: a gate must not open on that. Sums that were taken in another order on purpose are not a divergence.
+    It fails where something diverged that a user would want equal, or where a result is wrong, even if it is
+    consistent. It has no answer where neither was seen and the run was killed, cases failed, or nothing was compared
+    for a requested implementation. Sums that were taken in another order on purpose are not a divergence.
 
     Args:
         drawn: From `unseeded`: a difference in these is not a fault unless the result is wrong, and not an answer.
@@ -110,7 +109,7 @@ def answer(
 
 
 def _faults(verdict: Verdict, drawn: Mapping[str, str]) -> list[Finding]:
-    """The findings of a verdict that keep a gate shut; for draws without a seed only wrong results."""
+    """The findings of a verdict on which a gate fails; for draws without a seed only wrong results."""
     return [f for f in verdict.findings if f.is_fault and (verdict.impl not in drawn or f == Finding.WRONG)]
 
 
@@ -149,8 +148,7 @@ def _no_answer(
 # The power of a run without a divergence, by request and by load. Loads are independent; the requests of one load share
 # its batches, so a figure by request holds only if requests were independent, and its text says so. Stopping early is
 # free while nothing diverged: a rate p is excluded wrongly only if nothing was hit in the first n tries, n the fewest
-# that exclude it, which has a chance of at most 1 - confidence. A sweep over chosen sizes is not a sample, and has no
-# power of this kind.
+# that exclude it, which has a chance of at most 1 - confidence. A sweep over chosen sizes has no power of this kind.
 
 BY = ("load", "request")
 
@@ -217,9 +215,9 @@ class Decision:
     """A gate's answer.
 
     Attributes:
-        reasons: Why: for an open or shut gate the first verdicts behind it.
+        reasons: Why: where the gate passes or fails the first verdicts behind it.
         power: The power of each sampled implementation; empty for sweeps.
-        faults: Findings that keep it shut; empty where it is not shut.
+        faults: Findings on which it fails; empty where it does not.
         above: Implementations that are above a threshold; None where no threshold decided.
     """
 
@@ -242,8 +240,7 @@ class Decision:
 
 
 def of_impls(run: Run, impls: Sequence[str]) -> Run:
-    """The run without other implementations' records; all of it where none is named. Raises UnknownNameError: it holds
-    nothing of that name."""
+    """The run without other implementations' records; all of it where none is named. Raises UnknownNameError."""
     if not impls:
         return run
     names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts)}
@@ -270,7 +267,7 @@ def power_text(power: Power) -> str:
 
 
 def decide(
-    run: Run, *, impls: Sequence[str] = (), rate: float, confidence: float, by: str, asked: bool = False,
+    run: Run, *, impls: Sequence[str] = (), rate: float, confidence: float, by: str, given: bool = False,
     limits: Thresholds | None = None,
 ) -> Decision:  # fmt: skip
     """Judge a run as a gate does.
@@ -278,7 +275,7 @@ def decide(
     Args:
         impls: Those that must be consistent; none: all that the run has.
         rate, confidence, by: The power that a sample must have: see `Power`.
-        asked: Whether that power was requested, so that a run without a sample can't be enough.
+        given: Whether that power was requested, so that a run without a sample can't be enough.
         limits: Thresholds for a run of `nondet mismatch` or `nondet rl`, which decide instead of its verdicts.
 
     Raises:
@@ -288,12 +285,12 @@ def decide(
     verdicts = tuple(judge(run))
     names = list(dict.fromkeys(c.impl for c in run.completions))
     power = tuple(p for name in names if (p := power_of(run, name, rate=rate, confidence=confidence, by=by)))
-    if asked and not power:
+    if given and not power:
         raise UserError(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
-    if limits is not None and limits.asked:
+    if limits is not None and limits.given:
         return _by_thresholds(run, verdicts, limits)
     drawn = unseeded(run)
     outcome, reasons = answer(run, verdicts, drawn=drawn)

@@ -266,7 +266,7 @@ class Thresholds(NamedTuple):
     mult_prob_error: float | None = None
 
     @property
-    def asked(self) -> list[tuple[str, str, float]]:
+    def given(self) -> list[tuple[str, str, float]]:
         """Those that are set: the figure's name, its field, and the threshold."""
         names = ("other bits", "differ"), ("K3", "k3"), ("mean of exp |d|", "mult_prob_error")
         return [(*name, limit) for name, limit in zip(names, self, strict=True) if limit is not None]
@@ -281,6 +281,6 @@ def held(run: Run, limits: Thresholds) -> Iterator[Held]:
     for pair in pairs(run):
         if (figures := pair.figures) is None:
             continue
-        yield from ((pair.impl, name, getattr(figures, field), "", limit) for name, field, limit in limits.asked)
+        yield from ((pair.impl, name, getattr(figures, field), "", limit) for name, field, limit in limits.given)
         if limits.bits == 0 and pair.whole:
             yield pair.impl, "rows of other logits", pair.rows_differ, "", 0

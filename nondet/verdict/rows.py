@@ -6,8 +6,7 @@
 * Divergence while the batch changed is batch dependence, unless the same operator also differs from run to run: then
   the two can't be told apart. Where nothing was repeated, it is divergence and no more.
 * Divergence while the order of a reduction was changed on purpose is neither: floating-point sums depend on order.
-* No divergence is never called deterministic. A sweep over chosen sizes is not a sample, so it gives counts and no
-  rate.
+* No divergence is never called deterministic. A sweep over chosen sizes gives counts and no rate.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         hits.append(_counted(Finding.WRONG, [r for r in rows if r.measured], lambda r: r.wrong))
     if not usable and not hits:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), tuple(left_out))
-    unsteady = {_family(r) for r in usable if _parted_from_run_to_run(r)}
+    unsteady = {_family(r) for r in usable if _differs_again(r)}
     on = {axis: [r for r in usable if axis_of(r) == axis] for axis in Axis}
     # where results change from run to run anyway, a sweep over anything else shows nothing by itself
     steady = {axis: [r for r in on[axis] if _family(r) not in unsteady] for axis in Axis}
@@ -77,8 +76,8 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
 
 def _divergences(usable: list[Row], steady: dict[Axis, list[Row]]) -> list[tuple[Finding, Reason]]:
     hits = []
-    if any(_parted_from_run_to_run(r) for r in usable):
-        hits.append(_counted(Finding.RUN_TO_RUN, [r for r in usable if _repeated(r)], _parted_from_run_to_run))
+    if any(_differs_again(r) for r in usable):
+        hits.append(_counted(Finding.RUN_TO_RUN, [r for r in usable if _repeated(r)], _differs_again))
     tried = {_family(r) for r in usable if _repeated(r)}
     for finding, rows in (
         (Finding.BATCH, [r for r in steady[Axis.BATCH] if _family(r) in tried]),
@@ -115,7 +114,7 @@ def _repeated(row: Row) -> bool:
     return axis_of(row) == Axis.RUN or row.replays > 0
 
 
-def _parted_from_run_to_run(row: Row) -> bool:
+def _differs_again(row: Row) -> bool:
     return row.replays_parted > 0 or (axis_of(row) == Axis.RUN and row.parted)
 
 

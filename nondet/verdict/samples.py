@@ -11,25 +11,19 @@ named only where traces differ among completions whose rounds were bit-identical
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Row, Run, Status
 from nondet.core.statistics import one_sided_bound
 from nondet.errors import UserError
+from nondet.sampling.analysis import batch_totals
 from nondet.sampling.plan import UNSEEDED
-from nondet.verdict.findings import (
-    BatchEvidence,
-    Finding,
-    Tally,
-    Verdict,
-    batch_evidence,
-    change_of,
-    round_totals,
-    sort_impls,
-    strongest_first,
-    successful,
-)
+from nondet.verdict.findings import Finding, Tally, Verdict, change_of, sort_impls, strongest_first, successful
 from nondet.verdict.wording import Reason, reason, stated, words
 
 # The operator of the row that compares a round with its repetition.
@@ -69,8 +63,71 @@ def _repetition(again: Sequence[Row]) -> Reason:
     if not again:
         return reason("again-none")
     requests, other = (sum(int(r.extra.get(key, 0)) for r in again) for key in ("requests", "requests_parted"))
-    code = "again-parted" if any(r.parted for r in again) else "again-equal"
+    code = "again-differs" if any(r.parted for r in again) else "again-equal"
     return reason(code, n=other, of=requests, rounds=len(again))
+
+
+# Whether the batch really changed under sampled completions: without that, "batch-dependent" is not a verdict. The size
+# of every batch follows from the schedules of all requests of a round. A completion's *batches* are its own query
+# tokens and the whole batch's, for each of its steps.
+
+Steps = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BatchEvidence:
+    """What the schedules show about the completions of one prompt under one implementation.
+
+    Attributes:
+        known: Completions whose batches are on record; for the others the round was cut short, or no schedule was kept.
+        different: Different sequences of batches among them.
+        alone: Completions that ran solo in every batch and computed every key themselves: pages of a shared prefix hold
+            bits of the batch that computed them.
+        alone_differ: Whether two of these, with equal batches, have different traces: the same shapes and data gave
+            other bits, so this is run-to-run nondeterminism and nothing else.
+        padded: Whether steps ran as CUDA graphs, so that products had a few fixed sizes, and not those on record.
+    """
+
+    known: int
+    different: int
+    alone: int
+    alone_differ: bool
+    padded: bool = False
+
+    @property
+    def varied(self) -> bool:
+        """Whether at least two completions had different batches."""
+        return self.different > 1
+
+    @property
+    def constant(self) -> bool:
+        """Whether every completion ran solo, in equal batches: then the batch can't be the cause."""
+        return self.known > 0 and self.different == 1 and self.alone == self.known
+
+
+def batch_evidence(
+    completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
+) -> BatchEvidence:
+    """The batches of these successful completions of one prompt under one implementation. `totals`: round -> query
+    tokens of the whole batch at each step, for rounds that ended."""
+    patterns: list[bytes] = []
+    traces_alone: dict[bytes, set[str]] = {}
+    alone = 0
+    for completion in completions:
+        total = totals.get(completion.round)
+        if total is None or not completion.schedule:
+            continue
+        own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
+        whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
+        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest()
+        patterns.append(pattern)
+        # the last token is never fed back; a smaller sum means that pages were shared
+        shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
+        if shared_nothing and np.array_equal(own, whole):
+            alone += 1
+            traces_alone.setdefault(pattern, set()).add(completion.trace)
+    differ = any(len(traces) > 1 for traces in traces_alone.values())
+    return BatchEvidence(len(patterns), len(set(patterns)), alone, differ, padded)
 
 
 def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
@@ -79,7 +136,9 @@ def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
     members: dict[tuple[int, int, str], list[Completion]] = {}
     for c in run.completions:
         members.setdefault((c.prompt, order[c.impl], c.impl), []).append(c)
-    totals = {impl: round_totals(run, impl) for impl in order}
+    # failed completions were in others' batches, and count in the totals
+    ended = {(record.impl, record.round) for record in run.rounds}
+    totals = {impl: {n: t for n, t in batch_totals(run, impl).items() if (impl, n) in ended} for impl in order}
     load = run.header.plan.get("load")
     padded = isinstance(load, dict) and bool(load.get("graphs"))
     for (prompt, _, impl), mine in sorted(members.items()):
@@ -92,8 +151,7 @@ def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
 
 
 def judge_samples(run: Run) -> list[Verdict]:
-    """A verdict for each prompt and implementation, prompt by prompt, stock first. Raises UserError: the records
-    contradict each other."""
+    """A verdict for each prompt and implementation, stock first. Raises UserError: records contradict each other."""
     again = replays(run)
     unseeded = UNSEEDED if run.header.plan.get("sampling") else ()
     verdicts = []
@@ -120,8 +178,7 @@ def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[R
         clause = reason("all-failed", n=failed) if failed and not counts.n else reason("too-few", n=counts.n)
         verdict = Verdict(counts.impl, (Finding.UNTESTED,), (clause,), tuple(reasons), counts.prompt)
     elif len(counts.completions) > len(counts.traces) == 1:
-        # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself, so
-        # it can't have a verdict
+        # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself
         raise UserError(
             f"the run contradicts itself: {counts.impl} has {len(counts.completions)} completions in one trace",
             "Was it edited by hand?",
@@ -167,7 +224,7 @@ def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row
         (agree and batches.constant, Finding.CLEAN, "constant"),
         (agree and not batches.varied, Finding.CLEAN, "hardly-tested"),
         (agree, Finding.CLEAN, "graphs-padded" if batches.padded else ""),
-        (batches.alone_parted, Finding.RUN_TO_RUN, "alone-parted"),
+        (batches.alone_differ, Finding.RUN_TO_RUN, "alone-differ"),
         (not batches.varied, Finding.UNATTRIBUTED, "batches-unknown"),
         (shown < 2, Finding.UNATTRIBUTED, "others-again" if again else "none-again"),
         (True, Finding.BATCH, "traces-open" if traces > shown else ""),
@@ -185,8 +242,7 @@ def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row
 # value the batches change from completion to completion, as in any sample. *Across* values the plan is the same for
 # each request: where a request's trace at a value is not its trace at the base, only the axis changed, so the bits
 # followed it. That holds only while the same session run twice gives the same bits, and only for values that took
-# effect. For an axis that changes the arithmetic itself (dtype, attention, threads) completions of different values are
-# counted and not compared.
+# effect. Over an axis that changes the arithmetic itself (dtype, attention, threads) completions are only counted.
 
 
 def is_varied(run: Run) -> bool:
@@ -214,7 +270,7 @@ class ValueTally(Tally):
         return self.compared if self.record.held else max(0, self.n - 1)
 
     @property
-    def parted(self) -> bool:
+    def differs(self) -> bool:
         """Whether any of these differed."""
         return self.moved > 0 if self.record.held else len(self.traces) > 1
 
@@ -315,9 +371,9 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
     tested = [t for t in axes if any(v.comparisons for v in t.values)]
     reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
     reasons += stated((failed, reason("requests-failed", n=failed)))
-    # where bits differed though the value is not shown to have taken effect, the cause is unknown
-    idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.parted)
-    unexplained = reason("parted-idly", values=idle)
+    # where bits differ though the value is not shown to have taken effect, the cause is unknown
+    idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.differs)
+    unexplained = reason("differ-idly", values=idle)
     unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
     bounds: tuple[Reason, ...] = ()
     findings: tuple[Finding, ...]

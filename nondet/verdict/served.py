@@ -41,7 +41,7 @@ class ArmEvidence(Tally):
         texts: Text -> completions; "" for those of older files, which don't have it.
         by_cache: Prompt tokens that the server had cached -> the answers; None where it does not report them.
         proof: "metrics" by the server's counters, "streams" where answers streamed at the same time, else "".
-        shown: The same with figures.
+        shown: The proof, or lack of proof, with figures.
         in_company: Completions that are known to have run concurrently with another request: at least this many.
         rounds: Rounds whose end is on record; under load those in which a request under study ran with others.
         opening: Of its earliest completion: digest of the tokens, trace, reason why it ended.
@@ -57,11 +57,6 @@ class ArmEvidence(Tally):
     rounds: int
     fingerprints: Set[str]
     opening: tuple[str, str, str]
-
-    @property
-    def proof_words(self) -> str:
-        """The proof, or lack of proof, that the arm was what it is called, in a phrase."""
-        return words(self.shown)
 
     @property
     def steady(self) -> bool:
@@ -235,14 +230,12 @@ def server_of(run: Run, impl: str) -> Server:
 
 def unseeded(run: Run) -> dict[str, str]:
     """Servers that drew tokens and are not shown to respect a seed -> the contract's evidence."""
-    if not is_endpoint(run):
-        return {}
-    servers = {impl: server_of(run, impl) for impl in dict.fromkeys(c.impl for c in run.completions)}
-    return {
-        impl: server.contract["seed"].evidence if "seed" in server.contract else "it was not tested"
-        for impl, server in servers.items()
-        if server.drawn and server.answer("seed") != "yes"
-    }
+    found: dict[str, str] = {}
+    for impl in dict.fromkeys(c.impl for c in run.completions) if is_endpoint(run) else ():
+        server = server_of(run, impl)
+        if server.drawn and server.answer("seed") != "yes":
+            found[impl] = server.contract["seed"].evidence if "seed" in server.contract else "it was not tested"
+    return found
 
 
 def off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
@@ -255,9 +248,9 @@ def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
     return sum(off(*pair) for pair in arm.held_against(base)), off(arm.completions, base.completions)
 
 
-def _parted(n: int, traces_off: int, tokens_off: int) -> Reason:
+def _differing(n: int, traces_off: int, tokens_off: int) -> Reason:
     tokens = f"{tokens_off:,}" if tokens_off else "none"
-    return reason("parted" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens)
+    return reason("differ" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens)
 
 
 def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
@@ -318,7 +311,9 @@ class Comparison:
     @property
     def seen(self) -> Reason:
         """The counts of what differed."""
-        return reason("against", arm=self.arm, base=self.base, seen=_parted(self.n, self.traces_off, self.tokens_off))
+        return reason(
+            "against", arm=self.arm, base=self.base, seen=_differing(self.n, self.traces_off, self.tokens_off)
+        )
 
     @property
     def text(self) -> str:
@@ -355,7 +350,12 @@ def subjects(run: Run) -> list[Subject]:
 
 def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[str, float]) -> Iterator[Comparison]:
     """The comparisons of one prompt; `odds` is from `pooled_odds`, for all prompts."""
-    doubts = _doubts(server, arms)
+    fingerprints = {name for arm in arms.values() for name in arm.fingerprints}
+    doubts = stated(
+        (server.answer("greedy") == "no" and not server.drawn, reason("not-greedy")),
+        (server.drawn and server.answer("seed") != "yes", reason("seed-not-shown")),
+        (len(fingerprints) > 1, reason("servers", n=len(fingerprints))),
+    )
     some = {name: arm for name, arm in arms.items() if arm.n}
     first, solo, cold, warm = (some.get(name) for name in ("first", "solo", "cold", "warm"))
     caches_agree = False
@@ -372,15 +372,6 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
             yield _against(arm, base, doubts, Finding.BATCH, caches_agree, odds.get(arm.arm))
         elif arm.n > 1:
             yield _itself(arm, [*doubts, reason("no-solo")])
-
-
-def _doubts(server: Server, arms: Mapping[str, ArmEvidence]) -> list[Reason]:
-    fingerprints = {name for arm in arms.values() for name in arm.fingerprints}
-    return stated(
-        (server.answer("greedy") == "no" and not server.drawn, reason("not-greedy")),
-        (server.drawn and server.answer("seed") != "yes", reason("seed-not-shown")),
-        (len(fingerprints) > 1, reason("servers", n=len(fingerprints))),
-    )
 
 
 def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
@@ -417,11 +408,8 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
 
 
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
-    """The probability that none of the arm's differing answers falls to the base, if all are dealt at random.
-
-    If the two arms do not differ, every deal is as likely as the one that was seen; answers of each number of cached
-    tokens are dealt separately.
-    """
+    """The probability that none of the arm's differing answers falls to the base, if all are dealt at random, as they
+    are if the arms do not differ; answers of each number of cached tokens are dealt separately."""
     chance = 0.0
     for some, held in arm.held_against(base):
         n, both, odd = some.total(), some.total() + held.total(), off(some, held)
@@ -484,11 +472,11 @@ def _beside(subject: Subject, first: Subject | None) -> Reason:
         return reason("not-held")
     known = [s.server.seen.known_by if s.server.seen else None for s in (subject, first)]
     if known[0] == known[1]:
-        return reason("beside", seen=_parted(mine.n, *_apart(mine, theirs)))
+        return reason("beside", seen=_differing(mine.n, *_apart(mine, theirs)))
     if "" in {*mine.texts, *theirs.texts}:
         return reason("known-otherwise", mine=known[0], first=known[1])
     odd_texts = off(mine.texts, theirs.texts)  # tokens are identified in different ways in both; text is not
-    return reason("by-texts", seen=reason("parted-texts" if odd_texts else "alike", n=mine.n, traces=odd_texts))
+    return reason("by-texts", seen=reason("differ-texts" if odd_texts else "alike", n=mine.n, traces=odd_texts))
 
 
 def judge_served(run: Run) -> list[Verdict]:

@@ -90,11 +90,6 @@ class Spread(NamedTuple):
     arms: float
     seeds: float
 
-    @property
-    def than(self) -> str:
-        """Whether arms differ by more than seeds do."""
-        return "no more" if self.arms <= self.seeds else "more"
-
 
 def spread(arms: Sequence[Course]) -> Spread | None:
     """The spread of rewards; None where there is one arm, one seed, or an arm without rewards."""
@@ -113,7 +108,8 @@ def judge_training(run: Run) -> list[Verdict]:
     arms = courses(run)
     verdicts = [_judge(impl, [c for c in arms if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in arms)]
     if between := spread(arms):  # of all arms, so it appears once
-        shared = reason("rl-spread", **between._asdict(), than=between.than)
+        than = "no more" if between.arms <= between.seeds else "more"
+        shared = reason("rl-spread", **between._asdict(), than=than)
         verdicts[0] = replace(verdicts[0], reasons=(shared, *verdicts[0].reasons))
     return verdicts
 
@@ -149,7 +145,7 @@ def held(run: Run, limits: Thresholds) -> Iterator[Held]:
     UserError: the steps have no such mean, because an older nondet made them."""
     for impl in dict.fromkeys(s.impl for s in run.training_steps):
         steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
-        for name, field, limit in limits.asked if steps else ():
+        for name, field, limit in limits.given if steps else ():
             values = [getattr(s, field) for s in steps]
             if None in values:
                 what = f"{run.source or 'the run'} holds no {name}: an older nondet made it"

@@ -60,8 +60,8 @@ WORDS: dict[str, str] = {
     "arms": ": {comparisons:; }",
     "against": "{arm} compared with {base}: {seen}",
     "alike": "{n:,} identical",
-    "parted": "{traces:,} of {n:,} differ, {tokens} in tokens",
-    "parted-texts": "{traces:,} of {n:,} differ",
+    "differ": "{traces:,} of {n:,} differ, {tokens} in tokens",
+    "differ-texts": "{traces:,} of {n:,} differ",
     "axes-followed": "logprob traces change with {n} of {of:#axis|axes}, each varied by itself{which}",
     "which": " ({names})",
     "axis-apart": "{n:,} distinct traces over the values of {axis}, which may change them",
@@ -71,7 +71,7 @@ WORDS: dict[str, str] = {
     "no-effect": "no axis took effect at any value",
     "so-nothing": ", so nothing was compared",
     "but": ", but {what}",
-    "parted-idly": "bits differ at {values}, where nothing shows that the value took effect",
+    "differ-idly": "bits differ at {values}, where nothing shows that the value took effect",
     "idle-axes": "no value of {axes} took effect",
     "lone-axes": "nothing was compared along {axes}",
     "rows-none": "nothing was compared in {n:#case}",
@@ -108,7 +108,7 @@ WORDS: dict[str, str] = {
     "the other requests change what it draws, whatever its logits.",
     "again": "Run again: {what}.",
     "again-none": "not tried",
-    "again-parted": "{n:,} of {of:#request} in {rounds:#round} differed",
+    "again-differs": "{n:,} of {of:#request} in {rounds:#round} differed",
     "again-equal": "{rounds:#round} ({of:#request}), bit-identical",
     "tokens-agree": "The tokens agree and their logprobs do not: with a smaller margin a token could change.",
     "graphs-first": "Steps ran as CUDA graphs, but for the first step of each size in a round. Where that step gives "
@@ -118,7 +118,7 @@ WORDS: dict[str, str] = {
     "hardly-tested": "No two completions are known to have run in different batches: batch dependence was hardly "
     "tested.",
     "nan-agrees": "NaN equals NaN whatever was computed: that nothing diverged shows nothing here.",
-    "alone-parted": "Completions that ran solo, in equal batches at every step, differ: the batch did not change.",
+    "alone-differ": "Completions that ran solo, in equal batches at every step, differ: the batch did not change.",
     "batches-unknown": "These completions are not known to have run in different batches: their differences may be "
     "batch or run-to-run effects.",
     "traces-open": "{n:#more trace comes|more traces come} from rounds that were not repeated, and may be batch or "

@@ -19,9 +19,10 @@ from nondet.diagnose import steps
 from nondet.diagnose.steps import Diagnoser, make_axes, try_axis
 from nondet.diagnose.verdict import QUESTIONS
 from nondet.sampling.collect import describe
+from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import Plan, make_engine, parse_load
+from nondet.sampling.plan import Plan, parse_load
 from nondet.verdict.gate import exit_code
 from tests.build import failed, row
 from tests.build import run_of as made_run
@@ -247,7 +248,7 @@ def run_with(**more: Any) -> Run:
 def test_bits_that_change_beyond_a_tile_of_keys_are_seen_by_the_long_prompt_alone(beyond: int) -> None:
     """Rows from that position on have other bits beside others: no short prompt gets there, whatever its batch."""
     model = model_of("llama", max_position_embeddings=1024)
-    engine, plain = make_engine("transformers", model), model.model.rotary_emb.forward
+    engine, plain = TransformersEngine(model), model.model.rotary_emb.forward
 
     def changed(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         far = (position_ids >= beyond).unsqueeze(-1) & (x.shape[1] > 1)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.core.runfile import RunWriter
+from nondet.core.records import Run
+from nondet.core.runfile import open_run, read_run
 from nondet.sampling.axes import Conditions, Varied
-from nondet.sampling.collect import Here, Notes, Survey, arms_of, collect
+from nondet.sampling.collect import Here, Notes, Survey, arms_of, collect, describe
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Plan, build_plan, parse_load
 
@@ -56,7 +57,7 @@ def planned(
     """What is to be run of one prompt; as many completions as a round holds, unless told otherwise."""
     parsed = parse_load(load)
     return build_plan(
-        parsed, n=n or parsed.targets, seed=seed, prompt=loaded.encode(prompt), samplings=samplings,
+        parsed, n=n or parsed.targets, seed=seed, prompts=[loaded.encode(prompt)], samplings=samplings,
         max_new_tokens=new, context=256, encode=loaded.encode_plain,
     )  # fmt: skip
 
@@ -68,15 +69,24 @@ class Silent:
     preparing = first_round = progress
 
 
-def collected(
-    loaded: LoadedModel, plan: Plan, impls: Sequence[str], writer: RunWriter, notes: Notes | None = None,
-    threads: int | None = None, base: Conditions | None = None, axes: Sequence[Varied] = (), **options: Any,
-) -> None:  # fmt: skip
-    """Sample the plan by itself, or along axes, into an open run file."""
+def sampled_into(
+    path: Path, loaded: LoadedModel, plan: Plan, impls: Sequence[str] = ("stock",), notes: Notes | None = None,
+    threads: int | None = None, base: Conditions | None = None, axes: Sequence[Varied] = (), *,
+    prompts: Sequence[dict[str, Any]] = (), resume: bool = False, header: dict[str, Any] | None = None, **options: Any,
+) -> Run:  # fmt: skip
+    """Sample the plan by itself, or along axes, into a run file, and read it. `header`: more of its plan."""
+    target = next(r for r in plan.rounds[0] if r.target)
+    prompts = prompts or [{"text": "p", "tokens": len(target.prompt)}]
+    described = describe(loaded, plan, prompts, target.max_new_tokens, options.get("seed", 0), impls) | (header or {})
+    if axes:
+        described["vary"] = {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes}
     arms = arms_of(base or Conditions(plan.load, loaded.dtype, threads=threads), axes)
     survey = Survey(loaded, plan, arms, impls, axes, **options)
-    with closing(Here(loaded)) as host:
+    writer = open_run(path, command="sample", plan=described, environment={"torch": "2"}, resume=resume)
+    with closing(writer), closing(Here(loaded)) as host:
         collect(survey, host, writer, notes)
+        writer.finish()
+    return read_run(path)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 
 from nondet.core.records import Run
-from nondet.core.runfile import RunWriter, open_run, read_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import html, markdown
 from nondet.reports.axes import AxesTable, axes_blocks
@@ -26,7 +25,7 @@ from nondet.reports.document import BRIEF
 from nondet.reports.terminal import renderables
 from nondet.sampling import collect as varying
 from nondet.sampling.axes import AXES, Conditions, Proof, Subject, Varied, parse_vary, plan_axes
-from nondet.sampling.collect import describe, play_replicas
+from nondet.sampling.collect import play_replicas
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
@@ -50,9 +49,10 @@ from nondet.services.sample import check_vary
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import tally_axes
-from tests.sampling.conftest import Silent, collected, planned
+from tests.build import tiers
+from tests.sampling.conftest import Silent, planned, sampled_into
 
-LOAD = "others=3,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
+LOAD = "others=2,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 
 
 def test_orders_of_service() -> None:
@@ -225,13 +225,6 @@ def axes_of(loaded: LoadedModel, plan: Plan, spec: str = ALL) -> tuple[Condition
     return base, plan_axes(parse_vary(spec), subject)
 
 
-def opened(loaded: LoadedModel, plan: Plan, path: Path, axes: list[Varied], resume: bool = False) -> RunWriter:
-    prompts = [{"text": TEXT, "tokens": 20}]
-    header = describe(loaded, plan, prompts, NEW, 0, ["stock", "invariant"])
-    names = {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes}
-    return open_run(path, command="sample", plan=header | {"vary": names}, environment={"torch": "2"}, resume=resume)
-
-
 @pytest.fixture(scope="module")
 def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Every axis, stock with a planted fault and invariant kernels."""
@@ -240,11 +233,7 @@ def varied(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) 
     base, axes = axes_of(tiny_float32, plan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varying, "implementation", planted)
-        writer = opened(tiny_float32, plan, path, axes)
-        collected(tiny_float32, plan, ["stock", "invariant"], writer, base=base, axes=axes)
-    writer.finish()
-    writer.close()
-    return read_run(path)
+        return sampled_into(path, tiny_float32, plan, ["stock", "invariant"], base=base, axes=axes)
 
 
 def test_every_axis_takes_effect_and_proves_it(varied: Run) -> None:
@@ -300,35 +289,21 @@ def test_the_table_is_the_same_everywhere(varied: Run) -> None:
     assert bars["chunk"]["invariant"] < bars["chunk"]["stock"]
 
 
-def test_stock_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
-    """Stock without cuDNN is stock: a table with the invariant column alone would hide what parted."""
-    table = build([varied]).runs[0].axes
-    assert table is not None
-    name = "stock-no-cudnn"
-    renamed = tuple(
-        replace(line, cells={name if i == "stock" else i: cell for i, cell in line.cells.items()})
-        for line in table.lines
-    )
-    lines = printed(replace(table, impls=(name, "invariant"), lines=renamed))
-    alone = [replace(line, cells={k: v for k, v in line.cells.items() if k == "invariant"}) for line in renamed]
-    shown = " ".join(printed(replace(table, impls=(name, "invariant"), lines=tuple(alone))))
-    assert "not compared" in shown
-    assert alone[0].cells["invariant"].traces in shown, "where stock is unproven invariant's figures stay"
-    assert f"{name}: traces {table.lines[0].cells['stock'].traces}" in " ".join(lines)
-    assert max(map(len, lines)) <= 80
-
-
-def test_three_implementations_are_all_told(varied: Run) -> None:
-    """One axis under three: none is left out for want of columns, and each has its traces across and within."""
+def test_each_implementation_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
+    """Of three none is left out for want of columns; where stock, without cuDNN, was not compared, it says so."""
     table = build([varied]).runs[0].axes
     assert table is not None
     line = next(line for line in table.lines if line.axis == "dtype")
-    cells = {**line.cells, "rank-free": line.cells["invariant"]}
-    three = replace(table, impls=("stock", "invariant", "rank-free"), lines=(replace(line, cells=cells),))
-    text = " ".join(" ".join(printed(three)).split())
-    assert [name for name in cells if f"{name}: traces {cells[name].traces}, changed may differ" in text] == list(cells)
-    assert cells["rank-free"].traces == "2 (1)"
-    assert max(map(len, printed(three))) <= 80
+    stock, invariant = (line.cells[name] for name in ("stock", "invariant"))
+    cells = {"stock-no-cudnn": stock, "invariant": invariant, "rank-free": invariant}
+    for shown in (cells, {"invariant": invariant}):
+        lines = printed(replace(table, impls=tuple(cells), lines=(replace(line, cells=shown),)))
+        text = " ".join(" ".join(lines).split())
+        named = [name for name in cells if f"{name}: traces {cells[name].traces}, changed may differ" in text]
+        assert named == list(shown)
+        assert ("not compared" in text) == (len(shown) == 1)
+        assert max(map(len, lines)) <= 80
+    assert invariant.traces == "2 (1)"
 
 
 def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
@@ -348,18 +323,11 @@ def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
     assert "\x1b" not in page + text + "".join(printed(table))
 
 
-def test_a_value_without_effect_counts_nowhere(
-    tiny_float32: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_without_effect_counts_nowhere(tiny_float32: LoadedModel, tmp_path: Path) -> None:
     """A chunk larger than any prompt changes nothing: it is unproven, and no "no divergence observed"."""
     plan = plan_of(tiny_float32)
     base, axes = axes_of(tiny_float32, plan, "chunk=900")
-    writer = opened(tiny_float32, plan, tmp_path / "run.jsonl", axes)
-    collected(tiny_float32, plan, ["invariant"], writer, base=base, axes=axes)
-    writer.finish()
-    writer.close()
-    run = read_run(tmp_path / "run.jsonl")
-    (verdict,) = judge(run)
+    (verdict,) = judge(sampled_into(tmp_path / "run.jsonl", tiny_float32, plan, ["invariant"], base=base, axes=axes))
     assert verdict.finding == Finding.UNTESTED
     assert any("chunk=900 is unproven" in note for note in verdict.notes)
 
@@ -378,13 +346,8 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
                 if arm == stop:
                     raise KeyboardInterrupt
 
-        writer = opened(tiny_float32, plan, path, axes, resume=path.exists())
-        try:
-            collected(tiny_float32, plan, ["stock"], writer, Stops(), base=base, axes=axes)
-            writer.finish()
-        finally:
-            writer.close()
-        return read_run(path)
+        more: dict[str, Any] = {"base": base, "axes": axes, "resume": path.exists()}
+        return sampled_into(path, tiny_float32, plan, notes=Stops(), **more)
 
     whole = run(tmp_path / "whole.jsonl")
     with pytest.raises(KeyboardInterrupt):
@@ -425,23 +388,25 @@ def test_a_round_of_several_engines_loses_nothing_of_theirs() -> None:
     assert (session.figures["hits"], session.figures["replicas_most"]) == (3, 3)
 
 
-def test_a_verify_step_keeps_the_ids_of_greedy_decoding(tiny_float32: LoadedModel, tiny_folder: Path) -> None:
+@pytest.mark.parametrize("drafts", tiers(["draft"], ["lookup", "model", "edit"]))
+def test_a_verify_step_keeps_the_ids_of_greedy_decoding(
+    tiny_float32: LoadedModel, tiny_folder: Path, drafts: str
+) -> None:
     """With kernels whose bits follow no batch, drafts change steps and nothing else: ids, logprobs, margins."""
     plan = plan_of(tiny_float32)
     requests = [replace(r, max_new_tokens=16) for r in plan.rounds[0]]
     with implementation("invariant"):
         plain = run_session(tiny_float32.model, requests, plan.load)
     text = tuple(next(o for o in plain.outcomes if o.request.target).token_ids)
-    for drafts in ["lookup", "draft", "model", "edit"]:
-        earlier = earlier_text(text) if drafts == "edit" else text
-        # the draft model is the model itself, but for the little of each text that a drafter sees
-        setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
-        with implementation("invariant"):
-            drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
-        assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
-        for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
-            assert (a.token_ids, a.logprobs, a.margins, a.reason) == (b.token_ids, b.logprobs, b.margins, b.reason)
-        assert drafted.steps != plain.steps
+    earlier = earlier_text(text) if drafts == "edit" else text
+    # the draft model is the model itself, but for the little of each text that a drafter sees
+    setting = Setting(drafts=drafts, draft_tokens=3, earlier=earlier, draft_model=str(tiny_folder))
+    with implementation("invariant"):
+        drafted = run_session(tiny_float32.model, requests, plan.load, setting=setting)
+    assert 0 < drafted.figures["accepted"] < drafted.figures["drafted"]
+    for a, b in zip(plain.outcomes, drafted.outcomes, strict=True):
+        assert (a.token_ids, a.logprobs, a.margins, a.reason) == (b.token_ids, b.logprobs, b.margins, b.reason)
+    assert drafted.steps != plain.steps
 
 
 def test_right_drafts_save_steps_and_sharing_stays_sound(tiny_float32: LoadedModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,55 +13,38 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from rich.progress import Progress
 
 from nondet.cli import main
-from nondet.core.records import Run
-from nondet.core.runfile import RunWriter, open_run, read_run
+from nondet.core.records import Completion, Run
+from nondet.core.runfile import read_run
 from nondet.core.traces import read_traces, traces_path
 from nondet.errors import EngineStoppedError, UnknownNameError, UserError
 from nondet.sampling import collect as collecting
 from nondet.sampling import engine
-from nondet.sampling.collect import describe
+from nondet.sampling.analysis import NOT_IN_TURN, ratio_text, speed_ratio_of
 from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Session
+from nondet.services.run import Sink
+from nondet.services.sample import _Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.sampling.conftest import Silent, collected, planned
+from tests.build import tiers
+from tests.sampling.conftest import Silent, planned, sampled_into
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
-ENVIRONMENT = {"torch": str(torch.__version__)}
+LONE = "others=1,targets=2,spread=2,prompt=4-8,tokens=2-4,budget=16,page=4"
 
 
 def plan_of(loaded: LoadedModel, n: int = 10) -> Plan:
     return planned(loaded, LOAD, PROMPT, n=n, new=5)
 
 
-def opened(loaded: LoadedModel, plan: Plan, path: Path, impls: Sequence[str], **how: bool) -> RunWriter:
-    prompts = [{"text": PROMPT, "tokens": 4}]
-    header = describe(loaded, plan, prompts, 5, 0, impls)
-    return open_run(path, command="sample", plan=header, environment=ENVIRONMENT, **how)
-
-
-def sample(
-    loaded: LoadedModel,
-    path: Path,
-    impls: Sequence[str] = ("stock",),
-    *,
-    n: int = 10,
-    resume: bool = False,
-    **options: Any,
-) -> Run:
-    plan = plan_of(loaded, n)
-    writer = opened(loaded, plan, path, impls, resume=resume)
-    try:
-        collected(loaded, plan, impls, writer, **options)
-        writer.finish()
-    finally:
-        writer.close()
-    return read_run(path)
+def sample(loaded: LoadedModel, path: Path, impls: Sequence[str] = ("stock",), *, n: int = 10, **options: Any) -> Run:
+    return sampled_into(path, loaded, plan_of(loaded, n), impls, **options)
 
 
 def untimed(run: Run) -> list[Any]:
@@ -105,7 +88,7 @@ def test_a_run_holds_everybody(whole: tuple[Run, Path], tiny: LoadedModel) -> No
 def test_the_header_holds_the_plan_and_no_more(whole: tuple[Run, Path]) -> None:
     """The header says what decides the records, as plain JSON; requests are drawn again, not stored."""
     plan = whole[0].header.plan
-    assert plan["prompts"] == [{"text": PROMPT, "tokens": 4}]
+    assert plan["prompts"] == [{"text": "p", "tokens": plan["prompts"][0]["tokens"]}]
     assert (plan["n"], plan["load"]["budget"], plan["impls"]) == (10, 16, ["stock"])
     assert len(json.dumps(plan)) < 2000
 
@@ -134,7 +117,7 @@ def test_run_to_run_nondeterminism_is_seen(tiny: LoadedModel, tmp_path: Path, mo
     assert (row.status, row.distinct, row.labels, row.extra["requests_parted"]) == ("divergent", 2, [0, 1], 1)
 
 
-@pytest.mark.parametrize("after", [1, 5, 10])
+@pytest.mark.parametrize("after", tiers([5], [1, 10]))
 def test_stopping_and_resuming_gives_the_same_run(
     tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, after: int
 ) -> None:
@@ -155,26 +138,17 @@ def test_stopping_and_resuming_gives_the_same_run(
     assert traces_path(path).read_bytes() == traces_path(whole[1]).read_bytes()
 
 
-def torn(keep: Callable[[list[bytes]], bytes]) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        path.write_bytes(keep(path.read_bytes().splitlines(keepends=True)))
-
-    return change
-
-
-def test_a_partly_written_round_is_completed(tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path) -> None:
+# lines that are left of a file, and bytes of the next: two completions of the second round, beside the first; killed in
+# the middle of a line of the first; two completions of it; the header alone
+@pytest.mark.parametrize(("lines", "torn"), tiers([(8, 0), (4, 25)], [(3, 0), (1, 0)]))
+def test_a_partly_written_round_is_completed(
+    tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, lines: int, torn: int
+) -> None:
     """Killed while a round was being written: it runs again identically, and no record is there twice."""
-    for tear in [
-        torn(lambda lines: b"".join(lines[:3])),  # two completions of the first round, no Round record
-        torn(lambda lines: b"".join(lines[:8])),  # the first round whole, two of the second
-        torn(lambda lines: b"".join(lines[:4]) + lines[4][:25]),  # killed in the middle of a line
-        torn(lambda lines: b"".join(lines[:1])),  # the header alone
-    ]:
-        path = tmp_path / "run.jsonl"
-        path.write_bytes(whole[1].read_bytes())
-        traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
-        tear(path)
-        assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
+    path, all_lines = tmp_path / "run.jsonl", whole[1].read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(all_lines[:lines]) + all_lines[lines][:torn])
+    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
 
 
 def test_a_round_that_comes_out_otherwise_is_refused(
@@ -279,7 +253,7 @@ def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> N
     seen: set[int] = set()
     handle = tiny.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
     try:
-        sample(tiny, tmp_path / "run.jsonl", n=2, threads=2, repeat=False)
+        sample(tiny, tmp_path / "run.jsonl", n=2, threads=2)
     finally:
         handle.remove()
     assert seen == {2}
@@ -297,7 +271,7 @@ def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
     tiny_float32: LoadedModel, tmp_path: Path
 ) -> None:
     """The contrast that a run is made for, end to end, on the same load: stock parts, invariant does not."""
-    run = sample(tiny_float32, tmp_path / "run.jsonl", ["stock", "invariant"], n=8, repeat=False)
+    run = sample(tiny_float32, tmp_path / "run.jsonl", ["stock", "invariant"], n=8)
     traces = {name: {c.trace for c in run.completions if c.impl == name} for name in ("stock", "invariant")}
     assert len(traces["stock"]) > 1
     assert len(traces["invariant"]) == 1
@@ -328,26 +302,87 @@ def test_stock_without_cudnn_switches_it_off_for_a_while() -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-def test_the_first_round_is_told_of_before_the_others(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As many as the run file then says; nothing where there is but one round, or with -q."""
-    monkeypatch.chdir(tmp_path)
-    load = "others=6,targets=8,spread=12,prompt=4-24,tokens=2-8,budget=16,page=4"
-    model = ["--model", str(tiny_folder), "--dtype", "float32", "--prompt", "The following exceptions"]
-    argv = ["sample", *model, "--device", "cpu", "--impl", "both", "--max-tokens", "8", "--load", load, "--force"]
-    assert main([*argv, "--n", "16", "--out", "two.jsonl"]) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "so far: " in line and "completions" in line]
-    for impl, line in zip(("stock", "invariant"), said, strict=True):
-        first = [c for c in read_run(Path("two.jsonl")).completions if c.impl == impl and c.round == 0]
-        texts, traces = (
-            8 - Counter(digests).most_common(1)[0][1]
-            for digests in ([c.tokens_digest for c in first], [c.trace for c in first])
-        )
-        assert line == (
-            f"{impl}, so far: {texts} of 8 completions differ from the most common one, {traces} in their logprob bits"
-        )
-        assert (traces > 0) == (impl == "stock"), line
-    assert main([*argv, "--n", "16", "--impl", "stock", "--out", "quiet.jsonl", "-q"]) == 0
-    assert main([*argv, "--n", "8", "--impl", "stock", "--out", "one.jsonl"]) == 0
-    assert "so far" not in capsys.readouterr().err
+class Said(Sink):
+    """A terminal that keeps its lines."""
+
+    quiet = False
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.say = self.lines.append  # type: ignore[method-assign]
+
+
+def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_path: Path) -> None:
+    """With its completions, before the second begins; not where there is but one round, or with -q."""
+    seen: list[tuple[str, int, int]] = []
+
+    class Noted(Silent):
+        def first_round(self, impl: str, completions: Sequence[Completion]) -> None:
+            seen.append((impl, len(completions), len(read_run(tmp_path / "run.jsonl", allow_truncated=True).rounds)))
+
+    sample(tiny, tmp_path / "run.jsonl", n=5, notes=Noted())
+    assert seen == [("stock", 4, 1)]
+    sample(tiny, tmp_path / "one.jsonl", n=4, notes=Noted())
+    assert len(seen) == 1
+    said, (first, *_) = Said(), read_run(tmp_path / "one.jsonl").completions
+    traces = [("a", "T", 0), ("a", "T", 0), ("b", "T", 0), ("b", "U", 0), ("d", "V", 1), ("d", "V", 1)]
+    made = [
+        msgspec.structs.replace(first, trace=trace, tokens_digest=text, prompt=prompt) for trace, text, prompt in traces
+    ]
+    for completions in (made[:4], made):
+        _Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", completions)
+    assert said.lines == [
+        "stock, so far: 1 of 4 completions differ from the most common one, 2 in their logprob bits",
+        "stock, so far: 1 of 6 completions of 2 prompts, each within its own differ from the most common one, "
+        "2 in their logprob bits",
+    ]
+    said.quiet = True
+    _Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", made)
+    assert len(said.lines) == 2
+
+
+def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp_path: Path) -> None:
+    """The order turns each round; the answers are those of a run without turns; a run that was cut off goes on."""
+    plan, impls = planned(tiny, LONE, PROMPT, n=12, new=3), ["stock", "invariant"]
+
+    def turned(path: Path, turns: bool = True, resume: bool = False) -> Run:
+        return sampled_into(path, tiny, plan, impls, turns=turns, resume=resume, header={"turns": turns})
+
+    def order(run: Run) -> list[tuple[str, int]]:
+        return [(r.impl, r.round) for r in run.rounds]
+
+    path = tmp_path / "turns.jsonl"
+    plain, taken = turned(tmp_path / "plain.jsonl", turns=False), turned(path)
+    assert [number for _, number in order(taken)] == [number for number in range(6) for _ in range(2)]
+    assert [impl for impl, _ in order(taken)[:4]] == ["stock", "invariant", "invariant", "stock"]
+    assert [impl for impl, _ in order(plain)] == ["stock"] * 6 + ["invariant"] * 6
+    answers = [sorted((c.impl, c.request, c.trace) for c in run.completions) for run in (plain, taken)]
+    assert answers[0] == answers[1]
+    assert {row.impl for row in taken.rows} == set(impls), "the first round was repeated"
+    speeds = [speed_ratio_of(run) for run in (plain, taken)]
+    assert [(s.is_cost, s.rounds) for s in speeds if s] == [(False, 6), (True, 6)]
+    assert speeds[0] is not None
+    assert NOT_IN_TURN in ratio_text(speeds[0])
+    lines = path.read_bytes().splitlines(keepends=True)
+    cut = [i for i, line in enumerate(lines) if json.loads(line)["type"] == "round"][9]
+    path.write_bytes(b"".join(lines[: cut + 1]))
+    assert order(turned(path, resume=True)) == order(taken)
+
+
+def test_who_can_not_take_turns_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """One implementation alone, axes, a server, vLLM; and the old name of the command answers."""
+    for argv, said in [
+        (["sample", "--turns", "--impl", "stock"], "--turns and one --impl, stock,"),
+        (["sample", "--turns", "--vary", "chunk"], "--turns and --vary"),
+        (["sample", "--turns", "--endpoint", "http://127.0.0.1:1"], "--endpoint and --turns"),
+        (["sample", "--turns", "--engine", "vllm"], "--engine vllm and --turns"),
+        (
+            ["bench", "engine", "--threads", "1"],
+            "no nondet bench engine any more. Type nondet sample --turns.",
+        ),
+        (["bench", "host"], "Run python scripts/host.py"),
+    ]:
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1

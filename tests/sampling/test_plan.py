@@ -25,7 +25,8 @@ def encode(text: str) -> list[int]:
 
 def plan_of(load: Load, **changes: Any) -> Any:
     given: dict[str, Any] = {
-        "n": 25, "seed": 3, "prompt": [1, 2, 3], "max_new_tokens": 10, "context": 64, "encode": encode, "texts": TEXTS
+        "n": 25, "seed": 3, "prompts": [[1, 2, 3]], "max_new_tokens": 10, "context": 64, "encode": encode,
+        "texts": TEXTS,
     }  # fmt: skip
     return build_plan(load, **(given | changes))
 
@@ -33,13 +34,9 @@ def plan_of(load: Load, **changes: Any) -> Any:
 LOAD = parse_load("others=7,targets=10,spread=20,prompt=4-40,tokens=2-50")
 
 
-def test_presets_parse_to_themselves() -> None:
-    """Every preset named in the help can be asked for."""
-    assert {name: parse_load(name) for name in ("none", "light", "default", "heavy")} == PRESETS
-
-
 def test_keys_change_the_default_or_the_preset_before_them() -> None:
-    """A spec says what it changes and leaves the rest alone."""
+    """Every preset named in the help can be asked for; a spec says what it changes and leaves the rest alone."""
+    assert {name: parse_load(name) for name in ("none", "light", "default", "heavy")} == PRESETS
     load = parse_load("heavy, budget=512, prompt=5, sharing=off")
     assert (load.budget, load.prompt, load.sharing) == (512, (5, 5), False)
     assert load.others == PRESETS["heavy"].others
@@ -98,23 +95,15 @@ def test_background_fits_the_ranges_and_the_context() -> None:
     assert all(r.prompt == (1, 2, 3) for requests in wide.rounds for r in requests if r.target)
 
 
-def test_a_round_does_not_depend_on_the_rounds_before_it() -> None:
-    """A resumed run, or one with a larger n, meets the same rounds."""
-    assert plan_of(LOAD, n=10).rounds[0] == plan_of(LOAD, n=25).rounds[0]
-
-
 def test_seed_and_text_change_the_plan_and_its_digest() -> None:
-    """The digest stands for the whole plan: a run is resumed only under an equal one."""
+    """The digest stands for the whole plan: a run is resumed only under an equal one, and with a larger n meets the
+    same rounds. `--load none` needs no background text."""
     base = plan_of(LOAD)
     assert plan_of(LOAD).digest == base.digest
     assert plan_of(LOAD, seed=4).digest != base.digest
     assert plan_of(LOAD, texts=TEXTS[::-1]).digest != base.digest
-
-
-def test_no_load_needs_no_text() -> None:
-    """`--load none` runs alone, without any background text."""
-    plan = plan_of(PRESETS["none"], n=3, texts=None)
-    assert all(r.target for requests in plan.rounds for r in requests)
+    assert plan_of(LOAD, n=10).rounds[0] == base.rounds[0]
+    assert all(r.target for requests in plan_of(PRESETS["none"], n=3, texts=None).rounds for r in requests)
 
 
 def test_any_tokenizer_fills_a_prompt() -> None:
@@ -128,7 +117,7 @@ def test_hash_seed_does_not_matter() -> None:
     """Two interpreters with other hash seeds draw the same plan from Python's own documentation."""
     code = (
         "from nondet.sampling.plan import *\n"
-        "p = build_plan(parse_load('others=5,targets=4'), n=8, seed=1, prompt=[1], max_new_tokens=4, context=99,"
+        "p = build_plan(parse_load('others=5,targets=4'), n=8, seed=1, prompts=[[1]], max_new_tokens=4, context=99,"
         " encode=lambda t: [ord(c) for c in t])\n"
         "print(p.digest)"
     )
@@ -248,4 +237,4 @@ def test_prompts_take_turns(tmp_path: Path) -> None:
     pairs = {r.subject: (r.prompt, r.sampling.seed) for t in seeded.rounds for r in t if r.target}  # type: ignore[attr-defined]
     assert pairs == {0: ((5,), 3), 1: ((5,), 9), 2: ((6,), 3), 3: ((6,), 9)}
     greedy, drawn = plan(prompts=[[5]]), plan(prompts=[[5]], samplings=[Sampling(1.0, 0, 1.0, 0)])
-    assert plan(prompt=[5]).digest == greedy.digest != drawn.digest  # type: ignore[attr-defined]
+    assert greedy.digest != drawn.digest  # type: ignore[attr-defined]

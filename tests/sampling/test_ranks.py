@@ -12,20 +12,19 @@ import torch
 
 from nondet.cli import main
 from nondet.core.launch import listen
-from nondet.core.runfile import open_run, read_run
+from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.rank_free import rank_free
 from nondet.sampling import collect as collecting
 from nondet.sampling.axes import Conditions, Subject, plan_axes
-from nondet.sampling.collect import describe
 from nondet.sampling.engine import run_session
-from nondet.sampling.model import LoadedModel, load_model
+from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request, Session, build_plan
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.replay import tape_of
 from tests.build import needs_accelerate
-from tests.sampling.conftest import collected
+from tests.sampling.conftest import sampled_into
 
 LOAD = Load(others=0, targets=3, spread=1, prompt=(1, 1), tokens=(1, 1), budget=32, requests=8)
 
@@ -34,9 +33,9 @@ pytestmark = [pytest.mark.slow, needs_accelerate]
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    """The embedded model."""
-    return load_model(None, "bfloat16", "cpu")
+def loaded(tiny_float32: LoadedModel) -> LoadedModel:
+    """A model of two layers, whose sums over two ranks have other bits than over one."""
+    return tiny_float32
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +94,12 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
     monkeypatch.setattr(collecting.Here, "_over", lambda self, ranks: over_two)
     load = Load(others=1, targets=2, spread=2, prompt=(4, 9), tokens=(2, 3), budget=32, requests=8)
     plan = build_plan(
-        load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=1024, encode=loaded.encode_plain
+        load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=256, encode=loaded.encode_plain
     )
-    base = Conditions(load, "bfloat16")
+    base = Conditions(load, loaded.dtype)
     axes = plan_axes({"ranks": []}, Subject(base, "cpu", (), torch.get_num_threads(), heads=2))
     assert [value for value, _ in axes[0].values] == ["2"]
-    described = describe(loaded, plan, [{"text": "", "tokens": 12}], 3, 0, ["invariant", "rank-free"])
-    path = tmp_path / "run.jsonl"
-    writer = open_run(path, command="sample", plan=described, environment={"torch": "2"})
-    collected(loaded, plan, ["invariant", "rank-free"], writer, base=base, axes=axes)
-    writer.finish()
-    writer.close()
-    run = read_run(path)
+    run = sampled_into(tmp_path / "run.jsonl", loaded, plan, ["invariant", "rank-free"], base=base, axes=axes)
     values = {(v.impl, v.value): v for v in run.axis_values}
     assert all(v.proven for v in values.values())
     assert "2 ranks came to the same" in values["rank-free", "2"].proof
@@ -117,12 +110,13 @@ def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_sample_over_ranks(over_two, tmp_path, monkeypatch):
+def test_sample_over_ranks(over_two, tiny_folder, tmp_path, monkeypatch):
     """The command's completions come from the ranks, its header says so, and no rank of its own plays them again."""
     monkeypatch.setattr(collecting.Here, "_over", lambda self, ranks: over_two)
     monkeypatch.chdir(tmp_path)
     options = ("--n", "2", "--max-tokens", "2", "--load", "targets=2,others=0", "--impl", "invariant", "--quiet")
-    assert main(["sample", "--ranks", "2", "--device", "cpu", *options, "--out", "r.jsonl"]) == 0
+    model = ("--model", str(tiny_folder), "--dtype", "float32")
+    assert main(["sample", "--ranks", "2", "--device", "cpu", *model, *options, "--out", "r.jsonl"]) == 0
     run = read_run(tmp_path / "r.jsonl")
     assert run.header.plan["ranks"] == 2
     assert {c.trace for c in run.completions if c.status == "ok"}

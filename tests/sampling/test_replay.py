@@ -13,14 +13,12 @@ import pytest
 
 from nondet.core.compare import weights_digest
 from nondet.core.records import Completion, Run, Status
-from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import Trace, read_traces
 from nondet.errors import UserError
 from nondet.sampling import engine
-from nondet.sampling.collect import describe
-from nondet.sampling.engine import run_session
+from nondet.sampling.engine import TransformersEngine, run_session
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import ENGINES, Outcome, Pace, Request, Session, make_engine, parse_load
+from nondet.sampling.plan import Outcome, Pace, Request, Session, parse_load
 from nondet.sampling.replay import (
     Player,
     check_weights,
@@ -36,7 +34,7 @@ from nondet.sampling.replay import (
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.sampling import test_collect
-from tests.sampling.conftest import collected, planned
+from tests.sampling.conftest import planned, sampled_into
 from tests.sampling.test_collect import sample
 
 LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
@@ -47,17 +45,12 @@ def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory
     """Two rounds of a float32 model, whose products depend on M on every CPU."""
     path = tmp_path_factory.mktemp("tape") / "run.jsonl"
     text = "The following exceptions are raised when"
-    plan, tokens = planned(tiny_float32, LOAD, text, n=12, seed=3, new=12), len(tiny_float32.encode(text))
-    prompts = [{"text": "p", "tokens": tokens}]
-    described = describe(tiny_float32, plan, prompts, 12, 3, ["stock"])
-    writer = open_run(path, command="sample", plan=described, environment={})
-    collected(tiny_float32, plan, ["stock"], writer, repeat=False)
-    writer.finish()
-    return read_run(path), read_traces(path)[0]
+    plan = planned(tiny_float32, LOAD, text, n=12, seed=3, new=12)
+    return sampled_into(path, tiny_float32, plan), read_traces(path)[0]
 
 
 def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player:
-    return Player(make_engine("transformers", loaded.model), tape_of(recorded, completion))
+    return Player(TransformersEngine(loaded.model), tape_of(recorded, completion))
 
 
 def test_divergent_completions_come_again_bit_for_bit(
@@ -83,23 +76,18 @@ def test_a_tape_holds_the_plan_and_the_schedule(recorded: tuple[Run, dict[str, T
     requests = requests_of(tape)
     assert len(requests) == 12
     assert tape.engine["engine"] == "transformers"
+    assert str(Path.home()) not in str(tape.engine), "a tape may be handed on"
     session = run_session(tiny.model, requests, load)
     assert first_other_step(tape, requests, session.packs) is None  # other weights, same batches
     late = [Request(r.id, r.target, r.prompt, r.max_new_tokens, r.arrival_step + 1) for r in requests]
     assert first_other_step(tape, late, run_session(tiny.model, late, load).packs) == min(session.packs)
 
 
-def test_other_weights_are_refused(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
-    """One line that says which digest."""
+def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
+    """A request or an implementation that is not there, a run without tapes, and other weights with both digests."""
     run, _ = recorded
-    tape = run.tapes[0]
-    with pytest.raises(UserError, match=f"have digest .*, those of .* had {tape.weights}"):
-        check_weights(tape, tiny, weights_digest(tiny.model), "run.jsonl")
-
-
-def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]]) -> None:
-    """A request or an implementation that is not there, and a run without tapes."""
-    run, _ = recorded
+    with pytest.raises(UserError, match=f"have digest .*, those of .* had {run.tapes[0].weights}"):
+        check_weights(run.tapes[0], tiny, weights_digest(tiny.model), "run.jsonl")
     with pytest.raises(UserError, match="no request 't999999'"):
         select_completions(run, ["t999999"], None)
     with pytest.raises(UserError, match="no completions under --impl invariant"):
@@ -183,20 +171,6 @@ def test_forced_tokens_are_fed_and_the_session_can_be_cut(tiny: LoadedModel) -> 
     assert fed.logprobs[4:] != free.logprobs[4:]
 
 
-def test_engines_are_a_table(tiny: LoadedModel) -> None:
-    """Another engine is a line; what each gives is said by itself."""
-    for name in ENGINES:
-        assert "token ids" in make_engine(name, tiny.model).describe()["gives"]
-    with pytest.raises(UserError, match="unknown engine 'vllm'"):
-        make_engine("vllm", tiny.model)
-
-
-def test_paths_are_not_in_tapes(recorded: tuple[Run, dict[str, Trace]]) -> None:
-    """A tape may be handed on: it names no file of this machine."""
-    run, _ = recorded
-    assert str(Path.home()) not in str(run.tapes[0].engine)
-
-
 # Which rounds are run again, so that a prompt's divergence can be told from noise.
 
 
@@ -243,7 +217,7 @@ def test_a_prompt_that_parts_between_rounds_is_settled(
         nonlocal calls
         calls += 1
         session = run_session(*args, **named)
-        if calls <= 6:  # a warm-up, four rounds and the first again
+        if calls <= 5:  # a warm-up, which is the first round, and four rounds
             return session
         outcomes = [replace(o, logprobs=bytes([calls]) + o.logprobs[1:]) for o in session.outcomes]
         return replace(session, outcomes=outcomes)

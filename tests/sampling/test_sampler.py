@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from nondet.core.records import Run
-from nondet.core.runfile import open_run, read_run
 from nondet.core.traces import read_traces, trace_digest
 from nondet.errors import UserError
-from nondet.sampling.collect import describe
 from nondet.sampling.engine import Draw, TransformersEngine, draw_rows, drawn_outcome, philox, uniform_bits
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
@@ -23,7 +21,8 @@ from nondet.sampling.plan import Sampling, check_sampling, is_sampling
 from nondet.sampling.replay import Player, digest_of, select_completions, tape_of
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.sampling.conftest import collected, planned
+from tests.build import tiers
+from tests.sampling.conftest import planned, sampled_into
 
 PLAIN = Sampling(0.8, 0, 1.0, 0)
 LOAD = "others=2,targets=4,spread=6,prompt=4-12,tokens=2-4,budget=12,page=4"
@@ -46,29 +45,29 @@ def test_philox_gives_the_published_words() -> None:
     assert 0 <= min(bits) < max(bits) < 2**53
 
 
-def test_tokens_come_as_often_as_their_probability_says() -> None:
+@pytest.mark.parametrize(("top_k", "top_p"), tiers([(6, 0.9)], [(0, 1.0), (5, 1.0), (0, 0.8)]))
+def test_tokens_come_as_often_as_their_probability_says(top_k: int, top_p: float) -> None:
     """Chi-square of 4,000 draws against the exact probabilities after temperature, top-k and nucleus."""
-    for top_k, top_p in [(0, 1.0), (5, 1.0), (0, 0.8), (6, 0.9)]:
-        logits = np.random.default_rng(1).normal(0, 1.5, 16)
-        order = np.argsort(-logits)
-        p = np.exp(logits[order] / 0.8)
-        p[top_k or 16 :] = 0
-        p /= p.sum()
-        kept = int(np.searchsorted(np.cumsum(p), top_p - 1e-12)) + 1
-        p[kept:] = 0
-        p /= p.sum()
-        n = 4000
-        asked = [(Sampling(0.8, top_k, top_p, seed), position) for seed in range(80) for position in range(n // 80)]
-        rows = torch.tensor(logits, dtype=torch.float32).repeat(n, 1)
-        counts = Counter(d.token for d in draw_rows(rows, asked))
-        seen = np.array([counts[int(token)] for token in order])
-        assert seen[kept:].sum() == 0
-        statistic = float(((seen[:kept] - n * p[:kept]) ** 2 / (n * p[:kept])).sum())
-        # 99.9% of chi-square by Wilson and Hilferty's approximation
-        degrees = kept - 1
-        assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
-        flat = n / kept
-        assert float(((seen[:kept] - flat) ** 2 / flat).sum()) > 20 * degrees  # the test would see other probabilities
+    logits = np.random.default_rng(1).normal(0, 1.5, 16)
+    order = np.argsort(-logits)
+    p = np.exp(logits[order] / 0.8)
+    p[top_k or 16 :] = 0
+    p /= p.sum()
+    kept = int(np.searchsorted(np.cumsum(p), top_p - 1e-12)) + 1
+    p[kept:] = 0
+    p /= p.sum()
+    n = 4000
+    asked = [(Sampling(0.8, top_k, top_p, seed), position) for seed in range(80) for position in range(n // 80)]
+    rows = torch.tensor(logits, dtype=torch.float32).repeat(n, 1)
+    counts = Counter(d.token for d in draw_rows(rows, asked))
+    seen = np.array([counts[int(token)] for token in order])
+    assert seen[kept:].sum() == 0
+    statistic = float(((seen[:kept] - n * p[:kept]) ** 2 / (n * p[:kept])).sum())
+    # 99.9% of chi-square by Wilson and Hilferty's approximation
+    degrees = kept - 1
+    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
+    flat = n / kept
+    assert float(((seen[:kept] - flat) ** 2 / flat).sum()) > 20 * degrees  # the test would see other probabilities
 
 
 def test_a_row_draws_the_same_in_every_batch() -> None:
@@ -143,13 +142,8 @@ def drawn(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -
     text = "The following exceptions"
     plan = planned(tiny_float32, LOAD, text, n=4, new=8, samplings=samplings)
     listed = [{"text": "p", "tokens": len(tiny_float32.encode(text)), "seed": s.seed} for s in samplings]
-    header = describe(tiny_float32, plan, listed, 8, 0, IMPLS)
-    header["sampling"] = {"temperature": 1.5}
-    path = tmp_path_factory.mktemp("drawn") / "run.jsonl"
-    writer = open_run(path, command="sample", plan=header, environment={})
-    collected(tiny_float32, plan, IMPLS, writer)
-    writer.finish()
-    return read_run(path)
+    path, header = tmp_path_factory.mktemp("drawn") / "run.jsonl", {"sampling": {"temperature": 1.5}}
+    return sampled_into(path, tiny_float32, plan, IMPLS, prompts=listed, header=header)
 
 
 def test_one_text_a_seed_with_our_draw_on_invariant_kernels(drawn: Run) -> None:

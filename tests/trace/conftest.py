@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from nondet.core.records import Control, Culprit, Record, Substitution, TraceVerdict
-from nondet.sampling.plan import Load, Request, make_engine
+from nondet.sampling.engine import TransformersEngine
+from nondet.sampling.plan import Load, Request
 from nondet.trace.search import Arm, Pace, Search
 
 COMMON: dict[str, Any] = {
@@ -108,7 +109,7 @@ def trace(
     said: list[str] = []
     a, b = arms or arms_of(load)
     search = Search(
-        make_engine("transformers", model), model, a, b, impl=impl, choose=True, write=records.append,
+        TransformersEngine(model), model, a, b, impl=impl, choose=True, write=records.append,
         say=said.append, sweeps=sweeps, pace=pace,
     )  # fmt: skip
     return Traced(search.run(), search, records, said)

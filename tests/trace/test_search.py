@@ -20,8 +20,8 @@ from nondet.core.compare import first_difference
 from nondet.core.records import Culprit, Replay
 from nondet.errors import EngineStoppedError
 from nondet.kernels.scaled.functions import quantize_tensor
+from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.implementations import implementation
-from nondet.sampling.plan import make_engine
 from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact, operators_of, replays
 from nondet.trace.repro import write_and_run
@@ -401,7 +401,7 @@ def test_a_trace_sees_keys_that_the_kernel_would_read_in_place() -> None:
     alone, _ = arms_of(LOAD)
     capture = CoarseCapture(alone.request, sharing=False)
     with implementation("invariant", model):
-        alone.run(make_engine("transformers", model), capture)
+        alone.run(TransformersEngine(model), capture)
     assert {"0.k", "0.v", "1.k", "1.v"} <= set(capture.names)
     assert len(capture.rows) > 11
 
@@ -423,7 +423,7 @@ def test_the_request_whose_tokens_part_is_taken() -> None:
     load = replace(LOAD, targets=6, others=3)
     model = model_of("llama")
     alone, company = arms_of(load, new=6)
-    engine = make_engine("transformers", model)
+    engine = TransformersEngine(model)
     reference = alone.outcome(alone.run(engine))
     targets = [o for o in company.run(engine).outcomes if o.request.target]
     places = [first_difference(reference, outcome) for outcome in targets]

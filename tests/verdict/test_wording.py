@@ -97,7 +97,7 @@ def test_numbers_are_written_in_words() -> None:
 
 
 def test_findings_are_these_words_the_strongest_first() -> None:
-    """Each with whether it is a divergence, and whether a gate stays shut on it."""
+    """Each with whether it is a divergence, and whether a gate fails on it."""
     assert [(f.value, f.is_divergence, f.is_fault) for f in Finding] == [
         ("wrong", False, True),
         ("run-to-run nondeterministic", True, True),
