@@ -20,10 +20,10 @@ import msgspec
 import torch
 
 from nondet.core.compare import error_against
+from nondet.core.launch import check_device_alive
 from nondet.core.measure import (
     Fingerprint,
     Trial,
-    check_device_alive,
     failed,
     fingerprint,
     kept_warnings,

@@ -82,11 +82,7 @@ def agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def looked_at(flags: Sequence[torch.Tensor]) -> list[bool]:
     """Bool tensors of one element, copied to the host at once."""
-    if not flags:
-        return []
-    device = next((x.device for x in flags if x.device.type != "cpu"), flags[0].device)
-    answers: list[bool] = torch.stack([x.reshape(()).to(device) for x in flags]).tolist()
-    return answers
+    return [bool(flag) for flag in numbers(*flags)]
 
 
 def _is_plain(x: torch.Tensor) -> bool:
@@ -163,10 +159,11 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
 
 
 def numbers(*scalars: torch.Tensor) -> list[float]:
-    """Scalars of any dtype on one device, copied at once: each copy waits for the device. Integers stay integers."""
-    wide = [
-        x.reshape(()).view(torch.int64) if x.is_floating_point() else x.reshape(()).to(torch.int64) for x in scalars
-    ]
+    """Scalars of any dtype, copied at once: each copy waits for the device. Integers stay integers; of several devices
+    one is a CPU."""
+    device = next((x.device for x in scalars if x.device.type != "cpu"), "cpu")
+    flat = [x.reshape(()).to(device) for x in scalars]
+    wide = [x.view(torch.int64) if x.is_floating_point() else x.to(torch.int64) for x in flat]
     words: list[int] = torch.stack(wide).tolist() if wide else []
     return [
         struct.unpack("<d", struct.pack("<q", word))[0] if x.is_floating_point() else word

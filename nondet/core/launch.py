@@ -142,3 +142,17 @@ def wait_for_device() -> None:
     """Wait until a GPU that this process uses has done what was launched; not while a graph is captured."""
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
+
+
+class DeviceLostError(RuntimeError):
+    """A sticky CUDA error: every later call would fail, and a proof would be void."""
+
+
+def check_device_alive(device: str, error: BaseException) -> None:
+    """Raise `DeviceLostError` after an error that took the CUDA context with it."""
+    if device != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as sticky:
+        raise DeviceLostError(f"the CUDA context is lost after: {error}") from sticky

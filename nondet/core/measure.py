@@ -357,16 +357,6 @@ def failed(head: Row, error: BaseException, started: float, caught: Sequence[war
     return _finished(head, started, status=status, reason=reason)
 
 
-def check_device_alive(device: str, error: BaseException) -> None:
-    """Raise `RuntimeError` after a sticky CUDA error, because it makes every later call fail."""
-    if device != "cuda":
-        return
-    try:
-        torch.cuda.synchronize()
-    except Exception as sticky:
-        raise RuntimeError(f"the CUDA context is lost after: {error}") from sticky
-
-
 # ---- inputs that were written to
 
 Fingerprint = dict[str, tuple[torch.Tensor, ...]]

@@ -16,7 +16,7 @@ import torch
 
 from nondet.core.compare import difference, same
 from nondet.core.inputs import generator, make, product_operands
-from nondet.core.launch import proving
+from nondet.core.launch import check_device_alive, proving
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,10 +28,6 @@ PRODUCT_INPUTS = ("order", "order-wide", "wide", "cancel", "outlier", "bell")
 
 # A bias of the size of the rounding errors: a larger one would hide them where the result is rounded to bfloat16.
 BIAS_SIZE = {"order": 2.0**-14, "order-wide": 2.0**-4}
-
-
-class DeviceLostError(RuntimeError):
-    """A sticky CUDA error: every later call would fail, and a proof would be void."""
 
 
 class Claim(NamedTuple):
@@ -136,16 +132,8 @@ def attempt(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Atte
         result = compute()
         return Attempt(result, bool(same(expected, result).all()), None)
     except Exception as error:  # noqa: BLE001 - whatever a library raises, it is not a proof
-        if expected.is_cuda:
-            _check_alive(error)
+        check_device_alive(expected.device.type, error)
         return Attempt(None, False, error)
-
-
-def _check_alive(error: Exception) -> None:
-    try:
-        torch.cuda.synchronize()
-    except Exception as sticky:
-        raise DeviceLostError(f"the CUDA context is lost after: {error}") from sticky
 
 
 def _capturing() -> bool:

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
+
 from nondet.core.runfile import check_free, check_outputs, read_run
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, make_engine, parse_load
@@ -124,11 +126,11 @@ def _played(
             missing = [c for c in completions if ("replayed", c.impl, c.request, "as recorded") not in done]
             if missing:
                 yield from player.as_recorded(missing, traces)
-            for completion in completions:
-                if request.solo and ("replayed", completion.impl, completion.request, "alone") not in done:
-                    yield player.alone(completion, traces)
-                if request.shrink and ("replayed", completion.impl, completion.request, "shrunk") not in done:
-                    yield player.shrunk(completion, traces)
+            for c in completions:
+                if request.solo and ("replayed", c.impl, c.request, "alone") not in done:
+                    yield player.alone(c, traces)
+                if request.shrink and ("replayed", c.impl, c.request, "shrunk") not in done:
+                    yield player.shrunk(c, traces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +252,7 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
             earlier=list(earlier.records()), script=request.repro is not None,
         )  # fmt: skip
         if writer.resumed:
-            search.write(resumed())
+            search.keep(resumed())
         if not earlier.trace_verdicts:
             _searched(search, request.repro)
     return output.present()
@@ -268,14 +270,11 @@ def _under_vllm(request: TraceRequest, output: Output) -> Path:
     engine = VllmEngine(loaded, load, max(len(r.prompt) + r.max_new_tokens for r in plan.rounds[0]))
     try:
         with output.recording("trace", described | {"engine": engine.describe()}, request.seed) as writer:
-            earlier = read_run(output.path, allow_truncated=True)
+            earlier, arms = read_run(output.path, allow_truncated=True), ([target], plan.rounds[0])
             with output.sink.steps() as say:
+                about: dict[str, Any] = {"write": writer.write, "say": say, "earlier": list(earlier.records())}
                 if not earlier.trace_verdicts:
-                    arms = [target], plan.rounds[0]
-                    done = writer.done
-                    _searched(
-                        VllmTrace(engine, load, request.impls[0], *arms, write=writer.write, say=say, done=done), None
-                    )
+                    _searched(VllmTrace(engine, load, request.impls[0], *arms, **about), None)
     finally:
         engine.close()
     return output.present()
@@ -287,11 +286,11 @@ def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
     try:
         verdict = search.run()
     except Exception as error:
-        search.write(failed(error))
+        search.keep(failed(error))
         raise
     if repro is not None and isinstance(search, Search):
         verdict = _with_script(search, verdict, repro)
-    search.write(verdict)
+    search.keep(verdict)
 
 
 def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
@@ -350,13 +349,11 @@ def _recorded(
 
 
 def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerdict:
-    import msgspec
-
     from nondet.trace.repro import write_and_run
 
-    if search.named is None:
-        search.say("no script: there is no responsible call that can be made by itself")
-        return verdict
-    line = write_and_run(path, search.named)
+    line = "no script: there is no responsible call that can be made by itself"
+    if search.named is not None:
+        line = write_and_run(path, search.named)
+        verdict = msgspec.structs.replace(verdict, repro=line)
     search.say(line)
-    return msgspec.structs.replace(verdict, repro=line)
+    return verdict

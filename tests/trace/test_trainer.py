@@ -116,7 +116,7 @@ def calls() -> list[tuple[Call, str]]:
 
 @pytest.mark.parametrize("seed", tiers(range(1), range(1, 20)))
 def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
-    """Drawn by seed over kinds of operators and their calls, of which there are many, under each layout of the batch."""
+    """Drawn by seed over kinds of operators and their many calls, under each layout of the batch."""
     rng = random.Random(seed)  # noqa: S311 - a draw of tests
     names = sorted({call.name for call, _ in calls()})
     assert len(names) >= 6
