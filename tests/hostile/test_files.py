@@ -402,6 +402,8 @@ def test_secrets_do_not_reach_a_run_file() -> None:
         assert "<hidden>" in kept or "/(path " in kept
         for secret in ("hunter2", "aaaa", "bbbb", "cccc", "dddd", "1234567890", "ABCDEFGH", "c2lnbmF0"):
             assert secret not in kept
+    assert safe_argv(["/home/ann/bin/nondet", "--api-key", "s3cret", "x"]) == ["nondet", "--api-key", "<hidden>", "x"]
+    assert safe_argv(["nondet", "--api-key=s3cret", "-n", "3"]) == ["nondet", "--api-key=<hidden>", "-n", "3"]
     for word in [
         "--max-tokens", "Tokens: 3 to 5", "others=60,budget=256", "a/b.jsonl", "mine:softmax",
         "http://127.0.0.1:8000/v1",
