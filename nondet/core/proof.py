@@ -104,8 +104,8 @@ def settings(device: str) -> tuple[str, ...]:
     if device == "cuda":
         named |= {
             "cuda": matmul.fp32_precision,
-            "bf16-reduction": matmul.allow_bf16_reduced_precision_reduction,
-            "fp16-reduction": matmul.allow_fp16_reduced_precision_reduction,
+            "bf16-reduction": _reduction(torch._C._get_cublas_allow_bf16_reduced_precision_reduction()),
+            "fp16-reduction": _reduction(torch._C._get_cublas_allow_fp16_reduced_precision_reduction()),
             "fp16-sums": matmul.allow_fp16_accumulation,
             "blas": str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2],
         }
@@ -113,6 +113,11 @@ def settings(device: str) -> tuple[str, ...]:
         named |= {"onednn": torch._C._get_mkldnn_enabled(), "threads": torch.get_num_threads()}
     named["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return tuple(f"{name}={value}" for name, value in named.items())
+
+
+def _reduction(value: Any) -> object:
+    """Whether sums may be kept in half precision, as newer versions of torch have it: with a switch for split-K."""
+    return value[0] if isinstance(value, tuple) and value[1] else value
 
 
 def switches(device: str) -> tuple[object, ...]:

@@ -349,9 +349,9 @@ def test_a_script_of_a_trace_on_a_full_disk_is_one_line(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "write_bytes", full)
     call = type("Call", (), {"function": torch.nn.functional.linear, "row": 0, "rows": 2, "keys": 0})
     culprit = type("Culprit", (), {"call": "linear", "replays": (), "sentence": "s"})
-    guilty = type("NamedCall", (), {"calls": (call, call), "culprit": culprit})
+    named = type("NamedCall", (), {"calls": (call, call), "culprit": culprit})
     with pytest.raises(UserError, match=r"disk is full: .*\.inputs\.safetensors"):
-        repro.write_and_run(tmp_path / "r.py", guilty)  # type: ignore[arg-type] # the parts of one that are read
+        repro.write_and_run(tmp_path / "r.py", named)  # type: ignore[arg-type] # the parts of one that are read
     assert list(tmp_path.iterdir()) == []
 
 
