@@ -6,6 +6,7 @@ command's options), writes a run file, and returns its path. `nondet.commands` a
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -131,7 +132,7 @@ class Output:
         from nondet.core.runfile import open_run
 
         if self.sink.shown:
-            gc.freeze()  # transformers' engine collects twice a session, over all that was loaded: 0.3 s each time
+            _freeze()
         force, resume, empty = self.request.force, self.request.resume, False
         writer = open_run(self.path, command=command, plan=plan, environment=collect(seed), force=force, resume=resume)
         try:
@@ -155,6 +156,12 @@ class Output:
         """Show the finished run; returns its path."""
         self.sink.present(self.path, notes, code)
         return self.path
+
+
+@functools.cache  # once a process: what dies later is collected
+def _freeze() -> None:
+    """transformers' engine collects garbage twice a session, over all that was loaded: 0.3 s each time."""
+    gc.freeze()
 
 
 def pick_device(wanted: str, threads: int | None = None) -> str:

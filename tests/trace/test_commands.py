@@ -174,26 +174,3 @@ def test_what_a_run_lacks_is_one_line(
     assert "has no tape" in said(str(copies["bare"]), "--request", "t000000")
     copies["broken"].write_bytes(b"".join(line.replace(b'"prompt":1,', b'"prompt":9,') for line in lines))
     assert "is not whole" in said(str(copies["broken"]), "--request", "t000000")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_trace_of_the_embedded_model_ends_with_its_culprit_s_trees(tmp_path: Path, dtype: str) -> None:
-    """Whatever differs first on this machine: where it is a sum that has a tree, both arms are told, with the proof."""
-    out, report = tmp_path / "trace.jsonl", tmp_path / "trace.md"
-    code = main(
-        ["trace", "--dtype", dtype, "--max-tokens", "4", "--load", LOAD, "--device", "cpu", "--threads", "1", "--out",
-         str(out), "--report", str(report)]
-    )  # fmt: skip
-    assert code == 0
-    run = read_run(out)
-    known = ("linear", "mm", "matmul", "addmm", "sum", "mean", "scaled_dot_product_attention")
-    for culprit in run.culprits:
-        trees = [replay for replay in culprit.replays if replay.name == "tree"]
-        assert len(trees) == (culprit.call.removeprefix("Tensor.") in known), culprit.sentence
-        for tree in trees:
-            assert tree.sentence.startswith("the reduction tree"), tree.sentence
-            assert tree.status == "error" or ("M = " in tree.sentence and ("proven" in tree.sentence))
-            assert tree.sentence.split("; ")[0][:60] in report.read_text(encoding="utf-8")
-    if run.culprits and run.culprits[0].call in known:
-        assert run.trace_verdicts[0].sentences[-1].startswith("the reduction tree")
