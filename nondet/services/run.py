@@ -98,6 +98,10 @@ class Sink:
         """Show a finished run, after the lines `notes`; `code` is the exit code, unless --fail-on decides it."""
 
 
+# Once a process: transformers' engine collects garbage twice a session, and over all that is loaded it takes 0.3 s.
+_freeze = functools.cache(gc.freeze)
+
+
 class Output:
     """The run file that a service writes; `path` is the requested one, or a new one named after `stem`."""
 
@@ -156,12 +160,6 @@ class Output:
         """Show the finished run; returns its path."""
         self.sink.present(self.path, notes, code)
         return self.path
-
-
-@functools.cache  # once a process: what dies later is collected
-def _freeze() -> None:
-    """transformers' engine collects garbage twice a session, over all that was loaded: 0.3 s each time."""
-    gc.freeze()
 
 
 def pick_device(wanted: str, threads: int | None = None) -> str:
