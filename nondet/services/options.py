@@ -63,7 +63,6 @@ PROBES = choices(lambda: registry.PROBES, lambda: (name.replace("_", "-") for na
 OPERATORS = choices("all", lambda: (name.replace("_", "-") for c in registry.classes().values() for name in c.members))
 CLASSES = choices(lambda: registry.classes())
 PROBE_IMPLS = choices("stock", "invariant", _impls)
-BENCH_IMPLS = choices("stock", "invariant", _impls)
 SAMPLE_IMPLS = choices(
     *("stock", "stock-no-cudnn", "stock-flash", "invariant", "both", "stock-seeded", "unseeded-invariant"),
     lambda: (f"invariant:{name}" for name in families()),

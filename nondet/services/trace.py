@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,14 +48,13 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
         "solo": request.solo,
         "shrink": request.shrink,
     }
-    written: list[Replayed] = []
+    again: list[bool] = []
     said: Counter[str] = Counter()
-    total = len(wanted) * (1 + request.solo + request.shrink)
-    seed = int(recorded.header.plan.get("seed", 0))
+    seed, total = int(recorded.header.plan.get("seed", 0)), len(wanted) * (1 + request.solo + request.shrink)
     with output.recording("replay", plan, seed, total) as writer, sink.steps() as say:
         for record in _played(recorded, path, request, loaded, wanted, writer.done):
             writer.write(record)
-            written.append(record)
+            again += [record.same] if record.how == "as recorded" else []
             same = record.sentence.replace(record.request, "", 1).strip(" :")
             said[same] += 1
             if said[same] == 1:
@@ -62,7 +62,6 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
     for same, count in said.items():
         if count > 1:
             sink.say(f"{count - 1} more: {same}")
-    again = [r.same for r in written if r.how == "as recorded"]
     notes = [f"{sum(again)} of {len(again)} completions were reproduced bit for bit"] if again else []
     return output.present(notes, code=int(not all(again)))
 
@@ -268,15 +267,12 @@ def _under_vllm(request: TraceRequest, output: Output) -> Path:
     plan, described = plan_prompts(loaded, load, [text], load.targets, request.max_tokens, request.seed, request.impls)
     target = next(r for r in plan.rounds[0] if r.target)
     engine = VllmEngine(loaded, load, max(len(r.prompt) + r.max_new_tokens for r in plan.rounds[0]))
-    try:
-        with output.recording("trace", described | {"engine": engine.describe()}, request.seed) as writer:
-            earlier, arms = read_run(output.path, allow_truncated=True), ([target], plan.rounds[0])
-            with output.sink.steps() as say:
-                about: dict[str, Any] = {"write": writer.write, "say": say, "earlier": list(earlier.records())}
-                if not earlier.trace_verdicts:
-                    _searched(VllmTrace(engine, load, request.impls[0], *arms, **about), None)
-    finally:
-        engine.close()
+    described["engine"] = engine.describe()
+    with closing(engine), output.recording("trace", described, request.seed) as writer, output.sink.steps() as say:
+        earlier, arms = read_run(output.path, allow_truncated=True), ([target], plan.rounds[0])
+        about: dict[str, Any] = {"write": writer.write, "say": say, "earlier": list(earlier.records())}
+        if not earlier.trace_verdicts:
+            _searched(VllmTrace(engine, load, request.impls[0], *arms, **about), None)
     return output.present()
 
 
