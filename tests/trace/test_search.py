@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from nondet.core.compare import first_difference
 from nondet.core.records import Culprit, Replay
+from nondet.core.traces import trace_digest
 from nondet.errors import EngineStoppedError
 from nondet.kernels.scaled.functions import quantize_tensor
 from nondet.sampling.implementations import implementation
-from nondet.sampling.plan import make_engine
+from nondet.sampling.plan import Outcome, make_engine
 from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact, operators_of, replays
 from nondet.trace.repro import write_and_run
@@ -103,6 +104,19 @@ def test_time_that_ends_at_a_cure_leaves_it_unproven_that_it_is_the_smallest(mon
     assert (verdict.finding, verdict.families, len(verdict.culprits)) == ("batch-dependent", None, 2)
     assert "with attention and matmul invariant the arms agree" in search.late
     assert search.late in verdict.sentences
+
+
+def test_a_recording_that_does_not_come_again_is_said() -> None:
+    """Another machine's tape: its control fails, and the trace is of what runs here."""
+    records: list[Any] = []
+    arm, _ = arms_of(LOAD)
+    outcome = Outcome(arm.requests[0], token_ids=[1], logprobs=bytes(4), finish="length")
+    for wanted in (trace_digest([1], bytes(4)), "0" * 16):
+        say = {"write": records.append, "say": lambda _: None}
+        search = Search(Any, Any, arm, arm, impl="stock", choose=False, expected={arm.name: wanted}, **say)
+        search._expect(arm, outcome)
+    assert [record.passed for record in records] == [True, False]
+    assert "and is traced as it is now" in records[1].sentence
 
 
 def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
