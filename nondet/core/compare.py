@@ -132,30 +132,20 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     for extent in reversed(mismatch.shape):
         rest, index = divmod(rest, extent)
         first.insert(0, index)
-    if a.dtype in _PACKED:
-        return Difference(
-            mismatched=mismatched, compared=compared, max_abs=0.0, max_ulp=0, first_mismatch=first,
-            first_bits=_bits_at(first, a, b),
-        )  # fmt: skip
-    x, y = a.double(), b.double()
-    gap = ulp_distance(a, b) if a.dtype.is_floating_point else torch.zeros_like(mismatch, dtype=torch.int64)
-    finite = gap >= 0
-    max_abs, max_ulp, nonfinite, scale = numbers(
-        torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max(),
-        gap.clamp_min(0).max(),
-        (mismatch & ~finite).sum(),
-        torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x)).max(),
-    )
-    return Difference(
-        mismatched=mismatched,
-        compared=compared,
-        max_abs=_storable(max_abs),
-        max_ulp=int(max_ulp),
-        nonfinite=int(nonfinite),
-        first_mismatch=first,
-        first_bits=_bits_at(first, a, b),
-        scale=_storable(scale),
-    )
+    figures: dict[str, Any] = {"max_abs": 0.0, "max_ulp": 0}
+    if a.dtype not in _PACKED:
+        x, y = a.double(), b.double()
+        gap = ulp_distance(a, b) if a.dtype.is_floating_point else torch.zeros_like(mismatch, dtype=torch.int64)
+        finite = gap >= 0
+        max_abs, max_ulp, nonfinite, scale = numbers(
+            torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max(),
+            gap.clamp_min(0).max(),
+            (mismatch & ~finite).sum(),
+            torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x)).max(),
+        )
+        figures = {"max_abs": _storable(max_abs), "max_ulp": max_ulp, "nonfinite": nonfinite, "scale": _storable(scale)}
+    figures |= {"first_mismatch": first, "first_bits": _bits_at(first, a, b)}
+    return Difference(mismatched=mismatched, compared=compared, **figures)
 
 
 def numbers(*scalars: torch.Tensor) -> list[float]:
