@@ -201,14 +201,9 @@ def errors_against(
         if not each:  # of no elements
             errors.append(ErrorFigures(max_abs=0.0, relative_norm=0.0, max_ulp=0))
             continue
-        known, max_abs, relative_norm, max_ulp = (next(read) for _ in each)
-        errors.append(
-            ErrorFigures(
-                max_abs=_storable(max_abs) if known else None,
-                relative_norm=_storable(relative_norm) if known else None,
-                max_ulp=int(max_ulp),
-            )
-        )
+        known, *sizes, max_ulp = (next(read) for _ in each)
+        max_abs, relative_norm = (_storable(size) if known else None for size in sizes)
+        errors.append(ErrorFigures(max_abs=max_abs, relative_norm=relative_norm, max_ulp=int(max_ulp)))
     return errors, list(read)
 
 

@@ -54,11 +54,7 @@ class Attempt(NamedTuple):
 
 
 def operands_key(
-    cls: str,
-    operands: Iterable[Any],
-    options: Iterable[str] = (),
-    *,
-    alignment: int | None = None,
+    cls: str, operands: Iterable[Any], options: Iterable[str] = (), *, alignment: int | None = None
 ) -> str:
     """The key of a proof: the class, and of every operand what may change the bits.
 
