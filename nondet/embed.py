@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from nondet.core.compare import difference, same
-from nondet.core.measure import Trial, check_device_alive, failed, kept_warnings, measure, reason_of
+from nondet.core.launch import check_device_alive
+from nondet.core.measure import Trial, failed, kept_warnings, measure, reason_of
 from nondet.core.records import Axis, EmbedPass, Neighbours, Row
 from nondet.core.runfile import RunWriter
 from nondet.errors import UserError

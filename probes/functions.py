@@ -20,16 +20,8 @@ import msgspec
 import torch
 
 from nondet.core.compare import error_against
-from nondet.core.measure import (
-    Fingerprint,
-    Trial,
-    check_device_alive,
-    failed,
-    fingerprint,
-    kept_warnings,
-    measure,
-    written_to,
-)
+from nondet.core.launch import check_device_alive
+from nondet.core.measure import Fingerprint, Trial, failed, fingerprint, kept_warnings, measure, written_to
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run, Status, Value
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line

@@ -13,7 +13,8 @@ import msgspec
 import torch
 
 from nondet.core.compare import identical
-from nondet.core.measure import Fingerprint, check_device_alive, failed, fingerprint, kept_warnings, measure, written_to
+from nondet.core.launch import check_device_alive
+from nondet.core.measure import Fingerprint, failed, fingerprint, kept_warnings, measure, written_to
 from nondet.core.records import Axis, Culprit, Row, Run, Status
 from nondet.core.registry import (
     LoadedImplementation,

@@ -30,8 +30,8 @@ from nondet.bench.cells import (
 from nondet.bench.summary import is_stock
 from nondet.bench.work import limit_us
 from nondet.core.inputs import generator, make
-from nondet.core.launch import listen
-from nondet.core.measure import Trial, check_device_alive, kept_warnings, measure, reason_of
+from nondet.core.launch import check_device_alive, listen
+from nondet.core.measure import Trial, kept_warnings, measure, reason_of
 from nondet.core.measure import failed as failed_row
 from nondet.core.records import Cell, Limit, Record, Row, Run, Status, Value
 from nondet.core.registry import load_implementation, operators

@@ -17,9 +17,9 @@ import torch
 from nondet.certify.plan import Assignment, Call, Inputs, Question
 from nondet.core.certificates import Certificates
 from nondet.core.compare import difference, error_against, identical
-from nondet.core.launch import listen, wait_for_device
+from nondet.core.launch import DeviceLostError, listen, wait_for_device
 from nondet.core.measure import fingerprint, row_of, written_to
-from nondet.core.proof import DeviceLostError, attempt, in_words, operands_key, settings
+from nondet.core.proof import attempt, in_words, operands_key, settings
 from nondet.core.records import Difference, ErrorFigures, Row, Status
 from nondet.errors import UserError
 

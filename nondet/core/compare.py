@@ -82,11 +82,7 @@ def agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def looked_at(flags: Sequence[torch.Tensor]) -> list[bool]:
     """Bool tensors of one element, copied to the host at once."""
-    if not flags:
-        return []
-    device = next((x.device for x in flags if x.device.type != "cpu"), flags[0].device)
-    answers: list[bool] = torch.stack([x.reshape(()).to(device) for x in flags]).tolist()
-    return answers
+    return [bool(flag) for flag in numbers(*flags)]
 
 
 def _is_plain(x: torch.Tensor) -> bool:
@@ -136,37 +132,28 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     for extent in reversed(mismatch.shape):
         rest, index = divmod(rest, extent)
         first.insert(0, index)
-    if a.dtype in _PACKED:
-        return Difference(
-            mismatched=mismatched, compared=compared, max_abs=0.0, max_ulp=0, first_mismatch=first,
-            first_bits=_bits_at(first, a, b),
-        )  # fmt: skip
-    x, y = a.double(), b.double()
-    gap = ulp_distance(a, b) if a.dtype.is_floating_point else torch.zeros_like(mismatch, dtype=torch.int64)
-    finite = gap >= 0
-    max_abs, max_ulp, nonfinite, scale = numbers(
-        torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max(),
-        gap.clamp_min(0).max(),
-        (mismatch & ~finite).sum(),
-        torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x)).max(),
-    )
-    return Difference(
-        mismatched=mismatched,
-        compared=compared,
-        max_abs=_storable(max_abs),
-        max_ulp=int(max_ulp),
-        nonfinite=int(nonfinite),
-        first_mismatch=first,
-        first_bits=_bits_at(first, a, b),
-        scale=_storable(scale),
-    )
+    figures: dict[str, Any] = {"max_abs": 0.0, "max_ulp": 0}
+    if a.dtype not in _PACKED:
+        x, y = a.double(), b.double()
+        gap = ulp_distance(a, b) if a.dtype.is_floating_point else torch.zeros_like(mismatch, dtype=torch.int64)
+        finite = gap >= 0
+        max_abs, max_ulp, nonfinite, scale = numbers(
+            torch.where(finite, (x - y).abs(), torch.zeros_like(x)).max(),
+            gap.clamp_min(0).max(),
+            (mismatch & ~finite).sum(),
+            torch.where(torch.isfinite(x), x.abs(), torch.zeros_like(x)).max(),
+        )
+        figures = {"max_abs": _storable(max_abs), "max_ulp": max_ulp, "nonfinite": nonfinite, "scale": _storable(scale)}
+    figures |= {"first_mismatch": first, "first_bits": _bits_at(first, a, b)}
+    return Difference(mismatched=mismatched, compared=compared, **figures)
 
 
 def numbers(*scalars: torch.Tensor) -> list[float]:
-    """Scalars of any dtype on one device, copied at once: each copy waits for the device. Integers stay integers."""
-    wide = [
-        x.reshape(()).view(torch.int64) if x.is_floating_point() else x.reshape(()).to(torch.int64) for x in scalars
-    ]
+    """Scalars of any dtype, copied at once: each copy waits for the device. Integers stay integers; of several devices
+    one is a CPU."""
+    device = next((x.device for x in scalars if x.device.type != "cpu"), "cpu")
+    flat = [x.reshape(()).to(device) for x in scalars]
+    wide = [x.view(torch.int64) if x.is_floating_point() else x.to(torch.int64) for x in flat]
     words: list[int] = torch.stack(wide).tolist() if wide else []
     return [
         struct.unpack("<d", struct.pack("<q", word))[0] if x.is_floating_point() else word
@@ -214,14 +201,9 @@ def errors_against(
         if not each:  # of no elements
             errors.append(ErrorFigures(max_abs=0.0, relative_norm=0.0, max_ulp=0))
             continue
-        known, max_abs, relative_norm, max_ulp = (next(read) for _ in each)
-        errors.append(
-            ErrorFigures(
-                max_abs=_storable(max_abs) if known else None,
-                relative_norm=_storable(relative_norm) if known else None,
-                max_ulp=int(max_ulp),
-            )
-        )
+        known, *sizes, max_ulp = (next(read) for _ in each)
+        max_abs, relative_norm = (_storable(size) if known else None for size in sizes)
+        errors.append(ErrorFigures(max_abs=max_abs, relative_norm=relative_norm, max_ulp=int(max_ulp)))
     return errors, list(read)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -59,36 +60,42 @@ def make(
         return flat.view(shape)
     if kind == "integers":
         return torch.randint(-8, 9, shape, generator=rng, device=device).to(dtype)
-    if kind == "bell":
-        return bell().to(dtype)
     if kind == "mixed":
         return _in_turn(bell().to(dtype), make("order", shape, dtype, device, rng))
-    if kind == "positive":
-        x = bell().abs_()
-        x[..., shape[-1] // 2] = 0.0
-        return x.to(dtype)
-    if kind == "tiny":
-        return bell().mul_(2.0**-12).to(dtype)
     if kind == "denormal":
         return bell().to(dtype).mul_(torch.finfo(dtype).tiny)
+    return _drawn(kind, shape[-1] if shape else 1, uniform, bell).to(dtype)
+
+
+def _drawn(
+    kind: str, width: int, uniform: Callable[[], torch.Tensor], bell: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """In float32, of a kind that is the same for every dtype."""
+    if kind == "bell":
+        return bell()
+    if kind == "positive":
+        x = bell().abs_()
+        x[..., width // 2] = 0.0
+        return x
+    if kind == "tiny":
+        return bell().mul_(2.0**-12)
     if kind == "masked":
-        seen = 1 + uniform()[..., :1] * (shape[-1] - 1)
-        return bell().masked_fill_(torch.arange(shape[-1], device=device) >= seen, -math.inf).to(dtype)
+        seen = 1 + uniform()[..., :1] * (width - 1)
+        return bell().masked_fill_(torch.arange(width, device=seen.device) >= seen, -math.inf)
     if kind == "infinite":
         x = bell()
-        x.view(-1, shape[-1])[1::2, shape[-1] // 3] = math.inf
-        return x.to(dtype)
+        x.view(-1, width)[1::2, width // 3] = math.inf
+        return x
     if kind == "wide":
         sign = torch.where(uniform() < 0.5, -1.0, 1.0)
         exponent = torch.floor(uniform() * 25.0) - 12.0
-        return (torch.ldexp(uniform() + 1.0, exponent) * sign).to(dtype)
+        return torch.ldexp(uniform() + 1.0, exponent) * sign
     if kind == "cancel":
-        x = bell() * 64.0
-        pairs = shape[-1] // 2
+        x, pairs = bell() * 64.0, width // 2
         x[..., 1 : 2 * pairs : 2] = -x[..., 0 : 2 * pairs : 2] * (1.0 + (uniform()[..., :pairs] - 0.5) * 2.0**-6)
-        return x.to(dtype)
+        return x
     if kind == "outlier":
-        return torch.where(uniform() < 1.0 / 256.0, bell() * 1000.0, bell()).to(dtype)
+        return torch.where(uniform() < 1.0 / 256.0, bell() * 1000.0, bell())
     raise ValueError(f"unknown input kind {kind!r}; known: {', '.join(KINDS)}")
 
 

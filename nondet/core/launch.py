@@ -102,7 +102,7 @@ def proving() -> Iterator[None]:
     finally:
         _depth.proving -= 1
         wait_for_device()
-        _tell((begin, time.perf_counter()), proofs=1)
+        _report((begin, time.perf_counter()), proofs=1)
 
 
 def listen_to_triton() -> None:
@@ -120,20 +120,20 @@ def listen_to_triton() -> None:
         if not event.get("cache_hit") and _listeners_first_use:
             end = time.perf_counter()
             begin = end - event["times"].total * 1e-6
-            _tell(None if _depth.proving else (begin, end), compiled=1)
+            _report(None if _depth.proving else (begin, end), compiled=1)
 
     compilation.listener = compiled
 
 
-def _tell(stretch: tuple[float, float] | None, *, proofs: int = 0, compiled: int = 0) -> None:
+def _report(stretch: tuple[float, float] | None, *, proofs: int = 0, compiled: int = 0) -> None:
     with _lock:
-        told = list(_listeners_first_use)
-        for uses in told:
+        listening = list(_listeners_first_use)
+        for uses in listening:
             uses.proofs += proofs
             uses.compiled += compiled
             if stretch is not None:
                 uses.stretches.append(stretch)
-    for uses in told:  # without the lock: they may prove, listen, or wait
+    for uses in listening:  # without the lock: they may prove, listen, or wait
         if uses.on_change is not None:
             uses.on_change(uses)
 
@@ -142,3 +142,17 @@ def wait_for_device() -> None:
     """Wait until a GPU that this process uses has done what was launched; not while a graph is captured."""
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
+
+
+class DeviceLostError(RuntimeError):
+    """A sticky CUDA error: every later call would fail, and a proof would be void."""
+
+
+def check_device_alive(device: str, error: BaseException) -> None:
+    """Raise `DeviceLostError` after an error that took the CUDA context with it."""
+    if device != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as sticky:
+        raise DeviceLostError(f"the CUDA context is lost after: {error}") from sticky

@@ -119,7 +119,7 @@ def profile_variants(device: str) -> Iterator[VariantProfile]:
 LISTED_VARIANTS = 4096
 # The first and the last variant of each class are replayed; in a sweep with more classes, of the smallest ones.
 _CLASSES_REPLAYED = 12
-_CLASSES_TOLD = 12  # most classes whose errors are listed one by one
+_CLASSES_LISTED = 12  # most classes whose errors are listed one by one
 
 
 class Trial(NamedTuple):
@@ -234,7 +234,7 @@ def measure(
 
 def _class_errors(representatives: Sequence[torch.Tensor], reference: torch.Tensor | None) -> list[ClassError]:
     """Only of two or more classes, few enough to be read, and of dtypes in which neighbours have one distance."""
-    if reference is None or not 1 < len(representatives) <= _CLASSES_TOLD:
+    if reference is None or not 1 < len(representatives) <= _CLASSES_LISTED:
         return []
     dtype = representatives[0].dtype
     return class_errors(representatives, reference) if dtype.is_floating_point and dtype.itemsize > 1 else []
@@ -355,16 +355,6 @@ def failed(head: Row, error: BaseException, started: float, caught: Sequence[war
     """The row of a case that could not be measured."""
     status, reason = reason_of(error, caught)
     return _finished(head, started, status=status, reason=reason)
-
-
-def check_device_alive(device: str, error: BaseException) -> None:
-    """Raise `RuntimeError` after a sticky CUDA error, because it makes every later call fail."""
-    if device != "cuda":
-        return
-    try:
-        torch.cuda.synchronize()
-    except Exception as sticky:
-        raise RuntimeError(f"the CUDA context is lost after: {error}") from sticky
 
 
 # ---- inputs that were written to

@@ -26,18 +26,18 @@ class Lines(Progress):
         self._say, self._over, self._began = say, threading.Event(), clock()
         self._wait = wait or self._over.wait
         self._first: dict[TaskID, float] = {}
-        self._teller: threading.Thread | None = None
+        self._reporter: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to report, on a thread, because a case may take longer than half a minute."""
-        self._teller = threading.Thread(target=self.watch, daemon=True)
-        self._teller.start()
+        self._reporter = threading.Thread(target=self.watch, daemon=True)
+        self._reporter.start()
 
     def stop(self) -> None:
         """Stop reporting: what follows has stderr to itself, unless that takes nothing for a second."""
         self._over.set()
-        if self._teller is not None:
-            self._teller.join(1.0)
+        if self._reporter is not None:
+            self._reporter.join(1.0)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """As rich's; what a resumed run had done before does not count towards this one's time."""

@@ -16,7 +16,7 @@ import torch
 
 from nondet.core.compare import difference, same
 from nondet.core.inputs import generator, make, product_operands
-from nondet.core.launch import proving
+from nondet.core.launch import check_device_alive, proving
 from nondet.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,10 +28,6 @@ PRODUCT_INPUTS = ("order", "order-wide", "wide", "cancel", "outlier", "bell")
 
 # A bias of the size of the rounding errors: a larger one would hide them where the result is rounded to bfloat16.
 BIAS_SIZE = {"order": 2.0**-14, "order-wide": 2.0**-4}
-
-
-class DeviceLostError(RuntimeError):
-    """A sticky CUDA error: every later call would fail, and a proof would be void."""
 
 
 class Claim(NamedTuple):
@@ -58,11 +54,7 @@ class Attempt(NamedTuple):
 
 
 def operands_key(
-    cls: str,
-    operands: Iterable[Any],
-    options: Iterable[str] = (),
-    *,
-    alignment: int | None = None,
+    cls: str, operands: Iterable[Any], options: Iterable[str] = (), *, alignment: int | None = None
 ) -> str:
     """The key of a proof: the class, and of every operand what may change the bits.
 
@@ -108,8 +100,8 @@ def settings(device: str) -> tuple[str, ...]:
     if device == "cuda":
         named |= {
             "cuda": matmul.fp32_precision,
-            "bf16-reduction": matmul.allow_bf16_reduced_precision_reduction,
-            "fp16-reduction": matmul.allow_fp16_reduced_precision_reduction,
+            "bf16-reduction": _reduction(torch._C._get_cublas_allow_bf16_reduced_precision_reduction()),
+            "fp16-reduction": _reduction(torch._C._get_cublas_allow_fp16_reduced_precision_reduction()),
             "fp16-sums": matmul.allow_fp16_accumulation,
             "blas": str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2],
         }
@@ -117,6 +109,11 @@ def settings(device: str) -> tuple[str, ...]:
         named |= {"onednn": torch._C._get_mkldnn_enabled(), "threads": torch.get_num_threads()}
     named["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return tuple(f"{name}={value}" for name, value in named.items())
+
+
+def _reduction(value: Any) -> object:
+    """Whether sums may be kept in half precision, as newer versions of torch have it: with a switch for split-K."""
+    return value[0] if isinstance(value, tuple) and value[1] else value
 
 
 def switches(device: str) -> tuple[object, ...]:
@@ -136,16 +133,8 @@ def attempt(expected: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Atte
         result = compute()
         return Attempt(result, bool(same(expected, result).all()), None)
     except Exception as error:  # noqa: BLE001 - whatever a library raises, it is not a proof
-        if expected.is_cuda:
-            _check_alive(error)
+        check_device_alive(expected.device.type, error)
         return Attempt(None, False, error)
-
-
-def _check_alive(error: Exception) -> None:
-    try:
-        torch.cuda.synchronize()
-    except Exception as sticky:
-        raise DeviceLostError(f"the CUDA context is lost after: {error}") from sticky
 
 
 def _capturing() -> bool:

@@ -390,11 +390,22 @@ class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
 _FAULTS: dict[str, bool | None] = {"no divergence observed": False, "unknown": None}
 
 
-class Diagnosis(Record, frozen=True, tag="diagnosis", kw_only=True):
+class Conclusion(Record, frozen=True, kw_only=True):
+    """What a diagnosis or a trace came to."""
+
+    # "not greedy", "run-to-run nondeterministic" (of a trace "run-to-run"), "batch-dependent", "a defect",
+    # "no divergence observed" or "unknown"
+    finding: str
+
+    @property
+    def is_fault(self) -> bool | None:
+        """Whether something diverged or is wrong; None where that has no answer."""
+        return _FAULTS.get(self.finding, True)
+
+
+class Diagnosis(Conclusion, frozen=True, tag="diagnosis", kw_only=True):
     """What a diagnosis came to."""
 
-    # "not greedy", "run-to-run nondeterministic", "batch-dependent", "a defect", "no divergence observed" or "unknown"
-    finding: str
     # whether, where, why, cure, cost: the answers, each a sentence or a few; "" where the question did not arise
     whether: str
     where: str = ""
@@ -402,11 +413,6 @@ class Diagnosis(Record, frozen=True, tag="diagnosis", kw_only=True):
     cure: str = ""
     cost: str = ""
     limits: list[str] = msgspec.field(default_factory=list)  # what was not tested, or has no answer
-
-    @property
-    def is_fault(self) -> bool | None:
-        """Whether something diverged or is wrong; None where that has no answer."""
-        return _FAULTS.get(self.finding, True)
 
 
 class EmbedPass(ImplementationRecord, frozen=True, tag="embed_pass", kw_only=True):
@@ -829,20 +835,14 @@ class Substitution(Record, frozen=True, tag="substitution", kw_only=True):
     at_risk: list[str] = msgspec.field(default_factory=list)  # calls that the replacements left stock and unproven
 
 
-class TraceVerdict(Record, frozen=True, tag="trace_verdict", kw_only=True):
+class TraceVerdict(Conclusion, frozen=True, tag="trace_verdict", kw_only=True):
     """What a trace came to."""
 
-    finding: str  # "batch-dependent", "run-to-run", "no divergence observed" or "unknown"
     culprits: list[str]  # one line for each responsible call, in the order in which they were found
     families: list[str] | None  # the smallest set of replacements after which the arms agree; None where none was found
     sentences: list[str]  # for people
     repro: str = ""  # the standalone script, and its output when it was run; "" without one
     seconds: float = 0.0
-
-    @property
-    def is_fault(self) -> bool | None:
-        """As `Diagnosis.is_fault`."""
-        return _FAULTS.get(self.finding, True)
 
 
 # Runs: the JSONL file that holds records, as it is in memory, and the one table of kinds of record.

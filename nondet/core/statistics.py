@@ -201,7 +201,7 @@ class SurvivalStep(NamedTuple):
     high: float
 
 
-def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1.0) -> list[SurvivalStep]:
+def kaplan_meier(times: Sequence[int], differs: Sequence[bool], effect: float = 1.0) -> list[SurvivalStep]:
     """The share without a difference, over time, by the product-limit estimate.
 
     Pointwise intervals are those of as many independent trials as would have Greenwood's variance, over the effect;
@@ -213,12 +213,12 @@ def kaplan_meier(times: Sequence[int], parted: Sequence[bool], effect: float = 1
 
     Args:
         times: For each, the tokens after which it differed or ended.
-        parted: Whether it differed; else its text ended there, without a difference (censored).
+        differs: Whether it differed; else its text ended there, without a difference (censored).
         effect: Completions that are worth one independent trial, 1 or more; infinite: the intervals are 0 to 1.
     """
-    if len(times) != len(parted) or not times or min(times) < 0:
-        raise ValueError(f"{len(times)} times and {len(parted)} ends are no sample")
-    events, leaving = _counts(times, parted)
+    if len(times) != len(differs) or not times or min(times) < 0:
+        raise ValueError(f"{len(times)} times and {len(differs)} ends are no sample")
+    events, leaving = _counts(times, differs)
     at_risk, survival, variance = len(times), 1.0, 0.0
     steps = [SurvivalStep(0, at_risk, 0, 1.0, 0.05 ** (effect / at_risk), 1.0)]
     for time in sorted(leaving):
@@ -251,7 +251,7 @@ def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -
     Source: N. Mantel, Cancer Chemotherapy Reports 50 (1966), 163-170.
 
     Args:
-        strata: Prompt -> (times, parted) of the first and of the second sample.
+        strata: Prompt -> (times, differs) of the first and of the second sample.
         effect: Completions that are worth one independent trial, 1 or more.
     """
     observed, expected, variance = 0, 0.0, 0.0
@@ -274,9 +274,9 @@ def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -
     return LogRank(observed, expected, statistic, math.erfc(math.sqrt(statistic / 2)))
 
 
-def _counts(times: Sequence[int], parted: Sequence[bool]) -> tuple[Counter[int], Counter[int]]:
+def _counts(times: Sequence[int], differs: Sequence[bool]) -> tuple[Counter[int], Counter[int]]:
     """(time -> first differences, time -> all that leave)."""
-    return Counter(time for time, hit in zip(times, parted, strict=True) if hit), Counter(times)
+    return Counter(time for time, hit in zip(times, differs, strict=True) if hit), Counter(times)
 
 
 Values = Sequence[float] | npt.NDArray[np.floating[Any]]

@@ -265,8 +265,7 @@ def place_of(
             for i, r in enumerate(part)
         }
         batches.append(Batch(partial(forward, first), rows))
-    found = first_differing_call(run, model, batches)
-    return MismatchPlace(impl=arm, **found._asdict() | {"layer": found.layer or "formula", "rows": list(found.rows)})
+    return first_differing_call(arm, run, model, batches)
 
 
 def _put(writer: RunWriter, record: Any) -> None:

@@ -48,7 +48,7 @@ class BenchRequest(Request):
         o.opt(
             "stock, invariant, or your own package.module:function. Repeatable.",
             shown="stock, invariant",
-            complete=o.BENCH_IMPLS,
+            complete=o.PROBE_IMPLS,
         ),
     ] = None
     device: o.DEVICE = "auto"

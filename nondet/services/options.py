@@ -63,7 +63,6 @@ PROBES = choices(lambda: registry.PROBES, lambda: (name.replace("_", "-") for na
 OPERATORS = choices("all", lambda: (name.replace("_", "-") for c in registry.classes().values() for name in c.members))
 CLASSES = choices(lambda: registry.classes())
 PROBE_IMPLS = choices("stock", "invariant", _impls)
-BENCH_IMPLS = choices("stock", "invariant", _impls)
 SAMPLE_IMPLS = choices(
     *("stock", "stock-no-cudnn", "stock-flash", "invariant", "both", "stock-seeded", "unseeded-invariant"),
     lambda: (f"invariant:{name}" for name in families()),
@@ -145,8 +144,7 @@ def check_under_vllm(impls: Iterable[str]) -> None:
 
 
 OUT = Annotated[
-    Path | None,
-    opt("Run file to write (.jsonl).", "--out", "-o", shown="a new file in runs/", panel=OUTPUT),
+    Path | None, opt("Run file to write (.jsonl).", "--out", "-o", shown="a new file in runs/", panel=OUTPUT)
 ]
 FORCE = Annotated[bool, opt("Overwrite existing files.", "--force", panel=OUTPUT)]
 RESUME = Annotated[bool, opt("Continue the run file at --out, with the same options.", "--resume", panel=OUTPUT)]
@@ -171,9 +169,7 @@ DEVICE = Annotated[str, opt("auto, cpu or cuda.", shown=True, complete=choices(*
 _THREADS_MOST = max(256, min(1024, 2 * (os.cpu_count() or 1)))
 THREAD_COUNTS = Range(1, _THREADS_MOST, f"Give a number of CPU threads from 1 to {_THREADS_MOST}.")
 THREADS = Annotated[
-    int | None,
-    opt("CPU threads. They change bits, so they are always recorded.", panel=MACHINE),
-    THREAD_COUNTS,
+    int | None, opt("CPU threads. They change bits, so they are always recorded.", panel=MACHINE), THREAD_COUNTS
 ]
 IMPLS = Annotated[
     list[str] | None,
@@ -190,9 +186,7 @@ AXES = OneOf((*_STEPS, "dtype", "attention", "threads", "ranks", "all"), "unknow
 FLOATS = OneOf(("bfloat16", "float16", "float32", "float64"), "{option} {value!r} is not one that operators compute in")
 PROBED = OneOf((*FLOATS.names, "float8_e4m3fn", "float8_e5m2"), FLOATS.what)  # the latter only by scaled-matmul
 DTYPES = Annotated[
-    list[str] | None,
-    opt("bfloat16, float16, float32, ... Repeatable.", complete=choices(*PROBED.names)),
-    PROBED,
+    list[str] | None, opt("bfloat16, float16, float32, ... Repeatable.", complete=choices(*PROBED.names)), PROBED
 ]
 LARGEST_M = Annotated[int | None, opt("Largest M (rows) of the sweep.")]
 K = Annotated[int | None, opt("K, the axis that is summed.")]

@@ -6,6 +6,7 @@ command's options), writes a run file, and returns its path. `nondet.commands` a
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -97,6 +98,10 @@ class Sink:
         """Show a finished run, after the lines `notes`; `code` is the exit code, unless --fail-on decides it."""
 
 
+# Once a process: transformers' engine collects garbage twice a session, and over all that is loaded it takes 0.3 s.
+_freeze = functools.cache(gc.freeze)
+
+
 class Output:
     """The run file that a service writes; `path` is the requested one, or a new one named after `stem`."""
 
@@ -131,7 +136,7 @@ class Output:
         from nondet.core.runfile import open_run
 
         if self.sink.shown:
-            gc.freeze()  # transformers' engine collects twice a session, over all that was loaded: 0.3 s each time
+            _freeze()
         force, resume, empty = self.request.force, self.request.resume, False
         writer = open_run(self.path, command=command, plan=plan, environment=collect(seed), force=force, resume=resume)
         try:

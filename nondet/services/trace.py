@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from nondet.core.runfile import check_free, check_outputs, read_run
 from nondet.errors import UserError
@@ -45,14 +48,13 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
         "solo": request.solo,
         "shrink": request.shrink,
     }
-    written: list[Replayed] = []
+    again: list[bool] = []
     said: Counter[str] = Counter()
-    total = len(wanted) * (1 + request.solo + request.shrink)
-    seed = int(recorded.header.plan.get("seed", 0))
+    seed, total = int(recorded.header.plan.get("seed", 0)), len(wanted) * (1 + request.solo + request.shrink)
     with output.recording("replay", plan, seed, total) as writer, sink.steps() as say:
         for record in _played(recorded, path, request, loaded, wanted, writer.done):
             writer.write(record)
-            written.append(record)
+            again += [record.same] if record.how == "as recorded" else []
             same = record.sentence.replace(record.request, "", 1).strip(" :")
             said[same] += 1
             if said[same] == 1:
@@ -60,7 +62,6 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
     for same, count in said.items():
         if count > 1:
             sink.say(f"{count - 1} more: {same}")
-    again = [r.same for r in written if r.how == "as recorded"]
     notes = [f"{sum(again)} of {len(again)} completions were reproduced bit for bit"] if again else []
     return output.present(notes, code=int(not all(again)))
 
@@ -125,11 +126,11 @@ def _played(
             missing = [c for c in completions if ("replayed", c.impl, c.request, "as recorded") not in done]
             if missing:
                 yield from player.as_recorded(missing, traces)
-            for completion in completions:
-                if request.solo and ("replayed", completion.impl, completion.request, "alone") not in done:
-                    yield player.alone(completion, traces)
-                if request.shrink and ("replayed", completion.impl, completion.request, "shrunk") not in done:
-                    yield player.shrunk(completion, traces)
+            for c in completions:
+                if request.solo and ("replayed", c.impl, c.request, "alone") not in done:
+                    yield player.alone(c, traces)
+                if request.shrink and ("replayed", c.impl, c.request, "shrunk") not in done:
+                    yield player.shrunk(c, traces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +253,7 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
             earlier=list(earlier.records()), script=request.repro is not None,
         )  # fmt: skip
         if writer.resumed:
-            search.write(resumed())
+            search.keep(resumed())
         if not earlier.trace_verdicts:
             _searched(search, request.repro)
     return output.present()
@@ -268,18 +269,12 @@ def _under_vllm(request: TraceRequest, output: Output) -> Path:
     plan, described = plan_prompts(loaded, load, [text], load.targets, request.max_tokens, request.seed, request.impls)
     target = next(r for r in plan.rounds[0] if r.target)
     engine = VllmEngine(loaded, load, max(len(r.prompt) + r.max_new_tokens for r in plan.rounds[0]))
-    try:
-        with output.recording("trace", described | {"engine": engine.describe()}, request.seed) as writer:
-            earlier = read_run(output.path, allow_truncated=True)
-            with output.sink.steps() as say:
-                if not earlier.trace_verdicts:
-                    arms = [target], plan.rounds[0]
-                    done = writer.done
-                    _searched(
-                        VllmTrace(engine, load, request.impls[0], *arms, write=writer.write, say=say, done=done), None
-                    )
-    finally:
-        engine.close()
+    described["engine"] = engine.describe()
+    with closing(engine), output.recording("trace", described, request.seed) as writer, output.sink.steps() as say:
+        earlier, arms = read_run(output.path, allow_truncated=True), ([target], plan.rounds[0])
+        about: dict[str, Any] = {"write": writer.write, "say": say, "earlier": list(earlier.records())}
+        if not earlier.trace_verdicts:
+            _searched(VllmTrace(engine, load, request.impls[0], *arms, **about), None)
     return output.present()
 
 
@@ -289,11 +284,11 @@ def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
     try:
         verdict = search.run()
     except Exception as error:
-        search.write(failed(error))
+        search.keep(failed(error))
         raise
     if repro is not None and isinstance(search, Search):
         verdict = _with_script(search, verdict, repro)
-    search.write(verdict)
+    search.keep(verdict)
 
 
 def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
@@ -352,13 +347,11 @@ def _recorded(
 
 
 def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerdict:
-    import msgspec
-
     from nondet.trace.repro import write_and_run
 
-    if search.named is None:
-        search.say("no script: there is no responsible call that can be made by itself")
-        return verdict
-    line = write_and_run(path, search.named)
+    line = "no script: there is no responsible call that can be made by itself"
+    if search.named is not None:
+        line = write_and_run(path, search.named)
+        verdict = msgspec.structs.replace(verdict, repro=line)
     search.say(line)
-    return msgspec.structs.replace(verdict, repro=line)
+    return verdict

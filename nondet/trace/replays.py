@@ -16,14 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from nondet.core.compare import ClassBook, error_against, identical
 from nondet.core.measure import profile_variants
 from nondet.core.records import Replay
-from nondet.probes.reduction_order import (
-    MeasuredSum,
-    NotASumError,
-    of_attention,
-    of_product,
-    of_rows,
-    trees_of,
-)
+from nondet.probes.reduction_order import MeasuredSum, NotASumError, of_attention, of_product, of_rows, trees_of
 from nondet.trace.align import Pair, Roles
 from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
@@ -391,58 +391,67 @@ def _what_is_known(finding: Finding) -> str:
 _MOST_CULPRITS = 12  # more than there are families
 
 
-class Search:
+@dataclass(eq=False, kw_only=True)
+class Tracing:
+    """What traces under either engine share: each record is written once, whichever process made it.
+
+    Attributes:
+        write: Takes each record as it is made.
+        say: Takes a line for display as each step begins or ends.
+        earlier: Records of a stopped process for this trace: they are not made again, except the controls.
+    """
+
+    write: Callable[[Record], object]
+    say: Callable[[str], None]
+    earlier: Sequence[Record] = ()
+
+    def __post_init__(self) -> None:
+        self.known = {record.key: record for record in self.earlier}
+
+    def keep(self, record: Record) -> None:
+        """Write the record, unless it was written before."""
+        if record.key not in self.known:
+            self.write(record)
+
+
+@dataclass(eq=False)
+class Search(Tracing):
     """One trace.
 
-    Args:
+    Attributes:
         a, b: The arms. Their first sessions run free; from then on the first arm's tokens are fed to both.
         impl: What is under both: stock, or an implementation as `nondet sample` takes it.
         choose: Whether any request under study of the second arm may be used: then one that differs is taken.
         expected: Arm's name -> digest that its trace must have, where it was recorded.
-        say: Takes a line for display as each step begins or ends.
-        earlier: Records of a stopped process for this trace: they are not made again, except the controls.
         script: Whether `named` is needed, which no record holds.
+        sweeps: As `replays` has it.
         pace: How long it may take; the controls and the first culprit are made in any case.
-
-    Attributes:
         late: What was left out for lack of time; "" where nothing was.
         named: The first culprit with what a stand-alone script needs; None until there is one.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        model: Any,
-        a: Arm,
-        b: Arm,
-        *,
-        impl: str,
-        choose: bool,
-        write: Callable[[Record], object],
-        say: Callable[[str], None],
-        expected: Mapping[str, str] | None = None,
-        earlier: Sequence[Record] = (),
-        script: bool = False,
-        sweeps: bool = True,
-        pace: Pace | None = None,
-    ) -> None:
-        self.engine, self.model, self.a, self.b, self.impl = engine, model, a, b, impl
-        self.choose, self.say, self.expected = choose, say, expected or {}
-        self._known, self._write, self._script = {record.key: record for record in earlier}, write, script
-        self._sweeps = sweeps
-        self.named: NamedCall | None = None
-        self.late, self._pace = "", pace or Pace()
+    engine: Engine
+    model: Any
+    a: Arm
+    b: Arm
+    _: KW_ONLY
+    impl: str
+    choose: bool
+    expected: Mapping[str, str] = field(default_factory=dict)
+    script: bool = False
+    sweeps: bool = True
+    pace: Pace = field(default_factory=Pace)
+    late: str = field(default="", init=False)
+    named: NamedCall | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._culprits: list[Culprit] = []
         self._families: list[str] = []
         self._tried: dict[frozenset[str], Site | None] = {}  # families -> where the arms differed with them replaced
         self._recorded: tuple[CoarseCapture, CoarseCapture]
         self._first: tuple[Session, Session]
         self._started = time.perf_counter()
-
-    def write(self, record: Record) -> None:
-        """Write the record, unless it was written before."""
-        if record.key not in self._known:
-            self._write(record)
 
     def run(self) -> TraceVerdict:
         """The whole search. Raises EngineStoppedError: an arm died; what was found by then is written; UserError: the
@@ -467,7 +476,7 @@ class Search:
         """Run both arms without capture, then force all tokens. Returns the last position to compare."""
         self.say("controls: the weights, and each arm without capture")
         self._control("weights", None, f"weights {weights_digest(self.model)}, hashed once, are those of both arms")
-        with self._pace.timed():
+        with self.pace.timed():
             sessions = self._first = self.a.run(self.engine), self.b.run(self.engine)
         solo = self.a.outcome(sessions[0])
         if self.choose:
@@ -517,7 +526,7 @@ class Search:
         """Each arm twice with capture, and once forced without: run to run, capture, then the least difference."""
         self.say("coarse pass: each arm twice, with hashes of every position and layer, and once without")
         arms = self.a, self.b
-        with self._pace.timed():
+        with self.pace.timed():
             once = [self._coarse(arm, last) for arm in arms]
         again = [self._coarse(arm, last) for arm in arms]
         for arm, (first, _), (second_capture, _) in zip(arms, once, again, strict=True):
@@ -587,8 +596,8 @@ class Search:
 
         for number in range(1, _MOST_CULPRITS + 1):
             with self._replaced(self._families):
-                if number > 1 and ("culprit", str(number)) not in self._known:
-                    self._pace.check()
+                if number > 1 and ("culprit", str(number)) not in self.known:
+                    self.pace.check()
                 culprit = self._on_record(number) or self._name(number, site)
             if culprit is None or not culprit.family or culprit.family in self._families:
                 break
@@ -605,8 +614,8 @@ class Search:
 
     def _on_record(self, number: int) -> Culprit | None:
         """The culprit of that number, if it is on record and that suffices."""
-        record = self._known.get(("culprit", str(number)))
-        if not isinstance(record, Culprit) or (self._script and self.named is None):
+        record = self.known.get(("culprit", str(number)))
+        if not isinstance(record, Culprit) or (self.script and self.named is None):
             return None
         self._culprits.append(record)
         self.say(f"on record: {record.sentence}")
@@ -620,7 +629,7 @@ class Search:
             self.say(f"unchanged: the replacement does not reach `{found.culprit.call}` of {found.culprit.module}")
             return None
         self._culprits.append(found.culprit)
-        self.write(found.culprit)
+        self.keep(found.culprit)
         self.say(found.culprit.sentence)
         if self.named is None and found.calls:
             self.named = found
@@ -674,7 +683,7 @@ class Search:
         done: list[Replay] = []
         if len(calls) == 2:
             kernels = [kernels_of(call, self.model.device.type) for call in calls]
-            done = list(replays(calls[0], calls[1], parts[0], parts[1], name, sweeps=self._sweeps))
+            done = list(replays(calls[0], calls[1], parts[0], parts[1], name, sweeps=self.sweeps))
         suggested = [str(r.values[0]) for r in done if r.name == "substitution" and r.status == "identical"]
         if not suggested and any("keys" in roles for roles in pair.roles.values()):
             suggested = ["attention"]  # a part of attention: the fix is one order over a request's own keys
@@ -701,16 +710,16 @@ class Search:
         tried = frozenset(families)
         if tried in self._tried:
             return self._tried[tried]
-        record = self._known.get(("substitution", role, "+".join(families)))
+        record = self.known.get(("substitution", role, "+".join(families)))
         # if there is a culprit to be named there, the arms are compared again
-        enough = role != "search" or ("culprit", str(len(self._culprits) + 1)) in self._known
+        enough = role != "search" or ("culprit", str(len(self._culprits) + 1)) in self.known
         if isinstance(record, Substitution) and (record.agree or enough):
             self.say(f"on record: {record.sentence}")
             self._tried[tried] = None if record.agree else Site(("", ""), record.position, record.layer)
             return self._tried[tried]
-        self._pace.check()
+        self.pace.check()
         self.say(f"substitution: {' and '.join(families)} invariant in both arms, the whole run again")
-        with self._pace.timed(), self._replaced(families) as coverage:
+        with self.pace.timed(), self._replaced(families) as coverage:
             runs = [self._coarse(arm, None) for arm in (self.a, self.b)]
             left = sorted({*coverage().at_risk, *coverage().left})
         self._recorded = runs[0][0], runs[1][0]
@@ -719,7 +728,7 @@ class Search:
         if site is None and logprob is not None:
             site = Site((self.a.request, self.b.request), len(self.a.prompt) - 1 + logprob, "logprob")
         sentence = substitution_sentence(families, site, self._culprits[-1] if role == "search" else None)
-        self.write(
+        self.keep(
             Substitution(
                 role=role,
                 families=list(families),
@@ -746,7 +755,7 @@ class Search:
     # --- records ------------------------------------------------------------------------------------------------
 
     def _control(self, name: str, passed: bool | None, sentence: str, figures: dict[str, float] | None = None) -> None:
-        self.write(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))
+        self.keep(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))
         self.say(sentence)
 
     def _end(self, finding: str, *, families: list[str] | None = None, notes: Sequence[str] = ()) -> TraceVerdict:

@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
-from nondet.core.records import Difference
+from nondet.core.records import MismatchPlace
 from nondet.sampling.plan import Span, Watcher
-from nondet.trace.align import Finding, first_responsible
+from nondet.trace.align import first_responsible
 from nondet.trace.capture import (
     CoarseCapture,
     FineCapture,
@@ -51,36 +52,6 @@ class Row(NamedTuple):
         return tensor.detach()[self.row, self.start : self.start + self.length]
 
 
-class Divergence(NamedTuple):
-    """The first position where an engine and a trainer differ.
-
-    Attributes:
-        rollout: The request's; of several with that position the first by name.
-        position: In the rollout; -1 where hidden states and logits agree, so that only their formula is left.
-        layer: Number of a layer, "embedding" or "head"; "" with position -1.
-        module, call, occurrence: The call; "" where none that was compared has equal inputs and different outputs.
-        difference: Of its result, on this position's row.
-        family: Of `batch_invariant()`, as its name suggests; "" where none does.
-        rows: Of the engine's step, and of the trainer's batch.
-        compared: Calls that were matched and understood.
-        after: Where no call is named, the first whose inputs differ already, as "module call"; "" where there is none.
-        unsteady: The side whose repetition gives different bits, "sampler" or "trainer": nothing is known then.
-    """
-
-    rollout: str
-    position: int
-    layer: str
-    module: str = ""
-    call: str = ""
-    occurrence: int = 0
-    difference: Difference | None = None
-    family: str = ""
-    rows: tuple[int, int] = (0, 0)
-    compared: int = 0
-    after: str = ""
-    unsteady: str = ""
-
-
 class Batch(NamedTuple):
     """A forward of the trainer's, and each request's rollout in it."""
 
@@ -88,10 +59,11 @@ class Batch(NamedTuple):
     rows: Mapping[str, Row]
 
 
-def first_differing_call(run: Run, model: Any, batches: Sequence[Batch]) -> Divergence:
+def first_differing_call(arm: str, run: Run, model: Any, batches: Sequence[Batch]) -> MismatchPlace:
     """Compare hashes of all layers, position by position, and then the calls of the layer where they first differ.
     `run` repeats the sampler's session, from an empty engine, with a watcher; each batch's `forward` calls the
     trainer's `model` once."""
+    nowhere = MismatchPlace(impl=arm, rollout="", position=-1, layer="formula", rows=[0, 0])
     requests = [request for batch in batches for request in batch.rows]
     engines = CoarseCapture(requests[0]), CoarseCapture(requests[0])
     for capture in engines:
@@ -99,7 +71,7 @@ def first_differing_call(run: Run, model: Any, batches: Sequence[Batch]) -> Dive
     trainers = [_coarse(model, batches) for _ in range(2)]
     for side, (one, two) in (("sampler", engines), ("trainer", trainers)):
         if same_records(one, two) is not None:
-            return Divergence("", -1, "", unsteady=side)
+            return msgspec.structs.replace(nowhere, unsteady=side)
     engine, trainer = engines[0], trainers[0]
     common = [name for name in engine.names if name in trainer.names]
     for records in (engine, trainer):
@@ -109,14 +81,16 @@ def first_differing_call(run: Run, model: Any, batches: Sequence[Batch]) -> Dive
     sites = [(least_site(engine, trainer, (r, r)), r) for r in requests]
     differing = [(site.position, r, site) for site, r in sites if site is not None]
     if not differing:
-        return Divergence("", -1, "")
+        return nowhere
     _, request, site = min(differing, key=lambda one: one[:2])
     batch = next(b for b in batches if request in b.rows)
-    found = _fine(run, model, batch, request, site)
+    place = msgspec.structs.replace(nowhere, rollout=request, position=site.position, layer=site.region)
+    found = _fine(run, model, batch, site, place)
     if not found.call and site.region != "embedding":
         # what is computed before the layers and is not a hidden state, as the rotary embedding, shows in a layer first
-        before = _fine(run, model, batch, request, replace(site, record="input"))
-        found = before if before.call else found
+        before = replace(site, record="input")
+        earlier = _fine(run, model, batch, before, msgspec.structs.replace(place, layer=before.region))
+        found = earlier if earlier.call else found
     return found
 
 
@@ -185,18 +159,26 @@ class _Trainer(FineCapture):
         return slots
 
 
-def _fine(run: Run, model: Any, batch: Batch, request: str, site: Site) -> Divergence:
-    row, engine = batch.rows[request], FineCapture(site.owners[0], site.position, site.region, opaque_attention=True)
+def _fine(run: Run, model: Any, batch: Batch, site: Site, found: MismatchPlace) -> MismatchPlace:
+    """The calls at the site compared: what was found there, added to the place."""
+    row = batch.rows[found.rollout]
+    engine = FineCapture(site.owners[0], site.position, site.region, opaque_attention=True)
     run(engine)
     read = [slot for e in (engine.site.events if engine.site else ()) for slot in e.inputs if slot.path == "keys"]
     trainer = _Trainer(row, site.position, site.region, flat=any(len(slot.shape) == 3 for slot in read))
     with trainer.attached(model, trainer):
         batch.forward()
     if engine.site is None or trainer.site is None:
-        return Divergence(request, site.position, site.region)
+        return found
     finding = first_responsible(_unmasked(engine.site), _unmasked(trainer.site), engine.shapes)
-    rows = (engine.site.sizes.tokens, row.batch * row.width)
-    return _described(finding, Divergence(request, site.position, site.region, rows=rows, compared=finding.compared))
+    about: dict[str, Any] = {"rows": [engine.site.sizes.tokens, row.batch * row.width], "compared": finding.compared}
+    pair = finding.responsible
+    if pair is not None:
+        family = next(iter(families_for(pair.a.key.call.removeprefix("Tensor."))), "")
+        about |= pair.a.key._asdict() | {"difference": pair.unequal[0][1], "family": family}
+    elif finding.after is not None:
+        about["after"] = f"{finding.after.a.key.module} {finding.after.a.key.call}"
+    return msgspec.structs.replace(found, **about)
 
 
 def _unmasked(record: StepRecord) -> StepRecord:
@@ -206,12 +188,3 @@ def _unmasked(record: StepRecord) -> StepRecord:
         for e in record.events
     ]
     return replace(record, events=events)
-
-
-def _described(finding: Finding, found: Divergence) -> Divergence:
-    if finding.responsible is None:
-        key = finding.after.a.key if finding.after else None
-        return found._replace(after=f"{key.module} {key.call}" if key else "")
-    key = finding.responsible.a.key
-    family = next(iter(families_for(key.call.removeprefix("Tensor."))), "")
-    return found._replace(**key._asdict(), difference=finding.responsible.unequal[0][1], family=family)

@@ -9,8 +9,9 @@ Nothing is replaced, and no prefix is cached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nondet.core.compare import memory_of, row_hashes
-from nondet.core.records import Control, Culprit, Record, TraceVerdict
+from nondet.core.records import Control, Culprit, TraceVerdict
 from nondet.errors import EngineStoppedError
 from nondet.sampling.plan import Load, Request, Session, Span
 from nondet.trace.align import Pair, first_responsible
@@ -36,6 +37,7 @@ from nondet.trace.capture import (
 from nondet.trace.search import (
     AGREE,
     Site,
+    Tracing,
     culprit_sentence,
     least_site,
     same_records,
@@ -259,47 +261,30 @@ class _Recorder(TorchDispatchMode):
         return tensor if rest or not each else tensor[self._row * each : (self._row + 1) * each]
 
 
-class VllmTrace:
+@dataclass(eq=False)
+class VllmTrace(Tracing):
     """One trace: controls, the least position that differs, and the call there.
 
-    Args:
+    Attributes:
         impl: "stock", "vllm-invariant" or "invariant".
         solo, loaded: The requests of either arm; those under study in the second are its targets.
-        write: Takes each record as it is made, but those of `done`.
-        say: Takes a line for display as each step begins.
-        done: Keys of what is on record.
     """
 
-    def __init__(
-        self,
-        engine: VllmEngine,
-        load: Load,
-        impl: str,
-        solo: Sequence[Request],
-        loaded: Sequence[Request],
-        *,
-        write: Callable[[Record], object],
-        say: Callable[[str], None],
-        done: Collection[tuple[str, ...]] = (),
-    ) -> None:
-        self._engine, self._load, self._impl, self._write, self._say = engine, load, impl, write, say
-        self._arms, self._prompt, self._done = (solo, loaded), len(solo[0].prompt), done
-
-    def write(self, record: Record) -> None:
-        """Write the record, unless it was written before."""
-        if record.key not in self._done:
-            self._write(record)
+    engine: VllmEngine
+    load: Load
+    impl: str
+    solo: Sequence[Request]
+    loaded: Sequence[Request]
 
     def run(self) -> TraceVerdict:
         """The whole search. Raises EngineStoppedError: vLLM died, or a request failed in it."""
-        with self._engine.implementation(self._impl):
-            self._say("each arm twice, with hashes of every position and layer")
+        with self.engine.implementation(self.impl):
+            self.say("each arm twice, with hashes of every position and layer")
             coarse, sessions, cost = list[Coarse](), list[Session](), dict[str, float]()
-            for name, arm in zip(("alone", "in company"), self._arms, strict=True):
+            for name, title, arm in (("alone", "solo", self.solo), ("in company", "loaded", self.loaded)):
                 bare, one, two = self._run(arm), Coarse(), Coarse()
                 sessions.append(self._run(arm, one))
                 self._run(arm, two)
-                title = {"alone": "solo", "in company": "loaded"}[name]
                 if same_records(one, two) is not None:
                     return self._run_to_run(f"arm {title}, repeated with the same batches, differs from itself")
                 if _answers(bare) != _answers(sessions[-1]):
@@ -318,19 +303,19 @@ class VllmTrace:
             self._control("capture", True, "capture changes no logprob of either arm", cost)
             rows = sum(len(one.rows) for one in coarse)
             self._control("run to run", True, f"each arm twice: all records of {rows} rows agree")
-            target = self._arms[0][0].id
+            target = self.solo[0].id
             request = self._chosen(*sessions)
-            names = [request] if request else [r.id for r in self._arms[1] if r.target]
+            names = [request] if request else [r.id for r in self.loaded if r.target]
             sites = [least_site(coarse[0], coarse[1], (target, name)) for name in names]
             site = min((s for s in sites if s is not None), key=lambda s: s.position, default=None)
             if site is None and not request:
-                others = len(self._arms[1]) - 1
+                others = len(self.loaded) - 1
                 return self._verdict("no divergence observed", notes=[f"{AGREE}, alongside {others} other requests"])
             if site is None:
                 nowhere = Site((target, request), -1, "logits")
                 note = "hidden states and logits agree and logprobs do not: what differs is vLLM's own softmax"
-                return self._verdict("batch-dependent", [unnamed_culprit(nowhere, self._prompt, note)])
-            self._say(f"the calls at position {site.position}, {site_in_words(site)}")
+                return self._unnamed(nowhere, note)
+            self.say(f"the calls at position {site.position}, {site_in_words(site)}")
             return self._compared(site)
 
     def _run_to_run(self, note: str) -> TraceVerdict:
@@ -338,7 +323,7 @@ class VllmTrace:
         return self._verdict("run-to-run", notes=[note])
 
     def _run(self, arm: Sequence[Request], looker: Looker | None = None) -> Session:
-        session = self._engine.run(arm, self._load, looker=looker)
+        session = self.engine.run(arm, self.load, looker=looker)
         failed = [f"{o.request.id}: {o.reason}" for o in session.outcomes if o.reason]
         if session.fatal or failed:
             raise EngineStoppedError(session.fatal or failed[0])
@@ -355,23 +340,24 @@ class VllmTrace:
     def _compared(self, site: Site) -> TraceVerdict:
         """Name the responsible call at the position where the arms first differ."""
         lookers = [Fine(owner, site.position, site.region) for owner in site.owners]
-        for arm, looker in zip(self._arms, lookers, strict=True):
+        for arm, looker in zip((self.solo, self.loaded), lookers, strict=True):
             self._run(arm, looker)
         one, two = (looker.record for looker in lookers)
         if one is None or two is None:
-            note = "an arm did not compute that position again"
-            return self._verdict("batch-dependent", [unnamed_culprit(site, self._prompt, note)])
+            return self._unnamed(site, "an arm did not compute that position again")
         finding = first_responsible(one, two, [])
         if finding.responsible is None:
-            note = f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
-            return self._verdict("batch-dependent", [unnamed_culprit(site, self._prompt, note)])
+            return self._unnamed(
+                site, f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
+            )
         pair = finding.responsible
         tokens = [sum(part.rows for part in looker.step) for looker in lookers]
         given = [
             slot for slot in pair.a.inputs if not slot.weight and slot.dtype.is_floating_point and len(slot.shape) > 1
         ]
         culprit = msgspec.structs.replace(
-            unnamed_culprit(site, self._prompt, ""), **pair.a.key._asdict(), differences=dict(pair.unequal),
+            unnamed_culprit(site, len(self.solo[0].prompt), ""), **pair.a.key._asdict(),
+            differences=dict(pair.unequal),
             kernels=[_operators_in(pair, record) for record in (one, two)],
             shapes=[{slot.path: [count, *slot.shape[1:]] for slot in given} for count in tokens],
             axes={slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given},
@@ -383,11 +369,14 @@ class VllmTrace:
         return self._verdict("batch-dependent", [culprit])
 
     def _control(self, name: str, passed: bool | None, sentence: str, figures: dict[str, float] | None = None) -> None:
-        self.write(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))
+        self.keep(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))
+
+    def _unnamed(self, site: Site, note: str) -> TraceVerdict:
+        return self._verdict("batch-dependent", [unnamed_culprit(site, len(self.solo[0].prompt), note)])
 
     def _verdict(self, finding: str, culprits: Sequence[Culprit] = (), notes: Sequence[str] = ()) -> TraceVerdict:
         for culprit in culprits:
-            self.write(culprit)
+            self.keep(culprit)
         late = "which replacements would make the arms agree is not tested inside vLLM"
         sentences = verdict_sentences(finding, culprits, None, notes, late)
         return TraceVerdict(

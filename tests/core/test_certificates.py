@@ -126,7 +126,7 @@ def test_processes_that_prove_at_once_lose_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, json; from pathlib import Path; from nondet.core.certificates import Certificates;"
         "kept = Certificates(json.loads(sys.argv[1]), Path(sys.argv[2]));"
-        "[kept.record('m' + sys.argv[3], f'key {i}', bool(i % 2), 'e' * 3000) for i in range(50)]"
+        "[kept.record('m' + sys.argv[3], f'lanes {i}', bool(i % 2), 'e' * 3000) for i in range(50)]"
     )
     command = [sys.executable, "-c", code, json.dumps(HERE), str(tmp_path)]
     running = [subprocess.Popen([*command, str(i)], env=os.environ) for i in range(2)]

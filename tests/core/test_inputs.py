@@ -75,20 +75,19 @@ def test_bits_do_not_depend_on_the_cpu():
     }
 
 
-def test_bell_has_mean_0_and_variance_1():
-    """What is called ordinary activations is of their size."""
+def test_kinds_are_what_they_are_called():
+    """bell: mean 0, variance 1; wide: exponents from -12 to 12, both signs; outlier: one in 256. Others are refused."""
     x = make("bell", (1000, 1000), torch.float32, "cpu", generator(0, "cpu"))
-    assert float(x.mean()) == pytest.approx(0.0, abs=0.01)
-    assert float(x.var()) == pytest.approx(1.0, abs=0.01)
-
-
-def test_wide_covers_its_exponents_evenly():
-    """2^-12 to 2^12, every exponent, both signs."""
+    assert (float(x.mean()), float(x.var())) == (pytest.approx(0.0, abs=0.01), pytest.approx(1.0, abs=0.01))
     x = make("wide", (100_000,), torch.float32, "cpu", generator(0, "cpu"))
     exponent, counts = torch.frexp(x).exponent.sub(1).unique(return_counts=True)
     assert exponent.tolist() == list(range(-12, 13))
     assert int(counts.min()) > 3500
     assert 0.45 < float((x > 0).float().mean()) < 0.55
+    x = make("outlier", (1000, 256), torch.float32, "cpu", generator(0, "cpu"))
+    assert float((x.abs() > 10).float().mean()) == pytest.approx(1 / 256, rel=0.1)
+    with pytest.raises(ValueError, match="bell"):
+        make("bel", (1,), torch.float32, "cpu", generator(0, "cpu"))
 
 
 def test_cancel_cancels_in_pairs():
@@ -98,19 +97,6 @@ def test_cancel_cancels_in_pairs():
         pairs = width // 2 * 2
         sums = x[:, 0:pairs:2] + x[:, 1:pairs:2]
         assert (sums.abs() <= x[:, 0:pairs:2].abs() * 2.0**-6).all()
-
-
-def test_outlier_has_its_outliers():
-    """One in 256 is a thousand times larger."""
-    x = make("outlier", (1000, 256), torch.float32, "cpu", generator(0, "cpu"))
-    share = float((x.abs() > 10).float().mean())
-    assert share == pytest.approx(1 / 256, rel=0.1)
-
-
-def test_unknown_kind_is_refused():
-    """The message names what there is."""
-    with pytest.raises(ValueError, match="bell"):
-        make("bel", (1,), torch.float32, "cpu", generator(0, "cpu"))
 
 
 def test_order_revealing_operands_cancel_exactly_and_show_an_order():

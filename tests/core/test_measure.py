@@ -40,6 +40,10 @@ from tests.build import run_of
 from tests.probes import toys
 
 SMALL: dict[str, Any] = {"m": 32, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
+HEAD = Row(
+    probe="p", case="c", operator="linear", shape={"M": 3}, dtype="float32", device="cpu", inputs="bell",
+    varied="batch_size", impl="stock", status="",
+)  # fmt: skip
 
 
 def judged(toy: str, dtype: str = "bfloat16") -> tuple[Run, Finding]:
@@ -87,12 +91,8 @@ def test_a_class_says_whether_it_is_more_accurate_or_merely_different() -> None:
     halves = x[:32] @ w[:, :32].T + x[32:] @ w[:, 32:].T
     rounded = (x.bfloat16().float() @ w.T)[None]
     results = {1: (x @ w.T)[None], 2: halves[None], 3: rounded}
-    head = Row(
-        probe="matmul", case="c", operator="linear", shape={"M": 3}, dtype="float32", device="cpu", inputs="bell",
-        varied="batch_size", impl="stock", status="",
-    )  # fmt: skip
     trials = [Trial(m, lambda m=m: results[m]) for m in results]  # type: ignore[misc] # binds the loop's
-    made = measure(head, trials, reference=exact[None])
+    made = measure(HEAD, trials, reference=exact[None])
     first, other, worse = made.class_errors
     assert (first.elements, first.closer, first.farther) == (400, 0, 0)
     low, high = wilson(other.closer, other.closer + other.farther)
@@ -198,11 +198,7 @@ def test_a_watch_that_is_not_checking_passes_everything_on() -> None:
 
 def test_measure_needs_no_probe() -> None:
     """Whoever has variants and a head gets a row: benches and sampled runs do."""
-    head = Row(
-        probe="p", case="c", operator="o", shape={}, dtype="float32", device="cpu", inputs="bell",
-        varied="batch_size", impl="stock", status="",
-    )  # fmt: skip
-    row = measure(head, [Trial(m, lambda m=m: torch.tensor([1.0 if m < 3 else 2.0])) for m in (1, 2, 3)])  # type: ignore[misc]
+    row = measure(HEAD, [Trial(m, lambda m=m: torch.tensor([1.0 if m < 3 else 2.0])) for m in (1, 2, 3)])  # type: ignore[misc]
     assert (row.status, row.labels, row.replays, row.replays_parted) == ("divergent", [0, 0, 1], 3, 0)
 
 
@@ -361,15 +357,11 @@ def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, sta
 
 def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
     """Classes are numbered by first appearance; two of them part, and a status that is given stands."""
-    head = Row(
-        probe="bench", case="c", operator="linear", shape={}, dtype="float32", device="cpu", inputs="bell",
-        varied="batch_size", impl="mine", status="",
-    )  # fmt: skip
-    row = row_of(head, [1, 8, "prefill"], ["b", "a", "b"], ran=["kernel"])
+    row = row_of(HEAD, [1, 8, "prefill"], ["b", "a", "b"], ran=["kernel"])
     assert (row.status, row.values, row.labels, row.ran) == ("divergent", [1, 8, "prefill"], [0, 1, 0], ["kernel"])
     assert (row.class_sizes, row.trials, row.distinct) == ([2, 1], 3, 2)
-    assert row_of(head, [1, 2], [0, False]).status == "identical"
-    assert row_of(head, [1, 2], ["a", "b"], status="error").status == "error"
+    assert row_of(HEAD, [1, 2], [0, False]).status == "identical"
+    assert row_of(HEAD, [1, 2], ["a", "b"], status="error").status == "error"
 
 
 # A call under watch: what it gave is held against the oracle, by number, shape, dtype and value.
@@ -441,10 +433,6 @@ def test_a_value_that_the_oracle_does_not_have_is_a_fault(value: float) -> None:
 
 def test_what_only_a_first_use_launches_is_not_what_ran() -> None:
     """A proof at first use launches members that it refuses; a row that was warmed up tells of what served."""
-    head = Row(
-        probe="p", case="c", operator="o", shape={}, dtype="float32", device="cpu", inputs="bell",
-        varied="batch_size", impl="invariant", status="",
-    )  # fmt: skip
     proven: list[bool] = []
 
     def serve() -> torch.Tensor:
@@ -454,4 +442,4 @@ def test_what_only_a_first_use_launches_is_not_what_ran() -> None:
         note("served[64]")
         return torch.ones(1)
 
-    assert measure(head, [Trial(m, serve) for m in (1, 2)], warm=True).ran == ["served[64]"]
+    assert measure(HEAD, [Trial(m, serve) for m in (1, 2)], warm=True).ran == ["served[64]"]

@@ -105,7 +105,7 @@ def test_times_are_short() -> None:
         assert in_words(seconds) == words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_command_off_a_terminal_for_real(tmp_path: Path) -> None:
     """What is loaded comes first and once; then lines, on stderr alone; with -q no line, and nothing for --help."""
     (tmp_path / "fast.py").write_text(

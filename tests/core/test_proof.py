@@ -104,32 +104,33 @@ def test_a_key_has_what_may_change_bits_and_nothing_else() -> None:
     assert whole == "chain | float32[1,8]/0,1@64 None (2) | bias tf32=no"  # kept certificates are found by it
 
 
-def test_settings_that_change_bits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The precision of float32 products and oneDNN's switch on a CPU, reduced precision on CUDA."""
-    before = settings("cpu")
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-    assert settings("cpu") != before
-    assert any(word.startswith("bf16-reduction=") for word in settings("cuda"))
-
-
 def test_a_switch_that_changes_a_key_in_words_changes_the_quick_one() -> None:
     """Both are read from the same settings, by other functions: one that only the words see would keep a stale plan."""
     products = torch.backends.cuda.matmul
-    for device, owner, name in (
-        ("cuda", products, "allow_bf16_reduced_precision_reduction"),
-        ("cuda", products, "allow_fp16_reduced_precision_reduction"),
-        ("cuda", products, "allow_fp16_accumulation"),
-        ("cpu", torch.backends.mkldnn, "enabled"),
+    for device, owner, name, value in (
+        ("cuda", products, "allow_bf16_reduced_precision_reduction", False),
+        ("cuda", products, "allow_fp16_reduced_precision_reduction", False),
+        ("cuda", products, "allow_fp16_accumulation", True),
+        ("cpu", torch.backends.mkldnn, "enabled", False),
     ):
         before = settings(device), switches(device)
         now = getattr(owner, name)  # fp32_precision is left out: torch refuses to mix it with older switches
-        setattr(owner, name, not now)
+        setattr(owner, name, value)
         try:
             assert settings(device) != before[0], name
             assert switches(device) != before[1], name
         finally:
             setattr(owner, name, now)
         assert (settings(device), switches(device)) == before
+
+
+def test_split_k_has_a_switch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of newer versions of torch, where half-precision sums are off; what older ones have keeps its key."""
+    keys = []
+    for value in (True, (True, True), False, (False, True), (False, False)):
+        monkeypatch.setattr(torch._C, "_get_cublas_allow_bf16_reduced_precision_reduction", lambda value=value: value)
+        keys.append(settings("cuda"))
+    assert keys[0] == keys[1] != keys[2] == keys[3] != keys[4]
 
 
 def test_order_inputs_have_an_exact_sum_of_zero() -> None:

@@ -278,6 +278,12 @@ def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
     """In its header it is begun anew; after that whole lines are kept, and the rest is completed."""
     whole = finished(tmp_path / "whole.jsonl").read_bytes()
     header = whole.index(b"\n")
+    writer(tmp_path / "long.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
+    (path := tmp_path / "run.jsonl").write_bytes((tmp_path / "long.jsonl").read_bytes()[:4000])
+    again = writer(path, resume=True)
+    assert (again.done, again.resumed) == (set(), False)
+    again.finish()
+    assert read_run(path).complete
     for kept in (0, 1, 17, 60, header, header + 1, *(max(header + 1, len(whole) - cut) for cut in range(0, 400, 23))):
         path = tmp_path / "run.jsonl"
         path.write_bytes(whole[:kept])
@@ -313,6 +319,10 @@ def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
     target.chmod(0o600)
     link, hard, neighbour = (tmp_path / name for name in ("run.jsonl", "hard.jsonl", "run.jsonl.tmp"))
     link.symlink_to(target)
+    (elsewhere := tmp_path / "traces").touch()
+    traces_path(link).symlink_to(elsewhere)
+    TraceWriter(link, resume=True, piece=str).close()
+    assert traces_path(link).is_symlink()
     os.link(target, hard)
     neighbour.symlink_to(tmp_path / "precious")
     (tmp_path / "precious").write_text("kept", encoding="utf-8")
@@ -402,6 +412,8 @@ def test_secrets_do_not_reach_a_run_file() -> None:
         assert "<hidden>" in kept or "/(path " in kept
         for secret in ("hunter2", "aaaa", "bbbb", "cccc", "dddd", "1234567890", "ABCDEFGH", "c2lnbmF0"):
             assert secret not in kept
+    assert safe_argv(["/home/ann/bin/nondet", "--api-key", "s3cret", "x"]) == ["nondet", "--api-key", "<hidden>", "x"]
+    assert safe_argv(["nondet", "--api-key=s3cret", "-n", "3"]) == ["nondet", "--api-key=<hidden>", "-n", "3"]
     for word in [
         "--max-tokens", "Tokens: 3 to 5", "others=60,budget=256", "a/b.jsonl", "mine:softmax",
         "http://127.0.0.1:8000/v1",

@@ -37,7 +37,7 @@ from tests import build as factory
 from tests.build import failed, header, line, row, run_of, sampled, summaries_of
 
 SEEDS = factory.tiers([0], range(1, 8))
-EACH = 20  # mutations of a file
+EACH = 12  # mutations of a file
 
 # What a field is replaced by: of its own type and of others, small and far out of range.
 VALUES: list[Any] = [
@@ -349,9 +349,9 @@ def test_a_script_of_a_trace_on_a_full_disk_is_one_line(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "write_bytes", full)
     call = type("Call", (), {"function": torch.nn.functional.linear, "row": 0, "rows": 2, "keys": 0})
     culprit = type("Culprit", (), {"call": "linear", "replays": (), "sentence": "s"})
-    guilty = type("NamedCall", (), {"calls": (call, call), "culprit": culprit})
+    named = type("NamedCall", (), {"calls": (call, call), "culprit": culprit})
     with pytest.raises(UserError, match=r"disk is full: .*\.inputs\.safetensors"):
-        repro.write_and_run(tmp_path / "r.py", guilty)  # type: ignore[arg-type] # the parts of one that are read
+        repro.write_and_run(tmp_path / "r.py", named)  # type: ignore[arg-type] # the parts of one that are read
     assert list(tmp_path.iterdir()) == []
 
 
@@ -486,7 +486,7 @@ def test_no_line_that_is_wrapped_is_a_command(
 
     rows = [failed(impl=words(3), case=words(6), reason=words(30)), row((0, 1, 1), impl=words(9), case=words(12))]
     run = run_of(*rows)
-    for width in rng.sample(range(30, 140), 8):
+    for width in rng.sample(range(30, 140), 4):
         monkeypatch.setenv("COLUMNS", str(width))
         for verbose in (False, True):
             terminal.render([run], PipedConsole(), verbose=verbose)
@@ -501,7 +501,7 @@ def test_no_line_that_is_wrapped_is_a_command(
     assert "error" in seen.err
     assert commands(seen.out) + commands(seen.err) == []
     raw = io.StringIO()
-    for width in range(30, 140, 5):
+    for width in range(30, 140, 20):
         terminal.render([run], Console(file=raw, width=width), verbose=True)
     assert commands(raw.getvalue())
 

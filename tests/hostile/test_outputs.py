@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,14 @@ def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
     (path.parent / "linked.jsonl").hardlink_to(path)
     before = path.read_bytes()
-    for typed in DESTROYED:
+    for typed, other in zip(
+        DESTROYED, cycle((path, path.parent / ".." / "runs" / path.name, path.parent / "linked.jsonl")), strict=False
+    ):
         first, second = typed.split("{}", 1)
-        for other in (path, path.parent / ".." / "runs" / path.name, path.parent / "linked.jsonl"):
-            code, out, err = run(*f"{first}{path}{second.replace('{}', str(other))} --force".split())
-            assert (code, out, err.count("\n")) == (2, "", 1), err
-            assert "is a file that this command" in err
-            assert path.read_bytes() == before
+        code, out, err = run(*f"{first}{path}{second.replace('{}', str(other))} --force".split())
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert "is a file that this command" in err
+        assert path.read_bytes() == before
 
 
 def test_no_report_replaces_its_run(run: Command, tmp_path: Path) -> None:

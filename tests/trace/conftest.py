@@ -94,6 +94,9 @@ def arms_of(load: Load, *, prompt: int = 11, new: int = 8, seed: int = 0) -> tup
     return Arm("alone", alone.id, (alone,), load), Arm("in company", alone.id, requests, load)
 
 
+FOREVER = Pace()
+
+
 def trace(
     model: Any,
     load: Load = LOAD,
@@ -101,7 +104,7 @@ def trace(
     impl: str = "stock",
     arms: tuple[Arm, Arm] | None = None,
     records: list[Record] | None = None,
-    pace: Pace | None = None,
+    pace: Pace = FOREVER,
     sweeps: bool = True,
 ) -> Traced:
     """A whole trace."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,14 +19,16 @@ from torch.nn import functional as F
 
 from nondet.core.compare import first_difference
 from nondet.core.records import Culprit, Replay
+from nondet.core.traces import trace_digest
 from nondet.errors import EngineStoppedError
 from nondet.kernels.scaled.functions import quantize_tensor
 from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.implementations import implementation
+from nondet.sampling.plan import Outcome
 from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact, operators_of, replays
 from nondet.trace.repro import write_and_run
-from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
+from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site, unnamed_culprit
 from nondet.verdict.gate import exit_code
 from tests.build import run_of, tiers
 from tests.trace.conftest import ARCHITECTURES, LOAD, Traced, arms_of, model_of, trace
@@ -72,27 +75,49 @@ def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
     assert [c.number for c in traced.culprits] == [1]
     assert traced.culprits[0].call in CALLS
     assert traced.verdict.families is None
+    assert not {"M", "keys", "substitution"} & {r.name for r in traced.culprits[0].replays}  # no sweeps were asked for
     assert not traced.substitutions
     assert traced.search.late in traced.verdict.sentences
     assert "for lack of time" in traced.search.late
     assert not any("no available set of replacements" in line for line in traced.verdict.sentences)
 
 
-def test_time_that_ends_at_a_cure_leaves_it_unproven_that_it_is_the_smallest() -> None:
-    """Without sweeps the family of the name is tried in the whole run; under two families the arms agree.
+def test_time_that_ends_at_a_cure_leaves_it_unproven_that_it_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under two families the arms agree. That each is needed takes another run, for which a clock has no time."""
+    search = Search(Any, Any, *arms_of(LOAD), impl="stock", choose=True, write=lambda _: None, say=lambda _: None)
+    site = Site(("t0", "t0"), 3, "1.out")
 
-    That each is needed takes another run, for which a clock has no time.
-    """
+    def named(number: int, _: Site) -> Culprit:
+        found = msgspec.structs.replace(
+            unnamed_culprit(site, 3, "", number), call="linear", family=("matmul", "attention")[number - 1]
+        )
+        search._culprits.append(found)
+        return found
+
+    def substituted(role: str, families: Sequence[str]) -> Site | None:
+        if role == "left out":
+            raise OutOfTimeError
+        return search._tried.setdefault(frozenset(families), None if len(families) > 1 else site)
+
+    monkeypatch.setattr(search, "_name", named)
+    monkeypatch.setattr(search, "_substituted", substituted)
+    verdict = search._until_fixed(site)
+    assert (verdict.finding, verdict.families, len(verdict.culprits)) == ("batch-dependent", None, 2)
+    assert "with attention and matmul invariant the arms agree" in search.late
+    assert search.late in verdict.sentences
+
+
+def test_a_recording_that_does_not_come_again_is_said() -> None:
+    """Another machine's tape: its control fails, and the trace is of what runs here."""
     records: list[Any] = []
-    agreed = lambda: any(getattr(r, "agree", False) for r in records)  # noqa: E731 - what the clock looks at
-    pace = Pace(lambda: -1.0 if agreed() else math.inf)
-    traced = trace(model_of("llama"), records=records, pace=pace, sweeps=False)
-    assert not {"M", "keys", "substitution"} & {r.name for c in traced.culprits for r in c.replays}
-    assert traced.culprits[0].family
-    (cure,) = [s for s in traced.substitutions if s.agree]
-    assert len(cure.families) > 1
-    assert traced.verdict.families is None
-    assert f"with {' and '.join(sorted(cure.families))} invariant the arms agree" in traced.search.late
+    arm, _ = arms_of(LOAD)
+    outcome = Outcome(arm.requests[0], token_ids=[1], logprobs=bytes(4), finish="length")
+    for wanted in (trace_digest([1], bytes(4)), "0" * 16):
+        say = {"write": records.append, "say": lambda _: None}
+        search = Search(Any, Any, arm, arm, impl="stock", choose=False, expected={arm.name: wanted}, **say)
+        search._expect(arm, outcome)
+    assert [record.passed for record in records] == [True, False]
+    assert "and is traced as it is now" in records[1].sentence
 
 
 def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
