@@ -163,12 +163,13 @@ class Matmul(Probe):
         if any(batch for _, batch in options.met):
             yield from _batched_cases(options)
             return
-        device, layer_dtypes = options.device, _LAYER_DTYPES[options.device]
+        device = options.device
         layers, chosen = _layers(options, _LAYERS[device])
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
         has_all = layers[0] if chosen else _SMALL[device]
         for layer in layers:
-            chosen_dtypes = dtypes(options, "matmul", _DTYPES if layer in (layers[0], has_all) else layer_dtypes)
+            default = _DTYPES if layer in (layers[0], has_all) else _LAYER_DTYPES[device]
+            chosen_dtypes = dtypes(options, "matmul", default)
             for dtype in chosen_dtypes:
                 _check_memory(device, largest, layer, dtype)
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
@@ -176,16 +177,10 @@ class Matmul(Probe):
                     repeated = range(base.runs(options, _RUNS[device]))
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
                 hard = layer is layers[0] and dtype == chosen_dtypes[0]
-                every = ("bell", "order", *(_HARD if hard else ()), "integers")
                 shown = chosen or not options.one_of_all or layer in (layers[0], has_all)
-                for kind in kinds(options, every if shown else ("order",)):
-                    sizes = sweep(largest, options, dense=kind == "order" and layer == has_all)
-                    shortened = not (chosen or options.m or options.inputs or options.full)
-                    if kind == "integers" or (shortened and kind != "order"):
-                        few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
-                        sizes = some(few, largest, options)
-                    if kind == "order" and layer == has_all and options.m is None:
-                        sizes = sorted({*sizes, *_MORE_SIZES})
+                every = ("bell", "order", *(_HARD if hard else ()), "integers") if shown else ("order",)
+                for kind in kinds(options, every):
+                    sizes = _batch_sizes(options, kind, largest, all_cases=layer == has_all, hard=hard, chosen=chosen)
                     trees = _TREES[options.one_of_all] if kind == "order" else 0
                     trees = 0 if options.one_of_all and layer != has_all else trees
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
@@ -193,18 +188,7 @@ class Matmul(Probe):
                     for positions in (largest,) if options.m else _POSITIONS[device]:
                         yield _case(layer, dtype, "order", "position", rows=positions)
         if not chosen:
-            layer, sizes = _drawn(options)
-            for dtype in dtypes(options, "matmul", layer_dtypes):
-                for kind in kinds(options, ("order",)):
-                    trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
-                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
-        if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
-            part = options.device == "cpu" and not options.full
-            M, K, N = _LINSPACE_ON_CPU if part else _LINSPACE
-            a, b = (f"a[:{M}]", f"b[:, :{N}]") if part else ("a", "b")
-            title = f"linspace of the post, mm(a[:1], {b}) against mm({a}, {b})[:1], M={M} K={K} N={N}"
-            shape = {"M": M, "N": N, "K": K}
-            yield Case(title, "matmul", shape, "float32", "batch_size", "linspace", data={"values": [1, M]})
+            yield from _unlisted(options)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
@@ -271,6 +255,33 @@ class Matmul(Probe):
             return said
         x, w, most = inputs["x"], inputs["w"], case.data["trees"]
         return said | trees_of_product(self._operator, x, w, case.data["values"], results, most)
+
+
+def _batch_sizes(options: Options, kind: str, largest: int, *, all_cases: bool, hard: bool, chosen: bool) -> list[int]:
+    """The sweep of a layer: every size that shows an order at the one with `all_cases`; of other inputs fewer, unless
+    the user chose the layer or sizes."""
+    shortened = not (chosen or options.m or options.inputs or options.full)
+    if kind == "integers" or (shortened and kind != "order"):
+        few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
+        return some(few, largest, options)
+    shows = kind == "order" and all_cases
+    return sorted({*sweep(largest, options, dense=shows), *(_MORE_SIZES if shows and options.m is None else ())})
+
+
+def _unlisted(options: Options) -> Iterator[Case]:
+    """A layer that is drawn from the seed, and the post's product."""
+    layer, sizes = _drawn(options)
+    for dtype in dtypes(options, "matmul", _LAYER_DTYPES[options.device]):
+        for kind in kinds(options, ("order",)):
+            trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
+            yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
+    if (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
+        part = options.device == "cpu" and not options.full
+        M, K, N = _LINSPACE_ON_CPU if part else _LINSPACE
+        a, b = (f"a[:{M}]", f"b[:, :{N}]") if part else ("a", "b")
+        title = f"linspace of the post, mm(a[:1], {b}) against mm({a}, {b})[:1], M={M} K={K} N={N}"
+        shape = {"M": M, "N": N, "K": K}
+        yield Case(title, "matmul", shape, "float32", "batch_size", "linspace", data={"values": [1, M]})
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:

@@ -59,7 +59,7 @@ class ProbeRequest(Request):
         o.opt(
             "Processes that share the cases, on one device. The rows are the same.",
             "--jobs",
-            shown="on CUDA one per two cores, up to 8, and 12 if nothing is certified yet; on a CPU 1",
+            shown="on CUDA one per two cores, up to 8, and 15 if nothing is certified yet; on a CPU 1, and 2 for all",
             panel=o.MACHINE,
         ),
     ] = None
@@ -92,7 +92,8 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
 
     from nondet.probes.jobs import Crew, Order, SharedRun, default_workers, workers_ahead
 
-    with Crew(workers_ahead(names, request.device, request.impl or [], request.workers)) as crew:
+    ahead = workers_ahead(names, request.device, request.impl or [], request.workers)
+    with Crew(ahead) as crew:
         from nondet.probes.base import Options
         from nondet.probes.runner import plan_jobs
 
@@ -141,7 +142,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
             plan["met"] |= {"operator": met.operator} if met.operator else {}
         with output.recording("probe", plan, request.seed, len(jobs)) as writer:
             completed = sum(job.key in writer.done for job in jobs)
-            count = request.workers or default_workers(target, impls, len(jobs) - completed)
+            count = request.workers or default_workers(target, impls, len(jobs) - completed, ahead)
             with (
                 SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared,
                 sink.progress() as progress,
