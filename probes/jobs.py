@@ -31,7 +31,7 @@ from nondet.core.processes import (
 )
 from nondet.core.records import Row, Status
 from nondet.core.registry import operators
-from nondet.errors import MisfitError, UserError
+from nondet.errors import MisfitError
 
 if TYPE_CHECKING:
     from nondet.probes.base import Options
@@ -44,7 +44,6 @@ _MOST_COLD = 15
 _ON_CPU = 2  # most of a probe's work there is one core's
 _MEMORY_EACH = 6 * 2**30  # bytes of the device: a context, and the operands and oracles of a large case
 _JOBS_EACH = 20  # below, starting a worker takes longer than its measurements
-_COUNT_MOST = 256
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -238,12 +237,6 @@ def default_workers(device: str, impls: Sequence[str], jobs: int, ahead: int = 0
 def digest(jobs: Sequence[Job]) -> str:
     """A digest of the jobs' keys, in order: processes with equal digests mean the same jobs by a position."""
     return hashlib.sha256(repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")).hexdigest()
-
-
-def check_workers(count: int | None) -> None:
-    """Refuse, as a `UserError`, an impossible number."""
-    if count is not None and not 1 <= count <= _COUNT_MOST:
-        raise UserError(f"--jobs {count} makes no sense", f"Give a number of processes from 1 to {_COUNT_MOST}.")
 
 
 def serve(pipe: Any, parents: Any = None, parent: int = 0) -> None:

@@ -23,7 +23,7 @@ from nondet.core.operands import laid_out
 from nondet.errors import UserError
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
-from nondet.probes.reduction_order import trees_of_product
+from nondet.probes.reduction_order import row_0, trees_of_product
 
 _MAPPED = {"cuda": 512, "cpu": 128}  # the largest M
 _LINES = 16  # of N, or of K; a full map has four times as many
@@ -40,17 +40,14 @@ def _map_cases(options: Options) -> Iterable[Case]:
         name, *sizes = layer
         for dtype in dtypes(options, "matmul", _LAYER_DTYPES[device]):
             for kind in kinds(options, ("order",)):
-                for size in _lines(sizes[axis == "N"], _LINES * (4 if options.full else 1)):
+                largest_size, lines = sizes[axis == "N"], _LINES * (4 if options.full else 1)
+                for size in sorted({max(1, largest_size * i // lines) for i in range(1, lines + 1)}):
                     K, N = (size, sizes[1]) if axis == "K" else (sizes[0], size)
                     _check_memory(device, largest, (name, K, N), dtype)
                     title = f"map of M x {axis}, every row of M equal ones, K={K} N={N}, {kind}"
                     shape = {"M": largest, "N": N, "K": K}
                     data = {"values": list(range(1, largest + 1)), "layer": name, "layout": "", "map": axis}
                     yield Case(title, "linear", shape, dtype, "batch_size", kind, data=data)
-
-
-def _lines(largest: int, count: int) -> list[int]:
-    return sorted({max(1, largest * i // count) for i in range(1, count + 1)})
 
 
 def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
@@ -87,7 +84,8 @@ def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Ten
 
 def _batched_trials(case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
     """The first product's first rows, as many as all sizes have, in calls of each size."""
-    a, b, shared = inputs["a"], inputs["b"], _shared(case)
+    a, b = inputs["a"], inputs["b"]
+    shared = min(rows for rows, _ in case.data["batched"])
 
     def first(rows: int, batch: int) -> torch.Tensor:
         return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
@@ -95,10 +93,6 @@ def _batched_trials(case: Case, inputs: Any, operator: Operator) -> Iterator[Tri
     for rows, batch in case.data["batched"]:
         value = f"{batch} product{'s' if batch > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
         yield Trial(value, partial(first, rows, batch))
-
-
-def _shared(case: Case) -> int:
-    return min(rows for rows, _ in case.data["batched"])
 
 
 Layer = tuple[str, int, int]
@@ -230,7 +224,7 @@ class Matmul(Probe):
 
         if case.inputs == "linspace":
             for M in case.data["values"]:
-                yield Trial(M, partial(_row_0, operator, x[:M], w))
+                yield Trial(M, partial(row_0, operator, x[:M], w))
         elif "map" in case.data:
             for M in case.data["values"]:
                 yield Trial(M, partial(operator, x[:M], w))
@@ -269,8 +263,11 @@ def _batch_sizes(options: Options, kind: str, largest: int, *, all_cases: bool, 
 
 
 def _unlisted(options: Options) -> Iterator[Case]:
-    """A layer that is drawn from the seed, and the post's product."""
-    layer, sizes = _drawn(options)
+    """A layer and batch sizes that are drawn from the seed, and the post's product."""
+    rng = random.Random(options.seed)  # noqa: S311 - sizes, not a secret
+    K, N, limit = (6000, 1500, 200) if options.device == "cpu" else (9000, 8192, 2000)
+    layer = f"drawn from seed {options.seed}", rng.randint(64, K), rng.randint(16, N)
+    sizes = sorted({1, *(rng.randint(2, limit) for _ in range(9))})
     for dtype in dtypes(options, "matmul", _LAYER_DTYPES[options.device]):
         for kind in kinds(options, ("order",)):
             trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
@@ -327,15 +324,6 @@ def _shared_cases(options: Options, layer: Layer, dtype: str, largest: int, *, f
         yield _case(layer, dtype, "integers", "batch_size", few, rows=max(*few, _ROWS), layout="bias")
 
 
-def _drawn(options: Options) -> tuple[Layer, list[int]]:
-    """A layer and batch sizes that no list holds: drawn from the seed."""
-    rng = random.Random(options.seed)  # noqa: S311 - sizes, not a secret
-    small = options.device == "cpu"
-    K, N = rng.randint(64, 6000 if small else 9000), rng.randint(16, 1500 if small else 8192)
-    limit = 200 if small else 2000
-    return (f"drawn from seed {options.seed}", K, N), sorted({1, *(rng.randint(2, limit) for _ in range(9))})
-
-
 def _case(
     layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = "",
     trees: int = 0,
@@ -361,16 +349,11 @@ def _call(inputs: Any) -> base.Call:
     return base.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
 
 
-def _step(N: int) -> int:
-    """Columns that are left out per step: whole tiles of 16, where there are enough."""
-    return 16 if 16 * _ANEW[0][-1] < N else 1
-
-
 def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
     """The compared rows of products whose first call has one row, or many. The results for different N must be equal in
     each half; otherwise N itself decides, and nothing is concluded."""
     x, w = call.tensors
-    step = _step(len(w))
+    step = 16 if 16 * _ANEW[0][-1] < len(w) else 1  # whole tiles are left out, where there are enough
     most = len(w) - _ANEW[0][-1] * step
     found = []
     for rows, left_out in zip((1, base.LARGER), _ANEW, strict=True):
@@ -389,7 +372,3 @@ def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:
         return product(laid_out(x, {"x stored [K, M]": "columns", "strided rows": "strided"}.get(layout, "")))
     requests = max(d for d in (1, 2, 3, 4) if len(x) % d == 0)
     return product(x.view(requests, len(x) // requests, -1)).flatten(0, 1)
-
-
-def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return operator(x, w)[:1]

@@ -700,17 +700,14 @@ def _sums_of(case: Case, operator: Operator, inputs: Any, M: int) -> list[Measur
     """The sums whose trees are measured: several for a sum over ranks."""
     if case.operator == "all_reduce":
         return of_ranks(operator, replace(inputs["message"], rows=M))
-    return [_sum_of(case, operator, inputs, M)]
-
-
-def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> MeasuredSum:
     K, dtype = case.shape["K"], case.torch_dtype
     device = str(next(iter(inputs.values())).device.type)
     if case.operator == "attention":
-        return of_attention(operator, M, K, dtype, device)
+        return [of_attention(operator, M, K, dtype, device)]
     if case.operator in _PRODUCTS:
-        return of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)
-    return of_rows(operator, M, K, dtype, device, ("divided by K", "times 1/K") if case.operator == "mean" else ("",))
+        return [of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)]
+    finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
+    return [of_rows(operator, M, K, dtype, device, finishes)]
 
 
 def _result_of(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
@@ -720,10 +717,11 @@ def _result_of(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Ten
         return operator(message).view(M, message.width)[[0, -1]].view(1, -1)
     if case.operator == "attention":
         return operator(inputs["q"][:, :, -M:].contiguous(), inputs["k"], inputs["v"])[0, 0, -1:]
-    return _row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
+    return row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
 
 
-def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+def row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    """The result of row 0 of x; `w`: of a product."""
     return operator(x.contiguous(), *(() if w is None else (w,)))[:1]
 
 
@@ -781,7 +779,7 @@ def trees_of_product(
     sizes: list[int] = []
     left = seen if len(seen) > 1 else []
     for M in values:
-        row = _row_0(operator, x[:M], w) if left else None
+        row = row_0(operator, x[:M], w) if left else None
         if row is not None and any(identical(row, other) for other in left):
             sizes.append(M)
             left = [other for other in left if not identical(row, other)]

@@ -314,22 +314,18 @@ _SAMPLED = 3  # timed questions of an operator's class, if there is time
 def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """About how many seconds each question will take, all its members together.
 
-    For a few seconds questions are put to one member, with one kind of input: of each operator's class, the one with
-    the most answers first, the middle question by its size, then the largest and the smallest. Any other is assumed to
-    cost what the timed one of the nearest size does. On a GPU each member of each dtype compiles once, as long as the
+    For a few seconds questions are put to one member, with one kind of input: of each operator's class, the one of
+    most questions first, the middle one by its size, then the largest and the smallest. Any other is assumed to cost
+    what the timed one of the nearest size does. On a GPU each member of each dtype compiles once, as long as the
     median of those did: the first of all also loads what every kernel needs.
     """
     until = clock() + _SAMPLED_S
     groups: dict[tuple[str, str], list[int]] = {}
     for place in sorted(range(len(planned)), key=lambda i: _work(planned[i].question)):
         groups.setdefault((planned[place].question.operator, planned[place].question.cls), []).append(place)
-
-    def answers(places: list[int]) -> int:
-        return sum(len(planned[i].members) * len(planned[i].question.values) for i in places)
-
     timed: dict[int, _Cost] = {}
     for turn in range(_SAMPLED):
-        for places in sorted(groups.values(), key=answers, reverse=True):
+        for places in sorted(groups.values(), key=len, reverse=True):
             place = places[(len(places) // 2, -1, 0)[turn]]
             if clock() < until and place not in timed:
                 timed[place] = _timed(planned[place], clock)

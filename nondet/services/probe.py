@@ -12,12 +12,11 @@ import typer
 from nondet.core.registry import OPERATOR_PROBES, PROBES
 from nondet.core.runfile import read_run
 from nondet.errors import UnknownNameError, UserError
-from nondet.probes.jobs import check_workers
 from nondet.ranks.group import parse_ranks
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, model_sizes, pick_device, user_sources
 
-_RUNS_MOST = 1_000_000
+_RUNS_MOST, _WORKERS_MOST = 1_000_000, 256
 _SLOW_ON_A_CPU = ("all-reduce",)  # starting ranks takes nearly a minute, where all others take a quarter of one
 
 
@@ -76,7 +75,9 @@ class ProbeRequest(Request):
             raise UserError(f"--map {self.map!r} is no map", "Give mn (M and N) or mk (M and K).")
         if self.map and names != ["matmul"]:
             raise UserError("--map is of products", "Give it with `nondet probe matmul`.")
-        check_workers(self.workers)
+        if self.workers is not None and not 1 <= self.workers <= _WORKERS_MOST:
+            what = f"--jobs {self.workers} makes no sense"
+            raise UserError(what, f"Give a number of processes from 1 to {_WORKERS_MOST}.")
 
 
 def probe(request: ProbeRequest, sink: Sink) -> Path:

@@ -28,12 +28,12 @@ from nondet.probes.jobs import (
     SharedRun,
     Worker,
     _takes_several,
-    check_workers,
     default_workers,
     digest,
     workers_ahead,
 )
 from nondet.probes.runner import Job, plan_jobs, run_jobs
+from nondet.services.probe import ProbeRequest
 
 SMALL = Options(dtypes=("float32",), m=8, k=128, n=64)
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells what became of a process")
@@ -293,7 +293,7 @@ def test_how_many_workers_on_a_gpu(monkeypatch, cores):
         assert workers_ahead(names, "auto", impls, count) == 0
     for number in (0, -1, 1000):
         with pytest.raises(UserError, match="--jobs"):
-            check_workers(number)
+            ProbeRequest(names=["all"], workers=number)
 
 
 def test_how_many_workers_on_a_cpu(monkeypatch, cores):
