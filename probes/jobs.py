@@ -90,12 +90,16 @@ class Worker:
                 self.pipe.send(order)
 
     @classmethod
-    def started(cls, *, copied: bool = False) -> Worker:
-        """A process that loads what it needs, and waits for its order. `copied`: fork this process, which has loaded
-        what a worker needs and used none of it yet."""
+    def started(cls, device: str, *, copied: bool = False) -> Worker:
+        """A process that loads what it needs, and waits for its order.
+
+        Args:
+            device: "cpu": it needs no GPU.
+            copied: Fork this process, which has loaded what a worker needs and used none of it yet.
+        """
         context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         ours, theirs = context.Pipe()
-        args = (theirs, ours, os.getpid()) if copied else (theirs,)
+        args = (theirs, device, ours, os.getpid()) if copied else (theirs, device)
         # not a daemon: the probe of collectives starts ranks
         process = context.Process(target=serve, args=args, name="nondet-worker", daemon=False)
         with no_interrupts(), nullcontext() if copied else no_main(), warnings.catch_warnings():
@@ -120,8 +124,8 @@ class Crew:
     A context manager that ends the workers that were not taken.
     """
 
-    def __init__(self, count: int = 0) -> None:
-        self._count = count
+    def __init__(self, count: int = 0, device: str = "auto") -> None:
+        self._count, self._device = count, device
         self._workers: list[Worker] = []
         self._leaving: list[Worker] = []
 
@@ -132,7 +136,7 @@ class Crew:
             load()
         try:
             for _ in range(self._count):
-                self._workers.append(Worker.started(copied=copied))
+                self._workers.append(Worker.started(self._device, copied=copied))
         except BaseException:
             self.close()
             raise
@@ -144,7 +148,7 @@ class Crew:
 
     def take(self) -> Worker:
         """One of them, or else a new one; the caller ends it."""
-        return self._workers.pop() if self._workers else Worker.started()
+        return self._workers.pop() if self._workers else Worker.started(self._device)
 
     def brief(self, order: Order) -> None:
         """Send all of them their order: they plan while their parent does."""
@@ -239,7 +243,7 @@ def digest(jobs: Sequence[Job]) -> str:
     return hashlib.sha256(repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")).hexdigest()
 
 
-def serve(pipe: Any, parents: Any = None, parent: int = 0) -> None:
+def serve(pipe: Any, device: str, parents: Any = None, parent: int = 0) -> None:
     """The loop of a worker, which its parent ends: it receives an `Order` first, then positions of jobs. A copy of
     process number `parent` has `parents` as well, the other end of the pipe."""
     if parents is not None:
@@ -247,7 +251,7 @@ def serve(pipe: Any, parents: Any = None, parent: int = 0) -> None:
         parents.close()
     threading.Thread(target=end_with_parent, args=(lambda: os._exit(1),), daemon=True).start()
     try:
-        _measure(pipe)
+        _measure(pipe, device)
     except (EOFError, BrokenPipeError):
         os._exit(0)
     except MisfitError as error:
@@ -266,7 +270,7 @@ def load() -> None:
     operators()
 
 
-def _measure(pipe: Any) -> None:
+def _measure(pipe: Any, device: str) -> None:
     load()
     import torch
 
@@ -274,7 +278,7 @@ def _measure(pipe: Any) -> None:
     from nondet.core.measure import profile_variants
     from nondet.probes.runner import plan_jobs, run_jobs
 
-    if torch.cuda.is_available():  # a context and a profiler, while the parent still plans
+    if device != "cpu" and torch.cuda.is_available():  # a context and a profiler, while the parent still plans
         with profile_variants("cuda"):
             pass
     order: Order = pipe.recv()

@@ -94,7 +94,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
     from nondet.probes.jobs import Crew, Order, SharedRun, default_workers, workers_ahead
 
     ahead = workers_ahead(names, request.device, request.impl or [], request.workers)
-    with Crew(ahead) as crew:
+    with Crew(ahead, request.device) as crew:
         from nondet.probes.base import Options
         from nondet.probes.runner import plan_jobs
 

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -27,6 +29,7 @@ from nondet.probes.jobs import (
     Ready,
     SharedRun,
     Worker,
+    _measure,
     _takes_several,
     default_workers,
     digest,
@@ -308,3 +311,15 @@ def test_how_many_workers_on_a_cpu(monkeypatch, cores):
     assert default_workers("cpu", ["mine:softmax"], 1000, 2) == 1
     monkeypatch.setattr("nondet.probes.jobs._can_fork", lambda: False)
     assert workers_ahead(["all"], "cpu", [], 2) == 0
+
+
+def test_a_worker_for_a_cpu_takes_no_gpu(monkeypatch):
+    """A context there takes memory and seconds, and is refused on a card that takes one process."""
+    taken: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("nondet.core.measure.profile_variants", lambda device: taken.append(device) or nullcontext())
+    ended = SimpleNamespace(recv=Mock(side_effect=EOFError))
+    for device in ("cpu", "auto"):
+        with pytest.raises(EOFError):
+            _measure(ended, device)
+    assert taken == ["cuda"]
