@@ -274,26 +274,18 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
     x, y, got = np.concatenate([x for x, *_ in drawn]), None, torch.cat([got for *_, got in drawn])
     if drawn[0][1] is not None:
         y = np.concatenate([y for _, y, _ in drawn if y is not None])
-    checked, reason = len(of), ""
+    checked, reason, fits = len(of), "", list[Arithmetic]()
     ways = _arithmetics(measured, tree, y is not None)
-    best, failed, least = ways[0], dict[str, int](), checked + 1
-    sums, fits = np.empty(0), list[Arithmetic]()
+    best, sums = ways[0], np.empty(0)
     try:
-        for how in ways:  # until one of them misses none; then the other operations on the root
-            if fits and how._replace(finish=best.finish) != best:
-                continue
-            said = emulator.predict(tree, x, y, how)
-            wrong = _wrong(measured, said, got)
-            if wrong.sum() < least:
-                best, sums, least = how, said, int(wrong.sum())
-                failed = {kind: int(n) for kind in _KINDS if (n := (of[wrong] == kind).sum())}
-            if not wrong.any() and (how is best or (said != sums).any()):
-                fits.append(how)
+        best, sums, fits = _fitting(measured, tree, ways, x, y, got)
+        wrong = _wrong(measured, sums, got)
+        failed = {kind: int(n) for kind in _KINDS if (n := (of[wrong] == kind).sum())}
+        if failed:
+            reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
+            reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
     except NotImplementedError as error:
         reason, failed = str(error), {kind: len(got) for kind, (*_, got) in zip(_KINDS, drawn, strict=True)}
-    if failed and not reason:
-        reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
-        reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
     others = [] if failed else _exchanged(tree, seed)
 
     def telling(t: Tree, x: Array, y: Array | None, got: torch.Tensor, sums: Array) -> int:
@@ -327,6 +319,24 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
             aside = f"but for numbers that are not normal, or hardly: other bits in {lost:,} of {len(got):,} such sums"
             proven = proven._replace(aside=aside)
     return Found(tree, 0, proven, best, checked, sum(failed.values()), reason, refuted)
+
+
+def _fitting(
+    measured: MeasuredSum, tree: Tree, ways: Sequence[Arithmetic], x: Array, y: Array | None, got: torch.Tensor
+) -> tuple[Arithmetic, Array, list[Arithmetic]]:
+    """The arithmetic that predicts most sums, and its predictions; those that predict all, with any operation on the
+    root that shows."""
+    best, sums, least, fits = ways[0], np.empty(0), len(got) + 1, list[Arithmetic]()
+    for how in ways:  # until one of them misses none; then the other operations on the root
+        if fits and how._replace(finish=best.finish) != best:
+            continue
+        said = emulator.predict(tree, x, y, how)
+        wrong = int(_wrong(measured, said, got).sum())
+        if wrong < least:
+            best, sums, least = how, said, wrong
+        if not wrong and (how is best or (said != sums).any()):
+            fits.append(how)
+    return best, sums, fits
 
 
 def _drawn(measured: MeasuredSum, tree: Tree, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
