@@ -83,7 +83,7 @@ _SIZES = {
     "cpu": _Sizes(_Heads(8, 2, 64), 256, 512, (1, 2, 3, 4, 8, 16), ("bfloat16", "float32")),
 }
 _FULL = {"cuda": (2048, 8192), "cpu": (1024, 2048)}  # tokens, cache
-_CHUNKS = {"cuda": (256, 100, 65), "cpu": (256, 100, 64, 17)}
+_CHUNKS = {"cuda": (256, 100, 65), "cpu": (256, 100, 64, 33, 17)}
 _FULL_CHUNKS = (512, 256, 128, 100, 64, 33, 32, 17, 16, 7, 1)
 # Not position 0, which has one key and so no sum; cuDNN refuses it, which would lose its whole row.
 _POSITIONS = (1, 2, 15, 16, 31, 33, 63, 64, 100, 127, 128, 200, 255, 300, 511, 512, 777, 1023, 1024, 1500, 2047)
