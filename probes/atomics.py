@@ -20,6 +20,7 @@ _ROWS = 16
 _COLUMNS = 64
 _SOURCES = {"cpu": 512, "cuda": 8192}  # index_add takes about 15 us per source on a CPU
 _RUNS = 200
+_ENOUGH = 20  # runs where some of them differ
 _MINE = 4  # rows that are compared in batches: a quarter of the sources are theirs
 _SHARES = (0, 1, 8, 64)  # 64ths of the others' sources that are added in the same call
 
@@ -37,7 +38,7 @@ class Atomics(Probe):
             for dtype in dtypes(options, operator, ("float32", "bfloat16")):
                 needed = sources * shape.get("C", 1) * (3 * element_bytes(dtype) + 16)
                 require_memory(options.device, needed, f"{operator} of {shape} in {dtype}")
-                again = {"runs": runs(options, _RUNS)}
+                again = {"runs": runs(options, _RUNS), "enough": _ENOUGH if options.runs is None else 0}
                 for kind in kinds(options, ("bell",)):
                     title = f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}"
                     yield Case(title, operator, shape, dtype, "run", kind, data=again)

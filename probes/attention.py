@@ -135,7 +135,7 @@ class Attention(Probe):
         """See `cases`; the others are compared with the first variant."""
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         T = k.shape[2]
-        if form := _form(case):
+        if form := {name: case.data[name] for name in ("causal", "scale") if name in case.data}:
             base.require_arguments(operator, q, k, v, **form)
             operator = partial(operator, **form)
         if "Dv" in case.shape:
@@ -185,10 +185,6 @@ class Attention(Probe):
         found = torch.stack(differ).any(0).tolist() if differ else [False] * len(positions)
         named = [position for position, differs in zip(positions, found, strict=True) if differs]
         return {"positions": list(positions), "positions_differing": named}
-
-
-def _form(case: Case) -> dict[str, Any]:
-    return {name: case.data[name] for name in ("causal", "scale") if name in case.data}
 
 
 def _where_it_serves(operator: Operator) -> Operator:

@@ -78,8 +78,8 @@ class Backward(Probe):
             largest = min(largest, 128) if options.m is None else largest
             require_memory(options.device, 40 * largest * each, f"{name} of M={largest}")
             shape = {"M": largest} | ({"T": _TOKENS, "D": 64} if name == "attention_backward" else {"W": width})
-            title, values = f"{name} in batches of M, {kind}", base.some(_BATCHES, largest, options)
-            yield self._case(title, name, shape, dtype, "batch_size", kind, values, rows=min(8, largest))
+            values = base.some(_BATCHES, largest, options)
+            yield _case(name, " in batches of M", shape, dtype, "batch_size", kind, values, rows=min(8, largest))
 
     def _weights(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
         K, N = size("--k", options.k, 256), size("--n", options.n, 192)
@@ -87,8 +87,8 @@ class Backward(Probe):
         require_memory(options.device, (tokens + K) * (K + N) * (element_bytes(dtype) + 24), f"weights {K} x {N}")
         for name in WEIGHTS:
             shape = {"T": tokens, "K": K} | ({"N": N} if name == "linear_weight" else {})
-            title = f"{name}: {_SEQUENCES} sequences in micro-batches, {kind}"
-            yield self._case(title, name, shape, dtype, "micro_batch", kind, _MICRO, impls=("stock",))
+            what = f": {_SEQUENCES} sequences in micro-batches"
+            yield _case(name, what, shape, dtype, "micro_batch", kind, _MICRO)
 
     def _again(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
         K = size("--k", options.k, 256)
@@ -99,16 +99,8 @@ class Backward(Probe):
                 shape = {"T": _TOKENS, "D": 64}
             else:
                 shape = {"T": _SEQUENCE * _SEQUENCES, "K": K}
-            title = f"{name}: the same call again, {kind}"
             times = range(base.runs(options, _RUNS[options.device]))
-            yield self._case(title, name, shape, dtype, "run", kind, times, rows=8)
-
-    def _case(
-        self, title: str, name: str, shape: dict[str, int], dtype: str, varied: str, kind: str,
-        values: Iterable[int], rows: int = 0, impls: tuple[str, ...] = ("stock", "invariant"),
-    ) -> Case:  # fmt: skip
-        data = {"values": tuple(values), "rows": rows}
-        return Case(title, name, shape, dtype, varied, kind, impls, data=data)
+            yield _case(name, ": the same call again", shape, dtype, "run", kind, times, rows=8)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of rows [M, 2, W] with their gradients, or requests [M, heads, T, D]; or a weight, x, ids, gradient."""
@@ -177,8 +169,39 @@ class Backward(Probe):
         return _gradient(case.operator, *wide)
 
 
+def _case(
+    name: str,
+    what: str,
+    shape: dict[str, int],
+    dtype: str,
+    varied: str,
+    kind: str,
+    values: Iterable[int],
+    rows: int = 0,
+) -> Case:
+    impls = ("stock",) if varied == "micro_batch" else ("stock", "invariant")
+    data = {"values": tuple(values), "rows": rows}
+    return Case(f"{name}{what}, {kind}", name, shape, dtype, varied, kind, impls, data=data)
+
+
 def _width(options: Options, name: str) -> int:
     return size("--k", options.k, _WIDTHS[options.device][name in _LOGITS])
+
+
+class _From(torch.autograd.Function):
+    """A number whose gradient flows on as `above`. Autograd checks a gradient that it is given with sympy, whose import
+    takes three seconds where a dozen processes do it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+        """Any number."""
+        ctx.save_for_backward(above)
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """`above`."""
+        return ctx.saved_tensors[0], None
 
 
 def _gradient(name: str, *tensors: torch.Tensor) -> torch.Tensor:
@@ -190,11 +213,11 @@ def _gradient(name: str, *tensors: torch.Tensor) -> torch.Tensor:
             x = tensors[0][:, 0].detach().contiguous().requires_grad_()
             out = ROWS[name](x, tensors[1])
             above = tensors[0][:, 1] if out.dim() == 2 else tensors[0][:, 1, 0]
-            (of_x,) = torch.autograd.grad(out, x, above.contiguous())
+            (of_x,) = torch.autograd.grad(_From.apply(out, above.contiguous()), x)
             return of_x
         weight, _, ids, above = tensors
         leaf = weight.detach().requires_grad_()
-        (of_weight,) = torch.autograd.grad(AGAIN[name](leaf, ids), leaf, above)
+        (of_weight,) = torch.autograd.grad(_From.apply(AGAIN[name](leaf, ids), above), leaf)
         return of_weight
 
 
@@ -203,7 +226,7 @@ def _attention(packed: torch.Tensor) -> torch.Tensor:
     *leaves, above = (x.detach().contiguous() for x in packed.split(sizes, 1))
     q, k, v = (x.requires_grad_() for x in leaves)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return torch.cat(torch.autograd.grad(out, (q, k, v), above), 1)
+    return torch.cat(torch.autograd.grad(_From.apply(out, above), (q, k, v)), 1)
 
 
 def _weight_gradient(
@@ -212,7 +235,7 @@ def _weight_gradient(
     leaf = weight.detach().clone().requires_grad_()
     with torch.enable_grad():
         for seen, looked_up, gradient in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):
-            WEIGHTS[name](leaf, seen, looked_up).backward(gradient)
+            _From.apply(WEIGHTS[name](leaf, seen, looked_up), gradient).backward()
     found = leaf.grad
     assert found is not None  # noqa: S101 - each micro-batch has added to it
     return found

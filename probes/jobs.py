@@ -31,19 +31,19 @@ from nondet.core.processes import (
 )
 from nondet.core.records import Row, Status
 from nondet.core.registry import operators
-from nondet.errors import MisfitError, UserError
+from nondet.errors import MisfitError
 
 if TYPE_CHECKING:
     from nondet.probes.base import Options
     from nondet.probes.runner import Job
 
 # From measurements on an H200 with 16 cores: more workers than this wait for one another on the GPU, unless they mostly
-# compile, as on a machine without certificates. A worker's driver has threads of its own.
+# compile, as on a machine without certificates: then each has a core. A worker's driver has threads of its own.
 _MOST, _CORES_EACH = 8, 2
-_MOST_COLD, _CORES_EACH_COLD = 12, 4 / 3
-_MEMORY_EACH = 8 * 2**30  # bytes of the device: a context, and the operands and oracles of the largest case
+_MOST_COLD = 15
+_ON_CPU = 2  # most of a probe's work there is one core's
+_MEMORY_EACH = 6 * 2**30  # bytes of the device: a context, and the operands and oracles of a large case
 _JOBS_EACH = 20  # below, starting a worker takes longer than its measurements
-_COUNT_MOST = 256
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -73,12 +73,6 @@ class Ready(NamedTuple):
     deciding: dict[str, Any]
 
 
-class Stopped(NamedTuple):
-    """A worker's last message: why it can measure nothing more."""
-
-    reason: str
-
-
 class Worker:
     """A process, its pipe, the positions of its jobs without a row (`left`), and the group of its cases."""
 
@@ -96,14 +90,18 @@ class Worker:
                 self.pipe.send(order)
 
     @classmethod
-    def started(cls, *, copied: bool = False) -> Worker:
-        """A process that loads what it needs, and waits for its order. `copied`: fork this process, which has loaded
-        what a worker needs and used none of it yet."""
+    def started(cls, device: str, *, copied: bool = False) -> Worker:
+        """A process that loads what it needs, and waits for its order.
+
+        Args:
+            device: "cpu": it needs no GPU.
+            copied: Fork this process, which has loaded what a worker needs and used none of it yet.
+        """
         context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         ours, theirs = context.Pipe()
-        target, args = (serve_forked, (theirs, ours, os.getpid())) if copied else (serve, (theirs,))
+        args = (theirs, device, ours, os.getpid()) if copied else (theirs, device)
         # not a daemon: the probe of collectives starts ranks
-        process = context.Process(target=target, args=args, name="nondet-worker", daemon=False)
+        process = context.Process(target=serve, args=args, name="nondet-worker", daemon=False)
         with no_interrupts(), nullcontext() if copied else no_main(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about NumPy's threads, which handle forks
             process.start()
@@ -126,21 +124,19 @@ class Crew:
     A context manager that ends the workers that were not taken.
     """
 
-    def __init__(self, count: int = 0) -> None:
-        self._count = count
+    def __init__(self, count: int = 0, device: str = "auto") -> None:
+        self._count, self._device = count, device
         self._workers: list[Worker] = []
         self._leaving: list[Worker] = []
 
     def __enter__(self) -> Crew:
         """Start them."""
-        # forking is safe on Linux while this process has one thread and has not used torch
-        one = sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
-        copied = self._count > 0 and one
+        copied = self._count > 0 and _can_fork()
         if copied:
             load()
         try:
             for _ in range(self._count):
-                self._workers.append(Worker.started(copied=copied))
+                self._workers.append(Worker.started(self._device, copied=copied))
         except BaseException:
             self.close()
             raise
@@ -152,16 +148,16 @@ class Crew:
 
     def take(self) -> Worker:
         """One of them, or else a new one; the caller ends it."""
-        return self._workers.pop() if self._workers else Worker.started()
+        return self._workers.pop() if self._workers else Worker.started(self._device)
 
     def brief(self, order: Order) -> None:
         """Send all of them their order: they plan while their parent does."""
         for worker in self._workers:
             worker.brief(order)
 
-    def outlive(self, workers: Sequence[Worker]) -> None:
-        """Take back workers that are ending: `close` waits for them."""
-        self._leaving += workers
+    def outlive(self, worker: Worker) -> None:
+        """Take back a worker that is ending: `close` waits for it."""
+        self._leaving.append(worker)
 
     def close(self) -> None:
         """End them, and wait until they are gone."""
@@ -173,16 +169,20 @@ class Crew:
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
-    """How many workers are certain to be useful, before torch is loaded: for "all" on a GPU. `count`: the number of the
-    command line; None: the default."""
+    """How many workers are certain to be useful, before torch is loaded: for "all". `count`: the number of the command
+    line; None: the default."""
     there = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    if device == "cpu" or "all" not in names or any(":" in impl for impl in impls) or not there or hidden:
+    on_cpu = device == "cpu" or not there or hidden
+    if "all" not in names or any(":" in impl for impl in impls) or not (_can_fork() if on_cpu else _takes_several()):
         return 0
-    if not _takes_several():
-        return 0
-    most = _most() if count is None else count
+    most = (min(_ON_CPU, _cores()) if on_cpu else _most()) if count is None else count
     return most if most > 1 else 0
+
+
+def _can_fork() -> bool:
+    """Forking is safe on Linux while this process has one thread and has not used torch."""
+    return sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
 
 
 def _most() -> int:
@@ -191,7 +191,7 @@ def _most() -> int:
 
     folder = cache_folder()
     cold = folder is None or not any(folder.glob("*nvidia*"))
-    return min(_MOST_COLD, int(_cores() / _CORES_EACH_COLD)) if cold else min(_MOST, _cores() // _CORES_EACH)
+    return max(1, min(_MOST_COLD, _cores() - 1) if cold else min(_MOST, _cores() // _CORES_EACH))
 
 
 @functools.cache
@@ -219,15 +219,23 @@ def _cores() -> int:
         return cores
 
 
-def default_workers(device: str, impls: Sequence[str], jobs: int) -> int:
-    """The default number of processes for a plan: on a CPU one, which has all cores anyway. A user's function is
-    measured in this process, because it may depend on the process's state. `jobs`: number of jobs to measure."""
-    if device != "cuda" or any(":" in impl for impl in impls) or not _takes_several():
-        return 1
-    import torch
+def default_workers(device: str, impls: Sequence[str], jobs: int, ahead: int = 0) -> int:
+    """The default number of processes for a plan. A user's function is measured in this process, because it may depend
+    on the process's state.
 
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return max(1, min(_most(), memory // _MEMORY_EACH, jobs // _JOBS_EACH))
+    Args:
+        jobs: Number of jobs to measure.
+        ahead: Workers that were started already: on a CPU there are no others.
+    """
+    if any(":" in impl for impl in impls) or (device == "cuda" and not _takes_several()):
+        return 1
+    most = ahead
+    if device == "cuda":
+        import torch
+
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        most = min(_most(), memory // _MEMORY_EACH)
+    return max(1, min(most, jobs // _JOBS_EACH))
 
 
 def digest(jobs: Sequence[Job]) -> str:
@@ -235,17 +243,15 @@ def digest(jobs: Sequence[Job]) -> str:
     return hashlib.sha256(repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")).hexdigest()
 
 
-def check_workers(count: int | None) -> None:
-    """Refuse, as a `UserError`, an impossible number."""
-    if count is not None and not 1 <= count <= _COUNT_MOST:
-        raise UserError(f"--jobs {count} makes no sense", f"Give a number of processes from 1 to {_COUNT_MOST}.")
-
-
-def serve(pipe: Any) -> None:
-    """The loop of a worker, which its parent ends: it receives an `Order` first, then positions of jobs."""
+def serve(pipe: Any, device: str, parents: Any = None, parent: int = 0) -> None:
+    """The loop of a worker, which its parent ends: it receives an `Order` first, then positions of jobs. A copy of
+    process number `parent` has `parents` as well, the other end of the pipe."""
+    if parents is not None:
+        die_with_parent(parent)
+        parents.close()
     threading.Thread(target=end_with_parent, args=(lambda: os._exit(1),), daemon=True).start()
     try:
-        _measure(pipe)
+        _measure(pipe, device)
     except (EOFError, BrokenPipeError):
         os._exit(0)
     except MisfitError as error:
@@ -253,15 +259,8 @@ def serve(pipe: Any) -> None:
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 - any error, such as a lost context, is sent to the parent
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-        pipe.send(Stopped(f"{type(error).__name__}: {line}"))
+        pipe.send(f"{type(error).__name__}: {line}")
         os._exit(1)
-
-
-def serve_forked(pipe: Any, parents: Any, parent: int) -> None:
-    """As `serve`, in a copy of process number `parent`, whose end of the pipe was copied too."""
-    die_with_parent(parent)
-    parents.close()
-    serve(pipe)
 
 
 def load() -> None:
@@ -271,7 +270,7 @@ def load() -> None:
     operators()
 
 
-def _measure(pipe: Any) -> None:
+def _measure(pipe: Any, device: str) -> None:
     load()
     import torch
 
@@ -279,7 +278,7 @@ def _measure(pipe: Any) -> None:
     from nondet.core.measure import profile_variants
     from nondet.probes.runner import plan_jobs, run_jobs
 
-    if torch.cuda.is_available():  # a context and a profiler, while the parent still plans
+    if device != "cpu" and torch.cuda.is_available():  # a context and a profiler, while the parent still plans
         with profile_variants("cuda"):
             pass
     order: Order = pipe.recv()
@@ -307,8 +306,8 @@ def _measure(pipe: Any) -> None:
 
 # A job's tenths of a second on an H200 that has compiled nothing, 1 being typical: long jobs begin first.
 _WEIGHTS = {
-    "all-reduce": 10, "atomics": 8, "attention": 8, "matmul": 4, "grouped-matmul": 4, "softmax": 3, "log-softmax": 3,
-    "rms-norm": 2, "split-k": 2,
+    "attention_backward": 30, "all-reduce": 10, "attention": 5, "matmul": 5, "backward": 5, "scaled-matmul": 4,
+    "grouped-matmul": 4, "atomics": 3, "softmax": 2, "log-softmax": 2, "split-k": 2,
 }  # fmt: skip
 # The time in which a group's kernels are compiled and proven, however few its cases are.
 _FIRST_WEIGHTS = {"attention": 50}
@@ -356,7 +355,6 @@ class SharedRun:
         self._again: list[int] = []
         self._alone = ""
         self._workers: list[Worker] = []
-        self._dismissed: list[Worker] = []
 
     def __enter__(self) -> SharedRun:
         """Start the workers, where there is more than one to start."""
@@ -375,17 +373,15 @@ class SharedRun:
         if self._own:
             self._crew.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.process.pid for worker in self._workers]
-
     def close(self) -> None:
         """End the workers, now. A process needs a while to leave a GPU: a crew waits for it at its own end."""
-        for worker in self._workers:
-            worker.process.kill()
-        self._crew.outlive(self._workers + self._dismissed)
-        self._workers, self._dismissed = [], []
+        while self._workers:
+            self._dismiss(self._workers[-1])
+
+    def _dismiss(self, worker: Worker) -> None:
+        worker.process.kill()
+        self._workers.remove(worker)
+        self._crew.outlive(worker)
 
     def rows(self) -> Iterator[Row]:
         """Every missing row, as it is finished."""
@@ -412,7 +408,7 @@ class SharedRun:
         try:
             word = worker.pipe.recv()
         except (EOFError, OSError):
-            word = Stopped(f"the process that measured it {obituary(worker.process)}")
+            word = f"the process that measured it {obituary(worker.process)}"
         if isinstance(word, Row):
             place = worker.left.popleft()
             if self._count > 1 and word.status == Status.ERROR and any(text in word.reason for text in _MEMORY):
@@ -429,7 +425,7 @@ class SharedRun:
                 self._end(worker)
             self._give(worker)
         else:
-            yield from self._mourn(worker, word.reason)
+            yield from self._mourn(worker, word)  # its last message: why it can measure nothing more
 
     def _difference(self, word: Ready) -> str:
         """Why the worker's rows would differ from this process's; "" where no reason is known."""
@@ -469,9 +465,7 @@ class SharedRun:
         if not worker.ready or worker.left:
             return
         if not self._units:  # a process needs a while to leave a GPU: the others measure meanwhile
-            worker.process.kill()
-            self._workers.remove(worker)
-            self._dismissed.append(worker)
+            self._dismiss(worker)
             return
         unit = self._units.pop(self._next(worker))
         worker.group = unit.group
@@ -491,15 +485,10 @@ class SharedRun:
         if own is not None:
             return own
         held = {other.group for other in self._workers}
-        jobs: Counter[tuple[str, ...]] = Counter()
+        weights: Counter[tuple[str, ...]] = Counter()
         for unit in self._units:
-            jobs[unit.group] += len(unit.places)
-
-        def weight(group: tuple[str, ...]) -> tuple[bool, int]:
-            each, first = _WEIGHTS.get(group[0], 1), _FIRST_WEIGHTS.get(group[0], 0)
-            return group not in held, first + each * jobs[group]
-
-        group = max(jobs, key=weight)
+            weights[unit.group] += len(unit.places) * _WEIGHTS.get(unit.group[0], 1)
+        group = max(weights, key=lambda g: (g not in held, weights[g] + _FIRST_WEIGHTS.get(g[0], 0)))
         places = [i for i, unit in enumerate(self._units) if unit.group == group]
         return places[-1] if group in held else places[0]
 
@@ -510,11 +499,13 @@ def first_places(jobs: Sequence[Job]) -> set[int]:
 
 
 def _group(job: Job) -> tuple[str, ...]:
-    """Cases of a group share kernels: those of a probe and dtype; in attention, of one kind of heads, decoding or
-    not."""
+    """Cases of a group share kernels: those of a probe and dtype; in attention, of one kind of heads, decoding or not;
+    of the gradients, attention's."""
     name, shape = job.probe.name, job.case.shape
     if name in _BY_ONE:
         return (name,)
+    if job.case.operator == "attention_backward":
+        return (job.case.operator, job.case.dtype)
     kind: tuple[str, ...] = ()
     if name == "attention" and shape.get("Hkv"):
         kind = (f"{shape['D']}", f"{shape['Hq'] // shape['Hkv']}", "decode" if shape["Tq"] == 1 else "prefill")

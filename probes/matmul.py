@@ -23,7 +23,7 @@ from nondet.core.operands import laid_out
 from nondet.errors import UserError
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
-from nondet.probes.reduction_order import trees_of_product
+from nondet.probes.reduction_order import row_0, trees_of_product
 
 _MAPPED = {"cuda": 512, "cpu": 128}  # the largest M
 _LINES = 16  # of N, or of K; a full map has four times as many
@@ -40,17 +40,14 @@ def _map_cases(options: Options) -> Iterable[Case]:
         name, *sizes = layer
         for dtype in dtypes(options, "matmul", _LAYER_DTYPES[device]):
             for kind in kinds(options, ("order",)):
-                for size in _lines(sizes[axis == "N"], _LINES * (4 if options.full else 1)):
+                largest_size, lines = sizes[axis == "N"], _LINES * (4 if options.full else 1)
+                for size in sorted({max(1, largest_size * i // lines) for i in range(1, lines + 1)}):
                     K, N = (size, sizes[1]) if axis == "K" else (sizes[0], size)
                     _check_memory(device, largest, (name, K, N), dtype)
                     title = f"map of M x {axis}, every row of M equal ones, K={K} N={N}, {kind}"
                     shape = {"M": largest, "N": N, "K": K}
                     data = {"values": list(range(1, largest + 1)), "layer": name, "layout": "", "map": axis}
                     yield Case(title, "linear", shape, dtype, "batch_size", kind, data=data)
-
-
-def _lines(largest: int, count: int) -> list[int]:
-    return sorted({max(1, largest * i // count) for i in range(1, count + 1)})
 
 
 def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
@@ -87,7 +84,8 @@ def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Ten
 
 def _batched_trials(case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
     """The first product's first rows, as many as all sizes have, in calls of each size."""
-    a, b, shared = inputs["a"], inputs["b"], _shared(case)
+    a, b = inputs["a"], inputs["b"]
+    shared = min(rows for rows, _ in case.data["batched"])
 
     def first(rows: int, batch: int) -> torch.Tensor:
         return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
@@ -95,10 +93,6 @@ def _batched_trials(case: Case, inputs: Any, operator: Operator) -> Iterator[Tri
     for rows, batch in case.data["batched"]:
         value = f"{batch} product{'s' if batch > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
         yield Trial(value, partial(first, rows, batch))
-
-
-def _shared(case: Case) -> int:
-    return min(rows for rows, _ in case.data["batched"])
 
 
 Layer = tuple[str, int, int]
@@ -163,12 +157,13 @@ class Matmul(Probe):
         if any(batch for _, batch in options.met):
             yield from _batched_cases(options)
             return
-        device, layer_dtypes = options.device, _LAYER_DTYPES[options.device]
+        device = options.device
         layers, chosen = _layers(options, _LAYERS[device])
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
         has_all = layers[0] if chosen else _SMALL[device]
         for layer in layers:
-            chosen_dtypes = dtypes(options, "matmul", _DTYPES if layer in (layers[0], has_all) else layer_dtypes)
+            default = _DTYPES if layer in (layers[0], has_all) else _LAYER_DTYPES[device]
+            chosen_dtypes = dtypes(options, "matmul", default)
             for dtype in chosen_dtypes:
                 _check_memory(device, largest, layer, dtype)
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
@@ -176,16 +171,10 @@ class Matmul(Probe):
                     repeated = range(base.runs(options, _RUNS[device]))
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
                 hard = layer is layers[0] and dtype == chosen_dtypes[0]
-                every = ("bell", "order", *(_HARD if hard else ()), "integers")
                 shown = chosen or not options.one_of_all or layer in (layers[0], has_all)
-                for kind in kinds(options, every if shown else ("order",)):
-                    sizes = sweep(largest, options, dense=kind == "order" and layer == has_all)
-                    shortened = not (chosen or options.m or options.inputs or options.full)
-                    if kind == "integers" or (shortened and kind != "order"):
-                        few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
-                        sizes = some(few, largest, options)
-                    if kind == "order" and layer == has_all and options.m is None:
-                        sizes = sorted({*sizes, *_MORE_SIZES})
+                every = ("bell", "order", *(_HARD if hard else ()), "integers") if shown else ("order",)
+                for kind in kinds(options, every):
+                    sizes = _batch_sizes(options, kind, largest, all_cases=layer == has_all, hard=hard, chosen=chosen)
                     trees = _TREES[options.one_of_all] if kind == "order" else 0
                     trees = 0 if options.one_of_all and layer != has_all else trees
                     yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
@@ -193,18 +182,7 @@ class Matmul(Probe):
                     for positions in (largest,) if options.m else _POSITIONS[device]:
                         yield _case(layer, dtype, "order", "position", rows=positions)
         if not chosen:
-            layer, sizes = _drawn(options)
-            for dtype in dtypes(options, "matmul", layer_dtypes):
-                for kind in kinds(options, ("order",)):
-                    trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
-                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
-        if not chosen and (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
-            part = options.device == "cpu" and not options.full
-            M, K, N = _LINSPACE_ON_CPU if part else _LINSPACE
-            a, b = (f"a[:{M}]", f"b[:, :{N}]") if part else ("a", "b")
-            title = f"linspace of the post, mm(a[:1], {b}) against mm({a}, {b})[:1], M={M} K={K} N={N}"
-            shape = {"M": M, "N": N, "K": K}
-            yield Case(title, "matmul", shape, "float32", "batch_size", "linspace", data={"values": [1, M]})
+            yield from _unlisted(options)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
@@ -246,7 +224,7 @@ class Matmul(Probe):
 
         if case.inputs == "linspace":
             for M in case.data["values"]:
-                yield Trial(M, partial(_row_0, operator, x[:M], w))
+                yield Trial(M, partial(row_0, operator, x[:M], w))
         elif "map" in case.data:
             for M in case.data["values"]:
                 yield Trial(M, partial(operator, x[:M], w))
@@ -271,6 +249,36 @@ class Matmul(Probe):
             return said
         x, w, most = inputs["x"], inputs["w"], case.data["trees"]
         return said | trees_of_product(self._operator, x, w, case.data["values"], results, most)
+
+
+def _batch_sizes(options: Options, kind: str, largest: int, *, all_cases: bool, hard: bool, chosen: bool) -> list[int]:
+    """The sweep of a layer: every size that shows an order at the one with `all_cases`; of other inputs fewer, unless
+    the user chose the layer or sizes."""
+    shortened = not (chosen or options.m or options.inputs or options.full)
+    if kind == "integers" or (shortened and kind != "order"):
+        few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
+        return some(few, largest, options)
+    shows = kind == "order" and all_cases
+    return sorted({*sweep(largest, options, dense=shows), *(_MORE_SIZES if shows and options.m is None else ())})
+
+
+def _unlisted(options: Options) -> Iterator[Case]:
+    """A layer and batch sizes that are drawn from the seed, and the post's product."""
+    rng = random.Random(options.seed)  # noqa: S311 - sizes, not a secret
+    K, N, limit = (6000, 1500, 200) if options.device == "cpu" else (9000, 8192, 2000)
+    layer = f"drawn from seed {options.seed}", rng.randint(64, K), rng.randint(16, N)
+    sizes = sorted({1, *(rng.randint(2, limit) for _ in range(9))})
+    for dtype in dtypes(options, "matmul", _LAYER_DTYPES[options.device]):
+        for kind in kinds(options, ("order",)):
+            trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
+            yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
+    if (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
+        part = options.device == "cpu" and not options.full
+        M, K, N = _LINSPACE_ON_CPU if part else _LINSPACE
+        a, b = (f"a[:{M}]", f"b[:, :{N}]") if part else ("a", "b")
+        title = f"linspace of the post, mm(a[:1], {b}) against mm({a}, {b})[:1], M={M} K={K} N={N}"
+        shape = {"M": M, "N": N, "K": K}
+        yield Case(title, "matmul", shape, "float32", "batch_size", "linspace", data={"values": [1, M]})
 
 
 def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, ...], bool]:
@@ -316,15 +324,6 @@ def _shared_cases(options: Options, layer: Layer, dtype: str, largest: int, *, f
         yield _case(layer, dtype, "integers", "batch_size", few, rows=max(*few, _ROWS), layout="bias")
 
 
-def _drawn(options: Options) -> tuple[Layer, list[int]]:
-    """A layer and batch sizes that no list holds: drawn from the seed."""
-    rng = random.Random(options.seed)  # noqa: S311 - sizes, not a secret
-    small = options.device == "cpu"
-    K, N = rng.randint(64, 6000 if small else 9000), rng.randint(16, 1500 if small else 8192)
-    limit = 200 if small else 2000
-    return (f"drawn from seed {options.seed}", K, N), sorted({1, *(rng.randint(2, limit) for _ in range(9))})
-
-
 def _case(
     layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = "",
     trees: int = 0,
@@ -350,16 +349,11 @@ def _call(inputs: Any) -> base.Call:
     return base.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
 
 
-def _step(N: int) -> int:
-    """Columns that are left out per step: whole tiles of 16, where there are enough."""
-    return 16 if 16 * _ANEW[0][-1] < N else 1
-
-
 def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
     """The compared rows of products whose first call has one row, or many. The results for different N must be equal in
     each half; otherwise N itself decides, and nothing is concluded."""
     x, w = call.tensors
-    step = _step(len(w))
+    step = 16 if 16 * _ANEW[0][-1] < len(w) else 1  # whole tiles are left out, where there are enough
     most = len(w) - _ANEW[0][-1] * step
     found = []
     for rows, left_out in zip((1, base.LARGER), _ANEW, strict=True):
@@ -378,7 +372,3 @@ def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:
         return product(laid_out(x, {"x stored [K, M]": "columns", "strided rows": "strided"}.get(layout, "")))
     requests = max(d for d in (1, 2, 3, 4) if len(x) % d == 0)
     return product(x.view(requests, len(x) // requests, -1)).flatten(0, 1)
-
-
-def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return operator(x, w)[:1]

@@ -116,9 +116,12 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
                 (f"{prefix}down_proj", inner, hidden),
             ]
     layers.append(("lm_head", hidden, vocabulary))
+    names: dict[tuple[int, int], list[str]] = {}
+    for layer, k, n in layers:
+        names.setdefault((k, n), []).append(layer)
     return ModelSizes(
         name=name,
-        layers=_merged(layers),
+        layers=tuple((" ".join(found), k, n) for (k, n), found in names.items()),
         config={
             "hidden": hidden,
             "heads": heads,
@@ -128,13 +131,6 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
             "layers": _size(config, "num_hidden_layers", name),
         },
     )
-
-
-def _merged(layers: list[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
-    names: dict[tuple[int, int], list[str]] = {}
-    for name, k, n in layers:
-        names.setdefault((k, n), []).append(name)
-    return tuple((" ".join(found), k, n) for (k, n), found in names.items())
 
 
 def _size(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:

@@ -274,26 +274,18 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
     x, y, got = np.concatenate([x for x, *_ in drawn]), None, torch.cat([got for *_, got in drawn])
     if drawn[0][1] is not None:
         y = np.concatenate([y for _, y, _ in drawn if y is not None])
-    checked, reason = len(of), ""
+    checked, reason, fits = len(of), "", list[Arithmetic]()
     ways = _arithmetics(measured, tree, y is not None)
-    best, failed, least = ways[0], dict[str, int](), checked + 1
-    sums, fits = np.empty(0), list[Arithmetic]()
+    best, sums = ways[0], np.empty(0)
     try:
-        for how in ways:  # until one of them misses none; then the other operations on the root
-            if fits and how._replace(finish=best.finish) != best:
-                continue
-            said = emulator.predict(tree, x, y, how)
-            wrong = _wrong(measured, said, got)
-            if wrong.sum() < least:
-                best, sums, least = how, said, int(wrong.sum())
-                failed = {kind: int(n) for kind in _KINDS if (n := (of[wrong] == kind).sum())}
-            if not wrong.any() and (how is best or (said != sums).any()):
-                fits.append(how)
+        best, sums, fits = _fitting(measured, tree, ways, x, y, got)
+        wrong = _wrong(measured, sums, got)
+        failed = {kind: int(n) for kind in _KINDS if (n := (of[wrong] == kind).sum())}
+        if failed:
+            reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
+            reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
     except NotImplementedError as error:
         reason, failed = str(error), {kind: len(got) for kind, (*_, got) in zip(_KINDS, drawn, strict=True)}
-    if failed and not reason:
-        reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
-        reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
     others = [] if failed else _exchanged(tree, seed)
 
     def telling(t: Tree, x: Array, y: Array | None, got: torch.Tensor, sums: Array) -> int:
@@ -327,6 +319,24 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
             aside = f"but for numbers that are not normal, or hardly: other bits in {lost:,} of {len(got):,} such sums"
             proven = proven._replace(aside=aside)
     return Found(tree, 0, proven, best, checked, sum(failed.values()), reason, refuted)
+
+
+def _fitting(
+    measured: MeasuredSum, tree: Tree, ways: Sequence[Arithmetic], x: Array, y: Array | None, got: torch.Tensor
+) -> tuple[Arithmetic, Array, list[Arithmetic]]:
+    """The arithmetic that predicts most sums, and its predictions; those that predict all, with any operation on the
+    root that shows."""
+    best, sums, least, fits = ways[0], np.empty(0), len(got) + 1, list[Arithmetic]()
+    for how in ways:  # until one of them misses none; then the other operations on the root
+        if fits and how._replace(finish=best.finish) != best:
+            continue
+        said = emulator.predict(tree, x, y, how)
+        wrong = int(_wrong(measured, said, got).sum())
+        if wrong < least:
+            best, sums, least = how, said, wrong
+        if not wrong and (how is best or (said != sums).any()):
+            fits.append(how)
+    return best, sums, fits
 
 
 def _drawn(measured: MeasuredSum, tree: Tree, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
@@ -700,17 +710,14 @@ def _sums_of(case: Case, operator: Operator, inputs: Any, M: int) -> list[Measur
     """The sums whose trees are measured: several for a sum over ranks."""
     if case.operator == "all_reduce":
         return of_ranks(operator, replace(inputs["message"], rows=M))
-    return [_sum_of(case, operator, inputs, M)]
-
-
-def _sum_of(case: Case, operator: Operator, inputs: Any, M: int) -> MeasuredSum:
     K, dtype = case.shape["K"], case.torch_dtype
     device = str(next(iter(inputs.values())).device.type)
     if case.operator == "attention":
-        return of_attention(operator, M, K, dtype, device)
+        return [of_attention(operator, M, K, dtype, device)]
     if case.operator in _PRODUCTS:
-        return of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)
-    return of_rows(operator, M, K, dtype, device, ("divided by K", "times 1/K") if case.operator == "mean" else ("",))
+        return [of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)]
+    finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
+    return [of_rows(operator, M, K, dtype, device, finishes)]
 
 
 def _result_of(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
@@ -720,10 +727,11 @@ def _result_of(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Ten
         return operator(message).view(M, message.width)[[0, -1]].view(1, -1)
     if case.operator == "attention":
         return operator(inputs["q"][:, :, -M:].contiguous(), inputs["k"], inputs["v"])[0, 0, -1:]
-    return _row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
+    return row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
 
 
-def _row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+def row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    """The result of row 0 of x; `w`: of a product."""
     return operator(x.contiguous(), *(() if w is None else (w,)))[:1]
 
 
@@ -781,7 +789,7 @@ def trees_of_product(
     sizes: list[int] = []
     left = seen if len(seen) > 1 else []
     for M in values:
-        row = _row_0(operator, x[:M], w) if left else None
+        row = row_0(operator, x[:M], w) if left else None
         if row is not None and any(identical(row, other) for other in left):
             sizes.append(M)
             left = [other for other in left if not identical(row, other)]

@@ -338,6 +338,7 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
             # a probe's own computation is thousands of elementwise launches, whose names explain nothing
             profile=registered,
             warm=job.device == "cuda" and bool(head.claims_invariance),
+            enough=case.data.get("enough", 0),
             reference=prepared.reference,
             extra=partial(_extra, job, prepared),
             started=started,

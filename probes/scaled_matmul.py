@@ -37,7 +37,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
 }
 # With one scale per operand oneDNN takes 150 ns for each product of two numbers, on a CPU that it knows, but without
 # FP8.
-_ONE_SCALE_ON_CPU: tuple[Layer, ...] = (("", 256, 8), ("", 1024, 2))
+_ONE_SCALE_ON_CPU: tuple[Layer, ...] = (("", 256, 4), ("", 1024, 2))
 _LARGEST = {"cuda": 4096, "cpu": 128}
 _POSITIONS = {"cuda": 200, "cpu": 40}
 _RUNS = {"cuda": 50, "cpu": 10}
@@ -81,15 +81,15 @@ class ScaledMatmul(Probe):
                     swept = dtype == left[0] or options.full  # fewer sizes of the other format are tested
                     yield from _products(options, asked, (dtype, how, results), largest, first=first, swept=swept)
         layer = layers[0]
-        shared = {"dtype": left[0], "how": "row", "out": "bfloat16" if "bfloat16" in results else results[0]}
+        shared = left[0], "row", "bfloat16" if "bfloat16" in results else results[0]
         for varied in ("batch_size", "run"):
             values = sweep(largest, options) if varied == "batch_size" else range(base.runs(options, _RUNS[device]))
             kind = "order-wide" if varied == "batch_size" else "mixed"  # the answer of the former is zero
-            yield _case(layer, kind, varied, largest, values, **shared, operator="scaled_grouped_matmul")
+            yield _case(layer, kind, varied, largest, values, shared, "scaled_grouped_matmul")
         for varied, rows in (("batch_size", largest), ("neighbour_values", largest), ("position", min(largest, 512))):
             values = some(_FEW, largest, options)
             given_as = next((d for d in names if d in ("float16", "float32")), "bfloat16")
-            yield _case(layer, "bell", varied, rows, values, dtype=given_as, how="", out="", operator="quantize")
+            yield _case(layer, "bell", varied, rows, values, (given_as, "", ""), "quantize")
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """a [M, K], b [K, N] and their scales; experts' b [E, K, N] and theirs; or x [M, K] to be quantized."""
@@ -140,26 +140,27 @@ def _products(
     dtype, how, results = form
     few = some(_FEW, largest, options)
     for out in results:
-        said = {"dtype": dtype, "how": how, "out": out}
+        said = dtype, how, out
         all_kinds = first and out == results[0]
         asked = kinds(options, ("order-wide", "bell", "outlier", "integers") if all_kinds else ("order-wide",))
         for kind in asked if first or out == results[0] else ():
             shows = swept and kind == "order-wide" and out == results[0]
             values = sweep(largest, options, dense=all_kinds) if shows or options.inputs else few
-            yield _case(layer, kind, "batch_size", largest, values, **said)
+            yield _case(layer, kind, "batch_size", largest, values, said)
         if all_kinds:
-            yield _case(layer, "order-wide", "position", _POSITIONS[options.device], (), **said)
-            yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), **said)
-            yield _case(layer, "order-wide", "alignment", min(largest, 33), (), **said)
-            yield _case(layer, "mixed", "history", min(largest, 16), (), **said)
-            yield _case(layer, "mixed", "run", largest, range(base.runs(options, _RUNS[options.device])), **said)
+            yield _case(layer, "order-wide", "position", _POSITIONS[options.device], (), said)
+            yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), said)
+            yield _case(layer, "order-wide", "alignment", min(largest, 33), (), said)
+            yield _case(layer, "mixed", "history", min(largest, 16), (), said)
+            yield _case(layer, "mixed", "run", largest, range(base.runs(options, _RUNS[options.device])), said)
 
 
 def _case(
-    layer: Layer, kind: str, varied: str, M: int, values: Iterable[int], *, dtype: str, how: str, out: str,
+    layer: Layer, kind: str, varied: str, M: int, values: Iterable[int], form: tuple[str, str, str],
     operator: str = "scaled_matmul",
 ) -> Case:  # fmt: skip
-    name, K, N = layer
+    """`form`: the operands' dtype, their kind of scales, and the result's dtype."""
+    (name, K, N), (dtype, how, out) = layer, form
     values = list(values)
     rows = max(values) if varied == "batch_size" else M
     what = _WORDS.get(varied, f"rows among {M}, {base.AXES.get(varied)}").format(M=M)

@@ -155,7 +155,7 @@ def index_put(
     if any(index.dtype not in (torch.int64, torch.int32) for index in places):
         raise Leave("a mask in the place of indices")
     first, many = given[0], len(given)
-    shape = torch.broadcast_shapes(*(index.shape for index in places))
+    shape = torch.broadcast_tensors(*places)[0].shape  # broadcast_shapes would import sympy
     flat = torch.zeros((), dtype=torch.int64, device=target.device)
     for index, axis in zip(places, given, strict=True):
         size = target.shape[axis]

@@ -307,16 +307,17 @@ def _evidence(question: Question, book: _Book, value: Value) -> str:
     return f"{question.name}, {question.axis}={value}, {kind}: {evidence}"
 
 
-_SAMPLED_S = 6.0  # of timing a few members at most, without the last call
+_SAMPLED_S = 3.0  # of timing a few members at most, without the last call
 _SAMPLED = 3  # timed questions of an operator's class, if there is time
 
 
 def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """About how many seconds each question will take, all its members together.
 
-    For each operator's class a few questions are put to one member, with one kind of input: the middle one by its size
-    first, then the largest and the smallest. Any other is assumed to cost what the timed one of the nearest size does.
-    On a GPU each member of each dtype compiles once, as long as those did on average.
+    For a few seconds questions are put to one member, with one kind of input: of each operator's class, the one of
+    most questions first, the middle one by its size, then the largest and the smallest. Any other is assumed to cost
+    what the timed one of the nearest size does. On a GPU each member of each dtype compiles once, as long as the
+    median of those did: the first of all also loads what every kernel needs.
     """
     until = clock() + _SAMPLED_S
     groups: dict[tuple[str, str], list[int]] = {}
@@ -324,11 +325,12 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
         groups.setdefault((planned[place].question.operator, planned[place].question.cls), []).append(place)
     timed: dict[int, _Cost] = {}
     for turn in range(_SAMPLED):
-        for places in groups.values():
+        for places in sorted(groups.values(), key=len, reverse=True):
             place = places[(len(places) // 2, -1, 0)[turn]]
             if clock() < until and place not in timed:
                 timed[place] = _timed(planned[place], clock)
 
+    compiles = statistics.median(cost.first for cost in timed.values()) if timed else 0.0
     compiled: set[tuple[str, ...]] = set()
     seconds = []
     for item in planned:
@@ -337,7 +339,7 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
         cost = timed[min(group, key=lambda i: abs(math.log(_work(planned[i].question) / own)))]
         new = {(question.operator, question.cls, question.dtype, name) for name in item.members} - compiled
         compiled |= new
-        first = statistics.mean(timed[i].first for i in group) * len(new) if question.device == "cuda" else 0.0
+        first = compiles * len(new) if question.device == "cuda" else 0.0
         seconds.append(len(question.kinds) * (cost.shared + len(item.members) * cost.each) + first)
     return seconds
 

@@ -276,9 +276,10 @@ def plan(wish: Wish) -> list[Assignment]:
 
 
 def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str, None]) -> Iterator[Assignment]:
-    questions, anchor = declared()[operator].questions, _anchor(operator, cls, wish.device)
+    questions, target = declared()[operator].questions, cls.anchors[operator]
     if questions is None:
         return
+    anchor = _load(operator, cls.members[operator][INVARIANT] if target == ONE_ROW else target, wish.device)
     for dtype in (d for d in cls.dtypes if wish.dtypes is None or d in wish.dtypes):
         few, every = _members(operator, cls, dtype, wish.device)
         users = {impl: load_implementation(operator, impl, wish.device).call for impl in wish.impls}
@@ -312,11 +313,6 @@ def _question(wish: Wish, operator: str, cls: NumericsClass, dtype: str, cell: C
 
 def _fits(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}/")
-
-
-def _anchor(operator: str, cls: NumericsClass, device: str) -> Call:
-    target = cls.anchors[operator]
-    return _load(operator, cls.members[operator][INVARIANT] if target == ONE_ROW else target, device)
 
 
 def _load(operator: str, target: str, device: str) -> Call:

@@ -19,7 +19,7 @@ import torch
 
 from nondet.core.compare import ClassBook, class_errors, errors_against, looked_at
 from nondet.core.launch import listen
-from nondet.core.records import ClassError, ErrorFigures, Row, Status, Value
+from nondet.core.records import Axis, ClassError, ErrorFigures, Row, Status, Value
 from nondet.core.watch import Watch
 from nondet.errors import UserError, WrongResultError
 
@@ -151,6 +151,7 @@ def measure(
     replay: bool = True,
     profile: bool = True,
     warm: bool = False,
+    enough: int = 0,
     reference: torch.Tensor | None = None,
     extra: Callable[[list[torch.Tensor]], Mapping[str, Any]] | None = None,
     started: float | None = None,
@@ -164,7 +165,8 @@ def measure(
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does that already.
         warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class,
-            with thousands of kernels that are not the variant's.
+            with thousands of kernels that are not the variant's. One call repeated is computed once.
+        enough: Stop after so many variants if two of them differ; 0: never.
         reference: What the first variant should be, in float64.
         extra: Called with one result of each class; its entries go into the row's `extra`.
         started: `time.perf_counter()` when the case began; None: now.
@@ -173,7 +175,7 @@ def measure(
     book = ClassBook()
     values: list[Value] = []
     starts = [0]
-    for trial in trials if warm else ():  # unprofiled: a proof's launches are not the variant's
+    for trial in trials[: 1 if head.axis == Axis.RUN else None] if warm else ():
         trial.compute()
     with listen() as noted, profile_variants(head.device if profile else "") as session:
         for trial in trials:
@@ -185,6 +187,8 @@ def measure(
             values += _values(trial, result)
             starts.append(len(values))
             del result
+            if len(values) == enough and len(book.representatives) > 1:
+                break
     if len(values) < 2:
         reason = "fewer than two variants: nothing to compare"
         return _finished(head, started, status=Status.SKIPPED, reason=reason)

@@ -12,12 +12,11 @@ import typer
 from nondet.core.registry import OPERATOR_PROBES, PROBES
 from nondet.core.runfile import read_run
 from nondet.errors import UnknownNameError, UserError
-from nondet.probes.jobs import check_workers
 from nondet.ranks.group import parse_ranks
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, model_sizes, pick_device, user_sources
 
-_RUNS_MOST = 1_000_000
+_RUNS_MOST, _WORKERS_MOST = 1_000_000, 256
 _SLOW_ON_A_CPU = ("all-reduce",)  # starting ranks takes nearly a minute, where all others take a quarter of one
 
 
@@ -59,7 +58,7 @@ class ProbeRequest(Request):
         o.opt(
             "Processes that share the cases, on one device. The rows are the same.",
             "--jobs",
-            shown="on CUDA one per two cores, up to 8, and 12 if nothing is certified yet; on a CPU 1",
+            shown="on CUDA one per two cores, up to 8, and 15 if nothing is certified yet; on a CPU 1, and 2 for all",
             panel=o.MACHINE,
         ),
     ] = None
@@ -76,7 +75,9 @@ class ProbeRequest(Request):
             raise UserError(f"--map {self.map!r} is no map", "Give mn (M and N) or mk (M and K).")
         if self.map and names != ["matmul"]:
             raise UserError("--map is of products", "Give it with `nondet probe matmul`.")
-        check_workers(self.workers)
+        if self.workers is not None and not 1 <= self.workers <= _WORKERS_MOST:
+            what = f"--jobs {self.workers} makes no sense"
+            raise UserError(what, f"Give a number of processes from 1 to {_WORKERS_MOST}.")
 
 
 def probe(request: ProbeRequest, sink: Sink) -> Path:
@@ -92,7 +93,8 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
 
     from nondet.probes.jobs import Crew, Order, SharedRun, default_workers, workers_ahead
 
-    with Crew(workers_ahead(names, request.device, request.impl or [], request.workers)) as crew:
+    ahead = workers_ahead(names, request.device, request.impl or [], request.workers)
+    with Crew(ahead, request.device) as crew:
         from nondet.probes.base import Options
         from nondet.probes.runner import plan_jobs
 
@@ -141,7 +143,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
             plan["met"] |= {"operator": met.operator} if met.operator else {}
         with output.recording("probe", plan, request.seed, len(jobs)) as writer:
             completed = sum(job.key in writer.done for job in jobs)
-            count = request.workers or default_workers(target, impls, len(jobs) - completed)
+            count = request.workers or default_workers(target, impls, len(jobs) - completed, ahead)
             with (
                 SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared,
                 sink.progress() as progress,

@@ -9,53 +9,49 @@ import torch
 from tests.probes.toys import (
     STATE,
     Bias,
-    _in_parts,
-    _plus,
     attention_anchored,
     grouped_sound,
+    in_parts,
     linear_in_order,
     linear_sound,
+    of_parts,
+    of_rows,
 )
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _like(x: torch.Tensor, out: torch.Tensor, bias: Bias) -> torch.Tensor:
-    return _plus(out.reshape(*x.shape[:-1], -1), bias)
-
-
-def gemv_at_one_row(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def gemv_at_one_row(rows: torch.Tensor, _: torch.Tensor) -> int:
     """Faulty: a single row takes another order than any batch."""
-    return _like(x, _in_parts(_rows(x), w, 1 if len(_rows(x)) == 1 else 4), bias)
+    return 1 if len(rows) == 1 else 4
 
 
-def border_at_30_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def border_at_30_rows(rows: torch.Tensor, _: torch.Tensor) -> int:
     """Faulty: the order changes far up, at 30 rows."""
-    return _like(x, _in_parts(_rows(x), w, 3 if len(_rows(x)) >= 30 else 2), bias)
+    return 3 if len(rows) >= 30 else 2
 
 
-def order_of_one_column(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_rows
+def order_of_one_column(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Faulty: only the last column is summed otherwise, from 16 rows on."""
-    out = _in_parts(_rows(x), w, 1)
+    out = in_parts(rows, w, 1)
     if len(out) >= 16:
-        out[:, -1:] = _in_parts(_rows(x), w[-1:], 4)
-    return _like(x, out, bias)
+        out[:, -1:] = in_parts(rows, w[-1:], 4)
+    return out
 
 
 def bias_first_in_batches(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Faulty with a bias alone: it is added before the products from 8 rows on, after them below."""
-    rows = _rows(x)
+    rows = x.reshape(-1, x.shape[-1])
     if bias is None or len(rows) < 8:
         return linear_in_order(x, w, bias)
     wide = torch.cat([torch.ones(len(rows), 1), rows.float()], 1), torch.cat([bias[:, None].float(), w.float()], 1)
-    return _in_parts(*wide, 4).to(x.dtype).reshape(*x.shape[:-1], -1)
+    return in_parts(*wide, 4).to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def three_dimensions(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Faulty for [B, T, K] alone: K is split in as many parts as there are requests."""
-    return _like(x, _in_parts(_rows(x), w, 1 if x.ndim == 2 else len(x)), bias)
+    return of_parts(lambda *_: 1 if x.ndim == 2 else len(x))(x, w, bias)
 
 
 def mixes_rows_by_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -66,11 +62,11 @@ def mixes_rows_by_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> 
     return torch.stack([(c[:, None] * rows).sum(0) for c in chosen]).reshape(out.shape).to(out.dtype)
 
 
-def first_call(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def first_call(*_: torch.Tensor) -> int:
     """Faulty: the first call of a process takes another order than all later ones."""
-    parts = 1 if STATE.setdefault("called", 0) else 4
-    STATE["called"] += 1
-    return _like(x, _in_parts(_rows(x), w, parts), bias)
+    STATE["called"] = STATE.get("called", 0) + 1
+    return 4 if STATE["called"] == 1 else 1
 
 
 def remembers_results(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -95,8 +91,9 @@ def adds_to_old_memory(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> t
 def last_row_lost(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Wrong: the last row of a batch of 17, 33, 65 is zero: one row beyond a tile."""
     out = linear_in_order(x, w, bias)
-    if len(_rows(x)) > 16 and len(_rows(x)) % 16 == 1:
-        out.reshape(-1, out.shape[-1])[-1] = 0
+    rows = out.reshape(-1, out.shape[-1])
+    if len(rows) > 16 and len(rows) % 16 == 1:
+        rows[-1] = 0
     return out
 
 
@@ -113,11 +110,10 @@ def other_rows_weight(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> to
     return out[..., [1, 0, *range(2, out.shape[-1])]]
 
 
-def padded_to_tiles(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_rows
+def padded_to_tiles(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Sound: rows are padded to a multiple of 16, and the padding is cut off."""
-    rows = _rows(x)
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16))
-    return _like(x, _in_parts(padded, w, 2)[: len(rows)], bias)
+    return in_parts(torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16)), w, 2)[: len(rows)]
 
 
 def pool_of_buffers(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -135,17 +131,17 @@ def packs_by_version(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> tor
     return linear_in_order(x, kept[1], bias)
 
 
-def tunes_its_speed(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_rows
+def tunes_its_speed(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Sound: after 100 calls rows are walked backwards, and each row's sum is taken as before."""
     STATE["speed"] = STATE.get("speed", 0) + 1
-    if STATE["speed"] < 100:
-        return linear_in_order(x, w, bias)
-    return _like(x, _in_parts(_rows(x).flip(0), w, 4).flip(0), bias)
+    return in_parts(rows, w, 4) if STATE["speed"] < 100 else in_parts(rows.flip(0), w, 4).flip(0)
 
 
-def other_order(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_rows
+def other_order(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Sound: an order of its own, backwards along K, the same in every batch."""
-    return _like(x, _in_parts(_rows(x).flip(1), w.flip(1), 3), bias)
+    return in_parts(rows.flip(1), w.flip(1), 3)
 
 
 # Faults of the other operators that the probes' own tests do not have.
@@ -168,7 +164,7 @@ def grouped_by_experts_in_use(x: torch.Tensor, weight: torch.Tensor, offsets: to
     """Faulty: K is split by the number of experts that have rows at all."""
     ends = [0, *offsets.tolist()]
     parts = 1 + sum(b > a for a, b in itertools.pairwise(ends)) % 4
-    pieces = [_in_parts(x[a:b], weight[e].mT, parts) for e, (a, b) in enumerate(itertools.pairwise(ends)) if b > a]
+    pieces = [in_parts(x[a:b], weight[e].mT, parts) for e, (a, b) in enumerate(itertools.pairwise(ends)) if b > a]
     return torch.cat(pieces)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nondet.errors import UserError
-from nondet.probes import attention
 from nondet.probes.attention import Attention
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
@@ -25,13 +23,6 @@ def test_cache_reduced_apart_is_flagged():
         assert statuses(rows, varied=varied) == {"identical"}
 
 
-@pytest.mark.nightly
-def test_blocks_counted_from_the_first_key_are_not_flagged():
-    """The same blocks, anchored at position 0: prefill, chunks, decode and a cache of any length agree."""
-    asked = {"cache", "query_chunk", "prompt_length", "batch_size", "neighbour_values"}
-    assert statuses(measure("attention", "attention_anchored", asked=asked, **SMALL)) == {"identical"}
-
-
 def test_splits_that_follow_from_the_batch_are_flagged():
     """A fixed number of splits, chosen by the batch size: the decode sweep shows where it changes."""
     rows = measure("attention", "attention_splits_by_batch", asked={"batch_size"}, **SMALL)
@@ -47,29 +38,6 @@ def test_sound_attention_is_not_flagged(dtype):
     assert not any(r.wrong for r in rows.values())
     ordinary = [r for r in rows.values() if r.inputs != "order"]
     assert all(r.error.relative_norm < {"float32": 1e-6, "bfloat16": 4e-3}[dtype] for r in ordinary)
-
-
-@pytest.mark.nightly
-def test_a_tile_that_a_long_request_changes_is_flagged(monkeypatch):
-    """A decode row in another tile once a query of 64 joins, in a dense batch and in a ragged one."""
-    monkeypatch.setattr(attention, "_JOINED", (1, 16, 63, 64, 65))  # of more, a toy in Python takes a minute
-    for toy in ("attention_tile_by_longest", "attention_ragged_tile"):
-        row = next(r for r in measure("attention", toy, asked={"neighbour_length"}, **SMALL).values())
-        assert row.status == "divergent"
-        grown = [v for v, label in zip(row.values, row.labels, strict=True) if label]
-        assert grown[0] == (64 if toy == "attention_tile_by_longest" else "ragged, 64 queries join")
-
-
-def test_requests_after_the_first_are_compared():
-    """A kernel that cuts the keys of every request but the first otherwise where there are three or more."""
-    rows = measure("attention", "attention_later_requests", asked={"batch_size"}, **SMALL)
-    assert "divergent" in statuses(rows, inputs="order")
-
-
-def test_other_requests_values_are_no_business_of_mine():
-    """Keys rounded by one scale of all requests: a neighbour's huge key takes my digits, so many that it is wrong."""
-    rows = measure("attention", "attention_shared_maximum", asked={"neighbour_values"}, **SMALL)
-    assert all(row.parted and row.status == "wrong" for row in rows.values())
 
 
 def test_what_hidden_keys_hold_is_no_business_of_an_earlier_query():
@@ -116,10 +84,3 @@ def test_lengths_and_heads_are_drawn_from_the_seed():
     assert lengths(1) == lengths(1) != lengths(2)
     assert len({shape[1] for shape in lengths(3)}) == 2
     assert {shape[1] for shape in lengths(3, config=SMALL["config"])} == {4}
-
-
-def test_absurd_heads_are_refused():
-    """A model whose keys and values can't be held is named before anything is made."""
-    config = {"heads": 10**7, "kv_heads": 10**7, "head_dim": 128}
-    with pytest.raises(UserError, match="Hq=10000000"):
-        list(Attention().cases(Options(config=config)))

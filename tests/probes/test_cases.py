@@ -22,7 +22,7 @@ from nondet.reports.first_screen import chain
 from nondet.testing import assert_batch_invariant
 from nondet.verdict.findings import Finding
 from nondet.verdict.rows import judge_rows
-from tests.probes.toys import Bias, _in_parts, _plus
+from tests.probes.toys import Bias, _plus, in_parts
 
 LENGTHS = (9, 17, 5, 23, 12)
 TEXTS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
@@ -83,7 +83,7 @@ def more_parts_of_fewer_rows(x: torch.Tensor, weight: torch.Tensor, bias: Bias =
     """K in 8 parts up to 16 rows, in 4 up to 48, whole above."""
     rows = x.reshape(-1, x.shape[-1])
     parts = 8 if len(rows) <= 16 else 4 if len(rows) <= 48 else 1
-    return _plus(_in_parts(rows, weight, parts).reshape(*x.shape[:-1], -1), bias)
+    return _plus(in_parts(rows, weight, parts).reshape(*x.shape[:-1], -1), bias)
 
 
 def test_a_plan_by_the_number_of_rows():

@@ -7,12 +7,9 @@ import sys
 
 import pytest
 
-from nondet.errors import UserError
-from nondet.probes.atomics import Atomics
 from nondet.probes.base import Options
-from nondet.probes.float_sum import FloatSum, add_compensated, add_plainly
+from nondet.probes.float_sum import add_compensated, add_plainly
 from nondet.probes.runner import plan_jobs, run_jobs
-from nondet.probes.split_k import SplitK
 from tests.probes.toys import measure, statuses
 
 
@@ -66,23 +63,21 @@ def test_every_order_adds_all_the_numbers(rows):
         assert len(row.extra["sums"]) == row.trials == 15
 
 
-def test_bad_input_is_refused():
-    """A list of no numbers, or of more than there is room for."""
-    for k in (0, 10**13):
-        with pytest.raises(UserError):
-            list(FloatSum().cases(Options(k=k)))
-
-
 # The atomics probe calls additions in no fixed order divergent, and additions one after the other identical.
 
 
 @pytest.mark.parametrize("operator", ["index_add", "scatter_add"])
 def test_any_order_is_flagged_and_one_order_is_not(operator):
-    """The same sources in another order at each call give many sums; in one order, one."""
-    for toy, status in ((f"{operator}_atomic", "divergent"), (f"{operator}_sound", "identical")):
-        rows = measure("atomics", f"{operator}={toy}", m=256, n=4, dtypes=("float32",))
+    """The same sources in another order at each call give many sums; in one order, one, as 200 calls show. Where 20
+    differ, no more are made, unless the user named a number."""
+    for toy, status, options, trials in (
+        ("atomic", "divergent", {}, 20),
+        ("atomic", "divergent", {"runs": 30}, 30),
+        ("sound", "identical", {}, 200),
+    ):
+        rows = measure("atomics", f"{operator}={operator}_{toy}", m=256, n=4, dtypes=("float32",), **options)
         assert statuses(rows, operator=operator) == {status}
-    assert all(row.trials == 200 for row in rows.values() if row.operator == operator and row.varied == "run")
+        assert [r.trials for r in rows.values() if r.operator == operator and r.varied == "run"] == [trials]
 
 
 def test_an_order_that_follows_others_sources_is_flagged():
@@ -127,16 +122,3 @@ def test_fixed_chunks_are_not_flagged_however_many_workers():
     rows = measure("split-k", "fixed_chunk", **SMALL)
     assert statuses(rows) == {"identical"}
     assert rows["K in 1 to 16 parts added in order, M=2 K=512 N=8, bell [float32]"].values == [1, 2, 4, 8, 16]
-
-
-@pytest.mark.parametrize(
-    ("probe", "options"),
-    [
-        *((Atomics, options) for options in ({"m": 0}, {"n": 10**13}, {"dtypes": ("float8_e5m2",)})),
-        *((SplitK, options) for options in ({"k": 0}, {"n": 10**11}, {"dtypes": ("int8",)}, {"runs": 0})),
-    ],
-)
-def test_what_makes_no_sense_is_refused(probe, options):
-    """Sizes, dtypes and runs, before anything is made."""
-    with pytest.raises(UserError):
-        list(probe().cases(Options(**options)))

@@ -14,7 +14,7 @@ from nondet.core.records import Axis, Run
 from nondet.core.registry import load_object
 from nondet.core.runfile import read_run
 from nondet.errors import MisfitError, UnknownNameError, UserError
-from nondet.probes.functions import check, check_operator, name_of
+from nondet.probes.functions import check, check_operator
 from nondet.testing import assert_batch_invariant
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
@@ -30,29 +30,6 @@ def rows_of(size: int) -> torch.Tensor:
 def finding(run: Run) -> Finding:
     [verdict] = judge(run)
     return verdict.finding
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("toy", "expected"),
-    [
-        ("linear_sound", Finding.CLEAN),
-        ("linear_in_order", Finding.CLEAN),
-        ("linear_splits_by_m", Finding.BATCH),
-        ("linear_tail_rows", Finding.BATCH),
-        ("linear_zeros", Finding.WRONG),
-        ("linear_unsteady", Finding.RUN_TO_RUN),
-    ],
-)
-def test_a_function_in_an_operators_place_is_asked_what_its_probe_asks(toy: str, expected: Finding) -> None:
-    """The verdict that `nondet probe --impl` would give: hard inputs, every place, run to run, the oracle."""
-    toys.forget()
-    questions = ("batch_size", "position", "run")
-    run = check_operator(getattr(toys, toy), "linear", m=24, k=64, n=8, inputs=("order", "bell"), varied=questions)
-    assert finding(run) == expected
-    assert run.header.command == "check"
-    assert {row.varied for row in run.rows} == set(questions)
-    assert run.rows[0].impl == name_of(getattr(toys, toy)) == f"tests.probes.toys:{toy}"
 
 
 def test_an_operator_that_no_probe_asks_about_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

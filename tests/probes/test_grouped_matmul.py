@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.probes.grouped_matmul import GroupedMatmul
 from tests.probes.toys import measure, statuses
@@ -28,15 +26,6 @@ def test_choice_by_an_expert_s_rows_is_flagged():
     assert named["others at the same expert"] == named["others at the same expert, they come last"] == 1
 
 
-def test_choice_by_the_place_is_flagged():
-    """A kernel that cuts K by the row's place in the sorted batch is told by the position case."""
-    rows = measure("grouped-matmul", "grouped_by_place", **SMALL)
-    row = next(r for r in rows.values() if r.varied == "position")
-    assert row.status == "divergent"
-    assert len(row.values) == 32
-    assert statuses(rows, varied="run") == {"identical"}
-
-
 def test_rows_after_the_last_expert_s_are_nobody_s():
     """What a kernel leaves there is no difference between two calls, and not wrong; that they are there may matter."""
     rows = measure("grouped-matmul", "grouped_leaves_later_rows", **SMALL, asked={"routing"})
@@ -45,11 +34,10 @@ def test_rows_after_the_last_expert_s_are_nobody_s():
     assert {(r.status, r.distinct, r.replays_parted) for r in named} == {("divergent", 2, 0)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sound_kernel_is_not_flagged(dtype):
+def test_sound_kernel_is_not_flagged():
     """Rows computed by themselves are identical in every case and kind of input, and exact to a rounding."""
     kinds = ("bell", "wide", "cancel", "outlier", "order", "integers")
-    rows = measure("grouped-matmul", "grouped_sound", **(SMALL | {"dtypes": (dtype,), "inputs": kinds}))
+    rows = measure("grouped-matmul", "grouped_sound", **(SMALL | {"inputs": kinds}))
     assert statuses(rows) == {"identical"}
     assert {r.inputs for r in rows.values()} == {*kinds, "mixed", "positive"}
     varied = {"batch_size", "routing", "position", "run", "history", "neighbour_values"}
@@ -110,14 +98,3 @@ def test_sizes_from_the_command_line():
     assert {(c.shape["K"], c.shape["N"]) for c in cases} == {(64, 64)}
     assert next(c for c in cases if c.varied == "batch_size").data["values"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert all(c.shape["M"] == 10 for c in cases)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"k": 0}, "--k 0"), ({"m": 10**12}, "M=1000000000000"), ({"dtypes": ("float8_e4m3fn",)}, "float8_e4m3fn")],
-)
-def test_bad_input_is_refused_before_anything_is_allocated(options, said):
-    """Sizes and dtypes that make no sense are named in one line, with what to try."""
-    with pytest.raises(UserError) as caught:
-        list(GroupedMatmul().cases(Options(**options)))
-    assert said in str(caught.value)

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -27,13 +29,14 @@ from nondet.probes.jobs import (
     Ready,
     SharedRun,
     Worker,
+    _measure,
     _takes_several,
-    check_workers,
     default_workers,
     digest,
     workers_ahead,
 )
 from nondet.probes.runner import Job, plan_jobs, run_jobs
+from nondet.services.probe import ProbeRequest
 
 SMALL = Options(dtypes=("float32",), m=8, k=128, n=64)
 needs_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells what became of a process")
@@ -82,7 +85,7 @@ def test_two_workers_give_the_rows_of_one_process_and_go_on_with_a_run(tmp_path)
     for row in alone[3:6]:
         writer.write(row)
     with Crew(3) as crew, SharedRun(jobs, order, writer.done, 2, crew=crew) as shared:
-        assert len(shared.pids) == 2
+        assert len(shared._workers) == 2
         assert not crew._workers, "whom nobody needs is ended before the first case"
         for row in shared.rows():
             writer.write(row)
@@ -254,48 +257,69 @@ def test_a_gpu_that_takes_one_process_gets_one(monkeypatch, modes, several):
     assert several or default_workers("cuda", ["stock"], 700) == 1
 
 
-def test_how_many_workers(monkeypatch, tmp_path):
-    """On a CPU one; on CUDA by cores, memory and what there is to do; never for a function of the user's.
-
-    Where no certificate of a GPU is kept, most of a run is compiling: there are more then.
-    """
+@pytest.fixture
+def cores(monkeypatch, tmp_path) -> Path:
+    """16 cores, a GPU, and a process that may fork; the file that limits the cores."""
     monkeypatch.setattr("nondet.probes.jobs._takes_several", lambda: True)
+    monkeypatch.setattr("nondet.probes.jobs._can_fork", lambda: True)
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
-    kept = tmp_path / "certificates" / "nvidia-h200-12ab.jsonl"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("nondet.probes.jobs._QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
+    return tmp_path / "cpu.max"
+
+
+def test_how_many_workers_on_a_gpu(monkeypatch, cores):
+    """By cores, memory and what there is to do; more where no certificate of a GPU is kept, since they compile; never
+    for a function of the user's."""
+    kept = cores.parent / "certificates" / "nvidia-h200-12ab.jsonl"
     kept.parent.mkdir()
     kept.touch()
-    quota = tmp_path / "cpu.max"
-    monkeypatch.setattr("nondet.probes.jobs._QUOTA", quota)
-    assert default_workers("cpu", ["stock"], 1000) == 1
     card = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
-    assert default_workers("cuda", ["stock", "invariant"], 700) == 8
-    assert default_workers("cuda", ["stock"], 59) == 2
-    assert default_workers("cuda", ["stock", "mine:softmax"], 700) == 1
+    for impls, jobs, count in ((["stock"], 700, 8), (["stock"], 59, 2), (["stock", "mine:softmax"], 700, 1)):
+        assert default_workers("cuda", impls, jobs) == count
     for text, count in (("max 100000", 8), ("400000 100000", 2), ("50000 100000", 1), ("", 8)):
-        quota.write_text(text)
+        cores.write_text(text)
         assert default_workers("cuda", ["stock"], 700) == count
     card.total_memory = 24 * 2**30
-    assert default_workers("cuda", ["stock"], 700) == 3
-    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert default_workers("cuda", ["stock"], 700) == 4
     assert workers_ahead(["all"], "auto", [], None) == 8
     kept.rename(kept.with_name("intel-xeon-12ab.jsonl"))
-    assert workers_ahead(["all"], "auto", [], None) == 12
-    quota.write_text("400000 100000")
-    assert workers_ahead(["all"], "auto", [], None) == 3
+    assert workers_ahead(["all"], "auto", [], None) == 15
     card.total_memory = 80 * 2**30
-    quota.write_text("")
-    assert default_workers("cuda", ["stock"], 700) == 10
+    assert default_workers("cuda", ["stock"], 700) == 13
     assert workers_ahead(["all"], "cuda", ["stock"], 3) == 3
-    assert workers_ahead(["all"], "cpu", [], None) == 0
-    assert workers_ahead(["all"], "auto", [], 1) == 0
-    assert workers_ahead(["matmul"], "auto", [], None) == 0
-    assert workers_ahead(["all"], "auto", ["mine:softmax"], None) == 0
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert workers_ahead(["all"], "auto", [], None) == 0
-    for count in (0, -1, 1000):
+    for names, impls, count in ((["all"], [], 1), (["matmul"], [], None), (["all"], ["mine:softmax"], None)):
+        assert workers_ahead(names, "auto", impls, count) == 0
+    for number in (0, -1, 1000):
         with pytest.raises(UserError, match="--jobs"):
-            check_workers(count)
+            ProbeRequest(names=["all"], workers=number)
+
+
+def test_how_many_workers_on_a_cpu(monkeypatch, cores):
+    """Two for all, copies of a process that has loaded torch; where that can't be copied, one, as for a few probes."""
+    assert workers_ahead(["all"], "cpu", [], None) == 2
+    assert workers_ahead(["matmul"], "cpu", [], None) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert workers_ahead(["all"], "auto", [], None) == 2
+    cores.write_text("100000 100000")
+    assert workers_ahead(["all"], "auto", [], None) == 0
+    assert [default_workers("cpu", ["stock"], 1000, ahead) for ahead in (0, 2)] == [1, 2]
+    assert default_workers("cpu", ["mine:softmax"], 1000, 2) == 1
+    monkeypatch.setattr("nondet.probes.jobs._can_fork", lambda: False)
+    assert workers_ahead(["all"], "cpu", [], 2) == 0
+
+
+def test_a_worker_for_a_cpu_takes_no_gpu(monkeypatch):
+    """A context there takes memory and seconds, and is refused on a card that takes one process."""
+    taken: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("nondet.core.measure.profile_variants", lambda device: taken.append(device) or nullcontext())
+    ended = SimpleNamespace(recv=Mock(side_effect=EOFError))
+    for device in ("cpu", "auto"):
+        with pytest.raises(EOFError):
+            _measure(ended, device)
+    assert taken == ["cuda"]

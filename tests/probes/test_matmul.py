@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nondet.core.registry import load_probe
-from nondet.errors import UserError
 from nondet.probes.base import SWEEP, Options, sweep
 from nondet.probes.matmul import Matmul
+from tests.build import tiers
 from tests.probes.toys import measure, statuses
 
 SMALL = {"m": 32, "k": 512, "n": 16, "dtypes": ("float32",), "runs": 4}
@@ -42,52 +42,11 @@ def test_stream_k_is_flagged_by_the_place():
 
 def test_a_dependence_of_rows_after_the_first_is_seen():
     """A kernel that computes row 0 alike in every batch, and the last rows of a large one in another order."""
-    rows = measure("matmul", "linear_tail_rows", **SMALL, asked={"batch_size"})
+    rows = measure("matmul", "linear_tail_rows", **SMALL, inputs=("order",), asked={"batch_size"})
     assert statuses(rows, varied="batch_size", inputs="order") == {"divergent"}
 
 
-@pytest.mark.parametrize(
-    ("toy", "varied"),
-    [
-        pytest.param("linear_shared_scale", "neighbour_values", marks=pytest.mark.nightly),
-        ("linear_by_address", "alignment"),
-        ("linear_one_buffer", "history"),
-        ("linear_remembers_weights", "history"),
-        ("linear_tunes_itself", "history"),
-    ],
-)
-def test_company_and_moments_are_asked(toy, varied):
-    """Each fault is told by the question that is about it, and by ordinary numbers."""
-    rows = list(measure("matmul", toy, **SMALL, asked={varied}).values())
-    rows = [r for r in rows if "where the first call of a size" not in r.case]  # the question of another fault
-    assert rows
-    # some are wrong as well: eight bits are no float32; what was tuned for the first case is tuned in the second
-    assert all(r.parted for r in rows[: 1 if toy == "linear_tunes_itself" else None])
-
-
-@pytest.mark.parametrize("toy", ["linear_wide_result", "linear_fewer_rows"])
-def test_another_dtype_or_shape_is_wrong(toy):
-    """float32 for bfloat16, or fewer rows than were given: every part that is compared would agree."""
-    rows = measure("matmul", toy, **(SMALL | {"dtypes": ("bfloat16",)}), asked={"batch_size"})
-    assert "wrong" in statuses(rows)
-    assert all(r.reason.startswith("linear gave") for r in rows.values() if r.status == "wrong")
-
-
-@pytest.mark.parametrize("toy", ["linear_zeros", "linear_lost_tail", "linear_flipped"])
-def test_identical_and_wrong_is_wrong(toy):
-    """Integers have one answer in every order: a kernel that gives another one every time is wrong, and says so."""
-    rows = measure("matmul", toy, **(SMALL | {"inputs": ("integers",)}), asked={"batch_size"}).values()
-    rows = [r for r in rows if r.inputs == "integers"]
-    assert rows
-    assert all(r.wrong and r.distinct == 1 for r in rows)
-
-
-def test_unsteady_kernel_is_flagged_run_to_run():
-    """A kernel whose split changes from call to call is not run-to-run deterministic."""
-    assert statuses(measure("matmul", "linear_unsteady", **SMALL, asked={"run"})) == {"divergent"}
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", tiers(["float32", "bfloat16"], ["float64", "float16"]))
 def test_sound_kernel_is_not_flagged(dtype):
     """Rows computed by themselves are identical in every case, dtype and kind of input, and exact to a rounding."""
     kinds = ("bell", "wide", "cancel", "outlier", "order", "integers")
@@ -200,32 +159,9 @@ def test_case_names_are_unique_and_readable():
     assert "16 rows in batches of M, K=2048 N=1024, bell" in {c.name for c in cases}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"k": 0}, "--k 0"),
-        ({"m": -3}, "--m -3"),
-        ({"k": 10**9, "n": 10**9}, "K=1000000000 N=1000000000"),
-        ({"m": 10**12}, "M=1000000000000"),
-        ({"dtypes": ("floaty16",)}, "floaty16"),
-        ({"dtypes": ("float8_e4m3fn",)}, "float8_e4m3fn"),
-        ({"inputs": ("bel",)}, "bell"),
-        ({"runs": 1}, "--runs 1"),
-        ({"k": 8, "layers": (("q", 8, 8),)}, "--k"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_allocated(options, said):
-    """Sizes, dtypes and inputs that make no sense are named in one line, with what to try."""
-    with pytest.raises(UserError) as caught:
-        list(Matmul().cases(Options(**options)))
-    assert said in str(caught.value)
-    assert caught.value.hint
-    assert "\n" not in str(caught.value)
-
-
 # ---- maps
 
-MAP = {"m": 32, "k": 64, "n": 16, "dtypes": ("float32",), "map": "mn"}
+MAP = {"m": 18, "k": 64, "n": 16, "dtypes": ("float32",), "map": "mn"}
 
 
 def test_a_map_has_the_border_where_it_is_at_every_size():
@@ -234,10 +170,10 @@ def test_a_map_has_the_border_where_it_is_at_every_size():
         rows = measure("matmul", "linear_splits_by_m", **(MAP | {"map": f"m{axis}"})).values()
         assert sorted(row.shape[axis.upper()] for row in rows) == [MAP[axis] * i // 16 for i in range(1, 17)]
         for row in rows:
-            assert row.values == list(range(1, 33))
+            assert row.values == list(range(1, 19))
             assert row.extra["map"] == {"axis": axis.upper(), "unequal": []}
             # four sums of one term have one order
-            assert row.labels == [0] * 32 if row.shape["K"] <= 4 else row.labels == [0] * 15 + [1] * 17, row.case
+            assert row.labels == [0] * 18 if row.shape["K"] <= 4 else row.labels == [0] * 15 + [1] * 3, row.case
     sound = measure("matmul", "linear_sound", **MAP)
     assert statuses(sound) == {"identical"}
     assert {len(row.class_sizes) for row in sound.values()} == {1}
@@ -247,10 +183,11 @@ def test_a_map_looks_at_every_row_of_a_call():
     """Row 0 never changes under a toy whose tail does: its calls are a class of their own, of unequal rows."""
     rows = measure("matmul", "linear_tail_rows", **MAP)
     row = next(r for r in rows.values() if r.shape["N"] == 16)
-    assert row.labels == [int((m > 8 and m % 8 > 0) or 1 < m < 8) for m in range(1, 33)]
+    assert row.labels == [int((m > 8 and m % 8 > 0) or 1 < m < 8) for m in range(1, 19)]
     assert row.extra["map"]["unequal"] == [1]
 
 
+@pytest.mark.nightly
 def test_a_map_of_torch_s_product_has_borders_and_the_invariant_one_none():
     """Real kernels: a CPU's bfloat16 product takes another way from some M * N * K on; `invariant` has one class."""
     from nondet.probes.runner import plan_jobs, run_jobs
@@ -280,12 +217,6 @@ def test_a_map_resumes_line_by_line():
     assert [row.key for row in run_jobs(jobs, 0, done)] == [job.key for job in jobs[14:]]
 
 
-def test_a_map_too_long_to_list_is_refused():
-    """Every M is a value of its row."""
-    with pytest.raises(UserError, match="every M up to 4,096"):
-        list(Matmul().cases(Options(**(MAP | {"m": 5000}))))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["stock", "invariant"])
 def test_a_whole_weight_is_mapped_on_a_gpu(impl):
@@ -301,11 +232,10 @@ def test_a_whole_weight_is_mapped_on_a_gpu(impl):
     assert row.status == ("divergent" if impl == "stock" else "identical")
 
 
-@pytest.mark.parametrize("toy", ["linear_grows", "linear_tuned_by_the_first"])
-def test_what_a_larger_batch_left_behind_is_a_moment_s(toy):
+def test_what_a_larger_batch_left_behind_is_a_moment_s():
     """No call is larger than it before the question, or first of its K and N in another batch: history shows both."""
-    rows = measure("matmul", toy, asked=("history",), **SMALL)
-    assert "divergent" in statuses(rows)
+    for toy in ("linear_grows", "linear_tuned_by_the_first"):
+        assert "divergent" in statuses(measure("matmul", toy, asked=("history",), **SMALL))
     assert statuses(measure("matmul", "linear_by_width", asked=("history",), **SMALL)) == {"identical"}
 
 

@@ -14,6 +14,7 @@ from nondet.core import registry
 from nondet.core.launch import note
 from nondet.core.measure import Trial, VariantProfile, between_marks
 from nondet.core.records import Culprit, Header, Run
+from nondet.core.registry import load_probe
 from nondet.core.runfile import open_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.probes import attention as packed
@@ -285,6 +286,38 @@ def test_a_user_s_function_is_judged_as_one_operator():
         plan_jobs(["reduction"], [f"softmax={TOYS}:softmax_sound"], small)
     with pytest.raises(UserError, match="nowhere"):
         plan_jobs(["reduction"], ["mean=nowhere:mm"], small)
+
+
+@pytest.mark.parametrize(
+    ("probe", "options", "said"),
+    [
+        *(("matmul", *bad) for bad in (({"k": 0}, "--k 0"), ({"m": -3}, "--m -3"), ({"m": 10**12}, "M=1000000000000"))),
+        ("matmul", {"k": 10**9, "n": 10**9}, "K=1000000000 N=1000000000"),
+        *(("matmul", {"dtypes": (dtype,)}, dtype) for dtype in ("floaty16", "float8_e4m3fn")),
+        ("matmul", {"inputs": ("bel",)}, "bell"),
+        ("matmul", {"runs": 1}, "--runs 1"),
+        ("matmul", {"k": 8, "layers": (("q", 8, 8),)}, "--k"),
+        ("matmul", {"m": 5000, "k": 64, "n": 16, "map": "mn"}, "every M up to 4,096"),
+        *(("grouped-matmul", *bad) for bad in (({"k": 0}, "--k 0"), ({"m": 10**12}, "M=1000000000000"))),
+        ("grouped-matmul", {"dtypes": ("float8_e4m3fn",)}, "float8_e4m3fn"),
+        ("scaled-matmul", {"k": 2**20, "n": 2**22}, "memory"),
+        ("attention", {"config": {"heads": 10**7, "kv_heads": 10**7, "head_dim": 128}}, "Hq=10000000"),
+        *(("rms-norm", {name: size}, f"--{name} {size}") for name, size in (("k", 0), ("n", -1), ("m", 0))),
+        *((probe, {"k": 10**13}, "10000000000000") for probe in ("rms-norm", "float-sum")),
+        *((probe, {"k": 0}, "--k 0") for probe in ("float-sum", "split-k", "pointwise", "backward")),
+        *(("atomics", *bad) for bad in (({"m": 0}, "--m 0"), ({"n": 10**13}, "10000000000000"))),
+        *((probe, {"dtypes": ("int8",)}, "int8") for probe in ("atomics", "split-k")),
+        *(("split-k", *bad) for bad in (({"n": 10**11}, "100000000000"), ({"runs": 0}, "--runs 0"))),
+        *(("backward", *bad) for bad in (({"runs": 1}, "--runs 1"), ({"n": -1}, "--n -1"))),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_allocated(probe: str, options: dict[str, Any], said: str) -> None:
+    """Sizes, dtypes and inputs that make no sense are named in one line, with what to try."""
+    with pytest.raises(UserError) as caught:
+        list(load_probe(probe).cases(Options(**options)))
+    assert said in str(caught.value)
+    assert caught.value.hint
+    assert "\n" not in str(caught.value)
 
 
 # `nondet probe --from-trace`: the guilty operator's probe at the shapes of the trace, or one line why not.

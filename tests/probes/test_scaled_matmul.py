@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from nondet.core.records import Row
-from nondet.errors import UserError
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
 from nondet.probes.scaled_matmul import _ANCHORS, ScaledMatmul, _orders
@@ -73,12 +72,6 @@ def test_a_part_that_is_one_stretch_is_no_order_of_its_own():
     assert "K in 2 parts, promoted every 128 k" in dict(_orders(512, blocked=False))
 
 
-def test_one_scale_made_of_all_rows_inside_of_a_product_is_flagged_by_neighbours():
-    """A product that takes others' numbers into its scale is off by more than rounding where these are huge."""
-    rows = measure("scaled-matmul", "fp8_rescales", asked=("neighbour_values",), **SMALL)
-    assert statuses({k: r for k, r in rows.items() if "for each row" in k}) == {"wrong"}
-
-
 @pytest.mark.parametrize("seed", tiers((0,), (1, 2)))
 def test_a_scale_of_the_whole_batch_is_named_by_its_meaning(seed):
     """One scale for a batch is batch-dependent by meaning; scales of rows are not flagged; rounding is no scale."""
@@ -128,5 +121,3 @@ def test_what_is_asked_follows_the_dtypes_and_sizes_given():
         "float8_e5m2"
     }
     assert not list(probe.cases(Options(dtypes=("float64",))))
-    with pytest.raises(UserError, match="memory"):
-        list(probe.cases(Options(k=2**20, n=2**22)))

@@ -6,15 +6,18 @@ same whatever surrounds the row. `measure` puts one under a probe.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from nondet.core.records import Row
+from nondet.probes import base
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
 
@@ -160,7 +163,8 @@ def _plus(out: torch.Tensor, bias: Bias) -> torch.Tensor:
     return out if bias is None else (out.double() + bias.double()).to(out.dtype)
 
 
-def _in_parts(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
+def in_parts(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
+    """Row by row in float32, K in so many parts."""
     total = torch.zeros(x.shape[0], w.shape[0])
     for a, b in zip(x.float().chunk(parts, 1), w.float().chunk(parts, 1), strict=True):
         for i in range(len(a)):  # row by row: no library's own choice by M may come in
@@ -168,12 +172,28 @@ def _in_parts(x: torch.Tensor, w: torch.Tensor, parts: int) -> torch.Tensor:
     return total.to(x.dtype)
 
 
-def linear_sound(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+def of_rows(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A linear layer of a product of rows [M, K] with w [N, K]: any leading axes, and a bias at the end."""
+
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+        return _plus(product(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1), bias)
+
+    linear.__name__, linear.__qualname__ = product.__name__, product.__qualname__
+    linear.__module__, linear.__doc__ = product.__module__, product.__doc__
+    return linear
+
+
+def of_parts(parts: Callable[..., int]) -> Callable[..., torch.Tensor]:
+    """A linear layer whose K is cut in as many parts as the function of its rows and weight says."""
+
+    return of_rows(functools.wraps(parts)(lambda rows, w: in_parts(rows, w, parts(rows, w))))
+
+
+@of_rows
+def linear_sound(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Sound: each row by itself in float64."""
-    rows = x.reshape(-1, x.shape[-1])
     wide = w.double()
-    out = torch.stack([(wide * row).sum(1).to(x.dtype) for row in rows.double()])
-    return _plus(out, bias).reshape(*x.shape[:-1], -1)
+    return torch.stack([(wide * row).sum(1).to(rows.dtype) for row in rows.double()])
 
 
 def linear_without_bias(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -181,47 +201,48 @@ def linear_without_bias(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return linear_sound(x, w)
 
 
-def linear_in_order(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_in_order(*_: torch.Tensor) -> int:
     """Sound: each row by itself in float32, K in four parts whatever the batch."""
-    return _plus(_in_parts(x.reshape(-1, x.shape[-1]), w, 4).reshape(*x.shape[:-1], -1), bias)
+    return 4
 
 
-def linear_splits_by_m(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_splits_by_m(rows: torch.Tensor, _: torch.Tensor) -> int:
     """Faulty: splits K in four from 16 rows on."""
-    rows = x.reshape(-1, x.shape[-1])
-    return _plus(_in_parts(rows, w, 4 if len(rows) >= 16 else 1).reshape(*x.shape[:-1], -1), bias)
+    return 4 if len(rows) >= 16 else 1
 
 
-def linear_stream_k(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_rows
+def linear_stream_k(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Faulty: where K is cut follows from the row's place."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.cat([_in_parts(row[None], w, 1 + i % 3) for i, row in enumerate(rows)])
-    return _plus(out.reshape(*x.shape[:-1], -1), bias)
+    return torch.cat([in_parts(row[None], w, 1 + i % 3) for i, row in enumerate(rows)])
 
 
-def linear_tail_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_rows
+def linear_tail_rows(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Faulty: the rows after the last whole tile of 8 take another order; row 0 never does, but alone."""
-    rows = x.reshape(-1, x.shape[-1])
     body = max(1, len(rows) // 8 * 8)
-    parts = [_in_parts(rows[:body], w, 1), *([_in_parts(rows[body:], w, 4)] if body < len(rows) else [])]
-    return _plus(torch.cat(parts).reshape(*x.shape[:-1], -1), bias)
+    return torch.cat([in_parts(rows[:body], w, 1), in_parts(rows[body:], w, 4)])
 
 
-def linear_unsteady(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_unsteady(*_: torch.Tensor) -> int:
     """Faulty: another split at each call."""
-    return _plus(_in_parts(x.reshape(-1, x.shape[-1]), w, 1 + count() % 3).reshape(*x.shape[:-1], -1), bias)
+    return 1 + count() % 3
 
 
-def linear_shared_scale(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_rows
+def linear_shared_scale(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Faulty: activations are rounded to 8 bits by one scale, which is the largest of all rows."""
-    scale = x.float().abs().amax() / 127.0
-    return linear_sound((torch.round(x.float() / scale) * scale).to(x.dtype), w, bias)
+    scale = rows.float().abs().amax() / 127.0
+    return linear_sound((torch.round(rows.float() / scale) * scale).to(rows.dtype), w)
 
 
-def linear_by_address(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_by_address(rows: torch.Tensor, _: torch.Tensor) -> int:
     """Faulty: operands at an unaligned address take another order."""
-    rows = x.reshape(-1, x.shape[-1])
-    return _plus(_in_parts(rows, w, 4 if rows.data_ptr() % 16 else 1).reshape(*x.shape[:-1], -1), bias)
+    return 4 if rows.data_ptr() % 16 else 1
 
 
 def linear_one_buffer(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -236,45 +257,43 @@ def linear_remembers_weights(x: torch.Tensor, w: torch.Tensor, bias: Bias = None
     return linear_sound(x, packed, bias)
 
 
-def linear_tunes_itself(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_tunes_itself(rows: torch.Tensor, w: torch.Tensor) -> int:
     """Faulty: from the 100th call of a shape on another split is taken."""
-    rows = x.reshape(-1, x.shape[-1])
     calls = STATE["tuned", rows.shape, w.shape] = STATE.get(("tuned", rows.shape, w.shape), 0) + 1
-    return _plus(_in_parts(rows, w, 4 if calls >= 100 else 1).reshape(*x.shape[:-1], -1), bias)
+    return 4 if calls >= 100 else 1
 
 
-def linear_grows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_grows(rows: torch.Tensor, _: torch.Tensor) -> int:
     """Faulty: its workspace grows with the largest batch so far, and with it K is split."""
-    rows = x.reshape(-1, x.shape[-1])
     STATE["rows"] = max(STATE.get("rows", 0), len(rows))
-    return _plus(_in_parts(rows, w, 4 if STATE["rows"] > 200 else 1).reshape(*x.shape[:-1], -1), bias)
+    return 4 if STATE["rows"] > 200 else 1
 
 
-def linear_tuned_by_the_first(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_tuned_by_the_first(rows: torch.Tensor, w: torch.Tensor) -> int:
     """Faulty: as an autotuner keyed on K and N, whose first call's number of rows decides for all."""
-    rows = x.reshape(-1, x.shape[-1])
-    parts = STATE.setdefault(("first", *w.shape), 4 if len(rows) > 1 else 1)
-    return _plus(_in_parts(rows, w, parts).reshape(*x.shape[:-1], -1), bias)
+    parts: int = STATE.setdefault(("first", *w.shape), 4 if len(rows) > 1 else 1)
+    return parts
 
 
-def linear_by_width(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_by_width(_: torch.Tensor, w: torch.Tensor) -> int:
     """Sound: how K is split follows from N, whatever the batch."""
-    rows = x.reshape(-1, x.shape[-1])
-    return _plus(_in_parts(rows, w, 1 + len(w) % 3).reshape(*x.shape[:-1], -1), bias)
+    return 1 + len(w) % 3
 
 
-def linear_columns_of_x(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_columns_of_x(rows: torch.Tensor, _: torch.Tensor) -> int:
     """Faulty where x is stored by columns: from 3 rows on K is split."""
-    rows = x.reshape(-1, x.shape[-1])
-    parts = 4 if len(rows) > 2 and rows.stride(0) == 1 else 1
-    return _plus(_in_parts(rows, w, parts).reshape(*x.shape[:-1], -1), bias)
+    return 4 if len(rows) > 2 and rows.stride(0) == 1 else 1
 
 
-def linear_part_of_a_weight(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_parts
+def linear_part_of_a_weight(rows: torch.Tensor, w: torch.Tensor) -> int:
     """Faulty where w is rows of a larger weight, as q of a fused one: from 3 rows on K is split."""
-    rows = x.reshape(-1, x.shape[-1])
-    parts = 4 if len(rows) > 2 and w.storage_offset() and w.is_contiguous() else 1
-    return _plus(_in_parts(rows, w, parts).reshape(*x.shape[:-1], -1), bias)
+    return 4 if len(rows) > 2 and w.storage_offset() and w.is_contiguous() else 1
 
 
 def linear_wide_result(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -284,7 +303,8 @@ def linear_wide_result(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> t
 
 def linear_fewer_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Wrong: at most 24 rows come back."""
-    return linear_sound(x, w, bias)[:24]
+    out = linear_sound(x, w, bias)
+    return out[:24]
 
 
 def linear_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -294,13 +314,14 @@ def linear_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.T
 
 def linear_flipped(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Wrong: the sign is turned."""
-    return -linear_sound(x, w, bias)
+    return torch.neg(linear_sound(x, w, bias))
 
 
-def linear_lost_tail(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+@of_rows
+def linear_lost_tail(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Wrong: what K has beyond a multiple of 24 is left out."""
-    kept = x.shape[-1] // 24 * 24
-    return linear_sound(x[..., :kept], w[:, :kept], bias)
+    kept = rows.shape[-1] // 24 * 24
+    return linear_sound(rows[:, :kept], w[:, :kept])
 
 
 # ---- wrong otherwise
@@ -323,24 +344,21 @@ def linear_writes(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.
 
 def linear_every_fifth(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Faulty: every fifth call is a few ULP off, by the same amount, so that there are two classes."""
-    linear_every_fifth.calls += 1  # type: ignore[attr-defined] # a counter is what makes it rare
-    out = linear_sound(x, w, bias)
-    if linear_every_fifth.calls % 5 == 0:  # type: ignore[attr-defined] # the same
-        out *= 1 + 2.0**-21
-    return out
-
-
-linear_every_fifth.calls = 0  # type: ignore[attr-defined] # the same
+    return _off_every(5, linear_every_fifth, linear_sound(x, w, bias))
 
 
 def linear_rarely(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Faulty: one call in 97 is a few ULP off."""
-    linear_rarely.calls += 1  # type: ignore[attr-defined] # the same
-    out = linear_sound(x, w, bias)
-    return out if linear_rarely.calls % 97 else out * (1 + 2.0**-21)  # type: ignore[attr-defined] # the same
+    return _off_every(97, linear_rarely, linear_sound(x, w, bias))
 
 
-linear_rarely.calls = 0  # type: ignore[attr-defined] # the same
+def _off_every(time: int, function: Any, out: torch.Tensor) -> torch.Tensor:
+    function.calls += 1
+    return out if function.calls % time else out * (1 + 2.0**-21)
+
+
+for _rare in (linear_every_fifth, linear_rarely):
+    _rare.calls = 0  # type: ignore[attr-defined] # a counter is what makes it rare
 
 
 def linear_exits(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -351,15 +369,23 @@ def linear_exits(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.T
 _ORDER = random.Random()  # noqa: S311 - unseeded on purpose: it plays the threads of a GPU
 
 
-def measure(probe: str, toy: str, *, asked: Container[str] | None = None, **options: Any) -> dict[str, Row]:
-    """The rows of one probe under one toy, by case name and dtype; `asked`: only what these words of `varied` ask."""
+def measure(
+    probe: str, toy: str, *, asked: Container[str] | None = None, between: int = 8, **options: Any
+) -> dict[str, Row]:
+    """The rows of one probe under one toy, by case name and dtype.
+
+    Args:
+        asked: Only what these words of `varied` ask.
+        between: Other calls before the last variant of a history, fewer than a user's.
+    """
     forget()
     operator, _, function = toy.rpartition("=")
     jobs = plan_jobs(
         [probe], [f"{operator}={__name__}:{function}" if operator else f"{__name__}:{toy}"], Options(**options)
     )
     jobs = [job for job in jobs if asked is None or job.case.varied in asked]
-    return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
+    with mock.patch.object(base, "_OTHER_CALLS", between):
+        return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
 
 
 def statuses(rows: dict[str, Row], **wanted: str) -> set[str]:
@@ -491,7 +517,7 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, parts
     out = torch.zeros(x.shape[0], weight.shape[2], dtype=x.dtype)
     for expert, (start, end) in enumerate(itertools.pairwise([0, *offsets.tolist()])):
         for row in range(start, end):
-            out[row] = _in_parts(x[row : row + 1], weight[expert].mT, parts(end - start, row))[0]
+            out[row] = in_parts(x[row : row + 1], weight[expert].mT, parts(end - start, row))[0]
     return out
 
 
