@@ -23,7 +23,7 @@ _LAZY = {
     "check_operator": "nondet.api",
     "find_mismatch": "nondet.api",
     "load": "nondet.api",
-    "mismatch_of": "nondet.training.trl",
+    "mismatch_of": "nondet.mismatch.trl",
     "probe": "nondet.api",
     "rank_free": "nondet.kernels.dispatch.rank_free",
     "rl": "nondet.api",

@@ -6,7 +6,7 @@ import hashlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,18 +38,12 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to batch all texts for the encoder.
-
-    Attributes:
-        batches: Indices of texts, batch by batch; each text once.
-        width: Padded to this many tokens; 0: to the longest text of the batch.
-        packed: The texts of a batch are in one row, and see only their own tokens.
-    """
+    """One way to batch all texts for the encoder."""
 
     name: str
-    batches: tuple[tuple[int, ...], ...]
-    width: int = 0
-    packed: bool = False
+    batches: tuple[tuple[int, ...], ...]  # indices of texts, batch by batch; each text once
+    width: int = 0  # padded to this many tokens; 0: to the longest text of the batch
+    packed: bool = False  # the texts of a batch are in one row, and see only their own tokens
 
 
 def build_arms(lengths: Sequence[int], batch: int, seed: int) -> list[Arm]:
@@ -91,9 +85,9 @@ class LoadedEncoder:
         rows: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
         if [] in rows:
             raise UserError(f"text {rows.index([]) + 1} has no tokens", "Take it out, or give it some text.")
-        long = [place for place, ids in enumerate(rows) if len(ids) > self.context]
-        for place in long:
-            rows[place] = self.tokenizer(texts[place], truncation=True, max_length=self.context)["input_ids"]
+        long = [i for i, ids in enumerate(rows) if len(ids) > self.context]
+        for i in long:
+            rows[i] = self.tokenizer(texts[i], truncation=True, max_length=self.context)["input_ids"]
         return rows, len(long)
 
 
@@ -134,14 +128,11 @@ def _check_encoder(where: str, config: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
     both = getattr(config, "is_encoder_decoder", False)
-    if config.model_type in ENCODERS and not both and not getattr(config, "is_decoder", False):
-        return
-    what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
-    kind = "an encoder with a decoder" if both else "no encoder that transformers knows"
-    raise UserError(
-        f"{where} is a {what}, {kind}",
-        "Give one such as all-MiniLM-L6-v2; for models that generate text use nondet sample.",
-    )
+    if both or config.model_type not in ENCODERS or getattr(config, "is_decoder", False):
+        what = ", ".join(getattr(config, "architectures", None) or []) or config.model_type
+        kind = "an encoder with a decoder" if both else "no encoder that transformers knows"
+        hint = "Give one such as all-MiniLM-L6-v2; for models that generate text use nondet sample."
+        raise UserError(f"{where} is a {what}, {kind}", hint)
 
 
 def _context(config: Any, limit: Any) -> int:
@@ -180,9 +171,12 @@ def _padded(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequen
         mask[row, : len(ids[i])] = 1
     tokens, mask = tokens.to(loaded.device), mask.to(loaded.device)
     hidden = loaded.model(input_ids=tokens, attention_mask=mask).last_hidden_state
-    weights = mask[..., None].to(hidden.dtype)
-    mean = (hidden * weights).sum(1) / weights.sum(1)
-    return torch.stack([mean, hidden[:, 0]], 1)
+    return _pooled(hidden, mask[..., None].to(hidden.dtype))
+
+
+def _pooled(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[n, poolings, D] of texts [n, T, D] and weights [n, T, 1]."""
+    return torch.stack([(hidden * weights).sum(1) / weights.sum(1), hidden[:, 0]], 1)
 
 
 def _packed(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int]) -> torch.Tensor:
@@ -193,11 +187,7 @@ def _packed(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequen
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(loaded.device)
     tokens = torch.tensor([[token for i in members for token in ids[i]]], device=loaded.device)
     hidden = loaded.model(input_ids=tokens, attention_mask=mask, position_ids=positions).last_hidden_state[0]
-    pooled = []
-    for text in hidden.split(lengths):
-        weights = text.new_ones((1, len(text), 1))
-        pooled.append(torch.stack([((text[None] * weights).sum(1) / weights.sum(1))[0], text[0]]))
-    return torch.stack(pooled)
+    return torch.cat([_pooled(text[None], text.new_ones((1, len(text), 1))) for text in hidden.split(lengths)])
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -224,12 +214,8 @@ def nearest(x: torch.Tensor, k: int) -> torch.Tensor:
 def rank_changes(a: torch.Tensor, b: torch.Tensor) -> dict[str, int]:
     """How many rows of two results of `nearest` changed: their nearest, the set of their k nearest, only its order."""
     sets = (a.sort(1).values != b.sort(1).values).any(1)
-    order = (a != b).any(1) & ~sets
-    return {
-        "top1_changed": int((a[:, 0] != b[:, 0]).sum()),
-        "topk_changed": int(sets.sum()),
-        "topk_reordered": int(order.sum()),
-    }
+    changed = {"top1_changed": a[:, 0] != b[:, 0], "topk_changed": sets, "topk_reordered": (a != b).any(1) & ~sets}
+    return {name: int(rows.sum()) for name, rows in changed.items()}
 
 
 K = 10
@@ -240,7 +226,7 @@ Progress = Callable[[str, str], None]
 
 
 def describe(
-    loaded: LoadedEncoder, texts: Sequence[str], ids: Sequence[Sequence[int]], cut: int, **asked: Any
+    loaded: LoadedEncoder, texts: Sequence[str], ids: Sequence[Sequence[int]], cut: int, **options: Any
 ) -> dict[str, Any]:
     """The plan of an embed run, for its header."""
     return {
@@ -252,7 +238,7 @@ def describe(
         "model": loaded.identity,
         "device": loaded.device,
         "dtype": loaded.dtype,
-        **asked,
+        **options,
     }
 
 
@@ -321,17 +307,16 @@ class _Implementation:
         if self.loaded.device == "cuda":
             torch.cuda.synchronize()
         if arm.name not in self.passes:
-            seconds = time.perf_counter() - started
-            self.passes[arm.name] = self._pass(arm, seconds, counts() - before)
+            self._pass(arm, time.perf_counter() - started, counts() - before)
             if self.progress is not None:
                 self.progress(self.impl, arm.name)
         return out
 
-    def _pass(self, arm: Arm, seconds: float, ran: Counter[str], reason: str = "") -> EmbedPass:
+    def _pass(self, arm: Arm, seconds: float, ran: Counter[str], reason: str = "") -> None:
         widths = [max(arm.width, *(len(self.ids[i]) for i in members)) for members in arm.batches]
         tokens = sum(map(len, self.ids))
         padded = sum(width * len(members) for width, members in zip(widths, arm.batches, strict=True))
-        return EmbedPass(
+        self.passes[arm.name] = EmbedPass(
             impl=self.impl,
             arm=arm.name,
             texts=len(self.ids),
@@ -348,43 +333,41 @@ class _Implementation:
         few = Arm(arm.name, (arm.batches[0],), packed=True)
         try:
             packed = vectors(self.loaded, self.ids, few)
-            alone = vectors(self.loaded, self.ids, Arm(ALONE, _cut(arm.batches[0], 1)))
+            solo = vectors(self.loaded, self.ids, Arm(ALONE, _cut(arm.batches[0], 1)))
         except Exception as error:  # noqa: BLE001 - a model that takes no positions or masks says so in its own way
             reason = f"the model can't pack texts: {reason_of(error)[1]}"
         else:
-            apart = float(cosine_distances(packed.flatten(0, 1), alone.flatten(0, 1)).max())
+            apart = float(cosine_distances(packed.flatten(0, 1), solo.flatten(0, 1)).max())
             relative = min(_APART_MOST, _ROUNDINGS * torch.finfo(packed.dtype).eps)
             if apart <= relative * relative / 2:
                 return True
             reason = f"the model does not keep packed texts apart (1 - cosine {apart:.2g})"
-        self.passes[arm.name] = self._pass(arm, 0.0, Counter(), reason)
+        self._pass(arm, 0.0, Counter(), reason)
         return False
 
     def _keep(self, results: list[torch.Tensor]) -> dict[str, Any]:
         self.results = results  # the distinct ones: each arm's is the one of its class
         return {"poolings": list(POOLINGS)}
 
-    def _neighbours(self, row: Row) -> list[Neighbours]:
-        out, texts = [], len(self.ids)
-        k = min(K, texts - 1)
-        for place, pooling in enumerate(POOLINGS if row.labels else ()):
-            alone = self.results[0][:, place]
-            ranks = nearest(alone, k)
-            by_class = [_figures(alone, result[:, place], ranks, k) for result in self.results]
+    def _neighbours(self, row: Row) -> Iterator[Neighbours]:
+        texts, k = len(self.ids), min(K, len(self.ids) - 1)
+        for at, pooling in enumerate(POOLINGS if row.labels else ()):
+            solo = self.results[0][:, at]
+            ranks = nearest(solo, k)
+            by_class = [_figures(solo, result[:, at], ranks, k) for result in self.results]
             for value, label in zip(row.values, row.labels, strict=True):
                 if value != ALONE:
                     figures = by_class[label]
-                    out.append(Neighbours(impl=self.impl, arm=str(value), pooling=pooling, texts=texts, k=k, **figures))
-        return out
+                    yield Neighbours(impl=self.impl, arm=str(value), pooling=pooling, texts=texts, k=k, **figures)
 
 
-def _figures(alone: torch.Tensor, other: torch.Tensor, ranks: torch.Tensor, k: int) -> dict[str, Any]:
+def _figures(solo: torch.Tensor, other: torch.Tensor, ranks: torch.Tensor, k: int) -> dict[str, Any]:
     """The figures of `Neighbours` for one arm's vectors [n, D]."""
-    parted = (~same(alone, other)).any(1)
+    differ = (~same(solo, other)).any(1)
     return {
-        "parted": int(parted.sum()),
-        "first": int(parted.to(torch.uint8).argmax()) if bool(parted.any()) else None,
-        "max_ulp": difference(alone, other).max_ulp,
-        "cosine_distance": float(cosine_distances(alone, other).max().nan_to_num(2.0)),
+        "parted": int(differ.sum()),
+        "first": int(differ.to(torch.uint8).argmax()) if bool(differ.any()) else None,
+        "max_ulp": difference(solo, other).max_ulp,
+        "cosine_distance": float(cosine_distances(solo, other).max().nan_to_num(2.0)),
         **rank_changes(ranks, nearest(other, k)),
     }

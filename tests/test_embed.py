@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def encoder(folder: Path) -> LoadedEncoder:
     return load_encoder(str(folder), "float32", "cpu")
 
@@ -132,7 +132,9 @@ def test_neighbours_that_change_are_counted(encoder: LoadedEncoder, tmp_path: Pa
     assert max(n.topk_reordered for n in run.neighbours) > 0  # of 8 texts the 7 nearest are always the same set
 
 
-def test_a_model_that_cannot_pack_says_so(encoder: LoadedEncoder, tmp_path: Path) -> None:
+def test_a_model_that_cannot_pack_says_so(
+    encoder: LoadedEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes no positions, or lets packed texts see each other: the arm is left out, and never counted as parted."""
     forward = encoder.model.forward
 
@@ -145,7 +147,7 @@ def test_a_model_that_cannot_pack_says_so(encoder: LoadedEncoder, tmp_path: Path
         )
 
     for broken, reason in ((without_positions, "can't pack"), (without_masks, "does not keep packed texts apart")):
-        encoder.model.forward = broken
+        monkeypatch.setattr(encoder.model, "forward", broken)
         run = measured(encoder, tmp_path / "run.jsonl", "stock")
         [left_out] = [p for p in run.embed_passes if p.reason]
         assert left_out.arm.startswith("packed")

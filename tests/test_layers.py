@@ -28,7 +28,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("vllm",),
     ("trace", "bench", "certify", "embed"),
     ("mismatch",),
-    ("training",),  # has an engine sample, and needs nothing of what asks questions
     ("verdict",),
     ("diagnose", "diff"),  # they compare verdicts
     ("reports",),

@@ -31,15 +31,14 @@ from nondet.diagnose.verdict import (
     conclude,
     coverage_gaps,
     cure_step,
+    differing_rounds,
     margin_step,
-    parted_rounds,
     run_step,
     settled,
     steps_of,
 )
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import make_ready
-from nondet.sampling.analysis import NAME
 from nondet.sampling.axes import Conditions
 from nondet.sampling.collect import Here, Survey, arms_of, collect
 from nondet.sampling.engine import TransformersEngine, pinned
@@ -58,45 +57,31 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
     """The answer for all tokens of the sessions, the first of which is the solo run: its digests are kept."""
     outcomes = [(o, session.tops.get(o.request.id, [])) for session in sessions for o in session.outcomes]
     lost = sum(nonfinite_logprobs(o.logprobs) for o, _ in outcomes)
-    choices = [
-        (f"{o.request.id}, token {index}: {token} where {likeliest} has the top logit", token != likeliest, top, second)
-        for o, tops in outcomes
-        for index, (token, (top, second, likeliest, _)) in enumerate(zip(o.token_ids, tops, strict=False))
-    ]
-    chosen, ties = len(choices), sum(top == second for *_, top, second in choices)
-    wrong = [text for text, is_other, top, second in choices if is_other and top != second]
-    margins = [top - second for *_, top, second in choices if math.isfinite(top - second)]
-    alone = sessions[0].outcomes[0]
-    sentence = "the engine gives no logits"
+    margins, wrong, ties = list[float](), list[str](), 0
+    for o, tops in outcomes:
+        for index, (token, (top, second, likeliest, _)) in enumerate(zip(o.token_ids, tops, strict=False)):
+            margins.append(top - second)
+            ties += top == second
+            if token != likeliest and top != second:
+                wrong.append(f"{o.request.id}, token {index}: {token} where {likeliest} has the top logit")
+    chosen, finite = len(margins), [m for m in margins if math.isfinite(m)]
+    everywhere, sentence = f"{chosen:,} chosen tokens, solo and in batches,", "the engine gives no logits"
     if lost:
-        sentence = f"{lost:,} of {chosen:,} chosen tokens, solo and in batches, have a NaN or infinite logprob"
+        sentence = f"{lost:,} of {everywhere} have a NaN or infinite logprob"
     elif wrong:
-        sentence = (
-            f"{len(wrong):,} of {chosen:,} chosen tokens, solo and in batches, do not have the largest logit "
-            f"({wrong[0]})"
-        )
+        sentence = f"{len(wrong):,} of {everywhere} do not have the largest logit ({wrong[0]})"
     elif chosen:
-        margin = f"by a margin of {min(margins):.4g} or more" if margins else "and no other is finite"
-        sentence = (
-            f"each of {chosen:,} chosen tokens, solo and in batches, has the largest logit, {margin}; "
-            f"{ties:,} are exact ties"
-        )
+        margin = f"by a margin of {min(finite):.4g} or more" if finite else "and no other is finite"
+        sentence = f"each of {everywhere} has the largest logit, {margin}; {ties:,} are exact ties"
+    figures = {"tokens": chosen, "ties": ties, "wrong": len(wrong), "nonfinite": lost}
+    solo = sessions[0].outcomes[0]
+    facts = {"trace": digest_of(solo), "tokens": tokens_digest(solo.token_ids), "text": decode(solo.token_ids)}
     return Step(
         name="greedy",
         outcome="no" if wrong or lost else "yes" if chosen else "unknown",
         sentence=sentence,
-        figures={
-            "tokens": chosen,
-            "ties": ties,
-            "wrong": len(wrong),
-            "nonfinite": lost,
-            "smallest_margin": min(margins, default=-1.0),
-        },
-        facts={
-            "trace": digest_of(alone),
-            "tokens": tokens_digest(alone.token_ids),
-            "text": decode(alone.token_ids),
-        },
+        figures={**figures, "smallest_margin": min(finite, default=-1.0)},
+        facts=facts,
     )
 
 
@@ -110,18 +95,10 @@ def cost_step(play: Callable[[], Session], times: int = 2) -> Step:
             seen.append(session.tokens / max(session.seconds, 1e-9))
     stock, invariant = (max(seen) for seen in speeds.values())
     pairs = [ours / theirs for theirs, ours in zip(*speeds.values(), strict=True)]
-    sentence = (
-        f"a warm round, the better of {times}: stock {stock:,.0f} tokens/s; invariant {invariant:,.0f}, {NAME} "
-        f"{invariant / stock:.2f} ({min(pairs):.2f} to {max(pairs):.2f} in single rounds)"
-    )
-    figures = {
-        "stock_tokens_per_second": stock,
-        "invariant_tokens_per_second": invariant,
-        "invariant_ratio": invariant / stock,
-        "rounds": times,
-        "invariant_ratio_low": min(pairs),
-        "invariant_ratio_high": max(pairs),
-    }
+    figures = {"stock_tokens_per_second": stock, "invariant_tokens_per_second": invariant, "rounds": times}
+    figures["invariant_ratio"] = invariant / stock
+    figures |= {"invariant_ratio_low": min(pairs), "invariant_ratio_high": max(pairs)}
+    sentence = f"warm rounds, the better of {times}: stock {stock:,.0f} tokens/s, invariant {invariant:,.0f}"
     return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
 
 
@@ -170,20 +147,17 @@ def make_axes(
         return Arm(name, "t0", requests, replace(wide, **limits), seed)
 
     one, long_one = Request("t0", True, prompt, new, 0), Request("t0", True, long, new_long, 0)
-    batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
-    ragged = [
-        trial(
-            f"{length} tokens, {'at once' if arrival == 0 else f'{arrival} steps later'}",
-            one,
-            Request("b0", False, tuple(islice(cycle([*long[1:], long[0]]), length)), new, arrival),
-        )
-        for arrival in _ARRIVALS
-        for length in lengths
-    ]
-    chunks = [trial(f"chunks of {size}", long_one, budget=size) for size in _CHUNKS if size < len(long)]
     far_one = Request("t0", True, far, new_far, 0)
+    batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
+    ragged = []
+    for arrival in _ARRIVALS:
+        for length in lengths:
+            other = Request("b0", False, tuple(islice(cycle([*long[1:], long[0]]), length)), new, arrival)
+            name = f"{length} tokens, {f'{arrival} steps later' if arrival else 'at once'}"
+            ragged.append(trial(name, one, other))
+    chunks = [trial(f"chunks of {size}", long_one, budget=size) for size in _CHUNKS if size < len(long)]
     beside = [Request(f"b{i}", False, long[i:], new_long, 0) for i in range(min(_BESIDE, len(long)))]
-    late = [replace(one, arrival_step=2 + i) for i, one in enumerate(beside)]
+    late = [replace(r, arrival_step=2 + i) for i, r in enumerate(beside)]
     fars = [
         trial(f"{len(beside)} short requests at once", far_one, *beside),
         trial(f"{len(beside)} short requests that begin beside its decode", far_one, *late),
@@ -193,20 +167,17 @@ def make_axes(
     # the donor has finished by then, so no other request is in any step of this one; its second token is needed because
     # the engine only keeps pages of a request that has decoded
     later = replace(far_one, arrival_step=2 * len(far) + 8)
-    donated = {value: (Request("b0", False, donor, 2, 0), later) for value, donor in donors.items()}
-    shared = [trial(value, *requests, sharing=True) for value, requests in donated.items()]
+    shared = [trial(name, Request("b0", False, d, 2, 0), later, sharing=True) for name, d in donors.items()]
     off = trial("nothing shared", *shared[0].requests)
-    alone, whole, far_alone = trial("alone", one), trial("in one piece", long_one), trial("alone", far_one)
-    tokens, far_tokens = (f"a prompt of {len(p)} tokens" for p in (long, far))
-    same = "all requests have the same prompt and begin at once; no chunks, no sharing"
-    other = "one other request with a prompt of another length; no chunks, no sharing"
+    solo, whole, far_solo = trial("alone", one), trial("in one piece", long_one), trial("alone", far_one)
+    tokens, far_tokens, plain = (*(f"a prompt of {len(p)} tokens" for p in (long, far)), "no chunks, no sharing")
+    same = f"all requests have the same prompt and begin at once; {plain}"
+    other_length = f"one other request with a prompt of another length; {plain}"
     donor = f"no other request in its steps, {far_tokens}, no chunks; an earlier request shares the prefix"
     return [
-        RequestAxis("batch size", same, alone, tuple(batches)),
-        RequestAxis("ragged company", other, alone, tuple(ragged)),
-        RequestAxis(
-            "long prompt", f"{far_tokens} beside short requests; no chunks, no sharing", far_alone, tuple(fars)
-        ),
+        RequestAxis("batch size", same, solo, tuple(batches)),
+        RequestAxis("ragged company", other_length, solo, tuple(ragged)),
+        RequestAxis("long prompt", f"{far_tokens} beside short requests; {plain}", far_solo, tuple(fars)),
         RequestAxis("chunked prefill", f"no other request, {tokens}, no sharing", whole, tuple(chunks)),
         RequestAxis("prefix sharing", donor, off, tuple(shared), shares=True),
     ]
@@ -217,9 +188,8 @@ def try_axis(
 ) -> AxisTried:
     """Run the reference, and the trials of these values (() for all), the last one first, since kernels change at the
     extremes; no more once it is `over`. An `EngineStoppedError`, or a `UserError` where sizes are refused."""
-    reference = _session(engine, axis.reference)
-    target = next(o for o in reference.outcomes if o.request.target)
-    differences: dict[str, list[tuple[int | None, int | None]]] = {}
+    target = next(o for o in _session(engine, axis.reference).outcomes if o.request.target)
+    differences: dict[str, list[tuple[int | None, int | None]]] = {}  # (other token, other logprob) of each completion
     unmet = []
     for trial in reversed([t for t in axis.trials if t.name in values or not values]):
         if differences and over():
@@ -228,25 +198,22 @@ def try_axis(
         if axis.shares and not session.figures["hits"]:
             unmet.append(trial.name)
         else:
-            outcomes = [o for o in session.outcomes if o.request.target]
-            differences[trial.name] = [first_difference(target, outcome) for outcome in outcomes]
+            differences[trial.name] = [first_difference(target, o) for o in session.outcomes if o.request.target]
     differences = dict(reversed(differences.items()))
     seen = [pair for pairs in differences.values() for pair in pairs]
-    places = [place for _, place in seen if place is not None]
+    differing = [at for _, at in seen if at is not None]
     note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
-    if not axis.trials:
-        note = "the prompt is too short for this"
     return AxisTried(
         axis=axis.name,
         impl=impl,
         held=axis.held,
         values=list(differences),
-        parted=[value for value, pairs in differences.items() if any(place is not None for _, place in pairs)],
+        parted=[value for value, pairs in differences.items() if any(at is not None for _, at in pairs)],
         tried=len(seen),
-        traces=len(places),
+        traces=len(differing),
         tokens=sum(token is not None for token, _ in seen),
-        first=min(places, default=None),
-        note=note,
+        first=min(differing, default=None),
+        note=note if axis.trials else "the prompt is too short for this",
     )
 
 
@@ -322,8 +289,6 @@ class Diagnoser:
     def _over(self, limited: bool = True) -> bool:
         return limited and self._left <= 0
 
-    # --- the steps ----------------------------------------------------------------------------------------------
-
     def _greedy(self, _: Run) -> Step:
         return greedy_step((self._known(None), self._known(0)), self.loaded.decode)
 
@@ -355,24 +320,26 @@ class Diagnoser:
         return bool(self.within_s and differ) and steps["run"].outcome == "yes"
 
     def _axes(self, so_far: Run) -> Step:
-        counts, late, few, ran, planned = [], [], self._is_proven(so_far), 0, 0
+        tried, late, ran, planned = [], [], 0, 0
+        few, known = self._is_proven(so_far), {a.axis: a for a in so_far.axes if a.impl == STOCK}
         for axis in self._all_axes:
-            record = next((a for a in so_far.axes if (a.impl, a.axis) == (STOCK, axis.name)), None)
+            record, title = known.get(axis.name), axis_title(axis.name)
             if record is None and self._over(self.bound):
-                late.append(f"{axis_title(axis.name)} not tried: of {self.within_s:.0f} s none are left {ALL}")
+                late.append(f"{title} not tried: of {self.within_s:.0f} s none are left {ALL}")
                 continue
             if record is None:
                 last = [t.name for t in axis.trials[-1:]] if few and not axis.shares else ()
                 record = try_axis(self.engine, axis, STOCK, last, self._over)
                 self._write(record)
             differ = f"{record.traces} of {record.tried} traces, {record.tokens} of {record.tried} completions"
-            counts.append(f"{axis_title(axis.name)}: {differ if record.tried else 'not met'}")
+            tried.append((f"{title}: {differ if record.tried else 'not met'}", record))
             ran, planned = ran + max(1, len(record.values)), planned + max(1, len(axis.trials))
-            self.say(f"  {counts[-1]}")
-        parted = [a.axis for a in self._so_far().axes if a.impl == STOCK and a.traces]
-        sentence = f"differ from the solo run, one property changed at a time: {'; '.join(counts)}"
-        answer = "yes" if parted else "no" if counts else "unknown"
-        step = Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(parted)})
+            self.say(f"  {tried[-1][0]}")
+        differing = [record.axis for _, record in tried if record.traces]
+        counts = "; ".join(text for text, _ in tried)
+        sentence = f"differ from the solo run, one property changed at a time: {counts}"
+        answer = "yes" if differing else "no" if tried else "unknown"
+        step = Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(differing)})
         if ran < planned:
             late.append(f"{ran} of {planned} values of the axes run {ALL}")
         return _with_less(step, "; ".join(late))
@@ -398,8 +365,8 @@ class Diagnoser:
         return _with_less(Step(name="operator", outcome=outcome, sentence=sentence, facts=facts), search.late)
 
     def _margin(self, so_far: Run) -> Step:
-        first = (parted_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts) or [0])[0]
-        return margin_step(self._known(None), [self._known(first)])
+        first = (differing_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts) or [0])[0]
+        return margin_step(self._known(None), self._known(first))
 
     def _cure(self, so_far: Run) -> Step:
         """The same load under the invariant implementation, the solo request, and the axes that differed."""
@@ -409,7 +376,7 @@ class Diagnoser:
         self._collect(INVARIANT, lambda number: number < min(most, _FEWEST) or not (again or self._over(self.bound)))
         self._warm = True
         with implementation(INVARIANT):
-            alone = self._session(None).outcomes[0]
+            solo = self._session(None).outcomes[0]
             tried = {a.axis: a.values for a in so_far.axes if a.impl == STOCK and a.traces}
             for axis in self._all_axes:
                 if axis.name not in tried or ("axis", INVARIANT, axis.name) in self.writer.done:
@@ -419,7 +386,7 @@ class Diagnoser:
                 else:
                     self._write(try_axis(self.engine, axis, INVARIANT, tried[axis.name]))
         run = self._so_far()
-        step = cure_step(run, INVARIANT, digest_of(alone), coverage_gaps(run, INVARIANT))
+        step = cure_step(run, INVARIANT, digest_of(solo), coverage_gaps(run, INVARIANT))
         if step.figures["rounds"] < most:
             late.insert(0, f"{plural(int(step.figures['rounds']), 'round')} of {most} run under the cure")
         return _with_less(step, f"{'; '.join(late)} {ALL}" if late else "")
@@ -429,8 +396,6 @@ class Diagnoser:
         if not self._warm:  # the cure was tried by an earlier process
             cost_step(play, times=1)
         return cost_step(play)
-
-    # --- what the steps share -----------------------------------------------------------------------------------
 
     @cached_property
     def engine(self) -> Engine:
@@ -443,9 +408,9 @@ class Diagnoser:
 
     @cached_property
     def _all_axes(self) -> list[RequestAxis]:
-        alone = self._known(None).outcomes[0]
+        solo = self._known(None).outcomes[0]
         context = self.loaded.context or 2**31
-        return make_axes(self.plan.load, self._target.prompt, alone.token_ids, context, self.seed)
+        return make_axes(self.plan.load, self._target.prompt, solo.token_ids, context, self.seed)
 
     def _known(self, number: int | None) -> Session:
         """A stock session of that round, or the solo one, run once in this process, for its logits."""
@@ -464,15 +429,15 @@ class Diagnoser:
         collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
-        rounds = parted_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts)
+        rounds = differing_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts)
         unsteady = steps_of(so_far)["run"].outcome == "no"
         if rounds or unsteady:
             requests = self.plan.rounds[rounds[0] if rounds else 0]
             target = next(r for r in requests if r.target)
             return self._arm("alone", [target]), self._arm("in company", requests)
-        parted = next(a for a in so_far.axes if a.impl == STOCK and a.traces)
-        axis = next(a for a in self._all_axes if a.name == parted.axis)
-        trial = next(t for t in axis.trials if t.name == parted.parted[0])
+        record = next(a for a in so_far.axes if a.impl == STOCK and a.traces)
+        axis = next(a for a in self._all_axes if a.name == record.axis)
+        trial = next(t for t in axis.trials if t.name == record.parted[0])
         return replace(axis.reference, name="alone"), replace(trial, name=f"{axis.name}: {trial.name}")
 
     def _arm(self, name: str, requests: Sequence[Request]) -> Arm:

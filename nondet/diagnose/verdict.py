@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from nondet.core.records import (
     AxisTried,
@@ -23,7 +23,7 @@ from nondet.verdict.findings import Effect, Finding, change_of, plural, successf
 from nondet.verdict.samples import replays
 
 
-def margin_step(alone: Session, others: Iterable[Session]) -> Step:
+def margin_step(solo: Session, other: Session) -> Step:
     """Whether the margins of flips are within the effect of concurrent requests on the logits, while tokens agree.
 
     Compares the logits of the two largest tokens of each step, in the solo run and with concurrent requests. Contexts
@@ -32,22 +32,21 @@ def margin_step(alone: Session, others: Iterable[Session]) -> Step:
     """
     flips: list[tuple[int, float, float]] = []  # token; margin of the two largest logits, solo and with others
     distances: list[float] = []
-    reference = alone.outcomes[0]
-    steps = list(zip(reference.token_ids, alone.tops.get(reference.request.id, []), strict=False))
-    for session in others:
-        for outcome in session.outcomes:
-            if not outcome.request.target or outcome.finish == "error":
-                continue
-            mine = zip(outcome.token_ids, session.tops.get(outcome.request.id, []), strict=False)
-            for index, ((token, one), (other, two)) in enumerate(zip(steps, mine, strict=False)):
-                if token != other:
-                    flips.append((index, one[0] - one[1], two[0] - two[1]))
-                    break
-                logits = dict(zip(one[2:], one[:2], strict=True)), dict(zip(two[2:], two[:2], strict=True))
-                distances += [abs(logits[0][t] - logits[1][t]) for t in logits[0].keys() & logits[1].keys()]
+    reference = solo.outcomes[0]
+    tops = solo.tops.get(reference.request.id, [])
+    for outcome in other.outcomes:
+        if not outcome.request.target or outcome.finish == "error":
+            continue
+        theirs = zip(outcome.token_ids, other.tops.get(outcome.request.id, []), strict=False)
+        pairs = zip(zip(reference.token_ids, tops, strict=False), theirs, strict=False)
+        for index, ((token, one), (second_token, two)) in enumerate(pairs):
+            if token != second_token:
+                flips.append((index, one[0] - one[1], two[0] - two[1]))
+                break
+            logits = dict(zip(one[2:], one[:2], strict=True)), dict(zip(two[2:], two[:2], strict=True))
+            distances += [abs(logits[0][t] - logits[1][t]) for t in logits[0].keys() & logits[1].keys()]
     spread = max([0.0, *distances])  # max() ignores NaN
-    margins = [first - second for first, second, _, _ in alone.tops.get(reference.request.id, [])]
-    near = sum(margin <= 2 * spread for margin in margins)
+    near = sum(first - second <= 2 * spread for first, second, _, _ in tops)
     within = sum(margin <= 2 * spread for _, margin, _ in flips)
     # two largest logits that are equal: then the choice depends on the order of token ids
     ties = sum(0 in both for _, *both in flips)
@@ -66,51 +65,45 @@ def margin_step(alone: Session, others: Iterable[Session]) -> Step:
     return Step(
         name="margin",
         outcome=("yes" if within == len(flips) else "no") if flips else "unknown",
-        sentence=f"{sentence}; solo, {near} of {len(margins)} tokens have a margin of at most twice that",
+        sentence=f"{sentence}; solo, {near} of {len(tops)} tokens have a margin of at most twice that",
         figures={
             "flips": len(flips), "ties": ties, "within": within, "largest_margin": largest, "spread": spread,
-            "near": near, "tokens": len(margins), "first_flip": first_flip,
+            "near": near, "tokens": len(tops), "first_flip": first_flip,
         },
     )  # fmt: skip
 
 
-def run_step(run: Run, impl: str, alone: Sequence[str]) -> Step:
-    """Whether the same requests in the same batches gave the same bits; `alone` has the digest of each solo trace."""
+def run_step(run: Run, impl: str, solo: Sequence[str]) -> Step:
+    """Whether the same requests in the same batches gave the same bits; `solo` has the digest of each solo trace."""
     rows = replays(run).get(impl, [])
     if not rows:
         failed = next((r.reason for r in run.rows if r.impl == impl and r.varied == "run"), "it was not repeated")
         return Step(name="run", outcome="unknown", sentence=f"the first round could not be compared: {failed}")
-    round_parted, traces = any(row.parted for row in rows), len(set(alone))
+    round_differs, traces = any(row.parted for row in rows), len(set(solo))
     requests, other = (sum(int(r.extra.get(key, 0)) for r in rows) for key in ("requests", "requests_parted"))
-    seen = f"{other} of {requests} requests differ" if round_parted else f"all {requests} requests equal in every bit"
+    seen = f"{other} of {requests} requests differ" if round_differs else f"all {requests} requests equal in every bit"
     return Step(
         name="run",
-        outcome="no" if round_parted or traces > 1 else "yes",
-        sentence=f"the prompt solo, {len(alone)} times: {plural(traces, 'trace')}; the first round, twice: {seen}",
-        figures={"alone": len(alone), "alone_traces": traces, "requests": requests, "requests_parted": other},
+        outcome="no" if round_differs or traces > 1 else "yes",
+        sentence=f"the prompt solo, {len(solo)} times: {plural(traces, 'trace')}; the first round, twice: {seen}",
+        figures={"alone": len(solo), "alone_traces": traces, "requests": requests, "requests_parted": other},
     )
 
 
-def batch_step(run: Run, impl: str, alone: Mapping[str, str]) -> Step:
+def batch_step(run: Run, impl: str, solo: Mapping[str, str]) -> Step:
     """How many completions with concurrent requests differ from the solo one, by its digests "trace" and "tokens"."""
     good = _completions(run, impl)
     rounds = [[c for c in good if c.round == number] for number in sorted({c.round for c in good})]
     sizes = list(map(len, rounds))
-    traces = [sum(c.trace != alone["trace"] for c in cs) for cs in rounds]
-    tokens = [sum(c.tokens_digest != alone["tokens"] for c in cs) for cs in rounds]
+    traces = [sum(c.trace != solo["trace"] for c in cs) for cs in rounds]
+    tokens = [sum(c.tokens_digest != solo["tokens"] for c in cs) for cs in rounds]
     in_rounds = [sum(k > 0 for k in hits) for hits in (traces, tokens)]
-    figures = {
-        "n": float(len(good)),
-        "rounds": float(len(rounds)),
-        "traces": float(sum(traces)),
-        "tokens": float(sum(tokens)),
-        "rounds_traces": float(in_rounds[0]),
-        "rounds_tokens": float(in_rounds[1]),
-        # of the round whose repetition was equal: differences there are attributed to the batch already
-        "repeated_round_traces": float(traces[0] if traces else 0),
-        "distinct_traces": float(len({c.trace for c in good})),
-        "distinct_completions": float(len({c.tokens_digest for c in good})),
-    }
+    figures: dict[str, float] = {"n": len(good), "rounds": len(rounds), "traces": sum(traces), "tokens": sum(tokens)}
+    figures |= {"rounds_traces": in_rounds[0], "rounds_tokens": in_rounds[1]}
+    # of the round whose repetition was equal: differences there are attributed to the batch already
+    figures["repeated_round_traces"] = traces[0] if traces else 0
+    figures["distinct_traces"] = len({c.trace for c in good})
+    figures["distinct_completions"] = len({c.tokens_digest for c in good})
     if not good:
         return Step(name="batch", outcome="unknown", sentence="no completion finished", figures=figures)
     of_rounds = f"of {plural(len(rounds), 'round')}"
@@ -122,20 +115,20 @@ def batch_step(run: Run, impl: str, alone: Mapping[str, str]) -> Step:
     return Step(name="batch", outcome="yes" if sum(traces) else "no", sentence=sentence, figures=figures)
 
 
-def cure_step(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
-    """What is left of the divergence under `impl`, whose solo trace is `alone` and which left `gaps` stock."""
+def cure_step(run: Run, impl: str, solo: str, gaps: Sequence[str]) -> Step:
+    """What is left of the divergence under `impl`, whose solo trace is `solo` and which left `gaps` stock."""
     good = _completions(run, impl)
-    traces = {c.trace for c in good} | {alone}
+    traces = {c.trace for c in good} | {solo}
     rows = replays(run).get(impl, [])
     unsteady = any(row.parted for row in rows)
     axes = [a for a in run.axes if a.impl == impl]
     tried, differ = sum(a.tried for a in axes), sum(a.traces for a in axes)
     failed = sum(c.impl == impl and c.status != "ok" for c in run.completions)
     lost = sum(c.nonfinite > 0 for c in good)  # NaN agrees with itself: that is not a fix
-    parted = len(traces) > 1 or unsteady or bool(differ) or bool(lost)
+    diverged = len(traces) > 1 or unsteady or bool(differ) or bool(lost)
     # a sample with failures, or without a round whose repetition was equal, shows neither that the fix works nor that
     # it fails
-    cured = not parted and bool(good) and bool(rows) and not failed
+    cured = not diverged and bool(good) and bool(rows) and not failed
     rounds = len({c.round for c in good})
     parts = [
         f"{plural(len(traces), 'distinct trace')} in {plural(len(good), 'completion')} under load and the solo one"
@@ -152,22 +145,22 @@ def cure_step(run: Run, impl: str, alone: str, gaps: Sequence[str]) -> Step:
     coverage = "complete: no call was left stock without proof, none is at risk"
     if gaps:
         coverage = f"not complete: {', '.join(gaps)}"
-    figures = {"n": len(good), "rounds": rounds, "traces": len(traces), "gaps": len(gaps)}
-    figures |= {"axes_tried": tried, "axes_traces": differ, "unsteady": unsteady}
+    figures: dict[str, float] = {"n": len(good), "rounds": rounds, "traces": len(traces), "gaps": len(gaps)}
+    figures |= {"axes_tried": tried, "axes_traces": differ, "unsteady": int(unsteady)}
     return Step(
         name="cure",
-        outcome="no" if parted else "yes" if cured else "unknown",
+        outcome="no" if diverged else "yes" if cured else "unknown",
         sentence="; ".join([*parts, f"its coverage is {coverage}"]),
-        figures={name: float(value) for name, value in figures.items()},
+        figures=figures,
         facts={"gaps": "; ".join(gaps)},
     )
 
 
-def parted_rounds(run: Run, impl: str, alone: Mapping[str, str]) -> list[int]:
+def differing_rounds(run: Run, impl: str, solo: Mapping[str, str]) -> list[int]:
     """Rounds with a completion that is not the solo one: those with other tokens first, then by number."""
     good = _completions(run, impl)
-    tokens = {c.round for c in good if c.tokens_digest != alone.get("tokens")}
-    traces = {c.round for c in good if c.trace != alone.get("trace")}
+    tokens = {c.round for c in good if c.tokens_digest != solo.get("tokens")}
+    traces = {c.round for c in good if c.trace != solo.get("trace")}
     return sorted(traces, key=lambda number: (number not in tokens, number))
 
 
@@ -285,9 +278,9 @@ def conclude(run: Run) -> Diagnosis:
     finding = _finding(run, step)
     if finding == Finding.CLEAN:
         return Diagnosis(finding=finding, whether=_clean(step, axes), limits=_limits(run, step))
-    parted = "not in the load as sampled, but where one property of the batch was changed"
+    how = "not in the load as sampled, but where one property of the batch was changed"
     if step["batch"].outcome == "yes":
-        parted = step["batch"].sentence
+        how = step["batch"].sentence
     whether = {
         NOT_GREEDY: f"Decoding is not greedy: {step['greedy'].sentence}.",
         Finding.WRONG: f"Wrong: {step['greedy'].sentence}. Whether the batch matters was not tested.",
@@ -295,7 +288,7 @@ def conclude(run: Run) -> Diagnosis:
         "not known.",
         UNKNOWN: "Not known: a step that is needed has no answer.",
         Finding.UNATTRIBUTED: f"Divergent, because of the batch or from run to run: {step['batch'].sentence}.",
-    }.get(finding, f"Batch-dependent: {parted}.")
+    }.get(finding, f"Batch-dependent: {how}.")
     return Diagnosis(
         finding=finding,
         whether=whether,
@@ -347,9 +340,9 @@ def traced_effect(run: Run, verdict: TraceVerdict) -> Effect:
 def _unsteady(run: Run, step: dict[str, Step]) -> str:
     if step["run"].outcome == "no" or not run.trace_verdicts:
         return step["run"].sentence
-    parted = _replay(run.culprits, "repeat")
-    if parted and run.trace_verdicts[-1].finding != "run-to-run":
-        culprit, replay = parted
+    unsteady = _replay(run.culprits, "repeat")
+    if unsteady and run.trace_verdicts[-1].finding != "run-to-run":
+        culprit, replay = unsteady
         return f"`{culprit.call}` of {culprit.module}: {replay.sentence}"
     return "; ".join(run.trace_verdicts[-1].sentences)
 
@@ -370,10 +363,10 @@ def _where(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
     flip = step["margin"].figures.get("first_flip", -1)
     if flip >= 0:
         parts.append(f"the first token that flips is token {int(flip)}")
-    parted = [f"{axis_title(a.axis)} ({a.traces} of {a.tried} traces)" for a in axes if a.traces]
+    differing = [f"{axis_title(a.axis)} ({a.traces} of {a.tried} traces)" for a in axes if a.traces]
     clean = [f"{axis_title(a.axis)} (0 of {a.tried})" for a in axes if a.tried and not a.traces]
-    if parted:
-        parts.append(f"changing only one property changes the logprobs: {', '.join(parted)}")
+    if differing:
+        parts.append(f"changing only one property changes the logprobs: {', '.join(differing)}")
     if clean:
         parts.append(f"no difference seen from changing {', '.join(clean)}")
     return _sentence("; ".join(parts))
@@ -388,8 +381,8 @@ def _why(run: Run, finding: str) -> str:
         parts.append(_sentence(f"The first operator to differ: {named[0].sentence}"))
         if len(named) > 1:
             parts.append(_sentence("after it " + ", ".join(f"`{c.call}` of {c.module}" for c in named[1:])))
-        telling = [r for r in named[0].replays if r.name in ("repeat", "rows only", "values", "exact", "tree")]
-        parts += [_sentence(r.sentence) for r in telling if r.status != "error"]
+        shown = [r for r in named[0].replays if r.name in ("repeat", "rows only", "values", "exact", "tree")]
+        parts += [_sentence(r.sentence) for r in shown if r.status != "error"]
     elif run.culprits or run.trace_verdicts:
         unnamed = culprits[0].sentence if culprits else NOT_MET
         if not run.culprits:

@@ -32,78 +32,48 @@ class KnownBy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request.
+    """One request."""
 
-    Attributes:
-        id: Unique within a run; never sent to the server.
-        prompt: A chat endpoint gets it as one user message.
-        temperature: 0.0 is greedy.
-        seed: Of the server's sampler; None sends none.
-        top_k, top_p: What is kept at a temperature above 0: 0 and 1.0 are all. Not every format has top_k.
-        top_logprobs: Alternatives requested at each position; 0 requests no logprobs.
-        cached: False tells the server not to reuse a cached prefix, where that is possible; None sends nothing.
-    """
-
-    id: str
-    prompt: str
+    id: str  # unique within a run; never sent to the server
+    prompt: str  # a chat endpoint gets it as one user message
     max_tokens: int
-    temperature: float = 0.0
-    seed: int | None = None
-    top_k: int = 0
+    temperature: float = 0.0  # 0.0 is greedy
+    seed: int | None = None  # of the server's sampler; None sends none
+    top_k: int = 0  # what is kept at a temperature above 0: 0 and a top_p of 1.0 are all. Not every format has top_k
     top_p: float = 1.0
-    top_logprobs: int = 2
-    cached: bool | None = None
+    top_logprobs: int = 2  # alternatives requested at each position; 0 requests no logprobs
+    cached: bool | None = None  # False tells the server not to reuse a cached prefix, if it can; None sends nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The result of one request. Never an exception: a failure is an answer with a reason.
-
-    Attributes:
-        text: The completion, as sent; "" if it failed.
-        token_ids: One for each generated token; None where the server gives no ids.
-        token_bytes: UTF-8 bytes of each token; None where the server gives none.
-        logprobs: Little-endian float32, one for each token, each the float32 nearest to the decimal that was sent (not
-            to its float64); empty where the server gives none.
-        margins: Little-endian float32, top-1 minus top-2 logprob of each position; empty where unknown.
-        chosen_is_top: Positions at which the chosen token has the largest logprob, ties included; None if unknown.
-        runner_up: For each position the better of the other alternatives: its id, or -1 where the server gives none.
-        finish: "length", "eos" (the server's "stop"), or "error".
-        prompt_tokens, cached_tokens: As the server counts them; None where it does not.
-        completion_tokens: As the server counts them, which may differ from what it sent; None where it does not.
-        fingerprint, model: As sent by the server; "" where it sent none.
-        sent, first, done: Seconds on one monotonic clock: first byte sent, first token received (None if not streamed),
-            last byte received. Two requests overlap where these intervals do.
-        attempts: How often it was sent; 1 if nothing went wrong.
-        refusals: Errors of the attempts before the last one: kind -> times ("http-429", "reset", ...).
-        reason: One line, empty unless the request failed.
-        kind: The kind of failure ("timeout", "malformed", "http-500", ...), empty unless it failed.
-        notes: Oddities of an accepted answer, a line each: a usage that differs from the number of tokens, more tokens
-            than requested, a stream without its end mark.
-    """
+    """The result of one request. Never an exception: a failure is an answer with a reason."""
 
     ask: str
-    text: str = ""
-    token_ids: tuple[int, ...] | None = None
-    token_bytes: tuple[bytes, ...] | None = None
+    text: str = ""  # as sent; "" if it failed
+    token_ids: tuple[int, ...] | None = None  # of each generated token; None where the server gives no ids
+    token_bytes: tuple[bytes, ...] | None = None  # UTF-8 bytes of each token; None where the server gives none
+    # little-endian float32, each nearest to the decimal that was sent (not to its float64); empty without logprobs
     logprobs: bytes = b""
-    margins: bytes = b""
-    chosen_is_top: int | None = None
-    runner_up: tuple[int, ...] = ()
-    finish: str = "length"
-    prompt_tokens: int | None = None
+    margins: bytes = b""  # little-endian float32, top-1 minus top-2 logprob of each position; empty where unknown
+    chosen_is_top: int | None = None  # positions where the chosen token has the largest logprob, ties included
+    runner_up: tuple[int, ...] = ()  # id of the better of the other alternatives; -1 where the server gives none
+    finish: str = "length"  # or "eos" (the server's "stop"), or "error"
+    prompt_tokens: int | None = None  # as the server counts them, like the next; None where it does not
     cached_tokens: int | None = None
-    completion_tokens: int | None = None
-    fingerprint: str = ""
+    completion_tokens: int | None = None  # may differ from what it sent
+    fingerprint: str = ""  # as sent by the server, like the model
     model: str = ""
+    # seconds on one monotonic clock: first byte sent, first token received (None if not streamed), last byte received;
+    # two requests overlap where these intervals do
     sent: float = 0.0
     first: float | None = None
     done: float = 0.0
-    attempts: int = 1
-    refusals: Mapping[str, int] = field(default_factory=dict)
-    reason: str = ""
-    kind: str = ""
-    notes: tuple[str, ...] = ()
+    attempts: int = 1  # how often it was sent
+    refusals: Mapping[str, int] = field(default_factory=dict)  # errors of earlier attempts: "http-429" -> times
+    reason: str = ""  # why it failed, in one line
+    kind: str = ""  # of the failure: "timeout", "malformed", "http-500", ...
+    notes: tuple[str, ...] = ()  # oddities of an accepted answer, a line each
 
     @property
     def ok(self) -> bool:
@@ -285,7 +255,7 @@ def build_arms(
     """
     rounds = _Rounds(load, prompts, max_tokens, seed, texts, "cold" in arms)
     if opening:
-        rounds.first(0)
+        rounds.single("first", 1)
     solo = arms.get("solo", 0)
     # half before and half after, and two before where there are two at all: the rest is compared with them
     before = solo if len(arms) == 1 else min(solo, max(2, (solo + 1) // 2))
@@ -303,7 +273,7 @@ def build_arms(
     if solo > before:
         rounds.single("solo", solo - before, before)
     if opening:
-        rounds.first(1)
+        rounds.single("first", 1, 1)
     return ArmPlan(({"first": 2} if opening else {}) | dict(arms), tuple(rounds.drawn))
 
 
@@ -319,16 +289,11 @@ class _Rounds:
     cold: bool = False
     drawn: list[ArmRound] = field(default_factory=list)
 
-    def first(self, index: int) -> None:
-        """The request at the beginning and at the end of a run."""
-        requests = (self._target("first", 0, index),)
-        self.drawn.append(ArmRound(len(self.drawn), "first", requests, 1, 0.0, False, "one at a time"))
-
     def single(self, arm: str, count: int, first: int = 0) -> None:
-        """One request at a time."""
+        """One request at a time; of the arm "first" only one prompt's."""
         number, requests = len(self.drawn), list[Planned]()
         for i in range(first, first + count):
-            for p in range(self.prompts):
+            for p in range(self.prompts if arm != "first" else 1):
                 if arm in ("solo", "warm") and i == first:  # a prompt's first finds no cached prefix: not counted
                     requests.append(Planned(f"r{number}-prime-{p:05d}", False, p, "", self.max_tokens))
                 requests.append(self._target(arm, p, i))
@@ -365,8 +330,8 @@ class _Rounds:
         rng.shuffle(requests)
         if load.rate:
             at = 0.0
-            for place, r in enumerate(requests):
-                requests[place] = replace(r, wait=round(at, 6))
+            for i, r in enumerate(requests):
+                requests[i] = replace(r, wait=round(at, 6))
                 at += rng.expovariate(load.rate)
         arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
         pattern = f"{mix}, {arrival}, in an order of its own"
@@ -466,16 +431,11 @@ class Tokens:
 
     Ids are the server's own. If a server gives only the bytes of each token, an id is made from the bytes, so that two
     runs agree on it. If it gives only text, completions are compared character by character: code points are the ids.
-
-    Attributes:
-        known_by: What every completion of the run is compared by.
-        pieces: Id -> its text, of those whose text the server gives.
-        with_logprobs: Whether the server's first answers had logprobs; then an answer without them can't be compared.
     """
 
-    known_by: KnownBy
-    pieces: dict[int, str] = field(default_factory=dict)
-    with_logprobs: bool = False
+    known_by: KnownBy  # what every completion of the run is compared by
+    pieces: dict[int, str] = field(default_factory=dict)  # id -> its text, where the server gives it
+    with_logprobs: bool = False  # whether the first answers had logprobs: then one without can't be compared
 
     def piece(self, token: int) -> str:
         """The text of one token; its id in brackets where the server gives no text of it."""
@@ -489,7 +449,7 @@ class Tokens:
             if answer.token_ids is None:
                 return "it has no token ids, and others of this run do"
             ids = list(answer.token_ids)
-            self._remember(ids, answer.token_bytes)
+            self._remember(ids, answer.token_bytes or ())
         elif self.known_by == KnownBy.BYTES:
             if answer.token_bytes is None:
                 return "it has no bytes of its tokens, and others of this run do"
@@ -499,16 +459,16 @@ class Tokens:
         if any(not 0 <= i <= _MOST_TOKENS for i in ids):
             return f"a token id that is not from 0 to {_MOST_TOKENS}"
         # figures of tokens belong to no character of a text
-        per_token = self.known_by != KnownBy.TEXT
-        sent = (answer.logprobs, answer.margins)
-        logprobs, margins = (figures if per_token and len(figures) == 4 * len(ids) else b"" for figures in sent)
-        if per_token and self.with_logprobs and ids and not logprobs:
+        size = 4 * len(ids) if self.known_by != KnownBy.TEXT else -1
+        logprobs, margins = (x if len(x) == size else b"" for x in (answer.logprobs, answer.margins))
+        if size > 0 and self.with_logprobs and not logprobs:
             return "it has no logprobs, and others of this run do"
         runner_up = list(answer.runner_up) if self.known_by == KnownBy.IDS else []
         if len(runner_up) != len(ids) or any(not 0 <= i <= _MOST_TOKENS for i in runner_up):
             runner_up = []
+        digest = trace_digest(ids, logprobs)
         return Trace(
-            digest=trace_digest(ids, logprobs),
+            digest=digest,
             token_ids=ids,
             logprobs=logprobs,
             margins=margins,
@@ -516,11 +476,10 @@ class Tokens:
             text=clean(answer.text),
         )
 
-    def _remember(self, ids: list[int], data: tuple[bytes, ...] | None) -> None:
-        if data is not None and len(data) == len(ids):
+    def _remember(self, ids: list[int], data: tuple[bytes, ...]) -> None:
+        if len(data) == len(ids):
             for token, piece in zip(ids, data, strict=True):
-                if token not in self.pieces:
-                    self.pieces[token] = piece.decode("utf-8", "backslashreplace")
+                self.pieces.setdefault(token, piece.decode("utf-8", "backslashreplace"))
 
     def _made(self, data: bytes) -> int:
         """An id made from the bytes; if two of a run would share one, the next free one."""

@@ -123,10 +123,10 @@ class Watcher:
                 self.diverged |= answer != self._first.setdefault(who, answer) or completion.nonfinite > 0
                 good[who] += 1
         if ended.arm == "loaded":
-            company = ended.traffic.in_company if ended.traffic is not None else 0
-            alone = max(0, ended.targets - company)
-            self._tries.update({who: count - alone for who, count in good.items() if count > alone})
-            self._loads[ended.impl] += company > 0
+            accompanied = ended.traffic.in_company if ended.traffic is not None else 0
+            solo = max(0, ended.targets - accompanied)
+            self._tries.update({who: count - solo for who, count in good.items() if count > solo})
+            self._loads[ended.impl] += accompanied > 0
         # as `nondet.verdict.served.proven_tries` counts them, which may all have been one prompt's
         counts = [count for (impl, _), count in self._tries.items() if impl == ended.impl]
         tries = self._loads[ended.impl] if self._by == "load" else sum(counts)

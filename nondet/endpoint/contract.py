@@ -66,25 +66,25 @@ class Contract:
     listed: list[str]
     drawn: bool = False
     number: int = 0
+    known_by: KnownBy = KnownBy.TEXT  # what identifies two of its answers
 
     async def check(self, known: Collection[str] = ()) -> ContractResult:
         """Run all checks; where all have an answer already, only two requests are sent."""
-        answered = all(q in known for q in QUESTIONS if self.drawn or q != "independent")
         once = await self.send()
         if not once.ok:
-            return ContractResult(once, KnownBy.TEXT, False, ())
+            return ContractResult(once, self.known_by, False, ())
         again = await self.send()
-        known_by = max(once.known_by, again.known_by if again.ok else once.known_by, key=list(KnownBy).index)
-        if answered:
-            return ContractResult(once, known_by, bool(once.logprobs), ())
+        self.known_by = max(once.known_by, again.known_by if again.ok else once.known_by, key=list(KnownBy).index)
+        if all(q in known for q in QUESTIONS if self.drawn or q != "independent"):
+            return ContractResult(once, self.known_by, bool(once.logprobs), ())
         answers = [
             self._listed(),
-            self._known(once, known_by),
+            self._known(once),
             self._answer("logprobs", "yes" if once.logprobs else "no", _logprobs_words(once)),
             self._greedy([a for a in (once, again) if a.ok]),
-            self._max_tokens(once, known_by),
-            *self._repeatable(once, again, known_by),
-            *await self._sampled(once, known_by),
+            self._max_tokens(once),
+            *self._repeatable(once, again),
+            *await self._sampled(once),
             await self._distribution(),
             self._sums(once),
             self._answer(
@@ -94,7 +94,7 @@ class Contract:
             ),
             self._cache_counted(again),
         ]
-        return ContractResult(once, known_by, bool(once.logprobs), tuple(answers))
+        return ContractResult(once, self.known_by, bool(once.logprobs), tuple(answers))
 
     async def send(self, temperature: float = 0.0, seed: int | None = None, max_tokens: int = _TOKENS) -> Answer:
         """One short request."""
@@ -103,6 +103,10 @@ class Contract:
             id=f"contract-{self.number}", prompt=self.prompt, max_tokens=max_tokens, temperature=temperature, seed=seed
         )
         return await self.client.complete(request)
+
+    def _tokens(self, answer: Answer) -> tuple[int, ...]:
+        trace = Tokens(self.known_by).trace(answer)
+        return (-1,) if isinstance(trace, str) else tuple(trace.token_ids)
 
     def _answer(self, question: str, answer: str, evidence: str) -> ContractAnswer:
         return ContractAnswer(impl=self.impl, question=question, answer=answer, evidence=one_line(evidence, 300))
@@ -114,10 +118,10 @@ class Contract:
             return self._answer("listed", "yes", f"{self.model} is one of {len(self.listed)}")
         return self._answer("listed", "no", f"it answers as {self.model}, and lists {', '.join(self.listed[:5])}")
 
-    def _known(self, once: Answer, known_by: KnownBy) -> ContractAnswer:
-        if known_by == KnownBy.IDS:
+    def _known(self, once: Answer) -> ContractAnswer:
+        if self.known_by == KnownBy.IDS:
             return self._answer("known-by", "yes", f"{len(once.token_ids or ())} ids: completions are compared by them")
-        what = "the bytes of each token" if known_by == KnownBy.BYTES else "their text, character by character"
+        what = "the bytes of each token" if self.known_by == KnownBy.BYTES else "their text, character by character"
         return self._answer("known-by", "no", f"completions are compared by {what}")
 
     def _greedy(self, answers: list[Answer]) -> ContractAnswer:
@@ -131,12 +135,12 @@ class Contract:
         text = f"{top} of {tokens} chosen tokens have the largest logprob{tied}"
         return self._answer("greedy", "yes" if top == tokens else "no", text)
 
-    def _max_tokens(self, once: Answer, known_by: KnownBy) -> ContractAnswer:
+    def _max_tokens(self, once: Answer) -> ContractAnswer:
         sent = once.completion_tokens if once.completion_tokens is not None else _length(once)
         if not sent:
             return self._answer("max-tokens", "unknown", "answers include neither tokens nor their number")
         text = f"{sent} tokens of {_TOKENS} requested, finish {once.finish}"
-        if known_by != KnownBy.TEXT and _length(once) != sent:
+        if self.known_by != KnownBy.TEXT and _length(once) != sent:
             text += f"; it sent {_length(once)} and counts {sent}"
         if max(sent, _length(once)) > _TOKENS:
             return self._answer("max-tokens", "no", text)
@@ -144,17 +148,17 @@ class Contract:
         ended = once.finish == "eos" and sent <= _TOKENS
         return self._answer("max-tokens", "yes" if kept else "unknown" if ended else "no", text)
 
-    def _repeatable(self, once: Answer, again: Answer, known_by: KnownBy) -> Iterator[ContractAnswer]:
+    def _repeatable(self, once: Answer, again: Answer) -> Iterator[ContractAnswer]:
         if not again.ok:
             yield self._answer("repeatable", "unknown", f"the second one failed: {again.reason}")
             yield self._answer("repeatable-bits", "unknown", "the second one failed")
             return
-        first, second = _tokens(once, known_by), _tokens(again, known_by)
+        first, second = self._tokens(once), self._tokens(again)
         at = shared_length(np.array(first, np.int32), np.array(second, np.int32))
         same = first == second
         hits = [a.cached_tokens for a in (once, again)]
         cached = "" if hits[0] == hits[1] else f"; cached tokens {hits[0]} and {hits[1]}"
-        unit = "token" if known_by != KnownBy.TEXT else "character"
+        unit = "token" if self.known_by != KnownBy.TEXT else "character"
         text = f"{at} {unit}s identical" if same else f"they first differ at {unit} {at}"
         yield self._answer("repeatable", "yes" if same else "no", text + cached)
         if not once.logprobs or not again.logprobs:
@@ -169,13 +173,13 @@ class Contract:
             text = f"{off} of {count} logprobs differ, by up to {gap:.3g}"
         yield self._answer("repeatable-bits", "no" if off else "yes" if count else "unknown", text + cached)
 
-    async def _sampled(self, once: Answer, known_by: KnownBy) -> list[ContractAnswer]:
+    async def _sampled(self, once: Answer) -> list[ContractAnswer]:
         free = [await self.send(temperature=1.0) for _ in range(_DRAWS)]
         good = [a for a in free if a.ok]
         if len(good) < 2:
             why = f"requests at temperature 1 failed: {free[0].reason}"
             return [self._answer(question, "unknown", why) for question in ("varies", "seed", "tempered")]
-        distinct = len({_tokens(a, known_by) for a in good})
+        distinct = len({self._tokens(a) for a in good})
         chance = _chance_of_agreement(good)
         if distinct > 1:
             varies, text = "yes", f"{distinct} distinct answers of {len(good)}"
@@ -185,13 +189,13 @@ class Contract:
             varies, text = "unknown", f"{len(good)} identical answers; this prompt may leave no choice"
         answers = [self._answer("varies", varies, text)]
         if self.drawn:
-            answers.append(await self._independent(known_by, varies))
+            answers.append(await self._independent(varies))
         pair = [await self.send(temperature=1.0, seed=s) for s in (1, 1, 2)]
-        answers.append(self._tempered(once, [*good, *(a for a in pair if a.ok)], known_by))
+        answers.append(self._tempered(once, [*good, *(a for a in pair if a.ok)]))
         if not all(a.ok for a in pair):
             bad = next(a for a in pair if not a.ok)
             return [*answers, self._answer("seed", "unknown", f"it failed: {bad.reason}")]
-        one, same, other = (_tokens(a, known_by) for a in pair)
+        one, same, other = (self._tokens(a) for a in pair)
         if one != same:
             seed, words = "no", "one seed, two answers"
         elif varies == "yes" or other != one:
@@ -201,10 +205,10 @@ class Contract:
             seed, words = "unknown", "one seed, one answer, but nothing varies without a seed either"
         return [*answers, self._answer("seed", seed, words)]
 
-    def _tempered(self, once: Answer, drawn: list[Answer], known_by: KnownBy) -> ContractAnswer:
+    def _tempered(self, once: Answer, drawn: list[Answer]) -> ContractAnswer:
         """Whether answers at temperature 1 are the greedy one; those without a seed may all be one draw."""
-        greedy = _tokens(once, known_by)
-        other = sum(_tokens(a, known_by) != greedy for a in drawn)
+        greedy = self._tokens(once)
+        other = sum(self._tokens(a) != greedy for a in drawn)
         if other:
             return self._answer("tempered", "yes", f"{other} of {len(drawn)} answers are not the one at temperature 0")
         text = f"all {len(drawn)} answers at temperature 1 are the one at temperature 0"
@@ -213,11 +217,11 @@ class Contract:
             return self._answer("tempered", "unknown", f"{text}; this prompt may leave no choice")
         return self._answer("tempered", "no", f"{text}, by chance in {percent(chance**2, 'up')} of cases")
 
-    async def _independent(self, known_by: KnownBy, varies: str) -> ContractAnswer:
+    async def _independent(self, varies: str) -> ContractAnswer:
         """Whether requests that are sent at once get the same draw, where one after another they do not."""
         sent = await asyncio.gather(*(self.send(temperature=1.0) for _ in range(_AT_ONCE)))
-        answers = {_tokens(a, known_by): a for a in sent if a.ok}
-        counts = Counter(_tokens(a, known_by) for a in sent if a.ok)
+        answers = {self._tokens(a): a for a in sent if a.ok}
+        counts = Counter(self._tokens(a) for a in sent if a.ok)
         most = max(counts, key=counts.__getitem__, default=None)
         if most is None or varies != "yes":
             return self._answer("independent", "unknown", "one after another they do not vary either")
@@ -258,11 +262,6 @@ class Contract:
             return self._answer("cache-counted", "no", "not reported: what the prefix cache does is not known")
         text = f"{again.cached_tokens} of {again.prompt_tokens} prompt tokens in the second answer"
         return self._answer("cache-counted", "yes", text)
-
-
-def _tokens(answer: Answer, known_by: KnownBy) -> tuple[int, ...]:
-    trace = Tokens(known_by).trace(answer)
-    return (-1,) if isinstance(trace, str) else tuple(trace.token_ids)
 
 
 def _length(answer: Answer) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -56,13 +56,13 @@ class Parts:
         if what not in self.notes:
             self.notes.append(what)
 
-    def count(self, **counts: tuple[str, int | None]) -> None:
-        """Token counts as the server sent them, each with its name there; a note if the value is not a count."""
-        for name, (theirs, value) in counts.items():
+    def count(self, counts: Mapping[str, int | None], **theirs: str) -> None:
+        """Take token counts, whose names at the server are `theirs` or the same; a note if a value is not a count."""
+        for name, value in counts.items():
             fits = value is not None and 0 <= value <= TOKENS_MOST
             setattr(self, name, value if fits else None)
             if value is not None and not fits:
-                self.note(f"{theirs} of {str(value)[:40]} (not taken)")
+                self.note(f"{theirs.get(name, name)} of {str(value)[:40]} (not taken)")
 
     def add_ids(self, ids: list[int]) -> None:
         """Append ids of tokens."""
@@ -213,6 +213,10 @@ class _Counts(Struct):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
 
+    @property
+    def counts(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in _Counts.__struct_fields__}
+
 
 class Format:
     """One format of requests and answers."""
@@ -340,10 +344,8 @@ class Completions(Format):
         parts.fingerprint = whole.system_fingerprint or parts.fingerprint
         parts.model = whole.model or parts.model
         if (usage := whole.usage) is not None:
-            details = usage.prompt_tokens_details or _Counts()
-            counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-            counts["cached_tokens"] = details.cached_tokens
-            parts.count(**{name: (name, value) for name, value in counts.items() if value is not None})
+            counts = {**usage.counts, "cached_tokens": (usage.prompt_tokens_details or _Counts()).cached_tokens}
+            parts.count({name: value for name, value in counts.items() if value is not None})
         if not whole.choices and streamed:  # usage only
             return
         if len(whole.choices) != 1:
@@ -484,11 +486,7 @@ class SglangGenerate(Format):
     def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
         whole = read(document, _Generated)
         meta, ids = whole.meta_info, whole.output_ids
-        parts.count(
-            prompt_tokens=("prompt_tokens", meta.prompt_tokens),
-            completion_tokens=("completion_tokens", meta.completion_tokens),
-            cached_tokens=("cached_tokens", meta.cached_tokens),
-        )
+        parts.count(meta.counts)
         if not parts.ids or parts.completion_tokens == len(ids):  # not an incremental stream
             parts.ids, parts.text, parts.chosen, parts.top = [], [], [], []
         parts.add_ids(ids)
@@ -570,10 +568,10 @@ class Completion(Format):
         parts.finish = last.stop_type
         parts.ended = True
         parts.model = last.model or parts.model
+        counts = {"prompt_tokens": last.tokens_evaluated, "completion_tokens": last.tokens_predicted}
+        counts["cached_tokens"] = last.timings.cache_n if last.timings is not None else None
         parts.count(
-            prompt_tokens=("tokens_evaluated", last.tokens_evaluated),
-            completion_tokens=("tokens_predicted", last.tokens_predicted),
-            cached_tokens=("cache_n", last.timings.cache_n if last.timings is not None else None),
+            counts, prompt_tokens="tokens_evaluated", completion_tokens="tokens_predicted", cached_tokens="cache_n"
         )
         ids = parts.ids or []
         missing = (parts.completion_tokens or 0) - len(ids)

@@ -1,9 +1,13 @@
-"""Arms of `nondet mismatch` and of `nondet rl`. No torch."""
+"""Arms of `nondet mismatch` and of `nondet rl`, and the tasks that `rl` learns. No torch."""
 
 from __future__ import annotations
 
+import random
+import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from nondet.embedded import DEFAULT_PROMPT
 from nondet.sampling.plan import kernels_of
 
 
@@ -29,3 +33,50 @@ def arm_of(name: str) -> Arm:
     """The arm of this name in `ARMS`, or "invariant:attention+norm" with these families; stock for "file"."""
     base, _, families = kernels_of(name).partition(":")
     return ARMS.get(base, ARMS["stock"])._replace(families=tuple(families.split("+")) if families else ())
+
+
+# Tasks whose rewards follow from the text only, so that no data is fetched.
+
+# Beginnings that the embedded model continues in the style of documentation, where calls have parentheses.
+_BEGINNINGS = (
+    DEFAULT_PROMPT, "Return a", "The class is", "If the argument is not given,", "This function", "The method",
+    "A string", "Raises an error if",
+)  # fmt: skip
+PROMPTS_MOST = len(_BEGINNINGS)
+_LARGEST = 99
+
+
+class Task(NamedTuple):
+    """A task: prompts(count, rng) are a step's texts, equal for equal rngs; reward(prompt, completion) is from 0 to
+    1."""
+
+    prompts: Callable[[int, random.Random], Sequence[str]]
+    reward: Callable[[str, str], float]
+    help: str
+
+
+def balanced(_prompt: str, completion: str) -> float:
+    """1 where there is a pair of parentheses and all are matched."""
+    depth = 0
+    for char in completion:
+        depth += (char == "(") - (char == ")")
+        if depth < 0:
+            return 0.0
+    return float(depth == 0 and "(" in completion)
+
+
+def summed(prompt: str, completion: str) -> float:
+    """1 where the completion of "17+25=" begins with the sum."""
+    wanted = sum(map(int, re.findall(r"\d+", prompt)))
+    found = re.match(r"\s*(\d{1,9})(?!\d)", completion)
+    return float(found is not None and int(found[1]) == wanted)
+
+
+def _sums(count: int, rng: random.Random) -> list[str]:
+    return [f"{rng.randint(1, _LARGEST)}+{rng.randint(1, _LARGEST)}=" for _ in range(count)]
+
+
+TASKS: dict[str, Task] = {
+    "parentheses": Task(lambda count, _: _BEGINNINGS[:count], balanced, "a pair of parentheses, all of them balanced"),
+    "sums": Task(_sums, summed, "the sum of two numbers up to 99; too hard for the embedded model"),
+}

@@ -7,43 +7,50 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nondet.core.compare import bits
-from nondet.core.records import MismatchCost, MismatchEffect, MismatchPlace, MismatchRollout, MismatchVocabulary
+from nondet.core.records import (
+    MismatchCost,
+    MismatchEffect,
+    MismatchPlace,
+    MismatchRollout,
+    MismatchVocabulary,
+    Record,
+)
 from nondet.core.runfile import RunWriter
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.mismatch.arms import arm_of
 from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.kinds import fit
-from nondet.mismatch.rollouts import Rollout
-from nondet.mismatch.trainer import Spec, gradient, layout, score, widths
+from nondet.mismatch.rollouts import Rollout, by_rollout
+from nondet.mismatch.trainer import Keep, Spec, gradient, layout, micro_batches, score, widths
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request, Sampling, Session, StepLog, Watcher
 from nondet.sampling.schedule import requested_logits
 from nondet.trace.trainer import Batch, Row, first_differing_call
 
-SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
+_SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
 _WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, at most
 _EFFECT = 16  # rollouts of each of the two batches whose gradients are compared, at most
-Told = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 FILE = "file"  # the arm of rollouts that are read
 
 
 @dataclass(frozen=True)
-class Asked:
+class RolloutPlan:
     """What to sample: each prompt `n` times, `tokens` long."""
 
     prompts: Sequence[str]
@@ -63,9 +70,14 @@ def kernels(side: str, ran: Counter[str], invariant: bool, families: Sequence[st
     ran.update({f"{side}: {what}": count for what, count in block.coverage().counts().items()})
 
 
-def sampled(loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None) -> list[Rollout]:
+def sample_rollouts(loaded: LoadedModel, plan: RolloutPlan, watcher: Watcher | None = None) -> list[Rollout]:
     """Rollouts drawn at temperature 1 by the engine under load: chunked prefills share steps with decodes."""
-    session, rollouts = _session(loaded, asked, watcher), []
+    return rollouts_of(_session(loaded, plan, watcher))
+
+
+def rollouts_of(session: Session) -> list[Rollout]:
+    """What the engine sampled, in the order of its requests' names."""
+    rollouts = []
     for o in sorted(session.outcomes, key=lambda o: o.request.id):
         start, ids = len(o.request.prompt), [*o.request.prompt, *o.token_ids]
         values = np.frombuffer(o.logprobs, dtype="<f4").astype(np.float32)
@@ -75,19 +87,32 @@ def sampled(loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None) -
 
 class WholeRows:
     """A watcher that keeps the engine's logits at a seeded sample of positions, in all rollouts. `kept`: (request,
-    position of the token before) -> [V], in the model's dtype, as far as the engine came."""
+    position of the token before) -> [V], in the model's dtype, as far as the engine came; `trained`: the trainer's."""
 
     done = False
 
-    def __init__(self, loaded: LoadedModel, asked: Asked) -> None:
-        starts = [len(loaded.encode(text)) for text in asked.prompts]
-        every, each = range(len(starts) * asked.n * asked.tokens), asked.n * asked.tokens
-        rng = random.Random(f"nondet mismatch rows {asked.seed}")  # noqa: S311 - a sample, not a secret
+    def __init__(self, loaded: LoadedModel, plan: RolloutPlan) -> None:
+        starts = [len(loaded.encode(text)) for text in plan.prompts]
+        every, each = range(len(starts) * plan.n * plan.tokens), plan.n * plan.tokens
+        rng = random.Random(f"nondet mismatch rows {plan.seed}")  # noqa: S311 - a sample, not a secret
         drawn = rng.sample(every, min(len(every), _WHOLE_ROWS))
-        self._places = {
-            (_name(k // each, k % each // asked.tokens), starts[k // each] + k % asked.tokens - 1) for k in drawn
+        self._positions = {
+            (_name(k // each, k % each // plan.tokens), starts[k // each] + k % plan.tokens - 1) for k in drawn
         }
         self.kept: dict[tuple[str, int], torch.Tensor] = {}
+        self.trained: dict[tuple[str, int], torch.Tensor] = {}
+
+    def of_the_trainer(self, rollouts: Sequence[Rollout]) -> Keep:
+        """Keeps the trainer's logits at these positions, as `score` gives them rollout by rollout."""
+        following = iter(rollouts)
+
+        def keep(logits: torch.Tensor, _ids: torch.Tensor) -> None:
+            rollout = next(following)
+            for row, i in zip(logits, rollout.drawn, strict=True):
+                if (rollout.name, i - 1) in self.kept:
+                    self.trained[rollout.name, i - 1] = row.clone()
+
+        return keep
 
     @contextmanager
     def attached(self, model: Any, log: StepLog) -> Iterator[None]:
@@ -96,9 +121,9 @@ class WholeRows:
         def keep(_module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
             logits = requested_logits(kwargs, output)
             predicting = [(span.request, span.first + span.rows - 1) for span in log.pack if span.new]
-            for row, place in enumerate(predicting):
-                if place in self._places:
-                    self.kept[place] = logits[row].detach().clone()
+            for row, position in enumerate(predicting):
+                if position in self._positions:
+                    self.kept[position] = logits[row].detach().clone()
 
         # before the engine's own hook, which changes the logits so that the drawn token is chosen
         handle = model.register_forward_hook(keep, with_kwargs=True, prepend=True)
@@ -112,21 +137,19 @@ def over_vocabulary(
     impl: str, sampler: Mapping[tuple[str, int], torch.Tensor], trainer: Mapping[tuple[str, int], torch.Tensor]
 ) -> MismatchVocabulary | None:
     """Both sides' logits [V] by (rollout, position), where both have them; None where no position has."""
-    places = sorted(sampler.keys() & trainer.keys())
+    positions = sorted(sampler.keys() & trainer.keys())
     differ, kl = [], []
-    for place in places:
-        one, other = (side[place].double() for side in (sampler, trainer))  # exact
+    for position in positions:
+        one, other = (side[position].double() for side in (sampler, trainer))  # exact
         differ.append(int((bits(one) != bits(other)).sum()))
         mine, theirs = one.log_softmax(-1), other.log_softmax(-1)
         terms = torch.where(mine.isneginf(), 0.0, mine.exp() * (mine - theirs))
         total = float(terms.sum()) if differ[-1] else 0.0
         kl.append(max(0.0, total) if math.isfinite(total) else sys.float_info.max)
-    if not places:
+    if not positions:
         return None
-    names, positions = zip(*places, strict=True)
-    return MismatchVocabulary(
-        impl=impl, size=len(one), rollouts=list(names), positions=list(positions), differ=differ, kl=kl
-    )
+    names, at = zip(*positions, strict=True)
+    return MismatchVocabulary(impl=impl, size=len(one), rollouts=list(names), positions=list(at), differ=differ, kl=kl)
 
 
 def _name(prompt: int, rollout: int) -> str:
@@ -134,26 +157,44 @@ def _name(prompt: int, rollout: int) -> str:
 
 
 def _session(
-    loaded: LoadedModel, asked: Asked, watcher: Watcher | None = None, again: Sequence[Rollout] = ()
+    loaded: LoadedModel, plan: RolloutPlan, watcher: Watcher | None = None, again: Sequence[Rollout] = ()
 ) -> Session:
     """A session that feeds the earlier tokens of `again` and does not draw them: the model's logits stay unchanged."""
-    rng, requests = random.Random(f"nondet mismatch {asked.seed}"), list[Request]()  # noqa: S311 - arrivals, no secret
-    for i, text in enumerate(asked.prompts):
-        for j in range(asked.n):
-            drawn = Sampling(1.0, 0, 1.0, (asked.seed * 1_000_003 + i * 10_007 + j) % 2**63)
-            prompt, arrival = tuple(loaded.encode(text)), rng.randrange(SPREAD)
-            name, draw = _name(i, j), None if again else drawn
-            requests.append(Request(name, True, prompt, asked.tokens, arrival, i, draw))
-    return answered(loaded, requests, watcher, {r.name: [r.ids[i] for i in r.drawn] for r in again})
+
+    def seed(prompt: int, rollout: int) -> int:
+        return (plan.seed * 1_000_003 + prompt * 10_007 + rollout) % 2**63
+
+    arrivals = random.Random(f"nondet mismatch {plan.seed}")  # noqa: S311 - no secret
+    requests = make_requests(loaded, plan.prompts, plan.n, plan.tokens, arrivals, None if again else seed)
+    return run_requests(loaded, requests, watcher, {r.name: [r.ids[i] for i in r.drawn] for r in again})
 
 
-def answered(
+def make_requests(
+    loaded: LoadedModel,
+    prompts: Sequence[str],
+    n: int,
+    tokens: int,
+    arrivals: random.Random,
+    seed: Callable[[int, int], int] | None,
+) -> list[Request]:
+    """So many for each prompt, which arrive over a few steps of the engine; `seed` gives that of (prompt, rollout), or
+    None where nothing is drawn."""
+    requests = []
+    for i, text in enumerate(prompts):
+        prompt = tuple(loaded.encode(text))
+        for j in range(n):
+            draw, arrival = seed and Sampling(1.0, 0, 1.0, seed(i, j)), arrivals.randrange(_SPREAD)
+            requests.append(Request(_name(i, j), True, prompt, tokens, arrival, i, draw))
+    return requests
+
+
+def run_requests(
     loaded: LoadedModel, requests: Sequence[Request], watcher: Watcher | None = None,
     forced: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Session:  # fmt: skip
     """The engine's answers, with chunked prefills that run in steps with decodes. Raises EngineStoppedError."""
     unused, count = (1, 1), len(requests)  # lengths of background requests
-    load = Load(others=0, targets=count, spread=SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
+    load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
     loaded.model.eval()
     with torch.no_grad():
         ordered = sorted(requests, key=lambda r: r.arrival_step)
@@ -164,113 +205,94 @@ def answered(
     return session
 
 
-def collect(
-    arms: Sequence[str], writer: RunWriter, spec: Spec, told: Told, *, sampler: LoadedModel | None,
-    trainer: LoadedModel | None = None, older: LoadedModel | None = None, asked: Asked | None = None,
-    rollouts: Mapping[str, Sequence[Rollout]] = MappingProxyType({}),
-) -> None:  # fmt: skip
-    """Every arm that the run file does not hold yet.
+class Models(NamedTuple):
+    """What computes the two sides, in the dtype of each, and other weights that a side may have had."""
 
-    Args:
-        sampler: The model; None where the rollouts have both sides' logprobs and the kind is not requested.
-        trainer: The same weights in the trainer's dtype; None where that is the sampler's.
-        older: Other weights that a side may have had.
-        asked, rollouts: What is sampled, or else what was read, by arm.
-    """
+    sampler: LoadedModel | None = None  # None where rollouts have both sides' logprobs and the kind is not requested
+    trainer: LoadedModel | None = None  # None where its dtype is the sampler's
+    older: LoadedModel | None = None
+
+
+def collect(
+    arms: Sequence[str],
+    writer: RunWriter,
+    spec: Spec,
+    say: Say,
+    models: Models,
+    plan: RolloutPlan | None = None,
+    rollouts: Mapping[str, Sequence[Rollout]] = MappingProxyType({}),
+) -> None:
+    """Every arm that the run file does not hold yet. Rollouts are sampled by the plan, or were read, by arm."""
     for arm in arms:
         if ("mismatch-cost", arm) not in writer.done:
-            _arm(arm, writer, spec, told, sampler, trainer or sampler, older, asked, rollouts.get(arm, ()))
+            _arm(arm, writer, spec, say, models, plan, rollouts.get(arm, ()))
 
 
 def _arm(
-    arm: str, writer: RunWriter, spec: Spec, told: Told, sampler: LoadedModel | None, trainer: LoadedModel | None,
-    older: LoadedModel | None, asked: Asked | None, rollouts: Sequence[Rollout],
+    arm: str, writer: RunWriter, spec: Spec, say: Say, models: Models, plan: RolloutPlan | None,
+    rollouts: Sequence[Rollout],
 ) -> None:  # fmt: skip
-    under, ran = arm_of(arm), Counter[str]()
-    if under.trainer:
-        spec = replace(spec, formula="token_logprobs")
-    started, rows, trained = time.perf_counter(), None, dict[tuple[str, int], torch.Tensor]()
-    if asked is not None and sampler is not None:
-        told(f"{arm}: sampling")
-        rows = WholeRows(sampler, asked)
+    under, ran, rows, started = arm_of(arm), Counter[str](), None, time.perf_counter()
+    sampler, trainer = models.sampler, models.trainer or models.sampler
+    spec = replace(spec, formula="token_logprobs") if under.trainer else spec
+
+    def put(records: Iterable[Record | None]) -> None:
+        for record in records:
+            if record is not None and record.key not in writer.done:
+                writer.write(record)
+
+    if plan is not None and sampler is not None:
+        say(f"{arm}: sampling")
+        rows = WholeRows(sampler, plan)
         with kernels("sampler", ran, under.sampler, under.families):
-            rollouts = sampled(sampler, asked, rows)
-    following = iter(rollouts)
-
-    def keep(logits: torch.Tensor, _ids: torch.Tensor) -> None:
-        rollout = next(following)
-        for at, i in enumerate(rollout.drawn):
-            if rows is not None and (rollout.name, i - 1) in rows.kept:
-                trained[rollout.name, i - 1] = logits[at].clone()
-
-    drawn = time.perf_counter()
-    trainers = [r.trainer for r in rollouts if r.trainer is not None]
-    ours = len(trainers) < len(rollouts)
+            rollouts = sample_rollouts(sampler, plan, rows)
+    sampled_at, values = time.perf_counter(), [r.trainer for r in rollouts if r.trainer is not None]
     with kernels("trainer", ran, under.trainer, under.families):
-        if ours and trainer is not None:
-            told(f"{arm}: the trainer's forward")
-            values = score(trainer.model, rollouts, spec, gradients=True, keep=keep)
-        else:
-            values = np.concatenate(trainers)
-        ended, at = time.perf_counter(), 0
-        for rollout in rollouts:
-            mine = values[at : at + len(rollout.drawn)]
-            at += len(mine)
-            _put(writer, _record(arm, rollout, mine))
-        seen = np.concatenate([r.sampler for r in rollouts])
-        if sampler is not None and (seen.view(np.uint32) != values.view(np.uint32)).any():
-            told(f"{arm}: what kind it is, each hypothesis fitted")
-            kinds = fit(sampler.model, rollouts, spec, seen, values, arm, older.model if older else None)
-            for record in kinds:
-                _put(writer, record)
-            told(f"{arm}: the gradient")
-            effect = _effect(arm, (trainer or sampler).model, rollouts, spec, seen, values)
-            if effect is not None:
-                _put(writer, effect)
-    differ = bool((seen.view(np.uint32) != values.view(np.uint32)).any())
-    whole = over_vocabulary(arm, rows.kept, trained) if rows is not None else None
-    if whole is not None:
-        _put(writer, whole)
-        differ = differ or any(whole.differ)
+        if len(values) < len(rollouts) and trainer is not None:
+            say(f"{arm}: the trainer's forward")
+            keep = rows.of_the_trainer(rollouts) if rows is not None else None
+            values = [score(trainer.model, rollouts, spec, gradients=True, keep=keep)]
+        trained_at, sides = time.perf_counter(), (np.concatenate([r.sampler for r in rollouts]), np.concatenate(values))
+        put(_record(arm, rollout, mine) for rollout, mine in zip(rollouts, by_rollout(sides[1], rollouts), strict=True))
+        differ = bool((sides[0].view(np.uint32) != sides[1].view(np.uint32)).any())
+        if differ and sampler is not None and trainer is not None:
+            say(f"{arm}: what kind it is, each hypothesis fitted")
+            put(fit(sampler.model, rollouts, spec, *sides, arm, models.older.model if models.older else None))
+            say(f"{arm}: the gradient")
+            put([_effect(arm, trainer.model, rollouts, spec, *sides)])
+    whole = over_vocabulary(arm, rows.kept, rows.trained) if rows is not None else None
+    put([whole])
+    differ |= whole is not None and any(whole.differ)
     # in two formats the embedding is always the first to differ
-    if differ and asked and sampler and trainer and trainer.dtype == sampler.dtype and not spec.autocast:
-        told(f"{arm}: the first call that differs")
-        _put(writer, place_of(arm, sampler, trainer.model, asked, rollouts, spec))
-    cost = MismatchCost(impl=arm, sample_seconds=drawn - started, train_seconds=ended - drawn, ran=dict(ran))
-    writer.write(cost)
+    if differ and plan and sampler and trainer and trainer.dtype == sampler.dtype and not spec.autocast:
+        say(f"{arm}: the first call that differs")
+        put([find_place(arm, sampler, trainer.model, plan, rollouts, spec)])
+    seconds = {"sample_seconds": sampled_at - started, "train_seconds": trained_at - sampled_at}
+    writer.write(MismatchCost(impl=arm, **seconds, ran=dict(ran)))
 
 
-def place_of(
-    arm: str, sampler: LoadedModel, model: Any, asked: Asked, rollouts: Sequence[Rollout], spec: Spec
+def find_place(
+    arm: str, sampler: LoadedModel, model: Any, plan: RolloutPlan, rollouts: Sequence[Rollout], spec: Spec
 ) -> MismatchPlace:
     """Where the trainer's `model` diverges first from the sampler. Both sides are computed again, twice."""
-    under, size = arm_of(arm), spec.micro or len(rollouts)
-    padded = widths(rollouts, spec.micro)
+    under, packed, batches = arm_of(arm), spec.padding == "packed", []
 
     def run(watcher: Watcher) -> Session:
         with kernels("sampler", Counter(), under.sampler, under.families):
-            return _session(sampler, asked, watcher, rollouts)
+            return _session(sampler, plan, watcher, rollouts)
 
-    def forward(first: int) -> Logprobs:
-        part, lengths = rollouts[first : first + size], padded[first : first + size]
+    def forward(part: Sequence[Rollout]) -> Logprobs:
         with kernels("trainer", Counter(), under.trainer, under.families):
-            return score(model, part, spec, gradients=True, padded=lengths)
+            return score(model, part, spec, gradients=True)
 
-    batches = []
-    for first in range(0, len(rollouts), size):
-        part, packed = rollouts[first : first + size], spec.padding == "packed"
-        starts, width = layout([len(r.ids) for r in part], spec.padding, padded[first : first + size])
+    for part in micro_batches(rollouts, spec.micro):
+        starts, width = layout([len(r.ids) for r in part], spec.padding, widths(part, 0))
         rows = {
             r.name: Row(1 if packed else len(part), width, 0 if packed else i, starts[i], len(r.ids))
             for i, r in enumerate(part)
         }
-        batches.append(Batch(partial(forward, first), rows))
+        batches.append(Batch(partial(forward, part), rows))
     return first_differing_call(arm, run, model, batches)
-
-
-def _put(writer: RunWriter, record: Any) -> None:
-    if record.key not in writer.done:
-        writer.write(record)
 
 
 def _record(arm: str, rollout: Rollout, trainer: Logprobs) -> MismatchRollout:
@@ -290,22 +312,20 @@ def _effect(
     count = min(_EFFECT, len(rollouts) // 2)
     if count < 2:
         return None
-    rng, ends = np.random.default_rng(0), np.cumsum([0, *(len(r.drawn) for r in rollouts)])
-    signs = [1.0 if i % 2 else -1.0 for i in range(count)]
-    order = rng.permutation(len(rollouts))
-    made = []
+    order, whole = np.random.default_rng(0).permutation(len(rollouts)), by_rollout(np.arange(len(trainer)), rollouts)
+    signs, made = [1.0 if i % 2 else -1.0 for i in range(count)], []
     for picked, weighted in ((order[:count], False), (order[:count], True), (order[count : 2 * count], False)):
-        places = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in picked])
-        distance = trainer[places].astype(np.float64) - sampler[places]
-        ratios = np.exp(distance) if weighted else np.ones(len(places))
+        positions = np.concatenate([whole[i] for i in picked])
+        distance = trainer[positions].astype(np.float64) - sampler[positions]
+        ratios = np.exp(distance) if weighted else np.ones(len(positions))
         gains = np.repeat(signs, [len(rollouts[i].drawn) for i in picked])
         made.append(gradient(model, [rollouts[i] for i in picked], spec, ratios * gains))
     plain, moved, other = made
     if not float(plain.norm()) > 0 or not float(other.norm()) > 0:
         return None
-    apart = float((moved - plain).norm() / plain.norm())
+    change = float((moved - plain).norm() / plain.norm())
     return MismatchEffect(
-        impl=arm, rollouts=count, moved=apart, cosine=_cosine(moved, plain), other=_cosine(other, plain)
+        impl=arm, rollouts=count, moved=change, cosine=_cosine(moved, plain), other=_cosine(other, plain)
     )
 
 

@@ -22,7 +22,7 @@ import torch
 
 from nondet.core.records import MismatchFloor, MismatchKind
 from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse, margin
-from nondet.mismatch.rollouts import Rollout
+from nondet.mismatch.rollouts import Rollout, by_rollout
 from nondet.mismatch.trainer import FORMULAS, Fault, Formula, Spec, rounded_to_fp8, score, widened, widths
 
 _TOKENS, _ROLLOUTS = 1024, 24  # that hypotheses are computed for, at least one rollout
@@ -192,7 +192,7 @@ def _seen(
     model: Any, wide: Any, plain: Spec, rollouts: Sequence[Rollout], sampler: Logprobs, trainer: Logprobs
 ) -> _Seen:
     chosen = share_of(rollouts)
-    whole = np.split(np.arange(len(sampler)), np.cumsum([len(r.drawn) for r in rollouts])[:-1])
+    whole = by_rollout(np.arange(len(sampler)), rollouts)
     distance = trainer.astype(np.float64) - sampler
     if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):  # also the one that adds most
         chosen = sorted({*chosen, int(np.argmax([_k3(distance[mine]) * len(mine) for mine in whole]))})
@@ -366,10 +366,7 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found
     }.items():  # fmt: skip
         yield from sides("semantic", "template", name, exact(fault), seen.exact)
     for scale in ("row", "tensor", "block", ""):  # and the model's own weights return
-        with torch.no_grad():
-            for weight, own in zip(wide.parameters(), model.parameters(), strict=True):
-                less = rounded_to_fp8("", own, scale) if scale else None
-                weight.copy_(own if less is None else less)
+        _copy_weights(wide, model, scale)
         if scale:
             yield from sides("weights", "fp8 weights", f"a scale a {scale}", exact(), seen.exact)
     own_format = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -385,6 +382,14 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found
     if older is not None:
         cause, what = difference_of(model, older)
         yield from sides("weights", cause, what, rounded(older), seen.own)
+
+
+@torch.no_grad()
+def _copy_weights(wide: Any, model: Any, scale: str) -> None:
+    """Give the wider copy the model's weights, rounded to float8 if a scale is named."""
+    for weight, own in zip(wide.parameters(), model.parameters(), strict=True):
+        rounded = rounded_to_fp8("", own, scale) if scale else None
+        weight.copy_(own if rounded is None else rounded)
 
 
 def difference_of(model: Any, older: Any) -> tuple[str, str]:

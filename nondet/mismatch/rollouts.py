@@ -42,22 +42,19 @@ _ID = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 @dataclass(frozen=True)
 class Rollout:
-    """A text and its sampled tokens; `name` is unique in its file.
+    """A text and its sampled tokens."""
 
-    Attributes:
-        ids: Prompt and completion.
-        drawn: Positions of `ids` that were sampled, in order; the first is 1 or more.
-        sampler: [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong.
-        trainer: The same of the trainer; None where it is to be computed.
-        step: Training step; 0 where it is unknown.
-    """
+    name: str  # unique in its file
+    ids: Sequence[int]  # prompt and completion
+    drawn: Sequence[int]  # positions of `ids` that were sampled, in order; the first is 1 or more
+    sampler: Logprobs  # [drawn] float32, at temperature 1 over the whole vocabulary unless something is wrong
+    trainer: Logprobs | None = None  # the same of the trainer; None where it is to be computed
+    step: int = 0  # of the training; 0 where it is unknown
 
-    name: str
-    ids: Sequence[int]
-    drawn: Sequence[int]
-    sampler: Logprobs
-    trainer: Logprobs | None = None
-    step: int = 0
+
+def by_rollout(values: np.ndarray, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """Values [n] of all sampled tokens, cut into those of each rollout."""
+    return np.split(values, np.cumsum([len(r.drawn) for r in rollouts])[:-1])
 
 
 class _Line(msgspec.Struct):
@@ -176,25 +173,22 @@ def _check_names(line: bytes) -> None:
 
 def _rollout(line: _Line, name: str) -> Rollout:
     """Raises ValueError: a field is missing."""
+    taken: list[int] | slice
     if line.token_ids is not None:
-        ids: list[int] = line.token_ids
-        if line.loss_mask is None or len(line.loss_mask) != len(ids):
-            raise ValueError(f"loss_mask has {len(line.loss_mask or ())} entries for {len(ids)} token_ids")
-        drawn = [i for i, counts in enumerate(line.loss_mask) if counts]
-        sampler = _logprobs("inference_logprobs", line.inference_logprobs, len(ids))[drawn]
-        trainer = None
-        if line.trainer_logprobs is not None:
-            trainer = _logprobs("trainer_logprobs", line.trainer_logprobs, len(ids))[drawn]
+        ids, field, size = line.token_ids, "inference_logprobs", len(line.token_ids)
+        if line.loss_mask is None or len(line.loss_mask) != size:
+            raise ValueError(f"loss_mask has {len(line.loss_mask or ())} entries for {size} token_ids")
+        taken = drawn = [i for i, counts in enumerate(line.loss_mask) if counts]
     else:
-        for field in ("prompt_ids", "completion_ids"):
-            if not getattr(line, field):
-                raise ValueError(f"no token ids: {field} is missing or empty")
         prompt, completion = line.prompt_ids or [], line.completion_ids or []
-        ids, drawn = [*prompt, *completion], list(range(len(prompt), len(prompt) + len(completion)))
-        sampler = _logprobs("sampler_logprobs", line.sampler_logprobs, len(completion))
-        trainer = None
-        if line.trainer_logprobs is not None:
-            trainer = _logprobs("trainer_logprobs", line.trainer_logprobs, len(completion))
+        for name_of, given in (("prompt_ids", prompt), ("completion_ids", completion)):
+            if not given:
+                raise ValueError(f"no token ids: {name_of} is missing or empty")
+        ids, field, size, taken = [*prompt, *completion], "sampler_logprobs", len(completion), slice(None)
+        drawn = list(range(len(prompt), len(ids)))
+    sampler, trainer = _logprobs(field, getattr(line, field), size)[taken], None
+    if line.trainer_logprobs is not None:
+        trainer = _logprobs("trainer_logprobs", line.trainer_logprobs, size)[taken]
     if not drawn or drawn[0] < 1:
         raise ValueError("no token was sampled after a prompt")
     for field, values in (("the sampler", sampler), ("the trainer", trainer)):

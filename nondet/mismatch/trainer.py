@@ -1,13 +1,12 @@
-"""A trainer's full forward over prompt and completion: its layout, its formats, and faults that tests plant. Each row
-of logits that predicts a sampled token is used at once, so that no batch's logits are kept."""
+"""A trainer's full forward over prompt and completion: its layout, its formats, and faults that tests plant."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ _BLOCK = 128
 _PADDINGS = ("right", "left", "packed")
 _KEYS = ("dtype", "autocast", "padding", "micro", "formula", "head")
 
+T = TypeVar("T")
 Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -42,23 +42,19 @@ FORMULAS: dict[str, Formula] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A trainer, as `--trainer` describes it; "" means the model's own.
+    """A trainer, as `--trainer` describes it; "" means the model's own."""
 
-    Attributes:
-        dtype: Of its weights.
-        autocast: The dtype that products run in.
-        padding: "right", "left", or "packed": all rollouts of a micro-batch in one row.
-        micro: Rollouts of one forward; 0: all.
-        formula: A key of `FORMULAS`.
-        head: "float32" where logits are computed from the last hidden state in float32.
-    """
+    dtype: str = ""  # of its weights
+    autocast: str = ""  # the dtype that products run in
+    padding: str = "right"  # or "left", or "packed": all rollouts of a micro-batch in one row
+    micro: int = 0  # rollouts of one forward; 0: all
+    formula: str = "log_softmax"  # a key of `FORMULAS`
+    head: str = ""  # "float32" where logits are computed from the last hidden state in float32
 
-    dtype: str = ""
-    autocast: str = ""
-    padding: str = "right"
-    micro: int = 0
-    formula: str = "log_softmax"
-    head: str = ""
+    def casts(self, model: Any) -> AbstractContextManager[Any]:
+        """The block in which its products run."""
+        device = next(model.parameters()).device.type
+        return torch.autocast(device, DTYPES[self.autocast]) if self.autocast else nullcontext()
 
 
 def parse_spec(text: str) -> Spec:
@@ -86,18 +82,15 @@ def parse_spec(text: str) -> Spec:
 
 @dataclass(frozen=True)
 class Fault:
-    """What one side may have done differently: a hypothesis, or in tests a planted fault.
+    """What one side may have done differently: a hypothesis, or in tests a planted fault."""
 
-    Attributes:
-        positions: "gap" (completions one position later), "restart" (from 0), "double" (0, 2, ...), "shift" (from 1).
-        mask: False where padding on the left is attended to and counted as positions.
-        front, back: Tokens of the prompt that are dropped at its ends; front -1: its first token is there twice.
-    """
+    positions: str = ""  # "gap": completions one later; "restart": from 0; "double": 0, 2, ...; "shift": from 1
+    mask: bool = True  # False where padding on the left is attended to and counted as positions
+    front: int = 0  # tokens of the prompt that are dropped at its beginning; -1: its first token is there twice
+    back: int = 0  # and at its end
 
-    positions: str = ""
-    mask: bool = True
-    front: int = 0
-    back: int = 0
+
+NO_FAULT = Fault()
 
 
 def _text(rollout: Rollout, fault: Fault) -> tuple[list[int], list[int]] | None:
@@ -117,8 +110,14 @@ Keep = Callable[[torch.Tensor, torch.Tensor], None]
 
 def widths(rollouts: Sequence[Rollout], micro: int) -> list[int]:
     """The padded length of each rollout in its micro-batch."""
-    size = micro or len(rollouts)
-    return [max(len(r.ids) for r in rollouts[i - i % size : i - i % size + size]) for i in range(len(rollouts))]
+    return [max(len(r.ids) for r in part) for part in micro_batches(rollouts, micro) for _ in part]
+
+
+def micro_batches(of: Sequence[T], micro: int) -> Iterator[Sequence[T]]:
+    """Consecutive parts of so many; 0: one part."""
+    size = micro or len(of)
+    for first in range(0, len(of), size):
+        yield of[first : first + size]
 
 
 def score(
@@ -133,18 +132,15 @@ def score(
         padded: Lengths that rollouts are padded to where they are part of a batch; else by `spec.micro`.
         formula: Replaces the one that `spec` names.
     """
-    device = next(model.parameters()).device
-    size, fault = spec.micro or len(rollouts), fault or Fault()
-    lengths = padded or widths(rollouts, spec.micro)
-    autocast = torch.autocast(device.type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
     formula, found = formula or FORMULAS[spec.formula], []
+    lengths = micro_batches(padded or widths(rollouts, spec.micro), spec.micro)
     model.train(gradients)
-    with torch.set_grad_enabled(gradients), autocast:
-        for first in range(0, len(rollouts), size):
-            part = rollouts[first : first + size]
-            for logits, ids, count in _logits(model, part, spec, fault, lengths[first : first + size], device):
-                if logits is None:
-                    found.append(np.full(count, np.nan, dtype=np.float32))
+    with torch.set_grad_enabled(gradients), spec.casts(model):
+        for part, wide in zip(micro_batches(rollouts, spec.micro), lengths, strict=True):
+            rows, tokens, counts = predicting_rows(model, part, spec, wide, fault or NO_FAULT)
+            for rollout, logits, ids in zip(part, rows.split(counts), tokens.split(counts), strict=True):
+                if not len(ids):
+                    found.append(np.full(len(rollout.drawn), np.nan, dtype=np.float32))
                     continue
                 if keep is not None:
                     keep(logits.detach(), ids)
@@ -154,19 +150,14 @@ def score(
 
 def gradient(model: Any, rollouts: Sequence[Rollout], spec: Spec, weights: np.ndarray) -> torch.Tensor:
     """The gradient of minus the sum of weights [n] times logprobs, per rollout: [P] float64 on the CPU."""
-    device, size, at = next(model.parameters()).device, spec.micro or len(rollouts), 0
-    autocast = torch.autocast(device.type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
-    lengths = widths(rollouts, spec.micro)
+    left = torch.from_numpy(weights).to(next(model.parameters()).device)
     model.train()
     model.zero_grad(set_to_none=True)
-    for first in range(0, len(rollouts), size):
-        part, loss = rollouts[first : first + size], torch.zeros((), device=device)
-        with torch.enable_grad(), autocast:
-            for logits, ids, count in _logits(model, part, spec, Fault(), lengths[first : first + size], device):
-                mine = torch.from_numpy(weights[at : at + count]).to(device)
-                at += count
-                if logits is not None:
-                    loss = loss - (mine * FORMULAS[spec.formula](logits, ids)).sum() / len(rollouts)
+    for part in micro_batches(rollouts, spec.micro):
+        with torch.enable_grad(), spec.casts(model):
+            logits, ids, _ = predicting_rows(model, part, spec, widths(part, 0))
+            mine, left = left[: len(ids)], left[len(ids) :]
+            loss = -(mine * FORMULAS[spec.formula](logits, ids)).sum() / len(rollouts)
         loss.backward()
     parts = [p.grad.detach().double().flatten().cpu() for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
@@ -181,41 +172,38 @@ def layout(lengths: Sequence[int], padding: str, padded: Sequence[int] = ()) -> 
     return [width - n if padding == "left" else 0 for n in lengths], width
 
 
-def _logits(
-    model: Any, part: Sequence[Rollout], spec: Spec, fault: Fault, lengths: Sequence[int], device: torch.device
-) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, int]]:
-    """(logits of the rows that predict a rollout's sampled tokens, these tokens, how many), rollout by rollout."""
+def predicting_rows(
+    model: Any, part: Sequence[Rollout], spec: Spec, lengths: Sequence[int], fault: Fault = NO_FAULT
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """(logits [n, V] of the rows that predict sampled tokens, these tokens [n], how many of each rollout: 0 where its
+    prompt is too short for the fault), by one forward over these rollouts, padded to `lengths`."""
     texts = [_text(r, fault) for r in part]
     known = [t for t in texts if t is not None]
     if not known:
-        yield from ((None, torch.empty(0), len(r.drawn)) for r in part)
-        return
+        return torch.empty((0, 1)), torch.empty(0), [0] * len(part)
     starts, width = layout([len(text) for text, _ in known], spec.padding, lengths)
-    if spec.padding == "packed":
-        flat = [i for text, _ in known for i in text]
-        flat_positions = [p for text, drawn in known for p in _position_ids(len(text), drawn[0], fault)]
-        inputs = {"input_ids": torch.tensor([flat]), "position_ids": torch.tensor([flat_positions])}
-    else:
-        ids = torch.zeros((len(known), width), dtype=torch.long)
-        mask, positions = torch.zeros_like(ids), torch.zeros_like(ids)
-        for row, (text, drawn) in enumerate(known):
-            at = starts[row]
-            ids[row, at : at + len(text)], mask[row, at : at + len(text)] = torch.tensor(text), 1
-            positions[row, at : at + len(text)] = torch.tensor(_position_ids(len(text), drawn[0], fault))
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+    packed = spec.padding == "packed"
+    ids = torch.zeros((1 if packed else len(known), width), dtype=torch.long)
+    mask, positions, rows, tokens = torch.zeros_like(ids), torch.zeros_like(ids), list[int](), list[int]()
+    for i, ((text, drawn), start) in enumerate(zip(known, starts, strict=True)):
+        row, columns = 0 if packed else i, slice(start, start + len(text))
+        ids[row, columns], mask[row, columns] = torch.tensor(text), 1
+        positions[row, columns] = torch.tensor(_position_ids(len(text), drawn[0], fault))
+        rows += [row * width + start + i - 1 for i in drawn]
+        tokens += [text[i] for i in drawn]
+    inputs = {"input_ids": ids, "position_ids": positions}
+    if not packed:
+        inputs["attention_mask"] = mask
         if not fault.mask:
-            inputs["attention_mask"] = torch.ones_like(mask)
-            inputs["position_ids"] = torch.arange(width)[None].expand_as(ids)
-    out = _forward(model, {k: v.to(device) for k, v in inputs.items()}, spec.head)
-    rows, row = iter(zip(known, starts, strict=True)), 0
-    for rollout, known_text in zip(part, texts, strict=True):
-        if known_text is None:
-            yield None, torch.empty(0), len(rollout.drawn)
-            continue
-        (ids_of, drawn), at = next(rows)
-        here = torch.tensor([at + i - 1 for i in drawn], device=device)
-        yield out[0 if spec.padding == "packed" else row][here], torch.tensor(ids_of, device=device)[drawn], len(drawn)
-        row += 1
+            inputs |= {
+                "attention_mask": torch.ones_like(mask),
+                "position_ids": torch.arange(width)[None].expand_as(ids),
+            }
+    device = next(model.parameters()).device
+    logits = _forward(model, {name: x.to(device) for name, x in inputs.items()}, spec.head)
+    # index_select, because its gradient is added in the order of the rows
+    logits = logits.flatten(0, 1).index_select(0, torch.tensor(rows, device=device))
+    return logits, torch.tensor(tokens, device=device), [0 if text is None else len(text[1]) for text in texts]
 
 
 def _position_ids(length: int, start: int, fault: Fault) -> list[int]:

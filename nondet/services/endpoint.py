@@ -85,17 +85,33 @@ def chosen(request: Any) -> bool:
 
 
 def meet(
-    request: Any, output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, more: Sequence[str]
+    output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, more: Sequence[str]
 ) -> list[str]:
-    """Connect, as `reach`; returns the prompts to send: these, and the ones of `more` that fit the servers' context."""
+    """Connect to each server once, before any file is started; returns the prompts to send: these, and the ones of
+    `more` that fit the servers' context. Raises UserError: a server that is not there, has no known protocol, no such
+    model, or no top_k though requests have one."""
+    from nondet.endpoint.formats import FORMATS
+    from nondet.endpoint.traffic import run
+
+    request: Any = output.request
+    cuts = any(s.top_k for s in request.samplings)
     if not output.sink.quiet:
         output.sink.say(f"connecting to {' and '.join(s.url for s in servers)} ...")
-    context = reach(servers, cuts=any(s.top_k for s in request.samplings))
-    return [*prompts, *(t for t in more if context is None or len(t) // _CHARACTERS_LEAST + length <= context)]
+
+    async def context_of(server: Server) -> int | None:
+        async with server.connect() as client:
+            protocol, context = getattr(client, "protocol", ""), getattr(client, "context", None)
+        if cuts and protocol in FORMATS and not FORMATS[protocol].cuts:
+            raise UserError(f"the protocol {protocol} of {server.url} has no --top-k", "Leave --top-k out.")
+        return context
+
+    contexts = [context for server in servers if (context := run(context_of(server))) is not None]
+    fits = min(contexts, default=2**31)
+    return [*prompts, *(text for text in more if len(text) // _CHARACTERS_LEAST + length <= fits)]
 
 
 def ask(
-    command: str, request: Any, output: Output, prompts: Sequence[str], servers: Sequence[Server], load: EndpointLoad,
+    command: str, output: Output, prompts: Sequence[str], servers: Sequence[Server], load: EndpointLoad,
     arms: Mapping[str, int], length: int, watcher: Watcher | None = None, **described: Any,
 ) -> None:  # fmt: skip
     """Test the servers that `meet` returned, arm by arm: for both `nondet sample` and `nondet gate`.
@@ -108,6 +124,7 @@ def ask(
     from nondet.endpoint.collect import collect
     from nondet.sampling.plan import background_text
 
+    request: Any = output.request
     samplings = request.samplings
     plan = build_arms(
         arms, load, prompts=len(prompts) * max(1, len(samplings)), max_tokens=length, seed=request.seed,
@@ -134,25 +151,3 @@ def ask(
             servers, plan, settings, writer, progress=advance, enough=watcher.enough if watcher is not None else None,
             seeded=watcher is not None and bool(samplings),
         )  # fmt: skip
-
-
-def reach(servers: Sequence[Server], *, cuts: bool = False) -> int | None:
-    """Connect to each server once, before any file is started; returns the smallest context that they report.
-
-    Args:
-        cuts: Whether requests will have top_k.
-
-    Raises:
-        UserError: a server that is not there, has no known protocol, no such model, or no top_k.
-    """
-    from nondet.endpoint.formats import FORMATS
-    from nondet.endpoint.traffic import run
-
-    async def once(server: Server) -> int | None:
-        async with server.connect() as client:
-            protocol, context = getattr(client, "protocol", ""), getattr(client, "context", None)
-        if cuts and protocol in FORMATS and not FORMATS[protocol].cuts:
-            raise UserError(f"the protocol {protocol} of {server.url} has no --top-k", "Leave --top-k out.")
-        return context
-
-    return min((context for server in servers if (context := run(once(server))) is not None), default=None)

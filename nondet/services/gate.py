@@ -158,11 +158,11 @@ def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) 
             "Give a larger --rate, or --by request.",
         )
     more = [] if prompts or e.chosen(request) else long_prompts()
-    texts = e.meet(request, output, servers, texts, request.max_tokens, more)
+    texts = e.meet(output, servers, texts, request.max_tokens, more)
     subjects = len(texts) * max(1, len(request.samplings))
     arms = {"solo": SOLO, "cold": CACHE, "warm": CACHE, "loaded": loaded_each(load, subjects, rate, confidence, by)}
     e.ask(
-        "gate", request, output, texts, servers, load, arms, request.max_tokens,
+        "gate", output, texts, servers, load, arms, request.max_tokens,
         Watcher(rate, confidence, by, subjects), gate={"rate": rate, "confidence": confidence, "by": by},
     )  # fmt: skip
     return output.path

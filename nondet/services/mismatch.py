@@ -83,7 +83,7 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
     output = Output(request, "mismatch", sink)
 
     from nondet.core.certificates import digest_of
-    from nondet.mismatch.collect import FILE, Asked, collect
+    from nondet.mismatch.collect import FILE, Models, RolloutPlan, collect
     from nondet.mismatch.rollouts import check_vocabulary, read_rollouts, rollouts_of_run
     from nondet.mismatch.trainer import parse_spec
     from nondet.sampling.model import check_lengths
@@ -94,25 +94,24 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
         what = f"{request.rollouts} has no trainer_logprobs, and no --model to compute them"
         raise UserError(what, "Give the --model that was trained.")
     plan: dict[str, Any] = {"trainer": asdict(spec)}
-    given: dict[str, Any] = {"sampler": None}
+    models, sampled = dict[str, Any](), None
     if not by_arm or request.model is not None:
         loaded = _opened(request, sink, model=request.model, dtype=request.dtype)
-        given["sampler"] = loaded
+        models["sampler"] = loaded
         plan |= {"model": {"name": loaded.name, **loaded.identity}, "device": loaded.device, "dtype": loaded.dtype}
         if request.run is not None:
             by_arm = rollouts_of_run(request.run, loaded)
         vocabulary = loaded.model.config.get_text_config().vocab_size
         check_vocabulary([r for rollouts in by_arm.values() for r in rollouts], vocabulary, loaded.context, loaded.name)
         if spec.dtype and spec.dtype != loaded.dtype:
-            given["trainer"] = _opened(request, sink, model=request.model, dtype=spec.dtype)
+            models["trainer"] = _opened(request, sink, model=request.model, dtype=spec.dtype)
         if request.older is not None:
-            given["older"] = _opened(request, sink, model=request.older, dtype=request.dtype)
-            plan["older"] = given["older"].identity
-            _check_same_form(loaded.model, given["older"].model, request.older)
+            models["older"] = older = _opened(request, sink, model=request.older, dtype=request.dtype)
+            plan["older"] = older.identity
+            _check_same_form(loaded.model, older.model, request.older)
     elif request.older is not None:
         raise UserError("--older without --model", "Hypotheses are computed by the model that was trained.")
     if by_arm:
-        given["rollouts"] = by_arm
         read = [r for rollouts in by_arm.values() for r in rollouts]
         text = "".join(f"{list(r.ids)} {list(r.drawn)} {r.sampler.tobytes()!r}" for r in read)
         plan |= {"arms": list(by_arm), "scored": {arm: len(rollouts) for arm, rollouts in by_arm.items()}}
@@ -122,9 +121,9 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
         for prompt in texts:
             check_lengths(loaded, loaded.encode(prompt), request.tokens)
         plan |= {"arms": list(request.arm_names), "texts": texts, "n": request.n, "tokens": request.tokens}
-        given["asked"] = Asked(texts, request.n, request.tokens, request.seed)
-    with output.recording("mismatch", plan, request.seed) as writer, sink.steps() as told:
-        collect(plan["arms"], writer, spec, told, **given)
+        sampled = RolloutPlan(texts, request.n, request.tokens, request.seed)
+    with output.recording("mismatch", plan, request.seed) as writer, sink.steps() as say:
+        collect(plan["arms"], writer, spec, say, Models(**models), sampled, by_arm)
     return output.present()
 
 

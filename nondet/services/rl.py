@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 from nondet.core.records import TrainingStep
 from nondet.core.runfile import begun, check_free, read_run
-from nondet.mismatch.arms import ARMS
+from nondet.mismatch.arms import ARMS, PROMPTS_MOST, TASKS
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink
 from nondet.services.sample import open_model
-from nondet.training.tasks import PROMPTS_MOST, TASKS
 
 _MODEL = "Folder, hub name, or random weights such as random:qwen3-12x1024."
 _ARMS = "; ".join(f"{name}: {arm.help}" for name, arm in ARMS.items())
@@ -64,8 +63,8 @@ def rl(request: RlRequest, sink: Sink) -> Path:
     """Train by reinforcement with stock and with batch-invariant kernels: reward and KL of sampler to trainer."""
     output = Output(request, "rl", sink)
 
+    from nondet.mismatch.grpo import Settings, checkpoint_path, collect, describe, requests_of
     from nondet.sampling.model import check_lengths
-    from nondet.training.grpo import Settings, checkpoint_path, collect, describe, requests_of
 
     given: dict[str, Any] = {"arms": request.arm_names, "groups": request.prompts, "rollouts": request.rollouts or ""}
     same = {f.name: getattr(request, f.name) for f in fields(Settings) if f.name not in given}
@@ -76,8 +75,8 @@ def rl(request: RlRequest, sink: Sink) -> Path:
     for path in () if resumed else checkpoints:
         check_free(path, force=request.force, hint="Go on with its run by --resume, or use --force to overwrite it.")
     loaded = open_model(request, sink)
-    for asked in requests_of(settings, loaded, settings.seed, 0)[0]:
-        check_lengths(loaded, asked.prompt, settings.tokens)
+    for planned in requests_of(settings, loaded, settings.seed, 0)[0]:
+        check_lengths(loaded, planned.prompt, settings.tokens)
     total = settings.steps * len(checkpoints)
     with output.recording("rl", describe(loaded, settings), request.seed, total) as writer, sink.progress() as progress:
         earlier = read_run(output.path, allow_truncated=True).training_steps if writer.resumed else []

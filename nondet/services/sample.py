@@ -343,11 +343,11 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
     if request.compare_endpoint is not None:
         model = request.compare_model or request.model
         servers.append(e.server(request, "server-2", request.compare_endpoint, model))
-    texts = e.meet(request, output, servers, texts, request.length, [] if e.chosen(request) else long_prompts())
+    texts = e.meet(output, servers, texts, request.length, [] if e.chosen(request) else long_prompts())
     subjects = len(texts) * max(1, len(request.samplings))
     n = max(_N_LOADED_LEAST, _N_LOADED // subjects) if request.n is None else request.n
     arms = parse_arms(request.arms or _ARMS, n, subjects)
-    e.ask("sample", request, output, texts, servers, load, arms, request.length)
+    e.ask("sample", output, texts, servers, load, arms, request.length)
 
 
 def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nondet.cli import main
-from nondet.core.records import AxisTried, Diagnosis, Header, Record, Run, Step, TraceVerdict
+from nondet.core.records import AxisTried, Diagnosis, Record, Run, Step, TraceVerdict
 from nondet.core.runfile import open_run, read_run
 from nondet.diagnose import steps
 from nondet.diagnose.steps import Diagnoser, make_axes, try_axis
@@ -24,7 +24,7 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Plan, parse_load
 from nondet.verdict.gate import exit_code
-from tests.build import failed, row
+from tests.build import failed, row, tiers
 from tests.build import run_of as made_run
 from tests.diagnose.test_verdict import run_of, session, traced
 from tests.sampling.conftest import planned
@@ -106,10 +106,10 @@ def test_stock_attention_is_named_and_the_cure_holds(whole: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_part_gets_a_clean_verdict(embedded: LoadedModel, tmp_path: Path) -> None:
-    """Under the invariant implementation the same model, load and questions show nothing, and nothing is blamed."""
+def test_a_model_that_does_not_differ_gets_a_clean_verdict(tiny_folder: Path, tmp_path: Path) -> None:
+    """Under the invariant implementation the same load and questions show nothing, and nothing is blamed."""
     with implementation("invariant"):
-        run = diagnosed(embedded, tmp_path / "run.jsonl")
+        run = diagnosed(load_model(str(tiny_folder), "bfloat16", "cpu"), tmp_path / "run.jsonl")
     verdict = run.diagnoses[0]
     assert verdict.finding == "no divergence observed"
     assert "not a proof" in verdict.whether
@@ -227,7 +227,7 @@ def test_a_limit_takes_rounds_and_values_and_says_so(
     ]:
         writer = open_run(tmp_path / "run.jsonl", command="diagnose", plan=described, environment={}, force=True)
         diagnoser = Diagnoser(embedded, plan, writer, 0, 1, lambda _: None, within, clock=lambda: spent)  # noqa: B023
-        monkeypatch.setattr(Diagnoser, "_so_far", lambda _: run_with(**completions, steps=known))  # noqa: B023
+        monkeypatch.setattr(Diagnoser, "_so_far", lambda _: run_of({}, **completions, steps=known))  # noqa: B023
         diagnoser._kept = {None: session("1" * 64, []), 0: session("1", [])}
         played.clear()
         step, axes = diagnoser._batch(diagnoser._so_far()), diagnoser._axes(diagnoser._so_far())
@@ -238,13 +238,8 @@ def test_a_limit_takes_rounds_and_values_and_says_so(
         writer.close()
 
 
-def run_with(**more: Any) -> Run:
-    header = Header(format="nondet-run", schema=3, command="diagnose", plan={}, environment={}, started="")
-    return Run(header=header, **more)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("beyond", [128, 512])
+@pytest.mark.parametrize("beyond", tiers([512], [128]))
 def test_bits_that_change_beyond_a_tile_of_keys_are_seen_by_the_long_prompt_alone(beyond: int) -> None:
     """Rows from that position on have other bits beside others: no short prompt gets there, whatever its batch."""
     model = model_of("llama", max_position_embeddings=1024)
@@ -288,8 +283,9 @@ def test_bad_input_is_one_line(
         assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_the_gate_opens_on_a_clean_verdict_alone() -> None:
-    """3 where something is wrong, 1 and why where the question has no answer; without --fail-on always 0."""
+def test_the_gate_opens_on_a_whole_and_clean_verdict_alone() -> None:
+    """3 where something is wrong, 1 and why where the question has no answer, where the run was cut short, or where a
+    case failed; without --fail-on always 0."""
     for finding, code in [
         ("batch-dependent", 3),
         ("a defect", 3),
@@ -301,10 +297,6 @@ def test_the_gate_opens_on_a_clean_verdict_alone() -> None:
         assert exit_code(run, None) == (0, "")
         got, line = exit_code(run, "divergent")
         assert (got, bool(line)) == (code, code == 1)
-
-
-def test_a_diagnosis_of_half_a_run_opens_no_gate() -> None:
-    """Cut short, or with a case that failed, a clean diagnosis or trace is no pass; the whole one is."""
     for concluded in [
         {"diagnoses": [Diagnosis(finding="no divergence observed", whether="None.")]},
         {"trace_verdicts": [TraceVerdict(finding="no divergence observed", culprits=[], families=None, sentences=[])]},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Header, Replay, Run, Step, TraceVerdict
+from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Replay, Run, Step, TraceVerdict
 from nondet.core.statistics import percent_range, round_interval
 from nondet.diagnose.steps import greedy_step
 from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, cure_step, margin_step, settled
@@ -16,14 +18,13 @@ from nondet.sampling.plan import Outcome, Request, Session
 from tests.build import header, replayed
 
 
-def run_of(outcomes: dict[str, str], *, repeated: int = 1, **more: Any) -> Run:
-    header = Header(format="nondet-run", schema=3, command="diagnose", plan={}, environment={}, started="")
+def run_of(outcomes: dict[str, str], *, repeated: int = 1, steps: Sequence[Step] = (), **more: Any) -> Run:
     figures = {"n": 40.0, "rounds": 4.0, "repeated_round_traces": float(repeated)}
-    steps = [
+    made = [
         Step(name=name, outcome=outcome, sentence=f"what {name} found", figures=figures if name == "batch" else {})
         for name, outcome in outcomes.items()
     ]
-    return Run(header=header, steps=steps, **more)
+    return Run(header=header("diagnose", {}), steps=[*made, *steps], **more)
 
 
 def axis(traces: int) -> AxisTried:
@@ -66,6 +67,7 @@ def test_the_finding_is_what_the_records_allow() -> None:
         (run_of({}), "unknown"),
     ]:
         assert conclude(run).finding == finding
+    assert cause_of(run_of(PARTED)) == "unknown"  # a cause comes from a trace
 
 
 def test_a_clean_verdict_counts_what_was_tried() -> None:
@@ -108,14 +110,14 @@ def test_logprobs_that_are_no_numbers_are_wrong() -> None:
         session = Session(outcomes=[told], steps=1, tokens=1, seconds=1.0, tops={"r0": [(top, 1.0, 7, 8)]})
         step = greedy_step((session,), str)
         assert msgspec.json.decode(msgspec.json.encode(step), type=Step) == step
-        header = run_of({}).header
-        verdict = conclude(Run(header=header, steps=[step]))
+        run = run_of({}, steps=[step])
+        verdict = conclude(run)
         if logprob == -0.5:
             assert (step.outcome, verdict.finding) == ("yes", "unknown")
         else:
             assert (step.outcome, verdict.finding) == ("no", "wrong")
             assert "1 of 1 chosen tokens, solo and in batches, have a NaN or infinite logprob" in verdict.whether
-            assert settled(Run(header=header, steps=[step]), "batch")
+            assert settled(run, "batch")
 
 
 def session(
@@ -128,13 +130,22 @@ def session(
     return Session(outcomes=[mine], steps=1, tokens=1, seconds=1.0, tops={"r": tops})
 
 
+def together(*sessions: Session) -> Session:
+    """One session of their requests, each under a name of its own."""
+    outcomes = [
+        replace(s.outcomes[0], request=replace(s.outcomes[0].request, id=str(i))) for i, s in enumerate(sessions)
+    ]
+    tops = {str(i): s.tops["r"] for i, s in enumerate(sessions)}
+    return replace(sessions[0], outcomes=outcomes, tops=tops)
+
+
 def test_flips_are_held_against_what_company_does_to_the_logits() -> None:
     """The spread is measured up to the first other token, whose own logits are the flip's; NaN moves nothing."""
     alone = session("121", [(5.0, 3.0, 1, 2), (4.0, 3.5, 2, 1), (9.0, 9.0, 1, 2)])
     near = session("111", [(5.25, 3.0, 1, 3), (4.0, 4.0, 1, 2), (0.0, 0.0, 1, 2)])
     same = session("121", [(5.0, float("nan"), 1, 2), (4.0, 3.5, 2, 1), (9.0, 9.0, 1, 2)])
     unfit = [session("222", near.tops["r"], finish="error"), session("222", near.tops["r"], target=False)]
-    step = margin_step(alone, [near, same, *unfit])
+    step = margin_step(alone, together(near, same, *unfit))
     assert step.outcome == "yes"
     assert step.figures == {
         "flips": 1, "ties": 1, "within": 1, "largest_margin": 0.5, "spread": 0.25, "near": 2, "tokens": 3,
@@ -146,8 +157,8 @@ def test_flips_are_held_against_what_company_does_to_the_logits() -> None:
         "within it (at most twice that); 1 of 1 are exact ties in one arm; solo, 2 of 3 tokens have a margin of at "
         "most twice that"
     )
-    assert margin_step(alone, [session("111", [(5.0, 3.0, 1, 2), (4.0, 3.0, 1, 2)])]).outcome == "no"
-    quiet = margin_step(alone, [same])
+    assert margin_step(alone, session("111", [(5.0, 3.0, 1, 2), (4.0, 3.0, 1, 2)])).outcome == "no"
+    quiet = margin_step(alone, same)
     assert (quiet.outcome, quiet.figures["first_flip"], quiet.figures["largest_margin"]) == ("unknown", -1, -1.0)
     assert quiet.sentence.startswith("no token flipped in the rounds that were compared; ")
 
@@ -163,11 +174,6 @@ def test_a_race_that_a_replay_found_is_told_by_it() -> None:
     steady = run_of(PARTED, **traced("batch-dependent", ("repeat", "identical")))
     steady.steps.append(run.steps[-1])
     assert conclude(steady).cure.startswith("Replacing matmul by the invariant implementation removes the divergence")
-
-
-def test_no_trace_names_no_cause() -> None:
-    """A cause comes from a trace."""
-    assert cause_of(run_of(PARTED)) == "unknown"
 
 
 def test_the_story_of_a_stopped_run_is_told_as_far_as_it_came() -> None:

@@ -147,7 +147,6 @@ class Server:
 # Token ids are bytes; a completion is printable ASCII. The next token's logits follow from SHA-256 of the context, in
 # steps of 1/64, so that ties happen and small disturbances flip tokens now and then.
 
-EOS = 0
 _CANDIDATES = 8
 
 
@@ -165,7 +164,7 @@ def tokenize(text: str) -> tuple[int, ...]:
 
 
 def text_of(ids: list[int]) -> str:
-    return "".join(chr(i) for i in ids if i != EOS)
+    return "".join(map(chr, ids))
 
 
 def float32(value: float) -> float:
@@ -183,13 +182,10 @@ class Context:
     def __init__(self, ids: tuple[int, ...]) -> None:
         self._hash = hashlib.sha256(bytes(i % 256 for i in ids))
 
-    def logits(self, eos: bool) -> dict[int, float]:
-        """Candidate -> logit; the end of the text is among them if `eos`, and seldom likely."""
+    def logits(self) -> dict[int, float]:
+        """Candidate -> logit."""
         digest = self._hash.digest()
-        logits = {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 for i in range(_CANDIDATES)}
-        if eos:
-            logits[EOS] = 9.0 if digest[31] < 8 else -9.0
-        return logits
+        return {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 for i in range(_CANDIDATES)}
 
     def append(self, token: int) -> None:
         """Go on behind a token."""
@@ -201,7 +197,6 @@ def step(
     *,
     temperature: float,
     draw: tuple[object, ...],
-    eos: bool,
     alternatives: int,
     noise: float = 0.0,
     scale: float = 0.0,
@@ -212,12 +207,11 @@ def step(
     Args:
         temperature: 0 takes the first of the largest logits.
         draw: What the draw at temperature > 0 follows from.
-        eos: Whether the text may end.
         noise: Size of a disturbance of each logit, which follows from `noise_of`, the token and the context.
         scale: Size of a disturbance of all logits by one factor, which leaves their order, ties included.
         noise_of: What the disturbance belongs to: how many requests ran, whether the cache was hit.
     """
-    logits = context.logits(eos)
+    logits = context.logits()
     if scale:
         factor = 1 + scale * _draw(noise_of)
         logits = {token: value * factor for token, value in logits.items()}
@@ -262,7 +256,7 @@ def _usage(steps: list[Step], told: Told) -> dict[str, Any]:
 
 
 def _named(token: int, as_id: bool) -> str:
-    return f"token_id:{token}" if as_id else text_of([token]) or "</s>"
+    return f"token_id:{token}" if as_id else text_of([token])
 
 
 def _choice(steps: list[Step], told: Told, own: bool, key: str) -> dict[str, Any]:
@@ -318,7 +312,7 @@ def sglang(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict
     """SGLang's /generate: every event holds the whole answer so far; asked event by event here."""
 
     def document(some: list[Step]) -> dict[str, Any]:
-        finish = {"type": "stop", "matched": EOS} if told.finish == "stop" else {"type": "length", "length": len(steps)}
+        finish = {"type": "length", "length": len(steps)}
         meta: dict[str, Any] = {
             "id": "0",
             "finish_reason": finish if told.finish else None,
@@ -352,7 +346,7 @@ def llama_cpp(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[d
 
     end = {
         "stop": True,
-        "stop_type": "eos" if told.finish == "stop" else "limit",
+        "stop_type": "limit",
         "model": MODEL,
         "tokens_predicted": len(steps),
         "tokens_evaluated": len(told.prompt),
@@ -381,10 +375,7 @@ _BLOCK = 4  # tokens of a cached prefix come in blocks
 class Cheats:
     """What a dishonest server does; all off is an honest one."""
 
-    greedy_samples: bool = False  # temperature 0 draws as if it were 0.7
     seed_ignored: bool = False  # the same seed gives other texts at T > 0
-    never_varies: bool = False  # T > 0 without a seed gives one text
-    max_tokens_ignored: bool = False  # twice as many tokens as asked for
     # logits disturbed by up to this much while more than one request runs, by how many they are; 0.02 flips tokens
     batch_noise: float = 0.0
     # logits multiplied by up to one plus this while more than one request runs: tokens stay, logprobs move
@@ -398,7 +389,6 @@ class Cheats:
     context: int = 0  # what /v1/models says of it; 0 says nothing
     split_names: bool = False  # a token in three has no text, as half a character, and the answer's text is another
     deterministic: bool = False  # what /server_info says of its mode, and at a temperature a seed of its own
-    no_logprobs: bool = False  # requests for logprobs are ignored
     no_metrics: bool = False  # no /metrics, as llama.cpp's by default
 
 
@@ -411,11 +401,9 @@ class Honest(Server):
         most_running: Most requests at work at once so far.
     """
 
-    def __init__(
-        self, dialect: str = "openai", *, token_s: float = 0.0, key: str = "", eos: bool = False, **cheats: Any
-    ) -> None:
+    def __init__(self, dialect: str = "openai", *, token_s: float = 0.0, key: str = "", **cheats: Any) -> None:
         super().__init__(self._answer)
-        self.dialect, self.cheats, self.token_s, self.key, self.eos = dialect, Cheats(**cheats), token_s, key, eos
+        self.dialect, self.cheats, self.token_s, self.key = dialect, Cheats(**cheats), token_s, key
         self.requests: list[dict[str, Any]] = []
         self.running = self.most_running = 0
         self.hits = self.queries = 0
@@ -482,8 +470,7 @@ class Honest(Server):
             if stream:
                 writer.write(STREAM_HEAD)
             steps: list[Step] = []
-            ignored = ("logprobs", "n_probs", "return_logprob") if self.cheats.no_logprobs else ()
-            told = Told({k: v for k, v in body.items() if k not in ignored}, prompt, cached, "")
+            told = Told(dict(body), prompt, cached, "")
             async for new, finish in self._steps(body, prompt, cached, number):
                 steps.append(new)
                 told = dataclasses.replace(told, finish=finish)
@@ -530,18 +517,15 @@ class Honest(Server):
         wanted = next((sampling[name] for name in names if name in sampling), 16)
         temperature = sampling.get("temperature", 1.0)
         seed = sampling.get("seed", sampling.get("sampling_seed"))
-        if cheats.greedy_samples:
-            temperature, seed = temperature or 0.7, None
         if cheats.temperature_ignored:
             temperature = 0.0
         if seed is None and cheats.one_draw:
             seed = f"batch {self._batches}"
-        elif (seed is None or cheats.seed_ignored) and not (cheats.never_varies or cheats.deterministic):
+        elif (seed is None or cheats.seed_ignored) and not cheats.deterministic:
             seed = f"drawn {next(self._count)}"
         first, self._answered = not self._answered, self._answered + 1
         context = Context(prompt)
-        last = (2 * wanted if cheats.max_tokens_ignored else wanted) - 1
-        for position in range(last + 1):
+        for position in range(wanted):
             await asyncio.sleep(self.token_s)
             if position == 4 and first and cheats.first_differs:
                 context.append(1)
@@ -555,15 +539,12 @@ class Honest(Server):
                 context,
                 temperature=temperature,
                 draw=(seed, position),
-                eos=self.eos,
                 alternatives=max(2, _alternatives(body)),
                 noise=(cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0),
                 scale=cheats.batch_scale if beside else 0.0,
                 noise_of=(beside if cheats.batch_noise or cheats.batch_scale else 0, warm),
             )
-            yield new, "stop" if new.id == EOS else "length" if position == last else ""
-            if new.id == EOS:
-                return
+            yield new, "length" if position == wanted - 1 else ""
 
 
 def _alternatives(body: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ from nondet.endpoint.collect import Watcher
 from nondet.endpoint.traffic import Played
 from nondet.errors import ServerStoppedError, UserError
 from nondet.verdict.findings import Finding
-from nondet.verdict.gate import exit_code, judge, power_of
+from nondet.verdict.gate import Outcome, decide, exit_code, judge, power_of
 from nondet.verdict.served import compare_arms, evidence, subjects
 from tests.endpoint.memory import ARMS, Faults, MemoryClient, planned, sampled
 
@@ -97,6 +97,7 @@ def test_only_a_proven_load_says_anything(tmp_path: Path, faults: Faults, findin
         power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
         assert power is not None
         assert (power.requests, power.loads) == (0, 0)
+        assert decide(run, rate=0.9, confidence=0.95, by="load").outcome != Outcome.OPEN
 
 
 def test_what_is_compared_is_said(tmp_path: Path) -> None:

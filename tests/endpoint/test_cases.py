@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.reports.content import build
@@ -54,10 +52,9 @@ def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
     assert "rounding does not do that" not in (tmp_path / "a.md").read_text()
 
 
-@pytest.mark.parametrize("arms", ["solo=4,loaded", pytest.param("loaded", marks=pytest.mark.nightly)])
-def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path, arms: str) -> None:
+def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path) -> None:
     """It was kept, and the same request at the end differs: divergent, and neither the load nor chance is blamed."""
-    made = asked(run, tmp_path, "--arms", arms, "--n", 6, "--max-tokens", 8, first_differs=True)
+    made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, first_differs=True)
     told = verdict(made)
     assert [r.arm for r in made.rounds][-1] == "first"
     assert told.finding == Finding.UNATTRIBUTED
@@ -78,19 +75,16 @@ def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) ->
     assert "rounding does not do that" in text
 
 
-@pytest.mark.parametrize(
-    ("cheat", "said"),
-    [
+def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
+    """At a temperature: greedy answers, and one draw for a whole batch, are wrong, however equal."""
+    few = ("--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, "--temperature", 1.5, "--force")
+    for cheat, said in [
         ("temperature_ignored", "the server ignores the temperature: wrong"),
         ("one_draw", "requests of one batch share a draw: wrong"),
-    ],
-)
-def test_draws_that_are_none(run: Command, tmp_path: Path, cheat: str, said: str) -> None:
-    """At a temperature: greedy answers, and one draw for a whole batch, are wrong, however equal."""
-    few = ("--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8)
-    told = verdict(asked(run, tmp_path, *few, "--temperature", 1.5, **{cheat: True}))
-    assert told.finding == Finding.WRONG
-    assert said in told.text
+    ]:
+        told = verdict(asked(run, tmp_path, *few, **{cheat: True}))
+        assert told.finding == Finding.WRONG
+        assert said in told.text
 
 
 def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nondet.endpoint.arms import Answer, Ask, KnownBy
+from nondet.endpoint.arms import Ask, KnownBy
 from nondet.endpoint.client import connect
 from nondet.endpoint.http import Limits
 from nondet.errors import UserError
@@ -40,7 +40,7 @@ PROMPTS = ("Once upon a time", "The cat sat on the", "In the beginning was the",
 def expected(prompt: str, tokens: int) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
     """Ids, float32 logprobs and float32 margins that the hash model gives, without any server."""
     context = Context(tokenize(prompt))
-    steps = [step(context, temperature=0, draw=(), eos=False, alternatives=2) for _ in range(tokens)]
+    steps = [step(context, temperature=0, draw=(), alternatives=2) for _ in range(tokens)]
     tops = np.array([[value for _, value in s.top] for s in steps], "<f4")
     return tuple(s.id for s in steps), np.array([s.logprob for s in steps], "<f4"), tops[:, 0] - tops[:, 1]
 
@@ -69,7 +69,7 @@ async def test_what_a_server_sends_is_what_comes_out() -> None:
 
 
 @awaited
-async def test_long_answers_are_read_in_good_time_and_too_long_ones_are_noted() -> None:
+async def test_long_answers_are_read_in_good_time() -> None:
     large = Ask(id="a", prompt=PROMPTS[0], max_tokens=1000, top_logprobs=20)
     begun = time.perf_counter()
     async with Honest("vllm") as server, connect(server.url, stream=True) as client:
@@ -77,10 +77,6 @@ async def test_long_answers_are_read_in_good_time_and_too_long_ones_are_noted() 
     assert answer.ok, answer.reason
     assert len(answer.runner_up) == 1000
     assert time.perf_counter() - begun < 30
-    async with Honest("vllm", max_tokens_ignored=True) as server, connect(server.url) as client:
-        answer = await client.complete(Ask(id="a", prompt=PROMPTS[0], max_tokens=12))
-    assert len(answer.token_ids or ()) == 24
-    assert answer.notes == ("more tokens than max_tokens",)
 
 
 # Which server, which model, which key, and over what: one line and exit 2 where it is not to be.
@@ -234,36 +230,24 @@ def asks(**fields: Any) -> list[Ask]:
     return [Ask(id=f"{p}.{i}", prompt=prompt, **fields) for p, prompt in enumerate(PROMPTS) for i in range(5)]
 
 
-async def solo_and_loaded(server: Honest, wanted: list[Ask]) -> tuple[list[Answer], list[Answer]]:
-    """The same requests one after the other and all at once."""
-    async with server, connect(server.url) as client:
-        solo = [await client.complete(ask) for ask in wanted]
-        loaded = list(await asyncio.gather(*(client.complete(ask) for ask in wanted)))
-    assert all(answer.ok for answer in solo + loaded)
-    return solo, loaded
-
-
-def texts(answers: list[Answer]) -> set[Any]:
-    return {(answer.ask[0], answer.text) for answer in answers}
-
-
-def traces(answers: list[Answer]) -> set[Any]:
-    return {(answer.ask[0], answer.token_ids, answer.logprobs) for answer in answers}
-
-
 @awaited
 async def test_an_honest_server_gives_one_answer_under_any_load() -> None:
     """Tokens and logprobs, with and without a cache hit; requests did overlap. One that cheats does not."""
-    server = Honest("vllm")
-    solo, loaded = await solo_and_loaded(server, asks())
-    assert len(traces(solo)) == len(PROMPTS)
-    assert traces(solo) == traces(loaded)
-    assert server.most_running > 8
-    assert all(answer.chosen_is_top == 12 for answer in solo)
+
+    async def answers(**cheats: Any) -> tuple[set[Any], set[Any]]:
+        async with Honest("vllm", **cheats) as server, connect(server.url) as client:
+            solo = [await client.complete(ask) for ask in asks()]
+            loaded = list(await asyncio.gather(*(client.complete(ask) for ask in asks())))
+            assert server.most_running > 8
+        return tuple({(a.ask[0], a.token_ids, a.logprobs) for a in some} for some in (solo, loaded))  # type: ignore[return-value]
+
+    solo, loaded = await answers()
+    assert len(solo) == len(PROMPTS)
+    assert solo == loaded
     for cheat, flips in (({"batch_noise": 0.02}, True), ({"batch_scale": 1e-6}, False)):
-        alone, beside = await solo_and_loaded(Honest("vllm", **cheat), asks())
-        assert traces(alone) == traces(solo) != traces(beside)
-        assert (texts(beside) != texts(solo)) == flips
+        alone, beside = await answers(**cheat)
+        assert alone == solo != beside
+        assert ({a[:2] for a in beside} != {a[:2] for a in solo}) == flips
 
 
 @awaited
@@ -285,27 +269,6 @@ async def test_a_cache_hit_changes_answers_if_it_cheats_so() -> None:
 
 
 @awaited
-async def test_draws_follow_the_seed_or_not() -> None:
-    """At T > 0 a seed gives one text and none gives many, unless it cheats; a draw at T = 0 is seen; texts may end."""
-    for dialect, cheat, seed, varies in [
-        ("openai", {}, 7, False),
-        ("llama.cpp", {}, 7, False),
-        ("sglang", {}, 7, False),
-        ("sglang", {}, None, True),
-        ("vllm", {"seed_ignored": True}, 7, True),
-        ("vllm", {"never_varies": True}, None, False),
-    ]:
-        solo, loaded = await solo_and_loaded(Honest(dialect, **cheat), asks(temperature=1.0, seed=seed))
-        assert (len(texts(solo + loaded)) > len(PROMPTS)) == varies
-    solo, _ = await solo_and_loaded(Honest("vllm", greedy_samples=True), asks())
-    assert len(texts(solo)) > len(PROMPTS)
-    assert any(answer.chosen_is_top is not None and answer.chosen_is_top < 12 for answer in solo)
-    ended, _ = await solo_and_loaded(Honest("vllm", eos=True), asks(max_tokens=200)[::5])
-    assert {answer.finish for answer in ended} >= {"eos"}
-    assert all(len(answer.token_ids or ()) < 200 for answer in ended if answer.finish == "eos")
-
-
-@awaited
 async def test_counters_show_what_runs() -> None:
     """The server's own count of running requests rises and falls with the load, whatever page it is on."""
     for dialect, path, running, cheats in [
@@ -317,7 +280,7 @@ async def test_counters_show_what_runs() -> None:
         ("openai", "", None, {}),
     ]:
         async with Honest(dialect, token_s=0.01, **cheats) as server, connect(server.url + path) as client:
-            work = [asyncio.create_task(client.complete(ask)) for ask in asks()[:6]]
+            work = [asyncio.create_task(client.complete(ask)) for ask in asks(max_tokens=4)[:6]]
             while server.running < 6:
                 await asyncio.sleep(0.001)
             during = await client.metrics()

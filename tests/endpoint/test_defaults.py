@@ -22,7 +22,7 @@ from nondet.sampling.plan import Load, Outcome, Request, Session, build_plan, lo
 from nondet.services.sample import SampleRequest
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.build import Command
+from tests.build import Command, tiers
 from tests.endpoint.honest import serving
 
 FEW = ("--n", "8", "--max-tokens", "4", "--load", "others=3,targets=6,prompt=4-8,tokens=4-8")
@@ -35,29 +35,28 @@ def findings(run: Run) -> list[Finding]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("beyond", "hit"), [(128, [1, 2]), (512, [2])])
-def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int, hit: list[int]) -> None:
-    """Its short prompt agrees; the two that ride along do not. A gate shuts as well."""
+@pytest.mark.parametrize("beyond", tiers([512], [128]))
+def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int) -> None:
+    """Its short prompt agrees; of the two that ride along those with more keys do not. A gate shuts as well."""
     with serving("vllm", token_s=0.001, batch_noise=1e-6, beyond=beyond) as server:
         assert run("sample", "--endpoint", server.url, *FEW, *ARMS, "--out", "a.jsonl")[0] == 0
-        wanted = [Finding.BATCH if p in hit else Finding.CLEAN for p in range(3)]
-        assert findings(read_run(tmp_path / "a.jsonl")) == wanted
-        if beyond == 512:
-            code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "70%", "--out", "g.jsonl")
-            assert code == 3, out + err
+        second = Finding.BATCH if beyond == 128 else Finding.CLEAN
+        assert findings(read_run(tmp_path / "a.jsonl")) == [Finding.CLEAN, second, Finding.BATCH]
+        code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "70%", "--out", "g.jsonl")
+        assert code == 3, out + err
 
 
 @pytest.mark.slow
 def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command, tmp_path: Path) -> None:
     """Cold and cached, more than 600 tokens long, and each is held against what was alone with as much cached."""
     with serving("vllm", token_s=0.001) as server:
-        assert run("sample", "--endpoint", server.url, *FEW, *ARMS, "--out", "a.jsonl")[0] == 0
+        assert run("sample", "--endpoint", server.url, "--n", "4", *FEW[2:], *ARMS, "--out", "a.jsonl")[0] == 0
         code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "90%", "--out", "g.jsonl")
     assert code == 0, out + err
     made = read_run(tmp_path / "a.jsonl")
     loaded = [c for c in made.completions if c.arm == "loaded" and c.served]
     assert Counter((c.prompt, not c.served.cached_tokens) for c in loaded if c.served) == {
-        (prompt, cold): 4 for prompt in range(3) for cold in (False, True)
+        (prompt, cold): 2 for prompt in range(3) for cold in (False, True)
     }
     assert [len(p["text"]) / 4.7 > 600 for p in made.header.plan["prompts"]] == [False, False, True]
     assert findings(made) == [Finding.CLEAN] * 3
@@ -90,13 +89,6 @@ class Hashes:
 
     beyond = 0
 
-    def __init__(self, model: Any) -> None:
-        pass
-
-    def describe(self) -> dict[str, Any]:
-        """As `nondet.sampling.plan.Engine`."""
-        return {"name": "hashes", "logprobs": True}
-
     def run(self, requests: Sequence[Request], load: Load, **_: Any) -> Session:
         """All decode together from their arrival on, one token a step."""
         ends = [r.arrival_step + r.max_new_tokens for r in requests]
@@ -115,11 +107,9 @@ class Hashes:
         return Session(outcomes, steps=max(ends), tokens=sum(len(o.token_ids) for o in outcomes), seconds=0.1)
 
 
-@pytest.mark.parametrize(("beyond", "hit"), [(128, [False, True, True]), (512, [False, False, True])])
-def test_an_engine_that_differs_beyond_some_keys(monkeypatch: pytest.MonkeyPatch, beyond: int, hit: list[bool]) -> None:
+def test_an_engine_that_differs_beyond_some_keys() -> None:
     """Two full rounds of the default load: the short prompt agrees, four completions of each long one do not."""
-    monkeypatch.setattr(Hashes, "beyond", beyond)
-    engine, request = Hashes(None), SampleRequest()
+    engine, request = Hashes(), SampleRequest()
     loaded: Any = SimpleNamespace(
         name="hashes", identity={}, context=1024, device="cpu", dtype="float32", vocabulary=256,
         encode=lambda text: list(text.encode()[::4]), encode_plain=lambda text: list(text.encode()[::4]),
@@ -127,9 +117,10 @@ def test_an_engine_that_differs_beyond_some_keys(monkeypatch: pytest.MonkeyPatch
     given = (["For example, the"], 80, request.length, 0, ["stock"])
     plan, described = plan_prompts(loaded, request.engine_load, *given, riders=long_prompts())
     assert [p["tokens"] for p in described["prompts"]] == [4, *(len(text.encode()[::4]) for text in long_prompts())]
-    bits: dict[int, set[bytes]] = {}
-    for requests in plan.rounds:
-        for outcome in engine.run(requests, plan.load).outcomes:
-            if outcome.request.target:
-                bits.setdefault(outcome.request.subject, set()).add(outcome.logprobs)
-    assert [len(bits[subject]) > 1 for subject in range(3)] == hit
+    for engine.beyond, hit in ((128, [False, True, True]), (512, [False, False, True])):
+        bits: dict[int, set[bytes]] = {}
+        for requests in plan.rounds:
+            for outcome in engine.run(requests, plan.load).outcomes:
+                if outcome.request.target:
+                    bits.setdefault(outcome.request.subject, set()).add(outcome.logprobs)
+        assert [len(bits[subject]) > 1 for subject in range(3)] == hit

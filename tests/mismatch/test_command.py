@@ -68,6 +68,11 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     assert verdict.text.startswith("mismatched: 48 of 48 tokens in 6 rollouts have other logprob bits, K3 ")
     assert "Hypotheses were not tested: that takes --model." in verdict.notes
     assert "The logprobs of the sampled tokens were compared, not the whole vocabulary." in verdict.notes
+    made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
+    run = nondet.find_mismatch(rollouts=written(path, made), out=tmp_path / "n.jsonl").records
+    [verdict] = judge(run)
+    assert verdict.finding == Finding.CLEAN
+    assert "below 6.06% of tokens" in verdict.text
 
 
 def sides(distance: np.ndarray, *, rounded: bool = False) -> list[dict[str, Any]]:
@@ -206,14 +211,6 @@ def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
         nondet.find_mismatch(arms="invariant:attn", out=tmp_path / "o.jsonl")
 
 
-def test_equal_bits_are_no_divergence_with_a_bound(tmp_path: Path) -> None:
-    made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
-    run = nondet.find_mismatch(rollouts=written(tmp_path / "r.jsonl", made), out=tmp_path / "m.jsonl").records
-    [verdict] = judge(run)
-    assert verdict.finding == Finding.CLEAN
-    assert "below 6.06% of tokens" in verdict.text
-
-
 BAD: dict[str, tuple[Any, str]] = {
     "no ids": (lines(1, completion_ids=None), r"line 1: no token ids: completion_ids is missing"),
     "no logprobs": (lines(1, sampler_logprobs=None), r"line 1: no logprobs: sampler_logprobs is missing"),
@@ -297,28 +294,22 @@ def test_a_mark_packed_files_of_a_folder_and_names_that_are_there_twice_are_read
     assert [r.name for r in run.mismatch_rollouts[:2]] == ["problem 7", "problem 7, line a.jsonl:2"]
 
 
-def test_a_folder_without_rollouts_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rollouts.jsonl").mkdir()
-    (tmp_path / "rollouts.jsonl" / "step.pt").write_bytes(b"")
-    args = ["mismatch", "--out", str(tmp_path / "m.jsonl"), "--rollouts"]
-    assert main([*args, str(tmp_path / "rollouts.jsonl")]) == 2
-    assert "holds no .jsonl, .jsonl.gz, .jsonl.xz file" in capsys.readouterr().err
-
-
-def test_another_tokenizer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without rollouts, another tokenizer's tokens, a trainer that is none, a gate's limit on another run."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "step.pt").write_bytes(b"")
     path = written(tmp_path / "r.jsonl", lines(1, completion_ids=[99_999] * 8))
-    args = ["mismatch", "--rollouts", str(path), "--model", "embedded", "--out", str(tmp_path / "m.jsonl")]
-    assert main(args) == 2
-    assert "has token 99999, and embedded knows 4096" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [("dtype=int8", "dtype='int8'"), ("colour=red", "unknown key 'colour'"), ("micro=-1", "micro='-1'")],
-)
-def test_a_trainer_that_is_none_is_one_line(spec: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mismatch", "--trainer", spec]) == 2
-    assert said in capsys.readouterr().err
+    run = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "sample.jsonl.gz"
+    for arguments, said in [
+        (["mismatch", "--rollouts", str(tmp_path / "folder")], "holds no .jsonl, .jsonl.gz, .jsonl.xz file"),
+        (["mismatch", "--rollouts", str(path), "--model", "embedded"], "has token 99999, and embedded knows 4096"),
+        (["mismatch", "--trainer", "dtype=int8"], "dtype='int8'"),
+        (["mismatch", "--trainer", "colour=red"], "unknown key 'colour'"),
+        (["mismatch", "--trainer", "micro=-1"], "micro='-1'"),
+        (["gate", str(run), "--k3", "1"], "compared no sampler with a trainer, which thresholds are of"),
+    ]:
+        assert main([*arguments, *(["--out", str(tmp_path / "m.jsonl")] if arguments[0] == "mismatch" else [])]) == 2
+        assert said in capsys.readouterr().err
 
 
 WHOLE = ["mismatch", *SMALL, "--arms", "stock,invariant", "--quiet"]
@@ -371,16 +362,16 @@ def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The sampled tokens' logprobs have the very bits: the sum goes over the same numbers."""
-    sound = trainer_module._logits
+    sound = trainer_module.predicting_rows
 
-    def swapped(*args: Any, **kwargs: Any) -> Any:
-        for logits, ids, count in sound(*args, **kwargs):
-            one, other = sorted(set(range(10)) - set(ids.tolist()))[:2]
-            order = list(range(logits.shape[-1]))
-            order[one], order[other] = other, one
-            yield logits[..., order], ids, count
+    def swapped(*args: Any) -> Any:
+        logits, ids, counts = sound(*args)
+        for row, token in zip(logits, ids.tolist(), strict=True):
+            one, other = sorted(set(range(10)) - {token})[:2]
+            row.data[[one, other]] = row.data[[other, one]]
+        return logits, ids, counts
 
-    monkeypatch.setattr(trainer_module, "_logits", swapped)
+    monkeypatch.setattr(trainer_module, "predicting_rows", swapped)
     out = tmp_path / "m.jsonl"
     assert main(["mismatch", *SMALL, "--arms", "invariant", "--out", str(out), "--quiet"]) == 0
     run = read_run(out)
@@ -428,12 +419,6 @@ def test_a_gate_gives_no_answer_for_what_failed_or_was_cut_off(whole: Path) -> N
     assert decide(run, **power).outcome == Outcome.OPEN
     assert decide(failed, **power).outcome == Outcome.NO_ANSWER
     assert decide(msgspec.structs.replace(run, complete=False), **power).outcome == Outcome.NO_ANSWER
-
-
-def test_thresholds_need_a_sampler_and_a_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "sample.jsonl.gz"
-    assert main(["gate", str(run), "--k3", "1"]) == 2
-    assert "compared no sampler with a trainer, which thresholds are of" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from nondet.errors import UserError
 from nondet.kernels.attention_backward import cpu as attention_cpu
 from nondet.sampling.engine import pinned, run_session
 from nondet.sampling.plan import Load, Request, Sampling
-from tests.build import Wide
+from tests.build import Wide, tiers
 
 VOCABULARY, TOKENS = 257, 12
 SIZES: dict[str, Any] = {
@@ -235,15 +235,15 @@ def test_a_holds_with_gradient_checkpointing(name: str, dtype: str, device: str)
     assert all(identical(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def steps(name: str, dtype: str, device: str, *, whole: bool = True) -> tuple[bytes, int, int]:
+def steps(name: str, dtype: str, device: str) -> tuple[bytes, int, int]:
     """Sample and train, twice: (digest of the weights, tokens, tokens whose bits differed)."""
     model = make(name, dtype, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     tokens = differing = 0
     with pinned(1):
         for step, layout in enumerate(("left", "packed")):
-            with nondet.batch_invariant(training=True) if whole else nullcontext():
-                rollouts = sample(model, 7 + step, 6)
+            with nondet.batch_invariant(training=True):
+                rollouts = sample(model, 7 + step, 4)
                 trained = train(model, rollouts, layout, 2 + 3 * step)
             optimizer.step()
             optimizer.zero_grad()
@@ -257,13 +257,10 @@ def steps(name: str, dtype: str, device: str, *, whole: bool = True) -> tuple[by
 def test_b_a_run_repeats_and_a_holds_after_every_step(name: str, dtype: str, device: str) -> None:
     first, again = (steps(name, dtype, device) for _ in range(2))
     assert first == again
-    assert first[1:] == (2 * 6 * TOKENS, 0)
-    other = steps(name, dtype, device, whole=False)
-    assert other[0] != first[0]
-    assert other[2] > 0
+    assert first[1:] == (2 * 4 * TOKENS, 0)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", tiers(["llama"], ["qwen3", "gemma3"]))
 def test_nothing_of_a_dense_pass_is_left_stock_or_at_risk(name: str) -> None:
     """Forward and backward; what is left is the loss's own sum over all tokens, which is the batch's by meaning."""
     rollouts = sampled(name, "bfloat16", "cpu")
@@ -352,7 +349,7 @@ def test_packed_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", tiers(["bfloat16"], ["float32"]))
 def test_a_linear_layer_keeps_its_bits_whatever_its_input_s_layout(dtype: str, device: str) -> None:
     """torch adds the bias after a rounding where it can't flatten the input and a gradient is asked for."""
     drawn = torch.Generator().manual_seed(2)

@@ -24,7 +24,7 @@ from nondet.core.runfile import open_run
 from nondet.core.traces import tokens_digest
 from nondet.errors import UserError
 from nondet.kernels.dispatch.state import current
-from nondet.training.grpo import apart
+from nondet.mismatch.grpo import compared
 
 _SCORE = "_get_per_token_logps_and_entropies"
 
@@ -139,7 +139,7 @@ class Watch(ExitStack):
                 impl=self._impl, seed=self._trainer.args.seed, step=number - 1, reward=metrics.get("reward"),
                 entropy=metrics.get("entropy"), groups=groups, weights_digest=weights_digest(self._model),
                 flat=round(groups * metrics.get("frac_reward_zero_std", 0.0)),
-                train_seconds=time.perf_counter() - self._since, **self._step, **apart(sampler, trainer),
+                train_seconds=time.perf_counter() - self._since, **self._step, **compared(sampler, trainer),
             )  # fmt: skip
         self._fresh, self._pairs = False, []
 

@@ -8,7 +8,6 @@ Sampler and trainer are one model in one process, so only their kernels can diff
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,15 +30,16 @@ from nondet.core.traces import tokens_digest
 from nondet.errors import UserError, one_line, reason_of
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.logprobs import token_logprobs
-from nondet.mismatch.arms import ARMS
-from nondet.mismatch.collect import SPREAD, answered, kernels
+from nondet.mismatch.arms import ARMS, TASKS, Arm
+from nondet.mismatch.collect import kernels, make_requests, rollouts_of, run_requests
 from nondet.mismatch.figures import Figures
-from nondet.mismatch.trainer import rounded_to_fp8, weights_changed
+from nondet.mismatch.rollouts import Rollout
+from nondet.mismatch.trainer import Spec, micro_batches, predicting_rows, rounded_to_fp8, weights_changed, widths
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Outcome, Request, Sampling
-from nondet.training.tasks import TASKS
+from nondet.sampling.plan import Request
 
 _CLIP, _GRADIENT_MOST, _BETAS = 0.2, 1.0, (0.9, 0.95)
+_LAYOUT = Spec()  # padded on the right
 _SOFTENED = 1e-4  # of the deviation of a group's rewards, so that it is never 0
 _ENTROPY_ELEMENTS = 2**24  # of logits for the entropy of a step: with a large vocabulary every k-th row
 
@@ -74,6 +74,7 @@ class Policy:
     def __init__(self, model: Any, lr: float) -> None:
         self.model = model
         self.names, self.parameters = map(list, zip(*model.named_parameters(), strict=True))
+        self.device = self.parameters[0].device
         self.master = [p.detach().float().clone() for p in self.parameters]
         self.optimizer = torch.optim.AdamW(self.master, lr=lr, betas=_BETAS, weight_decay=0.0)
 
@@ -120,11 +121,11 @@ class Policy:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        told = {"record": msgspec.json.encode(record).decode(), "digest": digest(*tensors.values())}
-        told["updates"] = str(updates)
+        described = {"record": msgspec.json.encode(record).decode(), "digest": digest(*tensors.values())}
+        described["updates"] = str(updates)
         with replacing(path) as scratch:
             try:
-                save_file(tensors, str(scratch), metadata=told)
+                save_file(tensors, str(scratch), metadata=described)
             except SafetensorError as error:
                 raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
 
@@ -136,15 +137,15 @@ class Policy:
         hint = "Put back the one that the run wrote, or begin anew with --force."
         try:
             with safe_open(str(path), framework="pt") as file:
-                told = file.metadata() or {}
+                described = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-            record = msgspec.json.decode(told["record"], type=TrainingStep)
-            updates = int(told["updates"])
+            record = msgspec.json.decode(described["record"], type=TrainingStep)
+            updates = int(described["updates"])
         except FileNotFoundError:
             raise UserError(f"the run can't be continued: its checkpoint {path} is not there", hint) from None
         except (SafetensorError, OSError, LookupError, ValueError) as error:
             raise UserError(f"{path} is no checkpoint of a run: {one_line(reason_of(error), 120)}", hint) from error
-        if digest(*tensors.values()) != told.get("digest"):
+        if digest(*tensors.values()) != described.get("digest"):
             raise UserError(f"{path} is damaged: its tensors do not have the digest that it names", hint)
         shapes = {name: tuple(m.shape) for name, m in zip(self.names, self.master, strict=True)}
         theirs = {name.removeprefix("weight."): tuple(t.shape) for name, t in tensors.items() if name[:7] == "weight."}
@@ -160,68 +161,31 @@ class Policy:
         return record
 
 
-class Batch(NamedTuple):
-    """Rollouts as the trainer's input, padded on the right.
-
-    Attributes:
-        ids, mask, positions: [B, T] int64.
-        drawn: [B, T - 1] bool: the positions whose next token was sampled.
-        sampler: [drawn] float32: the sampler's logprob of each, rollout by rollout.
-        rows: [B + 1] offsets of the rollouts in `sampler`.
-    """
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-    drawn: torch.Tensor
-    sampler: torch.Tensor
-    rows: list[int]
-
-    @staticmethod
-    def of(outcomes: Sequence[Outcome], device: str) -> Batch:
-        """The batch of these rollouts, in this order."""
-        texts = [[*o.request.prompt, *o.token_ids] for o in outcomes]
-        ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.long)
-        mask, drawn = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        for row, (outcome, text) in enumerate(zip(outcomes, texts, strict=True)):
-            ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
-            drawn[row, len(outcome.request.prompt) : len(text)] = True
-        logprobs = torch.from_numpy(np.concatenate([np.frombuffer(o.logprobs, dtype="<f4") for o in outcomes]))
-        positions = (mask.cumsum(-1) - 1).clamp(min=0).to(device)
-        rows = [0, *itertools.accumulate(len(o.token_ids) for o in outcomes)]
-        return Batch(ids.to(device), mask.to(device), positions, drawn[:, 1:].to(device), logprobs.to(device), rows)
-
-
 def requests_of(settings: Settings, loaded: LoadedModel, seed: int, step: int) -> tuple[list[Request], list[str]]:
     """The requests of a step and the text of each group's prompt; all from seed and step, so the same in every arm.
     They always arrive at the same steps of the engine, because on a GPU torch's cuDNN plans for every new shape."""
-    rng = random.Random(f"nondet rl {seed} {step}")  # noqa: S311 - tasks, not a secret
+    texts = list(TASKS[settings.task].prompts(settings.groups, random.Random(f"nondet rl {seed} {step}")))  # noqa: S311
+
+    def own(group: int, rollout: int) -> int:
+        return int.from_bytes(hashlib.sha256(f"{seed} {step} {group} {rollout}".encode()).digest()[:8], "big")
+
     arrivals = random.Random(f"nondet rl {seed}")  # noqa: S311 - not a secret
-    texts = list(TASKS[settings.task].prompts(settings.groups, rng))
-    requests = []
-    for group, text in enumerate(texts):
-        prompt = tuple(loaded.encode(text))
-        for j in range(settings.group):
-            own = int.from_bytes(hashlib.sha256(f"{seed} {step} {group} {j}".encode()).digest()[:8], "big")
-            name, arrival = f"t{group:03d}-{j:03d}", arrivals.randrange(SPREAD)
-            drawn = Sampling(1.0, 0, 1.0, own)
-            requests.append(Request(name, True, prompt, settings.tokens, arrival, group, drawn))
-    return requests, texts
+    return make_requests(loaded, texts, settings.group, settings.tokens, arrivals, own), texts
 
 
-def earned(
-    settings: Settings, loaded: LoadedModel, outcomes: Sequence[Outcome], texts: Sequence[str]
+def advantages_of(
+    settings: Settings, loaded: LoadedModel, rollouts: Sequence[Rollout], texts: Sequence[str]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Advantages [B] float32 within each group, 0 where its rewards are equal; and the fields of a record."""
-    reward = TASKS[settings.task].reward
-    rewards = torch.tensor([reward(texts[o.request.subject], loaded.decode(o.token_ids)) for o in outcomes])
-    grouped = rewards.view(len(texts), settings.group)
+    reward, size = TASKS[settings.task].reward, settings.group
+    answers = [tuple(r.ids[i] for i in r.drawn) for r in rollouts]
+    rewards = torch.tensor([reward(texts[i // size], loaded.decode(ids)) for i, ids in enumerate(answers)])
+    grouped = rewards.view(len(texts), size)
     flat = (grouped == grouped[:, :1]).all(1)
-    answers = [{tuple(o.token_ids) for o in outcomes if o.request.subject == group} for group in range(len(texts))]
-    alike = sum(len(answer) == 1 for answer in answers)
+    alike = sum(len(set(answers[first : first + size])) == 1 for first in range(0, len(answers), size))
     centred = grouped - grouped.mean(1, keepdim=True)
     advantages = torch.where(flat[:, None], 0.0, centred / (grouped.std(1, keepdim=True) + _SOFTENED))
-    fields = {"reward": float(rewards.mean()), "rollouts": len(outcomes), "groups": len(texts)}
+    fields = {"reward": float(rewards.mean()), "rollouts": len(rollouts), "groups": len(texts)}
     return advantages.flatten(), fields | {"flat": int(flat.sum()), "alike": alike}
 
 
@@ -231,7 +195,7 @@ def entropy_of(logits: torch.Tensor) -> float:
     return float(-(rows.exp() * rows).sum(-1).mean())
 
 
-def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
+def compared(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
     """The fields of a record that measure how far logprobs [N] float32 of the two sides differ. Raises ArithmeticError
     where one of them is NaN or infinite: then nothing can be compared or learned."""
     try:
@@ -243,42 +207,37 @@ def apart(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
 
 
 def learn(
-    policy: Policy, settings: Settings, arm: str, batch: Batch, advantages: torch.Tensor, ran: Counter[str]
-) -> dict[str, Any]:
+    policy: Policy, settings: Settings, arm: Arm, rollouts: Sequence[Rollout], advantages: torch.Tensor,
+    ran: Counter[str],
+) -> dict[str, Any]:  # fmt: skip
     """The optimizer steps on one batch of rollouts; figures of the first pass, where both sides have the same weights.
 
     The loss is GRPO's with PPO's clipped ratio to the first pass, which is 1 in it, over a constant number of tokens.
     An arm's importance weights, if any, are the first pass's probabilities over the sampler's, truncated.
     """
     figures: dict[str, Any] = {}
-    size, count = settings.micro or len(batch.ids), len(batch.ids)
-    before = torch.empty_like(batch.sampler)
-    entropy = 0.0
+    gains = advantages.repeat_interleave(torch.tensor([len(r.drawn) for r in rollouts])).to(policy.device)
+    sampled = torch.from_numpy(np.concatenate([r.sampler for r in rollouts])).to(policy.device)
+    before, entropy = torch.empty_like(sampled), 0.0
     for epoch in range(settings.epochs):
         policy.model.zero_grad(set_to_none=True)
-        for first in range(0, count, size):
-            last = min(first + size, count)
-            part, rows = slice(first, last), slice(batch.rows[first], batch.rows[last])
-            drawn = batch.drawn[part]
-            group, place = drawn.nonzero(as_tuple=True)
-            with kernels("trainer", ran, ARMS[arm].trainer):
-                inputs = {"attention_mask": batch.mask[part], "position_ids": batch.positions[part]}
-                whole = policy.model(input_ids=batch.ids[part], use_cache=False, **inputs).logits
-                # index_select, because its gradient is added in the order of the rows
-                logits = whole.flatten(0, 1).index_select(0, group * whole.shape[1] + place)
-                logprobs = token_logprobs(logits, batch.ids[part, 1:][drawn])
+        last = 0
+        for part in micro_batches(rollouts, settings.micro):
+            with kernels("trainer", ran, arm.trainer):
+                logits, ids, _ = predicting_rows(policy.model, part, _LAYOUT, widths(rollouts, 0))
+                rows = slice(last, last := last + len(ids))
+                logprobs = token_logprobs(logits, ids)
                 if epoch == 0:
                     before[rows] = logprobs.detach()
                 ratio = (logprobs - before[rows]).exp()
-                gain = advantages[part][group]
-                least = torch.minimum(ratio * gain, ratio.clamp(1 - _CLIP, 1 + _CLIP) * gain)
-                if ARMS[arm].weighted:
-                    least = least * (before[rows] - batch.sampler[rows]).exp().clamp(max=settings.cap)
-                (-least.sum() / (settings.tokens * count)).backward()
+                least = torch.minimum(ratio * gains[rows], ratio.clamp(1 - _CLIP, 1 + _CLIP) * gains[rows])
+                if arm.weighted:
+                    least = least * (before[rows] - sampled[rows]).exp().clamp(max=settings.cap)
+                (-least.sum() / (settings.tokens * len(rollouts))).backward()
             if epoch == 0:
                 entropy += entropy_of(logits.detach()) * len(logprobs) / len(before)
         if epoch == 0:
-            figures = apart(batch.sampler, before) | {"entropy": entropy}
+            figures = compared(sampled, before) | {"entropy": entropy}
         norm = policy.update()
         figures.setdefault("grad_norm", norm)
     return figures
@@ -287,16 +246,15 @@ def learn(
 def step_of(policy: Policy, loaded: LoadedModel, settings: Settings, arm: str, seed: int, step: int) -> TrainingStep:
     """Sample, compute rewards, learn: one record."""
     requests, texts = requests_of(settings, loaded, seed, step)
-    ran: Counter[str] = Counter()
-    started = time.perf_counter()
+    ran, started = Counter[str](), time.perf_counter()
     with policy.rounded(settings.rollouts), kernels("sampler", ran, ARMS[arm].sampler):
-        outcomes = sorted(answered(loaded, requests).outcomes, key=lambda o: o.request.id)
+        rollouts = rollouts_of(run_requests(loaded, requests))
     drawn = time.perf_counter()
-    advantages, figures = earned(settings, loaded, outcomes, texts)
-    figures |= learn(policy, settings, arm, Batch.of(outcomes, loaded.device), advantages.to(loaded.device), ran)
+    advantages, figures = advantages_of(settings, loaded, rollouts, texts)
+    figures |= learn(policy, settings, ARMS[arm], rollouts, advantages, ran)
     return TrainingStep(
         impl=arm, seed=seed, step=step, ran=dict(ran) if step == 0 else {}, weights_digest=weights_digest(policy.model),
-        tokens_digest=tokens_digest([t for o in outcomes for t in (*o.request.prompt, *o.token_ids)]),
+        tokens_digest=tokens_digest([token for r in rollouts for token in r.ids]),
         sample_seconds=drawn - started, train_seconds=time.perf_counter() - drawn, **figures,
     )  # fmt: skip
 
