@@ -85,8 +85,11 @@ def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
 def _clauses(verdict: Verdict, *, brief: bool) -> str:
     """Without what an axis may change, which its table shows. `brief`: for a page's head, which has two lines."""
     short = brief and verdict.role in (Role.INVARIANT, Role.PART)
-    clauses = verdict.counts if short else verdict.clauses
-    text = phrase([clause for clause in clauses if clause.code != "axis-apart"], brief=True)
+    clauses = [clause for clause in (verdict.counts if short else verdict.clauses) if clause.code != "axis-apart"]
+    if brief:  # which axes and, of a backend, what else was found stand below
+        clauses = [replace(clause, numbers={**clause.numbers, "which": None}) for clause in clauses]
+        clauses = clauses[:1] if verdict.role == Role.BACKEND else clauses
+    text = phrase(clauses, brief=True)
     return str(verdict.finding) if short and len(text) > _CLEAN_MOST else text
 
 

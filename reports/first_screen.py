@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nondet.bench.summary import sections
@@ -40,6 +40,7 @@ _EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *MACHINE)
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *MACHINE)
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
        "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
+_PANELS_MOST = 2  # of plots on the first screen; the section has all
 _POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
 ISOLATED = "isolated"  # the label of what was found of operators by themselves
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
@@ -517,7 +518,7 @@ def _isolated(report: Report, told: RunSection) -> list[Step]:
 def _machines(report: Report) -> tuple[str, ...]:
     lines = []
     for r in report.runs:
-        here = figures.environment_line({k: v for k, v in r.run.header.environment.items() if k != "commit"})
+        here = figures.environment_line({k: r.run.header.environment.get(k) for k in ("gpu", "cpu", "torch")})
         for s in r.run.servers:
             lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
         lines.append(f"asked from: {here}" if r.run.servers else here)
@@ -724,7 +725,8 @@ def _picture(told: RunSection) -> Figure | None:
     if named is not None:
         return pair_of(named, told.run, "fig-answer")
     if told.training or told.mismatch:
-        return training_figure(told.run) if told.training else mismatch_figure(told.run)
+        drawn = training_figure(told.run) if told.training else mismatch_figure(told.run)
+        return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:_PANELS_MOST]), title="")
     rows = [r for r in parted_rows(Report((told,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     if rows:
         chosen = clearest(rows)

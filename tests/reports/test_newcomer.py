@@ -152,7 +152,7 @@ def test_a_headline_stands_over_its_own_run_s_picture(tmp_path: Path) -> None:
     for runs in ((batch, tokens), (tokens, batch)):
         screen = screen_of(*runs)
         assert "completions" in screen.answer
-        assert screen.picture.name == "tree"
+        assert screen.picture.name == "answers"
     screen = screen_of(kept("cpu-xeon/trace.jsonl"), batch)
     assert screen.answer.startswith("batch-dependent: the first operator to differ is")
     assert screen.picture.name == "pair"
