@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections import Counter
 from dataclasses import fields, replace
@@ -473,11 +474,17 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
 # What is shown next can be typed: the real command line takes it, and the service's own checks do.
 
 
+@functools.cache
+def parser(name: str) -> Any:
+    """Of a command's options."""
+    return typer.main.get_command(cli.application(name)).commands[name]  # type: ignore[attr-defined]
+
+
 def accepted(command: str) -> None:
     """Parse as `nondet` would, and make the request of a service; nothing is measured."""
     program, name, *rest = shlex.split(command)
     assert program == "nondet"
-    parsed = typer.main.get_command(cli.application(name)).commands[name].make_context(name, rest)  # type: ignore[attr-defined]
+    parsed = parser(name).make_context(name, rest)
     target = load_object(cli._COMMANDS[name][0])
     if target.__module__.startswith("nondet.services."):
         request = get_type_hints(target)["request"]
