@@ -21,7 +21,7 @@ from nondet.core.runfile import read_run, write_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
 from nondet.export.frames import KINDS, frame, kinds_of, only_kind
-from tests.build import bench_run, sampled, tiers
+from tests.build import bench_run, h200_sweep, run_of, sampled, tiers
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 SOURCE = {
@@ -48,13 +48,19 @@ def drawn(name: str) -> Any:
     return draw(name, [kept(name)])
 
 
+def swept(path: Path) -> Path:
+    """A run file of two implementations over one sweep."""
+    write_run(path, run_of(*h200_sweep()))
+    return path
+
+
 @pytest.mark.parametrize("name", tiers(["class-map", "training"], FIGURES))
 def test_every_figure_is_drawn_from_a_kept_run(name: str, tmp_path: Path) -> None:
     """With the GPU's name and the implementations as text; once more, it is the same bytes."""
     run = kept(name)
     assert name in figures_of([run])
     pictures = []
-    for figure in (drawn(name), draw(name, [run]))[: 1 + (name == "class-map")]:
+    for figure in (drawn(name), draw(name, [run]))[: 1 + (name == "training")]:
         save(figure, tmp_path / "x.svg")
         pictures.append((tmp_path / "x.svg").read_text(encoding="utf-8"))
     assert pictures[0] == pictures[-1]
@@ -122,7 +128,7 @@ def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: py
     """Where the old scratch name or the target is somebody's link, nothing goes through it."""
     for out in ["rows.csv", "map.svg"]:
         tmp_path = tmp_path_factory.mktemp("case")
-        source, there = EVIDENCE / SOURCE["class-map"], tmp_path / "precious"
+        source, there = swept(tmp_path / "run.jsonl"), tmp_path / "precious"
         there.write_text("kept")
         scratch = tmp_path / f".{out}.{os.getpid()}{Path(out).suffix}"
         scratch.symlink_to(there)
@@ -131,7 +137,9 @@ def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: py
         with pytest.raises(UserError, match="is a symbolic link"):
             report([source], [tmp_path / f"link-{out}"], force=True)
         assert there.read_text() == "kept"
-        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([scratch.name, f"link-{out}", out, "precious"])
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+            [scratch.name, f"link-{out}", out, "precious", "run.jsonl"]
+        )
 
 
 def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
@@ -153,7 +161,7 @@ def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
 
 def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path) -> None:
     """The command: CSV and JSON read back by pandas, one line for what can't be done."""
-    source = EVIDENCE / SOURCE["class-map"]
+    source = swept(tmp_path / "run.jsonl")
     report([source], [tmp_path / "rows.csv"])
     report([source], [tmp_path / "rows.json"])
     rows = len(read_run(source).rows)
@@ -168,7 +176,7 @@ def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path)
         report([EVIDENCE / "sample.jsonl.gz"], [tmp_path / "s.png"])
     with pytest.raises(UnknownNameError):
         draw("globe", [])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json", "run.jsonl"]
 
 
 def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> None:

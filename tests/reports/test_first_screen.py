@@ -152,7 +152,7 @@ def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
             record=record, moved=count - 1, moved_first=0, compared=count,
         )  # fmt: skip
         tally = AxisTally(name, held, (value,), (), "", count, count, count, count)
-        told.append(AxisLine(name, "", ["stock"], [], {"stock": AxisCell(tally, first)}, ""))
+        told.append(AxisLine(name, "", {"stock": tally}, {"stock": AxisCell(tally, first)}))
     return replace(report, runs=(replace(report.runs[0], axes=AxesTable(("stock",), tuple(told), 9, "", 0)),))
 
 
