@@ -176,7 +176,7 @@ class RunSection:
     def defaults(self) -> list[Verdict]:
         """The verdicts on what a user has by default: stock, else what is no fix, else a fix that failed; of a trainer,
         all arms."""
-        if self.training or self.mismatch:
+        if self.is_of_trainer:
             return [*self.verdicts]
         stock = [v for v in self.verdicts if v.role in STOCK]
         others = [v for v in self.verdicts if v.role not in (Role.INVARIANT, Role.PART)]
@@ -202,32 +202,17 @@ class RunSection:
         """Whether it tested a whole model or a server, not operators by themselves."""
         run = self.run
         sampled = run.completions or run.steps or run.trace_verdicts or run.neighbours
-        return bool(sampled or self.training or self.mismatch)
+        return bool(sampled or self.is_of_trainer)
+
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether it compares a sampler with a trainer, once or over steps of training."""
+        return bool(self.run.training_steps or self.run.mismatch_rollouts)
 
     @cached_property
     def story(self) -> Story | None:
         """A diagnosis."""
         return _load("traces:story")(self.run) if self.run.steps else None
-
-    @property
-    def traced(self) -> Run | None:
-        """The run, if it has traces, replays or an encoder's arms."""
-        return self.run if _traced(self.run) else None
-
-    @property
-    def training(self) -> Run | None:
-        """The run, if it has steps of reinforcement learning."""
-        return self.run if self.run.training_steps else None
-
-    @property
-    def mismatch(self) -> Run | None:
-        """The run, if it compares a sampler with a trainer."""
-        return self.run if self.run.mismatch_rollouts else None
-
-    @property
-    def bench(self) -> Run | None:
-        """The run, if it has benchmark cases."""
-        return self.run if self.run.cells else None
 
     @cached_property
     def probes(self) -> Sequence[ProbeSection]:
@@ -357,29 +342,25 @@ def section(
     )
 
 
-# The sections of a run's part in order, each with the function that writes it, imported only where needed.
-_TELLERS = {
-    "story": "traces:story_blocks",
-    "traced": "traces:trace_blocks",
-    "endpoint": "endpoint:endpoint_blocks",
-    "axes": "axes:axes_blocks",
-    "sampled": "samples:sample_blocks",
-    "training": "training:training_blocks",
-    "mismatch": "mismatch:mismatch_blocks",
-    "bench": "bench:bench_blocks",
-    "probes": "probes:probe_blocks",
-}
-
-
 def run_blocks(report: Report, number: int) -> list[Block]:
-    """all that is shown of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
+    """All that is shown of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
     section = report.runs[number - 1]
-    made = _head(report, section)
-    for field, place in _TELLERS.items():
-        told = getattr(section, field)
+    run, made = section.run, _head(report, section)
+    held: dict[str, Any] = {  # what writes each kind, imported only where a run has it
+        "traces:story_blocks": section.story,
+        "traces:trace_blocks": run if _traced(run) else None,
+        "endpoint:endpoint_blocks": section.endpoint,
+        "axes:axes_blocks": section.axes,
+        "samples:sample_blocks": section.sampled,
+        "training:training_blocks": run if run.training_steps else None,
+        "mismatch:mismatch_blocks": run if run.mismatch_rollouts else None,
+        "bench:bench_blocks": run if run.cells else None,
+        "probes:probe_blocks": section.probes,
+    }
+    for place, told in held.items():
         if told:
             parts: list[Block] = _load(place)(told, number, not report.folded)
-            if section.story and field != "story":  # evidence, which the story's answers name
+            if section.story and told is not section.story:  # evidence, which the story's answers name
                 parts = [_not_brief(part) for part in parts]
             made += parts
     return made + _tail(report, section, number)

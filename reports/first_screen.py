@@ -61,7 +61,7 @@ def chain(report: Report) -> tuple[Step, ...]:
     command."""
     if all(r.endpoint is not None for r in report.runs):
         return _token(report), *endpoint_steps(report)
-    if all(r.training or r.mismatch for r in report.runs):
+    if all(r.is_of_trainer for r in report.runs):
         return _of_sides(report)
     if all(r.run.embed_passes for r in report.runs):
         return _of_vectors(report.runs[0].run)
@@ -568,7 +568,7 @@ class Outcome:
 
 def next_command(o: Outcome) -> Suggestion:
     """What to run next: first what failed, then what the kind of run, the chain or its end leave open."""
-    if all(r.training or r.mismatch for r in o.report.runs):
+    if all(r.is_of_trainer for r in o.report.runs):
         return _after_training(o.run) if o.run.training_steps else _after_mismatch(o.run)
     failed = [(r, p) for r in o.report.runs for p in r.problems if p.kind == "failed"]
     if failed and not o.diverged:  # failed cases come before new ones
@@ -724,8 +724,8 @@ def _picture(told: RunSection) -> Figure | None:
     named = next((c for c in culprits_of(told) if c.call), None)
     if named is not None:
         return pair_of(named, told.run, "fig-answer")
-    if told.training or told.mismatch:
-        drawn = training_figure(told.run) if told.training else mismatch_figure(told.run)
+    if told.is_of_trainer:
+        drawn = training_figure(told.run) if told.run.training_steps else mismatch_figure(told.run)
         return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:_PANELS_MOST]), title="")
     rows = [r for r in parted_rows(Report((told,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     if rows:
