@@ -718,9 +718,9 @@ def _after_training(run: Run) -> Suggestion:
 def _picture(told: RunSection) -> Figure | None:
     """What shows the finding: the answers where they differ, the call in both arms, arms of training, a map, bars, or
     the one answer that all requests got."""
-    forked = next(((p, s) for p in told.samples for s in p.main if s.first_fork), None)
+    forked = next((p for p in told.samples if any(s.first_fork for s in p.main)), None)
     if forked is not None:
-        return _answers(told, *forked)
+        return _answers(told, forked)
     named = next((c for c in culprits_of(told) if c.call), None)
     if named is not None:
         return pair_of(named, told.run, "fig-answer")
@@ -736,15 +736,14 @@ def _picture(told: RunSection) -> Figure | None:
         return Figure("family", CaseFamily((shown,)), "fig-answer")
     if told.axes and told.axes.bars:
         return axes_figure(told.axes, "fig-answer")
-    return _answers(told, told.samples[0], told.samples[0].main[0]) if told.samples else None
+    return _answers(told, told.samples[0]) if told.samples else None
 
 
-def _answers(told: RunSection, sample: SampleSection, first: SampleSummary) -> Figure:
-    """The answers under one implementation and, where it ran, under the invariant one."""
-    faulty = {v.impl for v in told.verdicts if v.is_fault}
-    cured = [
-        s for s in sample.main
-        if role_of(s.impl) == Role.INVARIANT and s is not first and (s.impl not in faulty or s.distinct_traces > 1)
-    ]  # fmt: skip
-    shown = (first, *cured)
-    return answers_of(sample, sample.main if shown == sample.main else shown, "fig-answer")
+def _answers(told: RunSection, sample: SampleSection) -> Figure | None:
+    """The answers under stock and invariant, and under the first implementation that differs. Where one has a fault
+    that no answer and no logprob shows, such as another end, a picture of one answer would deny it."""
+    first = next((s for s in sample.main if s.first_fork), None)
+    denied = {v.impl for v in told.verdicts if v.is_fault} - {s.impl for s in sample.main if s.distinct_traces > 1}
+    named = [s for s in sample.main if s is first or role_of(s.impl) in (Role.STOCK, Role.INVARIANT)]
+    shown = tuple(s for s in named if s.impl not in denied)
+    return answers_of(sample, sample.main if shown == sample.main else shown, "fig-answer") if shown else None
