@@ -586,6 +586,11 @@ def next_command(o: Outcome) -> Suggestion:
     if o.command == "probe" and all(p.demonstration for r in o.report.runs for p in r.probes):
         command = _again(o.report, "probe", "all", names=MACHINE)
         return Suggestion(command, "tests the library's own operators; these cases only demonstrate a cause")
+    return _after_chain(o)
+
+
+def _after_chain(o: Outcome) -> Suggestion:
+    """What the chain leaves open, else what follows from its end."""
     refuted = o.diverged and cure_refuted(o.report)
     if o.diverged and o.run.header.plan.get("met") and not refuted:
         return _certify(o)  # what a trace found in a model was tested by itself: nothing is left to look for
