@@ -59,8 +59,8 @@ def embedded_json(data: Any) -> str:
     return text
 
 
-# Numbers, dates and options, which no line may break: "1.2e-04", "--turns".
-_WHOLE = re.compile(r"\d[\d.]*e-\d+|\d+-\d\d-\d\dT|--\w[\w-]*")
+# Numbers, dates, options and servers, which no line may break: "1.2e-04", "--turns", "server-2".
+_WHOLE = re.compile(r"\d[\d.]*e-\d+|\d+-\d\d-\d\dT|--\w[\w-]*|server-\d+")
 
 
 def unbroken(text: str) -> Markup:
