@@ -59,11 +59,6 @@ def test_of_operators() -> None:
         assert screen_of(run).effect is effect
 
 
-def test_completions_stand_before_operators(tmp_path: Path) -> None:
-    """Kernels that differ are of less weight than what a model's completions show."""
-    assert screen_of(run_of(row([0, 1])), sampled(tmp_path, variants=of_logprobs)).effect is Effect.LOGPROBS
-
-
 def test_of_a_trace() -> None:
     """By its controls; of two recorded arms alone it is not known what other requests did."""
     for figures, effect in [

@@ -111,13 +111,9 @@ def nondet_lines(run: Run) -> str:
     return " ".join(on_terminal([run]).split())
 
 
-def test_what_follows_an_answer_is_no_more_questions(tmp_path: Path) -> None:
-    """Nothing after a certificate and an engine's times; a gate after a clean sample; a cured diagnosis' block."""
-    assert screen_of(kept("h200/certify.jsonl.gz")).next.command == ""
+def test_what_follows_an_answer_is_no_more_questions() -> None:
+    """Nothing after an engine's times; `ends` of test_first_screen.py has what follows the other kinds."""
     assert screen_of(kept("h200-x2/engine-2-ranks.jsonl")).next.command == ""
-    clean = six_rounds(sampled(tmp_path, variants=lambda *_: ((), 0)))
-    assert screen_of(clean).next.command == f"nondet gate {clean.source} --impl stock"
-    assert screen_of(kept("cpu/diagnose-fp8.jsonl.xz")).next.command == "with nondet.batch_invariant(): ..."
     assert "\nNext:" not in markdown.render([kept("h200-x2/engine-2-ranks.jsonl")])
 
 
@@ -146,15 +142,9 @@ def test_a_function_of_ones_own_is_told_nothing_of_completions() -> None:
     assert [s.label for s in screen_of(run).steps] == ["operator", "kernel"]
 
 
-def test_a_headline_stands_over_its_own_run_s_picture(tmp_path: Path) -> None:
-    """Of two runs the one whose effect is the graver, whichever is named first."""
-    batch = run_of(row([0, 1], case="a case of its own"))
-    tokens = sampled(tmp_path)
-    for runs in ((batch, tokens), (tokens, batch)):
-        screen = screen_of(*runs)
-        assert "completions" in screen.answer
-        assert screen.picture.name == "answers"
-    screen = screen_of(kept("cpu-xeon/trace.jsonl"), batch)
+def test_a_headline_stands_over_its_own_run_s_picture() -> None:
+    """A trace's call in both arms, not the map of an operator by itself."""
+    screen = screen_of(kept("cpu-xeon/trace.jsonl"), run_of(row([0, 1], case="a case of its own")))
     assert screen.answer.startswith("batch-dependent: the first operator to differ is")
     assert screen.picture.name == "pair"
 
