@@ -226,7 +226,7 @@ class RunSection:
         return self.sampled.prompts if self.sampled else ()
 
     @property
-    def told(self) -> Sequence[Verdict]:
+    def shown_verdicts(self) -> Sequence[Verdict]:
         """The verdicts of what is shown; the headline counts all."""
         shown = {p.prompt for p in self.sampled.shown} if self.sampled else set()
         if len(shown) == len(self.samples):
@@ -393,7 +393,7 @@ def _head(report: Report, section: RunSection) -> list[Block]:
 
 def _verdicts(section: RunSection) -> Items:
     items: list[Inline] = []
-    for v in section.told:
+    for v in section.shown_verdicts:
         which = ""
         if len(section.samples) > 1 and v.prompt is not None:
             which = f", {subject_name(section.run.header.plan, v.prompt)}"
@@ -401,7 +401,7 @@ def _verdicts(section: RunSection) -> Items:
         parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
         marked = tuple(Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
         items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
-    return Items(items, [v.notes for v in section.told])
+    return Items(items, [v.notes for v in section.shown_verdicts])
 
 
 def _tail(report: Report, section: RunSection, number: int) -> list[Block]:

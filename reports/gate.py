@@ -121,8 +121,8 @@ def junit(decision: Decision, run: Run, seconds: float) -> str:
     """JUnit XML: a test case for each verdict, and one for the power."""
     cases: list[tuple[str, str, str, str]] = []  # name, kind of trouble, its message, its text
     for verdict in decision.verdicts:
-        guilty = verdict.is_fault if decision.above is None else verdict.impl in decision.above
-        trouble = "failure" if guilty and decision.outcome == Outcome.SHUT else ""
+        at_fault = verdict.is_fault if decision.above is None else verdict.impl in decision.above
+        trouble = "failure" if at_fault and decision.outcome == Outcome.SHUT else ""
         cases.append((_subject(verdict, run), trouble, str(verdict.finding), "\n".join((verdict.text, *verdict.notes))))
     if decision.outcome in (Outcome.NO_ANSWER, Outcome.NOT_ENOUGH):
         kind = "error" if decision.outcome == Outcome.NO_ANSWER else "failure"

@@ -39,7 +39,7 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
     for section in report.runs:
         records = msgspec.to_builtins(section.run)
         length = len(embedded_json(records))
-        verdicts = [figures.verdict_data(v) for v in section.told]
+        verdicts = [figures.verdict_data(v) for v in section.shown_verdicts]
         data: dict[str, Any] = {"name": section.name, "headline": section.headline, "verdicts": verdicts}
         if length <= room:
             room -= length

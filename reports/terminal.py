@@ -173,7 +173,7 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
     if any(not section.run.complete for section in report.runs):
         words.append(_line(INCOMPLETE, "bold yellow"))
     if screen is not None:
-        text = figures.sentence(screen.told.headline)
+        text = figures.sentence(screen.section.headline)
         if len(report.runs) > 1:
             text = f"{screen.effect}. {screen.answer}" if screen.effect else screen.answer
         words.append(_line(text, "bold red" if screen.style == "bad" else "bold", 12 * console.width))

@@ -260,7 +260,7 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
     (section,) = build([several(tmp_path, parting=(4,))]).runs
     assert section.sampled is not None
     assert [s.prompt for s in section.sampled.shown] == [0, 4]
-    assert {v.prompt for v in section.told} == {0, 4}
+    assert {v.prompt for v in section.shown_verdicts} == {0, 4}
     assert "the 2 that differ most" in html.render([several(tmp_path)])
 
 

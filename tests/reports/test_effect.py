@@ -163,7 +163,7 @@ def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:
         assert (screen.effect, said in screen.answer) == (alone, True), rows
         for runs in ((probed, sampled_run), (sampled_run, probed)):
             screen = screen_of(*runs)
-            assert (screen.effect, screen.told.run) == (Effect.OUTPUT, sampled_run)
+            assert (screen.effect, screen.section.run) == (Effect.OUTPUT, sampled_run)
             (isolated,) = [step.text for step in screen.steps if step.label == "isolated"] or [""]
             assert (said in isolated) is alone.is_change
     clean = sampled(tmp_path / "clean", variants=lambda *_: ((), 0))

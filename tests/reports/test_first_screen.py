@@ -202,13 +202,13 @@ def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
     assert told["kernel"][1] == "nondet probe matmul attention"
     why = story(innocent).answers["Why"]
     assert why.startswith("No operator could be named: each arm was bit-identical when it was repeated")
-    for guilty in (
+    for diagnosed in (
         diagnosis(PARTED | {"run": "no"}, **traced("run-to-run")),
         diagnosis(PARTED | {"run": "no"}, **traced("batch-dependent", ("repeat", "divergent"))),
     ):
-        assert story_headline(story(guilty)).startswith("Run-to-run nondeterministic: ")
-        assert story_headline(story(guilty)).endswith("; the first operator to differ is `linear` of m")
-        assert said(guilty)["operator"] == ("in the pair traced: it parts", "")
+        assert story_headline(story(diagnosed)).startswith("Run-to-run nondeterministic: ")
+        assert story_headline(story(diagnosed)).endswith("; the first operator to differ is `linear` of m")
+        assert said(diagnosed)["operator"] == ("in the pair traced: it parts", "")
     batch = story_headline(story(diagnosis(PARTED, **NAMED)))
     assert batch == "Batch-dependent: what batch found; the first operator to differ is `linear` of m"
 
