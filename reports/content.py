@@ -64,13 +64,15 @@ def headline(run: Run, verdicts: Sequence[Verdict], *, brief: bool = False) -> s
 
 
 def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
+    own: str = ""
     if run.cells:
-        return _load("bench:bench_headline")(run)
-    if run.steps:
-        return _load("traces:story_headline")(_load("traces:story")(run))
-    traced = _load("traces:trace_headline")(run) if _traced(run) else ""
-    if traced:
-        return traced
+        own = _load("bench:bench_headline")(run)
+    elif run.steps:
+        own = _load("traces:story_headline")(_load("traces:story")(run))
+    elif _traced(run):
+        own = _load("traces:trace_headline")(run)
+    if own:
+        return own
     if not verdicts:
         return "nothing was compared" if run.rows or run.completions else "nothing was measured"
     shown = _worth_a_headline(verdicts)

@@ -406,7 +406,8 @@ def _cure(report: Report) -> list[Step]:
     diagnosed = told or (not sampled and not probed and any(r.story for r in report.runs))
     if diagnosed and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
         return [Step("cure", one_line(text, 420), known=False, command=cure)]
-    return [Step("cure", one_line(text, 420)), _cost(report)]
+    cost = _cost(report)
+    return [Step("cure", one_line(text, 420), known=cost.known), cost]  # of a terminal's lines, the two together
 
 
 def _cost(report: Report) -> Step:

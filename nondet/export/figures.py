@@ -41,7 +41,7 @@ __all__ = ["FIGURES", "draw", "figures_of", "save"]
 _STYLES = ("-", "--", ":", "-.")
 # A page's colours in light mode, by their names in its style sheet.
 _SHEET = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8").partition("@media")[0]
-_COLOURS = dict(re.findall(r"--(\w+): (#\w{6})", _SHEET))
+_COLOURS: dict[str, str] = dict(re.findall(r"--(\w+): (#\w{6})", _SHEET))
 _HUES = [_COLOURS[name] for name in ("stock", "invariant", "third", "fourth")]
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
