@@ -390,7 +390,7 @@ def _row_change(a: Row, b: Row) -> Change | None:
         what.append(f"{plural(a.distinct, 'class', 'classes')} -> {b.distinct}")
     elif a.values == b.values and a.labels != b.labels:
         moved = [value for value, x, y in zip(a.values, a.labels, b.labels, strict=True) if x != y]
-        what.append(f"classes have other borders, first at {a.varied.replace('_', ' ')} {moved[0]}")
+        what.append(f"classes end at other values, first at {a.varied.replace('_', ' ')} {moved[0]}")
     if a.measured and b.measured and a.values != b.values:
         what.append(f"other variants were tried ({a.trials} -> {b.trials})")
     if (a.replays_parted > 0) != (b.replays_parted > 0):

@@ -5,10 +5,10 @@ Every reporter uses it. Numbers in brackets are those of the value with the most
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nondet.core.records import Run
+from nondet.core.records import AxisValue, Run
 from nondet.core.traces import Trace
 from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.endpoint import parting
@@ -41,24 +41,33 @@ class AxisCell:
 
 @dataclass(frozen=True)
 class AxisLine:
-    """One axis; `proofs` holds (value, implementation, took effect, figures), those of the base first."""
+    """One axis under each implementation; `cells` holds those that tried a value other than the base's."""
 
     axis: str
     changes: str
-    impls: Sequence[str]
-    proofs: Sequence[tuple[str, str, bool, str]]
+    tallies: Mapping[str, AxisTally]
     cells: Mapping[str, AxisCell]
-    note: str
+
+    @property
+    def note(self) -> str:
+        """Why no value was tried."""
+        return next((t.note for t in self.tallies.values() if t.note), "")
+
+    @property
+    def proofs(self) -> Iterator[tuple[str, AxisValue]]:
+        """Each value, by implementation, those of the base first."""
+        for impl, tally in self.tallies.items():
+            yield from ((impl, record) for record in (*(v.record for v in tally.values), *tally.unproven))
 
     @property
     def values(self) -> str:
         """The values that took effect, and those that did not."""
         lacking: dict[str, list[str]] = {}
-        for value, impl, holds, _ in self.proofs:
-            if not holds:
-                lacking.setdefault(value, []).append(impl)
-        unproven = [v if len(i) == len(self.impls) else f"{v} ({', '.join(i)})" for v, i in lacking.items()]
-        text = ", ".join(dict.fromkeys(value for value, _, holds, _ in self.proofs if holds)) or "–"
+        for impl, record in self.proofs:
+            if not record.proven:
+                lacking.setdefault(record.value, []).append(impl)
+        unproven = [v if len(i) == len(self.tallies) else f"{v} ({', '.join(i)})" for v, i in lacking.items()]
+        text = ", ".join(dict.fromkeys(record.value for _, record in self.proofs if record.proven)) or "–"
         return text + (f"; unproven, not counted: {', '.join(unproven)}" if unproven else "")
 
 
@@ -90,34 +99,19 @@ def axes_table(run: Run, traces: Mapping[str, Trace]) -> AxesTable | None:
     if not run.axis_values:
         return None
     impls = tuple(sort_impls(record.impl for record in run.axis_values))
+    changes = {record.axis: record.changes for record in run.axis_values}
     tallies: dict[str, dict[str, AxisTally]] = {}
     for impl in impls:
         for tally in tally_axes(run, impl):
             tallies.setdefault(tally.axis, {})[impl] = tally
-    changes = {record.axis: record.changes for record in run.axis_values}
+    lines = []
+    for axis, mine in tallies.items():
+        cells = {impl: AxisCell(tally, _first(tally, traces)) for impl, tally in mine.items() if tally.tried}
+        lines.append(AxisLine(axis, changes[axis], mine, cells))
+    most = max((v.n for line in lines for t in line.tallies.values() for v in t.values), default=0)
     prompts, lengthened = run.header.plan.get("prompts"), run.header.plan.get("prompt_lengthened_by", 0)
-    return AxesTable(
-        impls=impls,
-        lines=tuple(_line(axis, changes[axis], by_impl, traces) for axis, by_impl in tallies.items()),
-        n=max((v.n for by_impl in tallies.values() for t in by_impl.values() for v in t.values), default=0),
-        prompt=str(prompts[0]["text"]) if prompts else "",
-        lengthened=lengthened if isinstance(lengthened, int) else 0,
-    )
-
-
-def _line(axis: str, changes: str, tallies: Mapping[str, AxisTally], traces: Mapping[str, Trace]) -> AxisLine:
-    return AxisLine(
-        axis=axis,
-        changes=changes,
-        impls=list(tallies),
-        proofs=[
-            (record.value, impl, record.proven, record.proof)
-            for impl, tally in tallies.items()
-            for record in [*(v.record for v in tally.values), *tally.unproven]
-        ],
-        cells={impl: AxisCell(tally, _first(tally, traces)) for impl, tally in tallies.items() if tally.tried},
-        note=next((t.note for t in tallies.values() if t.note), ""),
-    )
+    prompt = str(prompts[0]["text"]) if prompts else ""
+    return AxesTable(impls, tuple(lines), most, prompt, lengthened if isinstance(lengthened, int) else 0)
 
 
 def _first(tally: AxisTally, traces: Mapping[str, Trace]) -> int | None:
@@ -137,9 +131,9 @@ def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
     for impl in table.impls:
         head += [(Bit(impl, "code"), ": traces"), "texts", "changed", "first"]
     proofs = [
-        (line.axis, Bit(value), Bit(impl, "code"), "yes" if holds else "unproven", Bit(proof))
+        (line.axis, Bit(one.value), Bit(impl, "code"), "yes" if one.proven else "unproven", Bit(one.proof))
         for line in table.lines
-        for value, impl, holds, proof in line.proofs
+        for impl, one in line.proofs
     ]
     proven = Table(("axis", "value", "under", "took effect", "proof"), proofs)
     changes = Items([f"{line.axis}: {line.changes}" for line in table.lines], only="p")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock, sections
 from nondet.core.records import Cell, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import short_kernel
 from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
-from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, doublings, limit, linear, placed
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Points, Scale, doublings, limit, linear, placed
 from nondet.verdict.findings import plural
 
 # Sizes that are mostly those of one model.
@@ -245,44 +244,35 @@ def bench_plots(section: Section) -> Plots | None:
                 if name in impls[1:] and c.ratio is not None:
                     ratios[impls.index(name)].append((size, c.ratio))
         across, shown = doublings(sizes[0], sizes[-1]), one_line(title, 120)
-        marks = _Marks(impls, axis, across)
-        plots = [marks.shares(shares, shown)]
-        plots += [marks.ratios(ratios, shown)] if any(len(points) > 1 for points in ratios) else []
+        drawn = [share for points in shares for _, share in points]
+        # from a round share below all of them to a little above the limit
+        foot = max((x for x in (0.0, 0.25, 0.5, 0.75, 0.9) if x < min(drawn, default=0.0)), default=0.0)
+        levels = {f"{share * 100:.3g}%": share for share in (foot, (foot + 1.0) / 2, 1.0)}
+        up = linear(foot, max([1.0, *drawn]) * 1.04, levels)
+        marks = _curves(impls, axis, shares, across, up, "{:.0%} of the limit")
+        label = f"share of the limit over {axis}, {shown}"
+        plots = [Plot("share of the limit", 130, up.levels, marks, label)]
+        if any(len(points) > 1 for points in ratios):
+            # tenths around all of them and 1, never tighter than 0.8 to 1.2
+            drawn = [0.8, 1.2, *(ratio for points in ratios for _, ratio in points)]
+            low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
+            up = linear(low, high, {f"{x:.4g}": x for x in (low, 1.0, high)})
+            marks = _curves(impls, axis, ratios, across, up, "{:.2f} times the best stock")
+            label = f"ratio to the best stock over {axis}, {shown}"
+            plots.append(Plot("ratio to the best stock", 60, up.levels, marks, label))
         panels.append(Panel(shown, plots, across.ticks, f"{axis}, log2 scale"))
     return Plots([(one_line(impl, 80), "") for impl in impls], panels, "limit; ratio 1") if panels else None
 
 
-class _Marks(NamedTuple):
-    impls: Sequence[str]
-    axis: str
-    across: Scale
-
-    def shares(self, points: Sequence[Sequence[tuple[float, float]]], title: str) -> Plot:
-        """From a round share below all of them to a little above the limit."""
-        drawn = [share for one in points for _, share in one]
-        foot = max((x for x in (0.0, 0.25, 0.5, 0.75, 0.9) if x < min(drawn, default=0.0)), default=0.0)
-        levels = {f"{share * 100:.3g}%": share for share in (foot, (foot + 1.0) / 2, 1.0)}
-        up = linear(foot, max([1.0, *drawn]) * 1.04, levels)
-        label = f"share of the limit over {self.axis}, {title}"
-        return Plot("share of the limit", 130, up.levels, self._lines(points, up, "{:.0%} of the limit"), label)
-
-    def ratios(self, points: Sequence[Sequence[tuple[float, float]]], title: str) -> Plot:
-        """Tenths around all of them and 1, never tighter than 0.8 to 1.2."""
-        drawn = [0.8, 1.2, *(ratio for one in points for _, ratio in one)]
-        low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
-        up = linear(low, high, {f"{x:.4g}": x for x in (low, 1.0, high)})
-        label = f"ratio to the best stock over {self.axis}, {title}"
-        lines = self._lines(points, up, "{:.2f} times the best stock")
-        return Plot("ratio to the best stock", 60, up.levels, lines, label)
-
-    def _lines(self, points: Sequence[Sequence[tuple[float, float]]], up: Scale, words: str) -> list[Mark]:
-        marks = [limit(1.0, up)]
-        for i, one in enumerate(points):
-            if len(one) > 1:
-                marks.append(Mark("curve", i, placed(one, self.across, up)))
-                name = f"{one_line(self.impls[i], 80)}, {self.axis}"
-                marks += [
-                    Mark("spot", i, placed([(x, y)], self.across, up), f"{name} {x:,}: {words.format(y)}")
-                    for x, y in one
-                ]
-        return marks
+def _curves(
+    impls: Sequence[str], axis: str, points: Sequence[Points], across: Scale, up: Scale, said: str
+) -> list[Mark]:
+    """A curve for each implementation of several points, with each point's figures under the pointer."""
+    marks = [limit(1.0, up)]
+    for i, (impl, mine) in enumerate(zip(impls, points, strict=True)):
+        if len(mine) > 1:
+            marks.append(Mark("curve", i, placed(mine, across, up)))
+            for x, y in mine:
+                words = f"{one_line(impl, 80)}, {axis} {x:,}: {said.format(y)}"
+                marks.append(Mark("spot", i, placed([(x, y)], across, up), words))
+    return marks

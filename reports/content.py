@@ -64,13 +64,15 @@ def headline(run: Run, verdicts: Sequence[Verdict], *, brief: bool = False) -> s
 
 
 def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
+    own: str = ""
     if run.cells:
-        return _load("bench:bench_headline")(run)
-    if run.steps:
-        return _load("traces:story_headline")(_load("traces:story")(run))
-    traced = _load("traces:trace_headline")(run) if _traced(run) else ""
-    if traced:
-        return traced
+        own = _load("bench:bench_headline")(run)
+    elif run.steps:
+        own = _load("traces:story_headline")(_load("traces:story")(run))
+    elif _traced(run):
+        own = _load("traces:trace_headline")(run)
+    if own:
+        return own
     if not verdicts:
         return "nothing was compared" if run.rows or run.completions else "nothing was measured"
     shown = _worth_a_headline(verdicts)
@@ -85,8 +87,11 @@ def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
 def _clauses(verdict: Verdict, *, brief: bool) -> str:
     """Without what an axis may change, which its table shows. `brief`: for a page's head, which has two lines."""
     short = brief and verdict.role in (Role.INVARIANT, Role.PART)
-    clauses = verdict.counts if short else verdict.clauses
-    text = phrase([clause for clause in clauses if clause.code != "axis-apart"], brief=True)
+    clauses = [clause for clause in (verdict.counts if short else verdict.clauses) if clause.code != "axis-apart"]
+    if brief:  # which axes and, of a backend, what else was found stand below
+        clauses = [replace(clause, numbers={**clause.numbers, "which": None}) for clause in clauses]
+        clauses = clauses[:1] if verdict.role == Role.BACKEND else clauses
+    text = phrase(clauses, brief=True)
     return str(verdict.finding) if short and len(text) > _CLEAN_MOST else text
 
 
@@ -173,7 +178,7 @@ class RunSection:
     def defaults(self) -> list[Verdict]:
         """The verdicts on what a user has by default: stock, else what is no fix, else a fix that failed; of a trainer,
         all arms."""
-        if self.training or self.mismatch:
+        if self.is_of_trainer:
             return [*self.verdicts]
         stock = [v for v in self.verdicts if v.role in STOCK]
         others = [v for v in self.verdicts if v.role not in (Role.INVARIANT, Role.PART)]
@@ -199,32 +204,17 @@ class RunSection:
         """Whether it tested a whole model or a server, not operators by themselves."""
         run = self.run
         sampled = run.completions or run.steps or run.trace_verdicts or run.neighbours
-        return bool(sampled or self.training or self.mismatch)
+        return bool(sampled or self.is_of_trainer)
+
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether it compares a sampler with a trainer, once or over steps of training."""
+        return bool(self.run.training_steps or self.run.mismatch_rollouts)
 
     @cached_property
     def story(self) -> Story | None:
         """A diagnosis."""
         return _load("traces:story")(self.run) if self.run.steps else None
-
-    @property
-    def traced(self) -> Run | None:
-        """The run, if it has traces, replays or an encoder's arms."""
-        return self.run if _traced(self.run) else None
-
-    @property
-    def training(self) -> Run | None:
-        """The run, if it has steps of reinforcement learning."""
-        return self.run if self.run.training_steps else None
-
-    @property
-    def mismatch(self) -> Run | None:
-        """The run, if it compares a sampler with a trainer."""
-        return self.run if self.run.mismatch_rollouts else None
-
-    @property
-    def bench(self) -> Run | None:
-        """The run, if it has benchmark cases."""
-        return self.run if self.run.cells else None
 
     @cached_property
     def probes(self) -> Sequence[ProbeSection]:
@@ -238,7 +228,7 @@ class RunSection:
         return self.sampled.prompts if self.sampled else ()
 
     @property
-    def told(self) -> Sequence[Verdict]:
+    def shown_verdicts(self) -> Sequence[Verdict]:
         """The verdicts of what is shown; the headline counts all."""
         shown = {p.prompt for p in self.sampled.shown} if self.sampled else set()
         if len(shown) == len(self.samples):
@@ -354,29 +344,25 @@ def section(
     )
 
 
-# The sections of a run's part in order, each with the function that writes it, imported only where needed.
-_TELLERS = {
-    "story": "traces:story_blocks",
-    "traced": "traces:trace_blocks",
-    "endpoint": "endpoint:endpoint_blocks",
-    "axes": "axes:axes_blocks",
-    "sampled": "samples:sample_blocks",
-    "training": "training:training_blocks",
-    "mismatch": "mismatch:mismatch_blocks",
-    "bench": "bench:bench_blocks",
-    "probes": "probes:probe_blocks",
-}
-
-
 def run_blocks(report: Report, number: int) -> list[Block]:
-    """all that is shown of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
+    """All that is shown of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
     section = report.runs[number - 1]
-    made = _head(report, section)
-    for field, place in _TELLERS.items():
-        told = getattr(section, field)
+    run, made = section.run, _head(report, section)
+    held: dict[str, Any] = {  # what writes each kind, imported only where a run has it
+        "traces:story_blocks": section.story,
+        "traces:trace_blocks": run if _traced(run) else None,
+        "endpoint:endpoint_blocks": section.endpoint,
+        "axes:axes_blocks": section.axes,
+        "samples:sample_blocks": section.sampled,
+        "training:training_blocks": run if run.training_steps else None,
+        "mismatch:mismatch_blocks": run if run.mismatch_rollouts else None,
+        "bench:bench_blocks": run if run.cells else None,
+        "probes:probe_blocks": section.probes,
+    }
+    for place, told in held.items():
         if told:
             parts: list[Block] = _load(place)(told, number, not report.folded)
-            if section.story and field != "story":  # evidence, which the story's answers name
+            if section.story and told is not section.story:  # evidence, which the story's answers name
                 parts = [_not_brief(part) for part in parts]
             made += parts
     return made + _tail(report, section, number)
@@ -409,7 +395,7 @@ def _head(report: Report, section: RunSection) -> list[Block]:
 
 def _verdicts(section: RunSection) -> Items:
     items: list[Inline] = []
-    for v in section.told:
+    for v in section.shown_verdicts:
         which = ""
         if len(section.samples) > 1 and v.prompt is not None:
             which = f", {subject_name(section.run.header.plan, v.prompt)}"
@@ -417,7 +403,7 @@ def _verdicts(section: RunSection) -> Items:
         parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
         marked = tuple(Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
         items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
-    return Items(items, [v.notes for v in section.told])
+    return Items(items, [v.notes for v in section.shown_verdicts])
 
 
 def _tail(report: Report, section: RunSection, number: int) -> list[Block]:

@@ -91,16 +91,6 @@ class ArmFigures:
     rounds: Sequence[Round]
 
     @property
-    def first_token(self) -> int | None:
-        """The earliest token of any trace that differs; None where none does."""
-        return min((p.token for p, _ in self.partings if p.token is not None), default=None)
-
-    @property
-    def first_bits(self) -> int | None:
-        """The earliest logprob of any trace that differs; None where none does."""
-        return min((p.bits for p, _ in self.partings if p.bits is not None), default=None)
-
-    @property
     def gap(self) -> float:
         """The largest gap of any trace."""
         return max((p.gap for p, _ in self.partings), default=0.0)
@@ -115,11 +105,6 @@ class ArmFigures:
     def gap_requests(self) -> int:
         """Requests whose logprobs differ."""
         return sum(count for p, count in self.partings if p.bits is not None)
-
-    @property
-    def in_flight(self) -> int:
-        """Requests in flight at once."""
-        return max((s.in_flight for s in self.good), default=0)
 
     @property
     def proof(self) -> str:
@@ -356,11 +341,12 @@ def _arm_cells(f: ArmFigures) -> Cells:
     prompts = f" of {counted(len(f.evidence))} {f.unit}s" if len(f.evidence) > 1 else ""
     traces, first, gap = "no logprobs", "–", "–"
     if f.has_logprobs:
-        traces, first = f.span([len(e.traces) for e in arms]), _place(f.first_bits)
+        traces, first = f.span([len(e.traces) for e in arms]), _earliest(p.bits for p, _ in f.partings)
         gap = f"{number_text(f.gap)} at {counted(f.gap_requests)}" if f.gap_requests else "none"
     return (
         Bit(f"{counted(f.requests)}{prompts}"), f.span([len(e.completions) for e in arms]), traces,
-        _place(f.first_token), first, gap, _margins(f), Bit(_kinds(f.failed)), Bit(one_line(f.proof, 300)),
+        _earliest(p.token for p, _ in f.partings), first, gap, _margins(f), Bit(_kinds(f.failed)),
+        Bit(one_line(f.proof, 300)),
     )  # fmt: skip
 
 
@@ -371,11 +357,13 @@ def _time_cells(f: ArmFigures) -> Cells:
     seconds, tokens = sum(r.seconds for r in f.rounds), sum(r.tokens for r in f.rounds)
     rate = f"{tokens / seconds if seconds > 0 else 0.0:,.1f}"
     times = (_seconds(first), _seconds(whole), _seconds(whole, 0.95))
-    return f"{f.in_flight} at once of {allowed} allowed", *times, rate, retried
+    at_once = max((s.in_flight for s in f.good), default=0)
+    return f"{at_once} at once of {allowed} allowed", *times, rate, retried
 
 
-def _place(token: int | None) -> str:
-    return "nowhere" if token is None else f"token {token}"
+def _earliest(tokens: Iterable[int | None]) -> str:
+    first = min((token for token in tokens if token is not None), default=None)
+    return "nowhere" if first is None else f"token {first}"
 
 
 def counts_alone(summary: SampleSummary) -> SampleSummary:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nondet.bench.summary import sections
@@ -40,6 +40,7 @@ _EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *MACHINE)
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *MACHINE)
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
        "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
+_PANELS_MOST = 2  # of plots on the first screen; the section has all
 _POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
 ISOLATED = "isolated"  # the label of what was found of operators by themselves
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
@@ -60,7 +61,7 @@ def chain(report: Report) -> tuple[Step, ...]:
     command."""
     if all(r.endpoint is not None for r in report.runs):
         return _token(report), *endpoint_steps(report)
-    if all(r.training or r.mismatch for r in report.runs):
+    if all(r.is_of_trainer for r in report.runs):
         return _of_sides(report)
     if all(r.run.embed_passes for r in report.runs):
         return _of_vectors(report.runs[0].run)
@@ -118,7 +119,7 @@ def _of_classes(report: Report) -> Step:
 def own_rows(report: Report) -> list[Row]:
     """Rows of a user's function, where the run is of such a function only."""
     commands = {r.run.header.command for r in report.runs}
-    rows = asked_rows(report) if len(report.runs) == 1 and commands <= {"probe", "check"} else []
+    rows = tested_rows(report) if len(report.runs) == 1 and commands <= {"probe", "check"} else []
     return [row for row in rows if role_of(row.impl) == Role.OTHER]
 
 
@@ -206,14 +207,14 @@ def _operator(report: Report) -> Step:
             return Step("operator", text, known=bool(c.call), command="" if c.call else trace_command(report))
         if r.run.culprits:
             return Step("operator", f"not named: {NOT_MET}", known=False, command=trace_command(report))
-    guilty = [(t.family, t.summary) for r in report.runs for p in r.samples for t in p.families if t.removed]
-    if guilty:
-        named = ", ".join(dict.fromkeys(family for family, _ in guilty))
-        text = f"{named}: replacing only it removed every divergence seen, in {guilty[0][1].n:,} completions"
+    cures = [(t.family, t.summary) for r in report.runs for p in r.samples for t in p.families if t.removed]
+    if cures:
+        named = ", ".join(dict.fromkeys(family for family, _ in cures))
+        text = f"{named}: replacing only it removed every divergence seen, in {cures[0][1].n:,} completions"
         return Step("operator", text)
     if any(is_drawn(r) for r in report.runs):
         return _of_drawn(report)
-    rows = parted_rows(report)
+    rows = divergent_rows(report)
     parted = list(dict.fromkeys(r.operator for r in rows))
     command = trace_command(report)
     if parted:
@@ -301,10 +302,10 @@ def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
     return (first.request, others[0].request) if others else ()
 
 
-def parted_rows(report: Report) -> list[Row]:
+def divergent_rows(report: Report) -> list[Row]:
     """Rows whose bits depend on the batch or the run: of the implementation that the answer is about, else of any."""
     every = [row for r in report.runs for p in r.probes if not p.demonstration for c in p.cases for row in c.measured]
-    tested = asked_rows(report)
+    tested = tested_rows(report)
     for rows in ([row for row in tested if role_of(row.impl) == Role.STOCK], tested, every):
         differ = [r for r in rows if (r.parted or r.replays_parted) and axis_of(r) in (Axis.BATCH, Axis.RUN)]
         if differ:
@@ -312,7 +313,7 @@ def parted_rows(report: Report) -> list[Row]:
     return []
 
 
-def asked_rows(report: Report) -> list[Row]:
+def tested_rows(report: Report) -> list[Row]:
     """Measured rows of stock, or of a user's functions where stock was not tested; demonstrations left out."""
     sections = (p for r in report.runs for p in r.probes if not p.demonstration)
     rows = [row for p in sections for case in p.cases for row in case.measured]
@@ -320,7 +321,7 @@ def asked_rows(report: Report) -> list[Row]:
 
 
 def _probed(report: Report) -> bool:
-    return any(row.probe not in ("sample", "bench") for row in asked_rows(report))
+    return any(row.probe not in ("sample", "bench") for row in tested_rows(report))
 
 
 def _kernel(report: Report) -> Step:
@@ -336,7 +337,7 @@ def _kernel(report: Report) -> Step:
     families = [c.family for r in report.runs for c in culprits_of(r)]  # that a trace or a replacement named
     families += [t.family for r in report.runs for p in r.samples for t in p.families if t.removed]
     probe = PROBE_OF.get(next(filter(None, families), ""), "")
-    rows = [r for r in parted_rows(report) if not probe or r.probe == probe]
+    rows = [r for r in divergent_rows(report) if not probe or r.probe == probe]
     if rows:
         row = clearest(rows)
         borders = map_text(row, 3) if not row.kernel_sets else f"{plural(row.distinct, 'class', 'classes')} of bits"
@@ -405,7 +406,8 @@ def _cure(report: Report) -> list[Step]:
     diagnosed = told or (not sampled and not probed and any(r.story for r in report.runs))
     if diagnosed and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
         return [Step("cure", one_line(text, 420), known=False, command=cure)]
-    return [Step("cure", one_line(text, 420)), _cost(report)]
+    cost = _cost(report)
+    return [Step("cure", one_line(text, 420), known=cost.known), cost]  # of a terminal's lines, the two together
 
 
 def _cost(report: Report) -> Step:
@@ -441,7 +443,7 @@ class FirstScreen:
 
     effect: Effect | None
     answer: str
-    told: RunSection
+    section: RunSection
     machines: tuple[str, ...]
     steps: tuple[Step, ...]
     next: Suggestion
@@ -453,16 +455,16 @@ class FirstScreen:
         below it; None where the picture is another one."""
         if self.picture is None or self.picture.name != "answers":
             return None
-        named = next((f"{c.call} of {c.module}" for c in culprits_of(self.told) if c.call), "")
+        named = next((f"{c.call} of {c.module}" for c in culprits_of(self.section) if c.call), "")
         facts = {s.label: s.text for s in self.steps if s.label in _POSTED} | ({"operator": named} if named else {})
-        return card_of(self.picture.data, self.told.title, str(self.effect), facts)
+        return card_of(self.picture.data, self.section.title, str(self.effect), facts)
 
     @property
     def style(self) -> str:
         """The style of the effect's words."""
         if self.effect is not None and self.effect.is_change:
             return "bad"
-        more = any(v.effect.is_change for v in self.told.defaults) or any(s.label == ISOLATED for s in self.steps)
+        more = any(v.effect.is_change for v in self.section.defaults) or any(s.label == ISOLATED for s in self.steps)
         return "good" if self.effect is Effect.NONE and not more else "dull"
 
     @property
@@ -485,18 +487,18 @@ def first_screen(report: Report) -> FirstScreen | None:
     """The first screen; None for a report without a run."""
     if not report.runs:
         return None
-    told = min(report.runs, key=_gravity)
-    effect, answer = told.effect, told.answer
+    section = min(report.runs, key=_gravity)
+    effect, answer = section.effect, section.answer
     if all(r.run.cells for r in report.runs):
         effect = Effect.SPEED
-    elif told.run.cells:  # whose own sentence is of speed
-        answer = figures.findings_text(told.verdicts, 3)
+    elif section.run.cells:  # whose own sentence is of speed
+        answer = figures.findings_text(section.verdicts, 3)
     if effect is Effect.NONE and not all(r.run.complete for r in report.runs):
         effect = Effect.SO_FAR
-    steps = (*chain(report), *_isolated(report, told)) if effect not in (None, Effect.SPEED) else ()
+    steps = (*chain(report), *_isolated(report, section)) if effect not in (None, Effect.SPEED) else ()
     following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
-    picture = _picture(told) if effect is not Effect.SPEED else None
-    return FirstScreen(effect, figures.sentence(answer), told, _machines(report), steps, following, picture)
+    picture = _picture(section) if effect is not Effect.SPEED else None
+    return FirstScreen(effect, figures.sentence(answer), section, _machines(report), steps, following, picture)
 
 
 def _gravity(r: RunSection) -> tuple[bool, int, bool, int, int]:
@@ -508,16 +510,16 @@ def _gravity(r: RunSection) -> tuple[bool, int, bool, int, int]:
     return not answers, change, r.story is None, rank, -len(r.run.completions)
 
 
-def _isolated(report: Report, told: RunSection) -> list[Step]:
+def _isolated(report: Report, section: RunSection) -> list[Step]:
     """Beside a model's answer, what other runs of the report found of operators by themselves."""
-    probed = [r for r in report.runs if r is not told and not r.is_of_model and r.effect and r.effect.is_change]
-    return [Step(ISOLATED, r.answer) for r in probed] if told.is_of_model else []
+    probed = [r for r in report.runs if r is not section and not r.is_of_model and r.effect and r.effect.is_change]
+    return [Step(ISOLATED, r.answer) for r in probed] if section.is_of_model else []
 
 
 def _machines(report: Report) -> tuple[str, ...]:
     lines = []
     for r in report.runs:
-        here = figures.environment_line({k: v for k, v in r.run.header.environment.items() if k != "commit"})
+        here = figures.environment_line({k: r.run.header.environment.get(k) for k in ("gpu", "cpu", "torch")})
         for s in r.run.servers:
             lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
         lines.append(f"asked from: {here}" if r.run.servers else here)
@@ -567,7 +569,7 @@ class Outcome:
 
 def next_command(o: Outcome) -> Suggestion:
     """What to run next: first what failed, then what the kind of run, the chain or its end leave open."""
-    if all(r.training or r.mismatch for r in o.report.runs):
+    if all(r.is_of_trainer for r in o.report.runs):
         return _after_training(o.run) if o.run.training_steps else _after_mismatch(o.run)
     failed = [(r, p) for r in o.report.runs for p in r.problems if p.kind == "failed"]
     if failed and not o.diverged:  # failed cases come before new ones
@@ -585,6 +587,11 @@ def next_command(o: Outcome) -> Suggestion:
     if o.command == "probe" and all(p.demonstration for r in o.report.runs for p in r.probes):
         command = _again(o.report, "probe", "all", names=MACHINE)
         return Suggestion(command, "tests the library's own operators; these cases only demonstrate a cause")
+    return _after_chain(o)
+
+
+def _after_chain(o: Outcome) -> Suggestion:
+    """What the chain leaves open, else what follows from its end."""
     refuted = o.diverged and cure_refuted(o.report)
     if o.diverged and o.run.header.plan.get("met") and not refuted:
         return _certify(o)  # what a trace found in a model was tested by itself: nothing is left to look for
@@ -714,35 +721,35 @@ def _after_training(run: Run) -> Suggestion:
     return Suggestion(shlex.join(["nondet", "rl", *typed, *more]), why)
 
 
-def _picture(told: RunSection) -> Figure | None:
+def _picture(section: RunSection) -> Figure | None:
     """What shows the finding: the answers where they differ, the call in both arms, arms of training, a map, bars, or
     the one answer that all requests got."""
-    forked = next(((p, s) for p in told.samples for s in p.main if s.first_fork), None)
+    forked = next((p for p in section.samples if any(s.first_fork for s in p.main)), None)
     if forked is not None:
-        return _answers(told, *forked)
-    named = next((c for c in culprits_of(told) if c.call), None)
+        return _answers(section, forked)
+    named = next((c for c in culprits_of(section) if c.call), None)
     if named is not None:
-        return pair_of(named, told.run, "fig-answer")
-    if told.training or told.mismatch:
-        return training_figure(told.run) if told.training else mismatch_figure(told.run)
-    rows = [r for r in parted_rows(Report((told,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
+        return pair_of(named, section.run, "fig-answer")
+    if section.is_of_trainer:
+        drawn = training_figure(section.run) if section.run.training_steps else mismatch_figure(section.run)
+        return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:_PANELS_MOST]), title="")
+    rows = [r for r in divergent_rows(Report((section,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
     if rows:
         chosen = clearest(rows)
-        cases = (case for p in told.probes for case in p.cases)
+        cases = (case for p in section.probes for case in p.cases)
         rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
         shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
         return Figure("family", CaseFamily((shown,)), "fig-answer")
-    if told.axes and told.axes.bars:
-        return axes_figure(told.axes, "fig-answer")
-    return _answers(told, told.samples[0], told.samples[0].main[0]) if told.samples else None
+    if section.axes and section.axes.bars:
+        return axes_figure(section.axes, "fig-answer")
+    return _answers(section, section.samples[0]) if section.samples else None
 
 
-def _answers(told: RunSection, sample: SampleSection, first: SampleSummary) -> Figure:
-    """The answers under one implementation and, where it ran, under the invariant one."""
-    faulty = {v.impl for v in told.verdicts if v.is_fault}
-    cured = [
-        s for s in sample.main
-        if role_of(s.impl) == Role.INVARIANT and s is not first and (s.impl not in faulty or s.distinct_traces > 1)
-    ]  # fmt: skip
-    shown = (first, *cured)
-    return answers_of(sample, sample.main if shown == sample.main else shown, "fig-answer")
+def _answers(section: RunSection, sample: SampleSection) -> Figure | None:
+    """The answers under stock and invariant, and under the first implementation that differs. Where one has a fault
+    that no answer and no logprob shows, such as another end, a picture of one answer would deny it."""
+    first = next((s for s in sample.main if s.first_fork), None)
+    denied = {v.impl for v in section.verdicts if v.is_fault} - {s.impl for s in sample.main if s.distinct_traces > 1}
+    named = [s for s in sample.main if s is first or role_of(s.impl) in (Role.STOCK, Role.INVARIANT)]
+    shown = tuple(s for s in named if s.impl not in denied)
+    return answers_of(sample, sample.main if shown == sample.main else shown, "fig-answer") if shown else None

@@ -10,8 +10,10 @@ from xml.etree import ElementTree
 from nondet.core.records import Run
 from nondet.core.statistics import percent
 from nondet.errors import one_line
+from nondet.reports.document import Bit, Block, Heading, Paragraph, Table
 from nondet.reports.endpoint import machine_line
-from nondet.reports.text import SAMPLE, SERVER, code, escape, own_options, table, verdict_data
+from nondet.reports.markdown import blocks as as_markdown
+from nondet.reports.text import SAMPLE, SERVER, own_options, verdict_data
 from nondet.verdict.findings import Finding, Verdict, subject_name
 from nondet.verdict.gate import Decision, Outcome, power_text
 from nondet.verdict.served import is_endpoint
@@ -91,40 +93,36 @@ def text(decision: Decision, run: Run) -> list[str]:
 
 def summary(decision: Decision, run: Run) -> str:
     """Markdown for a step summary or a pull request."""
-    marks = {Outcome.OPEN: "✅", Outcome.SHUT: "❌"}
-    blocks = [f"### {marks.get(decision.outcome, '⚠️')} nondet: {_outcome(decision)}"]
-    blocks.append(escape(_why(decision, run), 1500))
-    rows = [(escape(_subject(v, run), 200), escape(v.text, 600)) for v in decision.verdicts]
-    blocks.append(table(("what", "finding"), rows))
+    mark = {Outcome.OPEN: "✅", Outcome.SHUT: "❌"}.get(decision.outcome, "⚠️")
+    found = [(Bit(_subject(v, run)), Bit(one_line(v.text, 600))) for v in decision.verdicts]
+    made: list[Block] = [
+        Heading(f"{mark} nondet: {_outcome(decision)}"),
+        Paragraph(Bit(one_line(_why(decision, run), 1500))),
+        Table(("what", "finding"), found),
+    ]
     if decision.power:
-        head = ("", "unit", "compared", "chance of seeing it", "excluded")
-        blocks.append(
-            table(
-                head,
-                [
-                    (
-                        escape(p.impl, 100),
-                        f"{by}s{'' if by == 'load' else ', if independent'}",
-                        f"{p.tries(by):,}",
-                        f"{percent(p.rate)}: {percent(p.seen(by), 'down')}",
-                        f"{percent(p.bound(by), 'up')} and more, at {percent(p.confidence)}",
-                    )
-                    for p in decision.power
-                    for by in ("load", "request")
-                ],
+        seen = [
+            (
+                Bit(p.impl),
+                f"{by}s{'' if by == 'load' else ', if independent'}",
+                f"{p.tries(by):,}",
+                f"{percent(p.rate)}: {percent(p.seen(by), 'down')}",
+                f"{percent(p.bound(by), 'up')} and more, at {percent(p.confidence)}",
             )
-        )
-    where = escape(machine_line(run))
-    blocks.append(f"{code(f'nondet {run.header.command}', cell=False)} on {where}")
-    return "\n\n".join(blocks) + "\n"
+            for p in decision.power
+            for by in ("load", "request")
+        ]
+        made.append(Table(("", "unit", "compared", "chance of seeing it", "excluded"), seen))
+    made.append(Paragraph((Bit(f"nondet {run.header.command}", "code"), " on ", Bit(machine_line(run)))))
+    return "\n\n".join(as_markdown(made)) + "\n"
 
 
 def junit(decision: Decision, run: Run, seconds: float) -> str:
     """JUnit XML: a test case for each verdict, and one for the power."""
     cases: list[tuple[str, str, str, str]] = []  # name, kind of trouble, its message, its text
     for verdict in decision.verdicts:
-        guilty = verdict.is_fault if decision.above is None else verdict.impl in decision.above
-        trouble = "failure" if guilty and decision.outcome == Outcome.SHUT else ""
+        at_fault = verdict.is_fault if decision.above is None else verdict.impl in decision.above
+        trouble = "failure" if at_fault and decision.outcome == Outcome.SHUT else ""
         cases.append((_subject(verdict, run), trouble, str(verdict.finding), "\n".join((verdict.text, *verdict.notes))))
     if decision.outcome in (Outcome.NO_ANSWER, Outcome.NOT_ENOUGH):
         kind = "error" if decision.outcome == Outcome.NO_ANSWER else "failure"

@@ -39,7 +39,7 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
     for section in report.runs:
         records = msgspec.to_builtins(section.run)
         length = len(embedded_json(records))
-        verdicts = [figures.verdict_data(v) for v in section.told]
+        verdicts = [figures.verdict_data(v) for v in section.shown_verdicts]
         data: dict[str, Any] = {"name": section.name, "headline": section.headline, "verdicts": verdicts}
         if length <= room:
             room -= length
@@ -59,8 +59,8 @@ def embedded_json(data: Any) -> str:
     return text
 
 
-# Numbers, dates and options, which no line may break: "1.2e-04", "--turns".
-_WHOLE = re.compile(r"\d[\d.]*e-\d+|\d+-\d\d-\d\dT|--\w[\w-]*")
+# Numbers, dates, options and servers, which no line may break: "1.2e-04", "--turns", "server-2".
+_WHOLE = re.compile(r"\d[\d.]*e-\d+|\d+-\d\d-\d\dT|--\w[\w-]*|server-\d+")
 
 
 def unbroken(text: str) -> Markup:

@@ -29,7 +29,7 @@ _NOTE = (
 def mismatch_figure(run: Run, place: str = "fig-answer") -> Figure | None:
     """The plots of a run's arms."""
     data = mismatch_plots(pairs(run))
-    return Figure("plots", data, place, PLOTS, of=run) if data else None
+    return Figure("plots", data, place, PLOTS) if data else None
 
 
 _FIRST = ("arm", "other bits", "K3", "95%", "KL, whole rows", "outside 1%")

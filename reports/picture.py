@@ -105,7 +105,7 @@ def _panel(s: SampleSummary, at: int, top: float, strokes: list[Stroke], words: 
         return row
 
     if shown:
-        walk(shown, 0, at)
+        walk(shown, 0, at if len(shown) > 1 or at < len(shown[0].pieces) else 0)
     for row, (c, left) in enumerate(leaves):
         words.append(Words(_COUNTS, height(row) + 8, f"{c.count:,}", 22, bold=True, end=True))
         words.append(Words(_WORDS, height(row) + 8, first_words(c, left), 22))

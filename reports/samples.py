@@ -401,9 +401,9 @@ def _draws_text(summary: SampleSummary) -> str:
     parts = [f"{percent(d.nearest)} of the mass from another token (median {percent(d.border)}{elsewhere})"]
     if d.cut is not None:
         tied = f", {text.counted(d.cut_ties)} traces exactly tied" if d.cut_ties else ""
-        parts.append(f"border of top-k {text.number(d.cut)} logits{tied}")
+        parts.append(f"edge of top-k {text.number(d.cut)} logits{tied}")
     if d.nucleus is not None:
-        parts.append(f"border of the nucleus {percent(d.nucleus)} of the mass")
+        parts.append(f"edge of the nucleus {percent(d.nucleus)} of the mass")
     return "; ".join(parts)
 
 
@@ -454,7 +454,7 @@ def _branches(s: SampleSummary, place: str) -> list[Block]:
 
 def answers_of(sample: SampleSection, summaries: Sequence[SampleSummary], place: str) -> Figure:
     """The answers of these implementations as trees, one below the other."""
-    title = f"Identical requests of {sample.name}" if sample.name else "Identical requests"
+    title = "" if place == "fig-answer" else f"Answers to {sample.name}"
     return Figure("answers", answers_picture(summaries), place, title, of=summaries)
 
 

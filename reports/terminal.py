@@ -54,14 +54,8 @@ def renderables(parts: Iterable[doc.Block], console: Console, form: str) -> Iter
                 yield Padding(_fitted(line, console, 3, 2) if brief else line, (0, 0, 0, 2))
                 yield from (Padding(inline(Bit(note), "soft"), (0, 0, 0, 4)) for note in notes)
         elif isinstance(block, doc.Table):
-            for part in _table(block, console.width, block.brief if brief else _ROWS_MOST):
-                if not brief:
-                    yield part
-                elif isinstance(part, Text):
-                    yield _fitted(part, console, block.room)
-                else:  # of the 25 lines, each by itself
-                    for segments in console.render_lines(part, pad=False):
-                        yield Text("".join(segment.text for segment in segments).rstrip(), no_wrap=True)
+            parts_of = _table(block, console.width, block.brief if brief else _ROWS_MOST)
+            yield from _lines(parts_of, console, block.room) if brief else parts_of
         elif isinstance(block, doc.Code):
             yield Padding(Text(one_line(block.text, 2000), overflow="fold"), (0, 0, 0, 2))
         elif isinstance(block, doc.Details):
@@ -69,6 +63,16 @@ def renderables(parts: Iterable[doc.Block], console: Console, form: str) -> Iter
                 yield Text()
             yield inline(block.title, "strong")
             yield from renderables(block.blocks, console, form)
+
+
+def _lines(parts: Iterable[RenderableType], console: Console, room: int) -> Iterator[Text]:
+    """A table's parts as lines, each one of a brief terminal's 25."""
+    for part in parts:
+        if isinstance(part, Text):
+            yield _fitted(part, console, room)
+            continue
+        for segments in console.render_lines(part, pad=False):
+            yield Text("".join(segment.text for segment in segments).rstrip(), no_wrap=True)
 
 
 def _fitted(line: Text, console: Console, room: int, left: int = 0) -> Text:
@@ -169,7 +173,7 @@ def _last_words(report: Report, screen: FirstScreen | None, console: Console, *,
     if any(not section.run.complete for section in report.runs):
         words.append(_line(INCOMPLETE, "bold yellow"))
     if screen is not None:
-        text = figures.sentence(screen.told.headline)
+        text = figures.sentence(screen.section.headline)
         if len(report.runs) > 1:
             text = f"{screen.effect}. {screen.answer}" if screen.effect else screen.answer
         words.append(_line(text, "bold red" if screen.style == "bad" else "bold", 12 * console.width))

@@ -151,8 +151,11 @@ class Story:
 def story(run: Run) -> Story:
     """The story of a run of `nondet diagnose`. A run that was stopped gives what it reached."""
     cost = diagnosed_cost(run)
-    again = {"batch": lambda s: _batch_again(run, s), "cost": lambda s: cost.rstrip(".") or s.sentence}
-    steps = [msgspec.structs.replace(s, sentence=again.get(s.name, lambda s: s.sentence)(s)) for s in run.steps]
+    steps = []
+    for s in run.steps:
+        sentence = _batch_again(run, s) if s.name == "batch" else s.sentence
+        sentence = (cost.rstrip(".") or sentence) if s.name == "cost" else sentence
+        steps.append(msgspec.structs.replace(s, sentence=sentence))
     anew = conclude(msgspec.structs.replace(run, steps=steps))  # in the words and by the formulas of this version
     verdict = run.diagnoses[-1] if run.diagnoses else anew
     if verdict.finding == anew.finding:

@@ -272,7 +272,8 @@ def bench_run(sizes: Sequence[int] = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4
                     timed("invariant", ours, **named), timed("batch-invariant-ops", rival), k=k, n=n,
                 )
             )  # fmt: skip
-        shared = {"probe": "bench", "case": f"matmul K={k} N={n}: row 0 of M rows", "values": list(sizes)}
+        case, group = f"matmul K={k} N={n}: row 0 of M rows", f"K={k} N={n}"
+        shared = {"probe": "bench", "case": case, "group": group, "values": list(sizes)}
         rows.append(row([i % 2 for i in range(len(sizes))], **shared))
         rows.append(row([0] * len(sizes), impl="invariant", **shared))
     run = run_of(*rows, cells=cells, limits=limits())

@@ -41,7 +41,7 @@ __all__ = ["FIGURES", "draw", "figures_of", "save"]
 _STYLES = ("-", "--", ":", "-.")
 # A page's colours in light mode, by their names in its style sheet.
 _SHEET = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8").partition("@media")[0]
-_COLOURS = dict(re.findall(r"--(\w+): (#\w{6})", _SHEET))
+_COLOURS: dict[str, str] = dict(re.findall(r"--(\w+): (#\w{6})", _SHEET))
 _HUES = [_COLOURS[name] for name in ("stock", "invariant", "third", "fourth")]
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -272,17 +272,13 @@ def _answers(picture: Picture) -> Drawing:
     return WIDE / 100, picture.height / 100, onto
 
 
-def _pairs(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for told in (mismatch_figure(run) for run in runs if run.mismatch_rollouts):
-        yield from _plots(told.data if told else None)
-
-
-def _training(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for told in (training_figure(run) for run in runs if run.training_steps):
-        yield from _plots(told.data if told else None)
+def _of_trainer(runs: Sequence[Run], figure_of: Callable[[Run], Any]) -> Iterator[Drawing]:
+    for figure in map(figure_of, runs):
+        yield from _plots(figure.data if figure else None)
 
 
 _TIMED = ("cell that was timed over four sizes or more", "Draw a run of `nondet bench`.")
+_IN_TRAINING, _MISMATCH = (partial(_of_trainer, figure_of=f) for f in (training_figure, mismatch_figure))
 # Name -> what draws it, columns, and (what runs without it lack, what to draw instead).
 FIGURES: dict[str, tuple[Callable[[Sequence[Run]], Iterator[Drawing]], int, tuple[str, str]]] = {
     "class-map": (_class_maps, 1, ("row with classes over a sweep", "Draw a run of `nondet probe`.")),
@@ -290,7 +286,15 @@ FIGURES: dict[str, tuple[Callable[[Sequence[Run]], Iterator[Drawing]], int, tupl
     "speed": (partial(_bench, only=1), 2, _TIMED),
     "jigsaw": (partial(_bench, only=0), 2, _TIMED),
     "survival": (_survival, 1, ("completions of one load", "Draw a run of `nondet sample`; a server has none.")),
-    "training": (_training, 3, ("two steps of an arm", "Draw a run of `nondet rl`.")),
-    "mismatch": (_pairs, 2, ("arms that differ", "Draw a run of `nondet mismatch`.")),
+    "training": (
+        partial(_of_trainer, figure_of=training_figure),
+        3,
+        ("two steps of an arm", "Draw a run of `nondet rl`."),
+    ),
+    "mismatch": (
+        partial(_of_trainer, figure_of=mismatch_figure),
+        2,
+        ("arms that differ", "Draw a run of `nondet mismatch`."),
+    ),
     "tree": (_trees, 1, ("completions of one load that differ: there is no tree", "Try --figure survival.")),
 }

@@ -51,6 +51,13 @@ def content(page: str) -> str:
     return re.sub(r"data:[\w/+.-]+;base64,[\w+/=]+", "data:", bare)
 
 
+def first_words(page: str) -> int:
+    """Words of a page's first screen: what a reader sees there without a scroll or a click."""
+    first = page.partition('<section class="first"')[2].partition("</section>")[0]
+    unseen = r'<svg class="picture post".*?</svg>|<title>.*?</title>|<[^>]*>'
+    return len(re.sub(unseen, " ", first, flags=re.DOTALL).split())
+
+
 @contextmanager
 def columns(width: int) -> Iterator[None]:
     """A terminal of that width, without colours."""

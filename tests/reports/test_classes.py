@@ -22,14 +22,10 @@ from nondet.reports.classes import (
 from tests.build import REDUCE, h200_sweep, row
 
 
-def test_letters_go_on_after_z() -> None:
-    """A row may have hundreds of classes, each with a letter of its own."""
+def test_segments_split_at_classes_and_at_kernels() -> None:
+    """Where bits change and where kernels change; hundreds of classes have a letter each."""
     for label, text in [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")]:
         assert letter(label) == text
-
-
-def test_segments_split_at_classes_and_at_kernels() -> None:
-    """A boundary is drawn where bits change and where kernels change, apart from each other."""
     found = segments(row([0, 0, 1, 1], kernels=[["a"], ["b"], ["b"], ["b"]]))
     assert [(s.label, s.first, s.last, s.kernels) for s in found] == [(0, 1, 1, 0), (0, 2, 2, 1), (1, 3, 4, 1)]
 
@@ -39,11 +35,7 @@ def test_text_names_values_classes_and_causes() -> None:
     kernels = [["gemv"]] * 3 + [["nvjet_splitK", REDUCE]] * 61
     text = map_text(row([0] * 3 + [1] * 61, kernels=kernels))
     assert text == "M 1-3: A (gemv) | 4-64: B (nvjet_splitK + splitKreduce_kernel)"
-
-
-def test_text_of_one_class_names_no_cause() -> None:
-    """Where nothing parts there is nothing to explain."""
-    assert map_text(row([0] * 64, kernels=[["k"]] * 64)) == "M 1-64: A"
+    assert map_text(row([0] * 64, kernels=[["k"]] * 64)) == "M 1-64: A"  # nothing differs: no cause to name
 
 
 def test_text_of_names_repeats_and_unlisted_values() -> None:
@@ -56,10 +48,7 @@ def test_text_of_names_repeats_and_unlisted_values() -> None:
     assert map_text(row([], class_sizes=[7, 3], trials=10, distinct=2)) == "2 classes, the largest 7 of 10"
     assert map_text(row([], class_sizes=[10], trials=10, distinct=1)) == "all 10: A"
     assert map_text(row([], class_sizes=[], trials=0, distinct=0)) == ""
-
-
-def test_text_stays_short() -> None:
-    """A map that flickers is cut, and says how much is missing."""
+    # a map that flickers is cut, and says how much is missing
     assert "more" not in map_text(row([i % 2 for i in range(9)]))  # one is shown, not counted
     assert map_text(row([i % 2 for i in range(10)])).endswith(" | … 2 more")
     text = map_text(row([i % 2 for i in range(100)]))
@@ -71,10 +60,7 @@ def test_classes_list_every_value_once() -> None:
     first, second = classes(row([0, 0, 1, 0], kernels=[["a"], ["b"], ["b"], ["a"]]))
     assert (first.ranges, first.count, first.kernels) == ("1-2, 4", 3, [["a"], ["b"]])
     assert (second.ranges, second.count, second.kernels) == ("3", 1, [["b"]])
-
-
-def test_axis_names() -> None:
-    """The rows of a product are M; whatever else varied has its own name."""
+    # the rows of a product are M; whatever else varied has its own name
     assert axis_name(row()) == "M"
     assert axis_name(row(operator="attention")) == "batch size"
     assert axis_name(row(varied="query_chunk")) == "query chunk"

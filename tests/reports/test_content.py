@@ -260,18 +260,14 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
     (section,) = build([several(tmp_path, parting=(4,))]).runs
     assert section.sampled is not None
     assert [s.prompt for s in section.sampled.shown] == [0, 4]
-    assert {v.prompt for v in section.told} == {0, 4}
+    assert {v.prompt for v in section.shown_verdicts} == {0, 4}
     assert "the 2 that differ most" in html.render([several(tmp_path)])
 
 
-def test_one_prompt_has_no_overall(tmp_path: Path) -> None:
-    """Its own table says all of it."""
+def test_seeds_are_named(tmp_path: Path) -> None:
+    """A prompt under several seeds is several subjects, called by their seeds; one prompt has no overall."""
     (section,) = build([sampled(tmp_path)]).runs
     assert section.sampled is not None
     assert (section.sampled.overall, section.sampled.shown) == ((), [*section.samples])
-
-
-def test_seeds_are_named(tmp_path: Path) -> None:
-    """A prompt under several seeds is several subjects, called by their seeds."""
     (section,) = build([several(tmp_path, prompts=3, parting=(), seeds=3)]).runs
     assert [s.name for s in section.samples] == ["seed 0", "seed 1", "seed 2"]

@@ -42,7 +42,7 @@ def test_what_moved_what_appeared_and_what_went() -> None:
     assert (moved["broken"].worse, moved["broken"].better) == (True, False)
     assert "identical -> divergent" in moved["broken"].what
     assert moved["cured"].better
-    assert "classes have other borders, first at batch size 2" in moved["border"].what
+    assert "classes end at other values, first at batch size 2" in moved["border"].what
     [kind] = diff.kinds
     assert (kind.matched, kind.same, len(kind.only_a), len(kind.only_b)) == (4, 1, 1, 2)
     text = told(diff)

@@ -59,11 +59,6 @@ def test_of_operators() -> None:
         assert screen_of(run).effect is effect
 
 
-def test_completions_stand_before_operators(tmp_path: Path) -> None:
-    """Kernels that differ are of less weight than what a model's completions show."""
-    assert screen_of(run_of(row([0, 1])), sampled(tmp_path, variants=of_logprobs)).effect is Effect.LOGPROBS
-
-
 def test_of_a_trace() -> None:
     """By its controls; of two recorded arms alone it is not known what other requests did."""
     for figures, effect in [
@@ -168,7 +163,7 @@ def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:
         assert (screen.effect, said in screen.answer) == (alone, True), rows
         for runs in ((probed, sampled_run), (sampled_run, probed)):
             screen = screen_of(*runs)
-            assert (screen.effect, screen.told.run) == (Effect.OUTPUT, sampled_run)
+            assert (screen.effect, screen.section.run) == (Effect.OUTPUT, sampled_run)
             (isolated,) = [step.text for step in screen.steps if step.label == "isolated"] or [""]
             assert (said in isolated) is alone.is_change
     clean = sampled(tmp_path / "clean", variants=lambda *_: ((), 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections import Counter
 from dataclasses import fields, replace
@@ -151,7 +152,7 @@ def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
             record=record, moved=count - 1, moved_first=0, compared=count,
         )  # fmt: skip
         tally = AxisTally(name, held, (value,), (), "", count, count, count, count)
-        told.append(AxisLine(name, "", ["stock"], [], {"stock": AxisCell(tally, first)}, ""))
+        told.append(AxisLine(name, "", {"stock": tally}, {"stock": AxisCell(tally, first)}))
     return replace(report, runs=(replace(report.runs[0], axes=AxesTable(("stock",), tuple(told), 9, "", 0)),))
 
 
@@ -201,13 +202,13 @@ def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
     assert told["kernel"][1] == "nondet probe matmul attention"
     why = story(innocent).answers["Why"]
     assert why.startswith("No operator could be named: each arm was bit-identical when it was repeated")
-    for guilty in (
+    for diagnosed in (
         diagnosis(PARTED | {"run": "no"}, **traced("run-to-run")),
         diagnosis(PARTED | {"run": "no"}, **traced("batch-dependent", ("repeat", "divergent"))),
     ):
-        assert story_headline(story(guilty)).startswith("Run-to-run nondeterministic: ")
-        assert story_headline(story(guilty)).endswith("; the first operator to differ is `linear` of m")
-        assert said(guilty)["operator"] == ("in the pair traced: it parts", "")
+        assert story_headline(story(diagnosed)).startswith("Run-to-run nondeterministic: ")
+        assert story_headline(story(diagnosed)).endswith("; the first operator to differ is `linear` of m")
+        assert said(diagnosed)["operator"] == ("in the pair traced: it parts", "")
     batch = story_headline(story(diagnosis(PARTED, **NAMED)))
     assert batch == "Batch-dependent: what batch found; the first operator to differ is `linear` of m"
 
@@ -473,11 +474,17 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
 # What is shown next can be typed: the real command line takes it, and the service's own checks do.
 
 
+@functools.cache
+def parser(name: str) -> Any:
+    """Of a command's options."""
+    return typer.main.get_command(cli.application(name)).commands[name]  # type: ignore[attr-defined]
+
+
 def accepted(command: str) -> None:
     """Parse as `nondet` would, and make the request of a service; nothing is measured."""
     program, name, *rest = shlex.split(command)
     assert program == "nondet"
-    parsed = typer.main.get_command(cli.application(name)).commands[name].make_context(name, rest)  # type: ignore[attr-defined]
+    parsed = parser(name).make_context(name, rest)
     target = load_object(cli._COMMANDS[name][0])
     if target.__module__.startswith("nondet.services."):
         request = get_type_hints(target)["request"]

@@ -26,6 +26,8 @@ KINDS = (
     "vllm/trace-h200",
 )  # fmt: skip
 
+FIRST_WORDS = 120  # at most: the answer, its number, its picture and the next command
+
 
 def test_every_kept_run_has_its_digests() -> None:
     """A run file that is added or renamed is looked at."""
@@ -40,6 +42,8 @@ def changed(names: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in names:
         made = golden.reports([str(PATHS[name].relative_to(golden.ROOT))])
         found += [f"{name}: {form}" for form, text in made.items() if golden.digest(text) != DIGESTS[name][form]]
+        if golden.first_words(made["html"]) > FIRST_WORDS:
+            found.append(f"{name}: {golden.first_words(made['html'])} words on its first screen")
     return found
 
 

@@ -76,17 +76,14 @@ def test_every_table_row_has_its_columns(tmp_path: Path) -> None:
 ODD = ("a`b", "``", "`", "a|b", " lead", "trail ", "", "\\", "a\\", "<b>", "x\ny", "@u #1", "```", "a|`b`|\\")
 
 
-def test_code_spans_hold_anything() -> None:
-    """A code span in a cell shows the text and ends where it should."""
+def test_code_spans_and_fences_hold_anything() -> None:
+    """A code span in a cell shows the text and ends where it should; a fence is longer than any in its text."""
     for text in ODD:
         shown = rendered(f"| x | y |\n|---|---|\n| {code(text)} | z |\n")
         assert shown.tags.count("code") == 1
         assert shown.tags.count("td") == 2
         assert " ".join(text.split()) in shown.text
 
-
-def test_fences_hold_anything() -> None:
-    """A fence is longer than any in its text."""
     for text in ["```\n# out\n```", "````", "plain", "", "~~~"]:
         shown = rendered(f"{fence(text)}\n\nafter\n")
         assert shown.tags == ["pre", "code", "p"]
@@ -99,10 +96,7 @@ def test_escaped_text_is_shown_as_it_is() -> None:
         shown = rendered(f"so: {escape(text)}")
         assert shown.tags == ["p"]
         assert shown.text.strip() == f"so: {text}"
-
-
-def test_escaping_breaks_mentions_and_leaves_names_readable() -> None:
-    """@user and #1 are parted by an invisible joiner, addresses lose their colon or dot; index_add is left alone."""
+    # @user and #1 are held apart by an invisible joiner, addresses lose their colon or dot; index_add is left as it is
     assert escape("@user #1") == "&#64;&#8288;user &#35;&#8288;1"
     assert not re.search(r"://|www\.", escape("http://evil.example WWW.evil.example www.evil.example"))
     assert escape("index_add, K=4096 (3 of 4)") == "index_add, K=4096 (3 of 4)"

@@ -16,6 +16,7 @@ from nondet.reports import diff, html, markdown
 from nondet.reports.content import build
 from nondet.reports.first_screen import clearest, first_screen
 from nondet.reports.text import environment_line, share_text
+from nondet.verdict.findings import Effect
 from tests.build import ENVIRONMENT, Command, header, line, row, run_of, sampled, six_rounds
 from tests.reports.golden import nondet
 
@@ -99,7 +100,7 @@ def test_a_demonstration_says_how_many_results_it_drew() -> None:
     """102, the number that float-sum is there for."""
     counts: dict[str, Any] = {"values": [], "trials": 10_000, "distinct": 102, "class_sizes": [9_899, *[1] * 101]}
     named = {"probe": "float-sum", "operator": "float_sum", "case": "10,000 shuffles", "impl": "python"}
-    drawn = row([], varied="order", status="divergent", replays=0, **named, **counts)
+    drawn = row([], varied="order", status="divergent", replays=0, demonstration=True, **named, **counts)
     console = nondet_lines(run_of(drawn))
     assert "10,000 shuffles: 102 distinct results" in console
 
@@ -110,13 +111,9 @@ def nondet_lines(run: Run) -> str:
     return " ".join(on_terminal([run]).split())
 
 
-def test_what_follows_an_answer_is_no_more_questions(tmp_path: Path) -> None:
-    """Nothing after a certificate and an engine's times; a gate after a clean sample; a cured diagnosis' block."""
-    assert screen_of(kept("h200/certify.jsonl.gz")).next.command == ""
+def test_what_follows_an_answer_is_no_more_questions() -> None:
+    """Nothing after an engine's times; `ends` of test_first_screen.py has what follows the other kinds."""
     assert screen_of(kept("h200-x2/engine-2-ranks.jsonl")).next.command == ""
-    clean = six_rounds(sampled(tmp_path, variants=lambda *_: ((), 0)))
-    assert screen_of(clean).next.command == f"nondet gate {clean.source} --impl stock"
-    assert screen_of(kept("cpu/diagnose-fp8.jsonl.xz")).next.command == "with nondet.batch_invariant(): ..."
     assert "\nNext:" not in markdown.render([kept("h200-x2/engine-2-ranks.jsonl")])
 
 
@@ -145,17 +142,35 @@ def test_a_function_of_ones_own_is_told_nothing_of_completions() -> None:
     assert [s.label for s in screen_of(run).steps] == ["operator", "kernel"]
 
 
-def test_a_headline_stands_over_its_own_run_s_picture(tmp_path: Path) -> None:
-    """Of two runs the one whose effect is the graver, whichever is named first."""
-    batch = run_of(row([0, 1], case="a case of its own"))
-    tokens = sampled(tmp_path)
-    for runs in ((batch, tokens), (tokens, batch)):
-        screen = screen_of(*runs)
-        assert "completions" in screen.answer
-        assert screen.picture.name == "tree"
-    screen = screen_of(kept("cpu-xeon/trace.jsonl"), batch)
+def test_a_headline_stands_over_its_own_run_s_picture() -> None:
+    """A trace's call in both arms, not the map of an operator by itself."""
+    screen = screen_of(kept("cpu-xeon/trace.jsonl"), run_of(row([0, 1], case="a case of its own")))
     assert screen.answer.startswith("batch-dependent: the first operator to differ is")
     assert screen.picture.name == "pair"
+
+
+def test_a_picture_denies_no_fault(tmp_path: Path) -> None:
+    """Stock stands beside an invariant implementation that differs; what ended otherwise is no line of one answer."""
+    for run, panels in (
+        (
+            sampled(tmp_path),
+            "Stock kernels: 60 requests, 4 different answers; Batch-invariant kernels: 60 requests, 1 answer",
+        ),
+        (
+            sampled(
+                tmp_path, variants=lambda impl, i: (((4, 1),) if impl != "stock" and i == 3 else (), 0), name="b.jsonl"
+            ),
+            "Stock kernels: 60 requests, 1 answer; Batch-invariant kernels: 60 requests, 2 different answers",
+        ),
+        (
+            sampled(tmp_path, variants=lambda *_: ((), 0), impls=("stock",), name="c.jsonl"),
+            "Stock kernels: 60 requests, 1 answer",
+        ),
+    ):
+        assert screen_of(run).picture.data.label == panels
+    run.completions[0] = msgspec.structs.replace(run.completions[0], finish="stop")
+    screen = screen_of(run)
+    assert (screen.effect, screen.picture, screen.card) == (Effect.OUTPUT, None, None)
 
 
 def test_the_border_that_is_known_to_one_is_shown() -> None:

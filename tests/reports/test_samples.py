@@ -71,6 +71,9 @@ def test_the_picture_of_answers_has_a_branch_for_each(stock: SampleSummary) -> N
     assert sorted(s.x0 * 40 / 240 for s in picture.strokes if s.x0 == s.x1) == pytest.approx([5, 17, 30])
     assert (picture.strokes[-1].x0, picture.strokes[-1].x1, picture.strokes[-1].colour) == (0, 240, "r1")
     assert all(s.y0 < picture.height for s in picture.strokes)
+    short = replace(stock.completions[0], pieces=(" one", " word"), token_ids=(1, 2))
+    beside = answers_picture((stock, replace(one, completions=(short,))))  # another's answer, over before they differ
+    assert beside.words[-1].text == "“one word”"
     assert counts_text(replace(one, distinct_traces=3)) == "60 requests, 1 answer; logprobs differ"
 
 
