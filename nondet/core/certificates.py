@@ -38,13 +38,9 @@ import msgspec
 
 from nondet.core.runfile import no_link
 
-# What a proof by bits depends on: the machine, the libraries that pick kernels on it, and our own sources.
-#
-# A library picks its kernel by the chip, its version, the shape and the layout of a call, and by settings; a compiler
-# lays out a sum by its version. So a proof is valid for one combination of all of these, and void in any other.
-#
-# Settings that a process may change while it runs (the preferred BLAS, float32 matmul precision, reduced-precision
-# reductions) are not part of the machine: a member either sets them itself, or its key names them.
+# By these libraries pick kernels and compilers lay out sums. Settings that a process may change while it runs (the
+# preferred BLAS, float32 matmul precision, reduced-precision reductions) are not part of the machine: a member either
+# sets them itself, or its key names them.
 
 _BOTH = ("torch",)
 _CUDA = ("gpu", "gpu_capability", "gpu_sms", "driver", "cuda", "cublas", "cudnn", "triton")
