@@ -38,13 +38,9 @@ import msgspec
 
 from nondet.core.runfile import no_link
 
-# What a proof by bits depends on: the machine, the libraries that pick kernels on it, and our own sources.
-#
-# A library picks its kernel by the chip, its version, the shape and the layout of a call, and by settings; a compiler
-# lays out a sum by its version. So a proof is valid for one combination of all of these, and void in any other.
-#
-# Settings that a process may change while it runs (the preferred BLAS, float32 matmul precision, reduced-precision
-# reductions) are not part of the machine: a member either sets them itself, or its key names them.
+# By these libraries pick kernels and compilers lay out sums. Settings that a process may change while it runs (the
+# preferred BLAS, float32 matmul precision, reduced-precision reductions) are not part of the machine: a member either
+# sets them itself, or its key names them.
 
 _BOTH = ("torch",)
 _CUDA = ("gpu", "gpu_capability", "gpu_sms", "driver", "cuda", "cublas", "cudnn", "triton")
@@ -159,24 +155,15 @@ SCHEMA = 3
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """One proof.
+    """One proof."""
 
-    Attributes:
-        member: What was proven: "cublaslt", "triton/128x128x64", ...
-        key: As `nondet.core.proof.operands_key` writes it: whatever may change a library's choice is in it.
-        holds: True: it gave the class's bits. False: it did not, and is excluded at this key.
-        evidence: What was compared, or where it differed, in words.
-        proven: UTC, ISO 8601.
-        sources: `kernels_digest` of the key as it was proven.
-        numbers: Further findings, where a member is not a yes or no: the row counts of a CPU's tiles.
-    """
-
-    member: str
-    key: str
-    holds: bool
-    evidence: str
-    proven: str
-    sources: str
+    member: str  # what was proven: "cublaslt", "triton/128x128x64", ..
+    key: str  # as `nondet.core.proof.operands_key` writes it: whatever may change a library's choice is in it
+    holds: bool  # True: it gave the class's bits. False: it did not, and is excluded at this key.
+    evidence: str  # what was compared, or where it differed, in words
+    proven: str  # UTC, ISO 8601
+    sources: str  # `kernels_digest` of the key as it was proven
+    # further findings, where a member is not a yes or no: the row counts of a CPU's tiles
     numbers: dict[str, list[int]] = {}
 
 

@@ -123,18 +123,14 @@ _CLASSES_LISTED = 12  # most classes whose errors are listed one by one
 
 
 class Trial(NamedTuple):
-    """One variant.
+    """One variant."""
 
-    Attributes:
-        value: Its name on the axis `varied`: M, a position, a run, "prefill", ...
-        compute: Gives the result to compare: a tensor of the same shape and dtype for all variants of a case, or parts
-            that make one. Must not copy to the host.
-        many: `compute` gives [n, ...], n results of which each counts as one trial. An int value names the first of
-            them, and the others count up from it (positions); a string names them all (shuffles).
-    """
-
-    value: int | str
+    value: int | str  # its name on the axis `varied`: M, a position, a run, "prefill", ..
+    # gives the result to compare: a tensor of the same shape and dtype for all variants of a case, or parts that make
+    # one. Must not copy to the host.
     compute: Callable[[], Any]
+    # `compute` gives [n, ...], n results of which each counts as one trial. An int value names the first of them, and
+    # the others count up from it (positions); a string names them all (shuffles).
     many: bool = False
 
     def joined(self, join: Callable[[Any], torch.Tensor] | None) -> Trial:

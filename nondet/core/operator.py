@@ -20,23 +20,17 @@ _MOST_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor argument, in the order of the signature.
+    """One tensor argument, in the order of the signature."""
 
-    Attributes:
-        axes: Of its shape. The first operand's first axis is the batch; other operands that begin with it hold rows of
-            the batch as well.
-        transposed: Drawn in the order of `axes`, then passed with its last two axes exchanged: the layout that models
-            hold.
-        below: It holds integers from 0 up to the size of that axis (exclusive).
-        made_by: Target of (shape, device) -> tensor, or another argument, for what follows from the sizes only.
-        hard_scale: Factor on numbers of many sizes, where one term would dominate or a sum overflow.
-    """
-
+    # of its shape. The first operand's first axis is the batch; other operands that begin with it hold rows of the
+    # batch as well.
     axes: tuple[str, ...]
+    # drawn in the order of `axes`, then passed with its last two axes exchanged: the layout that models hold
     transposed: bool = False
-    below: str | None = None
+    below: str | None = None  # it holds integers from 0 up to the size of that axis (exclusive)
+    # target of (shape, device) -> tensor, or another argument, for what follows from the sizes only
     made_by: str | None = None
-    hard_scale: float = 1.0
+    hard_scale: float = 1.0  # factor on numbers of many sizes, where one term would dominate or a sum overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +61,18 @@ class BenchCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is timed.
+    """What is timed."""
 
-    Attributes:
-        cells: (sizes, device type) -> benchmark cases, in order.
-        work: Shape -> (elements read and written, floating-point operations): each input read once, each output written
-            once, nothing kept between calls. No operations where memory is the limit on every machine.
-        group: Axes whose sizes the cases of a group share. They should give equal bits; they differ in the batch axis.
-        options: Options of the command line that its sizes follow, in addition to --m and --k: "n", "jigsaw".
-        fp8: Operands are float8_e4m3fn, whatever dtype is requested, and `work` counts bytes.
-    """
-
-    cells: Callable[[Sizes, str], list[BenchCell]]
+    cells: Callable[[Sizes, str], list[BenchCell]]  # (sizes, device type) -> benchmark cases, in order
+    # shape -> (elements read and written, floating-point operations): each input read once, each output written once,
+    # nothing kept between calls. No operations where memory is the limit on every machine.
     work: Callable[[Shape], tuple[int, int]]
+    # axes whose sizes the cases of a group share. They should give equal bits; they differ in the batch axis.
     group: tuple[str, ...]
+    # options of the command line that its sizes follow, in addition to --m and --k: "n", "jigsaw"
     options: frozenset[str] = frozenset()
     aliases: tuple[str, ...] = ()
-    fp8: bool = False
+    fp8: bool = False  # operands are float8_e4m3fn, whatever dtype is requested, and `work` counts bytes
 
 
 def row_cells(section: str, axis: str, shapes: tuple[tuple[int, int], ...]) -> Callable[[Sizes, str], list[BenchCell]]:
@@ -111,38 +100,25 @@ def tile_borders(first: int, last: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowProbing:
-    """What `nondet probe` tests of an operator over rows: it gets a probe under its own name.
+    """What `nondet probe` tests of an operator over rows: it gets a probe under its own name."""
 
-    Attributes:
-        widths: Of real models, and an odd one. The first gets the hard inputs and all tests but the sweep over M.
-        width_keys: Sizes of a model (hidden, head_dim, vocabulary) that are widths of this operator.
-        adds: It adds the elements themselves, so that rows whose sum is exactly 0 show its order.
-        numbers: Further kinds of input (`nondet.core.inputs`), in addition to ordinary and hard ones.
-    """
-
+    # of real models, and an odd one. The first gets the hard inputs and all tests but the sweep over M.
     widths: tuple[int, ...]
-    width_keys: tuple[str, ...]
-    adds: bool = False
+    width_keys: tuple[str, ...]  # sizes of a model (hidden, head_dim, vocabulary) that are widths of this operator
+    adds: bool = False  # it adds the elements themselves, so that rows whose sum is exactly 0 show its order
+    # further kinds of input (`nondet.core.inputs`), in addition to ordinary and hard ones
     numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CertifyCell:
-    """One question of `nondet certify`, for every member of a class.
+    """One question of `nondet certify`, for every member of a class."""
 
-    Attributes:
-        shape: Named sizes without what varies, for the row.
-        values: What varies: numbers of rows, which --m limits, or names.
-        kinds: Inputs (`nondet.core.inputs`), each tested in turn; empty: those of products.
-        layout: Strides of operands, and further options: "nt", "nt, bias", "strided", "GQA", ...
-        tiles: Families of members answer it as well.
-    """
-
-    shape: Shape
-    values: tuple[int | str, ...]
-    kinds: tuple[str, ...] = ()
-    layout: str = ""
-    tiles: bool = True
+    shape: Shape  # named sizes without what varies, for the row
+    values: tuple[int | str, ...]  # what varies: numbers of rows, which --m limits, or names
+    kinds: tuple[str, ...] = ()  # inputs (`nondet.core.inputs`), each tested in turn; empty: those of products
+    layout: str = ""  # strides of operands, and further options: "nt", "nt, bias", "strided", "GQA", ...
+    tiles: bool = True  # families of members answer it as well
 
 
 Questions = Callable[[Sizes, str, str], Iterable[CertifyCell]]  # (sizes, device type, dtype) -> in order
@@ -179,24 +155,17 @@ ONE_ROW = "each row alone"
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One way to compute the operator, under the operator's signature (`nondet.kernels.reference`).
+    """One way to compute the operator, under the operator's signature (`nondet.kernels.reference`)."""
 
-    Attributes:
-        name: As on the command line.
-        targets: Device type -> target.
-        stock: What a user gets by default, or one of its named backends: others are compared with it.
-        invariant: It claims that an element's bits do not depend on the batch. The first such implementation with a
-            target for a device is `Kernels.NAME` for replacements there, and "invariant" for `nondet certify`.
-        slow: Timed only where it is requested by its name.
-        entries: Further functions of the same kernels, for callers that know more than the signature shows: name ->
-            device type -> target. `kernels/dispatch` reaches them as `Kernels.NAME`.
-    """
-
-    name: str
-    targets: Mapping[str, str]
-    stock: bool = False
+    name: str  # as on the command line
+    targets: Mapping[str, str]  # device type -> target
+    stock: bool = False  # what a user gets by default, or one of its named backends: others are compared with it
+    # it claims that an element's bits do not depend on the batch. The first such implementation with a target for a
+    # device is `Kernels.NAME` for replacements there, and "invariant" for `nondet certify`.
     invariant: bool = False
-    slow: bool = False
+    slow: bool = False  # timed only where it is requested by its name
+    # further functions of the same kernels, for callers that know more than the signature shows: name -> device type ->
+    # target. `kernels/dispatch` reaches them as `Kernels.NAME`.
     entries: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def target(self, device: str) -> str | None:
@@ -237,17 +206,14 @@ class OrderClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """That functions for one operator belong to an order class, for `nondet certify` to prove or to refute.
-
-    Attributes:
-        anchor: Target of the function that all others are compared with, bit by bit; or `ONE_ROW`: the invariant
-            implementation on each row separately, where a library's own order is the class.
-        members: Name -> target, or `INVARIANT`: the implementation that a user gets. A name that ends in "/*" is a
-            family of members: its target takes a dtype's name and gives {name: callable}.
-    """
+    """That functions for one operator belong to an order class, for `nondet certify` to prove or to refute."""
 
     order: OrderClass
+    # target of the function that all others are compared with, bit by bit; or `ONE_ROW`: the invariant implementation
+    # on each row separately, where a library's own order is the class
     anchor: str = ONE_ROW
+    # name -> target, or `INVARIANT`: the implementation that a user gets. A name that ends in "/*" is a family of
+    # members: its target takes a dtype's name and gives {name: callable}.
     members: Mapping[str, str] = field(default_factory=lambda: {INVARIANT: INVARIANT})
 
 
@@ -263,32 +229,23 @@ class AccuracyBound:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator.
+    """One operator."""
 
-    Attributes:
-        name: In snake_case; on the command line underscores may be hyphens.
-        reference: Target of the float64 oracle, whose signature is the operator's.
-        implementations: In the order in which they are listed. Empty: only `batch_invariant()` uses the operator.
-        accuracy: Bound on the results; None: only shape, dtype and finiteness are checked.
-        operands: The tensor arguments, as they are timed and certified.
-        probe: What its probe tests; None: it has none, or one that is a file in `probes/`.
-        drawn_by: Target of (kind, layout, shape, dtype, device, seed) -> operands that are made for each other, as
-            those of a product; None: each is drawn by itself (`nondet.core.operands`).
-        questions: What `nondet certify` tests, of the classes that `claims` names on the device.
-    """
-
-    name: str
-    reference: str | None = None
+    name: str  # in snake_case; on the command line underscores may be hyphens
+    reference: str | None = None  # target of the float64 oracle, whose signature is the operator's
+    # in the order in which they are listed. Empty: only `batch_invariant()` uses the operator.
     implementations: tuple[Implementation, ...] = ()
     family: Family | None = None
     aten: tuple[AtenOperator, ...] = ()
     claims: tuple[Claim, ...] = ()
-    accuracy: AccuracyBound | None = None
-    operands: tuple[Operand, ...] = ()
-    probe: RowProbing | None = None
+    accuracy: AccuracyBound | None = None  # bound on the results; None: only shape, dtype and finiteness are checked
+    operands: tuple[Operand, ...] = ()  # the tensor arguments, as they are timed and certified
+    probe: RowProbing | None = None  # what its probe tests; None: it has none, or one that is a file in `probes/`
     bench: Bench | None = None
+    # target of (kind, layout, shape, dtype, device, seed) -> operands that are made for each other, as those of a
+    # product; None: each is drawn by itself (`nondet.core.operands`)
     drawn_by: str | None = None
-    questions: Questions | None = None
+    questions: Questions | None = None  # what `nondet certify` tests, of the classes that `claims` names on the device
 
     def implementation(self, name: str) -> Implementation | None:
         """The implementation of that name."""

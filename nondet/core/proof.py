@@ -31,17 +31,11 @@ BIAS_SIZE = {"order": 2.0**-14, "order-wide": 2.0**-4}
 
 
 class Claim(NamedTuple):
-    """A member that claims a class's bits at a key.
+    """A member that claims a class's bits at a key."""
 
-    Attributes:
-        member: Its name, with whatever is chosen inside it: a tile, an algorithm.
-        key: Class and problem, as `operands_key` writes them.
-        call: call(*operands) -> the result, in the anchor's shape and dtype.
-    """
-
-    member: str
-    key: str
-    call: Callable[..., torch.Tensor]
+    member: str  # its name, with whatever is chosen inside it: a tile, an algorithm
+    key: str  # class and problem, as `operands_key` writes them
+    call: Callable[..., torch.Tensor]  # call(*operands) -> the result, in the anchor's shape and dtype
 
 
 class Attempt(NamedTuple):

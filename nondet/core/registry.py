@@ -266,16 +266,10 @@ OPERATOR_PROBES: dict[str, str] = {
 
 
 # The numerics classes: for each operator the order of reduction that defines its bits, and what claims to follow it.
-#
 # Two implementations of one class give equal bits for every input, whatever their tiles, their library or the batch, so
-# that the faster one can be used at each shape. A class is a written order, not a tolerance: `order` gives it in words,
-# `formula` in symbols, and `anchors` names the implementation that all others are compared with, bit by bit.
-#
-# A claim counts only when `nondet certify` or a dispatcher's first use has proven it on this machine: hardware and
-# libraries decide whether a chain of matrix instructions really adds in the order in which its source is written.
-#
-# The claims are in the operators' declarations (`nondet.core.operator.Claim`); this module groups them by class. It
-# imports nothing heavy, because `--help-all` reads it.
+# that the faster one can be used at each shape. A claim (`nondet.core.operator.Claim`) counts only if `nondet certify`
+# or a dispatcher's first use has proven it on this machine: hardware and libraries decide whether a chain of matrix
+# instructions really adds in the order in which its source is written.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,26 +29,20 @@ PIECE_MOST, _PIECES_AT_ONCE = 1000, 4096  # characters of a token's text; tokens
 
 
 class Trace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
-    """One distinct trace.
+    """One distinct trace."""
 
-    Attributes:
-        digest: `trace_digest` of the token ids and logprob bits.
-        logprobs: Little-endian float32 logprob of each chosen token (base64 in the file).
-        margins: Little-endian float32, top-1 minus top-2 logit of each step, as the engine computed them in its batch;
-            empty where they were not recorded. Not part of the digest.
-        runner_up: The token that came second in each step; empty where margins are.
-        seed: Of its draws; None of greedy ones. Part of the digest, because two seeds may draw the same tokens.
-        border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
-            `nondet.sampling.engine.Draw`; empty of greedy ones, and where the engine drew. Not part of the digest.
-    """
-
-    digest: str
+    digest: str  # `trace_digest` of the token ids and logprob bits
     token_ids: list[TokenId]
-    logprobs: bytes
+    logprobs: bytes  # little-endian float32 logprob of each chosen token (base64 in the file)
+    # little-endian float32, top-1 minus top-2 logit of each step, as the engine computed them in its batch; empty where
+    # they were not recorded. Not part of the digest.
     margins: bytes = b""
-    runner_up: list[TokenId] = []
+    runner_up: list[TokenId] = []  # the token that came second in each step; empty where margins are
     text: str = ""
+    # of its draws; None of greedy ones. Part of the digest, because two seeds may draw the same tokens.
     seed: int | None = None
+    # border, cut, nucleus: little-endian float32, how near each draw was to another token, see
+    # `nondet.sampling.engine.Draw`; empty of greedy ones, and where the engine drew. Not part of the digest.
     border: bytes = b""
     cut: bytes = b""
     nucleus: bytes = b""

@@ -26,42 +26,32 @@ _INDEXING = ("getitem", "index_select", "gather", "take", "index", "embedding", 
 
 @dataclass
 class Pair:
-    """The same call in both arms.
-
-    Attributes:
-        equal_inputs, equal_outputs: On this request's rows; None where one of the tensors is not understood.
-        unequal: The results that differ: their paths, and the differences.
-        shared: Whether the result that differs belongs to no row: something that all rows share, like a scale.
-        roles: Path of an input or a result -> what its axes count.
-    """
+    """The same call in both arms."""
 
     a: Event
     b: Event
+    # equal_inputs, equal_outputs: on this request's rows; None where one of the tensors is not understood
     equal_inputs: bool | None = True
     equal_outputs: bool | None = True
     unequal_inputs: list[str] = field(default_factory=list)
+    # the results that differ: their paths, and the differences
     unequal: list[tuple[str, Difference]] = field(default_factory=list)
+    # whether the result that differs belongs to no row: something that all rows share, like a scale
     shared: bool = True
-    roles: dict[str, Roles] = field(default_factory=dict)
+    roles: dict[str, Roles] = field(default_factory=dict)  # path of an input or a result -> what its axes count
     not_understood: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Finding:
-    """The result of comparing one region.
+    """The result of comparing one region."""
 
-    Attributes:
-        responsible: The first call with equal inputs and different outputs.
-        after: Where there is none: the first call whose inputs differ already, though no earlier call is responsible.
-        outside: Whether these are arguments of the region, so that no call in there computed them.
-        compared: Calls that were matched and understood.
-        unmatched: Calls before the responsible one that only one arm made, as "a: module call".
-    """
-
-    responsible: Pair | None = None
+    responsible: Pair | None = None  # the first call with equal inputs and different outputs
+    # where there is none: the first call whose inputs differ already, though no earlier call is responsible
     after: Pair | None = None
-    outside: bool = False
-    compared: int = 0
+    outside: bool = False  # whether these are arguments of the region, so that no call in there computed them
+    compared: int = 0  # calls that were matched and understood
+    # calls before the responsible one that only one arm made, as "a: module call"
     unmatched: list[str] = field(default_factory=list)
 
 

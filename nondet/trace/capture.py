@@ -48,60 +48,44 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Slot:
-    """One tensor of a call.
+    """One tensor of a call."""
 
-    Attributes:
-        path: Its position among the arguments: "0", "attn_mask", "1.0"; "out" and "out.1" for results.
-        weight: Whether it is a parameter of the model or a view of one: equal in both arms, as the weights are.
-        value: A copy of it as it was at the call (inputs) or after it (results); None if only shapes are recorded, for
-            weights, and beyond the memory limit.
-    """
-
-    path: str
+    path: str  # its position among the arguments: "0", "attn_mask", "1.0"; "out" and "out.1" for results
     shape: tuple[int, ...]
     dtype: torch.dtype
-    weight: bool
+    weight: bool  # whether it is a parameter of the model or a view of one: equal in both arms, as the weights are
+    # a copy of it as it was at the call (inputs) or after it (results); None if only shapes are recorded, for weights,
+    # and beyond the memory limit
     value: torch.Tensor | None = None
 
 
 @dataclass
 class Event:
-    """One call.
-
-    Attributes:
-        constants: Arguments that are not tensors, by position.
-        function, args, kwargs: What was called, for replays: tensors are the copies, weights the weights themselves.
-            None where the call can't be made by itself.
-        of_module: Whether it is a module's, with all calls inside.
-    """
+    """One call."""
 
     key: EventKey
     inputs: list[Slot]
     outputs: list[Slot]
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)  # arguments that are not tensors, by position
+    # function, args, kwargs: what was called, for replays: tensors are the copies, weights the weights themselves. None
+    # where the call can't be made by itself.
     function: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    of_module: bool = False
+    of_module: bool = False  # whether it is a module's, with all calls inside
 
 
 @dataclass
 class StepRecord:
-    """The region's calls in one step.
-
-    Attributes:
-        row: The row of the position under study; -1 in a step of which only shapes are recorded.
-        columns: Indices of this request's visible keys among all keys, in order of position.
-        limited: Whether copies were left out for lack of memory.
-        cut: Whether every tensor was cut to the position's rows: then none belongs to all rows, and no axis counts any.
-    """
+    """The region's calls in one step."""
 
     sizes: Sizes
-    row: int
-    columns: range
+    row: int  # the row of the position under study; -1 in a step of which only shapes are recorded
+    columns: range  # indices of this request's visible keys among all keys, in order of position
     predicted: int
     events: list[Event] = field(default_factory=list)
-    limited: bool = False
+    limited: bool = False  # whether copies were left out for lack of memory
+    # whether every tensor was cut to the position's rows: then none belongs to all rows, and no axis counts any
     cut: bool = False
     _count: Counter[tuple[str, str]] = field(default_factory=Counter)
 

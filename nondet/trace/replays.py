@@ -33,24 +33,17 @@ def taken(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One arm's call of the responsible operator.
-
-    Attributes:
-        roles: Path of a tensor -> what its axes count, see `nondet.trace.align`.
-        axis: "tokens" or "predicted": what this call's rows are; "" where its result belongs to no row.
-        visible: This request's keys among all keys.
-        keys: All keys; 0 for a call that reads none.
-    """
+    """One arm's call of the responsible operator."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    roles: dict[str, Roles]
-    axis: str
+    roles: dict[str, Roles]  # path of a tensor -> what its axes count, see `nondet.trace.align`
+    axis: str  # "tokens" or "predicted": what this call's rows are; "" where its result belongs to no row
     row: int
     rows: int
-    visible: range
-    keys: int
+    visible: range  # this request's keys among all keys
+    keys: int  # all keys; 0 for a call that reads none
 
     @classmethod
     def of(cls, event: Event, pair: Pair, record: StepRecord) -> RecordedCall | None:

@@ -393,16 +393,11 @@ _MOST_CULPRITS = 12  # more than there are families
 
 @dataclass(eq=False, kw_only=True)
 class Tracing:
-    """What traces under either engine share: each record is written once, whichever process made it.
+    """What traces under either engine share: each record is written once, whichever process made it."""
 
-    Attributes:
-        write: Takes each record as it is made.
-        say: Takes a line for display as each step begins or ends.
-        earlier: Records of a stopped process for this trace: they are not made again, except the controls.
-    """
-
-    write: Callable[[Record], object]
-    say: Callable[[str], None]
+    write: Callable[[Record], object]  # takes each record as it is made
+    say: Callable[[str], None]  # takes a line for display as each step begins or ends
+    # records of a stopped process for this trace: they are not made again, except the controls
     earlier: Sequence[Record] = ()
 
     def __post_init__(self) -> None:
@@ -416,32 +411,24 @@ class Tracing:
 
 @dataclass(eq=False)
 class Search(Tracing):
-    """One trace.
-
-    Attributes:
-        a, b: The arms. Their first sessions run free; from then on the first arm's tokens are fed to both.
-        impl: What is under both: stock, or an implementation as `nondet sample` takes it.
-        choose: Whether any request under study of the second arm may be used: then one that differs is taken.
-        expected: Arm's name -> digest that its trace must have, where it was recorded.
-        script: Whether `named` is needed, which no record holds.
-        sweeps: As `replays` has it.
-        pace: How long it may take; the controls and the first culprit are made in any case.
-        late: What was left out for lack of time; "" where nothing was.
-        named: The first culprit with what a stand-alone script needs; None until there is one.
-    """
+    """One trace."""
 
     engine: Engine
     model: Any
+    # a, b: the arms. Their first sessions run free; from then on the first arm's tokens are fed to both.
     a: Arm
     b: Arm
     _: KW_ONLY
-    impl: str
-    choose: bool
+    impl: str  # what is under both: stock, or an implementation as `nondet sample` takes it
+    choose: bool  # whether any request under study of the second arm may be used: then one that differs is taken
+    # arm's name -> digest that its trace must have, where it was recorded
     expected: Mapping[str, str] = field(default_factory=dict)
-    script: bool = False
-    sweeps: bool = True
+    script: bool = False  # whether `named` is needed, which no record holds
+    sweeps: bool = True  # as `replays` has it
+    # how long it may take; the controls and the first culprit are made in any case
     pace: Pace = field(default_factory=Pace)
-    late: str = field(default="", init=False)
+    late: str = field(default="", init=False)  # what was left out for lack of time; "" where nothing was
+    # the first culprit with what a stand-alone script needs; None until there is one
     named: NamedCall | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -263,16 +263,12 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(eq=False)
 class VllmTrace(Tracing):
-    """One trace: controls, the least position that differs, and the call there.
-
-    Attributes:
-        impl: "stock", "vllm-invariant" or "invariant".
-        solo, loaded: The requests of either arm; those under study in the second are its targets.
-    """
+    """One trace: controls, the least position that differs, and the call there."""
 
     engine: VllmEngine
     load: Load
-    impl: str
+    impl: str  # "stock", "vllm-invariant" or "invariant"
+    # solo, loaded: the requests of either arm; those under study in the second are its targets
     solo: Sequence[Request]
     loaded: Sequence[Request]
 
