@@ -277,7 +277,7 @@ def names_graphs(spec: str) -> bool:
 
 
 def graphs_by_default(load: Load, model: Any, say: Callable[[str], None]) -> bool:
-    """Whether steps run as CUDA graphs where nobody decided about it; says so, or why not."""
+    """Whether steps run as CUDA graphs where you did not choose; says so, or why not."""
     from nondet.sampling.engine import query_step, why_no_graphs
 
     reason = why_no_graphs(model.config)
