@@ -25,10 +25,10 @@ _LAZY = {
     "load": "nondet.api",
     "mismatch_of": "nondet.mismatch.trl",
     "probe": "nondet.api",
-    "rank_free": "nondet.kernels.dispatch.rank_free",
+    "rank_free": "nondet.ranks.rank_free",
     "rl": "nondet.api",
     "sample": "nondet.api",
-    "token_logprobs": "nondet.kernels.dispatch.logprobs",
+    "token_logprobs": "nondet.sampling.logprobs",
 }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_DISPATCH = "block functions operators rank_free replacements state transformers transformers_attention"
+_DISPATCH = "again block functions operators replacements state transformers transformers_attention"
 CORE = (
     *(f"nondet/core/{name}.py" for name in ("compare", "statistics", "certificates", "proof", "runfile")),
     *(f"nondet/verdict/{name}.py" for name in ("findings", "gate", "rows", "samples", "served", "wording")),

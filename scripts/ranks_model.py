@@ -74,7 +74,7 @@ def traces(
     import torch.distributed as dist
 
     import nondet
-    from nondet.kernels.dispatch.rank_free import rank_free
+    from nondet.ranks.rank_free import rank_free
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")

@@ -25,7 +25,6 @@ from nondet.kernels.matmul import cpu as matmul
 from nondet.kernels.matmul.cpu_tiles import environment_key
 from nondet.kernels.rows import cpu as rows
 
-_FLOATING = frozenset(DTYPES)
 _Bound = Callable[..., Any] | None
 ALIGNMENT = {"cpu": 64, "cuda": 256}  # the most bytes of an address that a kernel's choice depends on
 
@@ -121,7 +120,7 @@ def _attention_on_cuda(
     enable_gqa: bool = False,
 ) -> _Bound:
     shape, keys = q.shape, k.shape
-    if attn_mask is not None or dropout_p or q.dtype not in _FLOATING or len(shape) != 4 or len(keys) != 4:
+    if attn_mask is not None or dropout_p or q.dtype not in DTYPES or len(shape) != 4 or len(keys) != 4:
         return None
     if (is_causal and shape[2] != keys[2]) or (shape[1] != keys[1] and not enable_gqa):
         return None

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -45,12 +45,10 @@ from nondet.kernels.dispatch.operators import (
 )
 from nondet.kernels.dispatch.state import Active, Coverage, Kernels, kernels_for, replace_now
 
-# torch's dispatcher keeps a table of kernels for each operator and does not lock it for callers. So functions are
-# registered by the outermost block and removed at its end, not in between: they look up which families are on. Removed
-# functions are kept alive for a while, because a thread may be inside one.
-# One race is left, and it is torch's own: its table is written without a lock, a few nanoseconds per operator, when the
-# first block is entered, and when the last one is left while others compute. Hold a block around threads that enter and
-# leave others.
+# torch's dispatcher does not lock its tables of kernels for callers. So functions are registered by the outermost block
+# and removed at its end, not in between: they look up which families are on. Removed functions are kept alive for a
+# while, because a thread may be inside one. One race is left, and it is torch's own: its table is written without a
+# lock, a few nanoseconds per operator. Hold a block around threads that enter and leave others.
 
 _parsed = functools.cache(torch._C._dispatch_key_parse)  # a few keys, at 1,000 operators
 _has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -127,7 +125,15 @@ def devices() -> tuple[str, ...]:
 def decided() -> _Functions:
     """Everything that is replaced, certified or at risk (all else with a kernel). Called with nothing registered."""
     originals.keep()
-    made = _replaced_and_certified()
+    made: _Functions = dict(replacements.functions(devices()))
+    for device in devices():
+        made |= _of_families(device)
+        for name, mixes in ORDERED_BY_SIZES.items():
+            for key, original in _originals(name, (device, f"Autograd{device}")):
+                made[f"aten::{name}", key] = functions.watching(f"aten::{name}", original, mixes)
+        for name in CERTIFIABLE:
+            for key, original in _originals(name, (device,)):
+                made[f"aten::{name}", key] = functions.certifying(name, original)
     for qualified, key in _kernels_there():
         namespace, _, name = qualified.partition("::")
         if namespace in _NOT_WATCHED or (qualified, key) in made:
@@ -144,31 +150,32 @@ def decided() -> _Functions:
     return made
 
 
-def _replaced_and_certified() -> _Functions:
-    made: _Functions = dict(replacements.functions(devices()))
-    for device in devices():
-        for family, operators in OPERATORS.items():
-            if family == "pointwise" and device != "CPU":
-                continue
-            for base, whole in operators.items():
-                for name, replacement in variants(base, whole).items():
-                    for key in _where(name, device):
-                        original = _original(f"aten::{name}", key)
-                        if original is not None:
-                            made[f"aten::{name}", key] = functions.replacing(
-                                *(name, family, _kernels(device.lower()), original, replacement),
-                                BINDERS[device].get(name),
-                            )
-        for name, matters in ORDERED_BY_SIZES.items():
-            for key in (device, f"Autograd{device}"):
-                original = _original(f"aten::{name}", key)
-                if original is not None:
-                    made[f"aten::{name}", key] = functions.watching(f"aten::{name}", original, matters)
-        for name in CERTIFIABLE:
-            original = _original(f"aten::{name}", device)
-            if original is not None:
-                made[f"aten::{name}", device] = functions.certifying(name, original)
+def _of_families(device: str) -> _Functions:
+    made: _Functions = {}
+    kernels = partial(_kernels, device.lower())
+    for family, operators in OPERATORS.items():
+        if family == "pointwise" and device != "CPU":
+            continue
+        forms = [form for base, whole in operators.items() for form in variants(base, whole).items()]
+        for name, replacement in forms:
+            # a composed operator with a kernel only for the device loses its gradient
+            keys = (device, f"Autograd{device}") if name in COMPOSED else (device,)
+            for key, original in _originals(name, keys):
+                binder = BINDERS[device].get(name)
+                made[f"aten::{name}", key] = functions.replacing(name, family, kernels, original, replacement, binder)
     return made
+
+
+def _kernels(device: str) -> Kernels:
+    return kernels_for(device)
+
+
+def _originals(name: str, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """(dispatch key, kernel) of aten's operator, of keys that have one."""
+    for key in keys:
+        original = _original(f"aten::{name}", key)
+        if original is not None:
+            yield key, original
 
 
 def _kernels_there() -> Iterator[tuple[str, str]]:
@@ -190,18 +197,6 @@ def _computes(qualified: str) -> bool:
     return bool(_has(qualified, "CompositeExplicitAutograd"))
 
 
-def _kernels(device: str) -> Callable[[], Kernels]:
-    def get() -> Kernels:
-        return kernels_for(device)
-
-    return get
-
-
-def _where(name: str, device: str) -> tuple[str, ...]:
-    """Dispatch keys to register for: a composed operator with a kernel only for the device loses its gradient."""
-    return (device, f"Autograd{device}") if name in COMPOSED else (device,)
-
-
 def _original(qualified: str, key: str) -> Any:
     try:
         # as torch.library.get_kernel, which does not know every key by its name ("MkldnnCPU")
@@ -210,34 +205,16 @@ def _original(qualified: str, key: str) -> Any:
         return None
 
 
-# The share of free memory that copies may take: the step needs some, too.
-_SHARE = 0.5
-
-
-def packing(model: Any, most: int | None) -> AbstractContextManager[int]:
-    """See `nondet.kernels.matmul.cpu.packed_weights`; `most` None: half of the memory that is free now."""
-    from nondet.kernels.matmul.cpu import packed_weights
-
-    return packed_weights(_linear_weights(model), int(_SHARE * free_memory()) if most is None else most)
-
-
-def _linear_weights(model: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            yield module.weight, module.bias is not None
-
-
-# Layers are called as a forward pass calls them, under the families that are on, so that plans, certificates and
-# compiled kernels exist before a clock runs, before requests come, and before a CUDA graph is captured, where nothing
-# can be proven. Only a forward pass prepares attention and what is neither a linear layer nor a norm.
-
 Progress = Callable[[int, int, FirstUses], None]
 
 
 def prepare(
     model: Any, tokens: Iterable[int], requests: Iterable[int] | None = None, progress: Progress | None = None
 ) -> FirstUses:
-    """Call each kind of linear layer and norm of the model once at each size.
+    """Call each kind of linear layer and norm of the model once at each size, and return what was proven and compiled.
+
+    Then plans, certificates and compiled kernels exist before a clock runs, before requests come, and before a CUDA
+    graph is captured, where nothing can be proven. Only a forward pass prepares attention and other layers.
 
     Args:
         model: With linear layers as torch.nn.Linear, and norms as modules with a weight [H] whose class is called
@@ -245,9 +222,6 @@ def prepare(
         tokens: Query tokens of a step: rows of every layer but the output projection.
         requests: Rows of the output projection, one for each request of a step; None: as `tokens`.
         progress: Called with (calls done, calls, what was proven and compiled so far) before each call.
-
-    Returns:
-        What was proven and compiled.
     """
     sizes = sorted(set(tokens))
     ends = sizes if requests is None else sorted(set(requests))
@@ -303,10 +277,7 @@ class Invariance:
     ) -> FirstUses:
         """Compile and prove now what the model's linear layers and norms will need at these numbers of tokens.
 
-        See `nondet.kernels.dispatch.block.prepare`. Use it before you time a run or capture a CUDA graph.
-
-        Raises:
-            UserError: outside of the block, where the kernels are stock.
+        See `nondet.kernels.dispatch.block.prepare`. UserError: outside of the block, where the kernels are stock.
         """
         if not any(self is block for block in _entered):
             raise UserError("prepare() outside of its batch_invariant() block", "Call it inside of `with`.")
@@ -337,9 +308,14 @@ class Invariance:
                 "pack() under batch_invariant(training=True): a step changes the weights, and copies go stale",
                 "Leave pack() out, or training=True where nothing is trained.",
             )
+        from nondet.kernels.matmul.cpu import packed_weights
+
         self.packs = True
+        layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+        weights = [(layer.weight, layer.bias is not None) for layer in layers]
+        most = free_memory() // 2 if most is None else most  # a step needs some, too
         # copies and proofs are not calls of the model
-        kept: int = state.guarded(self._packed.enter_context)(packing(model, most))
+        kept: int = state.guarded(self._packed.enter_context)(packed_weights(weights, most))
         if not kept:
             warnings.warn(
                 "nondet: pack() kept no copy of a weight. It keeps those of torch.nn.Linear on the CPU, in dtypes that "
@@ -376,10 +352,11 @@ class Invariance:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as steps:
-            steps.callback(self._leave)
+        try:
             self._packed.close()
             self.packs = False
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         with _lock:

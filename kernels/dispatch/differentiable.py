@@ -18,24 +18,15 @@ from nondet.kernels.dispatch.state import Kernels, Leave, count, current, guarde
 from nondet.kernels.reference import autograd
 
 
-def _always(*args: Any) -> bool:
-    return True
+def has_gradient(name: str, x: torch.Tensor, *others: Any) -> bool:
+    """Whether a composed operator has a gradient here: attention and rms_norm, and linear where torch adds a bias after
+    the product's rounding, because it can't see x as a matrix.
+    """
+    bias = others[1] if len(others) > 1 else None
+    return name != "linear" or (bias is not None and x.dim() != 2 and not (x.dim() > 2 and x.is_contiguous()))
 
 
-def _bias_apart(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether torch adds the bias after the product's rounding: where it can't see x as a matrix."""
-    return bias is not None and x.dim() != 2 and not (x.dim() > 2 and x.is_contiguous())
-
-
-# Operators that torch composes of others, and that have a gradient here -> for which calls.
-COMPOSED_WITH_GRADIENT: dict[str, Callable[..., bool]] = {
-    "scaled_dot_product_attention": _always,
-    "rms_norm": _always,
-    "linear": _bias_apart,
-}
-
-
-def asked_for(*tensors: Any) -> bool:
+def needs_gradient(*tensors: Any) -> bool:
     """Whether a gradient of one of them is needed."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
 
@@ -49,21 +40,16 @@ class Differentiable:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
-    def attention_varlen(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **more: Any
-    ) -> torch.Tensor:
-        """The kernel for packed requests, from a cache that has dropped no key."""
-        if "key_index" in more:
-            raise Leave("keys in a paged cache, which has no gradient")
-        out: torch.Tensor = _Attention.apply(q, k, v, _scale(q, scale), more)
-        return out
-
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **more: Any
     ) -> torch.Tensor:
-        """The kernel for a batch [B, H, T, D]."""
-        out: torch.Tensor = _Attention.apply(q, k, v, _scale(q, scale), more)
+        """The kernel for a batch [B, H, T, D], or for packed requests from a cache that has dropped no key."""
+        if "key_index" in more:
+            raise Leave("keys in a paged cache, which has no gradient")
+        out: torch.Tensor = _Attention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, more)
         return out
+
+    attention_varlen = attention
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """The kernel, with the bias added before the one rounding."""
@@ -78,17 +64,13 @@ class Differentiable:
 
 def with_gradient(kernels: Kernels, *tensors: Any) -> Kernels | Differentiable | None:
     """The kernels for a call on the tensors; None where a gradient is needed outside a block for training."""
-    if not asked_for(*tensors):
+    if not needs_gradient(*tensors):
         return kernels
     return Differentiable(kernels) if current().training else None
 
 
-def _scale(q: torch.Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
-
-
 class _NoSecond(torch.autograd.Function):
-    """The gradient, unchanged. A derivative of it in the backward pass is refused."""
+    """The gradient, unchanged; a derivative of it is refused."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
@@ -183,9 +165,8 @@ class _Linear(torch.autograd.Function):
         return torch.mm(rows, weight).view(x.shape), of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
-# Gradients as operators, for `nondet certify` and `nondet bench`: what autograd calls under the block. Order: a row's
-# sums as in the forward, the rest elementwise; attention as `attention_backward`. Invariance: nothing is computed from
-# another row or another request.
+# Gradients as operators, for `nondet certify` and `nondet bench`: what autograd calls under the block. A row's sums are
+# in the forward's order, the rest is elementwise, and nothing is computed from another row or another request.
 
 
 def softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,12 @@ import torch
 from torch.autograd import forward_ad
 
 from nondet.core.certificates import certificates
+from nondet.core.compare import identical
 from nondet.core.launch import proving
 from nondet.core.proof import distinct, operands_key, settings, switches
 from nondet.errors import UserError, one_line
 from nondet.kernels.dispatch.again import ALIGNMENT, Binder
-from nondet.kernels.dispatch.differentiable import COMPOSED_WITH_GRADIENT, Differentiable, asked_for
+from nondet.kernels.dispatch.differentiable import Differentiable, has_gradient, needs_gradient
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPOSED, EXEMPT, OPERATORS, reason
 from nondet.kernels.dispatch.state import (
     MOVED,
@@ -34,16 +35,16 @@ from nondet.kernels.dispatch.state import (
     in_parts,
     inside,
     label,
+    operator_of,
     over_batch,
     padded_in_front,
 )
 
 # Stock operators over one axis without a kernel of ours are proven at first use, for each shape, or at risk.
-# The claim: each row has, in this batch, the bits that it has solo. The proof computes the operator on generated rows
-# of the same shape, dtype and layout, then on single rows of them, and compares the bits. A library chooses its kernel
-# by exactly these, so the claim is about that choice and holds until the driver or torch changes (a certificate's
-# machine key). It does not cover inputs that a kernel would treat differently; the inputs have wide exponents, cancel,
-# and (for sort) are full of ties.
+# The claim: each row has, in this batch, the bits that it has solo. The proof compares the bits of generated rows of
+# the same shape, dtype and layout with those of single rows. A library chooses its kernel by exactly these, so the
+# claim holds until the driver or torch changes (a certificate's machine key). It does not cover inputs that a kernel
+# would treat differently; the inputs have wide exponents, cancel, and (for sort) are full of ties.
 
 _MEMBER = "aten"
 _ROWS_COMPARED = 48
@@ -55,29 +56,36 @@ def proven(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bo
     proof.
     """
     x: torch.Tensor = args[0]
-    form = _form_of(name, args, kwargs)
+    device = x.device.type
+    decisions, key = current().decisions, call_key(name, args, kwargs, ALIGNMENT[device], switches(device))
+    form: _Form | None = decisions.get(key)
+    if form is None:
+        form = _form(name, x, args, kwargs)
+        _decide(decisions, key, form)
     if form.reason:
         return form.holds, form.reason
     if form.axis == 0 and (mixes := over_batch(x, 0)):
         return False, mixes
     if name in _RUNNING and padded_in_front(x, form.axis):
         return False, MOVED
-    known = certificates("cuda" if x.is_cuda else "cpu")
+    known = certificates(device)
     standing = known.standing(_MEMBER, form.key)
     if standing is None:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return False, "not proven before a CUDA graph was captured"
         with proving():
-            parted = _parted(name, x, form.axis, args[1:], kwargs)
-        standing = parted is None
+            different = _first_different_row(name, x, form.axis, args[1:], kwargs)
+        standing = different is None
         rows = min(_ROWS_COMPARED, x.numel() // max(1, x.shape[form.axis]))
-        evidence = f"{rows} rows in the batch and alone: " + ("equal bits" if standing else f"row {parted} parts")
+        evidence = f"{rows} rows in the batch and alone: " + ("equal bits" if standing else f"row {different} differs")
         known.record(_MEMBER, form.key, standing, evidence)
     return (True, "each row as alone") if standing else (False, "a row's bits are not those that it has alone")
 
 
 class _Form(NamedTuple):
-    """The key of a call's certificate, or the answer and its reason; from all but the numbers."""
+    """The key of a call's certificate, or the answer and its reason; from all but the numbers. It is kept with the
+    decisions, because a key in words takes far longer to build than to find.
+    """
 
     axis: int = 0
     key: str = ""
@@ -85,42 +93,28 @@ class _Form(NamedTuple):
     reason: str = ""
 
 
-def _form_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
-    """The form, cached by all that decides it, because a key in words takes far longer to build."""
-    device = args[0].device.type
-    decisions, key = current().decisions, call_key(name, args, kwargs, ALIGNMENT[device], switches(device))
-    form: _Form | None = decisions.get(key) if key else None
-    if form is None:
-        form = _form(name, args[0], args, kwargs)
-        _decide(decisions, key, form)
-    return form
-
-
 def _form(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
-    axis = _axis(name, x, args, kwargs)
-    if axis is None:
+    place = 2 if name == "linalg_vector_norm" else 1
+    dim = args[place] if len(args) > place else kwargs.get("dim", -1 if name.startswith("sort") else None)
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        dim = dim[0]
+    if not isinstance(dim, int) or not x.dim():
         return _Form(reason="over several axes, or over all")
     if not x.numel():
         return _Form(holds=True, reason="each row as alone")  # there is none
     if not distinct(x):
         return _Form(reason="elements that share a place in memory")
+    axis = dim % x.dim()
     rest = [str(v) for v in (*args[1:], *sorted(kwargs.items())) if not isinstance(v, torch.Tensor)]
     key = operands_key(f"row-alone {name}", (x,), [f"axis={axis}", *rest, *settings(x.device.type)])
     return _Form(axis, key)
 
 
-def _axis(name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    place = {"linalg_vector_norm": 2, "sort.stable": 1}.get(name, 1)
-    dim = args[place] if len(args) > place else kwargs.get("dim", -1 if name.startswith("sort") else None)
-    if isinstance(dim, (list, tuple)) and len(dim) == 1:
-        dim = dim[0]
-    return dim % x.dim() if isinstance(dim, int) and x.dim() else None
-
-
-def _parted(name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _first_different_row(
+    name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | None:
     """The first generated row whose bits in the batch differ from its solo bits; None where all agree."""
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    operator = operator_of(name)
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     batch = x.new_empty(span).as_strided(x.shape, x.stride()).copy_(_inputs(name, x))  # x's own layout, dense or not
     together = _tuple(operator(batch, *rest, **kwargs))
@@ -135,7 +129,8 @@ def _parted(name: str, x: torch.Tensor, axis: int, rest: tuple[Any, ...], kwargs
         alone = _tuple(operator(batch[tuple(place)].contiguous(), *rest, **kwargs))
         for part, whole in zip(alone, together, strict=True):
             kept = place if whole.dim() == x.dim() else [p for d, p in enumerate(place) if d != axis]
-            if not _identical(whole[tuple(kept)], part):
+            own = whole[tuple(kept)].contiguous()
+            if not identical(own, part.contiguous().view(own.shape)):
                 return row
     return None
 
@@ -151,19 +146,13 @@ def _inputs(name: str, x: torch.Tensor) -> torch.Tensor:
     return signs * drawn * torch.exp2(torch.randint(-8, 8, x.shape, generator=generator).float())
 
 
-def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    from nondet.core.compare import identical
-
-    return identical(a.contiguous(), b.contiguous().view(a.shape))
-
-
 def _tuple(out: Any) -> tuple[torch.Tensor, ...]:
     return (out,) if isinstance(out, torch.Tensor) else tuple(out)
 
 
-# A number may be passed where an operator's schema has a tensor (`x % 2.0`): torch wraps it, and unwraps it for Python
-# functions. The original kernel takes only tensors, so a number is wrapped again, without axes. Where x has axes the
-# number does not influence the result's dtype, as in torch; elsewhere it gets the dtype that torch chooses.
+# Where an operator's schema has a tensor and a number is passed (`x % 2.0`), torch gives Python functions the number.
+# The original kernel takes only tensors, so it is wrapped again, without axes. Where x has axes the number does not
+# influence the result's dtype, as in torch; elsewhere it gets the dtype that torch chooses.
 
 _WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -171,7 +160,10 @@ _WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 def accepting_numbers(qualified: str, original: Any) -> Callable[..., Any]:
     """original.call_boxed for "aten::remainder.Tensor", or any operator, also with numbers instead of tensors."""
     call: Callable[..., Any] = original.call_boxed
-    places = _tensor_places(qualified)
+    namespace, _, name = qualified.partition("::")
+    operator = operator_of(name, namespace)
+    arguments = () if operator is None else operator._schema.arguments
+    places = frozenset(i for i, a in enumerate(arguments) if not a.kwarg_only and str(a.type) == "Tensor")
     if len(places) < 2:  # with one tensor no number is possible: its device would be unknown
         return call
 
@@ -181,17 +173,6 @@ def accepting_numbers(qualified: str, original: Any) -> Callable[..., Any]:
         return call(keyset, *args, **kwargs)
 
     return stock
-
-
-def _tensor_places(qualified: str) -> frozenset[int]:
-    namespace, _, name = qualified.partition("::")
-    packet, _, overload = name.partition(".")
-    try:
-        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    except (AttributeError, RuntimeError):
-        return frozenset()
-    arguments = operator._schema.arguments
-    return frozenset(i for i, a in enumerate(arguments) if not a.kwarg_only and str(a.type) == "Tensor")
 
 
 def _with_tensors(args: tuple[Any, ...], places: frozenset[int]) -> tuple[Any, ...]:
@@ -207,23 +188,22 @@ def _with_tensors(args: tuple[Any, ...], places: frozenset[int]) -> tuple[Any, .
 
 # `batch_invariant()` under torch.compile.
 # The backends "eager", "aot_eager" and "cudagraphs" keep aten's operators, so the replacements are reached as without
-# compilation. scaled_dot_product_attention and rms_norm are decomposed while a graph is traced, before anything runs;
-# so the trace gets an operator of ours instead, which calls the whole one when the graph runs.
+# compilation. scaled_dot_product_attention and rms_norm are decomposed while a graph is traced; so the trace gets an
+# operator of ours instead, which calls the whole one when the graph runs.
 #
-# Inductor generates its own kernels: it turns small products into sums, fuses reductions with what surrounds them, and
-# chooses their order of additions by the sizes that it compiles for. So in graphs compiled inside a block every product
-# and every reduction that has a replacement becomes a call of ours, which reaches the replacement when it runs. The
-# rest that inductor generates is pointwise. It is counted as at risk, once per graph, because each specialized shape is
-# compiled again, and neither fusion and contraction nor (on a CPU) the formula of a loop's last elements is guaranteed
-# to be the same.
+# Inductor turns small products into sums, fuses reductions with what surrounds them, and chooses their order by the
+# sizes that it compiles for. So in graphs compiled inside a block every product and every reduction that has a
+# replacement becomes a call of ours. The rest is pointwise, and counted as at risk once per graph: each specialized
+# shape is compiled again, and neither fusion and contraction nor (on a CPU) the formula of a loop's last elements is
+# guaranteed to be the same.
 #
-# Graphs are compiled again when the outermost block is entered and when it is left: one from outside would bypass it. A
-# nested block with other families changes no graph: ours look up what is on when they run.
+# Graphs are compiled again when the outermost block is entered and left: one from outside would bypass it. Nested
+# blocks change no graph.
 
 _Note = Callable[[str], None]
 
 # Replaced only on a CPU; inductor's own code for them is counted with all that is pointwise.
-_POINTWISE = frozenset(OPERATORS["pointwise"])
+_POINTWISE = OPERATORS["pointwise"]
 _WHOLE = ("scaled_dot_product_attention", "rms_norm")
 _PRIMS_THAT_REDUCE = frozenset({"fft_c2c", "fft_c2r", "fft_r2c", "prod", "sum", "svd", "var"})
 _saved_compile: list[Any] = []  # [the compiler's entry as it was], while installed
@@ -264,11 +244,11 @@ def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    grad = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+    grad = needs_gradient(*args)
     compiler = any(isinstance(x, (FakeTensor, FunctionalTensor)) for x in args)
     if name in _WHOLE and compiler:
         if not grad and (name == "rms_norm" or _of_a_decoder(*args[:3])):
-            return _operators()[_overload(name)](*args, **kwargs)
+            return _operators()[operator_of(name)](*args, **kwargs)
         for note in _notes:
             note(f"{name}: taken apart by torch.compile, {'as a gradient is asked for' if grad else 'for its shapes'}")
     return original.call_boxed(keyset, *args, **kwargs)
@@ -277,19 +257,14 @@ def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs:
 def _forget_graphs() -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-        for op in map(_overload, _WHOLE):  # a trace caches whether an operator is decomposed, and is not notified
+        for op in map(operator_of, _WHOLE):  # a trace caches whether an operator is decomposed, and is not notified
             op._dispatch_cache.clear()
-
-
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 @functools.cache
 def _ours() -> dict[Any, str]:
     names = [n for family in OPERATORS.values() for n in family if n not in _POINTWISE and n not in COMPOSED]
-    return {_overload(n): n for n in (*names, *CERTIFIABLE) if not n.endswith("_")}
+    return {operator_of(n): n for n in (*names, *CERTIFIABLE) if not n.endswith("_")}
 
 
 @functools.cache
@@ -298,12 +273,12 @@ def _operators() -> dict[Any, Any]:
     library = torch.library.Library("nondet", "FRAGMENT")
     _operators_library.append(library)  # its operators live as long as it does
     found = {}
-    for op in (*_ours(), *(_overload(n) for n in _WHOLE)):
+    for op in (*_ours(), *(operator_of(n) for n in _WHOLE)):
         name = op._schema.name.partition("::")[2] + ("" if op._overloadname == "default" else f"_{op._overloadname}")
         signature = str(op._schema).partition("(")[2]
         library.define(f"{name}({signature}")
         library.impl(name, functools.partial(_run, op), "CompositeExplicitAutograd")
-        fake = _like_first if op in (_overload(n) for n in _WHOLE) else functools.partial(_run, op)
+        fake = _like_first if op in (operator_of(n) for n in _WHOLE) else functools.partial(_run, op)
         torch.library.register_fake(f"nondet::{name}", fake, lib=library)
         found[op] = getattr(torch.ops.nondet, name).default
     return found
@@ -411,7 +386,8 @@ def replacing(
                 args, kwargs = tuple(map(_resolved, args)), {key: _resolved(value) for key, value in kwargs.items()}
             if unusual & _NOT_DENSE:
                 return _not_dense(name, stock, keyset, args, kwargs)
-        now, key = current(), ()
+        now = current()
+        key: tuple[object, ...] = ()
         if keyed and family in now.families:
             key = call_key(name, args, kwargs, alignment, settings())
             decided = now.decisions.get(key)
@@ -438,8 +414,7 @@ def _first(
     bind: Callable[..., Callable[..., Any] | None] | None,
 ) -> Callable[..., Any]:
     """What runs a call that nothing is decided of: by the replacement, which checks everything; or it is left."""
-    composed, stock = name in COMPOSED, original.call_boxed
-    exempt, has_gradient = EXEMPT.get(name), COMPOSED_WITH_GRADIENT.get(name)
+    composed, stock, exempt = name in COMPOSED, original.call_boxed, EXEMPT.get(name)
     counted_by_parts = name == "linear"  # made of products, which say themselves what became of them
     bound = None if bind is None else guarded(bind)
 
@@ -465,10 +440,12 @@ def _first(
             return traced(name, original, keyset, args, kwargs)
         how, reason, fault = "at_risk", "", None
         if family in now.families:
-            how, reason = "left", _differentiated(args) if composed else ""
-            if not reason or _trains(now, has_gradient, args):
+            how, gradient = "left", _gradient(args) if composed else ""
+            if gradient and not (gradient == "a gradient" and now.training and has_gradient(name, *args)):
+                reason = f"{gradient} is asked for, so its bits may not be those without one"
+            else:
                 try:
-                    out = computed(bool(reason), args, kwargs)
+                    out = computed(bool(gradient), args, kwargs)
                 except (Leave, RuntimeError, ValueError, IndexError) as error:
                     reason, fault = _why(error)
                 else:
@@ -576,26 +553,15 @@ def _decide(decisions: dict[tuple[object, ...], Any], key: tuple[object, ...], d
         decisions[key] = decision
 
 
-def _trains(now: Active, has_gradient: Callable[..., bool] | None, args: tuple[Any, ...]) -> bool:
-    """Whether the gradient is a backward one, under a block for training, and one that our kernels have."""
-    if has_gradient is None or not now.training or forward_ad._current_level >= 0:
-        return False
-    return asked_for(*args) and has_gradient(*args)
+def _gradient(args: tuple[Any, ...]) -> str:
+    """Which gradient of a composed operator is needed, forward or backward: our whole operators have neither.
 
-
-def _differentiated(args: tuple[Any, ...]) -> str:
-    """Why a composed operator stays decomposed: the whole has no gradient, forward or backward.
-
-    Attention is then torch's, and a norm is made of its replaced parts, which round in between: both may have different
-    bits from those without a gradient. So a trainer does not compute what a sampler did.
+    Left to torch, attention is torch's, and a norm is made of its replaced parts, which round in between: both may have
+    different bits from those without a gradient. So a trainer does not compute what a sampler did.
     """
     if forward_ad._current_level >= 0:
-        which = "a forward gradient"
-    elif torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-        which = "a gradient"
-    else:
-        return ""
-    return f"{which} is asked for, so its bits may not be those without one"
+        return "a forward gradient"
+    return "a gradient" if needs_gradient(*args) else ""
 
 
 def watching(qualified: str, original: Any, matters: Callable[..., bool | str] | None = None) -> Callable[..., Any]:

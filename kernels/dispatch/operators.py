@@ -15,12 +15,11 @@ import torch
 
 from nondet.core.operator import AtenOperator
 from nondet.core.registry import declared, load_object
-from nondet.kernels.dispatch.state import WHOLE, Kernels, Leave, over_batch
+from nondet.kernels.dispatch.state import WHOLE, Kernels, Leave, operator_of, over_batch
 
-# The allow list: aten operators whose bits cannot depend on the batch, with the reason for each.
-# Operators that are not here, not replaced and not certifiable are at risk, and counted, including those of a later
-# torch or another library. Listed operators run unchanged, so an entry has to be right on every machine, or name its
-# device. tests/kernels/dispatch/test_sweep.py compares the list with torch's operator database.
+# The allow list: aten operators whose bits cannot depend on the batch, with the reason for each. They run unchanged, so
+# an entry has to be right on every machine, or name its device; tests/kernels/dispatch/test_sweep.py compares the list
+# with torch's operator database. All others that are not replaced and not certifiable are at risk, and counted.
 # Names are without overload and without the in-place underscore, unless an overload is meant.
 # add, sub, mul, div and abs are exact only for real numbers, but are not watched on a CPU for complex ones, or for
 # `alpha` (docs/limits.md), because the watcher would cost as much as the operation at every call.
@@ -164,7 +163,7 @@ CONDITIONS: dict[str, dict[str, Matters]] = {
 def reason(name: str, device: str) -> str:
     """Why aten's operator `name` ("add.Tensor") cannot depend on the batch on "CPU" or "CUDA"; "" where it can."""
     packet, _, overload = name.partition(".")
-    operator = _operator(packet, overload)
+    operator = operator_of(name)
     if operator is None:
         return ""
     returns = operator._schema.returns
@@ -183,26 +182,14 @@ def reason(name: str, device: str) -> str:
     return ""
 
 
-def _operator(packet: str, overload: str) -> Any:
-    try:
-        return getattr(getattr(torch.ops.aten, packet), overload or "default")
-    except (AttributeError, RuntimeError):
-        return None
-
-
 _ATEN: dict[str, AtenOperator] = {aten.name: aten for operator in declared().values() for aten in operator.aten}
 
 FAMILIES: dict[str, str] = {o.family.name: o.family.text for o in declared().values() if o.family is not None}
 
-OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
-    family: {
-        aten.name: load_object(aten.replacement)
-        for operator in declared().values()
-        if operator.family is not None and operator.family.name == family
-        for aten in operator.aten
-    }
-    for family in FAMILIES
-}
+OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {family: {} for family in FAMILIES}
+for _operator in declared().values():
+    if _operator.family is not None:
+        OPERATORS[_operator.family.name] |= {aten.name: load_object(aten.replacement) for aten in _operator.aten}
 
 # Operators that torch composes of others: a replacement of the whole has no gradient, so it is only for inference.
 COMPOSED = frozenset(name for name, aten in _ATEN.items() if aten.composed)
@@ -300,9 +287,8 @@ ORDERED_BY_SIZES: dict[str, Callable[..., bool]] = {
     "linalg_multi_dot.out": _chain,
 }
 
-# Operators that torch registers for every device, as if composed of others, but that compute past the dispatcher:
-# nothing else would notice them. Other operators without a kernel for a device are seen as the operators that they are
-# made of.
+# Operators that torch registers as if composed of others, but that compute past the dispatcher: nothing else would
+# notice them.
 COMPUTES: tuple[str, ...] = (
     "_convolution",
     "_foreach_mm",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nondet.kernels.all_reduce.operator import ALL_REDUCES
@@ -22,16 +21,15 @@ from nondet.kernels.dispatch.state import (
     floating,
     inside,
     label,
+    operator_of,
     over_batch,
     padded_in_front,
     require,
-    weights_first,
 )
-from nondet.kernels.experts import topk as ordered_topk
+from nondet.kernels.pointwise.operator import NAMES
 
-# Products and attention. What torch adds in the same rounding (`beta * input`, anything but a bias of one value per
-# column) is added here after the product's rounding, elementwise: a result may differ from stock by one rounding, and
-# does not depend on the batch.
+# Products and attention. What torch adds in the same rounding (anything but a bias of one value per column) is added
+# here after the product's rounding, elementwise: a result may differ from stock by one rounding.
 
 _MISFIT = "shapes that do not fit"
 
@@ -58,7 +56,7 @@ def bmm(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [B, M, K] x b [B, K, N]."""
     require(a, b)
     _fit(a, b, 3)
-    if weights_first.active and b.shape[2] == 1 and not a.is_cuda:
+    if inside.weights_first and b.shape[2] == 1 and not a.is_cuda:
         from nondet.kernels.matmul import cpu
 
         return cpu.vectors_by_weights(a, b[:, :, 0])[:, :, None]
@@ -94,7 +92,7 @@ def dot(kernels: Kernels, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [K] x b [K]."""
     require(a, b)
     if a.dim() != 1 or a.shape != b.shape:
-        raise Leave("shapes that do not fit")  # torch's own error
+        raise Leave(_MISFIT)  # torch's own error
     return kernels.mm(a[None], b[:, None])[0, 0]
 
 
@@ -270,39 +268,17 @@ def _fit(a: torch.Tensor, b: torch.Tensor, axes: int) -> None:
         raise Leave(_MISFIT)
 
 
-# Mixtures of experts. transformers computes experts in one of three ways, and generation changes from one to another
-# between prefill and decoding. Besides the softmax, products and sums of other families they consist of:
+# Mixtures of experts. transformers computes them in one of three ways, which all choose experts by topk, for which
+# torch leaves ties open; generation changes from one to another between prefill and decoding:
 #
 # - "grouped_mm": tokens sorted by expert, aten::_grouped_mm, or products into slices of one tensor (mm with out=), and
 #   a sum over each token's experts in the order of their rank.
-# - "batched_mm": a weight gathered for each token and expert, and one batched product with vectors. transformers' own
-#   is distinguished from other batched products (`nondet.kernels.dispatch.transformers`), and computes a vector as a
-#   row of the grouped product would be, so that the two ways agree bit for bit (except where torch.compile traced it).
-# - "eager": expert by expert, added onto the tokens by index_add_, in the order of the experts' numbers, which the
-#   token's own choice decides. Rounded after each addition, so its bits differ from those of the other two.
-#
-# All of them choose experts by topk, for which torch leaves ties open.
+# - "batched_mm": a weight gathered for each token and expert, and one batched product with vectors, which here has the
+#   bits of the grouped product (`nondet.kernels.dispatch.transformers`).
+# - "eager": expert by expert, added onto the tokens by index_add_, in the order of the experts' numbers. Rounded after
+#   each addition, so its bits differ from those of the other two.
 
 SHORT = 64  # additions that one program makes in sequence
-
-
-def _device_topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if x.is_cuda:
-        from nondet.kernels.experts import cuda as triton_routing
-
-        return triton_routing.topk(x, k)
-    return ordered_topk.topk(x, k)
-
-
-def _device_index_add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, alpha: float) -> None:
-    if target.is_cuda:
-        from nondet.kernels.experts import cuda as triton_routing
-
-        triton_routing.index_add_(target, index, source, alpha)
-        return
-    from nondet.kernels.experts import cpu as cpu_grouped_matmul
-
-    cpu_grouped_matmul.index_add_(target, index, source, alpha)
 
 
 def grouped_mm(
@@ -321,13 +297,7 @@ def grouped_mm(
         return kernels.bmm(x, weight)
     if x.dim() != 2 or weight.dim() != 3 or offs is None:
         raise Leave("groups along K or N, as gradients have them")
-    if x.is_cuda:
-        from nondet.kernels.experts import cuda as grouped_matmul
-
-        return grouped_matmul.grouped_matmul(x, weight, offs)
-    from nondet.kernels.experts import cpu as cpu_grouped_matmul
-
-    return cpu_grouped_matmul.grouped_matmul(x, weight, offs)
+    return kernels.grouped_matmul(x, weight, offs)
 
 
 def topk(
@@ -346,8 +316,8 @@ def topk(
         values, indices = torch.sort(x, dim=dim, stable=True)
         return values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous()
     if dim % x.dim() == x.dim() - 1:
-        return _device_topk(x, k)
-    values, indices = _device_topk(x.movedim(dim, -1), k)
+        return kernels.topk(x, k)
+    values, indices = kernels.topk(x.movedim(dim, -1), k)
     return values.movedim(-1, dim).contiguous(), indices.movedim(-1, dim).contiguous()
 
 
@@ -366,10 +336,10 @@ def index_add_(
         raise Leave("a scalar")
     rows, added = target.movedim(dim, 0), source.movedim(dim, 0)
     if added.shape != (index.numel(), *rows.shape[1:]):
-        raise Leave("shapes that do not fit")  # torch's own errors
+        raise Leave(_MISFIT)  # torch's own errors
     width = rows.shape[1:].numel()
     flat = rows.reshape(rows.shape[0], width)
-    _device_index_add(flat, index.reshape(-1), added.reshape(index.numel(), width), alpha)
+    kernels.index_add_(flat, index.reshape(-1), added.reshape(index.numel(), width), alpha)
     if flat.data_ptr() != target.data_ptr():  # it has no such view
         rows.copy_(flat.view(rows.shape))
     return target
@@ -405,7 +375,7 @@ def scatter_add(
         for d, (n, s, t) in enumerate(zip(index.shape, source.shape, target.shape, strict=True))
     )
     if index.dtype not in (torch.int64, torch.int32) or not fits:
-        raise Leave("shapes that do not fit")  # torch's own errors
+        raise Leave(_MISFIT)  # torch's own errors
     if int(index.min()) < 0 or int(index.max()) >= target.shape[dim]:
         raise Leave("an index out of range")  # torch's own error
     places = torch.zeros((), dtype=torch.int64, device=target.device)
@@ -414,18 +384,6 @@ def scatter_add(
         places = places * size + (at if d == dim else at.view(-1, *(1,) * (axes - 1 - d)))
     values = source[tuple(slice(n) for n in index.shape)]
     return kernels.scatter_add(target.reshape(-1), places.reshape(-1), values.reshape(-1)).view(target.shape)
-
-
-def sum_middle(x: torch.Tensor, axes: list[int]) -> torch.Tensor | None:
-    """The sum over one short axis that is not the last, without moving it; None without a kernel for the axis."""
-    if len(axes) != 1 or axes[0] == x.dim() - 1 or not x.is_cuda or x.shape[axes[0]] > SHORT:
-        return None
-    from nondet.kernels.experts import cuda as triton_routing
-
-    (axis,) = axes
-    before, after = x.shape[:axis].numel(), x.shape[axis + 1 :].numel()
-    out = triton_routing.sum_middle(x.reshape(before, x.shape[axis], after))
-    return out.view(*x.shape[:axis], *x.shape[axis + 1 :])
 
 
 def _rows(
@@ -456,29 +414,13 @@ def _with_axes(out: torch.Tensor, x: torch.Tensor, axes: list[int], keepdim: boo
 
 def reducing(name: str) -> Callable[..., torch.Tensor]:
     """sum or mean over axes."""
-    middle = name == "sum"
 
     def replace(
         kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         x, axes = _rows(x, dim, dtype)
         _note_over_batch(name, x, axes)
-        by_place = len(axes) == 1 and axes[0] < x.dim() - 1 and not (middle and x.is_cuda and x.shape[axes[0]] <= SHORT)
-        if by_place and padded_in_front(
-            x, axes[0]
-        ):  # one by one from the first position, so zeros in front change nothing
-            _note(name, x, MOVED)
-        out = sum_middle(x, axes) if middle else None
-        if out is None and not x.is_cuda and len(axes) == 1 and axes[0] < x.dim() - 1:
-            from nondet.kernels.rows.cpu import sum_over_rows
-
-            out = sum_over_rows(x, axes[0])
-            out = out if middle else out / x.shape[axes[0]]
-            out = out.to(x.dtype)
-        if out is None and middle and x.is_cuda and x.dim() == 2 and axes == [0] and x.numel():
-            from nondet.kernels.gradients import cuda  # the same order, columns next to each other
-
-            out = cuda.sum_over_rows(x.contiguous(), x.dtype)
+        out = _reduced_in_place(kernels, name, x, axes[0]) if len(axes) == 1 else None
         if out is None:
             out = getattr(kernels, name)(_last(x, axes))
         return _with_axes(out, x, axes, keepdim)
@@ -486,15 +428,34 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
     return replace
 
 
+def _reduced_in_place(kernels: Kernels, name: str, x: torch.Tensor, axis: int) -> torch.Tensor | None:
+    """Over one axis that is not the last, which is not moved; None without a kernel for that."""
+    if axis == x.dim() - 1:
+        return None
+    short = x.is_cuda and name == "sum" and x.shape[axis] <= SHORT
+    if not short and padded_in_front(x, axis):  # one by one from the first position zeros in front change nothing
+        _note(name, x, MOVED)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    if short:
+        out: torch.Tensor = kernels.sum_middle(x.reshape(before.numel(), x.shape[axis], after.numel()))
+        return out.view(*before, *after)
+    if not x.is_cuda:
+        from nondet.kernels.rows.cpu import sum_over_rows
+
+        out = sum_over_rows(x, axis)
+        return (out if name == "sum" else out / x.shape[axis]).to(x.dtype)
+    if name == "sum" and x.dim() == 2 and x.numel():
+        from nondet.kernels.gradients import cuda  # the same order, columns next to each other
+
+        return cuda.sum_over_rows(x.contiguous(), x.dtype)
+    return None
+
+
 def logsumexp(kernels: Kernels, x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
-    """By the device's own, which the registry declares invariant; a row of only -inf gives -inf, as torch's."""
+    """A row of only -inf gives -inf, as torch's."""
     x, axes = _rows(x, dim, None)
     _note_over_batch("logsumexp", x, axes)
-    if x.is_cuda:
-        from nondet.kernels.rows.cuda_softmax import logsumexp as kernel
-    else:
-        from nondet.kernels.rows.cpu import logsumexp as kernel
-    return _with_axes(kernel(_last(x, axes)), x, axes, keepdim)
+    return _with_axes(kernels.logsumexp(_last(x, axes)), x, axes, keepdim)
 
 
 def _note(name: str, x: torch.Tensor, why: str) -> None:
@@ -510,11 +471,10 @@ def _note_over_batch(name: str, x: torch.Tensor, axes: Sequence[int]) -> None:
 def note_hidden(name: str, x: torch.Tensor) -> None:
     """Count a softmax over attention scores some of which are hidden: padding moves the sums' order along the row.
 
-    Models that write out attention (mpt, bloom, gptj, codegen, gpt_neo, xglm, openai-gpt, ...) hide scores by a large
-    negative number and take the softmax over all keys, including the padding. Each row is computed by itself, but its
-    bits depend on where its keys are and on how many are hidden. A score counts as hidden if it is so far below another
-    that its exponential is 0: models subtract as little as 1e4. On a GPU this is not read, because that would wait for
-    the device: every softmax of three axes or more is counted.
+    Models that write out attention (mpt, bloom, gptj, ...) hide scores by a large negative number and take the softmax
+    over all keys, including the padding. A score counts as hidden if it is so far below another that its exponential is
+    0: models subtract as little as 1e4. On a GPU this is not read, because that would wait for the device: every
+    softmax of three axes or more is counted.
     """
     if x.dim() < 2:
         return
@@ -524,23 +484,16 @@ def note_hidden(name: str, x: torch.Tensor) -> None:
 
 _SPREAD = 80.0  # exp(-80) is a normal float32, so no bit is lost
 _HIDDEN = -1e30
-_SMALL = 2**15
 
 
 def _within(x: torch.Tensor) -> bool:
     """Whether no number vanishes next to another or (matrices) is masked off; False with NaN or infinities."""
     if not x.numel():
         return True
+    low, high = map(float, torch.aminmax(x))
     if x.dim() == 2:
-        plain = x.dtype == torch.float32 and x.is_contiguous()
-        lowest = float(np.minimum.reduce(x.detach().numpy(), axis=None) if plain else x.amin())
-        return lowest > (-3e4 if x.dtype == torch.float16 else _HIDDEN)
-    if x.numel() <= _SMALL and x.dtype == torch.float32 and x.is_contiguous():
-        numbers = x.detach().numpy()  # the same result, NaN included, in fewer steps
-        highest, lowest = np.maximum.reduce(numbers, axis=None), np.minimum.reduce(numbers, axis=None)
-        return bool(np.float32(float(highest) - float(lowest)) <= _SPREAD)  # Python's numbers don't warn of infinities
-    low, high = torch.aminmax(x)
-    return bool(high.float() - low.float() <= _SPREAD)
+        return low > (-3e4 if x.dtype == torch.float16 else _HIDDEN)
+    return high - low <= _SPREAD
 
 
 def normalizing(name: str) -> Callable[..., torch.Tensor]:
@@ -573,7 +526,7 @@ def rms_norm(
     if len(normalized_shape) != 1 or eps is None or weight is None or weight.dtype != x.dtype:
         raise Leave("not over one axis with a weight and an eps")
     if not tuple(x.shape[-1:]) == tuple(weight.shape) == tuple(normalized_shape):
-        raise Leave("shapes that do not fit")  # torch's own error
+        raise Leave(_MISFIT)  # torch's own error
     return kernels.rms_norm(x, weight, eps)
 
 
@@ -591,7 +544,7 @@ def layer_norm(
         raise Leave("over more than one axis")
     width, given = tuple(normalized_shape), [p for p in (weight, bias) if p is not None]
     if tuple(x.shape[-1:]) != width or any(tuple(p.shape) != width for p in given):
-        raise Leave("shapes that do not fit")  # torch's own error
+        raise Leave(_MISFIT)  # torch's own error
     if len({p.dtype for p in given}) > 1 or any(p.dtype not in (x.dtype, torch.float32) for p in given):
         raise Leave("dtypes that do not fit")  # likewise
     if x.is_cuda:
@@ -639,8 +592,7 @@ _FLOATING_ONLY = frozenset(
 
 def _elementwise(name: str) -> Callable[..., torch.Tensor]:
     """The operator, only by its vector body; integers in the default dtype, where torch accepts them."""
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    operator = operator_of(name)
 
     def replace(kernels: Kernels, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         from nondet.kernels.pointwise.cpu import vectors_only
@@ -654,6 +606,10 @@ def _elementwise(name: str) -> Callable[..., torch.Tensor]:
     return replace
 
 
+# of them sqrt, since MKL's, where torch was built with it, is not correctly rounded
+globals().update({name: _elementwise(name) for name in NAMES})
+
+
 def rsqrt(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
     """Two correctly rounded operations of IEEE 754, so that only one result is possible; in float32, rounded last."""
     from nondet.kernels.rows.cpu import square_roots
@@ -662,15 +618,6 @@ def rsqrt(kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
     return (1.0 / square_roots(x.float())).to(x.dtype)
 
 
-exp, exp2, expm1, log, log2 = map(_elementwise, ("exp", "exp2", "expm1", "log", "log2"))
-log10, log1p, sin, cos, tan = map(_elementwise, ("log10", "log1p", "sin", "cos", "tan"))
-sinh, cosh, tanh, asin, acos = map(_elementwise, ("sinh", "cosh", "tanh", "asin", "acos"))
-atan, asinh, acosh, atanh, erf = map(_elementwise, ("atan", "asinh", "acosh", "atanh", "erf"))
-erfc, erfinv, lgamma, digamma, i0 = map(_elementwise, ("erfc", "erfinv", "lgamma", "digamma", "i0"))
-sinc, logit = map(_elementwise, ("sinc", "logit"))
-silu, sigmoid, gelu, mish, softplus = map(_elementwise, ("silu", "sigmoid", "gelu", "mish", "softplus"))
-sqrt = _elementwise("sqrt")  # MKL's, where torch was built with it, is not correctly rounded
-elu, hardswish, hardsigmoid, softshrink = map(_elementwise, ("elu", "hardswish", "hardsigmoid", "softshrink"))
 pow_scalar = _elementwise("pow.Tensor_Scalar")
 
 
@@ -679,15 +626,14 @@ def pow_scalar_(kernels: Kernels, x: torch.Tensor, exponent: Any) -> torch.Tenso
     return x.copy_(pow_scalar(kernels, x, exponent))
 
 
-# torch.distributed's reductions under `batch_invariant()`: the family "all-reduce".
+# torch.distributed's reductions: the family "all-reduce".
 # They are registered for c10d's own operators, which every form ends in: `torch.distributed.all_reduce`, the functional
-# collectives (_c10d_functional, so DTensor and torch.compile too), and a ProcessGroup's own method. So a model under
-# tensor parallelism is reached unmodified, for any process group. Sums of floating point are replaced
+# collectives (so DTensor and torch.compile too), and a ProcessGroup's own method. Sums of floating point are replaced
 # (`nondet.kernels.all_reduce.chain`); maxima, minima and integers are exact in any order, and run unchanged; gathers
 # copy; other reductions are counted as left or at risk. All ranks must enter and leave their blocks at the same calls.
-# They are registered at the key BackendSelect, above the device's own, and continue by a redispatch, which releases the
-# interpreter's lock; `call_boxed` holds it. A library's threads hold a queue's lock while they free finished tensors,
-# for which they need the interpreter's lock: enqueuing with that lock held can therefore deadlock (seen with gloo).
+# They are registered at the key BackendSelect, above the device's own, and continue by a redispatch, which releases
+# the interpreter's lock, as `call_boxed` does not: a library's threads hold a queue's lock while they free finished
+# tensors, for which they need the interpreter's, so enqueuing with that held can deadlock (seen with gloo).
 
 
 class _Form(NamedTuple):
@@ -696,27 +642,27 @@ class _Form(NamedTuple):
     Attributes:
         name: Its name in the coverage.
         group: Index of the process group among its arguments; the reduction is the next one.
-        pairs: From its arguments the (result, message) pairs: one tensor twice for an all-reduce, which is in place.
         answers: Whether it returns its tensors in addition to the work.
     """
 
     name: str
     group: int
-    pairs: Callable[[tuple[Any, ...]], list[tuple[torch.Tensor, Any]]]
     answers: bool = True
+
+    def pairs(self, args: tuple[Any, ...]) -> list[tuple[torch.Tensor, Any]]:
+        """(result, message): one tensor twice for an all-reduce, which is in place."""
+        outs, messages = (x if isinstance(x, list) else [x] for x in (args[0], args[self.group - 1]))
+        return list(zip(outs, messages, strict=True))
 
 
 _FORMS = {
-    "allreduce_": _Form("all_reduce", 1, lambda args: [(x, x) for x in args[0]]),
-    "allreduce_coalesced_": _Form("all_reduce", 1, lambda args: [(x, x) for x in args[0]], answers=False),
-    "_reduce_scatter_base_": _Form("reduce_scatter", 2, lambda args: [(args[0], args[1])]),
-    "reduce_scatter_": _Form("reduce_scatter", 2, lambda args: list(zip(args[0], args[1], strict=True))),
-    "reduce_scatter_tensor_coalesced_": _Form(
-        "reduce_scatter", 2, lambda args: list(zip(args[0], args[1], strict=True)), answers=False
-    ),
+    "allreduce_": _Form("all_reduce", 1),
+    "allreduce_coalesced_": _Form("all_reduce", 1, answers=False),
+    "_reduce_scatter_base_": _Form("reduce_scatter", 2),
+    "reduce_scatter_": _Form("reduce_scatter", 2),
+    "reduce_scatter_tensor_coalesced_": _Form("reduce_scatter", 2, answers=False),
 }
-# Reductions without a replacement: their order is the library's. Gathers and broadcasts copy.
-_AT_RISK = ("reduce_",)
+_AT_RISK = "reduce_"  # without a replacement: its order is the library's. Gathers and broadcasts copy.
 _KEY = "BackendSelect"
 _EXACT = ("MAX", "MIN", "BAND", "BOR", "BXOR")
 
@@ -730,9 +676,7 @@ def functions(devices: tuple[str, ...]) -> dict[tuple[str, str], Callable[..., A
     for name, form in _FORMS.items():
         if hasattr(torch.ops.c10d, name):  # not each is in every torch
             made[f"c10d::{name}", _KEY] = _replacing(form, _stock(name), types)
-    for name in _AT_RISK:
-        if hasattr(torch.ops.c10d, name):
-            made[f"c10d::{name}", _KEY] = _watching(name, _stock(name), types)
+    made[f"c10d::{_AT_RISK}", _KEY] = _watching(_AT_RISK, _stock(_AT_RISK), types)
     return made
 
 
@@ -854,8 +798,7 @@ def _finished(x: torch.Tensor, waited: bool) -> Any:
     """A boxed Work of something that is already on the current stream, so a later wait on that stream comes after it.
 
     It is made of a future, which is pure C++: a Work written in Python loses its Python half when it is boxed, and the
-    rest waits for ever. `waited`: the caller waits at once, on the stream that computed; then there is nothing to wait
-    for.
+    rest waits for ever. `waited`: the caller waits at once, on the stream that computed.
     """
     c10d: Any = torch._C._distributed_c10d  # its stubs lack what makes a work of a future
     if waited or (x.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -17,9 +17,6 @@ import torch
 
 from nondet.core.registry import declared, load_object
 
-# A call depends on the batch, whatever kernel computes it, if it reduces over the batch's own axis, or along positions
-# that other requests' lengths move. `over_batch` and `padded_in_front` find these.
-
 # attribute of `Coverage` -> its name in reports and run files
 KINDS: dict[str, str] = {
     "replaced": "replaced",
@@ -44,12 +41,10 @@ class Coverage:
     """Calls while a context was entered, by operator.
 
     Attributes:
-        replaced: Computed by an invariant kernel. `nondet.core.launch` shows which member of its class ran: it may be a
-            library's own kernel, where this machine's certificates prove that it has the bits of the class.
+        replaced: Computed by an invariant kernel, or by a library's own that is proven here to have the class's bits.
         certified: Stock, because stock was proven on this machine to give each row its solo bits, at this shape and
             dtype (`nondet.kernels.dispatch.functions`).
-        left: Of a family that is on, but left to the stock kernel: "mm float64", with the reason where there is one.
-            Its bits may depend on the batch.
+        left: Of a family that is on, but left to the stock kernel, with the reason where there is one.
         at_risk: Stock, because no invariant kernel exists or the operator's family is off. Or by any kernel, where the
             call itself depends on the batch, for the reason given.
         summed: Of `replaced`, calls in a backward pass that may be a sum over the batch, as a weight's gradient is.
@@ -91,7 +86,9 @@ MOVED = "over places that padding in front moves"
 
 
 def over_batch(x: torch.Tensor, dim: Sequence[int] | int | None = None) -> str:
-    """Words for a reduction over axes `dim` (none: all) that may mix requests; "" for none and in a backward pass."""
+    """Words for a reduction over axes `dim` (none: all) that may mix requests, whatever kernel computes it; "" for none
+    and in a backward pass.
+    """
     if x.dim() < 2 or isinstance(x, torch.nn.Parameter) or torch._C._current_graph_task_id() != -1:
         return ""
     axes = {d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim or range(x.dim()))}
@@ -132,20 +129,20 @@ class Active:
 
 
 class _Inside(threading.local):
-    """Whether this thread is inside one of our kernels; and the snapshot that a composed operator's parts use."""
+    """Where this thread is.
+
+    Attributes:
+        active: Inside one of our kernels.
+        began: The snapshot that a composed operator's parts use.
+        weights_first: In transformers' experts, where a batched product with vectors has a weight for each vector.
+    """
 
     active = False
     began: Active | None = None
-
-
-class _WeightsFirst(threading.local):
-    """Whether a batched product with vectors in this thread has a weight for each vector, as transformers' experts."""
-
-    active = False
+    weights_first = False
 
 
 inside = _Inside()
-weights_first = _WeightsFirst()
 _now = Active()
 
 
@@ -199,6 +196,15 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and any(_is_floating(part) for part in x)
 
 
+def operator_of(name: str, namespace: str = "aten") -> Any:
+    """torch's operator called "add.Tensor", or "mm"; None where torch has none."""
+    packet, _, overload = name.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def label(name: str, args: tuple[Any, ...], reason: object = "") -> str:
     """As "mm float64" or "scaled_dot_product_attention bfloat16: dropout"."""
     tensors = (y for x in args for y in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(y, torch.Tensor))
@@ -214,11 +220,9 @@ class Leave(Exception):  # noqa: N818 - a decision, not an error
 
 
 class Kernels:
-    """The batch-invariant kernels of one device type, by the names that declarations give them.
+    """The batch-invariant kernels of one device type, by the names of declared operators and of their entries.
 
-    `kernels.softmax` is the function that the registry has for softmax's invariant implementation on the device, with
-    the operator's signature (`nondet.kernels.reference`); `kernels.mm` is an entry of matmul's declaration. Each is
-    imported at its first use. AttributeError: no declaration has the name; `Leave`: no such kernel on this device.
+    Each is imported at its first use. AttributeError: no declaration has the name; `Leave`: no such kernel here.
     """
 
     def __init__(self, device: str) -> None:

@@ -19,14 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.kernels.dispatch.state import (
-    Leave,
-    count,
-    current,
-    guarded,
-    kernels_for,
-    weights_first,
-)
+from nondet.kernels.dispatch.state import Leave, count, current, guarded, inside, kernels_for
 
 
 class Replacement(NamedTuple):
@@ -126,9 +119,8 @@ def note_traced(what: str) -> None:
 note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
 
 
-# `inspect.getsource` follows `__wrapped__`, so a wrapper made with functools.wraps shows the text of what it wraps, and
-# a stand-in that trusted it would skip what the wrapper does. So a function must be the one that its source shows.
-# Decorators of transformers' own are allowed, because stock calls them too.
+# `inspect.getsource` follows `__wrapped__`, and a stand-in that trusted it would skip what a foreign wrapper does. So a
+# function must be the one that its source shows. transformers' own decorators are allowed: stock calls them too.
 
 
 def own_source(function: Any) -> str:
@@ -168,37 +160,35 @@ def _body(text: str) -> str:
 # transformers' experts in decoding: which operand of a batched product is the weight.
 # With "batched_mm" each token's expert weight [N, K] is gathered and multiplied with the token as a vector: bmm(weights
 # [S, N, K], tokens [S, K, 1]). A product takes the last operand as the weight, whose shape may decide an order; here
-# that would be the token. So while transformers' `_batched_linear` runs, a batched product with vectors takes each
-# vector as one row of the product with its weight, as the grouped product of prefill does.
-# Without such a function (another transformers), and while torch.compile traces, the product is that of any `bmm`: as
+# that would be the token. So while transformers' `_batched_linear` runs, each vector is one row of the product with its
+# weight, as in the grouped product of prefill. While torch.compile traces, the product is that of any `bmm`: as
 # invariant, but in float32 on a CPU not in the bits of the grouped product.
 
 _EXPERTS_TRACED = "transformers experts, compiled: batched products not in the grouped product's bits"
 
 
-def _telling(original: Any) -> Any:
+def _with_weights_first(_: Any, original: Any) -> Any:
     @functools.wraps(original)
     def batched_linear(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             note_traced(_EXPERTS_TRACED)
             return original(*args, **kwargs)
-        before, weights_first.active = weights_first.active, True
+        before, inside.weights_first = inside.weights_first, True
         try:
             return original(*args, **kwargs)
         finally:
-            weights_first.active = before
+            inside.weights_first = before
 
     return batched_linear
 
 
-# Rotary embeddings whose frequencies depend on the longest request of a step are at risk under `batch_invariant()`.
+# Rotary embeddings whose frequencies depend on the longest request of a step are at risk.
 # With the rope types "dynamic" and "longrope" (Phi-3's long contexts) transformers chooses all requests' frequencies by
-# the largest position of the whole batch. Beyond the model's original length a request's bits therefore depend on
-# concurrent requests and on its own chunks. No kernel can prevent that, because the choice rounds nothing. Up to that
-# length all requests have the original ones, and nothing is counted.
+# the largest position of the whole batch. No kernel can prevent that. Up to the model's original length all requests
+# have the original ones, and nothing is counted.
 
 
-def _counted(original: Any) -> Any:
+def _counted(_: Any, original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kind = getattr(self, "rope_type", None)
@@ -233,12 +223,10 @@ def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | No
     return int(positions.max()) + 1 >= limit  # at the limit itself "dynamic" keeps the frequencies of an earlier step
 
 
-# transformers' RMSNorm modules under `batch_invariant()`: one kernel for the whole module.
+# transformers' RMSNorm modules: one kernel for the whole module.
 # A module is recognized by the text of its `forward`, not by its name, because models bring classes of their own,
-# mostly copies of three forms. While a block is entered those classes' `forward` uses the device's kernel, which
-# computes the same with the same roundings. Every other module and every call with a gradient uses the operators that
-# are replaced one by one. So this changes only speed; both ways must have the same bits (tests/kernels/rows), so that a
-# trainer's forward agrees with a sampler's.
+# mostly copies of three forms. Every other module and every call with a gradient uses the operators that are replaced
+# one by one. Both ways must have the same bits (tests/kernels/rows), so that a trainer agrees with a sampler.
 
 
 class Form(NamedTuple):
@@ -294,8 +282,11 @@ def _text_of(method: Any) -> str:
     return ast.unparse(body)
 
 
-def fused(original: Any, form: Form) -> Any:
-    """A forward that uses the device's kernel, and `original` where that does not apply."""
+def _fused(cls: type, original: Any) -> Any:
+    """A forward that uses the device's kernel, and `original` where that does not apply; None for an unknown text."""
+    form = form_of(cls)
+    if form is None:
+        return None
     eps, round_first, plus_one = form
 
     @functools.wraps(original)
@@ -323,8 +314,7 @@ def _kernel_of(folder: str, name: str, device: str) -> Any:
 
 
 # transformers' rotary embedding: one launch instead of twelve on CUDA, the same bits. It is recognized by the text of a
-# model's `apply_rotary_pos_emb` and `rotate_half`. Any other text, device or dtype, and any call with a gradient, runs
-# the original.
+# model's `apply_rotary_pos_emb` and `rotate_half`. Any other text, device or dtype, or a gradient: the original.
 
 _NAME_ROTARY = "apply_rotary_pos_emb"
 _TEXT_ROTARY = _body("""
@@ -351,8 +341,10 @@ def rotates(module: Any, function: Any) -> bool:
     )
 
 
-def rotating(original: Any) -> Any:
-    """The function by CUDA's kernel, `original` where that does not apply."""
+def rotating(module: Any, original: Any) -> Any:
+    """The function by CUDA's kernel, `original` where that does not apply; None for an unknown text."""
+    if not rotates(module, original):
+        return None
 
     @functools.wraps(original)
     def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -368,12 +360,7 @@ def rotating(original: Any) -> Any:
     return apply
 
 
-def _where_known(cls: type, original: Any) -> Any:
-    form = form_of(cls)
-    return None if form is None else fused(original, form)
-
-
-def _grouped(original: Any) -> Any:
+def _grouped(_: Any, original: Any) -> Any:
     """Whether sdpa gets keys without a copy for each query head: always in a block for training.
 
     With a mask transformers repeats them. A group's contributions to a key would then be rounded per head and added up
@@ -395,7 +382,7 @@ def _grouped(original: Any) -> Any:
 # rows.
 
 
-def _fp8(original: Any) -> Any:
+def _fp8(_: Any, original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = getattr(self, "weight", None)
@@ -496,17 +483,13 @@ _FP8_LAYERS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 REPLACEMENTS = (
-    Replacement(
-        "use_gqa_in_sdpa",
-        lambda _, original: _grouped(original),
-        modules=r"transformers\.integrations\.sdpa_attention$",
-    ),
-    Replacement("_batched_linear", lambda _, original: _telling(original), modules=r"transformers\.integrations\.moe$"),
-    Replacement("forward", lambda _, original: _counted(original), "RotaryEmbedding"),
-    Replacement("forward", _where_known, "RMSNorm"),
+    Replacement("use_gqa_in_sdpa", _grouped, modules=r"transformers\.integrations\.sdpa_attention$"),
+    Replacement("_batched_linear", _with_weights_first, modules=r"transformers\.integrations\.moe$"),
+    Replacement("forward", _counted, "RotaryEmbedding"),
+    Replacement("forward", _fused, "RMSNorm"),
     *(
-        Replacement("forward", lambda _, original: _fp8(original), name, r"transformers\.integrations\.\w*_fp8$")
+        Replacement("forward", _fp8, name, r"transformers\.integrations\.\w*_fp8$")
         for name in (*_FP8_LAYERS, "FbgemmFp8Llama4TextExperts")
     ),
-    Replacement(_NAME_ROTARY, lambda module, original: rotating(original) if rotates(module, original) else None),
+    Replacement(_NAME_ROTARY, rotating),
 )

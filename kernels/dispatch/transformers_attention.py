@@ -18,23 +18,18 @@ from nondet.kernels.dispatch.differentiable import with_gradient
 from nondet.kernels.dispatch.state import DTYPES, count, current, guarded, kernels_for
 from nondet.kernels.dispatch.transformers import Replacement, installed, note_traced
 
-# Batch-invariant attention under transformers' continuous batching.
-#
 # A step of continuous batching packs the queries of many requests into one row, reads their keys from a paged cache,
 # and separates them by a mask. Stock attention then reduces over the keys of all requests, including hidden ones, so a
 # request's bits depend on the others. The stand-in takes the same call, updates the cache itself, splits the pack into
 # requests by their cumulative lengths, and computes each over its own keys (`attention_varlen`): in blocks anchored at
-# its first key, whether those were cached, shared with another request, or computed in this step.
-#
-# A layer with a sliding window keeps only the last keys; there the positions of the queries show where the request
-# began, so that the anchor stays its first key.
+# its first key, wherever that comes from. A layer with a sliding window keeps only the last keys; there the positions
+# of the queries show where the request began.
 # None of the replaced functions computes a soft cap (Gemma 2's): before 5.23 they silently ignore it, and so do the
-# stand-ins, because the model would differ otherwise. Eager attention that is not paged has it, see `eager`.
+# stand-ins, because the model would differ otherwise. Eager attention that is not paged has it, see below.
 #
-# It is installed under the names that the engine accepts ("sdpa", "paged|eager", and "paged|sdpa" before 5.23), because
-# the engine refuses unknown names. A call without a paged cache goes on to the original, whose
-# scaled_dot_product_attention is replaced. Written for transformers 5.17, 5.23 and 5.24, whose caches differ: since
-# 5.24 a model writes the cache itself, and its attention gets every key that was read.
+# The stand-in has the names that the engine accepts, because it refuses unknown ones. A call without a paged cache goes
+# on to the original, whose scaled_dot_product_attention is replaced. The caches of transformers 5.17, 5.23 and 5.24
+# differ: since 5.24 a model writes the cache itself, and its attention gets every key that was read.
 
 _PAGED = ("sdpa", "paged|sdpa", "paged|eager")
 _UNSUPPORTED = ("position_bias", "s_aux")
@@ -47,9 +42,8 @@ _installed: dict[str, _Attention] = {}  # name -> the original
 def install() -> None:
     """Put the stand-ins into transformers' table of attention functions, if transformers is imported.
 
-    If it is imported later, scaled_dot_product_attention reads the requests from the pack's mask, which is slower and
-    has the same bits. Installed stand-ins stay: each call looks up whether they compute. Functions without a stand-in
-    are counted as at risk; the others end in aten operators, which are counted themselves.
+    Without them scaled_dot_product_attention reads the requests from the pack's mask, which is slower and has the same
+    bits. Functions without a stand-in are counted as at risk.
     """
     if "transformers.modeling_utils" not in sys.modules:
         return
@@ -141,38 +135,43 @@ def windowed(
     """
     if torch.compiler.is_compiling():
         return None
-    positions = kwargs.get("position_ids")
-    kernels = with_gradient(kernels_for(query.device.type), query, key, value)
-    if kernels is None:
-        return None
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention, which is not called, would do
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    if positions is None or positions.dim() != 2 or kwargs.get("dropout") or query.dtype not in DTYPES:
+    positions, (batch, _, q_len, _) = kwargs.get("position_ids"), query.shape
+    kernels = _kernels_taking(query, key, value, mask)
+    if kernels is None or kwargs.get("dropout") or positions is None or positions.dim() != 2:
         return None
-    if not query.dtype == key.dtype == value.dtype:
-        return None
-    batch, _, q_len, dim = query.shape
-    if dim > kernels.max_head_dim or positions.shape[1] != q_len:
+    if positions.shape[1] != q_len:
         return None
     packings: list[Packing] | None
-    if mask is not None and mask.shape[-1] != key.shape[2]:
-        return None
     if mask is None:  # one query, which sees every key that is left
         packings = [one_query_each(batch, key.shape[2], query.device)]
     else:
         packings = packing_of(mask, batch, q_len, anchored=False)
-    if packings is None:
+    if packings is None or not all(_shows(packing, window) for packing in packings):
         return None
-    for packing in packings:  # the mask has to show the layer's window
-        fits = packing.max_k <= window if packing.window is None else packing.window == window
-        if not packing.causal or not fits:
-            return None
     flat = positions.expand(batch, q_len).reshape(-1)
     more: dict[str, Any] = {"window": window, "softcap": kwargs.get("softcap")}
     out = attend_packed(
         *(kernels.attention_varlen, query, key, value, packings), kwargs.get("scaling"), positions=flat, **more
     )
     return out.transpose(1, 2)
+
+
+def _shows(packing: Packing, window: int) -> bool:
+    """Whether what a mask shows is the layer's window."""
+    fits = packing.max_k <= window if packing.window is None else packing.window == window
+    return packing.causal and fits
+
+
+def _kernels_taking(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Any:
+    """The device's kernels, if they take these; with a gradient where one is needed under a block for training."""
+    kernels = with_gradient(kernels_for(query.device.type), query, key, value)
+    if kernels is None or key.shape != value.shape or not 1 <= query.shape[3] <= kernels.max_head_dim:
+        return None
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        return None
+    return None if mask is not None and mask.shape[-1] != key.shape[2] else kernels
 
 
 def _paged(
@@ -218,16 +217,15 @@ def _paged(
         keys, values = update_cache(
             cache, module.layer_idx, key, value, kwargs, "sliding_attention" if window else "full_attention"
         )
-    cu_k, max_k = kwargs["cu_seq_lens_k"], longest("k", kwargs)
     paged = {} if index is None else {"key_index": index}
     out = kernels_for(query.device.type).attention_varlen(
         query[0].transpose(0, 1),
         keys,
         values,
         cu_seqlens_q=kwargs["cu_seq_lens_q"].to(torch.int32),
-        cu_seqlens_k=cu_k.to(torch.int32),
+        cu_seqlens_k=kwargs["cu_seq_lens_k"].to(torch.int32),
         max_seqlen_q=longest("q", kwargs),
-        max_seqlen_k=max_k,
+        max_seqlen_k=longest("k", kwargs),
         scale=kwargs.get("scaling"),
         causal=True,
         window=window,
@@ -338,22 +336,21 @@ def longest(which: str, kwargs: dict[str, Any]) -> int:
     return found
 
 
-# transformers' eager attention under `batch_invariant()`: computed by the invariant kernels, or counted as at risk.
+# transformers' eager attention: computed by the invariant kernels, or counted as at risk.
 # `eager_attention_forward` computes a softmax over all keys of the padded batch, including hidden ones. Every operator
-# in it is replaced, and each row is invariant; but the positions of a request's keys among the padding, and its amount,
-# decide the order of additions. So its bits depend on concurrent requests. Models use it with
-# attn_implementation="eager", and Gemma 2 by itself, for its soft cap. It is not in transformers' table of attention
-# functions: each model's module has its own copy, and most are one of two, Llama's and Gemma 2's.
-# The stand-in reads the requests from the mask as for scaled_dot_product_attention (`attention.masks`), so a request's
-# bits are those of "sdpa". Copies with other code (attention sinks, biases), masks with other patterns, gradients,
-# dropout, a caller that needs the attention weights and torch.compile get the original, counted as at risk.
+# in it is replaced; but where a request's keys are among the padding decides the order of additions, so its bits depend
+# on concurrent requests. Models use it with attn_implementation="eager", and Gemma 2 by itself, for its soft cap. Each
+# model's module has its own copy, and most are one of two, Llama's and Gemma 2's.
+# The stand-in reads the requests from the mask as for scaled_dot_product_attention, so a request's bits are those of
+# "sdpa". Copies with other code (attention sinks, biases), masks with other patterns, gradients, dropout, a caller that
+# needs the attention weights and torch.compile get the original, counted as at risk.
 
 _NAME = "eager_attention_forward"
 _RISK = "transformers eager attention: sums over padded keys"
 _KNOWN = ("llama", "gemma2")  # without and with a soft cap
 
 
-def _stand_in_eager(original: Any) -> Any:
+def _stand_in_eager(_: Any, original: Any) -> Any:
     compute = guarded(_compute)
 
     @functools.wraps(original)
@@ -408,17 +405,10 @@ def _compute(
     wants_weights = kwargs.get("output_attentions") or getattr(
         getattr(module, "config", None), "output_attentions", False
     )
-    if (dropout and module.training) or wants_weights or {query.dtype, key.dtype, value.dtype} - set(DTYPES):
+    kernels = _kernels_taking(query, key, value, attention_mask)
+    if kernels is None or (dropout and module.training) or wants_weights:
         return None
-    kernels = with_gradient(kernels_for(query.device.type), query, key, value)
-    if kernels is None:
-        return None
-    batch, _, q_len, dim = query.shape
-    k_len = key.shape[2]
-    if not query.dtype == key.dtype == value.dtype or key.shape != value.shape or not 1 <= dim <= kernels.max_head_dim:
-        return None
-    if attention_mask is not None and attention_mask.shape[-1] != k_len:
-        return None
+    (batch, _, q_len, _), k_len = query.shape, key.shape[2]
     scale = module.head_dim**-0.5 if scaling is None else scaling
     window = kwargs.get("sliding_window")
     if window and k_len >= window and not (attention_mask is None and q_len > 1):
@@ -427,12 +417,12 @@ def _compute(
         if found is not None or q_len == 1:  # one row does not distinguish a window's hidden keys from padding
             return found
     if attention_mask is None:  # every query sees every key
-        return kernels.attention(query, key, value, causal=q_len == 1, scale=scale, softcap=softcap).transpose(1, 2)
+        out: torch.Tensor = kernels.attention(query, key, value, causal=q_len == 1, scale=scale, softcap=softcap)
+        return out.transpose(1, 2)
     packings = packing_of(attention_mask, batch, q_len)
     if packings is None:
         return None
-    out = attend_packed(kernels.attention_varlen, query, key, value, packings, scale, softcap=softcap)
-    return out.transpose(1, 2)
+    return attend_packed(kernels.attention_varlen, query, key, value, packings, scale, softcap=softcap).transpose(1, 2)
 
 
-EAGER = Replacement(_NAME, lambda _, original: _stand_in_eager(original), modules=r"transformers\.models\.")
+EAGER = Replacement(_NAME, _stand_in_eager, modules=r"transformers\.models\.")

@@ -98,7 +98,7 @@ TOPK = Operator(
         Implementation(
             name="invariant",
             invariant=True,
-            targets={"cuda": f"{_FOLDER}.cuda:topk", ANY: f"{_FOLDER}.topk:topk"},
+            targets={"cuda": f"{_FOLDER}.cuda:topk", ANY: "nondet.kernels.experts.topk:topk"},
         ),
     ),
     family=EXPERTS,
@@ -106,10 +106,11 @@ TOPK = Operator(
 )
 
 
-def _implementations(name: str) -> tuple[Implementation, ...]:
+def _implementations(name: str, **entries: dict[str, str]) -> tuple[Implementation, ...]:
+    target = {ANY: f"nondet.kernels.experts.cpu:{name}"}
     return (
         Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"}),
-        Implementation(name="invariant", invariant=True, targets={ANY: f"nondet.kernels.experts.cpu:{name}"}),
+        Implementation(name="invariant", invariant=True, targets=target, entries=entries),
     )
 
 
@@ -118,7 +119,10 @@ _BOUND = AccuracyBound("nondet.core.watch:of_scattered", "gamma_n sum|x| of n ad
 INDEX_ADD = Operator(
     name="index_add",
     reference="nondet.kernels.reference:index_add",
-    implementations=_implementations("index_add"),
+    implementations=_implementations(
+        "index_add",
+        index_add_={"cpu": "nondet.kernels.experts.cpu:index_add_", "cuda": "nondet.kernels.experts.cuda:index_add_"},
+    ),
     family=EXPERTS,  # experts are added onto the sequence with it
     aten=(
         AtenOperator(name="index_add_", replacement="nondet.kernels.dispatch.replacements:index_add_"),

@@ -11,7 +11,7 @@ _REPLACE = "nondet.kernels.dispatch.replacements"
 _GRADIENTS = "nondet.kernels.dispatch.gradients"
 _BACKWARD = ("silu_backward", "gelu_backward", "sigmoid_backward", "tanh_backward")
 _NO_IN_PLACE = ("softplus", "softshrink")
-_NAMES = (
+NAMES = (
     *("sqrt", "rsqrt", "silu", "sigmoid", "gelu", "mish", "softplus", "elu", "hardswish", "hardsigmoid", "softshrink"),
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin"),
     *("acos", "atan", "asinh", "acosh", "atanh", "erf", "erfc", "erfinv", "lgamma", "digamma", "i0", "sinc", "logit"),
@@ -27,7 +27,7 @@ POINTWISE = Operator(
     aten=(
         *(
             AtenOperator(name=n, replacement=f"{_REPLACE}:{n}", out=f"{n}.out", in_place=n not in _NO_IN_PLACE)
-            for n in _NAMES
+            for n in NAMES
         ),
         *(AtenOperator(name=n, replacement=f"{_GRADIENTS}:{n}") for n in _BACKWARD),
         AtenOperator(name="pow.Tensor_Scalar", replacement=f"{_REPLACE}:pow_scalar", out="pow.Tensor_Scalar_out"),

@@ -379,7 +379,7 @@ class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
     values: list[str]
     parted: list[str]  # those values at which a trace differed
     tried: Whole  # completions compared with the solo one
-    traces: Whole  # how many of them have different logprob bits
+    traces: Whole  # how many of them have other logprob bits
     tokens: Whole  # and other tokens
     # the first generated token at which anything differed, over all of them; None where nothing did
     first: Whole | None = None

@@ -29,12 +29,12 @@ from nondet.core.runfile import RunWriter, replacing
 from nondet.core.traces import tokens_digest
 from nondet.errors import UserError, one_line, reason_of
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.logprobs import token_logprobs
 from nondet.mismatch.arms import ARMS, TASKS, Arm
 from nondet.mismatch.collect import kernels, make_requests, rollouts_of, run_requests
 from nondet.mismatch.figures import Figures
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Spec, micro_batches, predicting_rows, rounded_to_fp8, weights_changed, widths
+from nondet.sampling.logprobs import token_logprobs
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Request
 

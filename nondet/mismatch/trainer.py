@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from nondet.errors import UserError, each_once, suggestion
-from nondet.kernels.dispatch.logprobs import token_logprobs
 from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.rollouts import Rollout
+from nondet.sampling.logprobs import token_logprobs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _FP8_MOST = 448.0  # of float8_e4m3fn

@@ -30,7 +30,7 @@ from nondet.core.launch import FirstUses, first_uses
 from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
-from nondet.kernels.dispatch.logprobs import largest, log_masses, nucleus_size, weights
+from nondet.sampling.logprobs import largest, log_masses, nucleus_size, weights
 from nondet.sampling.orders import Order
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
 from nondet.sampling.schedule import SessionLog, TopRing, parts_of, run_lengths, session_figures

@@ -106,7 +106,7 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
     if base != "invariant" and name != RANK_FREE:
         raise UnknownNameError("implementation", name, [*stocks, "invariant", "invariant:FAMILY", RANK_FREE])
     from nondet.kernels.dispatch.block import batch_invariant
-    from nondet.kernels.dispatch.rank_free import rank_free
+    from nondet.ranks.rank_free import rank_free
 
     with ExitStack() as stack:
         invariance = stack.enter_context(batch_invariant(families=families.split("+") if families else None))

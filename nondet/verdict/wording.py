@@ -205,7 +205,7 @@ WORDS: dict[str, str] = {
     "rl-none": "no step was made",
     "rl-zero": "no divergence observed: KL 0 in {n:,} of {of:#step} ({differ} of {tokens:#token})",
     "rl-bound": " (at 95%, one-sided: below {rate:up} of tokens if they were independent)",
-    "rl-apart": "mismatched: {differ:,} of {tokens:#token} in {of:#step} have different logprob bits, K3 {low:.1e} to "
+    "rl-apart": "mismatched: {differ:,} of {tokens:#token} in {of:#step} have other logprob bits, K3 {low:.1e} to "
     "{high:.1e}",
     "rl-ratios": "Ratios: {least:.3f} to {most:.3f}.",
     "rl-zero-steps": "KL 0 in {n:#step}",
@@ -218,8 +218,8 @@ WORDS: dict[str, str] = {
     "rl-fell": "Seed {seed} fell: {best:.2f} at its best over five steps, {last:.2f} at its end.",
     # of a sampler and a trainer
     "mm-none": "no rollout was compared",
-    "mm-zero": "no divergence observed: 0 of {tokens:#token} in {rollouts:#rollout} have different logprob bits",
-    "mm-apart": "mismatched: {differ:,} of {tokens:#token} in {rollouts:#rollout} have different logprob bits, K3 "
+    "mm-zero": "no divergence observed: 0 of {tokens:#token} in {rollouts:#rollout} have other logprob bits",
+    "mm-apart": "mismatched: {differ:,} of {tokens:#token} in {rollouts:#rollout} have other logprob bits, K3 "
     "{k3:.1e}{interval}",
     "mm-rows-only": "mismatched: {tokens:#token} in {rollouts:#rollout} have the same logprob bits, and {rows:,} of "
     "{n:#row} of logits differ elsewhere in the vocabulary",
@@ -235,9 +235,9 @@ WORDS: dict[str, str] = {
     "explains {floor:.1e}.",
     "mm-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): it gives the very bits of {exactly:near} of tokens, "
     "and K3 without it is {left:.1e}.",
-    "mm-numeric": "Kind: numeric. No known cause explains it. Neither side is farther from a forward in {wide} "
+    "mm-numeric": "Kind: numeric. No hypothesis names a cause, and neither side is farther from a forward in {wide} "
     "than rounding takes the model's own (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
-    "mm-unexplained": "Kind: unexplained. No known cause explains it. Farther from a forward in {wide} than "
+    "mm-unexplained": "Kind: unexplained. No hypothesis names a cause. Farther from a forward in {wide} than "
     "rounding takes the model's own: {sides} (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other "
     "weights look so, which --older computes, and logprobs of other tokens.",
     "mm-shown": "{cause} ({fitted}) on the {side}'s side takes away {removed:near} of what stands above rounding and "

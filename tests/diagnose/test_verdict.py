@@ -202,7 +202,7 @@ def test_the_story_tells_intervals_by_the_formulas_of_today() -> None:
     facts = {"trace": "a", "tokens": "t"}
     told = batch_step(run, "stock", facts)
     assert told.sentence == (
-        "of 60 completions in 5 rounds, 60 have different logprob bits than the same prompt solo (at 95%, one-sided: "
+        "of 60 completions in 5 rounds, 60 have other logprob bits than the same prompt solo (at 95%, one-sided: "
         "above 54.9% of rounds, above 95.1% of completions if they were independent), in 5 of 5 rounds; 5 have other "
         f"tokens (95%: {percent_range(*round_interval([1] * 5, [12] * 5))}), in 5 of 5 rounds"
     )

@@ -20,7 +20,7 @@ from nondet.kernels.all_reduce import symmetric
 from nondet.kernels.all_reduce.orders import chain, tree
 from nondet.kernels.all_reduce.tree import linear, row_parallel
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.rank_free import rank_free
+from nondet.ranks.rank_free import rank_free
 
 
 def rank_and_sum() -> tuple[int, float]:

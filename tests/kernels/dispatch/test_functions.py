@@ -16,11 +16,12 @@ from nondet.core.inputs import generator, make
 from nondet.kernels import reference
 from nondet.kernels.dispatch import functions
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.state import kernels_for
+from nondet.kernels.dispatch.state import guarded, kernels_for
 from nondet.kernels.experts import cpu as ordered_scatter
 from tests.build import DEVICE, accuracy_bound, rand
 from tests.kernels.tiers import at_length
 
+pytestmark = pytest.mark.usefixtures("held")
 EMPTY: dict[str, Callable[[], Any]] = {
     "mm without rows": lambda: torch.mm(rand(0, 4), rand(4, 3)),
     "mm without a depth": lambda: torch.mm(rand(2, 0), rand(0, 3)),
@@ -83,11 +84,12 @@ WRONG: dict[str, Callable[[], Any]] = {
     "softplus of integers": lambda: F.softplus(torch.arange(4)),
     "layer_norm of another width": lambda: F.layer_norm(rand(2, 4), (3,)),
     "layer_norm with a weight of one": lambda: F.layer_norm(rand(2, 4), (4,), rand(1)),
+    "index_add_ beyond the end": lambda: torch.zeros(3, 2).index_add_(0, torch.tensor([7]), torch.ones(1, 2)),
 }
 
 
 def test_torchs_own_errors_are_kept() -> None:
-    """What torch refuses is refused inside, with torch's type and words."""
+    """What torch refuses is refused inside, with torch's type and words; nobody is warned of a fault of ours."""
 
     def errors() -> dict[str, tuple[type[BaseException], str]]:
         raised = {}
@@ -98,70 +100,35 @@ def test_torchs_own_errors_are_kept() -> None:
         return raised
 
     stock = errors()
-    with batch_invariant():
+    with batch_invariant(), warnings.catch_warnings(action="error", category=RuntimeWarning):
         assert errors() == stock
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layer_norm_has_a_gradient_in_every_dtype(dtype: torch.dtype) -> None:
-    """Its backward takes the mean and deviation that the forward saved."""
-    gradients = []
-    for families in ([], ["norm"]):
-        x = rand(3, 8).to(dtype).requires_grad_()
-        with batch_invariant(families):
-            F.layer_norm(x, (8,), torch.ones(8, dtype=dtype)).float().pow(2).sum().backward()
-        assert x.grad is not None
-        gradients.append(x.grad.float())
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=0.1, atol=0.05)
-
-
-def test_forward_gradients_run_on_stock() -> None:
-    """jvp of an operator that is replaced as a whole: the whole has none, so its parts run."""
+@pytest.mark.parametrize("training", [False, True])
+def test_forward_gradients_run_on_stock(training: bool) -> None:
+    """jvp of an operator that is replaced as a whole: the whole has none, so its parts run, and the call is counted."""
     x, tangent = rand(3, 8), rand(8, 3).t().contiguous()
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (8,), torch.ones(8), 1e-6)
 
     stock = torch.func.jvp(norm, (x,), (tangent,))
-    with batch_invariant() as block:
+    with batch_invariant(training=training) as block:
         got = torch.func.jvp(norm, (x,), (tangent,))
     torch.testing.assert_close(got, stock)
     assert not block.coverage().replaced["rms_norm"]
-
-
-def test_a_product_with_one_column_does_not_depend_on_the_rows() -> None:
-    """einsum("tk,k->t") and baddbmm with N = 1 give a row its own bits whatever the number of rows."""
-    x, v = rand(300, 768), rand(768)
-    with torch.no_grad(), batch_invariant() as block:
-        whole = torch.einsum("tk,k->t", x, v)
-        added = torch.baddbmm(rand(1, 300, 1), x[None], v[None, :, None])
-        for rows in (1, 2, 7, 16, 33, 200):
-            assert identical(torch.einsum("tk,k->t", x[:rows], v), whole[:rows])
-            assert identical(
-                torch.baddbmm(rand(1, 300, 1)[:, :rows], x[None, :rows], v[None, :, None]), added[:, :rows]
-            )
-    assert not block.coverage().left
-
-
-def test_masked_sums_do_not_mind_padding() -> None:
-    """(h * mask).sum(1) has the bits of the request alone, whatever is appended, and whoever is beside it."""
-    h = rand(3, 100, 64)
-    with torch.no_grad(), batch_invariant() as block:
-        alone = h[:1, :37].sum(1)
-        for length in (37, 38, 64, 65, 100):
-            mask = (torch.arange(length) < 37).float()[None, :, None]
-            assert identical((h[:, :length] * mask).sum(1)[:1], alone)
-    assert block.coverage().replaced["sum.dim_IntList"] == 6
-    assert not block.coverage().at_risk
+    assert any("a forward gradient" in what for what in block.coverage().left)
 
 
 def test_a_fault_of_ours_is_said_and_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernel fails where torch's does not: left, with the error's words, and one warning, not one for each call."""
-    monkeypatch.setattr(functions, "_warned", set())
     kernels = kernels_for("cpu")
 
+    class SlipError(ValueError):
+        """A type that nobody was warned of before."""
+
     def broken(*args: Any) -> torch.Tensor:
-        raise ValueError("a slip of ours")
+        raise SlipError("a slip of ours")
 
     _ = kernels.softmax, kernels.linear  # set, so that they can be put back
     monkeypatch.setitem(vars(kernels), "softmax", broken)
@@ -176,16 +143,9 @@ def test_a_fault_of_ours_is_said_and_not_hidden(monkeypatch: pytest.MonkeyPatch)
         with pytest.warns(RuntimeWarning, match="linear"):
             F.linear(x, x)
     assert block.coverage().left == {
-        "_softmax float32: ValueError in our kernel: a slip of ours": 2,
-        "linear float32: ValueError in our kernel: a slip of ours": 1,
+        "_softmax float32: SlipError in our kernel: a slip of ours": 2,
+        "linear float32: SlipError in our kernel: a slip of ours": 1,
     }
-
-
-def test_torchs_own_error_is_no_fault_of_ours(recwarn: pytest.WarningsRecorder) -> None:
-    """Where torch raises as well it is torch's error that comes out, and nobody is warned of ours."""
-    with batch_invariant(), pytest.raises((RuntimeError, IndexError)):
-        torch.zeros(3, 2).index_add_(0, torch.tensor([7]), torch.ones(1, 2))
-    assert not [w for w in recwarn if "nondet" in str(w.message)]
 
 
 def test_a_number_in_the_place_of_a_tensor_is_torchs() -> None:
@@ -225,18 +185,19 @@ def test_numbers_that_are_to_be_read_negated() -> None:
     calls: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
         "linear": (F.linear, (rand(2, 3, 77), rand(48, 77), rand(48))),
         "rms_norm": (lambda x, w: F.rms_norm(x, (77,), w, 1e-6), (rand(2, 77), rand(77))),
-        "attention": (lambda q, k: F.scaled_dot_product_attention(q, k, k), (rand(2, 4, 1, 16), rand(2, 4, 70, 16))),
+        "attention": (lambda q, k: F.scaled_dot_product_attention(q, k, k), (rand(2, 4, 1, 32), rand(2, 4, 70, 32))),
     }
     for name, (call, operands) in calls.items():
         for place, given in enumerate(operands):
             negated, plain = list(operands), list(operands)
-            negated[place], plain[place] = torch.complex(given, given).conj().imag, -given
-            assert negated[place].is_neg()
-            for mode in (torch.no_grad, torch.inference_mode):
-                with mode(), batch_invariant():
+            plain[place] = -given
+            for negated[place] in (torch._neg_view(given), torch.complex(given, given).conj().imag):
+                assert negated[place].is_neg()
+                with (torch.inference_mode if place else torch.no_grad)(), batch_invariant() as block:
                     right = call(*plain)
                     assert identical(call(*negated), right), name
                     assert not identical(call(*operands), right), name
+                assert not block.coverage().left, name
 
 
 def test_a_norms_parameters_of_another_dtype_are_torchs_error() -> None:
@@ -252,11 +213,11 @@ def test_a_norms_parameters_of_another_dtype_are_torchs_error() -> None:
         assert identical(F.layer_norm(half, (77,), weight, weight), F.layer_norm(half, (77,), weight, weight))
 
 
-@pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn])
-def test_a_layout_without_plain_memory_is_left_to_torch(layout: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")  # such layouts are in beta
+def test_a_layout_without_plain_memory_is_left_to_torch() -> None:
     """Also where a plain call of these shapes was before; nobody is warned of a fault of ours."""
-    operands = [rand(5, 77), rand(48, 77)]
-    for place in (0, 1):
+    operands, layouts = [rand(5, 77), rand(48, 77)], (torch.Tensor.to_sparse, torch.Tensor.to_mkldnn)
+    for layout, place in ((layouts[0], 0), (layouts[0], 1), (layouts[1], 0), (torch.Tensor.to_sparse_csr, 1)):
         unusual = [layout(x) if i == place else x for i, x in enumerate(operands)]
         with torch.no_grad(), warnings.catch_warnings(action="error", category=RuntimeWarning):
             try:
@@ -321,8 +282,8 @@ def test_strides_are_those_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
     x = torch.rand(6, 512)[:, ::2]
-    assert functions.proven("cumsum", (x, -1), {})[0]
-    assert functions.proven("cumsum", (x.contiguous(), -1), {})[0]
+    for operand in (x, x.contiguous()):
+        assert guarded(functions.proven)("cumsum", (operand, -1), {})[0]
     assert strides == [(512, 2), (256, 1)]
     assert ["/512,2@" in c.key for c in kept.all()] == [False, True]
     assert all("float32=" in c.key for c in kept.all())
@@ -344,7 +305,7 @@ def case(dtype: torch.dtype, kind: str = "bell") -> tuple[torch.Tensor, torch.Te
     return target, index, make(kind, (999, 6), dtype, DEVICE, rng)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_values(dtype: torch.dtype) -> None:
     """Both operators add what they should, rows without a contribution and one row for all included."""
     target, index, source = case(dtype)
@@ -379,19 +340,8 @@ def test_the_written_order() -> None:
     assert got.item() == (((((0.5 + a) + b) + c) + d) + e).item() == 0.5
 
 
-def test_edges() -> None:
-    """Nothing to add, integers, and an index out of range."""
-    target, index, source = case(torch.float32)
-    assert identical(ordered_scatter.index_add(target, index[:0], source[:0]), target)
-    counts = ordered_scatter.scatter_add(torch.zeros(40, dtype=torch.int64), index, torch.ones_like(index))
-    assert torch.equal(counts, torch.bincount(index, minlength=40))
-    with pytest.raises(IndexError, match="target has 40 rows"):
-        ordered_scatter.index_add(target, index + 1, source)
-
-
 @pytest.mark.parametrize(
-    ("axis", "dtype"),
-    [(0, torch.float32), (1, torch.bfloat16), (-1, torch.float32), *at_length((1, torch.float32), (-1, torch.float64))],
+    ("axis", "dtype"), [(0, torch.float32), (1, torch.bfloat16), *at_length((-1, torch.float32), (-1, torch.float64))]
 )
 def test_scatter_add_under_the_block(axis: int, dtype: torch.dtype) -> None:
     """Any axis, in place and with out=: each slice has the registry's bits, alone and beside others, nothing left."""
@@ -417,15 +367,16 @@ def test_scatter_add_under_the_block(axis: int, dtype: torch.dtype) -> None:
     assert not block.coverage().at_risk
 
 
-def test_scatter_adds_errors_and_integers_are_torchs() -> None:
-    """An index out of range and misfits raise as torch does; integers are exact, and nobody counts them."""
-    target, ones = torch.zeros(3, 2), torch.ones(4, 2)
+def test_errors_integers_and_nothing_to_add() -> None:
+    """An index out of range and misfits raise, as torch does; integers are exact, and nobody counts them."""
+    target, index, source = case(torch.float32)
+    assert identical(ordered_scatter.index_add(target, index[:0], source[:0]), target)
+    with pytest.raises(IndexError, match="target has 40 rows"):
+        ordered_scatter.index_add(target, index + 1, source)
     with batch_invariant() as block:
-        counts = torch.zeros(3, dtype=torch.int64).scatter_add(
-            0, torch.tensor([2, 2, 0]), torch.ones(3, dtype=torch.int64)
-        )
-        for index in (torch.full((4, 2), 3), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
+        counts = torch.zeros(40, dtype=torch.int64).scatter_add(0, index, torch.ones_like(index))
+        for wrong in (torch.full((4, 2), 3), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
             with pytest.raises((RuntimeError, IndexError)):
-                target.scatter_add(0, index, ones)
-    assert counts.tolist() == [1, 0, 2]
+                torch.zeros(3, 2).scatter_add(0, wrong, torch.ones(4, 2))
+    assert torch.equal(counts, torch.bincount(index, minlength=40))
     assert not block.coverage().left

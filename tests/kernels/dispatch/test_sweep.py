@@ -207,7 +207,7 @@ def sweep(names: set[str] | None = None, dtypes: tuple[torch.dtype, ...] = (torc
     return results
 
 
-FEW = 4  # of the database by default: each so many-th operator, and all in a run at length
+FEW = 8  # of the database by default: each so many-th operator, and all in a run at length
 
 
 @pytest.mark.parametrize(

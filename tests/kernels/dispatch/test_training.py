@@ -13,9 +13,10 @@ import transformers
 import nondet
 from nondet.core.compare import identical, weights_digest
 from nondet.errors import UserError
-from tests.build import DEVICE, Wide
+from tests.build import Wide
 from tests.kernels.tiers import at_length
 
+pytestmark = pytest.mark.usefixtures("held")
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -137,14 +138,14 @@ def test_checkpointing_changes_no_bit(device: str) -> None:
 @pytest.mark.parametrize("device", WHERE)
 @pytest.mark.parametrize("name", ["experts", *at_length("qwen3")])
 def test_steps_repeat(name: str, device: str) -> None:
-    """The same 3 steps of AdamW from the same weights end in the same bits; other data end in others."""
+    """The same 2 steps of AdamW from the same weights end in the same bits; other data end in others."""
 
     def trained(shift: int) -> str:
         model, inputs = built(name, torch.float32, device), batch(device)
         inputs["input_ids"] = (inputs["input_ids"] + shift) % 256
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         with nondet.batch_invariant(training=True):
-            for _ in range(3):
+            for _ in range(2):
                 gradients(model, inputs)
                 optimizer.step()
         return weights_digest(model)
@@ -184,7 +185,7 @@ def test_a_norm_has_its_bits_and_a_gradient(dtype: torch.dtype, device: str) -> 
 
 SECOND: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
     "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-6), [(5, 16), (16,)]),
-    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [(1, 2, 5, 8)]),
+    "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [(1, 2, 5, 32)]),
     "linear, its bias apart": (lambda x, w, b: F.linear(x.mT, w, b), [(2, 16, 3), (7, 16), (7,)]),
     "token_logprobs": (lambda x: nondet.token_logprobs(x, torch.arange(5)), [(5, 16)]),
     "softmax": (lambda x: torch.softmax(x, -1), [(5, 16)]),
@@ -207,16 +208,13 @@ def test_a_second_derivative_is_right_or_refused(name: str) -> None:
         _, plain, _ = first(False)
         leaves, found, penalty = first(True)
         assert all(identical(a.detach(), b) for a, b in zip(found, plain, strict=True))
-        if name in ("softmax", "linear"):  # made of torch's own formulas
-            second = torch.autograd.grad(penalty, leaves)
-            penalty = first(True)[2]
-            penalty.backward()
-        else:
+        if name not in ("softmax", "linear"):  # those are made of torch's own formulas
             with pytest.raises(UserError, match="second derivative"):
                 torch.autograd.grad(penalty, leaves, allow_unused=True)
             with pytest.raises(UserError, match="second derivative"):
                 first(True)[2].backward()
             return
+        second = torch.autograd.grad(penalty, leaves)
     leaves, _, penalty = first(True)
     for got, right in zip(second, torch.autograd.grad(penalty, leaves), strict=True):
         assert torch.allclose(got, right, rtol=1e-4, atol=1e-4)
@@ -236,11 +234,3 @@ def test_packed_weights_and_training_exclude_each_other() -> None:
             pass
     with nondet.batch_invariant(training=True):  # what was packed went with its block
         assert differing(model, batch("cpu")) == 0
-
-
-def test_a_forward_gradient_is_torchs() -> None:
-    """Forward mode has none of ours: left, and counted."""
-    x, weight = torch.randn(4, 8, device=DEVICE), torch.ones(8, device=DEVICE)
-    with nondet.batch_invariant(training=True) as invariance, torch.autograd.forward_ad.dual_level():
-        F.rms_norm(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), (8,), weight, 1e-6)
-    assert any("a forward gradient" in what for what in invariance.coverage().left)

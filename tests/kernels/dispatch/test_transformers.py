@@ -84,7 +84,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def test_what_stands_in_a_functions_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With functools.wraps or without, put there before a block or after one has ended."""
+    """With functools.wraps or without, put there before a block, inside of one or after one has ended."""
     model = model_of()
     plain = logits(model)
     for name, put in PATCHES.items():
@@ -96,15 +96,6 @@ def test_what_stands_in_a_functions_place_is_called(monkeypatch: pytest.MonkeyPa
                 assert torch.allclose(logits(model), wanted, rtol=1e-4, atol=1e-3), name
         with batch_invariant():
             assert torch.allclose(logits(model), plain, rtol=1e-4, atol=1e-3), name
-
-
-def test_a_function_put_there_inside_a_block_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of a stand-in of ours."""
-    model = model_of()
-    with batch_invariant():
-        logits(model)
-        monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q * 2, k))
-        inside = logits(model)
-        monkeypatch.undo()
-    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q * 2, k))
-    assert torch.allclose(inside, logits(model), rtol=1e-4, atol=1e-3)
+            with monkeypatch.context() as patch:  # in the place of a stand-in of ours
+                put(patch)
+                assert torch.allclose(logits(model), wanted, rtol=1e-4, atol=1e-3), name
