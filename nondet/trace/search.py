@@ -428,7 +428,7 @@ class Search(Tracing):
     # how long it may take; the controls and the first culprit are made in any case
     pace: Pace = field(default_factory=Pace)
     late: str = field(default="", init=False)  # what was left out for lack of time; "" where nothing was
-    # the first culprit with what a stand-alone script needs; None until there is one
+    # the first culprit with what a separate script needs; None until there is one
     named: NamedCall | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
