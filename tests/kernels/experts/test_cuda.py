@@ -133,7 +133,7 @@ def small_proof(monkeypatch):
     monkeypatch.setattr(grouped, "INTERPRETED", False)
 
     def few(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, batch: int) -> Any:
-        return product_inputs(rows, n, k, dtype, device, batch=batch, kinds=("order",))
+        return product_inputs((rows, n, k), dtype, device, batch=batch, kinds=("order",))
 
     monkeypatch.setattr(grouped, "product_inputs", few)
     return kept
