@@ -259,7 +259,7 @@ def tile_stands(x: torch.Tensor, weight: torch.Tensor, chunks: int, out: torch.d
     claim = Claim(member, key, lambda a, b: chunk_products(a, b, chunks, made(a, b), tile))
 
     def prove_now() -> bool | None:
-        drawn = product_inputs(2 * tile.block_m + 3, n, k, x.dtype, x.device, kinds=_KINDS)
+        drawn = product_inputs((2 * tile.block_m + 3, n, k), x.dtype, x.device, kinds=_KINDS)
         inputs = ((kind, operands[:2]) for kind, operands in drawn)
         return prove([claim], lambda a, b: chunk_by_chunk(a, b, chunks, made(a, b)), inputs, store)[0]
 

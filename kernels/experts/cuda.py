@@ -268,7 +268,7 @@ def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool 
 
     claim = Claim(*_named(x, weight, tile, tma), member)
     with torch.no_grad():
-        inputs = product_inputs(rows, columns, depth, x.dtype, x.device, batch=3)
+        inputs = product_inputs((rows, columns, depth), x.dtype, x.device, batch=3)
         return prove_by_bits([claim], plain, inputs, certificates())[0]
 
 

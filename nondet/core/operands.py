@@ -65,8 +65,8 @@ def of_linear(
     kind: str, layout: str, shape: Shape, dtype: torch.dtype, device: str, seed: int
 ) -> tuple[torch.Tensor, ...]:
     """x [M, K], weight [N, K] and, if the layout says so, a bias [N]; with B in the shape the first two are batched."""
-    sizes = (shape["M"], shape["N"], shape["K"], dtype, device)
-    draws = product_inputs(*sizes, bias="bias" in layout, batch=shape.get("B", 1), kinds=(kind,), seed=seed)
+    sizes, batch = (shape["M"], shape["N"], shape["K"]), shape.get("B", 1)
+    draws = product_inputs(sizes, dtype, device, bias="bias" in layout, batch=batch, kinds=(kind,), seed=seed)
     x, weight, bias = next(iter(draws))[1]
     x = laid_out(x, "strided" if "strided" in layout else "")
     if "offset" in layout:

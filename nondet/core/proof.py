@@ -230,9 +230,7 @@ def in_words(error: Exception | None) -> str:
 
 
 def product_inputs(
-    m: int,
-    n: int,
-    k: int,
+    sizes: tuple[int, int, int],
     dtype: torch.dtype,
     device: str | torch.device,
     *,
@@ -241,9 +239,10 @@ def product_inputs(
     kinds: Iterable[str] = PRODUCT_INPUTS,
     seed: int = 0,
 ) -> Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
-    """Operands of a product over K, one kind after another: (kind, (x [m, k], weight [n, k], bias [n] or None)). With
-    batch > 1 x is [batch, m, k] and weight [batch, n, k]. Both are contiguous: for another layout the caller converts
-    them (weight.T for "tn"). Made on the device, one kind at a time."""
+    """Operands of a product of sizes (m, n, k), over k, one kind after another: (kind, (x [m, k], weight [n, k], bias
+    [n] or None)). With batch > 1 x is [batch, m, k] and weight [batch, n, k]. Both are contiguous: for another layout
+    the caller converts them (weight.T for "tn"). Made on the device, one kind at a time."""
+    m, n, k = sizes
     for kind in kinds:
         x, weight = product_operands(kind, (batch * m, k), (batch * n, k), dtype, device, seed)
         with_bias = None

@@ -31,7 +31,7 @@ def verdict(call: Any, inputs: Any, kept: Certificates) -> bool | None:
 
 def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
     """Equal is proven and different excluded, both with their evidence; the exclusion outlives a later proof."""
-    inputs = list(product_inputs(3, N, K, torch.bfloat16, "cpu"))
+    inputs = list(product_inputs((3, N, K), torch.bfloat16, "cpu"))
     assert verdict(linear, inputs, kept) is True
     assert kept.standing("member", "key") is True
     assert "elements equal to the anchor's on order" in kept.all()[0].evidence
@@ -47,11 +47,12 @@ def test_a_failure_is_no_exclusion() -> None:
     """It may have been the driver's hiccup: out for this process, said why, and nothing written down."""
     for call in [absent, wrong_dtype]:
         kept = Certificates({"device": "cpu"}, None)
-        assert verdict(call, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is None
+        assert verdict(call, product_inputs((3, N, K), torch.bfloat16, "cpu"), kept) is None
         assert kept.standing("member", "key") is False
         assert kept.all() == []
         assert list(kept.aside()) == [("member", "key")]
-        assert verdict(linear, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is True  # asked again by `certify`
+        # asked again by `certify`
+        assert verdict(linear, product_inputs((3, N, K), torch.bfloat16, "cpu"), kept) is True
         assert kept.standing("member", "key") is True
         assert kept.aside() == {}
 
@@ -70,14 +71,14 @@ def test_a_full_memory_is_no_verdict(kept: Certificates) -> None:
     def full(*_: Any) -> torch.Tensor:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    assert verdict(full, product_inputs(3, N, K, torch.bfloat16, "cpu"), kept) is None
+    assert verdict(full, product_inputs((3, N, K), torch.bfloat16, "cpu"), kept) is None
     assert kept.standing("member", "key") is None
 
 
 def test_members_are_proven_side_by_side(kept: Certificates) -> None:
     """One that parts takes none with it."""
     claims = [Claim(name, "key", call) for name, call in (("a", linear), ("b", split_k), ("c", absent), ("d", linear))]
-    inputs = product_inputs(3, N, K, torch.bfloat16, "cpu")
+    inputs = product_inputs((3, N, K), torch.bfloat16, "cpu")
     assert prove(claims, linear, inputs, kept) == [True, False, None, True]
     assert [(c.member, c.holds) for c in kept.all()] == [("a", True), ("b", False), ("d", True)]
 
@@ -136,7 +137,7 @@ def test_split_k_has_a_switch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_order_inputs_have_an_exact_sum_of_zero() -> None:
     """So that a result is nothing but the rounding errors of its order; and a bias is not large enough to hide them."""
     for dtype in [torch.bfloat16, torch.float16, torch.float32]:
-        made = list(product_inputs(4, N, K, dtype, "cpu", bias=True, kinds=("order", "order-wide")))
+        made = list(product_inputs((4, N, K), dtype, "cpu", bias=True, kinds=("order", "order-wide")))
         assert [kind for kind, _ in made] == ["order", "order-wide"]
         for kind, (x, weight, bias) in made:
             products = x.double()[:, None] * weight.double()  # exact, and so is fsum

@@ -132,8 +132,8 @@ def small_proof(monkeypatch):
     monkeypatch.setattr(grouped, "certificates", lambda: kept)
     monkeypatch.setattr(grouped, "INTERPRETED", False)
 
-    def few(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, batch: int) -> Any:
-        return product_inputs(rows, n, k, dtype, device, batch=batch, kinds=("order",))
+    def few(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, batch: int) -> Any:
+        return product_inputs(sizes, dtype, device, batch=batch, kinds=("order",))
 
     monkeypatch.setattr(grouped, "product_inputs", few)
     return kept
