@@ -27,7 +27,7 @@ BUDGET = {
     "bench": 1443,
     "certify": 736,
     "commands": 889,
-    "core": 5991,
+    "core": 5990,
     "diagnose": 898,
     "embedded": 7,
     "endpoint": 3105,
