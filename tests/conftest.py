@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -99,24 +100,64 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> None:
-    """Triton's interpreter looks for all operators of its language again at each call of one kernel by another."""
+    """Spare Triton's interpreter what takes most of its time: it replaces its language again at each call of one kernel
+    by another, makes every shape and dtype anew, and checks integers for an overflow that it then keeps to itself.
+    """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         return
+    language, core = interpreter.tl, interpreter.tl.core
 
     @functools.cache
     def names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
 
-    def patch(package: Any, builder: Any, scope: Any) -> None:
-        first = next(iter(names(package)), "")
-        if first and not interpreter.tl.core.is_builtin(getattr(package, first)):
-            return  # a kernel calls another: all of them are replaced already
+    @functools.cache
+    def languages(function: Any) -> list[Any]:
+        return [one for one in (language, core) if any(value is one for value in function.__globals__.values())]
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name in names(package):
-            if interpreter.tl.core.is_builtin(member := getattr(package, name)):  # not replaced already
+            if core.is_builtin(member := getattr(package, name)):  # not replaced already
                 interpreter._patch_attr(package, name, member, builder, scope)
 
-    interpreter._patch_builtin = patch
+    patch_lang, dtype_of, dtypes = interpreter._patch_lang, interpreter._get_np_dtype, dict[str, Any]()
+
+    def patch(function: Any) -> Any:
+        replaced = not any(core.is_builtin(one.load) for one in languages(function))  # a kernel calls another
+        return interpreter._LangPatchScope() if replaced else patch_lang(function)
+
+    def dtype(kind: Any) -> Any:
+        if kind.scalar.name not in dtypes:
+            dtypes[kind.scalar.name] = dtype_of(kind)
+        return dtypes[kind.scalar.name]
+
+    interpreter._patch_builtin, interpreter._patch_lang, interpreter._get_np_dtype = patch_builtin, patch, dtype
+    builder = interpreter.interpreter_builder
+    if hasattr(builder.options, "sanitize_overflow"):
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _remember_parts(core.tensor, ("handle", "type"), lambda handle, kind: kind.name)
+    _remember_parts(core.block_type, ("element_ty",), lambda kind, shape: (kind.name, *map(_unwrapped, shape)))
+
+
+def _unwrapped(size: Any) -> Any:
+    return getattr(size, "value", size)
+
+
+def _remember_parts(cls: Any, given: tuple[str, ...], key_of: Callable[..., Any]) -> None:
+    """Make what an instance is made of, but for what is `given`, once for each key of its arguments."""
+    make, known = cls.__init__, dict[Any, dict[str, Any]]()
+
+    def quick(self: Any, *arguments: Any) -> None:
+        key = key_of(*arguments)
+        if key in known:
+            vars(self).update(known[key])
+        else:
+            make(self, *arguments)
+            known[key] = {name: part for name, part in vars(self).items() if name not in given}
+        vars(self).update(zip(given, arguments, strict=False))
+
+    cls.__init__ = quick
 
 
 _frozen: tuple[object, int] | None = None
