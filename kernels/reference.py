@@ -199,3 +199,19 @@ def rms_norm_gradient(x: torch.Tensor, gradient: torch.Tensor, weight: torch.Ten
 def attention_gradient(q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Of causal attention: q and gradient [M, Hq, T, D], k and v [M, Hkv, T, D] -> of q, k, v [M, Hq + 2 Hkv, T, D]."""
     return torch.cat(autograd(attention, gradient.double(), q.double(), k.double(), v.double()), 1)
+
+
+CUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_cut(operator: str, a: torch.Tensor, b: torch.Tensor, **sizes: int) -> None:
+    """Of a product whose K is cut up: raise ValueError for shapes that do not fit and sizes below 1, and
+    NotImplementedError for other dtypes than its kernels take.
+    """
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"{operator} takes [M, K] x [K, N], got {tuple(a.shape)} x {tuple(b.shape)}")
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{operator} needs {name} of at least 1, got {size}")
+    if a.dtype not in CUT_DTYPES or b.dtype != a.dtype:
+        raise NotImplementedError(f"{operator} takes float16, bfloat16 or float32, got {a.dtype} and {b.dtype}")

@@ -212,7 +212,7 @@ def remember(
     if kind is not None:
         if len(_kept) >= _FOUND_MOST:
             _kept.clear()
-        device = rooms[0].get_device()
+        device = next(x.get_device() for x in (*rooms, *tensors) if x is not None)
         _kept[kind[0]] = _Kept(tuple(((*x.shape,), x.stride(), x.dtype) for x in rooms), steps, label, device)
 
 

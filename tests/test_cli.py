@@ -291,8 +291,8 @@ _ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.j
 
 def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the operator's name before it and without, in every command that takes one: it runs, and edits show."""
-    monkeypatch.setattr("nondet.bench.cells._COPY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("nondet.bench.cells._PRODUCT", {"cpu": 64})
+    monkeypatch.setattr("nondet.bench.cells.COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 64})
     Path("forms_mine.py").write_text(
         "def mean(x):\n    return x.mean(-1)\n\ndef linear(x, weight, bias=None):\n"
         "    return x @ weight.T if bias is None else x @ weight.T + bias\n"

@@ -523,7 +523,7 @@ class Mailbox(_Shared):
         self.flags = [self._handle.get_buffer(r, (flags,), torch.int64, size_bytes // 8) for r in ranks]
 
 
-class _Spaces:
+class Spaces:
     """A group's workspaces and mailboxes, by kind and device.
 
     Attributes:
@@ -531,7 +531,7 @@ class _Spaces:
         usable: Whether no rank had any under this name before; None until the ranks have exchanged this.
     """
 
-    def __init__(self, last: _Spaces | None) -> None:
+    def __init__(self, last: Spaces | None) -> None:
         self.before: list[_Shared] = []
         if last is not None:
             self.before = [*last.before, *chain.from_iterable(last.kept.values())]
@@ -547,7 +547,7 @@ class _Spaces:
         return self.usable
 
 
-_spaces: ByGroup[_Spaces] = ByGroup(_Spaces)
+SPACES: ByGroup[Spaces] = ByGroup(Spaces)
 
 
 def available(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -576,7 +576,7 @@ def mailbox(group: dist.ProcessGroup, device: torch.device, count: int, itemsize
 
 
 def _shared(kind: str, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> Any:
-    spaces = _spaces.of(group)
+    spaces = SPACES.of(group)
     kept = spaces.kept.setdefault((kind, device.index or 0), [])
     if kept and kept[-1].bytes >= size_bytes:
         return kept[-1]

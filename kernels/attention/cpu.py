@@ -34,6 +34,7 @@ from nondet.core.launch import note, proving
 from nondet.core.proof import operands_key
 from nondet.errors import UserError
 from nondet.kernels import originals
+from nondet.kernels.attention.masks import starts
 from nondet.kernels.matmul.cpu_tiles import Case, NotInvariantError, Tiles, environment_key, proven
 from nondet.kernels.matmul.cpu_tiles import prove as cpu_tiles_prove
 
@@ -87,15 +88,8 @@ def _prove_heights(product: Product, depth: int, width: int) -> Tiles:
         return (lambda x: product(x[None], right)[0]), (rows,)
 
     what = f"cpu_attention {product.__name__} [{depth} x {width}]"
-    return proven(
-        what,
-        ("attention heights", product.__name__, depth, width, *environment_key()),
-        lambda: cpu_tiles_prove(
-            what,
-            [case(seed) for seed in _SEEDS],
-            _HEIGHTS,
-        ),
-    )
+    key = ("attention heights", product.__name__, depth, width, *environment_key())
+    return proven(what, key, lambda: cpu_tiles_prove(what, [case(seed) for seed in _SEEDS], _HEIGHTS))
 
 
 def _batches(product: Product, height: int, depth: int, width: int) -> Tiles:
@@ -171,7 +165,7 @@ _HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
 _NUMPYS = (torch.float32, torch.float16)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_verified: dict[tuple[object, ...], NotInvariantError | None] = {}
+VERIFIED: dict[tuple[object, ...], NotInvariantError | None] = {}
 
 
 def attention(
@@ -325,7 +319,7 @@ def _attend(
     for layout in _planned(requests, q.shape[1], k.shape[-3:] if k.dim() == 4 else k.shape[1:], way, environment_key()):
         tokens = layout.tokens if places is None else places[layout.tokens]
         keys = tokens * layout.between_tokens + layout.heads
-        result = _computed(_taken(q, layout.queries), _taken(k, keys), _taken(v, keys), layout, way)
+        result = computed(_taken(q, layout.queries), _taken(k, keys), _taken(v, keys), layout, way)
         written[layout.queries] = _bits(result.to(q.dtype))
     return out
 
@@ -470,7 +464,7 @@ def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:
 
 
 @np.errstate(all="ignore")  # torch does not report infinities or NaN either
-def _computed(q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, layout: _Layout, way: Way) -> torch.Tensor:
+def computed(q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, layout: _Layout, way: Way) -> torch.Tensor:
     """q [T, Hkv, R, D] over keys and values [P, Hkv, 64, D] in float32 -> [T, Hkv, R, D]. q is overwritten.
 
     Elementwise steps use NumPy: its vector loops mask their last elements, and its sums are pairwise.
@@ -507,13 +501,9 @@ def _computed(q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, layout
 
 def _prove_once(dim: int, capped: bool) -> None:
     key = (dim, capped, *environment_key())
-    if key not in _verified:
+    if key not in VERIFIED:
         kept = certificates("cpu")
-        written = operands_key(
-            _CLASS,
-            (),
-            (f"D={dim}", *(["softcap"] if capped else []), *map(str, key[2:])),
-        )
+        written = operands_key(_CLASS, (), (f"D={dim}", *(["softcap"] if capped else []), *map(str, key[2:])))
         failure = None
         if kept.standing("attention", written) is not True:
             try:
@@ -522,8 +512,8 @@ def _prove_once(dim: int, capped: bool) -> None:
                 kept.record("attention", written, True, "prefill, chunks, decode and batches have equal bits")
             except NotInvariantError as error:
                 failure = error
-        _verified[key] = failure
-    failure = _verified[key]
+        VERIFIED[key] = failure
+    failure = VERIFIED[key]
     if failure is not None:
         raise failure
 
@@ -585,19 +575,14 @@ class _Varlen:
         module, _, name = self.target.partition(":")
         out: torch.Tensor = getattr(import_module(module), name)(
             *packed,
-            cu_seqlens_q=_starts([tq for tq, _ in lengths], packed[0].device),
-            cu_seqlens_k=_starts([tk for _, tk in lengths], packed[0].device),
+            cu_seqlens_q=starts([tq for tq, _ in lengths], packed[0].device),
+            cu_seqlens_k=starts([tk for _, tk in lengths], packed[0].device),
             max_seqlen_q=max(tq for tq, _ in lengths),
             max_seqlen_k=max(tk for _, tk in lengths),
             causal=causal,
             scale=scale,
         )
         return [part.transpose(0, 1) for part in out.split([tq for tq, _ in lengths])]
-
-
-def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    return ends.to(device=device, dtype=torch.int32)
 
 
 segments_varlen = _Varlen("nondet.kernels.attention.cuda:attention_varlen")

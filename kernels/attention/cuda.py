@@ -36,7 +36,7 @@ from nondet.core.certificates import certificates
 from nondet.core.launch import note
 from nondet.core.proof import Claim, established, operands_key, prove
 from nondet.kernels.attention import hopper, triton_kernels
-from nondet.kernels.attention import hopper as hopper_attention
+from nondet.kernels.attention.masks import starts
 from nondet.kernels.attention.triton_kernels import SEGMENT as SEGMENT
 from nondet.kernels.attention.triton_kernels import (
     Form,
@@ -53,6 +53,7 @@ from nondet.kernels.triton_common import launch as triton_launch
 
 _MAX_PARTIAL_ELEMENTS = 2**28  # 1 GiB of float32 for the segments' results
 _LOG2_E = math.log2(math.e)
+MERGE_UNROLL = 8  # segments that a merge loads at a time
 
 
 class Call(NamedTuple):
@@ -113,7 +114,7 @@ def quickest(call: Call, split: bool | None = None) -> Way:
     programs = call.requests * heads_kv * -(-call.tq * group // plan.block_m)
     slots = call.q.shape[0] * call.q.shape[2] * heads * segments
     fits = slots * (head_dim + 2) <= _MAX_PARTIAL_ELEMENTS
-    few = split is None and plan.block_m == triton_kernels.FEW_ROWS and _has_few_row_kernels(call)
+    few = split is None and plan.block_m == triton_kernels.FEW_ROWS and has_few_row_kernels(call)
     together = call.cu_q is None or (call.page in hopper.PAGES and call.positions is None)
     if few and together and hopper.call_fault(call.q, call.k, call.v) is None:
         return triton_kernels.few_rows(programs, segments if fits else 1, head_dim, call.q.device)
@@ -128,7 +129,7 @@ def quickest(call: Call, split: bool | None = None) -> Way:
     return Way(plan if call.window is None else plan._replace(peel=False), span, pdl, lanes=lanes)
 
 
-def _has_few_row_kernels(call: Call) -> bool:
+def has_few_row_kernels(call: Call) -> bool:
     """Whether the call has no window and no soft cap, on a GPU that has the kernels of `hopper.decode`."""
     if torch.compiler.is_compiling():
         return False  # they can't be traced, and need not be: the one plan runs there
@@ -240,7 +241,7 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
                     *(call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start, slots, qk_scale),
                     *strides[9:],
                 ),
-                {"UNROLL": 8, "PDL": way.pdl, **mask, **dims, "BLOCK_D": plan.block_d},
+                {"UNROLL": MERGE_UNROLL, "PDL": way.pdl, **mask, **dims, "BLOCK_D": plan.block_d},
                 num_warps=1,
                 enable_fp_fusion=False,
                 **({"launch_pdl": True} if way.pdl else {}),
@@ -272,9 +273,9 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
 # the maximum, and with it every rescaling. The sums of probabilities are additions written out in the source; where
 # results are rounded to half precision, another order of those would show in few elements.
 
-_KINDS = ("values", "scores", "bell", "wide")
-_HEADS_KV = 2
-_BLOCKS = 2.3  # of queries: whole ones and a tail
+PROOF_KINDS = ("values", "scores", "bell", "wide")
+PROOF_HEADS = 2
+PROOF_BLOCKS = 2.3  # of queries: whole ones and a tail
 _SOFTCAP = 5.0
 _HOPPER_QUERIES = 300  # two whole blocks of 128 and a tail
 _HOPPER = "hopper 128x128"
@@ -312,7 +313,7 @@ def stands(call: Call, way: Way) -> bool:
     known = _known.get(at)
     if known is None:
         form = form_of(call)
-        return _settled(at, way.name, _key(form), partial(prove_way, form, way, q.device))
+        return _settled(at, way.name, form_key(form), partial(prove_way, form, way, q.device))
     return known
 
 
@@ -320,7 +321,7 @@ def excluded(call: Call, way: Way) -> bool:
     """Whether the way gave different bits. Proven now if unknown and possible."""
     if stands(call, way):
         return False
-    proof = certificates().proof(way.name, _key(form_of(call)))
+    proof = certificates().proof(way.name, form_key(form_of(call)))
     return proof is not None and not proof.holds
 
 
@@ -344,32 +345,31 @@ def forget() -> None:
 def prove_way(form: Form, way: Way, device: torch.device, *, dry: bool = False) -> bool | None:
     """Compare the way with the one plan in this form, and record the result; `dry` only compiles the kernels."""
     spans = 2 * way.span + 1 if way.span else 3
-    queries = max(2, math.ceil(_BLOCKS * way.plan.block_m / form.group))
+    queries = max(2, math.ceil(PROOF_BLOCKS * way.plan.block_m / form.group))
 
     def member(case: _Case) -> torch.Tensor:
         call = _packed(case, form) if form.packed else _dense(case, form)
         launch(call, way)
         return call.out.transpose(1, 2).flatten(0, 1)
 
-    return _prove(Claim(way.name, _key(form), member), form, queries, spans, device, dry)
+    return _prove(Claim(way.name, form_key(form), member), form, queries, spans, device, dry)
 
 
-def prove_hopper(
-    dtype: torch.dtype, head_dim: int, group: int, causal: bool, device: torch.device, *, dry: bool = False
-) -> bool | None:
+def prove_hopper(dtype: torch.dtype, head_dim: int, group: int, causal: bool, device: torch.device) -> bool | None:
     """As `prove_way`, for the warp-specialized prefill."""
     form = Form(dtype, head_dim, group, causal, False, False, False, None, None, ((True,) * 3,) * 4, (True,) * 3)
 
     def member(case: _Case) -> torch.Tensor:
         call = _dense(case, form)
-        out = hopper_attention.prefill(call.q, call.k, call.v, causal=causal, scale=case.scale)
+        out = hopper.prefill(call.q, call.k, call.v, causal=causal, scale=case.scale)
         return out.transpose(1, 2).flatten(0, 1)
 
     claim = Claim(_HOPPER, _hopper_key(dtype, head_dim, group, causal), member)
-    return _prove(claim, form, _HOPPER_QUERIES, 3, device, dry)
+    return _prove(claim, form, _HOPPER_QUERIES, 3, device)
 
 
-def _key(form: Form) -> str:
+def form_key(form: Form) -> str:
+    """The key of its certificates."""
     return operands_key("segments", (), form.words())
 
 
@@ -404,7 +404,7 @@ def _prove(
         return torch.cat(parts)
 
     with torch.no_grad():
-        cases = _cases(form, queries, segments, device)
+        cases = proof_cases(form, queries, segments, device)
         if dry:
             _, operands = next(cases)
             anchor(*operands), claim.call(*operands)
@@ -413,17 +413,17 @@ def _prove(
     return verdict
 
 
-def _cases(form: Form, queries: int, segments: int, device: torch.device) -> Iterator[tuple[str, tuple[_Case]]]:
+def proof_cases(form: Form, queries: int, segments: int, device: torch.device) -> Iterator[tuple[str, tuple[_Case]]]:
     """Two requests: of one length where they are dense, else the second is a decode step over fewer keys."""
     segment = triton_kernels.SEGMENT
     keys = max(segments * segment, 2 * queries + 3 * segment) - 37
     lengths = [(queries, keys), (1, segment + 70) if form.packed else (queries, keys)]
     window = keys - segment // 2 - 11 - queries if form.window else None
     softcap = _SOFTCAP if form.softcap else None
-    for kind in _KINDS:
+    for kind in PROOF_KINDS:
         requests, scale = [], None
         for seed, (nq, nk) in enumerate(lengths):
-            drawn, own = _drawn(kind, form, nq, nk, window, 2 * seed + 1, device)
+            drawn, own = proof_operands(kind, form, nq, nk, window, 2 * seed + 1, device)
             requests.append(drawn)
             scale = scale or own
         if kind == "scores" and scale is None:
@@ -433,31 +433,31 @@ def _cases(form: Form, queries: int, segments: int, device: torch.device) -> Ite
             yield name, (_Case(requests, skip, scale, form.causal, window, softcap),)
 
 
-def _drawn(
+def proof_operands(
     kind: str, form: Form, nq: int, nk: int, window: int | None, seed: int, device: torch.device
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], float | None]:
     """One request's q [1, Hq, nq, D], k, v [1, Hkv, nk, D], and the scale of its scores where it is not the default."""
-    heads, dim, dtype = _HEADS_KV * form.group, form.head_dim, form.dtype
+    heads, dim, dtype = PROOF_HEADS * form.group, form.head_dim, form.dtype
     rng = inputs.generator(seed, device)
 
     def made(how: str, count: int, tokens: int) -> torch.Tensor:
         return inputs.make(how, (1, count, tokens, dim), dtype, device, rng)
 
-    q, k = made("bell", heads, nq), made("bell", _HEADS_KV, nk)
+    q, k = made("bell", heads, nq), made("bell", PROOF_HEADS, nk)
     if kind == "values":  # every score is 0 and every probability 1; the sum is zero over the keys that all queries see
         v = torch.zeros_like(k)
         start = 0 if window is None else max(0, nk - window)
         width = ((nk - nq + 1 if form.causal else nk) - start) // 2 * 2
         spread = 20  # binades: numbers of 8 bits less far apart would add up exactly
-        rows = inputs.order_revealing(_HEADS_KV * dim, width, dtype, seed, negate=True, binades=spread, device=device)
-        v[0, :, start : start + width] = rows.view(_HEADS_KV, dim, width).mT
+        rows = inputs.order_revealing(PROOF_HEADS * dim, width, dtype, seed, negate=True, binades=spread, device=device)
+        v[0, :, start : start + width] = rows.view(PROOF_HEADS, dim, width).mT
         return (torch.zeros_like(q), k, v), None
-    v = made("wide" if kind == "wide" else "bell", _HEADS_KV, nk)
+    v = made("wide" if kind == "wide" else "bell", PROOF_HEADS, nk)
     if kind != "scores":
         return (q, k, v), None
     how: dict[str, Any] = {"binades": 12, "device": device}
     q = inputs.order_revealing(heads * nq, dim, dtype, seed, negate=True, **how).view(q.shape)
-    k = inputs.order_revealing(_HEADS_KV * nk, dim, dtype, seed, negate=False, **how).view(k.shape)
+    k = inputs.order_revealing(PROOF_HEADS * nk, dim, dtype, seed, negate=False, **how).view(k.shape)
     errors = (q[0, 0, :32].float() @ k[0, 0, :512].float().mT).abs().mean()
     size = float(errors)
     return (q, k, v), (2.0 / size if size else None)
@@ -490,8 +490,8 @@ def _packed(case: _Case, form: Form) -> Call:
         counts = [-(-n // page) for n in kept]
         pages = torch.randperm(sum(counts) + 13, generator=inputs.generator(5, device), device=device)
         offsets = torch.arange(page, device=device)
-        starts = [sum(counts[:i]) for i in range(len(kept))]
-        whole = [(pages[a : a + c, None] * page + offsets).flatten() for a, c in zip(starts, counts, strict=True)]
+        firsts = [sum(counts[:i]) for i in range(len(kept))]
+        whole = [(pages[a : a + c, None] * page + offsets).flatten() for a, c in zip(firsts, counts, strict=True)]
         places = torch.cat([x[:n] for x, n in zip(whole, kept, strict=True)])
         tokens = len(pages) * page
         k, v = (x.new_full((1, x.shape[1], tokens, x.shape[3]), torch.nan).index_copy_(2, places, x) for x in (k, v))
@@ -503,16 +503,12 @@ def _packed(case: _Case, form: Form) -> Call:
     return Call(
         *(q, k, v, out, len(lengths), max(lengths), longest),
         *how,
-        cu_q=_starts(lengths, device),
-        cu_k=_starts(kept, device),
+        cu_q=starts(lengths, device),
+        cu_k=starts(kept, device),
         positions=positions,
         key_index=key_index,
         page=form.page,
     )
-
-
-def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
 def _laid_out(
@@ -638,10 +634,10 @@ def attention(
         split is None
         and tq > 64
         and batch * heads * -(-tq // 128) >= _HOPPER_ITEMS
-        and hopper_attention.supports(q, k, v, causal, window, softcap) is None
+        and hopper.supports(q, k, v, causal, window, softcap) is None
         and hopper_stands(q, k, causal)
     ):
-        return hopper_attention.prefill(q, k, v, causal=causal, scale=scale, what=what)
+        return hopper.prefill(q, k, v, causal=causal, scale=scale, what=what)
     # Laid out as [B, T, H, D], the order that models need.
     out = torch.empty(batch, tq, heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
     if out.numel() == 0:

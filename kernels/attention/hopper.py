@@ -29,11 +29,11 @@ try:  # Gluon is experimental: a Triton that lacks what the kernel needs must no
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from nondet.kernels.attention.gluon_kernels import prefill_kernel
+    from nondet.kernels.attention.gluon_kernels import decode_kernel, merge_all_kernel, prefill_kernel
 
-    _NO_KERNEL = None
+    NO_KERNEL = None
 except (ImportError, AttributeError) as error:  # pragma: no cover - depends on the Triton that is installed
-    _NO_KERNEL = f"Triton {triton.__version__} has no Gluon for it ({error})"
+    NO_KERNEL = f"Triton {triton.__version__} has no Gluon for it ({error})"
 
 
 SEGMENT = 512  # keys; part of the class
@@ -63,20 +63,17 @@ def layout_fault(name: str, x: torch.Tensor) -> str | None:
     return None
 
 
-def _call_fault(
+def prefill_fault(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
 ) -> str | None:
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[3] not in _STAGES:
-        return f"it takes head dims of 64 and 128, got {q.shape[3]}"
+    """Why the prefill can't take a call, whatever the device; None where it can."""
     if window is not None:
         return "it has no sliding window"
     if softcap is not None:
         return "it has no soft cap"
     if causal and q.shape[2] > k.shape[2]:
         return f"causal, it needs at least as many keys as queries, got {k.shape[2]} and {q.shape[2]}"
-    return layout_fault("q", q) or layout_fault("k", k) or layout_fault("v", v)
+    return call_fault(q, k, v) or layout_fault("q", q)
 
 
 def supports(
@@ -87,16 +84,9 @@ def supports(
     It assumes what the Triton launcher checks for any kernel: one device and dtype, k and v of one shape, heads that
     divide, at least one query and one key.
     """
-    if _NO_KERNEL is not None:
-        return _NO_KERNEL
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace it"  # the Triton kernels, which it can trace, give the same bits
-    if q.device.type != "cuda" or torch.version.hip is not None:
-        return f"it needs an NVIDIA GPU of compute capability 9.0, got {q.device.type}"
-    if capability(q.device) != (9, 0):
-        major, minor = capability(q.device)
-        return f"it needs compute capability 9.0, got {major}.{minor}"
-    return _call_fault(q, k, v, causal, window, softcap)
+    return available(q.device) or prefill_fault(q, k, v, causal, window, softcap)
 
 
 def descriptor(x: torch.Tensor, rows: int) -> Any:
@@ -178,15 +168,6 @@ def prefill(
 # segments, online softmax, sums and merge as `cuda`. Only the dependencies differ, so that a step over few keys is not
 # a chain of tiles. `cuda.stands` compares each way to launch them with the one plan before its results are used.
 
-try:  # Gluon is experimental: a Triton that lacks what the kernels need must not disable the other kernels
-    from nondet.kernels.attention.gluon_kernels import decode_kernel, merge_all_kernel
-
-    _NO_KERNEL_DECODE = None
-except (ImportError, AttributeError) as error:  # pragma: no cover - depends on the Triton that is installed
-    _NO_KERNEL_DECODE = f"Triton {triton.__version__} has no Gluon for it ({error})"
-
-
-HEAD_DIMS = (64, 128)
 PAGES = (16, 32, 64, 128)  # of a paged cache, each a box of the copy engine
 _CHUNKS = (4, 8, 16, 32, 64)  # segments merged at a time: one register of a thread for each
 MERGE_CHUNK = _CHUNKS[-1]
@@ -197,8 +178,8 @@ _LAUNCH_REGISTERS_DECODE = 128  # of a thread: two programs of 4 warps fit, or o
 @functools.cache
 def available(device: torch.device) -> str | None:
     """Why the kernels can't run there, or None if they can."""
-    if _NO_KERNEL_DECODE is not None:
-        return _NO_KERNEL_DECODE
+    if NO_KERNEL is not None:
+        return NO_KERNEL
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU of compute capability 9.0, got {device.type}"
     if capability(device) != (9, 0):
@@ -208,10 +189,10 @@ def available(device: torch.device) -> str | None:
 
 
 def call_fault(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why `decode` can't take q over k, v [B, H, T, D] on any GPU, or None if it can."""
+    """Why no kernel of this module takes q over k, v [B, H, T, D] on any GPU, or None if one does."""
     if q.dtype not in HALF:
         return f"it takes float16 and bfloat16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[3] not in HEAD_DIMS:
+    if q.shape[3] not in _STAGES:
         return f"it takes head dims of 64 and 128, got {q.shape[3]}"
     return layout_fault("k", k) or layout_fault("v", v)
 

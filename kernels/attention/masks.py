@@ -171,15 +171,12 @@ def _packing(spans: list[Span], q_len: int, k_len: int, device: torch.device) ->
     def tokens(ranges: list[range]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([np.asarray(r, dtype=np.int64) for r in ranges])).to(device)
 
-    def starts(sizes: list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)).to(device)
-
     return Packing(
         causal=spans[0].causal,
         q_index=tokens([range(s.row * q_len + s.q_start, s.row * q_len + s.q_end) for s in spans]),
         k_index=tokens([range(s.row * k_len + s.k_start, s.row * k_len + s.k_end) for s in spans]),
-        cu_q=starts(q_sizes),
-        cu_k=starts(k_sizes),
+        cu_q=starts(q_sizes, device),
+        cu_k=starts(k_sizes, device),
         max_q=max(q_sizes),
         max_k=max(k_sizes),
         window=spans[0].window,
@@ -189,13 +186,13 @@ def _packing(spans: list[Span], q_len: int, k_len: int, device: torch.device) ->
 @functools.lru_cache(maxsize=8)
 def one_query_each(batch: int, k_len: int, device: torch.device) -> Packing:
     """A decode step without a mask: each row's one query over all of its keys. Nothing is read from the device."""
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    begins = torch.arange(batch + 1, dtype=torch.int32, device=device)
     return Packing(
         causal=True,
         q_index=torch.arange(batch, device=device),
         k_index=torch.arange(batch * k_len, device=device),
-        cu_q=starts,
-        cu_k=starts * k_len,
+        cu_q=begins,
+        cu_k=begins * k_len,
         max_q=1,
         max_k=k_len,
     )
@@ -235,3 +232,8 @@ def attend_packed(
         )
         out.index_copy_(0, packing.q_index, part)
     return out.view(batch, q_len, heads, dim).transpose(1, 2)
+
+
+def starts(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """Where each request begins, and the end: int32 [requests + 1]."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)

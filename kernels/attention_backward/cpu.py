@@ -20,7 +20,7 @@ from nondet.kernels.matmul.cpu import bmm
 from nondet.kernels.pointwise.cpu import vectors_only
 from nondet.kernels.rows.cpu import row_sums
 
-_QUERIES = 128  # whose scores are held at a time: longer sums are less exact, in MKL one chain, and slower
+BLOCK_QUERIES = 128  # whose scores are held at a time: longer sums are less exact, in MKL one chain, and slower
 _KEYS = 64
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -80,8 +80,8 @@ def _request(
     all_keys, all_values = (_by_head(x, heads, 1) for x in (k, v))  # [Hkv, S', D]
     of_keys, of_values = torch.zeros_like(all_keys), torch.zeros_like(all_values)
     of_queries = all_keys.new_empty((queries, q.shape[1], dim))
-    for start in range(0, queries, _QUERIES):
-        rows = slice(start, min(start + _QUERIES, queries))
+    for start in range(0, queries, BLOCK_QUERIES):
+        rows = slice(start, min(start + BLOCK_QUERIES, queries))
         block, above = (_by_head(x[rows], heads, group) for x in (q, gradient))  # [Hkv, G * T', D]
         length = block.shape[1] // group
         last = start + length + k.shape[0] - queries if causal else k.shape[0]  # behind it no key is seen

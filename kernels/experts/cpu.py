@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nondet.core.launch import note
+from nondet.kernels.experts.topk import check_shapes
 from nondet.kernels.matmul import cpu as cpu_matmul
 
 _ALIGNMENT = 64
@@ -26,11 +27,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     Numerics, invariance and errors as `nondet.kernels.matmul.cpu`; ValueError: shapes that do not fit, or offsets that
     do not ascend within R. Rows after the last offset belong to no weight: zeros.
     """
-    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
-        raise ValueError(
-            f"grouped_matmul takes [R, K], [G, K, N] and [G], got {tuple(x.shape)}, {tuple(weight.shape)} and "
-            f"{tuple(offsets.shape)}"
-        )
+    check_shapes(x, weight, offsets)
     ends = [0, *offsets.tolist()]
     if any(end < start for start, end in itertools.pairwise(ends)) or ends[-1] > x.shape[0]:
         raise ValueError(f"grouped_matmul takes offsets that ascend from 0 to at most {x.shape[0]}, got {ends[1:]}")

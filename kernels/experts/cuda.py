@@ -33,6 +33,7 @@ from nondet.core.launch import note
 from nondet.core.proof import Claim, distinct, established, operands_key, product_inputs
 from nondet.core.proof import prove as prove_by_bits
 from nondet.kernels.experts import topk as ordered_topk
+from nondet.kernels.experts.topk import check_shapes
 from nondet.kernels.matmul import triton_kernels as chain_tiles
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, chain, matmul_chain
 from nondet.kernels.rows.cuda_softmax import softmax
@@ -497,11 +498,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     after the last offset belong to no weight and give zeros. Offsets are read only on the device: they have to ascend,
     and what is beyond R is cut. Forward only. NotImplementedError also where no kernel is proven (see `proven`).
     """
-    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
-        raise ValueError(
-            f"grouped_matmul takes [R, K], [G, K, N] and [G], got {tuple(x.shape)}, {tuple(weight.shape)} and "
-            f"{tuple(offsets.shape)}"
-        )
+    check_shapes(x, weight, offsets)
     if offsets.dtype not in (torch.int32, torch.int64) or offsets.device != x.device:
         raise ValueError(f"grouped_matmul takes int32 or int64 offsets on {x.device}, got {offsets.dtype}")
     require("grouped_matmul", _DTYPES, x, weight)

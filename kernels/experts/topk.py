@@ -46,3 +46,12 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     keys = (ordered << 32) + (last - torch.arange(last + 1, device=x.device))
     indices = last - (torch.topk(keys, k, dim=-1).values & 0xFFFFFFFF)
     return x.gather(-1, indices), indices
+
+
+def check_shapes(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Raise ValueError for operands of no grouped product."""
+    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
+        raise ValueError(
+            f"grouped_matmul takes [R, K], [G, K, N] and [G], got {tuple(x.shape)}, {tuple(weight.shape)} and "
+            f"{tuple(offsets.shape)}"
+        )

@@ -76,13 +76,13 @@ class _Packed(NamedTuple):
 
 
 # By the weight's address, of every entered block; blocks may be left in any order, and the last is used.
-_packed: dict[int, list[_Packed]] = {}
+packed_copies: dict[int, list[_Packed]] = {}
 _lock = threading.Lock()
 
 
 def _copy_in_use(weight: torch.Tensor) -> _Packed | None:
     """The kept copy of that weight; None where there is none, or the weight or the settings have changed since."""
-    stack = _packed.get(weight.data_ptr())
+    stack = packed_copies.get(weight.data_ptr())
     if not stack:
         return None
     kept = stack[-1]
@@ -97,11 +97,11 @@ def packable(weight: torch.Tensor) -> bool:
         return False
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_inference():  # those count no changes
         return False
-    return weight.is_contiguous() and computes() and _reorders(weight.dtype)
+    return weight.is_contiguous() and computes() and reorders(weight.dtype)
 
 
 @functools.cache
-def _reorders(dtype: torch.dtype) -> bool:
+def reorders(dtype: torch.dtype) -> bool:
     """Whether oneDNN has the dtype's layout on this CPU: bfloat16's needs AVX-512."""
     try:
         _copy_of(torch.zeros(64, 64, dtype=dtype, device="cpu"))
@@ -132,17 +132,18 @@ def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> I
                 spent += size
     with _lock:
         for address, kept in mine.items():
-            _packed[address] = [*_packed.get(address, ()), kept]  # a new list: other threads read without the lock
+            # a new list: other threads read without the lock
+            packed_copies[address] = [*packed_copies.get(address, ()), kept]
     try:
         yield spent
     finally:
         with _lock:
             for address, kept in mine.items():
-                left = [other for other in _packed[address] if other is not kept]
+                left = [other for other in packed_copies[address] if other is not kept]
                 if left:
-                    _packed[address] = left
+                    packed_copies[address] = left
                 else:
-                    del _packed[address]
+                    del packed_copies[address]
 
 
 def _kept(weight: torch.Tensor, with_bias: bool) -> _Packed | None:
@@ -228,7 +229,7 @@ def bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        kept = _copy_in_use(weight) if fits and _packed else None
+        kept = _copy_in_use(weight) if fits and packed_copies else None
         if kept is None or (bias is not None and not kept.bias):
             out = product(rows, weight.t(), bias)
         else:

@@ -272,8 +272,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-_known: dict[tuple[object, ...], Tiles | NotInvariantError] = {}
-_use_kept = True
+KNOWN: dict[tuple[object, ...], Tiles | NotInvariantError] = {}
+use_kept = True
 _lock = threading.RLock()
 
 
@@ -293,12 +293,12 @@ def proven(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Til
     The certificate is kept, so that the next process, and a dispatcher after `nondet certify`, proves nothing. `key` is
     whatever may change the bits, `environment_key()` included. Raises NotInvariantError: as `prove`.
     """
-    tiles = _known.get(key)
+    tiles = KNOWN.get(key)
     if tiles is None:
         with _lock:
-            tiles = _known.get(key)
+            tiles = KNOWN.get(key)
             if tiles is None:
-                tiles = _known[key] = _kept_or_made(what, key, make)
+                tiles = KNOWN[key] = _kept_or_made(what, key, make)
     if isinstance(tiles, NotInvariantError):
         raise tiles
     return tiles
@@ -306,7 +306,7 @@ def proven(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Til
 
 def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles]) -> Tiles | NotInvariantError:
     kept, written = certificates("cpu"), operands_key(f"cpu-tiles {what}", (), map(str, key))
-    tiles = restored(what, kept.proof("tiles", written)) if _use_kept else None
+    tiles = restored(what, kept.proof("tiles", written)) if use_kept else None
     if tiles is not None:
         return tiles
     try:
@@ -320,7 +320,7 @@ def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles])
 
 def forget() -> None:
     """Prove everything again at its next use, whatever certificates exist."""
-    global _use_kept
+    global use_kept
     with _lock:
-        _known.clear()
-        _use_kept = False
+        KNOWN.clear()
+        use_kept = False

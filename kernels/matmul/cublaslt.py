@@ -191,7 +191,9 @@ def problem_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32
     return Problem(batch, m, n, k, a.dtype, *left, steps[0], *right, steps[1], bias is not None, tf32)
 
 
-class _Descriptors:
+class Descriptors:
+    """The library's descriptions of a product and of its operands, which it sees transposed."""
+
     def __init__(self, problem: Problem) -> None:
         self.desc = ctypes.c_void_p()
         compute = _COMPUTE_32F_FAST_TF32 if problem.tf32 else _COMPUTE_32F
@@ -208,6 +210,7 @@ class _Descriptors:
         self.out = _matrix(problem, problem.n, problem.m, problem.n, problem.m * problem.n)
 
     def set(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
+        """One attribute of the product."""
         put("cublasLtMatmulDescSetAttribute", self.desc, attribute, value)
 
 
@@ -221,7 +224,7 @@ def _matrix(problem: Problem, rows: int, cols: int, ld: int, step: int) -> ctype
 
 
 # Never destroyed: a few hundred bytes each, and a Product in use still refers to them.
-_descriptors = functools.cache(_Descriptors)
+descriptors = functools.cache(Descriptors)
 
 
 def _setting(found: Heuristic, attribute: int) -> int:
@@ -257,7 +260,7 @@ def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: in
     Empty where the library has none. They are for operands of that alignment or a better one. Runs only on the host,
     also while a CUDA graph is being captured.
     """
-    of = _descriptors(problem)
+    of = descriptors(problem)
     preference = _preference(alignment_bytes)
     found = (Heuristic * count)()
     returned = ctypes.c_int(0)
@@ -297,7 +300,7 @@ class Product:
         if loaded is None:
             raise BlasError("PyTorch has loaded no cuBLASLt here")
         self._problem = problem
-        self._of = of = _descriptors(problem)
+        self._of = of = descriptors(problem)
         self._index = index
         self._room = algorithm.workspace_bytes
         self._matmul = loaded.cublasLtMatmul

@@ -57,7 +57,7 @@ from nondet.kernels.triton_common import INTERPRETED, Room, empty_strided, on_de
 # one for this machine into the user's cache folder, whose rows come first. `KINDS` has the names of choices.
 
 FORM = 1
-_FOLDER = Path(__file__).parent / "tables"
+TABLES = Path(__file__).parent / "tables"
 
 
 class Row(NamedTuple):
@@ -174,7 +174,7 @@ def choices(batch: int, m: int, n: int, k: int, dtype: torch.dtype, gpu: str) ->
 def _tables(gpu: str) -> tuple[dict[tuple[str, int, int], list[Row]], int]:
     found: dict[tuple[str, int, int], list[Row]] = {}
     ranked_by = 0
-    for folder in (user_folder(), _FOLDER):
+    for folder in (user_folder(), TABLES):
         path = None if folder is None else folder / f"{slug(gpu)}.json"
         if path is None or not path.is_file():
             continue
@@ -386,7 +386,7 @@ def prove(
         return prove_by_bits(
             [Claim(bound.name, bound.key, called(bound.launch)) for bound in members],
             called(bind_chain(a, b, bias, anchor(a.dtype), tf32=tf32)),
-            _proof_inputs(a, b, bias, alignment),
+            proof_inputs(a, b, bias, alignment),
             certificates(),
         )
 
@@ -411,23 +411,24 @@ def stands(
 
 
 # The first two have an exact result of zero, so only the rounding errors of the order are left.
-_PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
+PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
 _PIECE = 2**22
 
 
-def _proof_inputs(
+def proof_inputs(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alignment: int
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
-    for kind in _PROOFS:
-        left = _hard(a, kind, negate=True, alignment=alignment)
-        right = _hard(b.mT, kind, negate=False, alignment=alignment).mT
+    """(kind, operands like these) of each case of a proof."""
+    for kind in PROOFS:
+        left = hard_operand(a, kind, negate=True, alignment=alignment)
+        right = hard_operand(b.mT, kind, negate=False, alignment=alignment).mT
         extra = None
         if bias is not None:
-            extra = _hard(bias[None], "bell", negate=False, alignment=alignment)[0] * BIAS_SIZE.get(kind, 1.0)
+            extra = hard_operand(bias[None], "bell", negate=False, alignment=alignment)[0] * BIAS_SIZE.get(kind, 1.0)
         yield kind, (left, right, extra)
 
 
-def _hard(x: torch.Tensor, kind: str, *, negate: bool, alignment: int = 256) -> torch.Tensor:
+def hard_operand(x: torch.Tensor, kind: str, *, negate: bool, alignment: int = 256) -> torch.Tensor:
     """Of x's shape, dtype, device and strides, with rows of the kind. Beyond 4 M elements rows repeat."""
     span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     offset = 0 if alignment >= 256 else alignment // x.element_size()
@@ -511,13 +512,6 @@ def bound(
     """
     plan = _plans.get(_key(is_linear, alignment_of(a, b, bias), a, b, bias))
     return None if plan is None else partial(_launched, plan)
-
-
-def bound_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> Callable[..., torch.Tensor] | None:
-    """`bound`, of `linear`."""
-    return bound(True, x, weight, bias)
 
 
 def _key(

@@ -62,7 +62,7 @@ def _held_bytes(tile: Tile) -> int:
     return tile.stages * (tile.block_m + tile.block_n) * tile.block_k * 2
 
 
-def _tile_fits(tile: Tile) -> bool:
+def tile_fits(tile: Tile) -> bool:
     """No more columns than rows, because Triton puts the larger operand first, and `loop` expects `a` there."""
     shapes = tile.block_m in (8, 16, 32, 64) and tile.block_n in (8, 16, 32, 64) and tile.block_k % _PIECE == 0
     room = _held_bytes(tile) + 16 * tile.stages + 256 <= _SHARED_BYTES  # barriers, and the loading warp's arguments
@@ -85,7 +85,7 @@ def hopper_takes(a: torch.Tensor, b: torch.Tensor, tile: Tile) -> bool:
     """Whether the kernel can multiply a [1, M, K] and b [1, K, N]: as `tma_takes`, b by columns, on Hopper."""
     if _NO_KERNEL or INTERPRETED or not a.is_cuda or torch.version.hip is not None:
         return False
-    return _tile_fits(tile) and capability(a.device) == (9, 0) and tma_takes(a, b) and rows_fit(b[0].T)
+    return tile_fits(tile) and capability(a.device) == (9, 0) and tma_takes(a, b) and rows_fit(b[0].T)
 
 
 def bind_hopper(

@@ -15,9 +15,9 @@ import torch
 
 from nondet.core.launch import note
 from nondet.kernels.matmul.cpu import mm
+from nondet.kernels.reference import check_cut
 from nondet.kernels.reference import matmul as reference  # noqa: F401 - of the declaration
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _entropy = random.SystemRandom()
 
 
@@ -29,7 +29,7 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
     simulates atomic additions on a GPU, where programs finish in any order. No CPU library does so: differences between
     such runs come from this simulation.
     """
-    _check("split_k", a, b, splits=splits)
+    check_cut("split_k", a, b, splits=splits)
     if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:
         return a.new_zeros((a.shape[0], b.shape[1]))
     parts = [torch.mm(x, y) for x, y in _slices(a, b, -(-a.shape[1] // splits))]
@@ -45,7 +45,7 @@ def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 
     As `nondet.kernels.matmul.split_k_cuda.fixed_chunk`; operands are widened to float32, and each chunk is a
     batch-invariant product (`nondet.kernels.matmul.cpu`). `workers` are threads; 1 computes the chunks here.
     """
-    _check("fixed_chunk", a, b, workers=workers, chunk=chunk)
+    check_cut("fixed_chunk", a, b, workers=workers, chunk=chunk)
     if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:
         return a.new_zeros((a.shape[0], b.shape[1]))
     slices = _slices(a, b, chunk)
@@ -57,16 +57,6 @@ def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 
         with ThreadPoolExecutor(workers) as pool:
             parts = list(pool.map(lambda pair: mm(*pair), slices))
     return _added(parts).to(a.dtype)
-
-
-def _check(operator: str, a: torch.Tensor, b: torch.Tensor, **sizes: int) -> None:
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"{operator} takes [M, K] x [K, N], got {tuple(a.shape)} x {tuple(b.shape)}")
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{operator} needs {name} of at least 1, got {size}")
-    if a.dtype not in _DTYPES or b.dtype != a.dtype:
-        raise NotImplementedError(f"{operator} takes float16, bfloat16 or float32, got {a.dtype} and {b.dtype}")
 
 
 def _slices(a: torch.Tensor, b: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

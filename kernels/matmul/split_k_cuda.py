@@ -14,13 +14,11 @@ import triton.language as tl
 
 from nondet.core.launch import note
 from nondet.kernels.matmul.triton_kernels import Tile, chain, tile_for, tile_offsets
-from nondet.kernels.triton_common import HALF, on_device, require
+from nondet.kernels.reference import CUT_DTYPES, check_cut
+from nondet.kernels.triton_common import on_device, require
 
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-
-_DTYPES = (*HALF, torch.float32)
 
 
 @triton.jit(do_not_specialize=["M", "chunk", "chunks", "workers"])
@@ -133,15 +131,6 @@ def _sum_in_order(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _check(operator: str, a: torch.Tensor, b: torch.Tensor, **sizes: int) -> None:
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"{operator} takes [M, K] x [K, N], got {tuple(a.shape)} x {tuple(b.shape)}")
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{operator} needs {name} of at least 1, got {size}")
-    require(operator, _DTYPES, a, b)
-
-
 def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
     """a [M, K] times b [K, N] -> [M, N], with K cut into `splits` equal parts (the last may be shorter). Any strides.
 
@@ -150,7 +139,8 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
     and a library that picks the number by M is not batch-invariant. With ordered=False atomics add the parts in the
     order in which programs finish, so even the same call may give different bits.
     """
-    _check("split_k", a, b, splits=splits)
+    check_cut("split_k", a, b, splits=splits)
+    require("split_k", CUT_DTYPES, a, b)
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, device=a.device, dtype=a.dtype)
     if out.numel() == 0:
@@ -177,7 +167,8 @@ def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 
     `chunk` and K: one worker adds the chunks in registers, several leave them in memory for an ordered sum, and the
     bits are the same, so M may choose the number of workers (programs that share a tile's chunks).
     """
-    _check("fixed_chunk", a, b, workers=workers, chunk=chunk)
+    check_cut("fixed_chunk", a, b, workers=workers, chunk=chunk)
+    require("fixed_chunk", CUT_DTYPES, a, b)
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, device=a.device, dtype=a.dtype)
     if out.numel() == 0:

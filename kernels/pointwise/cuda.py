@@ -10,8 +10,6 @@ its quotient rounded as in IEEE 754, its result rounded to the dtype before it i
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -100,9 +98,6 @@ def _rotary_kernel(
     )
 
 
-_bound: dict[tuple[Any, ...], Any] = {}  # what decides the compiled kernel -> that kernel
-
-
 def rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -138,24 +133,19 @@ def rotary(
         *_strides(k_out, many),
     )
     note("rotary")
-    grid = (batch * tokens, 1, 1)
-    blocks = (triton.next_power_of_2(heads_q), triton.next_power_of_2(heads_k))
-    constants = (heads_q, heads_k, *blocks, half)
-    arguments = (q, k, cos, sin, q_out, k_out, tokens, *strides, *constants)
-    low = q.data_ptr() | k.data_ptr() | cos.data_ptr() | sin.data_ptr()
-    # Triton compiles for strides that are 1 or multiples of 16, so all of them are in the key
-    key = (low % 16 == 0, q.dtype, q.get_device(), strides, constants)
-    here = not q.is_cuda or q.get_device() == torch.cuda.current_device()
-    kernel = _bound.get(key)
-    if kernel is not None and here:
-        kernel[grid](*arguments)
-        return q_out, k_out
+    constants = {"HEADS_Q": heads_q, "HEADS_K": heads_k, "BLOCK_Q": triton.next_power_of_2(heads_q)}
+    constants |= {"BLOCK_K": triton.next_power_of_2(heads_k), "HALF": half}
+    tensors = (q, k, cos, sin, q_out, k_out)
     with on_device(q):
-        kernel = _rotary_kernel[grid](*arguments, num_warps=4, enable_fp_fusion=False)
-    if kernel is not None and here:  # the interpreter gives None
-        if len(_bound) >= 4096:
-            _bound.clear()
-        _bound[key] = kernel
+        launch(
+            _rotary_kernel,
+            (batch * tokens,),
+            tensors,
+            (tokens, *strides),
+            constants,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return q_out, k_out
 
 

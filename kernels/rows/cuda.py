@@ -28,7 +28,7 @@ from nondet.kernels.rows.cuda_softmax import cross_entropy as cross_entropy
 from nondet.kernels.rows.cuda_softmax import log_softmax as log_softmax
 from nondet.kernels.rows.cuda_softmax import logsumexp as logsumexp
 from nondet.kernels.rows.cuda_softmax import softmax as softmax
-from nondet.kernels.triton_common import Step, accumulator, again, launch, on_device, remember, require
+from nondet.kernels.triton_common import Step, accumulator, again, on_device, remember, require
 
 # RMSNorm, also with the residual's addition before it, in one pass over memory. A mean of squares is added up in the
 # class's order; everything else is elementwise.
@@ -165,28 +165,19 @@ def _norm(
     other = x[:, 0] if heads else rows if residual is None else as_rows(residual)
     added = x if residual is None else torch.empty(x.shape, device=x.device, dtype=x.dtype)
     m = x.numel() // width
-    together, warps = how.rows_and_warps(m)
     label = f"{name}_rows[{how.span}]"
     note(label)
-    with on_device(x):
-        early = m < _MANY or (how.span >= 4096 and 4 * width > 3 * how.span)
-        launched = launch(
-            _rms_norm_kernel,
-            (-(-m // together),),
-            (rows, other, weight, out, added),
-            (m, width, *rows.stride(), *other.stride()),
-            {
-                "EPS": eps,
-                "RESIDUAL": residual is not None,
-                "HEADS": heads,
-                "EARLY": early,
-                "ROWS": together,
-                **how.tree(),
-                "ACC": accumulator(x.dtype),
-            },
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+    launched = how.launch(
+        _rms_norm_kernel,
+        m,
+        (rows, other, weight, out, added),
+        (m, width, *rows.stride(), *other.stride()),
+        EPS=eps,
+        RESIDUAL=residual is not None,
+        HEADS=heads,
+        EARLY=m < _MANY or (how.span >= 4096 and 4 * width > 3 * how.span),
+        ACC=accumulator(x.dtype),
+    )
     if residual is None and rows.data_ptr() == x.data_ptr() and weight is given:
         remember(("rms_norm", eps), (x, weight), (out,), label, Step(launched, (0, 0, 1, 2, 0)))
     return out, added
@@ -280,20 +271,9 @@ def layer_norm(
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     mean, scale = (torch.empty((*x.shape[:-1], 1), device=x.device, dtype=torch.float32) for _ in range(2))
     rows = as_rows(x)
-    m = rows.shape[0]
-    together, warps = how.rows_and_warps(m)
-    label = f"{name}_rows[{how.span}]"
+    label, tensors = f"{name}_rows[{how.span}]", (rows, weight, bias, out, mean, scale)
     note(label)
-    with on_device(x):
-        launched = launch(
-            _layer_norm_kernel,
-            (-(-m // together),),
-            (rows, weight, bias, out, mean, scale),
-            (m, width, *rows.stride()),
-            {"EPS": eps, "ROWS": together, **how.tree()},
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+    launched = how.launch(_layer_norm_kernel, len(rows), tensors, (len(rows), width, *rows.stride()), EPS=eps)
     if rows.data_ptr() == x.data_ptr() and weight is given[1] and bias is given[2]:
         remember((name, eps), given, (out, mean, scale), label, Step(launched, (0, 1, 2, 3, 4, 5)))
     return out, mean, scale
@@ -364,25 +344,9 @@ def module_norm(
     m = x.numel() // width if width else 0
     if m == 0:
         return out
-    rows, warps = how.rows_and_warps(m)
     note("module_norm")
-    with on_device(x):
-        launched = launch(
-            _module_norm_kernel,
-            (-(-m // rows),),
-            (x, weight, out),
-            (m,),
-            {
-                "WIDTH": width,
-                "EPS": eps,
-                "ROUND_FIRST": round_first,
-                "PLUS_ONE": plus_one,
-                "ROWS": rows,
-                **how.tree(),
-            },
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+    forms = {"WIDTH": width, "EPS": eps, "ROUND_FIRST": round_first, "PLUS_ONE": plus_one}
+    launched = how.launch(_module_norm_kernel, m, (x, weight, out), (m,), **forms)
     if x is given[0] and weight is given[1]:
         remember(what, given, (out,), "module_norm", Step(launched, (0, 1, 2)))
     return out
@@ -435,26 +399,17 @@ def _reduce(name: str, x: torch.Tensor, *, mean: bool) -> torch.Tensor:
     rows = as_rows(x)
     m, width = rows.shape
     how = plan(width, x.element_size())
-    with on_device(x):
-        if how.chunks > 1:
+    if how.chunks > 1:
+        with on_device(x):
             note(f"{name}_rows[{how.chunks}x{how.span}]")
             parts = sum_parts(rows, how, square=False)
             _sum_merge_kernel[(m,)](
                 parts, out, m, width, how.chunks, MEAN=mean, **how.merging(), num_warps=1, enable_fp_fusion=False
             )
             return out
-        together, warps = how.rows_and_warps(m)
-        label = f"{name}_rows[{how.span}]"
-        note(label)
-        launched = launch(
-            _sum_kernel,
-            (-(-m // together),),
-            (rows, out),
-            (m, width, *rows.stride()),
-            {"MEAN": mean, "ROWS": together, **how.tree(), "ACC": accumulator(x.dtype)},
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+    label, numbers = f"{name}_rows[{how.span}]", (m, width, *rows.stride())
+    note(label)
+    launched = how.launch(_sum_kernel, m, (rows, out), numbers, MEAN=mean, ACC=accumulator(x.dtype))
     if width and rows.data_ptr() == x.data_ptr():
         remember(name, (x,), (out,), label, Step(launched, (0, 1)))
     return out

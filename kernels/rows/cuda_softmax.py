@@ -21,6 +21,7 @@ writes the result. Otherwise one launch does both, with the second reading of a 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -170,6 +171,23 @@ class Plan(NamedTuple):
     def merging(self) -> dict[str, int]:
         """The constants of a kernel that adds up a row's chunks."""
         return {"MERGE": self.merge, "MERGE_LEVELS": self.merge_levels}
+
+    def launch(
+        self, kernel: Any, m: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], **constants: Any
+    ) -> Callable[[int, Sequence[Any]], None] | None:
+        """Launch a kernel over m rows of one chunk each; its last constants are ROWS, the tree's and, if given, ACC."""
+        together, warps = self.rows_and_warps(m)
+        accumulated = {"ACC": constants.pop("ACC")} if "ACC" in constants else {}
+        with on_device(tensors[0]):
+            return launch(
+                kernel,
+                (-(-m // together),),
+                tensors,
+                numbers,
+                {**constants, "ROWS": together, **self.tree(), **accumulated},
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
 
 
 @functools.cache
@@ -620,7 +638,7 @@ def held(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool) -> None
 
 
 _CACHED_BYTES = 24 * 2**20  # read again from the L2 cache (50 to 60 MB on Hopper, half of it near) in a second launch
-_LAG_BYTES = 12 * 2**20  # between the two readings in one launch: more than all running programs hold at once
+LAG_BYTES = 12 * 2**20  # between the two readings in one launch: more than all running programs hold at once
 _EACH = 2  # chunks of a program in one launch: the second loads while the first is computed
 
 
@@ -695,7 +713,7 @@ def _wide(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool, at_onc
     m, width = rows.shape
     extra: dict[str, Any] = {"LOG": log, "ACC": accumulator(rows.dtype), "num_warps": how.few[1]}
     if at_once:
-        lag = min(m, triton.cdiv(_LAG_BYTES, width * rows.element_size()))
+        lag = min(m, triton.cdiv(LAG_BYTES, width * rows.element_size()))
         made = torch.zeros(m + 1, device=rows.device, dtype=torch.int32)  # the last counts programs as they start
         turns_kernel[(2 * (m + lag) * triton.cdiv(how.chunks, _EACH),)](
             *(rows, out, *_empty_pairs(rows, how), made, m, width, *rows.stride(), how.chunks, lag),
@@ -715,7 +733,8 @@ def _wide(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool, at_onc
     )
 
 
-def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = None) -> torch.Tensor:
+def softmax_by(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = None) -> torch.Tensor:
+    """[..., V] -> the softmax, or its logarithm. `at_once`: wide rows in one launch, or in two; None: by their size."""
     made = again(name, x)
     if made is not None:
         return made[0]
@@ -728,8 +747,8 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
     rows = as_rows(x)
     m, width = rows.shape
     how = plan(width, x.element_size())
-    with on_device(x):
-        if how.chunks > 1:
+    if how.chunks > 1:
+        with on_device(x):
             if at_once is None and takes(rows, how):
                 note(f"{name}_rows[{how.chunks}x{how.span} held]")
                 held(rows, out, how, log=log)
@@ -739,18 +758,9 @@ def _softmax(name: str, x: torch.Tensor, *, log: bool, at_once: bool | None = No
             note(f"{name}_rows[{how.chunks}x{how.span}{' at once' if at_once else ''}]")
             _wide(rows, out, how, log=log, at_once=at_once)
             return out
-        together, warps = how.rows_and_warps(m)
-        label = f"{name}_rows[{how.span}]"
-        note(label)
-        launched = launch(
-            _softmax_kernel,
-            (-(-m // together),),
-            (rows, out),
-            (m, width, *rows.stride()),
-            {"LOG": log, "ROWS": together, **how.tree(), "ACC": accumulator(x.dtype)},
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+    label, numbers = f"{name}_rows[{how.span}]", (m, width, *rows.stride())
+    note(label)
+    launched = how.launch(_softmax_kernel, m, (rows, out), numbers, LOG=log, ACC=accumulator(x.dtype))
     if rows.data_ptr() == x.data_ptr():
         remember(name, (x,), (out,), label, Step(launched, (0, 1)))
     return out
@@ -766,8 +776,8 @@ def _one_each(name: str, x: torch.Tensor, target: torch.Tensor | None, ignore: i
     how = plan(width, x.element_size())
     place: tuple[Any, ...] = (m, width, *rows.stride())
     other = rows if target is None else target  # not read; any pointer will do
-    with on_device(x):
-        if how.chunks > 1:
+    if how.chunks > 1:
+        with on_device(x):
             note(f"{name}_rows[{how.chunks}x{how.span}]")
             tops, sums = _pairs(rows, how)
             one_each_merge_kernel[(m,)](
@@ -778,28 +788,20 @@ def _one_each(name: str, x: torch.Tensor, target: torch.Tensor | None, ignore: i
                 enable_fp_fusion=False,
             )
             return out
-        together, warps = how.rows_and_warps(m)
-        note(f"{name}_rows[{how.span}]")
-        _one_each_kernel[(triton.cdiv(m, together),)](
-            *(rows, other, out, *place, ignore),
-            LOSS=target is not None,
-            ROWS=together,
-            **how.tree(),
-            ACC=accumulator(x.dtype),
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
+    note(f"{name}_rows[{how.span}]")
+    tensors, numbers = (rows, other, out), (*place, ignore)
+    how.launch(_one_each_kernel, m, tensors, numbers, LOSS=target is not None, ACC=accumulator(x.dtype))
     return out
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V] -> [..., V]: exp(x - max) over its sum, in the module's order."""
-    return _softmax("softmax", x, log=False)
+    return softmax_by("softmax", x, log=False)
 
 
 def log_softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V] -> [..., V]: x - max - log(sum of exp(x - max)), in the module's order."""
-    return _softmax("log_softmax", x, log=True)
+    return softmax_by("log_softmax", x, log=True)
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ TILES = (
     Tile(128, 128, BLOCK, 8, 3),
 )
 ANCHOR = TILES[2]
-_ROWS_PROVEN = 140  # more than one tile's, and not a multiple of any
+ROWS_PROVEN = 140  # more than one tile's, and not a multiple of any
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -149,16 +149,16 @@ def scaled_matmul(
     if M * N == 0:
         return torch.empty(M, N, device=a.device, dtype=dtype)
     given = (a, b, scale_a, scale_b)
-    if tile is None and M > _MOST_ROWS:  # parts: a row has the same bits in any, and a proof fits into memory
-        scales = scale_a.split(_MOST_ROWS) if scale_a.numel() > 1 else [scale_a] * -(-M // _MOST_ROWS)
-        parts = zip(a.split(_MOST_ROWS), scales, strict=True)
+    if tile is None and M > MOST_ROWS:  # parts: a row has the same bits in any, and a proof fits into memory
+        scales = scale_a.split(MOST_ROWS) if scale_a.numel() > 1 else [scale_a] * -(-M // MOST_ROWS)
+        parts = zip(a.split(MOST_ROWS), scales, strict=True)
         return torch.cat([scaled_matmul(p, b, s, scale_b, dtype, bias, tiles_only=tiles_only) for p, s in parts])
     if tile is None:
-        step = None if tiles_only else _library_step(given, dtype, bias)
+        step = None if tiles_only else library_step(given, dtype, bias)
         if step is not None:
             note(f"scaled_matmul[{_named(step)}]")
             return library(*given, dtype, bias, step=step)
-        tile = _proven(a, b, blocked, dtype, tile_for(M))
+        tile = proven_tile(a, b, blocked, dtype, tile_for(M))
     out = torch.empty(M, N, device=a.device, dtype=dtype)
     left, right = laid_out(scale_a, scale_b, (M, K, N), repeated=not blocked)
     note(f"scaled_matmul[{tile}{' blocks' if blocked else ''}]")
@@ -180,7 +180,7 @@ def scaled_matmul(
     return out
 
 
-_MOST_ROWS = 8192
+MOST_ROWS = 8192
 LIBRARY = "torch._scaled_mm"
 # Rows in multiples of these: the library needs 16 bytes of a block's scales together; and where it splits K at few
 # rows, which leaves the class, it may not at 64.
@@ -251,7 +251,7 @@ def library_member(dtype: str) -> dict[str, Callable[..., torch.Tensor]]:
     return {_named(step): partial(library, step=step) for step in _STEPS}
 
 
-def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype, tile: Tile) -> Tile:
+def proven_tile(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype, tile: Tile) -> Tile:
     """The tile if proven, now if need be; else the anchor's, if that gives the same bits again; else
     NotImplementedError.
     """
@@ -262,12 +262,12 @@ def _proven(a: torch.Tensor, b: torch.Tensor, blocked: bool, dtype: torch.dtype,
     for one in dict.fromkeys((tile, ANCHOR)):
         member = f"triton {one.name}"
         alone, ours = partial(_and_few, ANCHOR, dtype), partial(_and_few, one, dtype)
-        if _stands(a, b, (form, _ROWS_PROVEN), alone, Claim(member, key, ours)):
+        if _stands(a, b, (form, ROWS_PROVEN), alone, Claim(member, key, ours)):
             return one
     raise NotImplementedError("no FP8 product is proven to be of class chain-fp8 here, for these dtypes, K, N, layout")
 
 
-def _library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None) -> int | None:
+def library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None) -> int | None:
     """The multiple of rows at which torch's own is proven at exactly these sizes, now if need be; None: not."""
     a, b, scale_a, scale_b = given
     rows, form = len(a), _form(scale_a, scale_b, len(a), b.shape[1])

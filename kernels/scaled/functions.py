@@ -23,16 +23,16 @@ RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _LEAST = 1e-12  # the least largest number of a scale's share, so that zeros get a nonzero scale
 
 
-def _quantized(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    most = torch.finfo(dtype).max
+def _quantized(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    most = torch.finfo(FLOAT8[0]).max
     scale = largest.float().clamp(min=_LEAST) / most
-    return (x.float() / scale).clamp(-most, most).to(dtype), scale
+    return (x.float() / scale).clamp(-most, most).to(FLOAT8[0]), scale
 
 
-def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_tensor(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] with one scale [1, 1] over all of it, a dynamic scale per tensor: the batch's, not a row's."""
     note("quantize[tensor]")
-    return _quantized(x, x.abs().amax()[None, None], dtype)
+    return _quantized(x, x.abs().amax()[None, None])
 
 
 def quantize_by(scale: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,24 +41,22 @@ def quantize_by(scale: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, tor
     return (x.float() / scale).clamp(-most, most).to(FLOAT8[0]), scale
 
 
-def quantize_row(
-    x: torch.Tensor, dtype: torch.dtype = FLOAT8[0], limit: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_row(x: torch.Tensor, limit: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] with a scale for each row, [M, 1]: a row depends only on itself (a maximum is exact).
 
     With a `limit` [1] larger numbers don't count for the scale and are cut, as in FBGEMM.
     """
     note("quantize[row]")
     largest = x.abs().amax(-1, keepdim=True)
-    return _quantized(x, largest if limit is None else torch.minimum(largest.float(), limit), dtype)
+    return _quantized(x, largest if limit is None else torch.minimum(largest.float(), limit))
 
 
-def quantize_block(x: torch.Tensor, dtype: torch.dtype = FLOAT8[0]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] with a scale for each 128 numbers of a row, [M, K / 128]; the last share may be shorter."""
     note("quantize[1x128]")
     K = x.shape[1]
     shares = torch.nn.functional.pad(x, (0, -K % BLOCK)).unflatten(1, (-1, BLOCK))
-    q, scale = _quantized(shares, shares.abs().amax(-1, keepdim=True), dtype)
+    q, scale = _quantized(shares, shares.abs().amax(-1, keepdim=True))
     return q.flatten(1)[:, :K].contiguous(), scale[..., 0]
 
 

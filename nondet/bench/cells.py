@@ -190,16 +190,15 @@ def timed_of(
     *,
     failure: Failure | None = None,
     kernels: Sequence[str] = (),
-    digits: int = 4,
 ) -> Timed:
     """One implementation's entry in a case: its figures, or why there are none. `samples_us` are per call."""
     if failure is not None:
         return Timed(impl=impl, status=failure[0], reason=failure[1], ran=ran)
-    low, median, high = (round(float(us), digits) for us in np.percentile(samples_us, (25, 50, 75)))
+    low, median, high = (round(float(us), 4) for us in np.percentile(samples_us, (25, 50, 75)))
     return Timed(
         impl=impl,
         status=Status.TIMED,
-        samples_us=[round(us, digits) for us in samples_us],
+        samples_us=[round(us, 4) for us in samples_us],
         median_us=median,
         low_us=low,
         high_us=high,
@@ -213,8 +212,8 @@ def timed_of(
 
 COPY = "copy"
 # Large enough to fill the machine, small enough to take a few milliseconds.
-_COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
-_PRODUCT = {"cuda": 8192, "cpu": 1024}
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
+PRODUCT_SIZES = {"cuda": 8192, "cpu": 1024}
 
 
 def peak_name(dtype: str) -> str:
@@ -247,13 +246,13 @@ def measure_limit(name: str, device: str, seed: int, stopwatch: Stopwatch) -> Li
     calls: dict[str, Callable[..., Any]]
     sets: list[tuple[torch.Tensor, ...]]
     if name == COPY:
-        source = make("bell", (_COPY_BYTES[device] // 4,), torch.float32, device, rng)
+        source = make("bell", (COPY_BYTES[device] // 4,), torch.float32, device, rng)
         sets = [(torch.empty_like(source), source) for _ in range(2)]
         size = f"of {source.nbytes / 2**20:.0f} MiB"
         unit, work = "B/s", 2 * source.nbytes
         calls = {f"copy_ {size}": torch.Tensor.copy_, f"torch.neg {size}": _negate}
     else:
-        edge = _PRODUCT[device]
+        edge = PRODUCT_SIZES[device]
         dtype: torch.dtype = getattr(torch, name.removeprefix(peak_name("")))
         sets = [tuple(make("bell", (edge, edge), dtype, device, rng) for _ in range(2)) for _ in range(2)]
         unit, work = "FLOP/s", 2 * edge**3

@@ -105,7 +105,7 @@ def serve(
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
     try:
-        _join(rank, world, device, port, limit_s)
+        join_group(rank, world, device, port, limit_s)
         pipe.send(Answer())
     except BaseException as error:  # noqa: BLE001 - the parent gets any error
         pipe.send(_failure(error))
@@ -129,7 +129,8 @@ def fail_now(error: BaseException) -> None:
         _pipe.send(_failure(error))
 
 
-def _join(rank: int, world: int, device: str, port: int, limit_s: float) -> None:
+def join_group(rank: int, world: int, device: str, port: int, limit_s: float) -> None:
+    """In a rank: join the process group of all, on a GPU of its own where there is one."""
     import torch
     import torch.distributed as dist
 
@@ -323,18 +324,15 @@ def limit_or(default: float) -> float:
 _shared: RankGroup | None = None
 
 
-def shared_group(
-    world: int, device: str, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S
-) -> RankGroup:
-    """The group of that kind, kept from one call to the next; there is one at a time. `limit_s`, for starting and for
-    each call, applies where it is started now and NONDET_RANKS_LIMIT_S is not set."""
+def shared_group(world: int, device: str, environment: dict[str, str] | None = None) -> RankGroup:
+    """The group of that kind, kept from one call to the next; there is one at a time."""
     global _shared
     wanted = (world, device, dict(environment or {}))
     if _shared is not None and (not _shared.alive or (_shared.world, _shared.device, _shared.environment) != wanted):
         _shared.close()
         _shared = None
     if _shared is None:
-        _shared = RankGroup(world, device, environment, limit_or(limit_s))
+        _shared = RankGroup(world, device, environment, limit_or(LIMIT_S))
     return _shared
 
 

@@ -54,11 +54,11 @@ from nondet.vllm.operators import float32_default
 
 _ELSE = "Unset NONDET_BATCH_INVARIANT for this model."
 _CACHES = (None, "auto", "float16", "bfloat16")
-_DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
+DENSE_ITEMS = 64  # blocks of 128 queries of a head from which a chunk may be computed densely, as `attention` does
 # Queries times keys times heads above which it is: below, gathering and an extra launch cost more than the quicker
 # kernel saves. Four times this took 3% off the prefill of 8B's shape. Only speed depends on it: the dense prefill is
 # proven at start to have the bits of the other way.
-_DENSE_WORK = 3 << 24
+DENSE_WORK = 3 << 24
 # missing from vLLM 0.29 on: layouts have names there
 _shape = getattr(FlashAttentionBackend, "get_kv_cache_shape", None)
 IN_ROWS = _shape is None or len(_shape(2, 16, 3, 64)) == 4
@@ -87,7 +87,7 @@ def pieces_of(starts: list[int], lengths: list[int] | None, longest: int, heads:
     begin = 0
     for i, count in enumerate(counts):
         work = heads * count * lengths[i] if lengths and lengths[i] >= count > 64 else 0
-        if may_gather and lengths and work >= _DENSE_WORK and heads * -(-count // 128) >= _DENSE_ITEMS:
+        if may_gather and lengths and work >= DENSE_WORK and heads * -(-count // 128) >= DENSE_ITEMS:
             if begin < i:
                 pieces.append(Piece(begin, i, max(counts[begin:i]), longest))
             pieces.append(Piece(i, i + 1, count, lengths[i], (starts[i], starts[i + 1])))
@@ -160,7 +160,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         # the dense prefill takes neither window nor soft cap
         self.may_gather = all(i.sliding_window[0] < 0 and not i.logits_soft_cap for i in impls)
         if device.type == "cuda":
-            warmed(impls, kv_cache_spec.dtype, requests, longest, device, self.block_size)
+            warm(impls, kv_cache_spec.dtype, requests, longest, device, self.block_size)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: a shared prefix is attended to by each request itself."""
@@ -244,10 +244,12 @@ def ways_of(
     return ways
 
 
-def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int) -> int:
-    """Prove and compile every way that `way_for` can choose, before requests are served; returns their number."""
-    count = 0
-    with float32_default(), torch.inference_mode():
+def warm(
+    impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, device: torch.device, page: int
+) -> None:
+    """Prove and compile every way that `way_for` can choose, before requests are served, and log the cost."""
+    count, began = 0, time.perf_counter()
+    with first_uses() as uses, float32_default(), torch.inference_mode():
         for impl in {(i.num_heads, i.num_kv_heads, i.sliding_window, i.logits_soft_cap): i for i in impls}.values():
             ways = ways_of(impl, dtype, requests, longest, device, page)
             lanes = False
@@ -265,39 +267,23 @@ def warm(impls: Iterable[Any], dtype: torch.dtype, requests: int, longest: int, 
                 )
                 attention(q, kv, kv.clone())
             count += len(ways)
-    return count
-
-
-def warmed(*args: Any) -> None:
-    """`warm`, and a line of the log with its cost."""
-    began = time.perf_counter()
-    with first_uses() as uses:
-        what = f"attention in {warm(*args)} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
+    what = f"attention in {count} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
     log(f"{what}, in {time.perf_counter() - began:.1f} s.")
 
 
-def flat_of(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """(tokens of a page, K, V), both [tokens, heads, dim] and views of one layer's cache; see the module. Raises
+def dense_views(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """(tokens of a page, K, V), both [1, heads, tokens, dim] and views of one layer's cache; see the module. Raises
     RuntimeError: a cache that is not stored token by token."""
     if IN_ROWS:
         _, heads, page, width = cache.shape
         k, v = cache.transpose(1, 2).view(-1, heads, width).split(width // 2, -1)
-        return page, k, v
-    page, heads, dim = cache.shape[2:]
-    flat = cache.view(-1, heads, dim)
-    return page, flat[:-page], flat[page:]
-
-
-def dense_views(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """(tokens of a page, K, V) as `flat_of` has them, both [1, heads, tokens, dim], in fewer calls, at each step."""
-    if IN_ROWS or not cache.is_contiguous():
-        page, k, v = flat_of(cache)
         return page, as_dense(k), as_dense(v)
     page, heads, dim = cache.shape[2:]
-    row, begin = heads * dim, cache.storage_offset()
-    size = (1, heads, cache.numel() // row - page, dim)
-    stride = (size[2] * row, dim, row, 1)
-    return page, cache.as_strided(size, stride, begin), cache.as_strided(size, stride, begin + page * row)
+    flat = cache.view(-1, heads * dim)
+    row, begin = flat.stride(0), flat.storage_offset()
+    size = (1, heads, len(flat) - page, dim)
+    stride = (size[2] * row, dim, row, 1)  # in fewer calls than slices of it, because each layer asks at each step
+    return page, flat.as_strided(size, stride, begin), flat.as_strided(size, stride, begin + page * row)
 
 
 class SegmentsImpl(FlashAttentionImpl):
@@ -353,7 +339,7 @@ class SegmentsImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query [T, Hq, D] over the cache, as `flat_of` takes it, into output [T, Hq, D]."""
+        """query [T, Hq, D] over the cache, as `dense_views` takes it, into output [T, Hq, D]."""
         if attn_metadata is None:
             return output.fill_(0)
         meta = attn_metadata
@@ -365,7 +351,7 @@ class SegmentsImpl(FlashAttentionImpl):
             if piece.dense is not None:
                 begin, end = piece.dense
                 tokens = meta.token_index[first]
-                gathered = (as_dense(x.index_select(0, tokens)) for x in flat_of(kv_cache)[1:])
+                gathered = (as_dense(x[0].transpose(0, 1).index_select(0, tokens)) for x in (k, v))
                 done = attention(as_dense(query[begin:end]), *gathered, scale=self.scale)
                 out[begin:end].copy_(done[0].transpose(0, 1))
                 continue

@@ -268,7 +268,8 @@ class VllmEngine:
             vars(looker).update(vars(seen))
         for name, count in self._covered.items():
             note(name, count)
-        for name, count in (("cached prompt tokens", _cached(played)), ("preemptions", played.preempted)):
+        cached = sum(tokens for *_, tokens in played.answers.values())
+        for name, count in (("cached prompt tokens", cached), ("preemptions", played.preempted)):
             if count:
                 note(f"vLLM's {name}", count)
         session = session_of(played, requests)
@@ -338,10 +339,6 @@ class VllmHost:
         """End the running one."""
         self._key = None
         self._stack.close()
-
-
-def _cached(played: Played) -> int:
-    return sum(cached for *_, cached in played.answers.values())
 
 
 def _coverage(path: Path) -> Counter[str]:

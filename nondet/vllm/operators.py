@@ -36,15 +36,11 @@ from nondet.core.launch import first_uses
 from nondet.core.proof import Claim, prove
 from nondet.kernels.scaled.functions import BLOCK, quantize_block, quantize_by, quantize_row
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
 _FINE, _COARSE, _FINE_TO = 64, 256, 2048  # rows between certified counts, up to _FINE_TO rows and above
-_MOST_BOUND = 2**16
 _ALIGNED = 256  # bytes to which every allocation is aligned
 
 _counts: list[int] = []
 _ran: set[int] | None = None  # addresses of the weights that operators ran with; None while not watching
-_bound: dict[tuple[Any, ...], Product] = {}
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()  # address of a weight -> the layer that keeps its kernel
 
 
@@ -59,9 +55,8 @@ def row_counts(graphs: Sequence[int], tokens: int) -> list[int]:
 
 
 def use_counts(counts: Iterable[int]) -> None:
-    """Pad products to these numbers of rows from now on, and forget what was bound."""
+    """Pad products to these numbers of rows from now on."""
     _counts[:] = sorted(counts)
-    _bound.clear()
 
 
 def padded_rows(rows: int) -> int:
@@ -91,14 +86,11 @@ def not_run(weights: Mapping[str, torch.Tensor]) -> list[str]:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], by a certified member of class "chain"."""
+    from nondet.kernels.matmul.cuda import linear
+
     note(weight)
-
-    def compute(rows: torch.Tensor) -> torch.Tensor:
-        key = (len(rows), weight.data_ptr(), weight.shape, weight.dtype, 0 if bias is None else bias.data_ptr())
-        call = _bound.get(key)
-        return _first(key, rows, weight, bias) if call is None else call(rows, weight, bias)
-
-    return padded(compute, x)
+    plain = weight.data  # without vLLM's subclass
+    return padded(lambda rows: linear(rows, plain, bias), x)
 
 
 def padded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -120,19 +112,6 @@ def padded(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 def padded_sum(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """x [..., N] added over ranks by compute, at a certified row count; at its own where there are none yet."""
     return padded(compute, x) if _counts and x.ndim > 1 else compute(x)
-
-
-def _first(key: tuple[Any, ...], rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    from nondet.kernels.matmul.cuda import bound_linear, linear
-
-    weight = weight.data  # without vLLM's subclass
-    out = linear(rows, weight, bias)
-    call = bound_linear(rows, weight, bias)
-    if call is not None:
-        if len(_bound) >= _MOST_BOUND:
-            _bound.clear()
-        _bound[key] = call
-    return out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -276,7 +255,7 @@ def certify_product(weight: torch.Tensor, bias: torch.Tensor | None, counts: Seq
 
 # A quantized layer keeps its own kernel if that is invariant: each number of rows is compared with the largest, on
 # ordinary and on hard inputs, as its first and as its last rows.
-_KINDS = ("bell", "wide", "outlier", "cancel")
+PROBED_KINDS = ("bell", "wide", "outlier", "cancel")
 
 
 def first_size_that_differs(
@@ -292,12 +271,12 @@ def first_size_that_differs(
     most, kept = max(counts), Certificates({"device": str(device)}, None)
     whole: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     with float32_default(), torch.inference_mode():
-        for kind in _KINDS:
+        for kind in PROBED_KINDS:
             drawn = inputs.make(kind, (most, width), dtype, device, inputs.generator(1, device))
             whole[kind] = (drawn, compute(drawn))
         for rows in counts:
             claim = Claim("own kernel", f"M={rows} of {most}", partial(_from, compute, rows))
-            starts = [(kind, start) for kind in _KINDS for start in sorted({0, most - rows})]
+            starts = [(kind, start) for kind in PROBED_KINDS for start in sorted({0, most - rows})]
             cases = ((f"{kind} from row {start}", (*whole[kind], start)) for kind, start in starts)
             known = prove([claim], lambda x, large, start, n=rows: large[start : start + n], cases, kept)[0]
             if known is None:

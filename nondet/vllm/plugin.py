@@ -89,7 +89,7 @@ PATCHED = (
 MOVED = {SHAPE: Patched("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
 _HOOK = "_of_nondet"
 _NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
-_done: list[int] = []  # the process that has registered: a fork inherits the patches, and patches nothing again
+REGISTERED: list[int] = []  # the process that has registered: a fork inherits the patches, and patches nothing again
 
 
 def enabled() -> bool:
@@ -120,7 +120,7 @@ def register() -> None:
     no NVIDIA GPU, a vLLM whose signatures do not fit, or another plugin in the way."""
     before = {name: os.environ.get(name) for name in (OWN, _BREAKABLE)}
     try:
-        if enabled() and not _done:
+        if enabled() and not REGISTERED:
             _register()
     except BaseException:
         for name, value in before.items():
@@ -146,7 +146,7 @@ def _register() -> None:
     os.environ[OWN] = "1"  # before modules are loaded that read it once
     os.environ.setdefault(_BREAKABLE, "0")
     _install(check_patched())
-    _done.append(os.getpid())
+    REGISTERED.append(os.getpid())
     log(f"batch invariance by nondet {VERSION}: products, attention and norms; {OWN}=1 is set underneath.")
     if vllm.__version__ not in TRIED:
         fits = f"vLLM {vllm.__version__} has every function that nondet replaces"
@@ -204,26 +204,21 @@ def check_patched() -> dict[str, Any]:
     if SHAPE in found and not _known_layout(found[SHAPE]):
         raise _misfit(vllm.__version__, "FlashAttention's KV cache has another layout")
     registry = object_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
-    with_custom = _path_of(registry.CUSTOM)
+    with_custom = ""
+    with suppress(ValueError):  # CUSTOM without a registered backend
+        with_custom = str(registry.CUSTOM.get_path())
     if with_custom not in ("", _BACKEND):
         raise UserError(f"the attention backend CUSTOM is {with_custom} already", "Run one of the two plugins.")
     return found
 
 
 def _known_layout(layout: Any) -> bool:
-    """Whether the cache is one of the two that `nondet.vllm.attention.flat_of` takes."""
+    """Whether the cache is one of the two that `nondet.vllm.attention.dense_views` takes."""
     if layout.__name__ == SHAPE.rpartition(".")[2]:
         return layout(2, 16, 3, 64) in ((2, 2, 16, 3, 64), (2, 3, 16, 128))
     with suppress(ImportError, AttributeError):
         return bool(object_at("vllm.v1.kv_cache_layout:KVCacheLayout.LBNHC").value == (0, 1, 3, 2, 4))
     return False
-
-
-def _path_of(backend: Any) -> str:
-    try:
-        return str(backend.get_path())
-    except ValueError:  # CUSTOM without a registered backend
-        return ""
 
 
 def _misfit(version: str, what: str) -> UserError:
@@ -244,20 +239,17 @@ def _install(found: Mapping[str, Any]) -> None:
     def apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:  # dynamo traces it and keeps the operator whole
         return torch.ops.vllm.nondet_product(x, layer.weight, bias)
 
-    for method in (
-        f"{_LAYERS}.linear:UnquantizedLinearMethod",
-        f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
-    ):
-        object_at(method).apply = apply
-    _METHODS[apply] = REPLACED, _PRODUCTS
-    _METHODS[operators.ScaledMethod.apply] = REPLACED, _SCALED
-    _METHODS[operators.OwnMethod.apply] = CERTIFIED, "its own kernel, at row counts certified at start"
+    for method in ("linear:UnquantizedLinearMethod", "vocab_parallel_embedding:UnquantizedEmbeddingMethod"):
+        object_at(f"{_LAYERS}.{method}").apply = apply
+    METHODS[apply] = REPLACED, PRODUCTS
+    METHODS[operators.ScaledMethod.apply] = REPLACED, _SCALED
+    METHODS[operators.OwnMethod.apply] = CERTIFIED, "its own kernel, at row counts certified at start"
 
     def forward_cuda(self: Any, x: Any) -> Any:
         return torch.ops.vllm.nondet_silu_mul(x)
 
     object_at(f"{_LAYERS}.activation:SiluAndMul").forward_cuda = forward_cuda
-    _install_norms()
+    install_norms()
     _install_experts(found)
     _install_sum(found[_SUM])
     registry = object_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
@@ -266,7 +258,8 @@ def _install(found: Mapping[str, Any]) -> None:
     _around_start(*(found[f"vllm.v1.worker.gpu_worker:Worker.{n}"] for n in ("load_model", "compile_or_warm_up_model")))
 
 
-def _install_norms() -> None:
+def install_norms() -> None:
+    """Replace vLLM's norms by ours, of both names and in both of their forwards."""
     import torch
 
     def normed(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
@@ -287,7 +280,7 @@ def _install_norms() -> None:
 
     for norm, ours in ((plain, forward), (gemma, forward_gemma)):
         norm.forward_native = norm.forward_cuda = ours
-        _METHODS[ours] = REPLACED, "norm in class lanes"
+        METHODS[ours] = REPLACED, "norm in class lanes"
 
 
 def _install_experts(found: Mapping[str, Any]) -> None:
@@ -501,10 +494,10 @@ _BY_METHOD = {
     "ParallelLMHead",
 }  # fmt: skip
 _EXPERTS = "experts in class grouped, certified at start"
-_PRODUCTS = "products in class chain, certified at start"
+PRODUCTS = "products in class chain, certified at start"
 _SCALED = "FP8 products in class chain-fp8, certified at start: its own kernel is not proven"
-_PROVEN = (_EXPERTS, _PRODUCTS)  # only at start
-_METHODS: dict[Any, tuple[str, str]] = {}  # method or norm -> its standing, and why; see `_install`
+_PROVEN = (_EXPERTS, PRODUCTS)  # only at start
+METHODS: dict[Any, tuple[str, str]] = {}  # method or norm -> its standing, and why; see `_install`
 
 
 class Standing(NamedTuple):
@@ -526,42 +519,23 @@ def standing_of(
     """The standing of a module; None if it only holds others. own(name, module) gives that of a layer's own kernel,
     which every product and norm has where nondet's kernels are not `installed`."""
     ancestors, kind = _ancestors(module), type(module).__name__
-
-    def judged(standing: str, why: str) -> Standing:
-        return Standing(name, kind, standing, why)
-
-    method = getattr(module, "quant_method", None)
+    judged = partial(Standing, name, kind)
     if name.endswith("routed_experts.quant_method") and "FusedMoEMethodBase" in ancestors:
         return None  # a part of the experts before it
     if {"MoERunner", "RoutedExperts", "FusedMoEMethodBase"} & ancestors or "FusedMoE" in kind or "MoERunner" in kind:
-        return _of_experts(module, ancestors, judged, installed=installed)
+        return judged(*_of_experts(module, ancestors, installed=installed))
     if {"LinearBase", "VocabParallelEmbedding"} & ancestors:
         around = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
         if around not in _BY_METHOD:
             return judged(AT_RISK, f"a product by {around}'s own forward, which nondet does not know")
         # whatever its name: another plugin may have replaced it since
-        apply = getattr(method, "apply", None)
-        ours = _METHODS.get(getattr(apply, "__func__", apply)) if installed else None
+        apply = getattr(getattr(module, "quant_method", None), "apply", None)
+        ours = METHODS.get(getattr(apply, "__func__", apply)) if installed else None
         return judged(*ours) if ours is not None else own(name, module)
     if "AttentionLayerBase" in ancestors:  # whatever has a cache: state spaces and linear attention as well
-        by = type(getattr(module, "impl", module)).__name__
-        if not installed or by != "SegmentsImpl":
-            return judged(AT_RISK, f"attention by {by}, which is not proven")
-        if kind != "Attention":  # sinks that are keys, chunks that are requests, whole prompts: by a step's metadata
-            return judged(AT_RISK, f"attention as a {kind} needs it, which was not tried")
-        return judged(REPLACED, "attention in class segments")
+        return judged(*_of_attention(module, installed=installed))
     if {*_NORMS} & ancestors:
-        if not installed:
-            return own(name, module)
-        around = next(cls.__name__ for cls in type(module).__mro__ if any(n.startswith("forward") for n in vars(cls)))
-        if around not in _NORMS:
-            return judged(AT_RISK, f"a norm by {around}'s own forward, which nondet does not know")
-        if getattr(module, "variance_size_override", None) is not None or not getattr(module, "has_weight", True):
-            return judged(AT_RISK, "a norm without weight, or of a part")
-        native, cuda = (_METHODS.get(getattr(type(module), f"forward_{by}", None)) for by in ("native", "cuda"))
-        return (
-            judged(*native) if native and native == cuda else judged(AT_RISK, "a norm that was replaced after nondet's")
-        )
+        return judged(*_of_norm(module)) if installed else own(name, module)
     if _ELEMENTWISE & ancestors:
         return judged(ELEMENTWISE, "nothing is added up")
     if next(module.children(), None) is not None:
@@ -569,17 +543,36 @@ def standing_of(
     return judged(AT_RISK, "a layer that nondet does not know")
 
 
-def _of_experts(
-    module: Any, ancestors: set[str], judged: Callable[[str, str], Standing], *, installed: bool
-) -> Standing:
-    """The standing of a mixture of experts: of its runner, which chooses them, and of the layer with their weights."""
+def _of_attention(module: Any, *, installed: bool) -> tuple[str, str]:
+    by, kind = type(getattr(module, "impl", module)).__name__, type(module).__name__
+    if not installed or by != "SegmentsImpl":
+        return AT_RISK, f"attention by {by}, which is not proven"
+    if kind != "Attention":  # sinks that are keys, chunks that are requests, whole prompts: by a step's metadata
+        return AT_RISK, f"attention as a {kind} needs it, which was not tried"
+    return REPLACED, "attention in class segments"
+
+
+def _of_norm(module: Any) -> tuple[str, str]:
+    around = next(cls.__name__ for cls in type(module).__mro__ if any(n.startswith("forward") for n in vars(cls)))
+    if around not in _NORMS:
+        return AT_RISK, f"a norm by {around}'s own forward, which nondet does not know"
+    if getattr(module, "variance_size_override", None) is not None or not getattr(module, "has_weight", True):
+        return AT_RISK, "a norm without weight, or of a part"
+    native, cuda = (METHODS.get(getattr(type(module), f"forward_{by}", None)) for by in ("native", "cuda"))
+    if native is None or native != cuda:
+        return AT_RISK, "a norm that was replaced after nondet's"
+    return native
+
+
+def _of_experts(module: Any, ancestors: set[str], *, installed: bool) -> tuple[str, str]:
+    """Of a mixture of experts: of its runner, which chooses them, and of the layer with their weights."""
     if not installed or not {"MoERunner", "RoutedExperts"} & ancestors:
-        return judged(AT_RISK, "experts by vLLM's own kernels, which are not proven")
+        return AT_RISK, "experts by vLLM's own kernels, which are not proven"
     chooses = "MoERunner" in ancestors
     fault = _unfit_router(module) if chooses else _unfit_experts(module)
     if fault:
-        return judged(AT_RISK, f"{fault}: by vLLM's own kernels, which are not proven")
-    return judged(REPLACED, "experts chosen token by token, ties decided" if chooses else _EXPERTS)
+        return AT_RISK, f"{fault}: by vLLM's own kernels, which are not proven"
+    return REPLACED, "experts chosen token by token, ties decided" if chooses else _EXPERTS
 
 
 # Experts: a layer of them is replaced if `nondet.kernels.experts.cuda` can compute it, and its products are proven at
@@ -628,7 +621,7 @@ def _unfit_experts(layer: Any) -> str:
     return ", ".join(what for what, applies in faults.items() if applies)
 
 
-def _certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
+def certify_experts(layer: Any, counts: Sequence[int]) -> operators.Certified:
     """Prove every tile that a step of these numbers of tokens can use, and compile the kernels: all of them are run,
     and one more for each pair of tiles that is in between. Raises NotImplementedError: a product has no tile."""
 
@@ -782,14 +775,14 @@ def _prove(
     if standing.why == _EXPERTS:
         key: Any = ("experts", *(p.shape + p.stride() for p in module.parameters()), module.top_k, module.renormalize)
         try:
-            seen[key] = seen.get(key) or _certify_experts(module, counts)
+            seen[key] = seen.get(key) or certify_experts(module, counts)
             setattr(module, _OURS, True)
         except Exception as error:  # noqa: BLE001 - whatever the error, it is not proven
             why = one_line(str(error), 120) or type(error).__name__
             return standing._replace(standing=AT_RISK, why=f"no product of these experts is proven here: {why}")
     elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
         setattr(module.router, _OURS, True)
-    elif standing.why == _PRODUCTS and weight is not None and weight.is_cuda:
+    elif standing.why == PRODUCTS and weight is not None and weight.is_cuda:
         bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
         key = (weight.shape, weight.stride(), weight.dtype, bias is None)
         if key not in seen:
@@ -919,7 +912,7 @@ class Look:
         """Test before any request runs."""
         [model] = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
         config = llm.llm_engine.vllm_config
-        own, installed = own_kernel(config), bool(_done)
+        own, installed = own_kernel(config), bool(REGISTERED)
         seen = (standing_of(name, module, own, installed=installed) for name, module in model.named_modules())
         self.found = [*config_standings(config), *filter(None, seen)]
         yield

@@ -39,37 +39,24 @@ def test_an_interval_covers_the_noise_and_nothing_more() -> None:
     assert not c.within_noise
     steady = timed("stock", 10.0, samples_us=[10.0] * 9), timed("invariant", 8.0, samples_us=[8.0] * 9)
     assert of(cell(1, *steady), "invariant").interval == (1.25, 1.25)
-
-
-def test_a_ratio_within_noise_is_called_that() -> None:
-    """Two that scatter around each other are not told apart, whatever their medians say."""
-    noisy = [10.0, 12.0, 9.0, 11.0, 10.5, 9.5, 13.0]
-    c = of(
-        cell(1, timed("stock", 10.5, samples_us=noisy), timed("invariant", 10.4, samples_us=noisy[::-1])), "invariant"
-    )
-    assert c.within_noise
-    assert not of(cell(1, timed("stock", 10.5), timed("invariant", 9.0)), "invariant").within_noise
+    noisy = [10.0, 12.0, 9.0, 11.0, 10.5, 9.5, 13.0]  # two that scatter around each other, whatever their medians are
+    scattered = timed("stock", 10.5, samples_us=noisy), timed("invariant", 10.4, samples_us=noisy[::-1])
+    assert of(cell(1, *scattered), "invariant").within_noise
 
 
 def test_replays_are_compared_in_pairs() -> None:
-    """A machine that slows down half-way slows both: the ratio stays, and its interval stays narrow."""
+    """A machine that slows down half-way slows both: the ratio stays, and its interval stays narrow.
+
+    Of one kernel timed twice one median fell before a step of the clock, the other behind it (ratio 1.12).
+    """
     drift = [1.0 + 0.1 * i for i in range(11)]
-    both = (
-        timed("stock", 20.0, samples_us=[10 * d for d in drift]),
-        timed("mine", 15.0, samples_us=[7.5 * d for d in drift]),
-    )
+    both = [timed(name, 2 * us, samples_us=[us * d for d in drift]) for name, us in (("stock", 10.0), ("mine", 7.5))]
     low, high = of(cell(1, *both), "mine").interval
     assert high - low < 1e-9
-
-
-def test_a_clock_that_steps_in_mid_cell_makes_no_ratio() -> None:
-    """Of one kernel timed twice one median fell before the step, the other behind it (ratio 1.12); the pairs agree."""
     before, after = 1118.0, 1258.0
     stock, mine = [after, after, before, after, before], [after, before, before, after, before]
-    both = timed("stock", after, samples_us=stock), timed("invariant", before, samples_us=mine)
-    c = of(cell(1, *both), "invariant")
-    assert c.ratio == 1.0
-    assert c.interval[0] == 1.0
+    c = of(cell(1, timed("stock", after, samples_us=stock), timed("mine", before, samples_us=mine)), "mine")
+    assert (c.ratio, c.interval[0]) == (1.0, 1.0)
 
 
 def test_no_ratio_without_both_sides() -> None:
@@ -117,8 +104,8 @@ def test_sections_keep_dtypes_apart_and_their_own_bits() -> None:
         ("matmul", "float16", 0),
     ]
     other = run_of(
-        row([0, 0], probe="bench", case="matmul K=9 N=9: row 0 of M rows"),
-        failed(probe="bench", case="matmul K=4096 N=4096: row 0 of M rows", impl="invariant"),
+        row([0, 0], probe="bench", case="matmul K=9 N=9: row 0 of M rows", group="K=9 N=9"),
+        failed(probe="bench", case="matmul K=4096 N=4096: row 0", group="K=4096 N=4096", impl="invariant"),
         cells=[cell(1, timed("stock", 1.0), timed("invariant", 1.0))],
     )
     (section,) = sections(other)
@@ -164,15 +151,11 @@ def test_what_is_no_regression() -> None:
         assert check_runs(run(), new).regressions == ()
 
 
-def test_one_slow_cell_is_named() -> None:
-    """A fifth in one cell is one line with both ratios, whatever the others do."""
+def test_a_regression_is_named() -> None:
+    """A fifth in one cell is one line with both ratios, whatever the others do; so are 7% in each of five."""
     (line,) = check_runs(run(), run(1.2, only=64)).regressions
     assert "M=64" in line
     assert "0.833 of stock, and it was 1.000" in line
-
-
-def test_a_little_everywhere_is_a_regression_of_the_section() -> None:
-    """Seven percent is within a cell's margin, and beyond that of five cells together."""
     (line,) = check_runs(run(), run(1.07)).regressions
     assert "5 cells" in line
     assert "0.935 of stock on average, and it was 1.000" in line
@@ -184,10 +167,7 @@ def test_a_faster_stock_is_a_regression_too() -> None:
     assert check_runs(run(), run_of(cells=half)).regressions == ()
     stock_alone = [cell(m, timed("stock", 5.0), timed("invariant", 10.0)) for m in SIZES]
     assert len(check_runs(run(), run_of(cells=stock_alone)).regressions) == 6
-
-
-def test_sections_may_be_called_otherwise() -> None:
-    """Kept runs call layers' products "matmul", and so do their cells: what is computed tells them apart."""
+    # kept runs call layers' products "matmul", and so do their cells: what is computed tells them apart
     renamed = [msgspec.structs.replace(c, section="linear") for c in run(1.2).cells]
     assert len(check_runs(run(), run_of(cells=renamed)).regressions) == 6
 
@@ -198,8 +178,8 @@ def test_another_machine_is_not_judged_by_its_speed() -> None:
     assert check.regressions == ()
     assert any("another" in note for note in check.notes)
     kept, new = bits(Status.IDENTICAL, (0, 0)), bits(Status.DIVERGENT, (0, 1))
-    parted = check_runs(run_of(kept), elsewhere(run_of(new)))
-    assert "2 classes of bits, and it was one" in parted.regressions[0]
+    several = check_runs(run_of(kept), elsewhere(run_of(new)))
+    assert "2 classes of bits, and it was one" in several.regressions[0]
     assert check_runs(run_of(new), run_of(new)).regressions == ()
     assert check_runs(run_of(new), run_of(kept)).regressions == ()
 

@@ -7,18 +7,16 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from nondet.core import registry
 from nondet.core.compare import error_against, identical
-from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.core.operator import INVARIANT, ONE_ROW
 from nondet.core.registry import classes, declared, implementation_names, load_implementation, load_object, operators
 from nondet.kernels import reference, stock
 from nondet.kernels.dispatch.operators import FAMILIES, OPERATORS
 from nondet.kernels.dispatch.state import Leave, kernels_for
-from tests.build import DEVICE, accuracy_bound
+from tests.build import DEVICE, accuracy_bound, bell
 
 DEVICES = ("cpu", "cuda")
 
@@ -32,18 +30,13 @@ def test_declarations_are_read_without_torch() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_invariant_of_an_operator_is_one_function(device: str) -> None:
-    """What the registry calls invariant is what replacements get as `kernels.NAME`, and what certify and bench load.
+    """What the registry calls invariant is what replacements get as `kernels.NAME`.
 
     That a replacement really calls it is for the bits to show: see tests/kernels/dispatch.
     """
-    from nondet.bench.collect import _loaded as load_for_bench
-    from nondet.certify.plan import _load as load_for_certify
-
     for name in (name for name, operator in operators().items() if operator.implementation(INVARIANT)):
         call = load_implementation(name, "invariant", device).call
         assert getattr(kernels_for(device), name) is call
-        assert load_for_bench(name, "invariant", device) is call
-        assert load_for_certify(name, INVARIANT, device) is call
 
 
 def test_a_kernel_that_is_not_there_is_left_and_an_unknown_name_is_a_mistake() -> None:
@@ -101,10 +94,6 @@ def test_orders_of_one_name_are_one_order() -> None:
 # Stock launchers: they are torch's operators, with the signatures that every implementation has.
 
 
-def bell(*shape: int) -> torch.Tensor:
-    return make("bell", shape, torch.float32, DEVICE, generator(11, DEVICE))
-
-
 def test_row_operators() -> None:
     """Near float64, and said by name; of rms_norm torch's one call and the spelling of transformers' models."""
     x, weight = bell(5, 300), bell(300)
@@ -128,15 +117,6 @@ def test_the_hf_spelling_is_the_models_own() -> None:
     norm.weight.data.copy_(weight)
     with torch.no_grad():
         assert identical(stock.rms_norm_hf(x, weight), norm(x))
-
-
-def test_products() -> None:
-    """F.linear, torch.mm and torch.bmm themselves."""
-    x, weight, bias = bell(5, 16), bell(8, 16), bell(8)
-    assert identical(stock.linear(x, weight, bias), F.linear(x, weight, bias))
-    assert identical(stock.matmul(x, weight.t()), torch.mm(x, weight.t()))
-    batch = bell(3, 5, 16)
-    assert identical(stock.matmul(batch, batch.mT), torch.bmm(batch, batch.mT))
 
 
 @pytest.mark.parametrize(

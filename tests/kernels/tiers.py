@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+
 
 def at_length(*values: Any) -> list[Any]:
     """These only in a run at length (`nightly`); a tuple stands for several arguments."""

@@ -187,60 +187,25 @@ class Toy(torch.nn.Module):
         return layer["down"](layer["up"](x))
 
 
-def toy_over_ranks(free: bool) -> torch.Tensor:
-    """The toy, cut over all ranks, stock (with an all-reduce) or rank-free."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    rank, world, model = dist.get_rank(), dist.get_world_size(), Toy()
-    mesh = init_device_mesh("cpu", (world,))
-    layer = model.layers[0]
-    layer["up"].weight = torch.nn.Parameter(layer["up"].weight.chunk(world, 0)[rank], requires_grad=False)
-    part = layer["down"].weight.chunk(world, 1)[rank].contiguous()
-    x = drawn((5, 64), torch.bfloat16, 53)
-    with torch.no_grad(), batch_invariant():
-        if not free:
-            out = layer["up"](x) @ part.T
-            dist.all_reduce(out)
-            return out + layer["down"].bias
-        layer["down"].weight = torch.nn.Parameter(
-            DTensor.from_local(part, mesh, [Shard(1)], run_check=False), requires_grad=False
-        )
-        with rank_free(model):
-            return model(x)
-
-
 class Wide(torch.nn.Module):
     """One layer that is cut along its columns, of a shape whose columns MKL shares out by their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
         super().__init__()
         self.config = SimpleNamespace(base_model_tp_plan={"up": "colwise", "down": "rowwise"})
-        self.up = torch.nn.Linear(4096, 384, bias=False)
-        self.up.weight = _frozen(384, 4096, seed=60, dtype=torch.float32)
+        self.up = torch.nn.Linear(depth, 384, bias=False)
+        self.up.weight = _frozen(384, depth, seed=60, dtype=torch.float32)
         self.down = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, 4096] -> [M, 384], or this rank's part of the columns."""
+        """x [M, depth] -> [M, 384], or this rank's part of the columns."""
         out: torch.Tensor = self.up(x)
         return out
 
 
-def columns_over_ranks() -> tuple[torch.Tensor, list[int]]:
-    """Its columns and the widths of their products: all of them, or in a rank its own.
-
-    A rank's weight is as a plan leaves it: a DTensor, made local around the layer's own forward.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    model, x, widths = Wide(), drawn((3, 4096), torch.float32, 61), []
-    if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        part = model.up.weight.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
-        weight = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-        model.up.weight = torch.nn.Parameter(weight, requires_grad=False)
-        model.up.forward = lambda x: torch.nn.functional.linear(x, model.up.weight.to_local(), None)
+def widths_of_columns(depth: int) -> list[int]:
+    """The widths of the products that its columns are computed in."""
+    model, widths = Wide(depth), []
 
     class Widths(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -249,7 +214,8 @@ def columns_over_ranks() -> tuple[torch.Tensor, list[int]]:
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad(), batch_invariant(), Widths(), rank_free(model):
-        return model(x), widths
+        model(drawn((3, depth), torch.float32, 61))
+    return widths
 
 
 def _world() -> dist.ProcessGroup:
@@ -331,20 +297,6 @@ def other_ways_in() -> list[str]:
         dist.broadcast(torch.ones(4), 0)
     assert float(x[0]) == world
     return block.coverage().lines()
-
-
-def tensor_parallel(folder: str, ways: tuple[str, ...], batches: tuple[int, ...], steps: int) -> object:
-    """Traces of a transformers model that is cut over the ranks by its own plan; see `scripts.ranks_model.traces`."""
-    import sys
-
-    from transformers import Qwen3ForCausalLM  # noqa: F401 - imported before its check of accelerate is answered
-
-    from scripts.ranks_model import traces
-
-    for module in list(sys.modules.values()):  # loading under a plan asks for accelerate, and on a CPU does not use it
-        if getattr(module, "__name__", "").startswith("transformers") and "is_accelerate_available" in vars(module):
-            vars(module)["is_accelerate_available"] = lambda *_, **__: True
-    return traces(folder, "cpu", ways, batches, steps)
 
 
 # What the tests of `nondet.kernels.all_reduce` ask ranks to do that takes their process groups apart.

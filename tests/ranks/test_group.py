@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,11 @@ from nondet.cli import main
 from nondet.core.compare import identical
 from nondet.errors import UserError
 from nondet.kernels.all_reduce.tree import linear
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.ranks.group import RankError, RankGroup, _join, check_ranks, limit_or, parse_ranks, shared_gpus
+from nondet.ranks.group import RankError, RankGroup, check_ranks, join_group, limit_or, parse_ranks, shared_gpus
 from nondet.ranks.rank_free import rank_free, row_parallel_layers
 from scripts.ranks_model import WAYS, traces, write_model
 from tests.build import needs_accelerate, tiers
-from tests.ranks.tasks import Toy, columns_over_ranks, drawn, row_parallel_operands
+from tests.ranks.tasks import Toy, row_parallel_operands, widths_of_columns
 
 TASKS = "tests.ranks.tasks"
 
@@ -92,7 +92,7 @@ def test_ranks_that_outnumber_gpus_pose_as_hosts_and_others_do_not(gpus, place, 
     monkeypatch.setattr(torch.cuda, "set_device", placed.append)
     monkeypatch.setattr(dist, "TCPStore", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **told: joined.update(told))
-    _join(3, 4, "cuda", 0, 1.0)
+    join_group(3, 4, "cuda", 0, 1.0)
     assert placed == [joined["device_id"]] == [torch.device("cuda", place)]
     posing = {name for name in os.environ if name in ("NCCL_HOSTID", "NCCL_NET", "NCCL_P2P_DISABLE")}
     assert len(posing) == (0 if gpus == 4 else 3)
@@ -133,19 +133,24 @@ def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(command, mo
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankGroup]:
-    """Four ranks on the CPU, started while MASTER_PORT is somebody else's; the last test ends them."""
+    """Four ranks on the CPU, started while MASTER_PORT is somebody else's; the last test ends them.
+
+    They are forks of one process that has loaded what they need: four that load it take four times as long.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["tests.ranks.tasks"])
     with socket.socket() as taken, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _: forks)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         patch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        group = RankGroup(4, "cpu", limit_s=120)
-        yield group
-        group.close()
+        with contextlib.closing(RankGroup(4, "cpu", limit_s=120)) as group:
+            yield group
 
 
-def line_of(told: Sequence[str], start: str) -> bool:
+def line_of(lines: Sequence[str], start: str) -> bool:
     """Whether a line of a coverage begins so."""
-    return any(line.startswith(start) for line in told)
+    return any(line.startswith(start) for line in lines)
 
 
 @pytest.mark.slow
@@ -189,14 +194,14 @@ def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, compiled,
     """
     answers = four.call(f"{TASKS}:{collective}_under_a_block", compiled)
     assert len(answers) == 4
-    for told in answers:
-        assert told["unlike the order"] == []
-        assert told["stock is unlike"], "the test would prove nothing"
-        assert told["afterwards"]
-        assert told["exact ones"]
-        assert f"replaced: {collective} ({calls} calls)" in told["coverage"], told["coverage"]
-        assert line_of(told["coverage"], f"left stock: {collective} float32: a reduction by PRODUCT")
-        assert line_of(told["another family"], f"at risk: {collective} float32")
+    for answer in answers:
+        assert answer["unlike the order"] == []
+        assert answer["stock is unlike"], "the test would prove nothing"
+        assert answer["afterwards"]
+        assert answer["exact ones"]
+        assert f"replaced: {collective} ({calls} calls)" in answer["coverage"], answer["coverage"]
+        assert line_of(answer["coverage"], f"left stock: {collective} float32: a reduction by PRODUCT")
+        assert line_of(answer["another family"], f"at risk: {collective} float32")
 
 
 @pytest.mark.slow
@@ -225,31 +230,9 @@ def test_the_number_of_ranks_does_not_change_a_row_parallel_product(four):
     assert (whole.double() - exact).norm() <= (stock - exact).norm() * 1.5
 
 
-@pytest.mark.nightly  # tests/sampling/test_ranks.py has a model over two ranks in every run
-def test_four_ranks_give_the_model_of_one(four):
-    """A column- and a row-parallel layer over four ranks: rank-free has one rank's bits, an all-reduce others."""
-    model, x = Toy(), drawn((5, 64), torch.bfloat16, 53)
-    with torch.no_grad(), batch_invariant():
-        plain = model(x)
-        with rank_free(model):
-            free = model(x)
-    assert all(identical(part, free) for part in four.call(f"{TASKS}:toy_over_ranks", True))
-    assert not any(identical(part, plain) for part in four.call(f"{TASKS}:toy_over_ranks", False))
-
-
 def test_columns_are_computed_in_parts_of_one_width():
     """MKL gives a column other bits by the number of its neighbours, at this shape among others, on some machines."""
-    _, widths = columns_over_ranks()
-    assert widths == [48] * 8
-
-
-@pytest.mark.nightly
-def test_columns_do_not_follow_the_ranks(four):
-    """On a CPU the columns of a layer that four ranks share have one rank's bits, where rank-free."""
-    free, _ = columns_over_ranks()
-    parts, seen = zip(*four.call(f"{TASKS}:columns_over_ranks"), strict=True)
-    assert identical(torch.cat(parts, -1), free)
-    assert seen == ([48] * 2,) * 4
+    assert widths_of_columns(64) == [48] * 8
 
 
 @pytest.mark.slow
@@ -266,35 +249,6 @@ def test_many_small_sums_under_a_block_end(four):
     With the interpreter's lock held while enqueueing, 4,000 sums never came to their end on two ranks.
     """
     assert four.call(f"{TASKS}:many_sums", 4000, limit_s=60) == [4.0 * 3999] * 4
-
-
-def only_trace_follows_the_ranks(answers: list[Any], whole: dict[str, set[str]]) -> None:
-    """One invariant trace and one rank-free trace on each rank; the latter is that of one rank alone."""
-    for told, coverage in answers:
-        bits = {way: {t.logits for t in told if t.way == way} for way in WAYS}
-        assert len(bits["invariant"]) == len(bits["rank-free"]) == 1
-        assert bits["rank-free"] == whole["rank-free"]
-        assert line_of(coverage["invariant"], "replaced: all_reduce")
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there transformers puts a plan's shares on the GPUs")
-@pytest.mark.nightly  # tests/sampling/test_ranks.py asks the same of the engine's sessions in every run
-def test_transformers_tensor_parallelism_is_reached_unmodified(four, tmp_path):
-    """A Qwen3 cut by its own plan: invariant traces do not follow the batch, rank-free ones not the ranks either.
-
-    The invariant pass comes first, with nothing proven yet. Ranks that wait for each other are ended by the limit.
-    """
-    pytest.importorskip("transformers.distributed", reason="tensor-parallel plans are transformers'")
-    folder = write_model(str(tmp_path / "model"), layers=2, hidden=256, dtype="float32")
-    answers = four.call(f"{TASKS}:tensor_parallel", folder, WAYS[1:], (1, 3), 2, limit_s=120)
-    alone, _ = traces(folder, "cpu", WAYS[1:], (1, 3), 2)
-    whole = {way: {t.logits for t in alone if t.way == way} for way in WAYS}
-    assert len(answers) == 4
-    only_trace_follows_the_ranks(answers, whole)
-    for told, coverage in answers:
-        assert {t.logits for t in told if t.way == "invariant"} != whole["invariant"], "the test would prove nothing"
-        for line in coverage["invariant"] + coverage["rank-free"]:
-            assert "all_reduce" not in line or line.startswith("replaced")
 
 
 def test_what_is_not_rank_free_is_said():
@@ -339,11 +293,8 @@ _HANGS = r"rank 1 of 2 gave no answer within 2 s; rank 1 was in end \(tasks.py:\
 )
 def test_a_rank_that_hangs_or_fails_is_one_line(task, line, how):
     """Within the limit, with where it was; and the failure's first line, with the rank's number."""
-    group = RankGroup(2, "cpu", limit_s=60)
-    try:
+    with contextlib.closing(RankGroup(2, "cpu", limit_s=60)) as group:
         end_of(group, task, line, **how)
-    finally:
-        group.close()
 
 
 # Two GPUs of one host: sums and products over NCCL's ranks have the bits that one GPU and plain torch give.
@@ -354,9 +305,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankGroup]:
     """A rank on each of two GPUs."""
-    group = RankGroup(2, "cuda", limit_s=120)
-    yield group
-    group.close()
+    with contextlib.closing(RankGroup(2, "cuda", limit_s=120)) as group:
+        yield group
 
 
 @pytest.mark.gpu
@@ -374,20 +324,14 @@ def test_members_have_the_bits_of_the_order_on_gpus(pair):
 
 @pytest.mark.gpu
 @two_gpus
-def test_pushed_sums_on_gpus(pair):
-    """Sizes up and down, three dtypes, two graphs in turn, other members between: the bits of the order each time."""
-    assert pair.call(f"{TASKS}:pushes_on_gpus") == [[], []]
+@pytest.mark.parametrize("world", [2, min(8, torch.cuda.device_count())])
+def test_pushed_sums_on_gpus(world):
+    """Sizes up and down, three dtypes, two graphs in turn, other members between: the bits of the order each time.
 
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
-def test_pushed_sums_on_more_gpus():
-    """The same of as many ranks as there are GPUs, where what is large goes in parts."""
-    group = RankGroup(min(8, torch.cuda.device_count()), "cuda", limit_s=300)
-    try:
+    Of more than two ranks what is large goes in parts.
+    """
+    with contextlib.closing(RankGroup(world, "cuda", limit_s=300)) as group:
         assert not any(group.call(f"{TASKS}:pushes_on_gpus"))
-    finally:
-        group.close()
 
 
 @pytest.mark.gpu
@@ -396,9 +340,9 @@ def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
     """What a graph replays has the bits of the order for numbers that it was not captured with."""
     answers = pair.call(f"{TASKS}:captured_under_a_block")
     assert len(answers) == 2
-    for told in answers:
-        assert told["unlike the order"] == []
-        assert not [line for line in told["coverage"] if not line.startswith("replaced")]
+    for answer in answers:
+        assert answer["unlike the order"] == []
+        assert not [line for line in answer["coverage"] if not line.startswith("replaced")]
 
 
 @pytest.mark.gpu
@@ -415,7 +359,10 @@ def test_a_model_over_two_gpus(pair, tmp_path):
     folder = write_model(str(tmp_path / "model"), layers=2, hidden=1024)
     question = (folder, "cuda", WAYS[1:], (1, 3, 17), 4)
     whole, _ = traces(*question)
-    free = {t.logits for t in whole if t.way == "rank-free"}
     answers = pair.call("scripts.ranks_model:traces", *question, limit_s=120)
     assert len(answers) == 2
-    only_trace_follows_the_ranks(answers, {"rank-free": free})
+    for found, coverage in answers:
+        bits = {way: {t.logits for t in found if t.way == way} for way in WAYS}
+        assert len(bits["invariant"]) == len(bits["rank-free"]) == 1
+        assert bits["rank-free"] == {t.logits for t in whole if t.way == "rank-free"}
+        assert line_of(coverage["invariant"], "replaced: all_reduce")

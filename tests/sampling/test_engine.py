@@ -410,7 +410,7 @@ def test_a_prepared_model_proves_nothing_when_it_meets_the_sizes(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each kind of layer once a size, with how far it is; the model's own pass has that much less to prove."""
-    monkeypatch.setattr(cpu_tiles, "_use_kept", False)
+    monkeypatch.setattr(cpu_tiles, "use_kept", False)
     far: list[tuple[int, int]] = []
 
     def proofs_of_a_pass() -> int:

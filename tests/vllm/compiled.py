@@ -53,7 +53,7 @@ def main(norms: str) -> None:
         name = f"nondet_{compute.__name__}"
         direct_register_custom_op(name, compute, fake_impl=operators.OPERATORS[name][1], dispatch_key="CPU")
     stock = RMSNorm.forward_native
-    plugin._install_norms()
+    plugin.install_norms()
     ours = RMSNorm.forward_native
 
     def mixed(self, x, residual=None):  # type: ignore[no-untyped-def] # as vLLM's
@@ -61,12 +61,12 @@ def main(norms: str) -> None:
 
     if norms == "theirs":
         RMSNorm.forward_native = RMSNorm.forward_cuda = mixed
-        plugin._METHODS[mixed] = plugin._METHODS[ours]
+        plugin.METHODS[mixed] = plugin.METHODS[ours]
 
     def apply(self, layer, x, bias=None):  # type: ignore[no-untyped-def] # as the plugin's own
         return torch.ops.vllm.nondet_product(x, layer.weight, bias)
 
-    plugin._METHODS[apply] = plugin.REPLACED, plugin._PRODUCTS
+    plugin.METHODS[apply] = plugin.REPLACED, plugin.PRODUCTS
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         method.apply = apply
         method.process_weights_after_loading = lambda self, layer: None  # on a CPU: another layout, and no weight

@@ -52,13 +52,15 @@ def test_views_of_a_cache_are_those_of_its_flat_form(backend: ModuleType) -> Non
     shape = (5, KV_HEADS, PAGE, 2 * DIM) if backend.IN_ROWS else (5, 2, PAGE, KV_HEADS, DIM)
     cache = torch.arange(3 * 5 * 2 * PAGE * KV_HEADS * DIM, dtype=torch.float64).view(3, *shape)[1]
     cache = cache.view(5, PAGE, KV_HEADS, 2 * DIM).transpose(1, 2) if backend.IN_ROWS else cache
-    page, *flat = backend.flat_of(cache)
-    also, *views = backend.dense_views(cache)
-    assert page == also == PAGE
+    if backend.IN_ROWS:
+        flat = cache.transpose(1, 2).reshape(-1, KV_HEADS, 2 * DIM).split(DIM, -1)
+    else:
+        flat = cache.reshape(-1, KV_HEADS, DIM)[:-PAGE], cache.reshape(-1, KV_HEADS, DIM)[PAGE:]
+    page, *views = backend.dense_views(cache)
+    assert page == PAGE
     for one, view in zip(flat, views, strict=True):
-        dense = cuda.as_dense(one)
-        assert compare.identical(view, dense)
-        assert (view.stride(), view.data_ptr()) == (dense.stride(), dense.data_ptr())
+        assert compare.identical(view, cuda.as_dense(one))
+        assert view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
 
 
 def step(
@@ -167,38 +169,18 @@ def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What goes to the dense prefill on a GPU: its keys and values are found through the block table."""
-    monkeypatch.setattr(backend, "_DENSE_ITEMS", 1)
-    monkeypatch.setattr(backend, "_DENSE_WORK", 1)
+    monkeypatch.setattr(backend, "DENSE_ITEMS", 1)
+    monkeypatch.setattr(backend, "DENSE_WORK", HEADS * 90 * 70)
     seen: list[tuple[int, ...]] = []
     dense = backend.attention
     monkeypatch.setattr(backend, "attention", lambda q, *rest, **more: seen.append(q.shape) or dense(q, *rest, **more))
-    impl = backend.SegmentsImpl(**NEEDED)
-    out, each = step(backend, impl, [20, 90, 9], [1, 70, 9])
+    impl, asked = backend.SegmentsImpl(**NEEDED), ([20, 90, 9], [1, 70, 9])
+    out, each = step(backend, impl, *asked)
     assert seen == [(1, HEADS, 70, DIM)]
     torch.testing.assert_close(out.double(), exact(each), rtol=5e-3, atol=5e-3)
-
-
-def test_the_border_of_large_chunks_changes_no_bit(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk has one answer, gathered or through its block table: what is dense is a matter of speed."""
-    monkeypatch.setattr(backend, "_DENSE_ITEMS", 1)
-    impl = backend.SegmentsImpl(**NEEDED)
-    lengths, new = [20, 90, 140], [1, 70, 129]
-    works = [HEADS * n * t for t, n in zip(lengths, new, strict=True)]
-    outs, alone = [], []
-    pieces_of = backend.pieces_of
-
-    def told(*asked: Any) -> Any:
-        made = pieces_of(*asked)
-        alone.append(sum(piece.dense is not None for piece in made))
-        return made
-
-    monkeypatch.setattr(backend, "pieces_of", told)
-    for border in (works[2] + 1, works[2], works[1]):
-        monkeypatch.setattr(backend, "_DENSE_WORK", border)
-        outs.append(step(backend, impl, lengths, new)[0])
-    assert alone == [0, 1, 2]
-    assert compare.identical(outs[0], outs[1])
-    assert compare.identical(outs[0], outs[2])
+    monkeypatch.setattr(backend, "DENSE_WORK", HEADS * 90 * 70 + 1)  # through its block table: a matter of speed alone
+    assert compare.identical(step(backend, impl, *asked)[0], out)
+    assert len(seen) == 1
 
 
 def test_launches_of_a_step(backend: ModuleType) -> None:
@@ -250,7 +232,7 @@ def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
         assert it.supported_kv_cache_layouts() == (toys.KVCacheLayout.LBNHC,)
     if backend.IN_ROWS:
         with pytest.raises(RuntimeError, match="view size is not compatible"):
-            backend.flat_of(torch.zeros(3, 2, 16, 64))  # head by head, as no layout has it that was asked for
+            backend.dense_views(torch.zeros(3, 2, 16, 64))  # head by head, as no layout has it that was asked for
 
 
 def test_a_step_that_is_not_causal_is_refused(backend: ModuleType) -> None:
@@ -294,14 +276,14 @@ def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.
     kept = Certificates({"device": "a test's"}, tmp_path)
     monkeypatch.setattr(cuda, "certificates", lambda: kept)
     monkeypatch.setattr(triton_kernels, "SEGMENT", 128)
-    cases = cuda._cases
-    monkeypatch.setattr(cuda, "_cases", lambda *how: itertools.islice(cases(*how), 1))
-    for name, small in (("_HEADS_KV", 1), ("_BLOCKS", 0.05), ("_KINDS", ("values",))):
+    cases = cuda.proof_cases
+    monkeypatch.setattr(cuda, "proof_cases", lambda *how: itertools.islice(cases(*how), 1))
+    for name, small in (("PROOF_HEADS", 1), ("PROOF_BLOCKS", 0.05), ("PROOF_KINDS", ("values",))):
         monkeypatch.setattr(cuda, name, small)
     cuda.forget()
     impls = [backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8, "head_size": 16})) for _ in range(2)]
     for proofs in (2, 0):
-        backend.warmed(impls, torch.float16, 2, 100, torch.device("cpu"), PAGE)
+        backend.warm(impls, torch.float16, 2, 100, torch.device("cpu"), PAGE)
         assert f"nondet: attention in 2 ways: {proofs} proofs, 0 kernels compiled, in " in toys.LOG[-1]
         kept = Certificates({"device": "a test's"}, tmp_path)  # as another process reads them
         cuda.forget()

@@ -22,6 +22,8 @@ from nondet.sampling.axes import Conditions, Subject, plan_axes
 from nondet.sampling.plan import PRESETS, Request
 from nondet.vllm import engine
 
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
 
 class Toy:
     """An LLMEngine that takes `budget` tokens a step; where `parts`, logprobs follow the batch."""
@@ -108,11 +110,13 @@ def test_requests_arrive_at_their_steps_and_batches_are_the_schedulers() -> None
     assert (other.schedule, other.logprobs) == ([[1, 1, 1]], b"")
     assert last.schedule == [[9, 1, 2], [10, 1, 1]]
     assert (session.steps, session.tokens) == (11, 5)
+    outcome = engine.session_of(engine.Played({}, [], 0.0, 0), REQUESTS[:1]).outcomes[0]
+    assert (outcome.finish, outcome.reason) == ("error", "vLLM gave no answer")
 
 
 @pytest.mark.usefixtures("vllm")
 def test_a_batch_that_changes_a_logprob_shows() -> None:
-    """By one bit and by nothing else: an engine that parts is told from one that does not."""
+    """By one bit and by nothing else."""
 
     def logprobs(requests: list[Request], parts: bool) -> bytes:
         taken: list[Any] = []
@@ -175,13 +179,7 @@ def test_vllm_is_started_anew_for_each_arm_and_implementation(monkeypatch: pytes
         said.clear()
         assert [arms.play([], c, "stock", 0, None) for c in (base, base, chunked)] == [base.load.budget] * 3
         arms.play([], chunked, "invariant", 0, None)
-    first, second = (
-        {"block_size": 32, "long_prefill_token_threshold": 0},
-        {
-            "block_size": 32,
-            "long_prefill_token_threshold": 8,
-        },
-    )
+    first, second = ({"block_size": 32, "long_prefill_token_threshold": n} for n in (0, 8))
     over = ["ended", "closed"]
     assert said == [("stock", first), *over, ("stock", second), *over, ("invariant", second), *over]
 
@@ -203,28 +201,19 @@ def test_axes_that_vllm_lacks_are_refused() -> None:
     assert plan_axes({"page": ["20"]}, replace(subject, grain=0))  # nondet's own engine has pages of any size
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
+VALIDATION = """1 validation error for ModelConfig
+  Value error, too long [type=value_error, input_value=1]
+    For further information visit https://errors.pydantic.dev/2/v/value_error"""
+
+
+def test_why_vllm_did_not_start_is_one_line() -> None:
+    for error, line in (
         (ValueError("first\n\n last one.\n"), "ValueError: last one"),
-        (
-            ValueError(
-                "1 validation error for ModelConfig\n  Value error, too long [type=value_error, input_value=1]\n"
-                "    For further information visit https://errors.pydantic.dev/2/v/value_error"
-            ),
-            "ValueError: Value error, too long",
-        ),
+        (ValueError(VALIDATION), "ValueError: Value error, too long"),
         (RuntimeError(), "RuntimeError"),
         (UserError("it is off", "Put it on."), "it is off"),
-    ],
-)
-def test_why_vllm_did_not_start_is_one_line(error: Exception, said: str) -> None:
-    assert engine.reason_of(error) == said
-
-
-def test_a_request_without_an_answer_is_a_failure() -> None:
-    outcome = engine.session_of(engine.Played({}, [], 0.0, 0), REQUESTS[:1]).outcomes[0]
-    assert (outcome.finish, outcome.reason) == ("error", "vLLM gave no answer")
+    ):
+        assert engine.reason_of(error) == line
 
 
 def test_what_vllm_is_made_with_follows_the_load() -> None:
@@ -250,18 +239,15 @@ def test_on_a_gpu_the_cache_holds_the_largest_step_and_leaves_the_rest_free() ->
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--engine", "vlm"], "unknown engine 'vlm'. Did you mean vllm?"),
-        (["--engine", "vllm", "--ranks", "2"], "--engine vllm and --ranks exclude each other"),
-        (["--engine", "vllm", "--impl", "stock-flash"], "unknown implementation under vLLM 'stock-flash'"),
-        (["--engine", "vllm", "--endpoint", "http://127.0.0.1:1"], "--endpoint and --engine exclude each other"),
-    ],
-)
-def test_options_that_make_no_sense(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sample", *words]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+def test_options_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, line in (
+        ("vlm", "unknown engine 'vlm'. Did you mean vllm?"),
+        ("vllm --ranks 2", "--engine vllm and --ranks exclude each other"),
+        ("vllm --impl stock-flash", "unknown implementation under vLLM 'stock-flash'"),
+        ("vllm --endpoint http://127.0.0.1:1", "--endpoint and --engine exclude each other"),
+    ):
+        assert main(["sample", "--engine", *words.split()]) == 2
+        assert line in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -275,7 +261,7 @@ def test_without_vllm_one_line_says_so(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@needs_vllm
 def test_what_stands_of_a_real_one(tmp_path: Path) -> None:
     """Stock: its attention is never certified; each product and norm was asked at every M of a step."""
     out = tmp_path / "run.jsonl"
@@ -289,7 +275,7 @@ def test_what_stands_of_a_real_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@needs_vllm
 def test_a_real_one(tmp_path: Path) -> None:
     """On whatever device it has: every request has an answer, and the batches of the steps add up."""
     out = tmp_path / "run.jsonl"
@@ -302,7 +288,7 @@ def test_a_real_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@needs_vllm
 def test_a_real_one_along_axes(tmp_path: Path) -> None:
     """Each value is one that vLLM says it ran with, and took effect."""
     out = tmp_path / "run.jsonl"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import nondet.vllm
 from nondet.core import compare
-from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.kernels.scaled import cpu
@@ -113,18 +110,21 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_does_not_stand_is_replaced(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
-    """Its own kernel parts at 32 rows. Ours has a row's bits at every M, and the values of float64."""
-    path = tmp_path / "coverage.jsonl"
-    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
+def test_what_stands_is_kept_and_else_replaced(toy: Toy, form: str) -> None:
+    """One whose own kernel splits K at 32 rows. Ours has a row's bits at every M, and the values of float64."""
     kernel, given = FORMS[form]
+    sound, x = fp8(kernel, 10**9, **given), torch.randn(64, K, dtype=torch.bfloat16)
+    before = sound(x)
+    worker = loaded(toy, torch.nn.Sequential(sound))
+    assert worker.of_nondet[0].standing == "certified stock"
+    assert compare.identical(sound(x), before)
+    assert worker.vllm_config.additional_config == {}
     layer = fp8(kernel, 32, **given)
     worker = loaded(toy, torch.nn.Sequential(layer))
-    (standing,) = read_run(path).layer_standings
+    (standing,) = worker.of_nondet
     assert (standing.kind, standing.standing) == ("QKVParallelLinear by Fp8LinearMethod", "replaced")
     assert "chain-fp8" in standing.why
     assert worker.vllm_config.additional_config["nondet_scaled"] == ["0"], "the key of a compiled graph"
-    x = torch.randn(64, K, dtype=torch.bfloat16)
     whole = layer(x)
     for rows in (1, 3, 33, 64):
         assert compare.identical(layer(x[:rows]), whole[:rows])
@@ -141,52 +141,28 @@ def test_what_does_not_stand_is_replaced(toy: Toy, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_stands_is_kept(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str) -> None:
-    path = tmp_path / "coverage.jsonl"
-    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
-    kernel, given = FORMS[form]
-    layer = fp8(kernel, 10**9, **given)
-    x = torch.randn(64, K, dtype=torch.bfloat16)
-    before = layer(x)
-    worker = loaded(toy, torch.nn.Sequential(layer))
-    assert {s.standing for s in read_run(path).layer_standings} == {"certified stock"}
-    assert compare.identical(layer(x), before)
-    assert worker.vllm_config.additional_config == {}
+ROWS, BLOCKS = CutlassFP8ScaledMMLinearKernel, CutlassFp8BlockScaledMMKernel
+UNFIT: list[tuple[Any, tuple[str, Any] | None, str]] = [
+    (MarlinFP8ScaledMMLinearKernel(), None, "no FP8 kernel that nondet has one for"),
+    (ROWS(), ("weight", lambda w: w.float().to(torch.float8_e5m2)), "no FP8 kernel that nondet has one for"),
+    (ROWS(use_per_token_if_dynamic=False), None, "one scale for all activations"),
+    (ROWS(), ("weight", lambda w: w.contiguous()), "a weight of another layout"),
+    (ROWS(), ("weight_scale", lambda scale: scale.half()), r"scales of torch.float16 in \[256, 1\]"),
+    (BLOCKS(group_size=64), None, "activations in other shares than 128"),
+    (BLOCKS(use_ue8m0=True), None, "activations in other shares than 128"),
+]
 
 
-def _other_strides(layer: Any) -> None:
-    layer.weight.data = layer.weight.data.contiguous()
-
-
-def _half_scales(layer: Any) -> None:
-    layer.weight_scale.data = layer.weight_scale.data.half()
-
-
-def _e5m2(layer: Any) -> None:
-    layer.weight.data = layer.weight.data.float().to(torch.float8_e5m2)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "change", "named"),
-    [
-        (MarlinFP8ScaledMMLinearKernel(), None, "no FP8 kernel that nondet has one for"),
-        (CutlassFP8ScaledMMLinearKernel(), _e5m2, "no FP8 kernel that nondet has one for"),
-        (CutlassFP8ScaledMMLinearKernel(use_per_token_if_dynamic=False), None, "one scale for all activations"),
-        (CutlassFP8ScaledMMLinearKernel(), _other_strides, "a weight of another layout"),
-        (CutlassFP8ScaledMMLinearKernel(), _half_scales, r"scales of torch.float16 in \[256, 1\]"),
-        (CutlassFp8BlockScaledMMKernel(group_size=64), None, "activations in other shares than 128"),
-        (CutlassFp8BlockScaledMMKernel(use_ue8m0=True), None, "activations in other shares than 128"),
-    ],
-)
-def test_what_has_no_form_of_ours_stays_at_risk(toy: Toy, kernel: Any, change: Any, named: str) -> None:
-    layer = fp8(kernel, 32)
-    if change is not None:
-        change(layer)
-    kept = layer.quant_method
-    with pytest.raises(UserError, match=f"1 layers are at risk.*; not replaced: .*{named}"):
-        loaded(toy, torch.nn.Sequential(layer))
-    assert layer.quant_method is kept
+def test_what_has_no_form_of_ours_stays_at_risk(toy: Toy) -> None:
+    for kernel, change, named in UNFIT:
+        layer = fp8(kernel, 32)
+        if change is not None:
+            parameter = getattr(layer, change[0])
+            parameter.data = change[1](parameter.data)
+        kept = layer.quant_method
+        with pytest.raises(UserError, match=f"1 layers are at risk.*; not replaced: .*{named}"):
+            loaded(toy, torch.nn.Sequential(layer))
+        assert layer.quant_method is kept
 
 
 def test_ours_is_proven_and_not_believed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

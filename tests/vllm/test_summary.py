@@ -23,14 +23,8 @@ LOG = """INFO 11-23 23:59:58 [api_utils.py:273] non-default args: {}
 
 def seen(folder: Path, name: str, digest: str, alike: int = 3, mode: str = "nondet", **more: Any) -> None:
     load = {"short": {"copies": 3, "traces_as_alone": alike, "distinct_traces": 1}}
-    argv = [
-        "vllm_load.py",
-        "--mode",
-        mode,
-        "--out",
-        f"{name}.part",
-        *(w for k, v in more.items() for w in (f"--{k}", v)),
-    ]
+    options = [word for option, value in more.items() for word in (f"--{option}", value)]
+    argv = ["vllm_load.py", "--mode", mode, "--out", f"{name}.part", *options]
     made = {"mode": mode, "argv": argv, "start_s": 52.0, "load": load, "solo": {"short": {"digest": digest}}}
     (folder / f"{name}.json").write_text(json.dumps(made))
 
@@ -42,29 +36,25 @@ def test_a_start_is_cut_into_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digests", "alike", "mode", "said", "code"),
+    ("digests", "alike", "mode", "line", "code"),
     [
-        (("a", "a", "a"), 3, "nondet", "3 fresh processes, the same bits: x0, x1, x2", 0),
-        (("a", "a", "b"), 3, "nondet", "3 fresh processes, other bits: x0, x1, x2\nDIFFERS: x0, x1, x2", 1),
-        (("a",), 2, "nondet", "DIFFERS: x0", 1),
-        (("a", "b"), 0, "stock", "2 fresh processes, other bits: x0, x1", 0),
+        ("aaa", 3, "nondet", "3 fresh processes, the same bits: x0, x1, x2", 0),
+        ("aab", 3, "nondet", "3 fresh processes, other bits: x0, x1, x2\nDIFFERS: x0, x1, x2", 1),
+        ("a", 2, "nondet", "DIFFERS: x0", 1),
+        ("ab", 0, "stock", "2 fresh processes, other bits: x0, x1", 0),
     ],
 )
 def test_the_plugin_alone_has_to_be_alike(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    digests: tuple[str, ...],
-    alike: int,
-    mode: str,
-    said: str,
-    code: int,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, alike: int, mode: str, line: str, code: int
 ) -> None:
+    """Of processes that ask the same of one request alone; another model is not of them."""
     for i, digest in enumerate(digests):
-        seen(tmp_path, f"x{i}", digest, alike, mode)
+        seen(tmp_path, f"x{i}", digest, alike, mode, copies=str(i))
+    seen(tmp_path, "other", "c", model="0.6b")
     (tmp_path / "x0.log").write_text(LOG)
     assert vllm_summary.main(tmp_path) == code
     out = capsys.readouterr().out
-    assert said in out
+    assert line in out
     assert ("fresh processes" in out) == (len(digests) > 1)
     assert "start 52.0 s: {'arguments': 12" in out
 
@@ -102,18 +92,6 @@ def test_speed_is_of_medians_with_the_least_and_the_most(tmp_path: Path, capsys:
     ]
 
 
-def test_processes_are_fresh_ones_of_what_gives_a_request_its_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another load, other repeats: one request alone is asked the same. Another model or number of tokens is not."""
-    seen(tmp_path, "pair", "a", copies="100", repeats="5")
-    seen(tmp_path, "start", "a", copies="20")
-    seen(tmp_path, "few", "b", tokens="8")
-    seen(tmp_path, "other", "c", model="0.6b")
-    assert vllm_summary.main(tmp_path) == 0
-    assert "2 fresh processes, the same bits: pair, start" in capsys.readouterr().out
-
-
 SERVER = """
 import http.server, os, sys
 class Up(http.server.BaseHTTPRequestHandler):
@@ -127,7 +105,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Up).serve_forever()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_run_of_a_server_and_its_gate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ Nothing here computes what vLLM computes but the toys' own products and the writ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -338,24 +338,16 @@ def direct_register_custom_op(
 LIBRARIES: list[Any] = []  # a library that is collected takes its operators along
 
 
-@dataclass
 class EngineArgs:
-    attention_backend: Any = None
-    attention_config: Any = field(default_factory=lambda: SimpleNamespace(backend=None))
-    ir_op_priority: Any = field(default_factory=lambda: SimpleNamespace(rms_norm=None, fused_add_rms_norm=None))
-    kernel_config: Any = field(
-        default_factory=lambda: SimpleNamespace(ir_op_priority=SimpleNamespace(rms_norm=None, fused_add_rms_norm=None))
-    )
-    compilation_config: Any = field(
-        default_factory=lambda: SimpleNamespace(
-            custom_ops=[],
-            pass_config=SimpleNamespace(enable_qk_norm_rope_fusion=None, fuse_norm_quant=None, eliminate_noops=True),
-        )
-    )
-    additional_config: Any = field(default_factory=dict)
-    cudagraph_capture_sizes: Any = None
-    max_cudagraph_capture_size: Any = None
-    made: Any = None
+    def __init__(self, made: Any = None, **given: Any) -> None:
+        priorities: dict[str, Any] = {"rms_norm": None, "fused_add_rms_norm": None}
+        self.made, self.attention_backend, self.attention_config = made, None, SimpleNamespace(backend=None)
+        self.ir_op_priority = SimpleNamespace(**priorities)
+        self.kernel_config = SimpleNamespace(ir_op_priority=SimpleNamespace(**priorities))
+        passes = SimpleNamespace(enable_qk_norm_rope_fusion=None, fuse_norm_quant=None, eliminate_noops=True)
+        self.compilation_config = SimpleNamespace(custom_ops=[], pass_config=passes)
+        self.additional_config: Any = {}
+        vars(self).update(given)
 
     def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> Any:
         return self.made or config()
@@ -422,6 +414,33 @@ def config(**changes: Any) -> Any:
     return made
 
 
+PATCHED = (
+    UnquantizedLinearMethod, UnquantizedEmbeddingMethod, RMSNorm, GemmaRMSNorm, GroupCoordinator,
+    UnquantizedFusedMoEMethod, FusedTopKRouter, SiluAndMul, EngineArgs, Worker,
+)  # fmt: skip
+RELIED_ON = (
+    RowsBackend.get_kv_cache_shape, FlashAttentionBackend.get_kv_cache_shape, FlashAttentionMetadataBuilder.__init__,
+    FlashAttentionMetadataBuilder.build, FlashAttentionImpl.__init__, FlashAttentionImpl.forward,
+    FlashAttentionImpl.do_kv_cache_update, AttentionBackend.supported_kv_cache_layouts.__func__,  # type: ignore[attr-defined] # a class's method
+)  # fmt: skip
+LAYERS, FUSED = "model_executor.layers", "model_executor.layers.fused_moe"
+PLACES: dict[str, tuple[Any, ...]] = {
+    f"{LAYERS}.linear": (UnquantizedLinearMethod,),
+    f"{LAYERS}.vocab_parallel_embedding": (UnquantizedEmbeddingMethod,),
+    f"{LAYERS}.activation": (SiluAndMul,),
+    f"{FUSED}.unquantized_fused_moe_method": (UnquantizedFusedMoEMethod,),
+    f"{FUSED}.router.fused_topk_router": (FusedTopKRouter,),
+    "utils.torch_utils": (direct_register_custom_op,),
+    f"{LAYERS}.layernorm": (RMSNorm, GemmaRMSNorm),
+    "distributed.parallel_state": (GroupCoordinator,),
+    "v1.attention.backends.registry": (register_backend, AttentionBackendEnum),
+    "v1.attention.backend": (AttentionCGSupport, AttentionType),
+    "v1.attention.backends.flash_attn": (FlashAttentionImpl, FlashAttentionMetadata, FlashAttentionMetadataBuilder),
+    "engine.arg_utils": (EngineArgs,),
+    "v1.worker.gpu_worker": (Worker,),
+}
+
+
 def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
     """A fresh toy, for sys.modules: classes that the plugin patches are made anew each time.
 
@@ -429,17 +448,12 @@ def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
         version: From 0.26 on a cache has K and V of a token in one row, from 0.29 on a backend names layouts of it.
     """
     since = tuple(map(int, version.split(".")))
+    made: dict[str, ModuleType] = {}
 
     def module(name: str, **members: Any) -> None:
         made[name] = ModuleType(name)
         for key, value in members.items():
-            if isinstance(value, type) and key in (
-                "UnquantizedLinearMethod",
-                "UnquantizedEmbeddingMethod",
-                *("RMSNorm", "GemmaRMSNorm", "GroupCoordinator"),
-                *("UnquantizedFusedMoEMethod", "FusedTopKRouter", "SiluAndMul"),
-                *("EngineArgs", "Worker"),
-            ):
+            if value in PATCHED:
                 value = type(key, (value,), dict(value.__dict__))
                 for function in vars(value).values():
                     if callable(function) and hasattr(function, "__module__"):
@@ -448,49 +462,23 @@ def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
                 value.__module__ = name
             setattr(made[name], key, value)
 
-    made: dict[str, ModuleType] = {}
-    for function in (
-        RowsBackend.get_kv_cache_shape,
-        *(FlashAttentionBackend.get_kv_cache_shape, FlashAttentionMetadataBuilder.__init__),
-        *(FlashAttentionMetadataBuilder.build, FlashAttentionImpl.__init__, FlashAttentionImpl.forward),
-        FlashAttentionImpl.do_kv_cache_update,
-        AttentionBackend.supported_kv_cache_layouts.__func__,  # type: ignore[attr-defined] # a class's method
-    ):
+    for function in RELIED_ON:
         function.__module__ = "vllm.toys"
     OVERRIDES.clear()
     logger = SimpleNamespace(info=lambda text, *values: LOG.append(text % values))
-    platform = SimpleNamespace(is_cuda=lambda: cuda, device_type="cuda" if cuda else "cpu")
     module("vllm", __version__=version)
     module("vllm.logger", init_logger=lambda name: logger)
+    platform = SimpleNamespace(is_cuda=lambda: cuda, device_type="cuda" if cuda else "cpu")
     module("vllm.platforms", current_platform=platform)
     module("vllm.plugins", plugins_loaded=True)  # as vLLM sets it before it calls any
-    module("vllm.model_executor.layers.linear", UnquantizedLinearMethod=UnquantizedLinearMethod)
-    module("vllm.model_executor.layers.vocab_parallel_embedding", UnquantizedEmbeddingMethod=UnquantizedEmbeddingMethod)
-    module("vllm.model_executor.layers.activation", SiluAndMul=SiluAndMul)
-    place = "vllm.model_executor.layers.fused_moe"
-    module(f"{place}.unquantized_fused_moe_method", UnquantizedFusedMoEMethod=UnquantizedFusedMoEMethod)
-    module(f"{place}.router.fused_topk_router", FusedTopKRouter=FusedTopKRouter)
-    module("vllm.utils.torch_utils", direct_register_custom_op=direct_register_custom_op)
-    module("vllm.model_executor.layers.layernorm", RMSNorm=RMSNorm, GemmaRMSNorm=GemmaRMSNorm)
-    module("vllm.distributed.parallel_state", GroupCoordinator=GroupCoordinator)
-    module(
-        "vllm.v1.attention.backends.registry", register_backend=register_backend,
-        AttentionBackendEnum=AttentionBackendEnum,
-    )  # fmt: skip
-    module("vllm.v1.attention.backend", AttentionCGSupport=AttentionCGSupport, AttentionType=AttentionType)
-    backend: type = RowsBackend if since >= (0, 26) else FlashAttentionBackend
+    for place, members in PLACES.items():
+        module(f"vllm.{place}", **{member.__name__: member for member in members})
+    backend: Any = RowsBackend if since >= (0, 26) else FlashAttentionBackend
     if since >= (0, 29):
         backend = type("FlashAttentionBackend", (AttentionBackend,), {})
-        made["vllm.v1.attention.backend"].AttentionBackend = AttentionBackend  # type: ignore[attr-defined] # a module's
+        vars(made["vllm.v1.attention.backend"])["AttentionBackend"] = AttentionBackend
         module("vllm.v1.kv_cache_layout", KVCacheLayout=KVCacheLayout)
-    module(
-        "vllm.v1.attention.backends.flash_attn",
-        FlashAttentionBackend=backend,
-        FlashAttentionImpl=FlashAttentionImpl, FlashAttentionMetadata=FlashAttentionMetadata,
-        FlashAttentionMetadataBuilder=FlashAttentionMetadataBuilder,
-    )  # fmt: skip
-    module("vllm.engine.arg_utils", EngineArgs=EngineArgs)
-    module("vllm.v1.worker.gpu_worker", Worker=Worker)
+    vars(made["vllm.v1.attention.backends.flash_attn"])["FlashAttentionBackend"] = backend
     for name in list(made):
         parts = name.split(".")
         for i in range(1, len(parts)):

@@ -162,7 +162,7 @@ def test_a_value_belongs_to_the_group_that_was_met():
 @pytest.mark.nightly
 def test_a_later_group_of_a_name_has_no_symmetric_memory(monkeypatch):
     """torch would meet the old group's ranks: with a workspace under the name on any rank, all ranks go without."""
-    monkeypatch.setattr(symmetric, "_spaces", ByGroup(symmetric._Spaces))
+    monkeypatch.setattr(symmetric, "SPACES", ByGroup(symmetric.Spaces))
     monkeypatch.setattr(symmetric, "Workspace", lambda group, device, size: SimpleNamespace(bytes=size))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     elsewhere = [0]  # the vote of another rank
@@ -173,9 +173,9 @@ def test_a_later_group_of_a_name_has_no_symmetric_memory(monkeypatch):
     assert symmetric.workspace(first, device, 1) is space
     second = _Group()
     assert symmetric.workspace(second, device, 1) is None
-    assert symmetric._spaces.of(second).before == [space]  # a graph may have captured it
+    assert symmetric.SPACES.of(second).before == [space]  # a graph may have captured it
     third = _Group()
     assert symmetric.workspace(third, device, 1) is None
-    symmetric._spaces.clear()
+    symmetric.SPACES.clear()
     elsewhere[0] = 1
     assert symmetric.workspace(_Group(), device, 1) is None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from nondet.core.certificates import Certificates
 from nondet.core.compare import identical, same
 from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.attention import cuda, triton_kernels
+from nondet.kernels.attention import cuda, masks, triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
 from nondet.kernels.attention.triton_kernels import Form, Plan, Way, one_plan
 from tests.build import DEVICE, accuracy_bound, error
@@ -41,6 +40,7 @@ def segment(monkeypatch, request) -> int:
     dtype = request.node.callspec.params.get("dtype") if hasattr(request.node, "callspec") else None
     keys = 128 if dtype == HALF else SHORT
     monkeypatch.setattr(triton_kernels, "SEGMENT", keys)
+    monkeypatch.setattr(cuda, "MERGE_UNROLL", 2)  # the interpreter computes what is beyond the last segment, too
     return keys
 
 
@@ -50,8 +50,7 @@ def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32):
 
 
 def starts(*counts: int) -> torch.Tensor:
-    """Where each request's tokens begin, and the end."""
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE)
+    return masks.starts([*counts], torch.device(DEVICE))
 
 
 def drawn(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
@@ -85,7 +84,7 @@ def test_within_the_accuracy_bound(dtype, hq, hkv, tq, tk, d):
 
 def test_one_pass_and_split_are_the_same_bits(segment, monkeypatch):
     """Whether segments run in one program or in several is a matter of speed; another segment length is not."""
-    q, k, v = qkv(1, 1, 1, 5, 2 * segment + 14, 16)
+    q, k, v = qkv(1, 1, 1, 2, 2 * segment + 14, 16)
     one_pass = attention(q, k, v, split=False)
     assert identical(attention(q, k, v, split=True), one_pass)
     for span in (2, 3):
@@ -112,9 +111,9 @@ def test_prefill_chunks_and_decode_are_the_same_bits(segment, chained_dot, dtype
 @pytest.mark.usefixtures("segment")
 def test_batch_neighbours_do_not_matter():
     """A request has its bits alone and among others, and strides are only addresses."""
-    q, k, v = qkv(3, 2, 1, 2, SHORT + 6, 16)
+    q, k, v = qkv(2, 2, 1, 2, SHORT + 6, 16)
     together = attention(q, k, v, split=True)
-    for i in range(3):
+    for i in range(2):
         assert identical(attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], split=False), together[i : i + 1])
     by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]  # [B, T, H, D] in memory
     by_column = [x.mT.contiguous().mT for x in (q, k, v)]  # the last stride is not 1
@@ -179,7 +178,7 @@ def test_dropped_keys_of_a_window_leave_the_anchor(split):
 
 
 @pytest.mark.usefixtures("segment")
-@pytest.mark.parametrize("split", [True, *at_length(False)])
+@pytest.mark.parametrize("split", [False, *at_length(True)])
 def test_varlen_is_each_request_alone(chained_dot, split):
     """Packed decode, prefill, chunk and empty requests have the bits of the dense call on them alone."""
     lengths = [(1, SHORT + 6), (3, 3), (0, 0), (2, 35), (1, 1)]
@@ -244,16 +243,6 @@ def test_empty_and_refused():
         attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), **more)
 
 
-def test_launch_is_noted(segment):
-    """The note tells one pass from split, with the block and the segments."""
-    q, k, v = qkv(1, 2, 1, 1, segment + 72, 16)
-    with listen() as notes:
-        attention(q, k, v)
-        attention(q, k[:, :, :60], v[:, :, :60])
-    segments = -(-(segment + 72) // segment)
-    assert list(notes) == [f"attention_split[16x32, 1 of {segments} x {segment}]", "attention_one_pass[16x32]"]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("hq", "hkv", "d"), [(8, 2, 64), (8, 1, 128), (4, 4, 96), (4, 2, 256)])
@@ -314,8 +303,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Certificates]:
     monkeypatch.setattr(cuda, "certificates", lambda: book)
     if DEVICE == "cpu":
         monkeypatch.setattr(triton_kernels, "SEGMENT", 64)
-        monkeypatch.setattr(cuda, "_HEADS_KV", 1)
-        monkeypatch.setattr(cuda, "_BLOCKS", 0.3)  # the interpreter is slow
+        monkeypatch.setattr(cuda, "MERGE_UNROLL", 2)
+        monkeypatch.setattr(cuda, "PROOF_HEADS", 1)
+        monkeypatch.setattr(cuda, "PROOF_BLOCKS", 0.3)  # the interpreter is slow
     cuda.forget()
     yield book
     cuda.forget()
@@ -341,7 +331,7 @@ FORMS = {
 def test_ways_of_the_class_are_proven(kept: Certificates, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense, packed, windowed with dropped keys, paged, capped: each way has the bits of the one plan, densely."""
     what, way = FORMS[name]
-    monkeypatch.setattr(cuda, "_KINDS", ("values", "scores"))
+    monkeypatch.setattr(cuda, "PROOF_KINDS", ("values", "scores"))
     assert cuda.prove_way(what, way, torch.device(DEVICE)) is True
     (proof,) = kept.all()
     assert proof.member == way.name
@@ -390,11 +380,11 @@ def test_inputs_show_another_order_in_nearly_every_element(dtype: torch.dtype, w
     """At real sizes, rounded to the result's dtype: segments of another length, and scores in another order."""
     what = form(dtype=dtype, head_dim=64, group=1, window=window is not None)
     cpu = torch.device("cpu")
-    (_, _, v), _ = cuda._drawn("values", what, 20, 1499, window, 1, cpu)
+    (_, _, v), _ = cuda.proof_operands("values", what, 20, 1499, window, 1, cpu)
     seen = v[0, :, 1499 - window if window else 0 : 1480].mT.float()  # what the first query sees
     assert not seen.double().sum(-1).any()
     assert float((chained(seen, 512).to(dtype) != chained(seen, 256).to(dtype)).float().mean()) > 0.9
-    (q, k, v), scale = cuda._drawn("scores", what, 8, 300, window, 1, cpu)
+    (q, k, v), scale = cuda.proof_operands("scores", what, 8, 300, window, 1, cpu)
     products = q[0, 0, :, None].float() * k[0, 0].float()
     assert not products.double().sum(-1).any()
     assert scale is not None
@@ -412,7 +402,7 @@ def steered(monkeypatch: pytest.MonkeyPatch, kept: Certificates) -> dict[str, An
         state["asked"].append(way.name)
         verdict = state["verdict"] if way != one_plan(16, torch.float32) else state.get("one", True)
         if verdict is not None:
-            kept.record(way.name, cuda._key(what), verdict, "told")
+            kept.record(way.name, cuda.form_key(what), verdict, "told")
         return verdict  # type: ignore[no-any-return] # what the test put there
 
     monkeypatch.setattr(cuda, "INTERPRETED", False)
@@ -479,16 +469,6 @@ def test_without_a_sound_plan_there_is_no_attention(steered: dict[str, Any]) -> 
     steered |= {"verdict": False, "one": False}
     with pytest.raises(NotImplementedError, match="one plan"):
         attention(*operands())
-
-
-@steering
-def test_a_known_way_is_one_look_up_away(steered: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key is written, no certificate is looked for and nothing is proven for a call that was seen before."""
-    q, k, v = operands()
-    attention(q, k, v)
-    for name in ("form_of", "certificates", "operands_key", "_settled"):
-        monkeypatch.setattr(cuda, name, None)  # called, they would raise
-    attention(q, k, v)
 
 
 @steering

@@ -23,7 +23,7 @@ from nondet.kernels.attention import gluon_kernels as parts
 from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan, attention_varlen, launch, quickest
 from nondet.kernels.attention.hopper import prefill, supports
 from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, needs_hopper
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_what_it_does_not_take_has_a_reason():
         (q8, half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
     ):
         call = {"causal": True, "window": None, "softcap": None} | options
-        fault = hopper._call_fault(q, k, k, **call)
+        fault = hopper.prefill_fault(q, k, k, **call)
         assert fault is None if reason is None else reason in fault
 
 
@@ -199,9 +199,6 @@ def test_a_box_is_compiled_for_its_dtype_and_size_alone() -> None:
 
 # The Hopper prefill kernel on a GPU: its bits are those of the one plan of the Triton kernels.
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0")
-
 
 def qkv(b, hq, hkv, tq, tk, d, dtype=torch.bfloat16, kind="bell"):
     """As a model lays them out, [B, T, H, D] seen as [B, H, T, D]."""
@@ -215,7 +212,7 @@ def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 @pytest.mark.parametrize("kind", ["bell", "wide", "outlier"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
@@ -241,7 +238,7 @@ def test_a_prefill_s_bits_are_those_of_the_one_plan(kind, dtype, causal):
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 def test_chunks_and_decode_give_the_prefills_bits():
     """Chunks of any size, and the Triton kernels' prefill and decode, give them; another order of keys does not."""
     q, k, v = qkv(1, 8, 2, 1500, 1500, 128)
@@ -259,7 +256,7 @@ def test_chunks_and_decode_give_the_prefills_bits():
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 def test_neighbours_layout_and_a_graph_change_no_bit():
     """A request alone or in a batch, contiguous by head, beside a cache's NaN, replayed from a CUDA graph."""
     q, k, v = qkv(3, 8, 2, 700, 900, 128)
@@ -316,30 +313,19 @@ def test_few_rows_that_it_can_take_go_to_it() -> None:
         assert quickest(call, True).tiles == quickest(call, False).tiles == 0
 
 
-def test_programs_fill_the_machine() -> None:
-    """On 132 multiprocessors, 8 KV heads: one program each as long as that is enough, else two that share one."""
-    for requests, tokens, span, tiles in (
-        (1, 1024, 1, 4), (1, 8192, 1, 4), (1, 32768, 4, 4), (8, 4096, 4, 4), (32, 2048, 0, 2), (64, 8192, 0, 2),
-        (1, 300, 0, 4),
-    ):  # fmt: skip
-        way = triton_kernels.few_rows(requests * 8, -(-tokens // 512), 128, CPU)
-        assert (way.span, way.tiles) == (span, tiles)
-        assert way.pdl is way.lanes is (span > 0)
-
-
 @pytest.mark.usefixtures("decoding_on_hopper")
 def test_a_compiler_is_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """While torch.compile traces, the answer is no, before anything is asked that a traced tensor cannot say."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q, k = (torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700)))
-    assert (hopper._NO_KERNEL or "torch.compile") in supports(q, k, k, True, None, None)
-    assert not cuda._has_few_row_kernels(call_of(q, k))
+    assert "torch.compile" in supports(q, k, k, True, None, None)
+    assert not cuda.has_few_row_kernels(call_of(q, k))
 
 
 def test_a_cpu_is_refused() -> None:
     """No CPU tensor reaches either kernel: neither the question nor the call lets it through."""
     q, k = half(1, 8, 1, 128), half(1, 2, 1024, 128)
-    missing = hopper._NO_KERNEL or "compute capability 9.0"
+    missing = hopper.NO_KERNEL or "compute capability 9.0"
     assert missing in supports(q, k, k, True, None, None)
     with pytest.raises(NotImplementedError, match=re.escape(missing)):
         prefill(q, k, k, causal=True, scale=None)
@@ -381,7 +367,7 @@ def by(way: Way, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("span", [0, 1, 3])
 def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
@@ -410,7 +396,7 @@ def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 @pytest.mark.parametrize("page", hopper.PAGES)
 @pytest.mark.parametrize("name", WAYS)
 def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> None:
@@ -448,7 +434,7 @@ def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> 
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 @pytest.mark.parametrize("name", WAYS)
 def test_infinities_and_nan_are_those_of_the_one_plan(name: str) -> None:
     """NaN and infinite keys and values, within a segment and over a whole one: the same bits reach the same rows."""
@@ -468,7 +454,7 @@ def test_infinities_and_nan_are_those_of_the_one_plan(name: str) -> None:
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tokens", [700, 9000, 40000])
 def test_a_step_that_starts_early_waits_for_what_it_reads(tokens: int, packed: bool) -> None:
@@ -507,7 +493,7 @@ def test_a_step_that_starts_early_waits_for_what_it_reads(tokens: int, packed: b
 
 
 @pytest.mark.gpu
-@on_hopper
+@needs_hopper
 def test_it_is_what_a_decode_step_runs() -> None:
     """Dense steps run it, packed ones its merge, once proven; and both have the bits of a prefill."""
     q, k, v = decode_qkv(1, 32, 8, 3000, 3000, 128, torch.bfloat16, "bell")

@@ -20,14 +20,13 @@ from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.experts.cuda import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
 from nondet.kernels.matmul.triton_kernels import anchor, matmul
 from tests.build import DEVICE, accuracy_bound, bell
+from tests.kernels.experts.test_cpu import OFFSETS
 from tests.kernels.tiers import at_length
 
 pytestmark = pytest.mark.slow
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
 DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 TMA = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)  # the interpreter has it
-# Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
-OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
 
 
 def at(offsets: list[int]) -> torch.Tensor:

@@ -60,7 +60,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "require", lambda *_: None)
     monkeypatch.setattr(gradients.torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(cpu, "bmm", torch.bmm)  # whose tiles are float32's
-    monkeypatch.setattr(cpu, "_QUERIES", 3)  # so that there is more than one block of them
+    monkeypatch.setattr(cpu, "BLOCK_QUERIES", 3)  # so that there is more than one block of them
     monkeypatch.setattr(differentiable, "kernels_for", lambda _: KERNELS)
 
 
@@ -109,12 +109,12 @@ def elementwise(name: str, call: Callable[..., Any], of_output: bool = False) ->
 
 # name -> (function, shapes of its inputs)
 CASES: dict[str, tuple[Callable[..., torch.Tensor], Sequence[tuple[int, ...]]]] = {
-    "attention": (ours.attention, [(2, 2, 5, 2), (2, 1, 5, 2), (2, 1, 5, 2)]),
-    "attention, later queries": (ours.attention, [(1, 2, 2, 3), (1, 2, 5, 3), (1, 2, 5, 3)]),
-    "attention, not causal": (lambda *x: ours.attention(*x, causal=False), [(1, 2, 4, 3), (1, 2, 5, 3), (1, 2, 5, 3)]),
-    "attention, soft cap": (lambda *x: ours.attention(*x, softcap=1.5), [(1, 2, 4, 3)] * 3),
-    "attention, packed": (lambda *x: ours.attention_varlen(*x, **PACKED), [(5, 4, 3), (7, 2, 3), (7, 2, 3)]),
-    "attention, window": (lambda *x: ours.attention_varlen(*x, **PACKED, window=2), [(5, 2, 3), (7, 2, 3), (7, 2, 3)]),
+    "attention": (ours.attention, [(2, 2, 4, 2), (2, 1, 4, 2), (2, 1, 4, 2)]),
+    "attention, later queries": (ours.attention, [(1, 2, 2, 2), (1, 2, 5, 2), (1, 2, 5, 2)]),
+    "attention, not causal": (lambda *x: ours.attention(*x, causal=False), [(1, 2, 4, 2), (1, 2, 5, 2), (1, 2, 5, 2)]),
+    "attention, soft cap": (lambda *x: ours.attention(*x, softcap=1.5), [(1, 2, 4, 2)] * 3),
+    "attention, packed": (lambda *x: ours.attention_varlen(*x, **PACKED), [(5, 4, 2), (7, 2, 2), (7, 2, 2)]),
+    "attention, window": (lambda *x: ours.attention_varlen(*x, **PACKED, window=2), [(5, 2, 2), (7, 1, 2), (7, 1, 2)]),
     "rms_norm": (lambda x, w: ours.rms_norm(x, w, 1e-5), [(2, 3, CLASSES), (CLASSES,)]),
     "linear, bias apart": (lambda x, w, b: ours.linear(x.transpose(0, 1), w, b), [(3, 2, 4), (5, 4), (5,)]),
     "layer_norm": (through(lambda x, w, b: F.layer_norm(x, [CLASSES], w, b), layer_norm), [(4, 6), (6,), (6,)]),

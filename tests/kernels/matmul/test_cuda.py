@@ -156,7 +156,7 @@ def test_first_use_proves_and_later_uses_do_not(steered, book):
     assert noted()[0] == ["right"]
     assert book.standing("cublaslt", "key of right") is True
     proofs = len(steered["launched"]) - 1
-    assert proofs == len(choice._PROOFS)
+    assert proofs == len(choice.PROOFS)
     noted()
     assert len(steered["launched"]) == proofs + 2
 
@@ -196,7 +196,7 @@ def test_without_memory_for_a_proof_nothing_is_concluded(steered, book, monkeypa
         raise torch.cuda.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "_hard", full)
+        patch.setattr(choice, "hard_operand", full)
         assert noted()[0] == [BY_ANCHOR]
         assert book.all() == []
     assert noted()[0] == ["right"]
@@ -214,13 +214,13 @@ def test_operands_that_overlap_go_to_the_anchor(steered, book):
 def test_proof_inputs_keep_shape_and_strides():
     """A library chooses by layout, so a proof must run on the very layout; and its sums must cancel exactly."""
     like = bell(40, 64, dtype=torch.float16).T[None]
-    left = choice._hard(like, "order", negate=True)
+    left = choice.hard_operand(like, "order", negate=True)
     assert (left.shape, left.stride()) == (like.shape, like.stride())
-    right = choice._hard(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
+    right = choice.hard_operand(bell(1, 30, 40, dtype=torch.float16), "order", negate=False).mT
     assert not (left.double() @ right.double()).any()
     assert (left.float() @ right.float()).any()
     for alignment in (16, 256):  # and no more, where that is what the operands have
-        made = choice._hard(bell(1, 4, 16), "order", negate=True, alignment=alignment)
+        made = choice.hard_operand(bell(1, 4, 16), "order", negate=True, alignment=alignment)
         assert made.data_ptr() % 64 == alignment % 64
 
 
@@ -352,7 +352,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A user's folder and a packaged one, both empty."""
     user, packaged = tmp_path / "user", tmp_path / "packaged"
     monkeypatch.setattr(choice, "user_folder", lambda: user)
-    monkeypatch.setattr(choice, "_FOLDER", packaged)
+    monkeypatch.setattr(choice, "TABLES", packaged)
     monkeypatch.setattr(choice.cublaslt, "version", lambda: 130100)
     choice.forget_tables()
     yield user / f"{choice.slug(GPU)}.json", packaged / f"{choice.slug(GPU)}.json"
@@ -437,25 +437,6 @@ def test_the_rule_ends_with_a_tile():
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for m in (1, 16, 17, 100, 257, 5000):
             assert tile_named(rule(m, 4096, 4096, dtype)[-1])
-
-
-@pytest.mark.usefixtures("tables")
-def test_few_columns_over_a_long_k_go_to_hopper_first():
-    """In half precision, up to the rows that fill the GPU; the library is asked next, for other GPUs."""
-    names = rule(16, 1024, 14336, torch.bfloat16)
-    assert names[0].startswith("hopper:16x8x")
-    assert names[1] == "cublaslt:0"
-    assert rule(64, 1024, 4096, torch.float16)[0].startswith("hopper:32x16x")
-    assert rule(128, 1024, 4096, torch.bfloat16)[0].startswith("hopper:32x32x")
-    assert rule(256, 1024, 14336, torch.bfloat16)[0].startswith("hopper:64x32x")
-    for m, n, k, dtype in (
-        (256, 1024, 4096, torch.bfloat16),
-        (257, 1024, 14336, torch.bfloat16),
-        (16, 4096, 14336, torch.bfloat16),
-        (16, 1024, 1024, torch.bfloat16),
-        (16, 1024, 14336, torch.float32),
-    ):
-        assert not any(name.startswith("hopper:") for name in rule(m, n, k, dtype))
 
 
 # What the library is told about a product, and which of its algorithms are let through.
@@ -573,7 +554,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     fake = FakeLibrary()
     monkeypatch.setattr(cublaslt, "library", lambda: fake)
     monkeypatch.setattr(cublaslt, "handle_of", lambda index: ctypes.c_void_p(7))
-    monkeypatch.setattr(cublaslt, "_descriptors", cublaslt._Descriptors)
+    monkeypatch.setattr(cublaslt, "descriptors", cublaslt.Descriptors)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: __import__("contextlib").nullcontext())
     return fake

@@ -8,14 +8,12 @@ import torch
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels.matmul import hopper
-from nondet.kernels.matmul.cuda import _proof_inputs, linear, member
+from nondet.kernels.matmul.cuda import linear, member, proof_inputs
 from nondet.kernels.matmul.gluon_kernels import barriers_of
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, matmul_chain
 from tests.build import DEVICE
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="the kernel needs compute capability 9.0")
+from tests.kernels.tiers import needs_hopper
 
 
 def bell(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -42,7 +40,7 @@ def run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile)
 def test_every_tile_has_the_bits_of_the_class(m, k, n, dtype):
     """On inputs that show any other order, at sizes that fill no tile, there with a bias as well."""
     a, weight, bias = bell(1, m, k, dtype=dtype), bell(n, k, dtype=dtype), bell(n, dtype=dtype)
-    cases = list(_proof_inputs(a, weight.T[None], bias if n == 777 else None, 256))
+    cases = list(proof_inputs(a, weight.T[None], bias if n == 777 else None, 256))
     assert cases
     assert HOPPER_TILES
     for _, (left, right, added) in cases:
@@ -153,12 +151,12 @@ def test_the_dispatcher_asks_for_it_where_columns_are_few():
 
 def test_tiles_that_do_not_fit():
     """What has no room in shared memory or registers, or is no part of 64 rows, is no tile; and no CPU takes one."""
-    assert all(hopper._tile_fits(tile) for tile in HOPPER_TILES)
+    assert all(hopper.tile_fits(tile) for tile in HOPPER_TILES)
     for tile in (
         Tile(64, 64, 256, 4, 8), Tile(128, 32, 256, 4, 2), Tile(16, 24, 256, 4, 4), Tile(16, 32, 96, 4, 4),
         Tile(16, 32, 256, 4, 4), Tile(4, 8, 256, 4, 4),
     ):  # fmt: skip
-        assert not hopper._tile_fits(tile)
+        assert not hopper.tile_fits(tile)
     if DEVICE == "cpu":
         assert not hopper_takes(torch.zeros(1, 8, 64).half(), torch.zeros(1, 64, 32).half(), HOPPER_TILES[0])
 

@@ -9,8 +9,7 @@ import torch
 
 from nondet.core import inputs
 from nondet.core.compare import identical
-from nondet.core.launch import listen
-from nondet.kernels import reference, triton_common
+from nondet.kernels import reference
 from nondet.kernels.matmul.triton_kernels import (
     TMA_TILES,
     Tile,
@@ -58,21 +57,6 @@ def test_every_shape_gets_a_tile_of_its_class():
             for n in (1, 1000, 8200, 151936):
                 assert tile_for(m, n, dtype) in tiles(dtype)
         assert len({tile.block_k for tile in tiles(dtype)}) == 1
-
-
-def test_launch_is_noted():
-    """What ran is told with its tile, and follows M."""
-    with listen() as notes:
-        matmul(bell(2, 8), bell(8, 4))
-        matmul(bell(40, 8), bell(8, 4))
-    assert list(notes) == ["matmul_chain[16x64x32]", "matmul_chain[64x64x32]"]
-
-
-def test_another_device_is_refused(monkeypatch):
-    """With its name, never by another implementation; what else is refused the dispatcher's tests say."""
-    monkeypatch.setattr(triton_common, "INTERPRETED", False)
-    with pytest.raises(NotImplementedError, match="cpu"):
-        matmul(torch.ones(2, 2), torch.ones(2, 2))
 
 
 @pytest.mark.gpu

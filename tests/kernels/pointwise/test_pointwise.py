@@ -12,7 +12,7 @@ from nondet.kernels.dispatch import transformers as hf_rotary
 from nondet.kernels.pointwise.cpu import in_vectors, vectors_only
 from nondet.kernels.pointwise.cuda import rotary as cuda_rotary
 from nondet.kernels.pointwise.cuda import silu_mul
-from tests.build import DEVICE
+from tests.build import DEVICE, rand
 from tests.kernels.tiers import at_length
 
 CASES = [
@@ -59,10 +59,6 @@ def test_where_no_element_is_left_over() -> None:
     assert not in_vectors(65)
     assert in_vectors(1 << 16)
     assert not in_vectors(32768 + 64)  # two shares of 16,416
-
-
-def rand(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 4.0 - 2.0
 
 
 # The rotary embedding in one launch: stock's bits, and only where its text is known.

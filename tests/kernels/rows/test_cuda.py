@@ -23,7 +23,7 @@ from nondet.kernels.rows import cuda as triton_rows
 from nondet.kernels.rows import cuda_softmax
 from nondet.kernels.rows.cuda import module_norm
 from nondet.kernels.rows.cuda_softmax import plan, takes
-from tests.build import DEVICE, accuracy_bound, error
+from tests.build import DEVICE, accuracy_bound, error, rand
 from tests.kernels.tiers import at_length, untouched
 
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
@@ -135,11 +135,11 @@ def test_exponentials_add_up_in_the_written_order(width):
 def test_one_launch_is_two_launches(name, width, monkeypatch):
     """A wide row has the same bits when its pairs and its results share a launch, with rows in between and without."""
     x, log = make("wide", 2, width), name == "log_softmax"
-    apart = cuda_softmax._softmax(name, x, log=log, at_once=False)
-    assert identical(cuda_softmax._softmax(name, x, log=log, at_once=True), apart)
-    assert identical(cuda_softmax._softmax(name, x[1:], log=log, at_once=True), apart[1:])
-    monkeypatch.setattr(cuda_softmax, "_LAG_BYTES", 1)  # a row's results follow its pairs at once
-    assert identical(cuda_softmax._softmax(name, x, log=log, at_once=True), apart)
+    apart = cuda_softmax.softmax_by(name, x, log=log, at_once=False)
+    assert identical(cuda_softmax.softmax_by(name, x, log=log, at_once=True), apart)
+    assert identical(cuda_softmax.softmax_by(name, x[1:], log=log, at_once=True), apart[1:])
+    monkeypatch.setattr(cuda_softmax, "LAG_BYTES", 1)  # a row's results follow its pairs at once
+    assert identical(cuda_softmax.softmax_by(name, x, log=log, at_once=True), apart)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="turns the interpreter's programs around")
@@ -148,7 +148,7 @@ def test_one_launch_in_whatever_order_programs_start(monkeypatch):
     from triton.runtime.interpreter import interpreter_builder
 
     x = make("wide", 2, 17000)
-    apart = cuda_softmax._softmax("softmax", x, log=False, at_once=False)
+    apart = cuda_softmax.softmax_by("softmax", x, log=False, at_once=False)
     forward, started = interpreter_builder.set_grid_idx, []
 
     def backward(i, j, k):
@@ -156,7 +156,7 @@ def test_one_launch_in_whatever_order_programs_start(monkeypatch):
         forward(started[-1], j, k)
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", backward)
-    assert identical(cuda_softmax._softmax("softmax", x, log=False, at_once=True), apart)
+    assert identical(cuda_softmax.softmax_by("softmax", x, log=False, at_once=True), apart)
     assert started == sorted(started, reverse=True)
 
 
@@ -292,14 +292,6 @@ def test_empty_shapes():
     assert triton_rows.cross_entropy(empty, torch.zeros(0, device=DEVICE, dtype=torch.int64)).shape == (0,)
 
 
-def test_launch_is_noted():
-    """The note names the operator, and the chunks of a row where there are several."""
-    with listen() as notes:
-        triton_rows.mean(make("bell", 3, 100))
-        triton_rows.rms_norm(make("bell", 3, 17000), make("bell", 17000))
-    assert list(notes) == ["mean_rows[128]", "rms_norm_rows[5x4096]"]
-
-
 def test_refuses_what_it_has_no_kernel_for():
     """Integers, scalars and a weight of another width are refused by name."""
     x, indices = make("bell", 2, 8), torch.zeros(3, device=DEVICE, dtype=torch.int64)
@@ -344,10 +336,6 @@ def test_sum_has_the_written_bits_in_bfloat16(width):
 DTYPES = [torch.float16, *at_length(torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else []))]
 
 
-def rand(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) * 4.0 - 2.0
-
-
 def composed(x: torch.Tensor, weight: torch.Tensor, eps: float, round_first: bool, plus_one: bool) -> torch.Tensor:
     """What a module's forward does, operator by operator, over the invariant mean."""
     wide = x.float()
@@ -374,17 +362,6 @@ def test_it_has_the_bits_of_the_operators(width: int, dtype: torch.dtype) -> Non
         assert identical(got, composed(x, weight, 1e-6, *form)), form
     assert identical(made[0], made[1]) == (dtype == torch.float32)  # where there is nothing to round
     assert not identical(made[1], made[2])
-
-
-@pytest.mark.parametrize("width", [1000, *at_length(128)])
-def test_a_row_has_its_own_bits(width: int) -> None:
-    """One row alone, in a batch of any size and at any place of it: the same bits, unlike after another row's."""
-    x, weight = rand(24, width).to(DEVICE), rand(width).to(DEVICE)
-    whole = by_kernel(x, weight)
-    for row, rows in ((0, 1), (7, 3), (20, 4)):
-        part = by_kernel(x[row : row + rows], weight)
-        assert identical(part, whole[row : row + rows].contiguous())
-    assert not identical(whole[:1].contiguous(), whole[1:2].contiguous())
 
 
 def test_another_dtype_or_width_is_left() -> None:
@@ -431,6 +408,7 @@ def test_what_is_patched_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Wide softmax that holds its chunks and waits: the bits of the launches that read a row twice; every wait ends.
 
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="held rows need compute capability 9.0")
 
@@ -460,13 +438,13 @@ def test_held_rows_have_the_bits_of_rows_read_twice(dtype, width):
     x = logits(300, width, dtype)
     for name, log in (("softmax", False), ("log_softmax", True)):
         with listen() as notes:
-            whole = cuda_softmax._softmax(name, x, log=log)
+            whole = cuda_softmax.softmax_by(name, x, log=log)
         assert any("held" in note for note in notes), notes
         for at_once in (False, True):
-            assert identical(whole, cuda_softmax._softmax(name, x, log=log, at_once=at_once))
+            assert identical(whole, cuda_softmax.softmax_by(name, x, log=log, at_once=at_once))
         for m in (1, 2, 9, 33):
-            assert identical(cuda_softmax._softmax(name, x[:m], log=log), whole[:m])
-            assert identical(cuda_softmax._softmax(name, x[-m:], log=log), whole[-m:])
+            assert identical(cuda_softmax.softmax_by(name, x[:m], log=log), whole[:m])
+            assert identical(cuda_softmax.softmax_by(name, x[-m:], log=log), whole[-m:])
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,26 +83,6 @@ def test_a_copy_of_torchao_s_computes_with_torch_s_product(tmp_path, how):
     assert told.replaced["_scaled_mm"] == 2 * 28
     assert same == (how == "torchao-row") == (not told.at_risk)
     assert all("the batch's axis included" in what for what in told.at_risk)
-
-
-def test_what_the_script_cannot_do_is_one_line(folders, tmp_path, monkeypatch, capsys):
-    """No torchao, a folder that is there, a weight of no whole blocks, a model without weights: nothing is written."""
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    for call, line in (
-        (lambda: fp8_model.by_torchao("torchao-row", tmp_path / "new"), "torchao-row is written by torchao"),
-        (lambda: fp8_model.by_torchao("torchao-row", tmp_path), "is there already"),
-        (lambda: fp8_model.convert("row", folders["row"]), "is there already"),
-        (lambda: fp8_model.quantized(torch.ones(100, 128), "block"), "whole blocks"),
-    ):
-        with pytest.raises(SystemExit, match=line):
-            call()
-    monkeypatch.setattr(sys, "argv", ["fp8_model.py", "row", str(tmp_path / "new"), "--model", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        fp8_model.main()
-    assert ended.value.code == 2
-    assert f"--model {tmp_path} has no model.safetensors" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 @needs_accelerate
