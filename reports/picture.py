@@ -10,12 +10,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from rich.cells import cell_len, set_cell_size
 
 from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import hue, tint
-from nondet.sampling.analysis import DistinctCompletion, SampleSummary
+from nondet.sampling.analysis import DistinctCompletion, SampleSummary, Span, spans_of
 from nondet.verdict.findings import plural
 
 WIDE = 680.0
@@ -89,59 +90,53 @@ def _panel(s: SampleSummary, at: int, top: float, strokes: list[Stroke], words: 
     def height(row: int) -> float:
         return top + _ROW * (row + 0.5)
 
-    def walk(group: Sequence[DistinctCompletion], start: int, left: int) -> int:
-        """Draw the run that the group shares from `start`; returns the row of its most common answer, which left
-        another branch at the token `left`."""
-        row, stop = len(leaves), _shared(group) if len(group) > 1 else length
-        x = _TREE * stop / length
-        if len(group) == 1:
-            leaves.append((group[0], left))
-        for number, branch in enumerate(_branches(group, stop) if len(group) > 1 else ()):
-            child = walk(branch, stop, stop if number else left)
-            if number:
-                strokes.append(Stroke(x, height(row), x, height(child), 2, colours[id(branch[0])]))
-        width = 2 + 6 * sum(c.count for c in group) / max(1, s.n)
-        strokes.append(Stroke(_TREE * start / length, height(row), x, height(row), width, colours[id(group[0])]))
-        return row
+    def weight(span: Span) -> int:
+        return sum(c.count for c in texts[span.first : span.last])
 
-    if shown:
-        walk(shown, 0, at if len(shown) > 1 or at < len(shown[0].pieces) else 0)
+    def walk(span: Span, left: int) -> tuple[int, str]:
+        """Draw what these answers share; returns the row and the colour of the most common one, which left another
+        branch at the token `left`."""
+        row, stop = len(leaves), span.end if span.ways else length
+        x = _TREE * stop / length
+        colour = ""
+        if not span.ways:
+            leaves.append((texts[span.first], left))
+            colour = colours[id(texts[span.first])]
+        for number, way in enumerate(sorted(span.ways, key=weight, reverse=True)):
+            child, its = walk(way, stop if number else left)
+            colour = colour or its
+            if number:
+                strokes.append(Stroke(x, height(row), x, height(child), 2, its))
+        width = 2 + 6 * weight(span) / max(1, s.n)
+        strokes.append(Stroke(_TREE * span.start / length, height(row), x, height(row), width, colour))
+        return row, colour
+
+    texts = sorted(shown, key=lambda c: c.token_ids)
+    for root in spans_of([np.asarray(c.token_ids, dtype=np.int32) for c in texts])[:1]:
+        walk(root, at if len(shown) > 1 or at < len(shown[0].pieces) else 0)
     for row, (c, left) in enumerate(leaves):
         words.append(Words(_COUNTS, height(row) + 8, f"{c.count:,}", 22, bold=True, end=True))
         words.append(Words(_WORDS, height(row) + 8, first_words(c, left), 22))
-    foot = top + _ROW * max(1, len(leaves))
-    if rest:
-        foot += _ROW
-        more = f"and {plural(len(rest), 'rarer answer')} to {plural(sum(c.count for c in rest), 'request')}"
-        words.append(Words(_WORDS, foot - 10, more, 20, "faded"))
+    foot, notes = top + _ROW * max(1, len(leaves)), []
     if len(shown) > 1:
         first = min(c.parts_at for c in shown if c.parts_at is not None)
-        foot += 20
-        words.append(Words(0, foot, f"they differ from token {first} of {length} on", 20, "faded"))
+        notes.append(f"they differ from token {first} of {length} on")
+    if rest:
+        count = plural(sum(c.count for c in rest), "request")
+        notes.append(f"not drawn: {plural(len(rest), 'rarer answer')} to {count}")
+    for note in notes:
+        foot += 20 if note is notes[0] else 28
+        words.append(Words(0, foot, note, 20, "faded"))
     return foot
-
-
-def _branches(group: Sequence[DistinctCompletion], at: int) -> list[list[DistinctCompletion]]:
-    """The group by its token there, the branch of most requests first."""
-    found: dict[int | None, list[DistinctCompletion]] = {}
-    for c in group:
-        found.setdefault(c.token_ids[at] if at < len(c.token_ids) else None, []).append(c)
-    return sorted(found.values(), key=lambda branch: -sum(c.count for c in branch))
-
-
-def _shared(group: Sequence[DistinctCompletion]) -> int:
-    """The number of tokens that all of them begin with."""
-    first = min(group, key=lambda c: len(c.token_ids)).token_ids
-    return next((i for i, token in enumerate(first) if any(c.token_ids[i] != token for c in group)), len(first))
 
 
 def first_words(completion: DistinctCompletion, at: int) -> str:
     """What the answer says from a token on, in quotes; "(ends here)" where it has ended."""
     if at >= len(completion.pieces):
         return "(ends here)"
-    if not completion.pieces[at].strip("\ufffd \n\t"):  # a line end, a token without a text
-        return text.token(completion.pieces[at], completion.token_ids[at])
-    said = one_line("".join(completion.pieces[at:]), 200)
+    piece, said = completion.pieces[at], one_line("".join(completion.pieces[at:]), 200)
+    if not said or (piece.strip(" ") == piece and not piece.strip("\ufffd\n\t")):  # a line end, a token without a text
+        return text.token(piece, completion.token_ids[at])
     if cell_len(said) <= _LETTERS - 2:
         return f"“{said}”"
     cut = set_cell_size(said, _LETTERS - 3)

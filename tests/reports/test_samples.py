@@ -106,7 +106,7 @@ def test_a_crowd_of_branches_is_cut_and_counted(tmp_path: Path) -> None:
     assert summary.distinct_completions > 50
     said = [words.text for words in answers_picture((summary,)).words]
     shown = sum(int(count) for count in said[2:18:2])
-    assert said[18] == f"and {summary.distinct_completions - 8} rarer answers to {90 - shown} requests"
+    assert said[19] == f"not drawn: {summary.distinct_completions - 8} rarer answers to {90 - shown} requests"
 
 
 def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
