@@ -429,7 +429,7 @@ def reducing(name: str) -> Callable[..., torch.Tensor]:
 
 
 def _reduced_in_place(kernels: Kernels, name: str, x: torch.Tensor, axis: int) -> torch.Tensor | None:
-    """Over one axis that is not the last, which is not moved; None without a kernel for that."""
+    """Over one axis other than the last, in place; None without a kernel for that."""
     if axis == x.dim() - 1:
         return None
     short = x.is_cuda and name == "sum" and x.shape[axis] <= SHORT

@@ -73,7 +73,7 @@ def test_a_context_too_short_for_a_long_prompt_leaves_it_out(run: Command, tmp_p
 def test_long_prompts_ride_with_every_forty_others() -> None:
     """Twice each in one round, however small rounds are; their subjects follow."""
     load = parse_load("others=3,targets=16,prompt=4-8,tokens=4-8")
-    given: dict[str, Any] = {"seed": 1, "prompt": (1, 2), "max_new_tokens": 4, "context": 99}
+    given: dict[str, Any] = {"seed": 1, "prompts": [(1, 2)], "max_new_tokens": 4, "context": 99}
     riders = [(3,) * 40, (4,) * 50]
     plan = build_plan(load, n=90, texts=["x" * 999], riders=riders, encode=lambda _: [7] * 9, **given)
     counts = [Counter((r.subject, len(r.prompt)) for r in requests if r.target) for requests in plan.rounds]

@@ -21,6 +21,7 @@ import nondet
 from nondet.kernels import reference
 from nondet.kernels.attention_backward import cpu
 from nondet.kernels.dispatch import differentiable, gradients, replacements
+from nondet.kernels.experts import cpu as experts
 from nondet.kernels.rows import cpu as rows
 from tests.kernels.attention_backward.test_attention_backward import Case, plain, starts
 
@@ -50,7 +51,7 @@ def attention_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: A
 
 KERNELS: Any = SimpleNamespace(
     sum=rows.sum, mean=rows.mean, rms_norm=reference.rms_norm, linear=reference.linear, attention=attention,
-    attention_varlen=attention_varlen, attention_backward=cpu.attention_backward,
+    attention_varlen=attention_varlen, attention_backward=cpu.attention_backward, index_add_=experts.index_add_,
 )  # fmt: skip
 
 
