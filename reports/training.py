@@ -23,7 +23,7 @@ _FOOT = 0.12  # of a plot's height, between 0 and the least decade of K3
 def training_figure(run: Run, place: str = "fig-answer") -> Figure | None:
     """The plots of a run's arms."""
     data = training_plots(courses(run))
-    return Figure("plots", data, place, PLOTS, of=run) if data else None
+    return Figure("plots", data, place, PLOTS) if data else None
 
 
 def _rewards_text(told: Sequence[Course]) -> str:

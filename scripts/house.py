@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
-    "bench": 1443,
+    "bench": 1442,
     "certify": 736,
     "commands": 889,
     "core": 5990,
@@ -33,17 +33,17 @@ BUDGET = {
     "endpoint": 3105,
     "export": 479,
     "mismatch": 2057,
-    "kernels": 18425,
+    "kernels": 18332,
     "nondet": 1821,
     "probes": 5135,
-    "ranks": 728,
-    "reports": 5512,
+    "ranks": 726,
+    "reports": 5507,
     "sampling": 6029,
     "services": 2812,
     "testing": 566,
     "trace": 3079,
     "verdict": 2581,
-    "vllm": 2300,
+    "vllm": 2255,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")
 _NEAREST = 25  # test files; collecting all of them takes longer than a quick run may
