@@ -27,8 +27,8 @@ from nondet.bench.cells import BenchCase, PerfCounter, interleave, timed_of
 from nondet.bench.summary import cells_of, check_runs
 from nondet.core.environment import collect
 from nondet.core.inputs import generator, make
-from nondet.core.launch import listen
-from nondet.core.measure import check_device_alive, reason_of
+from nondet.core.launch import check_device_alive, listen
+from nondet.core.measure import reason_of
 from nondet.core.records import Cell
 from nondet.core.runfile import open_run, read_run
 from nondet.errors import UserError
