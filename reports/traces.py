@@ -195,8 +195,11 @@ def batch_brief(told: Story) -> str:
     if told.finding != Finding.BATCH or not {"n", "tokens", "traces"} <= batch.keys():
         return ""
     n, tokens, traces = (f"{batch[key]:,.0f}" for key in ("n", "tokens", "traces"))
-    text = f"{told.finding}: of {n} completions {tokens} have other tokens than the same prompt solo, {traces} other"
-    return f"{text} logprobs"
+    logprobs = f"all {n} have" if traces == n else f"{traces} have"
+    return (
+        f"{told.finding}: {tokens} of {n} completions have different tokens from the same prompt solo, and {logprobs} "
+        "different logprobs"
+    )
 
 
 def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:

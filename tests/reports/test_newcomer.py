@@ -90,7 +90,7 @@ def test_the_page_of_a_comparison_is_as_wide_as_a_page_and_names_both() -> None:
 def test_eighty_columns_have_the_numbers_that_matter() -> None:
     """How many completions a batch changes; how many sums an order makes; the tree that was proven."""
     said = nondet("report", str(KEPT / "cpu/diagnose-fp8.jsonl.xz"))[1]
-    assert "of 20 completions 19 have other tokens than the same" in said
+    assert "19 of 20 completions have different tokens from the same" in said
     tree = nondet("report", str(KEPT / "h200-order/order-stock-bfloat16.jsonl.xz"))[1]
     assert "3 splits of 4,096, added in order" in tree
     assert "one chain of 256 groups of 16" in tree
