@@ -37,7 +37,7 @@ BUDGET = {
     "nondet": 1821,
     "probes": 5135,
     "ranks": 726,
-    "reports": 5507,
+    "reports": 5510,
     "sampling": 6029,
     "services": 2812,
     "testing": 566,

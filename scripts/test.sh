@@ -41,6 +41,6 @@ wait $mypy || { cat "$new/mypy"; exit 1; }
 kernels=$! # on one core, by its CPU time, while the other core runs the next
 # And what a call costs the host, stock beside inside of batch_invariant(): a plan that is made anew at every call shows.
 "$bin/python" scripts/host.py --device cpu --threads 1 \
-    --check docs/evidence/cpu/host.jsonl --slower 3 --out "$new/host.jsonl"
+    --check docs/evidence/cpu-xeon/host.jsonl --slower 3 --out "$new/host.jsonl"
 wait $kernels
 "$bin/python" scripts/house.py # lines by package, and their budget
