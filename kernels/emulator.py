@@ -42,22 +42,14 @@ FORMATS = {
 
 
 class Unit(NamedTuple):
-    """How a chip adds products of one type.
+    """How a chip adds products of one type."""
 
-    Attributes:
-        fraction: Bits that a term keeps below the largest exponent of its step.
-        terms: Products of one step; a longer instruction is several steps in sequence.
-        kept: Fraction bits of a float32 result; what is beyond them is cut.
-        floor: The largest exponent of a step is at least this.
-        measured: Where it was compared with the chip; "" if only read from other models.
-        split: Each float32 operand is two TF32 numbers, and a step is three (3xTF32 of CUTLASS): see `_wide_step`.
-    """
-
-    fraction: int
-    terms: int
-    kept: int = 23
-    floor: int = -133
-    measured: str = ""
+    fraction: int  # bits that a term keeps below the largest exponent of its step
+    terms: int  # products of one step; a longer instruction is several steps in sequence
+    kept: int = 23  # fraction bits of a float32 result; what is beyond them is cut
+    floor: int = -133  # the largest exponent of a step is at least this
+    measured: str = ""  # where it was compared with the chip; "" if only read from other models
+    # each float32 operand is two TF32 numbers, and a step is three (3xTF32 of CUTLASS): see `_wide_step`
     split: bool = False
 
 
@@ -195,15 +187,11 @@ def _rest_of_product(x: Array, y: Array) -> Array:
 
 
 class Tree(NamedTuple):
-    """Which partial sums are added to each other.
+    """Which partial sums are added to each other."""
 
-    Attributes:
-        leaves: Terms, numbered 0 ... leaves - 1 in the operator's own order.
-        nodes: Children of node `leaves + i`, each a leaf or an earlier node. Two are added; more are one fused step.
-            The last node is the root. A leaf that is in no node is dropped. Without nodes, `root` is the one leaf.
-    """
-
-    leaves: int
+    leaves: int  # terms, numbered 0 ... leaves - 1 in the operator's own order.
+    # children of node `leaves + i`, each a leaf or an earlier node. Two are added; more are one fused step. The last
+    # node is the root. A leaf that is in no node is dropped. Without nodes, `root` is the one leaf.
     nodes: tuple[tuple[int, ...], ...]
 
     @property
@@ -269,28 +257,18 @@ _OFF_IN_VECTORS, _LANES = 896 / 2**24, 16
 
 
 class Arithmetic(NamedTuple):
-    """How the additions of a tree are done.
+    """How the additions of a tree are done."""
 
-    Attributes:
-        accumulator: Dtype of partial sums.
-        fused: A product is not rounded before it is added to a partial sum (a fused multiply-add).
-        first: Which of two products is the accumulator, and so is rounded first: "low" or "high" number.
-        unit: The unit that adds more than two at once.
-        dtype: Of the operands, for `unit`.
-        finish: "", "divided by K", "times 1/K" or `VECTOR_WEIGHTS`, applied to the root; rounded to the accumulator.
-            Where several give the bits that were checked: "divided by K or times 1/K", which only `words` accepts.
-        twice: The root is rounded to float32 before a shorter dtype, as torch converts float64.
-        aside: What it does not hold for, in words.
-    """
-
-    accumulator: str = "float32"
-    fused: bool = False
-    first: str = "low"
-    unit: Unit | None = None
-    dtype: str = ""
+    accumulator: str = "float32"  # dtype of partial sums
+    fused: bool = False  # a product is not rounded before it is added to a partial sum (a fused multiply-add)
+    first: str = "low"  # which of two products is the accumulator, and so is rounded first: "low" or "high" number
+    unit: Unit | None = None  # the unit that adds more than two at once
+    dtype: str = ""  # of the operands, for `unit`
+    # "", "divided by K", "times 1/K" or `VECTOR_WEIGHTS`, applied to the root; rounded to the accumulator. Where
+    # several give the bits that were checked: "divided by K or times 1/K", which only `words` accepts.
     finish: str = ""
-    twice: bool = False
-    aside: str = ""
+    twice: bool = False  # the root is rounded to float32 before a shorter dtype, as torch converts float64
+    aside: str = ""  # what it does not hold for, in words
 
     @property
     def words(self) -> str:

@@ -150,16 +150,11 @@ def launch(
 
 
 class Step(NamedTuple):
-    """One launch of a cached call.
+    """One launch of a cached call."""
 
-    Attributes:
-        launch: None where it can't be repeated.
-        order: Its tensors, as indices into the call's own tensors followed by the results; -1 for none.
-        boxes: (Index among its tensors, index as in order, pattern of a descriptor) of what the copy engine brings.
-    """
-
-    launch: Callable[[int, Sequence[Any]], None] | None
-    order: tuple[int, ...]
+    launch: Callable[[int, Sequence[Any]], None] | None  # None where it can't be repeated
+    order: tuple[int, ...]  # its tensors, as indices into the call's own tensors followed by the results; -1 for none
+    # (Index among its tensors, index as in order, pattern of a descriptor) of what the copy engine brings
     boxes: tuple[tuple[int, int, Any], ...] = ()
 
 

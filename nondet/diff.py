@@ -38,31 +38,26 @@ _ASKED = ("max_tokens", "temperature", "request_seed", "eos", "ignore_eos", "ext
 
 @dataclass(frozen=True)
 class CompletionDiff:
-    """The completions of one prompt under one implementation, in one arm, in both runs.
-
-    Attributes:
-        reason: Why they can't be compared; empty where they can.
-        n_a, n_b: Completions that succeeded.
-        failed_a, failed_b: Those that failed, counted even where there is a reason.
-        tokens, traces: Digests -> (how many in A, how many in B).
-        with_logprobs: Whether traces hold logprobs in both runs; else only tokens were compared.
-        pairs: Requests of one name in both runs; tokens_alike, traces_alike: those with equal digests; ended_otherwise:
-            those that are otherwise equal, but ended for another reason.
-    """
+    """The completions of one prompt under one implementation, in one arm, in both runs."""
 
     prompt: str
     impl: str
     arm: str
-    reason: str = ""
+    reason: str = ""  # why they can't be compared; empty where they can
+    # `n_a`, `n_b`: completions that succeeded
     n_a: int = 0
     n_b: int = 0
+    # `tokens`, `traces`: digests -> (how many in A, how many in B)
     tokens: Mapping[str, tuple[int, int]] | None = None
     traces: Mapping[str, tuple[int, int]] | None = None
-    with_logprobs: bool = True
+    with_logprobs: bool = True  # whether traces hold logprobs in both runs; else only tokens were compared
+    # requests of one name in both runs; tokens_alike, traces_alike: those with equal digests; ended_otherwise: those
+    # that are otherwise equal, but ended for another reason
     pairs: int = 0
     tokens_alike: int = 0
     traces_alike: int = 0
     ended_otherwise: int = 0
+    # `failed_a`, `failed_b`: those that failed, counted even where there is a reason
     failed_a: int = 0
     failed_b: int = 0
 

@@ -32,71 +32,49 @@ from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongSh
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. None means the probe's own default list.
+    """The options of the command line. None means the probe's own default list."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        dtypes: Dtypes to test.
-        m, k, n: Sizes given by the user; a probe takes those that its operator has.
-        layers: (name, K, N) of real linear layers, from a preset or a model's config.
-        config: Sizes of a model (heads, head_dim, hidden, vocabulary), from a preset or a model's config.
-        inputs: Kinds of input (`nondet.core.inputs.KINDS`).
-        runs: Repetitions of run-to-run cases.
-        ranks: Numbers of ranks to start, for probes of collectives.
-        full: The long sweep instead of the default list of under 20 s.
-        map: "mn" or "mk": every M at some N, or at some K, instead of the default list; "": no map.
-        met: (rows, keys, products or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes.
-        own: Keys that the row in question saw there.
-        operator: The operator in the trace, where the probe tests several.
-        one_of_all: All probes were named at once: what others nearly show is only run if this probe is named.
-    """
-
-    device: str = "cpu"
-    dtypes: tuple[str, ...] | None = None
+    device: str = "cpu"  # "cpu" or "cuda"
+    dtypes: tuple[str, ...] | None = None  # dtypes to test
+    # `m`, `k`, `n`: sizes given by the user; a probe takes those that its operator has
     m: int | None = None
     k: int | None = None
     n: int | None = None
+    # (name, K, N) of real linear layers, from a preset or a model's config
     layers: tuple[tuple[str, int, int], ...] = ()
+    # sizes of a model (heads, head_dim, hidden, vocabulary), from a preset or a model's config
     config: Mapping[str, int] = field(default_factory=dict)
-    inputs: tuple[str, ...] | None = None
-    runs: int | None = None
-    ranks: tuple[int, ...] | None = None
+    inputs: tuple[str, ...] | None = None  # kinds of input (`nondet.core.inputs.KINDS`)
+    runs: int | None = None  # repetitions of run-to-run cases
+    ranks: tuple[int, ...] | None = None  # numbers of ranks to start, for probes of collectives
     seed: int = 0
-    full: bool = False
-    map: str = ""
+    full: bool = False  # the long sweep instead of the default list of under 20 s
+    map: str = ""  # "mn" or "mk": every M at some N, or at some K, instead of the default list; "": no map
+    # (rows, keys, products or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes
     met: tuple[tuple[int, int], ...] = ()
-    own: int = 0
-    operator: str = ""
+    own: int = 0  # keys that the row in question saw there
+    operator: str = ""  # the operator in the trace, where the probe tests several
+    # all probes were named at once: what others nearly show is only run if this probe is named
     one_of_all: bool = False
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case: variants that ought to give equal bits.
+    """One case: variants that ought to give equal bits."""
 
-    Attributes:
-        name: Unique within the probe, device and dtype; it is part of the key that a resumed run skips by.
-        operator: A declared operator (`nondet.core.registry.operators`), or a name of the probe's own.
-        shape: Named sizes, for the row.
-        varied: What differs between the variants: batch_size, position, run, query_chunk, split, order, ...
-        axis: The kind of what varies, an `Axis` of `nondet.core.records`; None: what `varied` usually is.
-        demonstration: The probe built the operator to show a cause: no verdict on what a library runs.
-        exact: Every partial sum is exact, so all orders must agree and a difference is a bug; None: by `inputs`.
-        impls: The implementations of the case; None: the user's.
-        data: Other data of `prepare` and `trials`.
-    """
-
-    name: str
-    operator: str
-    shape: Mapping[str, int]
+    name: str  # unique within the probe, device and dtype; it is part of the key that a resumed run skips by
+    operator: str  # a declared operator (`nondet.core.registry.operators`), or a name of the probe's own
+    shape: Mapping[str, int]  # named sizes, for the row
     dtype: str
-    varied: str
+    varied: str  # what differs between the variants: batch_size, position, run, query_chunk, split, order, ..
     inputs: str = "bell"
-    impls: tuple[str, ...] | None = None
+    impls: tuple[str, ...] | None = None  # the implementations of the case; None: the user's
+    # the kind of what varies, an `Axis` of `nondet.core.records`; None: what `varied` usually is
     axis: str | None = None
-    demonstration: bool = False
+    demonstration: bool = False  # the probe built the operator to show a cause: no verdict on what a library runs
+    # every partial sum is exact, so all orders must agree and a difference is a bug; None: by `inputs`
     exact: bool | None = None
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)  # other data of `prepare` and `trials`
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -381,17 +359,12 @@ _SHIFTS = (0, 1, 3, 8)  # elements past an aligned address
 
 
 class Call(NamedTuple):
-    """One call of an operator, and which of its rows are compared.
+    """One call of an operator, and which of its rows are compared."""
 
-    Attributes:
-        tensors: As the operator takes them.
-        others: For each tensor the indices along its first axis that belong to others; None: it has none of theirs.
-        kept: Indices along the first axis of the result that are compared.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]  # as the operator takes them
+    # for each tensor the indices along its first axis that belong to others; None: it has none of theirs
     others: tuple[torch.Tensor | None, ...]
-    kept: torch.Tensor
+    kept: torch.Tensor  # indices along the first axis of the result that are compared
 
     def compared(self, operator: Operator) -> torch.Tensor:
         """The compared rows."""

@@ -13,18 +13,13 @@ from nondet.errors import UnknownNameError, UserError
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that the probes take from a model.
+    """The sizes that the probes take from a model."""
 
-    Attributes:
-        name: The preset's name, or the path of the config.
-        layers: (name, K, N) of the linear layers, y[N] = W[N, K] x[K]; layers of equal shape share an entry. Serving
-            engines fuse q, k, v and gate, up into one product each, transformers does not: both forms are listed.
-        config: hidden, heads, kv_heads, head_dim, vocabulary, layers.
-    """
-
-    name: str
+    name: str  # the preset's name, or the path of the config
+    # (name, K, N) of the linear layers, y[N] = W[N, K] x[K]; layers of equal shape share an entry. Serving engines fuse
+    # q, k, v and gate, up into one product each, transformers does not: both forms are listed.
     layers: tuple[tuple[str, int, int], ...]
-    config: Mapping[str, int] = field(default_factory=dict)
+    config: Mapping[str, int] = field(default_factory=dict)  # hidden, heads, kv_heads, head_dim, vocabulary, layers
 
 
 # The fields of each model's public config.json (huggingface.co/<id>), under the keys that transformers uses.

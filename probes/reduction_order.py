@@ -65,48 +65,36 @@ class NotASumError(Exception):
 
 
 class MeasuredSum(NamedTuple):
-    """An operator reduced to one element of its result, at one number of rows: the sum of K terms that we choose.
+    """An operator reduced to one element of its result, at one number of rows: the sum of K terms that we choose."""
 
-    Attributes:
-        evaluate: (terms [at_once, K] of the dtype, n) -> [n]: the element, for each of the first n lists of terms.
-        sample: sample(kind, seed, *dropped) -> (x [n, K], y [n, K] or None, got [n]): random operands, and the element
-            for them. `dropped`: positions that the sum ignores, so that sums near zero can be drawn.
-        at_once: Lists of terms that one call takes.
-        K, dtype, device: Of the terms.
-        finishes: Possible operations on the root, of `Arithmetic.finish`.
-        which: The measured columns of a product: "" for all.
-        fewer: The same sum with fewer columns, because all columns together may have several trees.
-    """
-
+    # (terms [at_once, K] of the dtype, n) -> [n]: the element, for each of the first n lists of terms
     evaluate: Callable[[torch.Tensor, int], torch.Tensor]
+    # sample(kind, seed, *dropped) -> (x [n, K], y [n, K] or None, got [n]): random operands, and the element for them.
+    # `dropped`: positions that the sum ignores, so that sums near zero can be drawn.
     sample: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
-    at_once: int
+    at_once: int  # lists of terms that one call takes
+    # `K`, `dtype`, `device`: of the terms
     K: int
     dtype: torch.dtype
     device: str
-    finishes: tuple[str, ...] = ("",)
-    which: str = ""
+    finishes: tuple[str, ...] = ("",)  # possible operations on the root, of `Arithmetic.finish`
+    which: str = ""  # the measured columns of a product: "" for all
+    # the same sum with fewer columns, because all columns together may have several trees
     fewer: Callable[[], Any] | None = None
 
 
 class Found(NamedTuple):
-    """A tree and its evidence.
-
-    Attributes:
-        proven: The arithmetic with which it predicts every bit that was checked; None if there is none.
-        checked, missed: Sums predicted; of them, sums with other bits under the arithmetic that misses fewest.
-        failed_on: Kinds of input on which that arithmetic misses any, or why nothing could be predicted.
-        refuted: Trees with two elements exchanged that did not predict every bit: without any, nothing is proven.
-    """
+    """A tree and its evidence."""
 
     tree: Tree
     masks: int
-    proven: Arithmetic | None
+    proven: Arithmetic | None  # the arithmetic with which it predicts every bit that was checked; None if there is none
     best: Arithmetic
+    # `checked`, `missed`: sums predicted; of them, sums with other bits under the arithmetic that misses fewest
     checked: int
     missed: int
-    failed_on: str
-    refuted: int = 0
+    failed_on: str  # kinds of input on which that arithmetic misses any, or why nothing could be predicted
+    refuted: int = 0  # trees with two elements exchanged that did not predict every bit: without any, nothing is proven
 
     @property
     def words(self) -> str:

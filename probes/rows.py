@@ -38,26 +38,19 @@ _FEWEST = (1, 2, 8, 17, 32)
 
 
 class RowProbe(Probe):
-    """An operator over the last axis of x [M, W].
-
-    Attributes:
-        operators: Declared operators that take x, or x and a weight [W].
-        axis: The name of the width in a row's shape.
-        widths: Of real models, and an odd one. The first gets the hard inputs and all cases but the sweep over M.
-        width_keys: Keys of `Options.config` that hold widths of this operator in a model.
-        sums: Operators that add the elements themselves: rows whose sum is exactly 0 show their order, and integers
-            have an exact answer. The others add squares or exponentials.
-        exact: Those of them whose answer for integers is exact.
-        numbers: Further kinds of input: a mask's -inf, rows that are small compared with an epsilon.
-    """
+    """An operator over the last axis of x [M, W]."""
 
     answers = EXACT
-    operators: tuple[str, ...]
-    axis: str = "K"
+    operators: tuple[str, ...]  # declared operators that take x, or x and a weight [W]
+    axis: str = "K"  # the name of the width in a row's shape
+    # of real models, and an odd one. The first gets the hard inputs and all cases but the sweep over M.
     widths: tuple[int, ...]
-    width_keys: tuple[str, ...]
+    width_keys: tuple[str, ...]  # keys of `Options.config` that hold widths of this operator in a model
+    # operators that add the elements themselves: rows whose sum is exactly 0 show their order, and integers have an
+    # exact answer. The others add squares or exponentials.
     sums: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()  # those of them whose answer for integers is exact
+    # further kinds of input: a mask's -inf, rows that are small compared with an epsilon
     numbers: tuple[str, ...] = ("denormal", "infinite")
 
     @classmethod

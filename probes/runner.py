@@ -45,23 +45,18 @@ _PROBES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Met:
-    """A culprit as a probe can test it.
-
-    Attributes:
-        shapes: Of the call in either arm: (rows, keys), (rows, products of the batch) or (elements, 0).
-        own: Keys that the row in question sees.
-        operator: Which of the probe's, where it tests several.
-        k, n: Sizes of the operator's axes; config: heads, where it has any.
-    """
+    """A culprit as a probe can test it."""
 
     probe: str
+    # of the call in either arm: (rows, keys), (rows, products of the batch) or (elements, 0)
     shapes: tuple[tuple[int, int], ...]
     dtype: str
-    own: int = 0
+    own: int = 0  # keys that the row in question sees
+    # `k`, `n`: sizes of the operator's axes; config: heads, where it has any
     k: int | None = None
     n: int | None = None
     config: dict[str, int] = field(default_factory=dict)
-    operator: str = ""
+    operator: str = ""  # which of the probe's, where it tests several
 
     def options(self, options: Options) -> Options:
         """The options with these sizes; the user's own stay."""
@@ -147,21 +142,15 @@ def _batched(left: list[list[int]], right: list[list[int]], dtype: str) -> Met |
 
 @dataclass
 class Job:
-    """One case under one implementation.
-
-    Attributes:
-        note: How the implementation came to be judged as this operator, for the reader.
-        place: Position among all jobs of the plan, from 0; None outside of one.
-        loaded: The implementation, if it is at hand; None: it is loaded by its name.
-    """
+    """One case under one implementation."""
 
     probe: Probe
     case: Case
     impl: str
     device: str
-    note: str = ""
-    loaded: LoadedImplementation | None = None
-    place: int | None = None
+    note: str = ""  # how the implementation came to be judged as this operator, for the reader
+    loaded: LoadedImplementation | None = None  # the implementation, if it is at hand; None: it is loaded by its name
+    place: int | None = None  # position among all jobs of the plan, from 0; None outside of one
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -88,25 +88,16 @@ class Items:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Attributes:
-        kinds: For each column its page's class, if any: num, wide, nowrap, cell, kernels.
-        marks: For each row the keys of a page's filter: data attribute -> value.
-        unshown: Names of columns that a terminal has no room for.
-        clipped: A terminal cuts the last column off at its width, and folds none.
-        room: Most lines of a row that a brief terminal has as a sentence, for lack of width.
-        brief: Most rows there.
-    """
+    """A table."""
 
     head: Cells
     rows: Sequence[Cells]
-    kinds: Sequence[str] = ()
-    marks: Sequence[dict[str, str]] = ()
-    unshown: Sequence[str] = ()
-    clipped: bool = False
-    room: int = 2
-    brief: int = 16
+    kinds: Sequence[str] = ()  # for each column its page's class, if any: num, wide, nowrap, cell, kernels
+    marks: Sequence[dict[str, str]] = ()  # for each row the keys of a page's filter: data attribute -> value
+    unshown: Sequence[str] = ()  # names of columns that a terminal has no room for
+    clipped: bool = False  # a terminal cuts the last column off at its width, and folds none
+    room: int = 2  # most lines of a row that a brief terminal has as a sentence, for lack of width
+    brief: int = 16  # most rows there
     only: str = WHOLE
     kind = "table"
 
@@ -144,21 +135,15 @@ class Code:
 
 @dataclass(frozen=True)
 class Details:
-    """Blocks behind a title.
-
-    Attributes:
-        id: Of a part of a run: it has a heading, and `said` next to it on a page; markdown does not fold it.
-        fold: Whether markdown folds it although it has an id.
-        opened: Whether a page shows it from the start.
-    """
+    """Blocks behind a title."""
 
     title: Inline
     blocks: Sequence[Block]
-    id: str = ""
+    id: str = ""  # of a part of a run: it has a heading, and `said` next to it on a page; markdown does not fold it
     said: Inline = ""
     toc: str = ""
-    fold: bool = False
-    opened: bool = False
+    fold: bool = False  # whether markdown folds it although it has an id
+    opened: bool = False  # whether a page shows it from the start
     only: str = WHOLE
     kind = "details"
 

@@ -29,19 +29,12 @@ _FAR = 1.0
 
 @dataclass(frozen=True)
 class Parting:
-    """How one trace differs from another.
+    """How one trace differs from another."""
 
-    Attributes:
-        token: Index of the first token that differs; None where none does.
-        bits: Index of the first logprob that differs before that; None where none does.
-        gap: Largest difference of a common token's logprob, up to where tokens differ; 0.0 if none differs.
-        margin: Top-1 minus top-2 of the other trace where tokens differ; None where it is not on record.
-    """
-
-    token: int | None
-    bits: int | None
-    gap: float
-    margin: float | None
+    token: int | None  # index of the first token that differs; None where none does
+    bits: int | None  # index of the first logprob that differs before that; None where none does
+    gap: float  # largest difference of a common token's logprob, up to where tokens differ; 0.0 if none differs
+    margin: float | None  # top-1 minus top-2 of the other trace where tokens differ; None where it is not on record
 
 
 def parting(base: Trace, other: Trace) -> Parting:
@@ -67,26 +60,19 @@ def parting(base: Trace, other: Trace) -> Parting:
 
 @dataclass(frozen=True)
 class ArmFigures:
-    """One arm of one server, over all prompts.
-
-    Attributes:
-        unit: What a prompt is called: a prompt with its seed is a subject of its own.
-        requests: Completions and failures.
-        partings: How each trace differs from the most common solo one of its prompt and server (without solo: the arm's
-            own most common), and how many requests gave it.
-        has_logprobs: Whether the server gave any; without them a trace is its tokens.
-        drawn: Whether tokens were drawn: then a margin shows little.
-    """
+    """One arm of one server, over all prompts."""
 
     impl: str
     arm: str
-    unit: str
-    requests: int
+    unit: str  # what a prompt is called: a prompt with its seed is a subject of its own
+    requests: int  # completions and failures
     failed: Mapping[str, int]
     evidence: Mapping[int, ArmEvidence]
+    # how each trace differs from the most common solo one of its prompt and server (without solo: the arm's own most
+    # common), and how many requests gave it
     partings: Sequence[tuple[Parting, int]]
-    has_logprobs: bool
-    drawn: bool
+    has_logprobs: bool  # whether the server gave any; without them a trace is its tokens
+    drawn: bool  # whether tokens were drawn: then a margin shows little
     good: Sequence[Served]
     rounds: Sequence[Round]
 
@@ -194,19 +180,15 @@ def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class EndpointSection:
-    """The part of a run that is about its servers.
-
-    Attributes:
-        contract: Each question with the (answer, evidence) of each server.
-        comparisons: (server, prompt, comparison): all where they are few, else those in which something differed.
-        omitted: Number of comparisons left out.
-    """
+    """The part of a run that is about its servers."""
 
     servers: Sequence[str]
     impls: Sequence[str]
+    # each question with the (answer, evidence) of each server
     contract: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+    # (server, prompt, comparison): all where they are few, else those in which something differed
     comparisons: Sequence[tuple[str, str, Comparison]]
-    omitted: int
+    omitted: int  # number of comparisons left out
     figures: Sequence[ArmFigures]
 
     @property

@@ -286,19 +286,14 @@ def _probe(probe: ProbeSection, place: str, opened: bool) -> list[Block]:
 
 @dataclass(frozen=True)
 class OrderDrawn:
-    """The reduction tree of one class of a row.
-
-    Attributes:
-        lines: (depth, glyph, text) from the root down; repeated subtrees are drawn once.
-        between: How it differs from the next class's tree; "" for the last.
-    """
+    """The reduction tree of one class of a row."""
 
     impl: str
     m: int
     proven: bool
     said: str
-    lines: tuple[tuple[int, str, str], ...]
-    between: str
+    lines: tuple[tuple[int, str, str], ...]  # (depth, glyph, text) from the root down; repeated subtrees are drawn once
+    between: str  # how it differs from the next class's tree; "" for the last
 
 
 # What a line of a folded tree begins with or holds -> the glyph that a page draws.

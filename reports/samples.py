@@ -63,22 +63,16 @@ class FamilyTest(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleSection:
-    """One prompt under every implementation, stock first.
-
-    Attributes:
-        name: "prompt 2", with its seed where it has one.
-        replays: Implementation -> the rows of rounds that were run again.
-        counted: Implementation -> what vLLM counted over all rounds; {} where another engine ran.
-        speed: The cost of the fix in this run; None unless both ran.
-    """
+    """One prompt under every implementation, stock first."""
 
     prompt: int
-    name: str
+    name: str  # "prompt 2", with its seed where it has one
     summaries: tuple[SampleSummary, ...]
     families: tuple[FamilyTest, ...]
-    replays: Mapping[str, Sequence[Row]]
+    replays: Mapping[str, Sequence[Row]]  # implementation -> the rows of rounds that were run again
+    # implementation -> what vLLM counted over all rounds; {} where another engine ran
     counted: Mapping[str, Counter[str]]
-    speed: SpeedRatio | None = None
+    speed: SpeedRatio | None = None  # the cost of the fix in this run; None unless both ran
 
     @cached_property
     def main(self) -> tuple[SampleSummary, ...]:

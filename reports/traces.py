@@ -134,17 +134,12 @@ def _details(culprit: Culprit) -> list[str]:
 
 @dataclass(frozen=True)
 class Story:
-    """What a diagnosis found, how, and its limits: what was not tested, or has no answer.
-
-    Attributes:
-        answers: Question -> answer of the verdict; no entry where the question did not arise.
-        steps: The steps, in the words of their answers.
-    """
+    """What a diagnosis found, how, and its limits: what was not tested, or has no answer."""
 
     run: Run
     finding: str
-    answers: Mapping[str, str]
-    steps: Sequence[Step]
+    answers: Mapping[str, str]  # question -> answer of the verdict; no entry where the question did not arise
+    steps: Sequence[Step]  # the steps, in the words of their answers
     limits: Sequence[str]
 
 

@@ -25,7 +25,7 @@ PRODUCT = ("nondet", "probes", "kernels", "reports")
 # Most lines of Python by package. Growth is a decision: an issue that needs more raises a number in its own commit.
 BUDGET = {
     "bench": 1442,
-    "certify": 736,
+    "certify": 718,
     "commands": 889,
     "core": 5990,
     "diagnose": 898,
@@ -33,16 +33,16 @@ BUDGET = {
     "endpoint": 3105,
     "export": 479,
     "mismatch": 2057,
-    "kernels": 18332,
-    "nondet": 1821,
-    "probes": 5135,
-    "ranks": 726,
-    "reports": 5510,
-    "sampling": 6029,
+    "kernels": 18217,
+    "nondet": 1816,
+    "probes": 5073,
+    "ranks": 716,
+    "reports": 5461,
+    "sampling": 5946,
     "services": 2812,
     "testing": 566,
     "trace": 3079,
-    "verdict": 2581,
+    "verdict": 2520,
     "vllm": 2255,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")

@@ -29,20 +29,15 @@ from nondet.kernels.triton_common import multiprocessors, on_device
 
 
 class ChunkTile(NamedTuple):
-    """How a product is spread over programs; no field changes a bit.
-
-    Attributes:
-        splits: Programs along K, each with a subtree of chunks; a second launch adds their sums.
-        tma: Operands come by the tensor memory accelerator.
-    """
+    """How a product is spread over programs; no field changes a bit."""
 
     block_m: int
     block_n: int
     block_k: int
     warps: int
     stages: int
-    splits: int
-    tma: bool = False
+    splits: int  # programs along K, each with a subtree of chunks; a second launch adds their sums
+    tma: bool = False  # operands come by the tensor memory accelerator
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -340,24 +340,18 @@ class _Layout(NamedTuple):
 
     First all tiles with their first block, then those that have a second with it, and so on; tiles with more blocks go
     first. The last pair is repeated until the products have certified batch sizes.
-
-    Attributes:
-        products: Certified batch sizes of `scores` and `values`.
-        queries: [T, Hkv, R], rows of q [.., D]; a tile's last row is repeated until it is full.
-        tokens: [P, 1, 64], the keys' tokens, where a token beyond the last is the last, hidden.
-        between_tokens, heads: A token's row of k [.., D] is token * between_tokens + heads [Hkv, 1].
-        hidden: [P, 1, R, 64], whether a row may not see a key: it is beyond the row, or before its window.
-        tile: [P], the pair's tile.
-        later: Of each further block (first pair, number of pairs); they belong to as many of the first tiles.
     """
 
-    products: tuple[Tiles, Tiles]
-    queries: _Index
-    tokens: _Index
+    products: tuple[Tiles, Tiles]  # certified batch sizes of `scores` and `values`
+    queries: _Index  # [T, Hkv, R], rows of q [.., D]; a tile's last row is repeated until it is full
+    tokens: _Index  # [P, 1, 64], the keys' tokens, where a token beyond the last is the last, hidden
+    # `between_tokens`, `heads`: a token's row of k [.., D] is token * between_tokens + heads [Hkv, 1]
     between_tokens: int
     heads: _Index
+    # [P, 1, R, 64], whether a row may not see a key: it is beyond the row, or before its window
     hidden: np.ndarray[Any, np.dtype[np.bool_]]
-    tile: torch.Tensor
+    tile: torch.Tensor  # [P], the pair's tile
+    # of each further block (first pair, number of pairs); they belong to as many of the first tiles
     later: tuple[tuple[int, int], ...]
 
 

@@ -35,24 +35,18 @@ class Span(NamedTuple):
 
 @dataclass
 class Packing:
-    """Index tensors that gather the spans of one kind into packed requests.
-
-    Attributes:
-        q_index: int64, tokens of the flattened [B * Tq] queries.
-        k_index: int64, tokens of the flattened [B * Tk] keys.
-        cu_q, cu_k: int32 [spans + 1], where each span begins.
-        max_q, max_k: The longest.
-        window: Keys that a query sees at most, its own included.
-    """
+    """Index tensors that gather the spans of one kind into packed requests."""
 
     causal: bool
-    q_index: torch.Tensor
-    k_index: torch.Tensor
+    q_index: torch.Tensor  # int64, tokens of the flattened [B * Tq] queries
+    k_index: torch.Tensor  # int64, tokens of the flattened [B * Tk] keys
+    # `cu_q`, `cu_k`: int32 [spans + 1], where each span begins
     cu_q: torch.Tensor
     cu_k: torch.Tensor
+    # `max_q`, `max_k`: the longest
     max_q: int
     max_k: int
-    window: int | None = None
+    window: int | None = None  # keys that a query sees at most, its own included
 
 
 # A model passes the same mask to all of its layers, so it is read once: mask -> ((version, B, Tq, anchored), packings).

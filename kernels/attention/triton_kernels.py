@@ -460,22 +460,15 @@ class Plan(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a call is computed. All proven ways have the class's bits.
-
-    Attributes:
-        span: Segments of one program: 0 for all of them, merged there; else this many, and a second launch merges.
-        pdl: The second launch starts before the first has ended.
-        tiles: How many `hopper.decode` takes at a time, the plan's stages being the slots of its ring; 0:
-            `attend_kernel`.
-        lanes: The second launch is that of `hopper.decode`, whose lanes compute the factors of all segments.
-        early: The first launch starts before the kernel before it has ended, and waits; only `hopper.decode`.
-    """
+    """How a call is computed. All proven ways have the class's bits."""
 
     plan: Plan
-    span: int
-    pdl: bool
+    span: int  # segments of one program: 0 for all of them, merged there; else this many, and a second launch merges
+    pdl: bool  # the second launch starts before the first has ended
+    # how many `hopper.decode` takes at a time, the plan's stages being the slots of its ring; 0: `attend_kernel`
     tiles: int = 0
-    lanes: bool = False
+    lanes: bool = False  # the second launch is that of `hopper.decode`, whose lanes compute the factors of all segments
+    # the first launch starts before the kernel before it has ended, and waits; only `hopper.decode`
     early: bool = False
 
     @property
@@ -490,31 +483,22 @@ class Way(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the kernels are compiled for besides the way. It leaves out lengths, batch and scale.
-
-    Attributes:
-        group: Query heads that share a KV head.
-        packed: Requests are ranges of tokens.
-        positions: The dtype of positions, where a cache has dropped keys.
-        paged: The dtype of a paged cache's index.
-        page: How many of its keys are known to lie together, or 0.
-        steps: For q, k, v and the result: which of the steps to the next request (packed: token), head and token are
-            multiples of 16 elements.
-        aligned: Which of q, k and v start at a multiple of 16 bytes.
-    """
+    """What the kernels are compiled for besides the way. It leaves out lengths, batch and scale."""
 
     dtype: torch.dtype
     head_dim: int
-    group: int
+    group: int  # query heads that share a KV head
     causal: bool
     window: bool
     softcap: bool
-    packed: bool
-    positions: torch.dtype | None
-    paged: torch.dtype | None
+    packed: bool  # requests are ranges of tokens
+    positions: torch.dtype | None  # the dtype of positions, where a cache has dropped keys
+    paged: torch.dtype | None  # the dtype of a paged cache's index
+    # for q, k, v and the result: which of the steps to the next request (packed: token), head and token are multiples
+    # of 16 elements
     steps: tuple[tuple[bool, ...], ...]
-    aligned: tuple[bool, ...]
-    page: int = 0
+    aligned: tuple[bool, ...]  # which of q, k and v start at a multiple of 16 bytes
+    page: int = 0  # how many of its keys are known to lie together, or 0
 
     def words(self) -> tuple[str, ...]:
         """For the key of a certificate."""

@@ -30,17 +30,13 @@ ALIGNMENT = {"cpu": 64, "cuda": 256}  # the most bytes of an address that a kern
 
 
 class Binder(NamedTuple):
-    """What decides later calls of an operator on one device.
+    """What decides later calls of an operator on one device."""
 
-    Attributes:
-        bind: bind(*args, **kwargs) -> what gives the bits of the replacement for calls like this one, or None.
-        settings: Gives what the process may change meanwhile and by which `bind` gives another function.
-        alignment: How many bytes of an address decide.
-    """
-
+    # bind(*args, **kwargs) -> what gives the bits of the replacement for calls like this one, or None
     bind: Callable[..., _Bound]
+    # gives what the process may change meanwhile and by which `bind` gives another function
     settings: Callable[[], object]
-    alignment: int
+    alignment: int  # how many bytes of an address decide
 
 
 def _product_on_cuda(linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> _Bound:

@@ -637,17 +637,11 @@ def pow_scalar_(kernels: Kernels, x: torch.Tensor, exponent: Any) -> torch.Tenso
 
 
 class _Form(NamedTuple):
-    """One of c10d's operators whose sums are replaced.
+    """One of c10d's operators whose sums are replaced."""
 
-    Attributes:
-        name: Its name in the coverage.
-        group: Index of the process group among its arguments; the reduction is the next one.
-        answers: Whether it returns its tensors in addition to the work.
-    """
-
-    name: str
-    group: int
-    answers: bool = True
+    name: str  # its name in the coverage
+    group: int  # index of the process group among its arguments; the reduction is the next one
+    answers: bool = True  # whether it returns its tensors in addition to the work
 
     def pairs(self, args: tuple[Any, ...]) -> list[tuple[torch.Tensor, Any]]:
         """(result, message): one tensor twice for an all-reduce, which is in place."""

@@ -38,22 +38,19 @@ _lock = threading.Lock()  # of all counts: `counter[what] += 1` is three steps, 
 
 @dataclass
 class Coverage:
-    """Calls while a context was entered, by operator.
+    """Calls while a context was entered, by operator."""
 
-    Attributes:
-        replaced: Computed by an invariant kernel, or by a library's own that is proven here to have the class's bits.
-        certified: Stock, because stock was proven on this machine to give each row its solo bits, at this shape and
-            dtype (`nondet.kernels.dispatch.functions`).
-        left: Of a family that is on, but left to the stock kernel, with the reason where there is one.
-        at_risk: Stock, because no invariant kernel exists or the operator's family is off. Or by any kernel, where the
-            call itself depends on the batch, for the reason given.
-        summed: Of `replaced`, calls in a backward pass that may be a sum over the batch, as a weight's gradient is.
-    """
-
+    # computed by an invariant kernel, or by a library's own that is proven here to have the class's bits
     replaced: Counter[str] = field(default_factory=Counter)
+    # stock, because stock was proven on this machine to give each row its solo bits, at this shape and dtype
+    # (`nondet.kernels.dispatch.functions`)
     certified: Counter[str] = field(default_factory=Counter)
+    # of a family that is on, but left to the stock kernel, with the reason where there is one
     left: Counter[str] = field(default_factory=Counter)
+    # stock, because no invariant kernel exists or the operator's family is off. Or by any kernel, where the call itself
+    # depends on the batch, for the reason given.
     at_risk: Counter[str] = field(default_factory=Counter)
+    # of `replaced`, calls in a backward pass that may be a sum over the batch, as a weight's gradient is
     summed: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, what: str, times: int = 1) -> None:

@@ -23,19 +23,12 @@ from nondet.kernels.dispatch.state import Leave, count, current, guarded, inside
 
 
 class Replacement(NamedTuple):
-    """What replaces an attribute of modules of transformers, or of classes in them, while a block is entered.
+    """What replaces an attribute of modules of transformers, or of classes in them, while a block is entered."""
 
-    Attributes:
-        attribute: A function of the module, or a method of the class.
-        make: make(owner, original) -> the stand-in; None keeps the original.
-        classes: How the names of the classes end; "" for the module itself.
-        modules: A pattern of the modules' names.
-    """
-
-    attribute: str
-    make: Callable[[Any, Any], Any]
-    classes: str = ""
-    modules: str = r"transformers\.models\..*\.modeling_"
+    attribute: str  # a function of the module, or a method of the class
+    make: Callable[[Any, Any], Any]  # make(owner, original) -> the stand-in; None keeps the original
+    classes: str = ""  # how the names of the classes end; "" for the module itself
+    modules: str = r"transformers\.models\..*\.modeling_"  # a pattern of the modules' names
 
 
 _replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}  # (owner, attribute) -> (the original, the stand-in)

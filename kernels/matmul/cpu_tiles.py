@@ -41,21 +41,13 @@ class Plan:
 
 @dataclass
 class Tiles:
-    """Row counts of one numerics class.
+    """Row counts of one numerics class."""
 
-    Attributes:
-        what: The operator, for notes and errors.
-        base: The tile that was checked for position-invariance.
-        sizes: Certified row counts, ascending; `base` among them.
-        rejected: Row counts that gave different bits.
-        seconds: Of one call of each size when it was certified; used only for speed.
-    """
-
-    what: str
-    base: int
-    sizes: tuple[int, ...]
-    rejected: tuple[int, ...]
-    seconds: dict[int, float]
+    what: str  # the operator, for notes and errors
+    base: int  # the tile that was checked for position-invariance
+    sizes: tuple[int, ...]  # certified row counts, ascending; `base` among them
+    rejected: tuple[int, ...]  # row counts that gave different bits
+    seconds: dict[int, float]  # of one call of each size when it was certified; used only for speed
     _plans: dict[int, Plan] = field(default_factory=dict, repr=False)
 
     def plan(self, rows: int) -> Plan:

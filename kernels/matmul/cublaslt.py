@@ -120,28 +120,21 @@ _ALGO_ID, _ALGO_TILE, _ALGO_SPLIT_K, _ALGO_REDUCTION, _ALGO_STAGES = 0, 1, 2, 3,
 
 
 class Problem(NamedTuple):
-    """One product as the library sees it: a [batch, m, k] x b [batch, k, n] -> out [batch, m, n], out in row order.
-
-    Attributes:
-        a_rows: Rows of `a` are contiguous (else its columns are); `lda` is the distance between them, in elements.
-        a_step: Elements from one product's `a` to the next one's.
-        bias: A bias [n] is added.
-        tf32: float32 operands are rounded to TF32.
-    """
+    """One product as the library sees it: a [batch, m, k] x b [batch, k, n] -> out [batch, m, n], out in row order."""
 
     batch: int
     m: int
     n: int
     k: int
     dtype: torch.dtype
-    a_rows: bool
+    a_rows: bool  # rows of `a` are contiguous (else its columns are); `lda` is the distance between them, in elements
     lda: int
-    a_step: int
+    a_step: int  # elements from one product's `a` to the next one's
     b_rows: bool
     ldb: int
     b_step: int
-    bias: bool
-    tf32: bool
+    bias: bool  # a bias [n] is added
+    tf32: bool  # float32 operands are rounded to TF32
 
     def layout(self) -> str:
         """As "tn": each operand's layout, n for contiguous rows; with its distances where they are not the tightest."""

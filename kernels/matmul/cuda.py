@@ -61,23 +61,17 @@ TABLES = Path(__file__).parent / "tables"
 
 
 class Row(NamedTuple):
-    """One measured product, x [m, k] times weight [n, k] transposed.
-
-    Attributes:
-        choice: The fastest member, and its time.
-        triton: The fastest member that needs no library, and its time.
-        stock_us: torch.nn.functional.linear with torch's own settings.
-    """
+    """One measured product, x [m, k] times weight [n, k] transposed."""
 
     dtype: str
     k: int
     n: int
     m: int
-    choice: str
+    choice: str  # the fastest member, and its time
     choice_us: float
-    triton: str
+    triton: str  # the fastest member that needs no library, and its time
     triton_us: float
-    stock_us: float
+    stock_us: float  # torch.nn.functional.linear with torch's own settings
 
 
 class Table(NamedTuple):
@@ -209,15 +203,10 @@ Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor
 
 
 class Member(NamedTuple):
-    """An implementation bound to one problem: the key of its certificate, and how it is launched.
+    """An implementation bound to one problem: the key of its certificate, and how it is launched."""
 
-    Attributes:
-        name: "cublaslt 21.18.5.0a1b2c3d", "triton 16x32x128w4s5", "tma 128x128x64w4s4".
-        key: The problem, as `nondet.core.proof.operands_key` writes it.
-    """
-
-    name: str
-    key: str
+    name: str  # "cublaslt 21.18.5.0a1b2c3d", "triton 16x32x128w4s5", "tma 128x128x64w4s4"
+    key: str  # the problem, as `nondet.core.proof.operands_key` writes it
     label: str
     launch: Launch
     is_anchor: bool
@@ -291,18 +280,13 @@ def _cublaslt(
 
 
 class Kind(NamedTuple):
-    """Members of one kind, called "PREFIX:NAME".
+    """Members of one kind, called "PREFIX:NAME"."""
 
-    Attributes:
-        pattern: Of NAME.
-        bind: bind(NAME, key, a, b, bias, tf32, alignment) -> the member; None where it is not for these operands.
-        dtypes: That it takes.
-        certified: certified(dtype) -> each NAME that `nondet certify` tests, in addition to a library's first choice.
-    """
-
-    pattern: str
+    pattern: str  # of NAME
+    # bind(NAME, key, a, b, bias, tf32, alignment) -> the member; None where it is not for these operands
     bind: Callable[[str, str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, int], Member | None]
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # that it takes
+    # certified(dtype) -> each NAME that `nondet certify` tests, in addition to a library's first choice
     certified: Callable[[torch.dtype], Iterable[str]]
 
 

@@ -142,21 +142,17 @@ def sum_parts_kernel(
 
 
 class Plan(NamedTuple):
-    """How a width is computed. The first six are the order, and depend only on the width.
+    """How a width is computed. The first six are the order, and depend only on the width."""
 
-    Attributes:
-        chunks: Of a row; 1 for a row that is held in registers.
-        span, halves, levels: The tree in a chunk.
-        merge, merge_levels: The tree over chunks.
-        few, many: Rows in a program and its warps, for few rows and for many.
-    """
-
-    chunks: int
+    chunks: int  # of a row; 1 for a row that is held in registers
+    # `span`, `halves`, `levels`: the tree in a chunk
     span: int
     halves: int
     levels: int
+    # `merge`, `merge_levels`: the tree over chunks
     merge: int
     merge_levels: int
+    # `few`, `many`: rows in a program and its warps, for few rows and for many
     few: tuple[int, int]
     many: tuple[int, int]
 

@@ -58,29 +58,22 @@ class _Witness:
 
 @dataclass
 class _Book:
-    """The results of one member for one question.
-
-    Attributes:
-        apart: Variant -> 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where
-            it has neither; over all kinds of input the larger.
-        first: The first difference: variant, kind, difference.
-        failed: Variant -> why it could not be computed.
-        refused: Every failure was the member's own "not here".
-        compared: Variant -> finite elements.
-        certificates: Variant -> the certificates of its calls.
-    """
+    """The results of one member for one question."""
 
     seconds: float = 0.0
+    # variant -> 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where it has
+    # neither; over all kinds of input the larger
     apart: dict[Value, int] = field(default_factory=dict)
-    first: tuple[Value, str, Difference] | None = None
+    first: tuple[Value, str, Difference] | None = None  # the first difference: variant, kind, difference
     widest: Difference | None = None
-    failed: dict[Value, str] = field(default_factory=dict)
-    refused: bool = True
-    compared: dict[Value, int] = field(default_factory=dict)
+    failed: dict[Value, str] = field(default_factory=dict)  # variant -> why it could not be computed
+    refused: bool = True  # every failure was the member's own "not here"
+    compared: dict[Value, int] = field(default_factory=dict)  # variant -> finite elements
     ran: set[str] = field(default_factory=set)
     error: ErrorFigures | None = None
     replays: int = 0
     replays_parted: int = 0
+    # variant -> the certificates of its calls
     certificates: dict[Value, dict[_Certificate, None]] = field(default_factory=dict)
 
     def differ(self, value: Value, kind: str, apart: Difference, own: bool) -> None:

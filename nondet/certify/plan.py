@@ -27,23 +27,19 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Rows of a batch, whose variants are the numbers of rows: products, operators over the last axis.
-
-    Attributes:
-        shape, layout, values, kinds: As in `CertifyCell`. For products "nt" has the second operand by columns, "nn" by
-            rows, "tn" also the first by columns; FP8 products have the scales and the result's dtype.
-        one_row: The anchor is the invariant implementation on each row by itself.
-    """
+    """Rows of a batch, whose variants are the numbers of rows: products, operators over the last axis."""
 
     operator: str
     cls: str
     dtype: str
     device: str
+    # `shape`, `layout`, `values`, `kinds`: as in `CertifyCell`. For products "nt" has the second operand by columns,
+    # "nn" by rows, "tn" also the first by columns; FP8 products have the scales and the result's dtype.
     shape: Shape
     layout: str
     values: tuple[int | str, ...]
     kinds: tuple[str, ...]
-    one_row: bool = False
+    one_row: bool = False  # the anchor is the invariant implementation on each row by itself
     seed: int = 0
 
     @property
@@ -210,20 +206,13 @@ _QUESTIONS = {"attention": AttentionQuestion, "grouped_matmul": GroupedQuestion}
 
 @dataclass(frozen=True, kw_only=True)
 class Wish(Sizes):
-    """The request of the command line; None means the default list.
-
-    Attributes:
-        operators: Names of operators, underscores or hyphens; empty: all.
-        cls: A numerics class.
-        members: Names of members, or of families ("triton").
-        impls: "package.module:function", tested as one more member of the class.
-    """
+    """The request of the command line; None means the default list."""
 
     device: str
-    operators: tuple[str, ...] = ()
-    cls: str | None = None
-    members: tuple[str, ...] = ()
-    impls: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()  # names of operators, underscores or hyphens; empty: all
+    cls: str | None = None  # a numerics class
+    members: tuple[str, ...] = ()  # names of members, or of families ("triton")
+    impls: tuple[str, ...] = ()  # "package.module:function", tested as one more member of the class
     inputs: tuple[str, ...] | None = None
     seed: int = 0
 

@@ -27,35 +27,25 @@ from nondet.ranks.group import library_choice, shared_gpus, shared_group
 
 @dataclass(frozen=True)
 class Message:
-    """One call of a collective, as it is sent to every rank.
-
-    Attributes:
-        operator: "all_reduce", "reduce_scatter" (rows on each rank afterwards) or "all_gather" (rows before).
-        impl: "stock", "invariant", or a user's "module:function" of (x, group), in place, for "all_reduce".
-        rows, width: Of the message.
-        place: Index of the tested row; negative counts from the end.
-        kind: Of input (`nondet.core.inputs.KINDS`).
-        registered: The message lies in memory that NCCL has registered.
-        answers: Rank whose row is given, 0 for a reduce_scatter.
-        names: Report device kernels and the library's own choice.
-        terms: Lists of each rank's contributions, repeated over all numbers of the message, whose sums are given then;
-            empty: drawn numbers.
-    """
+    """One call of a collective, as it is sent to every rank."""
 
     world: int
     device: str
-    operator: str
-    impl: str
+    operator: str  # "all_reduce", "reduce_scatter" (rows on each rank afterwards) or "all_gather" (rows before)
+    impl: str  # "stock", "invariant", or a user's "module:function" of (x, group), in place, for "all_reduce"
     dtype: str
+    # `rows`, `width`: of the message
     rows: int
     width: int
-    place: int = 0
-    kind: str = "wide"
+    place: int = 0  # index of the tested row; negative counts from the end
+    kind: str = "wide"  # of input (`nondet.core.inputs.KINDS`)
     seed: int = 0
     environment: tuple[tuple[str, str], ...] = ()
-    registered: bool = False
-    answers: int = 0
-    names: bool = False
+    registered: bool = False  # the message lies in memory that NCCL has registered
+    answers: int = 0  # rank whose row is given, 0 for a reduce_scatter
+    names: bool = False  # report device kernels and the library's own choice
+    # lists of each rank's contributions, repeated over all numbers of the message, whose sums are given then; empty:
+    # drawn numbers
     terms: tuple[tuple[float, ...], ...] = ()
 
 

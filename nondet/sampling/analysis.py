@@ -71,22 +71,17 @@ HOST_NOTE = (
 
 @dataclass(frozen=True)
 class SpeedRatio:
-    """Invariant against the fastest stock that ran.
-
-    Attributes:
-        stock, invariant: Tokens per second; `baseline` names that stock.
-        interval: Of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds.
-            None where too few were timed, or not in turn, as `reason` explains: then the ratio is not a result.
-        rounds: Rounds that both completed.
-        host_bound: Stock may have waited for cuDNN's work on the host, see `HOST_NOTE`.
-    """
+    """Invariant against the fastest stock that ran."""
 
     baseline: str
+    # `stock`, `invariant`: tokens per second; `baseline` names that stock
     stock: float
     invariant: float
-    host_bound: bool = False
+    host_bound: bool = False  # stock may have waited for cuDNN's work on the host, see `HOST_NOTE`
+    # of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds. None where too
+    # few were timed, or not in turn, as `reason` explains: then the ratio is not a result.
     interval: tuple[float, float] | None = None
-    rounds: int = 0
+    rounds: int = 0  # rounds that both completed
     reason: str = TOO_FEW_ROUNDS
 
     @property
@@ -245,19 +240,16 @@ COUNTS = "counts only"
 
 @dataclass(frozen=True)
 class Interval:
-    """A rate with its 95% interval: k of n.
-
-    Attributes:
-        method: `ANYTIME` for two-sided ones, see `nondet.core.statistics.round_interval`; `ONE_SIDED` where nothing was
-            seen; `TOO_FEW` where no round was compared with another; `COUNTS` where there is no single sample.
-        rounds: Rounds that were compared with an earlier one. The interval assumes only that these are independent.
-    """
+    """A rate with its 95% interval: k of n."""
 
     k: int
     n: int
     low: float
     high: float
+    # `ANYTIME` for two-sided ones, see `nondet.core.statistics.round_interval`; `ONE_SIDED` where nothing was seen;
+    # `TOO_FEW` where no round was compared with another; `COUNTS` where there is no single sample
     method: str
+    # rounds that were compared with an earlier one. The interval assumes only that these are independent.
     rounds: int = 0
 
     @property
@@ -314,125 +306,100 @@ class TreeNode:
 
 @dataclass(frozen=True)
 class FlipMargins:
-    """Top-1 minus top-2 logit where completions diverge, compared with the other positions.
+    """Top-1 minus top-2 logit where completions diverge, compared with the other positions."""
 
-    Attributes:
-        flips: Margins at forks, one for each distinct trace and fork that it takes part in.
-        ties: Completions whose margin at a fork is exactly 0.
-        elsewhere: Margins at all other positions of all distinct traces.
-        as_close: Share of these that are no larger than the largest at a fork.
-        apart: Probability that a margin elsewhere exceeds one at a fork; 0.5 if margins explain nothing.
-    """
-
-    flips: int
+    flips: int  # margins at forks, one for each distinct trace and fork that it takes part in
     median: float
     largest: float
-    ties: int
-    elsewhere: int
+    ties: int  # completions whose margin at a fork is exactly 0
+    elsewhere: int  # margins at all other positions of all distinct traces
     elsewhere_median: float
-    as_close: float
-    apart: float
+    as_close: float  # share of these that are no larger than the largest at a fork
+    apart: float  # probability that a margin elsewhere exceeds one at a fork; 0.5 if margins explain nothing
 
 
 @dataclass(frozen=True)
 class TokenFlips:
-    """Greedy tokens compared with the most common completion's up to the first difference, and the margins there.
+    """Greedy tokens compared with the most common completion's up to the first difference, and the margins there."""
 
-    Attributes:
-        flips, tokens: Completions that differ from the first most common one, and tokens compared until they do.
-        low, high: 95% interval of one over the other, by round; None where no round was compared with an earlier one.
-        moved, compared: Over distinct traces against the most common one's, at shared positions with the same two top
-            tokens: positions whose margin has different bits, and all of them. 0 of 0 where none was recorded.
-        classes: Largest number of different margins at one position.
-        median, largest: Of the nonzero changes of a margin, in logits; 0.0 without one.
-        near, met: Margins of the most common trace that are no larger than the largest change, and all of them.
-    """
-
+    # `flips`, `tokens`: completions that differ from the first most common one, and tokens compared until they do
     flips: int
     tokens: int
+    # `low`, `high`: 95% interval of one over the other, by round; None where no round was compared with an earlier one
     low: float | None
     high: float | None
     rounds: int
+    # `moved`, `compared`: over distinct traces against the most common one's, at shared positions with the same two top
+    # tokens: positions whose margin has different bits, and all of them. 0 of 0 where none was recorded.
     moved: int
     compared: int
-    classes: int
+    classes: int  # largest number of different margins at one position
+    # `median`, `largest`: of the nonzero changes of a margin, in logits; 0.0 without one
     median: float
     largest: float
+    # `near`, `met`: margins of the most common trace that are no larger than the largest change, and all of them
     near: int
     met: int
 
 
 @dataclass(frozen=True)
 class FlipDraws:
-    """How near the draws were to another token where completions first diverge; see `nondet.sampling.engine.Draw`.
+    """How near the draws were to another token where completions first diverge; see `nondet.sampling.engine.Draw`."""
 
-    Attributes:
-        border, border_elsewhere: Median distance of the draw from a boundary between tokens, there and elsewhere.
-        cut, cut_ties: The smallest gap at the boundary of top-k there, in logits, and how many traces are exactly tied;
-            None without top-k.
-        nucleus: The smallest distance of the kept mass from top_p there; None without.
-    """
-
+    # `border`, `border_elsewhere`: median distance of the draw from a boundary between tokens, there and elsewhere
     border: float
     border_elsewhere: float | None
     nearest: float
+    # `cut`, `cut_ties`: the smallest gap at the boundary of top-k there, in logits, and how many traces tie exactly;
+    # None without top-k
     cut: float | None
     cut_ties: int
-    nucleus: float | None
+    nucleus: float | None  # the smallest distance of the kept mass from top_p there; None without
 
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """Everything about the completions of one prompt under one implementation.
-
-    Attributes:
-        failed: Requests that ended in an error; they are in no other figure.
-        rate: Share of completions that differ from the most common; where none does, the one-sided bound 1 -
-            0.05^(1/(n-1)): n completions make n - 1 comparisons.
-        survival: survival[i] is the share of completions whose first i tokens are those of the most common one.
-        batch_min, batch_max: Query tokens in the steps that the completions took part in.
-        disagreement: Share of pairs of completions that differ, which does not grow with n; None of fewer than two.
-        new_share: Good's estimate of the probability that the next completion is a new one: those seen once, over n.
-        has_logprobs: Whether any trace has logprobs; without them (some servers) a trace is its tokens.
-        logprob_spread: Largest difference of the logprob of one token with one history between traces.
-        held_rounds: Rounds after the first with the most common completion: for each completion of the round, in rising
-            order, the number of tokens shared with the most common one.
-        confidence: Of the intervals. It accounts for choosing the most common from the same data: the j-th text to
-            occur has 0.05 / (j (j + 1)), over all texts together 0.05.
-        margins: None where nothing diverged, or no margins were recorded.
-        draws: None where nothing diverged, or the draws are not known.
-        flips: None of drawn tokens, and where nothing was compared.
-        k3: Mean K3 of the other traces against the most common one, over the tokens shared; None where all are equal.
-    """
+    """Everything about the completions of one prompt under one implementation."""
 
     impl: str
     prompt: int
     prompt_text: str
     n: int
-    failed: int
+    failed: int  # requests that ended in an error; they are in no other figure
     distinct_completions: int
     distinct_traces: int
     agree: Interval
+    # share of completions that differ from the most common; where none does, the one-sided bound 1 - 0.05^(1/(n-1)): n
+    # completions make n - 1 comparisons
     rate: Interval
     first_fork: Fork | None
     forks: tuple[Fork, ...]
     completions: tuple[DistinctCompletion, ...]
     tree: TreeNode
+    # survival[i] is the share of completions whose first i tokens are those of the most common one
     survival: tuple[float, ...]
-    has_logprobs: bool
-    logprob_spread: float
+    has_logprobs: bool  # whether any trace has logprobs; without them (some servers) a trace is its tokens
+    logprob_spread: float  # largest difference of the logprob of one token with one history between traces
+    # `batch_min`, `batch_max`: query tokens in the steps that the completions took part in
     batch_min: int
     batch_max: int
     distinct_batches: int
     tokens_per_second: float
+    # share of pairs of completions that differ, which does not grow with n; None of fewer than two
     disagreement: float | None = None
+    # good's estimate of the probability that the next completion is a new one: those seen once, over n
     new_share: float | None = None
     rounds: int = 0
+    # rounds after the first with the most common completion: for each completion of the round, in rising order, the
+    # number of tokens shared with the most common one
     held_rounds: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    # of the intervals. It accounts for choosing the most common from the same data: the j-th text to occur has 0.05 /
+    # (j (j + 1)), over all texts together 0.05.
     confidence: float = CONFIDENCE
-    margins: FlipMargins | None = None
-    draws: FlipDraws | None = None
-    flips: TokenFlips | None = None
+    margins: FlipMargins | None = None  # None where nothing diverged, or no margins were recorded
+    draws: FlipDraws | None = None  # None where nothing diverged, or the draws are not known
+    flips: TokenFlips | None = None  # None of drawn tokens, and where nothing was compared
+    # mean K3 of the other traces against the most common one, over the tokens shared; None where all are equal
     k3: float | None = None
 
     def band(self, index: int) -> tuple[float, float]:
@@ -833,38 +800,34 @@ def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of one implementation.
-
-    Attributes:
-        parted_traces, parted_tokens: Prompts with two or more logprob traces, and completions.
-        share_low, share_high: 95% interval of the share of prompts whose traces diverge, under such loads.
-        n, failed, rounds: Of all prompts together.
-        bound_rounds, bound_completions: One-sided 95% bounds where no trace diverged; None where one did, or too little
-            was compared. The second holds only if completions are independent.
-        disagreement, new: Means over prompts of the share of pairs that differ, and of the chance of a new text.
-        curve: Kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an
-            equal text is censoring. Intervals by round, as `effect`.
-        effect: Completions that are worth one independent trial: all, over the rounds that were compared with another,
-            of the largest of them. Infinite where there is none.
-        unit: What a prompt is called: a prompt with its seed is a subject of its own.
-    """
+    """The prompts of one implementation."""
 
     impl: str
+    # `parted_traces`, `parted_tokens`: prompts with two or more logprob traces, and completions
     parted_traces: int
     parted_tokens: int
+    # `share_low`, `share_high`: 95% interval of the share of prompts whose traces diverge, under such loads
     share_low: float
     share_high: float
+    # `n`, `failed`, `rounds`: of all prompts together
     n: int
     failed: int
     rounds: int
+    # `bound_rounds`, `bound_completions`: one-sided 95% bounds where no trace diverged; None where one did, or too
+    # little was compared. The second holds only if completions are independent.
     bound_rounds: float | None
     bound_completions: float | None
+    # `disagreement`, `new`: means over prompts of the share of pairs that differ, and of the chance of a new text
     disagreement: float | None
     new: float | None
+    # kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an equal text is
+    # censoring. Intervals by round, as `effect`.
     curve: tuple[SurvivalStep, ...]
+    # completions that are worth one independent trial: all, over the rounds that were compared with another, of the
+    # largest of them. Infinite where there is none.
     effect: float
     summaries: Mapping[int, SampleSummary]
-    unit: str = "prompt"
+    unit: str = "prompt"  # what a prompt is called: a prompt with its seed is a subject of its own
 
     @property
     def prompts(self) -> int:

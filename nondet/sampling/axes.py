@@ -63,30 +63,24 @@ class Proof:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis.
-
-    Attributes:
-        changes: What is varied, a phrase.
-        values: Default values, in addition to the base's; () where the axis has none here.
-        apply: The base conditions at another value; raises `UserError` for an invalid one.
-        proof: Whether a value took effect: (value, figures of its sessions, figures of the base's).
-        held: Whether an invariant engine gives one trace over all values. Over dtypes, for example, it does not: only
-            the completions at one value are then compared.
-        held_by: Implementations that should give one trace even though `held` is False.
-        lacking: Why this device or engine has no such axis; "" where it does.
-        slow_on_cpu: Why "all" leaves it out on a CPU, where it can be named; "" where it does not.
-    """
+    """One axis."""
 
     name: str
-    changes: str
+    changes: str  # what is varied, a phrase
     value: Callable[[Subject], str]
+    # default values, in addition to the base's; () where the axis has none here
     values: Callable[[Subject], Sequence[str]]
+    # the base conditions at another value; raises `UserError` for an invalid one
     apply: Callable[[Subject, str], Conditions]
+    # whether a value took effect: (value, figures of its sessions, figures of the base's)
     proof: Callable[[str, Seen, Seen], Proof]
+    # whether an invariant engine gives one trace over all values. Over dtypes, for example, it does not: only the
+    # completions at one value are then compared.
     held: bool = True
-    held_by: tuple[str, ...] = ()
+    held_by: tuple[str, ...] = ()  # implementations that should give one trace even though `held` is False
+    # why this device or engine has no such axis; "" where it does
     lacking: Callable[[Subject], str] = field(default=lambda subject: "")
-    slow_on_cpu: str = ""
+    slow_on_cpu: str = ""  # why "all" leaves it out on a CPU, where it can be named; "" where it does not
 
 
 # What transformers' continuous batching takes without further packages; it refuses flex attention and others.

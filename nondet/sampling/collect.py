@@ -57,26 +57,21 @@ def arms_of(base: Conditions, axes: Sequence[Varied] = ()) -> list[Arm]:
 
 @dataclass(frozen=True)
 class Survey:
-    """What is sampled: the plan's rounds in every arm, under every implementation.
-
-    Attributes:
-        axes: What the arms vary; () where there is one arm.
-        turns: Run each round under every implementation before the next round, so that their times can be compared;
-            else all rounds of one implementation come before those of the next.
-        settle: How many further rounds may be run again, where a prompt diverged and the first round does not show
-            whether the batch caused it; see `nondet.sampling.replay.rounds_to_settle`.
-        wanted: Whether a round is still to be run, when its turn comes.
-    """
+    """What is sampled: the plan's rounds in every arm, under every implementation."""
 
     loaded: LoadedModel
     plan: Plan
     arms: Sequence[Arm]
     impls: Sequence[str]
-    axes: Sequence[Varied] = ()
+    axes: Sequence[Varied] = ()  # what the arms vary; () where there is one arm
     seed: int = 0
+    # run each round under every implementation before the next round, so that their times can be compared; else all
+    # rounds of one implementation come before those of the next
     turns: bool = False
+    # how many further rounds may be run again, where a prompt diverged and the first round does not show whether the
+    # batch caused it; see `nondet.sampling.replay.rounds_to_settle`
     settle: int = 0
-    wanted: Callable[[int], bool] = lambda number: True
+    wanted: Callable[[int], bool] = lambda number: True  # whether a round is still to be run, when its turn comes
 
     @property
     def rounds(self) -> int:

@@ -276,20 +276,14 @@ _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 
 
 class Draw(NamedTuple):
-    """One token, and how near it was to another one.
-
-    Attributes:
-        logprob: ln p of the token at temperature 1 over the whole vocabulary; NaN where the logits are not numbers.
-        border: Distance of the draw from the nearest boundary between tokens, as a share of the mass; 1.0 without any.
-        cut: Logit of the last token that top-k keeps minus that of the first it drops; NaN without top-k.
-        nucleus: Distance of the kept mass from top_p, at the nearer end of the last token, as a share; NaN without.
-    """
+    """One token, and how near it was to another one."""
 
     token: int
-    logprob: float
+    logprob: float  # ln p of the token at temperature 1 over the whole vocabulary; NaN where the logits are not numbers
+    # distance of the draw from the nearest boundary between tokens, as a share of the mass; 1.0 without any
     border: float
-    cut: float
-    nucleus: float
+    cut: float  # logit of the last token that top-k keeps minus that of the first it drops; NaN without top-k
+    nucleus: float  # distance of the kept mass from top_p, at the nearer end of the last token, as a share; NaN without
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

@@ -45,21 +45,14 @@ _HOTTEST = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request's tokens are drawn.
+    """How one request's tokens are drawn."""
 
-    Attributes:
-        temperature: Logits are divided by it; above 0.
-        top_k: The number of largest logits that are kept, ties by the smaller token id; 0 keeps all.
-        top_p: The nucleus: of these the fewest, the largest first, that hold this share of their mass; 1.0 keeps all.
-        seed: Decides the draws, together with the position.
-        seeded: False leaves the draw to the engine, which has one generator for all requests.
-    """
-
-    temperature: float
-    top_k: int
+    temperature: float  # logits are divided by it; above 0
+    top_k: int  # the number of largest logits that are kept, ties by the smaller token id; 0 keeps all
+    # the nucleus: of these the fewest, the largest first, that hold this share of their mass; 1.0 keeps all
     top_p: float
-    seed: int
-    seeded: bool = True
+    seed: int  # decides the draws, together with the position
+    seeded: bool = True  # false leaves the draw to the engine, which has one generator for all requests
 
 
 def is_sampling(values: Mapping[str, Any]) -> bool:
@@ -378,29 +371,23 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one request.
-
-    Attributes:
-        logprobs: Little-endian float32, one for each token; empty where the engine gives none.
-        margins: Little-endian float32, top-1 minus top-2 logit of each step; empty where not recorded.
-        runner_up: The better of the two top tokens that was not chosen, for each step.
-        finish: "length", "eos", "error", or "cut" where a watched session ended before the request did.
-        schedule: Run-length list of [first_step, steps, query_tokens]; empty where the engine does not report it.
-        border, cut, nucleus: Little-endian float32, how near each draw was to another token, see
-            `nondet.sampling.engine.Draw`; empty where we drew nothing.
-        batch_min, batch_max: Query tokens in the steps that it took part in; 0 if it never ran.
-    """
+    """The result of one request."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
-    logprobs: bytes = b""
-    margins: bytes = b""
+    logprobs: bytes = b""  # little-endian float32, one for each token; empty where the engine gives none
+    margins: bytes = b""  # little-endian float32, top-1 minus top-2 logit of each step; empty where not recorded
+    # the better of the two top tokens that was not chosen, for each step
     runner_up: list[int] = field(default_factory=list)
-    finish: str = "error"
+    finish: str = "error"  # "length", "eos", "error", or "cut" where a watched session ended before the request did
+    # run-length list of [first_step, steps, query_tokens]; empty where the engine does not report it
     schedule: list[list[int]] = field(default_factory=list)
+    # `batch_min`, `batch_max`: query tokens in the steps that it took part in; 0 if it never ran
     batch_min: int = 0
     batch_max: int = 0
     reason: str = ""
+    # `border`, `cut`, `nucleus`: little-endian float32, how near each draw was to another token, see
+    # `nondet.sampling.engine.Draw`; empty where we drew nothing
     border: bytes = b""
     cut: bytes = b""
     nucleus: bytes = b""
@@ -416,31 +403,20 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """One engine session. Entries that the engine does not report are empty.
+    """One engine session. Entries that the engine does not report are empty."""
 
-    Attributes:
-        outcomes: One for each request, in the plan's order.
-        tokens: Tokens generated for all requests.
-        seconds: From the first step's beginning to the last request's end, without `first_use_seconds`.
-        fatal: Why the engine died; "" if it did not.
-        packs: Step -> its requests, in the order of the rows.
-        tops: Request id -> the two largest logits of each generated token and their ids, cut requests included.
-        figures: Counts, see `nondet.sampling.schedule`.
-        admitted: Requests in the order in which they got their first steps.
-        pace: Each step's time and tokens.
-        first_use_seconds: Of these steps, spent on compiling kernels and proving members, once for all later runs.
-    """
-
-    outcomes: list[Outcome]
+    outcomes: list[Outcome]  # one for each request, in the plan's order
     steps: int
-    tokens: int
-    seconds: float
-    fatal: str = ""
-    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    tokens: int  # tokens generated for all requests
+    seconds: float  # from the first step's beginning to the last request's end, without `first_use_seconds`
+    fatal: str = ""  # why the engine died; "" if it did not
+    packs: dict[int, tuple[Span, ...]] = field(default_factory=dict)  # step -> its requests, in the order of the rows
+    # request id -> the two largest logits of each generated token and their ids, cut requests included
     tops: dict[str, list[tuple[float, float, int, int]]] = field(default_factory=dict)
-    figures: dict[str, int] = field(default_factory=dict)
-    admitted: list[str] = field(default_factory=list)
-    pace: list[Pace] = field(default_factory=list)
+    figures: dict[str, int] = field(default_factory=dict)  # counts, see `nondet.sampling.schedule`
+    admitted: list[str] = field(default_factory=list)  # requests in the order in which they got their first steps
+    pace: list[Pace] = field(default_factory=list)  # each step's time and tokens
+    # of these steps, spent on compiling kernels and proving members, once for all later runs
     first_use_seconds: float = 0.0
 
 

@@ -28,17 +28,12 @@ _PACKINGS = 64  # of attention: all of them would repeat themselves, and the lar
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of the steps that the completions took part in.
+    """Sizes of the steps that the completions took part in."""
 
-    Attributes:
-        tokens: Query tokens of a step: M of every layer but the last, rows of every norm.
-        requests: Requests of a step: M of the output projection, which has one row for each.
-        keys: (query tokens, keys) of a step: attention packs the keys of all requests into one row. Only keys in the
-            schedule count, not those of a shared prefix. Empty where steps ran as CUDA graphs, which pad the keys.
-    """
-
-    tokens: tuple[int, ...]
-    requests: tuple[int, ...]
+    tokens: tuple[int, ...]  # query tokens of a step: M of every layer but the last, rows of every norm
+    requests: tuple[int, ...]  # requests of a step: M of the output projection, which has one row for each
+    # (query tokens, keys) of a step: attention packs the keys of all requests into one row. Only keys in the schedule
+    # count, not those of a shared prefix. Empty where steps ran as CUDA graphs, which pad the keys.
     keys: tuple[tuple[int, int], ...]
 
 

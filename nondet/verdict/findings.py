@@ -98,23 +98,15 @@ def change_of(texts: int, findings: Iterable[str]) -> Effect:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run shows of one implementation: facts, whose words `nondet.verdict.wording` has.
-
-    Attributes:
-        findings: The strongest first; the others are of other cases.
-        counts: What was compared and the result, clause by clause.
-        reasons: What the verdict does not cover, and what supports or weakens it.
-        prompt: Index of the prompt, for a sampled run.
-        bounds: What can be excluded where nothing diverged, and what can't.
-        changes: What changes where bits differ; for operators tested by themselves, their results.
-    """
+    """What a run shows of one implementation: facts, whose words `nondet.verdict.wording` has."""
 
     impl: str
-    findings: tuple[Finding, ...]
-    counts: tuple[Reason, ...]
-    reasons: tuple[Reason, ...] = ()
-    prompt: int | None = None
-    bounds: tuple[Reason, ...] = ()
+    findings: tuple[Finding, ...]  # the strongest first; the others are of other cases
+    counts: tuple[Reason, ...]  # what was compared and the result, clause by clause
+    reasons: tuple[Reason, ...] = ()  # what the verdict does not cover, and what supports or weakens it
+    prompt: int | None = None  # index of the prompt, for a sampled run
+    bounds: tuple[Reason, ...] = ()  # what can be excluded where nothing diverged, and what can't
+    # what changes where bits differ; for operators tested by themselves, their results
     changes: Effect = Effect.KERNELS
 
     @property
@@ -206,18 +198,12 @@ class Tally:
 
     A completion that ended for another reason than one with the same tokens and logprobs is a different answer. An
     end-of-text token is not always among the tokens, so the reason can be all that differs.
-
-    Attributes:
-        completions: Digest of the tokens -> completions.
-        answers: (trace, reason why it ended) -> completions: equal answers have both in common.
-        failed: Kind of failure -> requests that did not succeed; they are in no other figure.
-        nonfinite: Completions with a logprob that is NaN or infinite.
     """
 
-    completions: Counter[str]
-    answers: Counter[tuple[str, str]]
-    failed: Counter[str]
-    nonfinite: int
+    completions: Counter[str]  # digest of the tokens -> completions
+    answers: Counter[tuple[str, str]]  # (trace, reason why it ended) -> completions: equal answers have both in common
+    failed: Counter[str]  # kind of failure -> requests that did not succeed; they are in no other figure
+    nonfinite: int  # completions with a logprob that is NaN or infinite
 
     @classmethod
     def of(cls, completions: Iterable[Completion], **more: Any) -> Self:

@@ -155,20 +155,15 @@ BY = ("load", "request")
 
 @dataclass(frozen=True)
 class Power:
-    """What was tried under one implementation, and the power that was requested.
-
-    Attributes:
-        requests: Comparisons of one request with the others; loads: of one load with the others.
-        rate, confidence: The divergence rate to detect, and the confidence to detect it with; both between 0 and 1.
-        by: What the rate is per, "load" or "request".
-    """
+    """What was tried under one implementation, and the power that was requested."""
 
     impl: str
-    requests: int
+    requests: int  # comparisons of one request with the others; loads: of one load with the others
     loads: int
+    # `rate`, `confidence`: the divergence rate to detect, and the confidence to detect it with; both between 0 and 1
     rate: float
     confidence: float
-    by: str
+    by: str  # what the rate is per, "load" or "request"
 
     def tries(self, by: str) -> int:
         """Tries by one unit."""
@@ -212,21 +207,14 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
 
 @dataclass(frozen=True)
 class Decision:
-    """A gate's answer.
-
-    Attributes:
-        reasons: Why: where the gate passes or fails the first verdicts behind it.
-        power: The power of each sampled implementation; empty for sweeps.
-        faults: Findings on which it fails; empty where it does not.
-        above: Implementations that are above a threshold; None where no threshold decided.
-    """
+    """A gate's answer."""
 
     outcome: Outcome
-    reasons: tuple[Reason, ...]
+    reasons: tuple[Reason, ...]  # why: where the gate passes or fails the first verdicts behind it
     verdicts: tuple[Verdict, ...]
-    power: tuple[Power, ...]
-    faults: tuple[Finding, ...] = ()
-    above: frozenset[str] | None = None
+    power: tuple[Power, ...]  # the power of each sampled implementation; empty for sweeps
+    faults: tuple[Finding, ...] = ()  # findings on which it fails; empty where it does not
+    above: frozenset[str] | None = None  # implementations that are above a threshold; None where no threshold decided
 
     @property
     def code(self) -> int:

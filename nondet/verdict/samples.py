@@ -76,22 +76,18 @@ Steps = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchEvidence:
-    """What the schedules show about the completions of one prompt under one implementation.
+    """What the schedules show about the completions of one prompt under one implementation."""
 
-    Attributes:
-        known: Completions whose batches are on record; for the others the round was cut short, or no schedule was kept.
-        different: Different sequences of batches among them.
-        alone: Completions that ran solo in every batch and computed every key themselves: pages of a shared prefix hold
-            bits of the batch that computed them.
-        alone_differ: Whether two of these, with equal batches, have different traces: the same shapes and data gave
-            other bits, so this is run-to-run nondeterminism and nothing else.
-        padded: Whether steps ran as CUDA graphs, so that products had a few fixed sizes, and not those on record.
-    """
-
+    # completions whose batches are on record; for the others the round was cut short, or no schedule was kept
     known: int
-    different: int
+    different: int  # different sequences of batches among them
+    # completions that ran solo in every batch and computed every key themselves: pages of a shared prefix hold bits of
+    # the batch that computed them
     alone: int
+    # whether two of these, with equal batches, have different traces: the same shapes and data gave other bits, so this
+    # is run-to-run nondeterminism and nothing else
     alone_differ: bool
+    # whether steps ran as CUDA graphs, so that products had a few fixed sizes, and not those on record
     padded: bool = False
 
     @property
@@ -252,16 +248,11 @@ def is_varied(run: Run) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueTally(Tally):
-    """The completions at one value.
-
-    Attributes:
-        moved: Requests whose trace is not that of the same request at the base, of `compared`.
-        moved_first: Those among them that ran in the plan's first round, which the base ran again.
-    """
+    """The completions at one value."""
 
     record: AxisValue
-    moved: int
-    moved_first: int
+    moved: int  # requests whose trace is not that of the same request at the base, of `compared`
+    moved_first: int  # those among them that ran in the plan's first round, which the base ran again
     compared: int
 
     @property
@@ -277,19 +268,14 @@ class ValueTally(Tally):
 
 @dataclass(frozen=True)
 class AxisTally:
-    """One axis under one implementation; only values that took effect are counted.
-
-    Attributes:
-        values: The base's first.
-        idle: Values that did not take effect, or are not shown to have.
-        texts, traces: Distinct ones over all values; within: at the value with the most.
-    """
+    """One axis under one implementation; only values that took effect are counted."""
 
     axis: str
     held: bool
-    values: tuple[ValueTally, ...]
-    idle: tuple[ValueTally, ...]
+    values: tuple[ValueTally, ...]  # the base's first
+    idle: tuple[ValueTally, ...]  # values that did not take effect, or are not shown to have
     note: str
+    # `texts`, `traces`: distinct ones over all values; within: at the value with the most
     texts: int
     texts_within: int
     traces: int

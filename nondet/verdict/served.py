@@ -34,29 +34,19 @@ def is_endpoint(run: Run) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmEvidence(Tally):
-    """The completions of one prompt in one arm, and what shows that the arm was what it is called.
-
-    Attributes:
-        tokens: Of all completions together.
-        texts: Text -> completions; "" for those of older files, which don't have it.
-        by_cache: Prompt tokens that the server had cached -> the answers; None where it does not report them.
-        proof: "metrics" by the server's counters, "streams" where answers streamed at the same time, else "".
-        shown: The proof, or lack of proof, with figures.
-        in_company: Completions that are known to have run concurrently with another request: at least this many.
-        rounds: Rounds whose end is on record; under load those in which a request under study ran with others.
-        opening: Of its earliest completion: digest of the tokens, trace, reason why it ended.
-    """
+    """The completions of one prompt in one arm, and what shows that the arm was what it is called."""
 
     arm: str
-    tokens: int
-    texts: Counter[str]
+    tokens: int  # of all completions together
+    texts: Counter[str]  # text -> completions; "" for those of older files, which don't have it
+    # prompt tokens that the server had cached -> the answers; None where it does not report them
     by_cache: Mapping[int | None, Counter[tuple[str, str]]]
-    proof: str
-    shown: Reason
-    in_company: int
-    rounds: int
+    proof: str  # "metrics" by the server's counters, "streams" where answers streamed at the same time, else ""
+    shown: Reason  # the proof, or lack of proof, with figures
+    in_company: int  # completions that are known to have run concurrently with another request: at least this many
+    rounds: int  # rounds whose end is on record; under load those in which a request under study ran with others
     fingerprints: Set[str]
-    opening: tuple[str, str, str]
+    opening: tuple[str, str, str]  # of its earliest completion: digest of the tokens, trace, reason why it ended
 
     @property
     def steady(self) -> bool:
@@ -190,20 +180,14 @@ _BROKEN = ("greedy", "max-tokens", "sums", "repeatable", "repeatable-bits")
 
 @dataclass(frozen=True)
 class Server:
-    """What is known of a server besides its completions.
-
-    Attributes:
-        seen: What it reported of itself; None where that is not on record.
-        loads: Planned arms under load.
-        keys: Largest number of tokens of a request, prompt and answer; None where that is not known.
-    """
+    """What is known of a server besides its completions."""
 
     impl: str
     contract: Mapping[str, ContractAnswer]
-    seen: ServerSeen | None
+    seen: ServerSeen | None  # what it reported of itself; None where that is not on record
     drawn: bool
-    loads: tuple[str, ...]
-    keys: int | None
+    loads: tuple[str, ...]  # planned arms under load
+    keys: int | None  # largest number of tokens of a request, prompt and answer; None where that is not known
 
     def answer(self, question: str) -> str:
         """The contract's answer; "" where the question was not tested."""
@@ -292,21 +276,16 @@ _CHANCE = 0.01
 
 @dataclass(frozen=True)
 class Comparison:
-    """One arm compared with another, or with itself (`base` is then "itself").
-
-    Attributes:
-        n: Completions of the arm.
-        traces_off, tokens_off: Those whose trace, or whose tokens, the other arm does not have.
-        reasons: Why the cause can't be named; empty where it is named or nothing differed.
-    """
+    """One arm compared with another, or with itself (`base` is then "itself")."""
 
     arm: str
     base: str
-    n: int
+    n: int  # completions of the arm
+    # `traces_off`, `tokens_off`: those whose trace, or whose tokens, the other arm does not have
     traces_off: int
     tokens_off: int
     finding: Finding
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[Reason, ...] = ()  # why the cause can't be named; empty where it is named or nothing differed
 
     @property
     def seen(self) -> Reason:
