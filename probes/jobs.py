@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import itertools
+import math
 import multiprocessing
 import os
 import sys
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 # From measurements on an H200 with 16 cores: more workers than this wait for one another on the GPU, unless they mostly
 # compile, as on a machine without certificates: then each has a core. A worker's driver has threads of its own.
 _MOST, _CORES_EACH = 8, 2
-_MOST_COLD = 15
+_MOST_COLD = 16
 _ON_CPU = 2  # most of a probe's work there is one core's
 _MEMORY_EACH = 6 * 2**30  # bytes of the device: a context, and the operands and oracles of a large case
 _JOBS_EACH = 20  # below, starting a worker takes longer than its measurements
@@ -191,7 +192,7 @@ def _most() -> int:
 
     folder = cache_folder()
     cold = folder is None or not any(folder.glob("*nvidia*"))
-    return max(1, min(_MOST_COLD, _cores() - 1) if cold else min(_MOST, _cores() // _CORES_EACH))
+    return max(1, min(_MOST_COLD, _cores()) if cold else min(_MOST, _cores() // _CORES_EACH))
 
 
 @functools.cache
@@ -306,11 +307,12 @@ def _measure(pipe: Any, device: str) -> None:
 
 # A job's tenths of a second on an H200 that has compiled nothing, 1 being typical: long jobs begin first.
 _WEIGHTS = {
-    "attention_backward": 30, "all-reduce": 10, "attention": 5, "matmul": 5, "backward": 5, "scaled-matmul": 4,
+    "attention_backward": 30, "all-reduce": 10, "attention": 8, "matmul": 5, "backward": 5, "scaled-matmul": 4,
     "grouped-matmul": 4, "atomics": 3, "softmax": 2, "log-softmax": 2, "split-k": 2,
 }  # fmt: skip
 # The time in which a group's kernels are compiled and proven, however few its cases are.
 _FIRST_WEIGHTS = {"attention": 50}
+_ORDER_WEIGHT = 4  # so many times longer where a row shows its order of additions: that order is found
 # Collectives start ranks of their own on all GPUs, so a second group would wait for the first.
 _BY_ONE = frozenset({"all-reduce"})
 # How rows report that memory ran out: torch's errors, cuBLAS's, Triton's, the host's.
@@ -322,6 +324,7 @@ class _Unit(NamedTuple):
 
     group: tuple[str, ...]
     places: list[int]
+    weight: int
 
 
 class SharedRun:
@@ -487,7 +490,7 @@ class SharedRun:
         held = {other.group for other in self._workers}
         weights: Counter[tuple[str, ...]] = Counter()
         for unit in self._units:
-            weights[unit.group] += len(unit.places) * _WEIGHTS.get(unit.group[0], 1)
+            weights[unit.group] += unit.weight
         group = max(weights, key=lambda g: (g not in held, weights[g] + _FIRST_WEIGHTS.get(g[0], 0)))
         places = [i for i, unit in enumerate(self._units) if unit.group == group]
         return places[-1] if group in held else places[0]
@@ -513,10 +516,17 @@ def _group(job: Job) -> tuple[str, ...]:
 
 
 def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
-    """Consecutive jobs of one case; for probes that only one worker runs, all of a group."""
+    """Consecutive jobs of one case, the longest first; for probes that only one worker runs, all of a group."""
 
     def of(place: int) -> tuple[tuple[str, ...], int]:
         job = jobs[place]
         return _group(job), 0 if job.probe.name in _BY_ONE else id(job.case)
 
-    return [_Unit(group, list(neighbours)) for (group, _), neighbours in itertools.groupby(places, of)]
+    units = []
+    for (group, _), neighbours in itertools.groupby(places, of):
+        own = list(neighbours)
+        case = jobs[own[0]].case
+        each = _WEIGHTS.get(group[0], 1) * (_ORDER_WEIGHT if case.inputs.startswith("order") else 1)
+        unit = _Unit(group, own, len(own) * each)
+        units.append((unit.weight, math.prod(case.shape.values()), unit))
+    return [unit for *_, unit in sorted(units, key=lambda long: long[:2], reverse=True)]

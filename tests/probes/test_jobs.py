@@ -288,7 +288,7 @@ def test_how_many_workers_on_a_gpu(monkeypatch, cores):
     assert default_workers("cuda", ["stock"], 700) == 4
     assert workers_ahead(["all"], "auto", [], None) == 8
     kept.rename(kept.with_name("intel-xeon-12ab.jsonl"))
-    assert workers_ahead(["all"], "auto", [], None) == 15
+    assert workers_ahead(["all"], "auto", [], None) == 16
     card.total_memory = 80 * 2**30
     assert default_workers("cuda", ["stock"], 700) == 13
     assert workers_ahead(["all"], "cuda", ["stock"], 3) == 3
