@@ -55,7 +55,7 @@ class Unit(NamedTuple):
 
 # Taken from two independent models that agree where both have a chip: microsoft/MMA-Sim (MIT,
 # mmasim/simulator/{nv,functions}.py at 16a0188) and north-numerical-computing/MATLAB-tensor-core (BSD-2).
-# `scripts/emulator_gpu.py` compares the entries with the installed chip. On an H200 (docs/evidence/h200/README.md) 10^6
+# `lab/emulator_gpu.py` compares the entries with the installed chip. On an H200 (docs/evidence/h200/README.md) 10^6
 # sums of each type were predicted under wgmma and under mma.sync, except 19 below 2^-126, which needed a floor of -133
 # instead of -132. Lower floors give the same bits. fp8 was not compared under mma.sync. For other chips the floor is an
 # assumption.

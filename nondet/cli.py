@@ -96,7 +96,7 @@ _GONE = {
     "list": "nondet probe --help-all, or that of certify, bench or sample: each lists what it can be given",
     "export": "nondet report RUN --out FILE, where the suffix says what is written",
     "replay": "nondet trace --replay --run RUN --request ID",
-    "tune": "python scripts/tune.py, in a checkout of nondet's repository",
+    "tune": "python lab/tune.py, in a checkout of nondet's repository",
 }
 
 

@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 2057,
     "kernels": 18217,
     "nondet": 1816,
-    "probes": 5073,
+    "probes": 5083,
     "ranks": 716,
     "reports": 5461,
     "sampling": 5946,

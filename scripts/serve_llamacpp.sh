@@ -13,7 +13,7 @@ if [ ! -f "$VENV/ready-$version" ]; then
     pip install "xllamacpp==$version" gguf==0.19.0
     touch "$VENV/ready-$version"
 fi
-"$VENV/bin/python" scripts/embedded_to_gguf.py --type "$type" --out "$SERVERS/nondet-embedded-$type.gguf"
+"$VENV/bin/python" lab/embedded_to_gguf.py --type "$type" --out "$SERVERS/nondet-embedded-$type.gguf"
 if [ "${1:-}" = --setup ]; then exit; fi
 
 PORT=${PORT:-$(free_port)}

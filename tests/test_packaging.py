@@ -73,7 +73,7 @@ def test_nothing_imports_the_folders_by_their_bare_names() -> None:
     bare = re.compile(r"^\s*(?:from|import) (?:probes|kernels|reports)\b", re.MULTILINE)
     files = [
         p
-        for folder in ("nondet", "probes", "kernels", "reports", "tests", "scripts")
+        for folder in ("nondet", "probes", "kernels", "reports", "tests", "scripts", "lab")
         for p in (ROOT / folder).rglob("*.py")
     ]
     assert len(files) > 20

@@ -1,4 +1,4 @@
-"""scripts/tune.py: which shapes it measures, what it refuses, and what it keeps of an older table."""
+"""lab/tune.py: which shapes it measures, what it refuses, and what it keeps of an older table."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.tune import kept_rows, measure, shapes_of, tune
 from nondet.cli import main
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda import Row, Table, write
-from scripts.tune import kept_rows, measure, shapes_of, tune
 
 
 def test_the_command_names_its_place(capsys: pytest.CaptureFixture[str]):
     """One line and exit code 2, whatever options come with it."""
     assert main(["tune", "--preset", "qwen3-8b"]) == 2
     error = capsys.readouterr().err
-    assert "scripts/tune.py" in error
+    assert "lab/tune.py" in error
     assert len(error.splitlines()) == 1
 
 

@@ -223,7 +223,7 @@ def test_the_script_for_a_gpu_runs_where_there_is_none(tmp_path: Path) -> None:
     """In Triton's interpreter, whose arithmetic is NumPy's: it must find differences, and none for integers."""
     pytest.importorskip("triton")
     out, few = tmp_path / "emulator.jsonl", {"TRITON_INTERPRET": "1", "EMULATOR_SUMS": "2048"}
-    command = [sys.executable, str(ROOT / "scripts" / "emulator_gpu.py"), str(out)]
+    command = [sys.executable, str(ROOT / "lab" / "emulator_gpu.py"), str(out)]
     done = subprocess.run(command, env=os.environ | few, capture_output=True, text=True, check=False)
     head, *lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     if head["environment"]["device"] != "interpreter":

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lab.ranks_model import WAYS, traces, write_model
 from nondet.cli import main
 from nondet.core.compare import identical
 from nondet.errors import UserError
 from nondet.kernels.all_reduce.tree import linear
 from nondet.ranks.group import RankError, RankGroup, check_ranks, join_group, limit_or, parse_ranks, shared_gpus
 from nondet.ranks.rank_free import rank_free, row_parallel_layers
-from scripts.ranks_model import WAYS, traces, write_model
 from tests.build import needs_accelerate, tiers
 from tests.ranks.tasks import Toy, row_parallel_operands, widths_of_columns
 

@@ -157,7 +157,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """llama.cpp's server with float32 weights, keys and values."""
     subprocess.run(["bash", "scripts/serve_llamacpp.sh", "--setup"], cwd=ROOT, check=True)
     model = tmp_path_factory.mktemp("gguf") / "f32.gguf"
-    subprocess.run([PYTHON, "scripts/embedded_to_gguf.py", "--type", "f32", "--out", model], cwd=ROOT, check=True)
+    subprocess.run([PYTHON, "lab/embedded_to_gguf.py", "--type", "f32", "--out", model], cwd=ROOT, check=True)
     command = [PYTHON, "scripts/servers/llamacpp.py", "--model", model, "--alias", "f32", "--port", "0"]
     with subprocess.Popen(
         [*command, "--slots", "1", "--float32-attention"], cwd=ROOT, stdout=subprocess.PIPE, text=True

@@ -25,9 +25,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from lab.vllm_load import made_folder
 from nondet.errors import UserError
 from nondet.vllm import operators, plugin
-from scripts.vllm_load import made_folder
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from lab.vllm_load import made_folder
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.vllm import plugin
-from scripts.vllm_load import made_folder
 
 pytestmark = [
     pytest.mark.vllm,
@@ -55,7 +55,7 @@ from vllm import LLM
 from vllm.platforms import current_platform
 
 from nondet.vllm import plugin
-from scripts.vllm_load import made_folder
+from lab.vllm_load import made_folder
 
 if __name__ == "__main__":
     vllm.plugins.plugins_loaded = True
@@ -192,7 +192,7 @@ def test_an_fp8_layer_is_what_ours_takes_it_for(tmp_path: Path, monkeypatch: pyt
     """A checkpoint with a scale a row, as llm-compressor writes it: the layout of weights and scales once loaded."""
     from vllm import LLM
 
-    from scripts.fp8_model import convert
+    from lab.fp8_model import convert
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     convert("row", tmp_path / "row", vllm=True)

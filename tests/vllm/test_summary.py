@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts import vllm_first, vllm_summary
+from lab import vllm_first, vllm_summary
 
 LOG = """INFO 11-23 23:59:58 [api_utils.py:273] non-default args: {}
 (EngineCore pid=1) INFO 11-24 00:00:10 [core.py:114] Initializing a V1 LLM engine (v0.25.1) with config

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import fbgemm_fp8, finegrained_fp8
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
+from lab import fp8_model
 from nondet.core.compare import error_against, identical
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled.functions import quantize_block, quantize_row
 from nondet.sampling.model import load_model, quantization_of
-from scripts import fp8_model
 from tests.build import needs_accelerate, needs_row_scales
 from tests.kernels.tiers import at_length
 

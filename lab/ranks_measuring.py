@@ -1,4 +1,4 @@
-"""What the sections of scripts/ranks_gpu.py share: messages, digests, graphs that are timed, and the members."""
+"""What the sections of lab/ranks_gpu.py share: messages, digests, graphs that are timed, and the members."""
 
 # ruff: noqa: D103 - names say what a helper is
 

@@ -1,10 +1,10 @@
 """An FP8 copy of the embedded model, or of another folder, as transformers reads it, or (--vllm) vLLM.
 
-    python scripts/fp8_model.py block FOLDER    weights in blocks of 128x128, activations 1x128 at run time (FP8Linear)
-    python scripts/fp8_model.py tensor FOLDER   one scale for a weight, one for its activations from a few prompts
-    python scripts/fp8_model.py row FOLDER      a scale for each row of both (FbgemmFp8Linear, which needs fbgemm-gpu)
-    python scripts/fp8_model.py torchao-row FOLDER      the same by torchao, whose layers call torch._scaled_mm
-    python scripts/fp8_model.py torchao-tensor FOLDER   one scale for a weight, one for all activations of a step
+    python lab/fp8_model.py block FOLDER    weights in blocks of 128x128, activations 1x128 at run time (FP8Linear)
+    python lab/fp8_model.py tensor FOLDER   one scale for a weight, one for its activations from a few prompts
+    python lab/fp8_model.py row FOLDER      a scale for each row of both (FbgemmFp8Linear, which needs fbgemm-gpu)
+    python lab/fp8_model.py torchao-row FOLDER      the same by torchao, whose layers call torch._scaled_mm
+    python lab/fp8_model.py torchao-tensor FOLDER   one scale for a weight, one for all activations of a step
 
 The linear layers of the decoder are quantized to float8_e4m3fn; embeddings, norms and the output projection stay. On a
 device without FP8 transformers itself makes bfloat16 of "block" and "tensor" as it loads them, and refuses "row". Those

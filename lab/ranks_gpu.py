@@ -1,4 +1,4 @@
-"""Several GPUs of one host, measured: python scripts/ranks_gpu.py OUT [sections]. JSON lines, one fact a line.
+"""Several GPUs of one host, measured: python lab/ranks_gpu.py OUT [sections]. JSON lines, one fact a line.
 
 Sections run on ranks of their own, within a time limit; one that hangs or dies does not take the others with it.
 """

@@ -1,6 +1,6 @@
 """The real TRL on the embedded model, as it comes and with nondet's two lines: a run file of each in FOLDER.
 
-python scripts/trl_runs.py FOLDER          needs `pip install nondet-llm[trl]`
+python lab/trl_runs.py FOLDER          needs `pip install nondet-llm[trl]`
 
 GRPO in bfloat16 on a CPU: 12 steps of 16 completions of up to 48 tokens, padded on the left, micro-batches of 8.
 Run files that are there are not made again.

@@ -1,7 +1,7 @@
 """`vllm serve` as users start it, at all of its defaults: bfloat16 and FP8, stock and with nondet's plugin, each asked
 by `nondet gate` at its defaults. The stock server has to be shut out, the plugin's to pass.
 
-    python scripts/vllm_first.py OUT [bf16-stock|bf16-nondet|fp8-stock|fp8-nondet ...] [--model FOLDER] [--ranks N]
+    python lab/vllm_first.py OUT [bf16-stock|bf16-nondet|fp8-stock|fp8-nondet ...] [--model FOLDER] [--ranks N]
 
 One server at a time, since each takes nine tenths of a GPU. Answers in OUT are kept, so that a call that was cut off is
 made again as it was. Prints what each start and gate took, what plugin and vLLM said, and whether it is as it has to
@@ -108,7 +108,7 @@ def main(words: list[str]) -> int:
             model = asked.model if name.startswith("bf16") else asked.out / "model-fp8"
             if not model.exists():
                 how = ["row", str(model), "--vllm", "--model", str(asked.model)]
-                subprocess.run([sys.executable, str(ROOT / "scripts" / "fp8_model.py"), *how], check=True)
+                subprocess.run([sys.executable, str(ROOT / "lab" / "fp8_model.py"), *how], check=True)
             found = run(name, model, asked.out, asked.ranks)
             kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
         print(*(f"{key}: {value}" for key, value in found.items()), "", sep="\n", flush=True)

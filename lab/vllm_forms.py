@@ -1,6 +1,6 @@
 """A small random model of a form that vLLM treats its own way, with the embedded model's tokenizer, in a folder.
 
-    python scripts/vllm_forms.py moe|window|gemma2|gemma3|wide FOLDER
+    python lab/vllm_forms.py moe|window|gemma2|gemma3|wide FOLDER
 
 moe: 16 experts, 4 a token. window: Mistral, of whose keys 64 are seen. gemma2: soft caps on scores and logits, every
 second layer with a window. gemma3: five layers with a window to one without, an MLP and norms of its own.

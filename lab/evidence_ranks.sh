@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes the run files about several ranks in the folder given: scripts/evidence_ranks.sh FOLDER [RANKS [DEVICE]], as 4 on
+# Makes the run files about several ranks in the folder given: lab/evidence_ranks.sh FOLDER [RANKS [DEVICE]], as 4 on
 # a host of four GPUs; on a CPU, cpu and fewer sizes. It stops after RANKS_SECONDS (540) and exits 1 while a part is left:
 # the same call again goes on where it stopped, cell by cell. A part that fails leaves the others alone; it is tried
 # again, too. NVLink multicast stays off.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: scripts/evidence_ranks.sh FOLDER [RANKS [DEVICE]]}
+out=${1:?usage: lab/evidence_ranks.sh FOLDER [RANKS [DEVICE]]}
 ranks=${2:-2}
 device=${3:-cuda}
 python=${PYTHON:-python3}

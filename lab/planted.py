@@ -1,6 +1,6 @@
 """What is planted, and what `nondet mismatch` says of it: JSON lines, added to FILE; what it has is not done again.
 
-python scripts/planted.py FILE
+python lab/planted.py FILE
 
 Of tests/mismatch/test_kinds.py each kind under three seeds and each sound set-up; of tests/trace/test_trainer.py twenty
 faulty operators in the trainer. K3 is of the two sides, `floor` is what rounding explains of it, `left` what the named

@@ -1,6 +1,6 @@
-"""What `scripts/evidence_vllm.sh` found: traces, speed, the same bits in fresh processes, and a start's stages.
+"""What `lab/evidence_vllm.sh` found: traces, speed, the same bits in fresh processes, and a start's stages.
 
-    python scripts/vllm_summary.py FOLDER
+    python lab/vllm_summary.py FOLDER
 
 Exit code 1 where the plugin's traces differ from solo, or between fresh processes, or a planted fault was not found.
 """

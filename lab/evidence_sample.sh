@@ -2,7 +2,7 @@
 # How soon `nondet sample` answers: its default command with the seconds of each line, the same load in steps launched one
 # by one (two rounds), whether what was recorded in graphs can be replayed and traced, and what a step's host does, cuDNN's
 # plans on a thread that has met the shapes and on one that has not. A part that is there is kept; ONLY names one.
-# usage: OUT=FOLDER [PYTHON=python3] [N="--n 80"] [ONLY=PART] scripts/evidence_sample.sh
+# usage: OUT=FOLDER [PYTHON=python3] [N="--n 80"] [ONLY=PART] lab/evidence_sample.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?name a folder for the results: OUT=FOLDER}
@@ -30,6 +30,6 @@ stamped replay 60 "$PYTHON" -u -m nondet trace --replay --run "$OUT/chain.jsonl"
 two=$(tr -d '\n' < "$OUT/chain.txt" 2> /dev/null | grep -o -- '--request *\([0-9]* s *\)\?t[0-9]\{6\}' | grep -o 't[0-9]\{6\}' | sed 's/^/--request /' | tr '\n' ' ' || true)
 # shellcheck disable=SC2086
 stamped trace 100 "$PYTHON" -u -m nondet trace --run "$OUT/chain.jsonl" $two --out "$OUT/trace.jsonl" --force
-stamped profile 100 "$PYTHON" -u scripts/profile_sampling_gpu.py stock embedded default 64
-stamped profile-graphs 60 "$PYTHON" -u scripts/profile_sampling_gpu.py stock embedded default,graphs=on 64
+stamped profile 100 "$PYTHON" -u lab/profile_sampling_gpu.py stock embedded default 64
+stamped profile-graphs 60 "$PYTHON" -u lab/profile_sampling_gpu.py stock embedded default,graphs=on 64
 exit $failed

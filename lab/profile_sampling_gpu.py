@@ -1,6 +1,6 @@
 """Where the time of `nondet sample` goes on a GPU: milliseconds a step, top operators, and top Python functions.
 
-python scripts/profile_sampling_gpu.py [IMPL] [MODEL] [LOAD] [TOKENS]
+python lab/profile_sampling_gpu.py [IMPL] [MODEL] [LOAD] [TOKENS]
 
 as in `nondet sample`; stock, the embedded model, the default load and 32 tokens where left out. One round is run five
 times: first, again, on a thread that has run none (cuDNN's plans belong to a thread), under torch's profiler, and under

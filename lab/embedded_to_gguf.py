@@ -1,7 +1,7 @@
 """Write nondet's embedded model as GGUF, the file format of llama.cpp.
 
-    python scripts/embedded_to_gguf.py --out nondet-embedded.gguf            # bf16, bit for bit the weights that ship
-    python scripts/embedded_to_gguf.py --out nondet-embedded.gguf --type f32 # the same values, widened
+    python lab/embedded_to_gguf.py --out nondet-embedded.gguf            # bf16, bit for bit the weights that ship
+    python lab/embedded_to_gguf.py --out nondet-embedded.gguf --type f32 # the same values, widened
 
 Needs the packages `gguf` and `numpy`, not torch: bf16 is carried as its bits. Norm weights are float32 in either file,
 because llama.cpp multiplies them in float32 and reads no other type there; every bf16 value is a float32 value.

@@ -3,7 +3,7 @@
 # which `python3 -m nondet.cli` runs: the one that scripts/quickstart.sh makes, or a machine's own PyTorch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: scripts/evidence.sh FOLDER}
+out=${1:?usage: lab/evidence.sh FOLDER}
 python=${PYTHON:-python3}
 nondet() { "$python" -m nondet.cli "$@"; }
 mkdir -p "$out"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Gradients' kernels as evidence on the GPU of this machine: tests and speeds. Called again it goes on.
-# usage: bash scripts/evidence_gradients.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
+# usage: bash lab/evidence_gradients.sh FOLDER [DEVICE]     (SMALL=1: little of each, to try it)
 set -uo pipefail
 cd "$(dirname "$0")/.."
-folder=${1:?usage: bash scripts/evidence_gradients.sh FOLDER [DEVICE]}
+folder=${1:?usage: bash lab/evidence_gradients.sh FOLDER [DEVICE]}
 device=${2:-cuda}
 python=${PYTHON:-python}
 mkdir -p "$folder"
