@@ -256,7 +256,9 @@ def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs:
 
 def _forget_graphs() -> None:
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        # only if a frame was compiled since the last reset: on CUDA the first one imports inductor, which takes 1.5 s
+        if getattr(torch._dynamo.convert_frame, "FRAME_COUNTER", 1):
+            torch._dynamo.reset()
         for op in map(operator_of, _WHOLE):  # a trace caches whether an operator is decomposed, and is not notified
             op._dispatch_cache.clear()
 
