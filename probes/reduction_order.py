@@ -159,7 +159,7 @@ class _Masks:
         found, start = [], 0
         while start < len(of):
             stop = int(np.searchsorted(of, of[start] + self._sets))
-            some = masks[of[start] : of[stop - 1] + 1]
+            some = masks[int(of[start]) : int(of[stop - 1]) + 1]
             made = np.zeros((len(some), self._measured.K), np.float32)
             for row, mask in zip(made, some, strict=True):
                 row[mask.ones] = self._one
@@ -167,7 +167,7 @@ class _Masks:
             found.append(self._each(made, of[start:stop] - of[start], js[start:stop], -self._big))
             start = stop
         counts = np.concatenate(found)
-        most = np.array([len(masks[i].ones) for i in of])
+        most = np.array([len(mask.ones) for mask in masks])[of]
         # a short dtype rounds the counts, maybe upwards
         odd = ~((counts >= 0) & (counts <= most * (1 + 2.0 ** -_DIGITS[self._measured.dtype])))
         if odd.any():
@@ -366,7 +366,7 @@ def _one_sign(rows: int, K: int, dtype: torch.dtype, seed: int) -> Array:
     made = rng.uniform(1, 2, (rows, K)) * 2.0 ** rng.integers(top - (20 if short else 8), top, (rows, K))
     made = torch.from_numpy(made).to(dtype).double().numpy()
     made[np.arange(K) >= many[:, None]] = 0.0
-    lifted = np.flatnonzero(many > 8) if short else []
+    lifted = np.flatnonzero((many > 8) & short)
     if len(lifted):
         made[lifted, :4] = 0.0
         total = made[lifted].sum(1)
