@@ -14,7 +14,7 @@ import random
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -345,6 +345,13 @@ class Call(NamedTuple):
     # for each tensor the indices along its first axis that belong to others; None: it has none of theirs
     others: tuple[torch.Tensor | None, ...]
     kept: torch.Tensor  # indices along the first axis of the result that are compared
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], mine: torch.Tensor, batched: int = 1) -> Call:
+        """A call that compares the rows that are `mine` [rows]; the first `batched` tensors hold rows of the batch."""
+        rows = torch.arange(len(mine), device=mine.device)
+        others = [rows[~mine] if i < batched else None for i in range(len(tensors))]
+        return cls(tuple(tensors), tuple(others), rows[mine])
 
     def compared(self, operator: Operator) -> torch.Tensor:
         """The compared rows."""
