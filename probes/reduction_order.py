@@ -31,8 +31,8 @@ from nondet.kernels import emulator
 from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
+from nondet.probes.additions import in_parts
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
-from nondet.probes.split_k import in_parts
 from nondet.ranks.group import shared_gpus
 from nondet.ranks.operators import Message
 
