@@ -225,6 +225,7 @@ class Tree(NamedTuple):
         """For each leaf and node a digest of its shape, without its leaves' numbers."""
         return self._hashes(shape=True)
 
+    @functools.lru_cache(16)  # noqa: B019 - a handful of trees
     def _hashes(self, *, shape: bool) -> list[bytes]:
         def of(data: bytes) -> bytes:
             return hashlib.sha256(data).digest()[:8]

@@ -110,21 +110,21 @@ class Attention(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """The heads of `options.config` if it names any; --m, --k and --n are not attention's and are ignored."""
-        sizes, config = _SIZES[options.device], options.config
-        heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if "heads" in config else sizes.heads
+        sizes, config, chosen = _SIZES[options.device], options.config, "heads" in options.config
+        heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if chosen else sizes.heads
         chosen_dtypes = dtypes(options, "attention", sizes.dtypes)
         for dtype in chosen_dtypes:
             plain = _Maker(options, dtype, heads)
             if options.met:
-                yield plain.packed(options)
-            yield from _decodes(options, plain)
-            yield from _prefills(options, plain)
+                yield plain.packed()
+            yield from _decodes(plain)
+            yield from _prefills(plain)
             for kind in ("bell", "positive"):
                 yield plain.case(f"requests among 6, {base.AXES['neighbour_values']}", "neighbour_values", 200, kind)
             yield plain.case("the last of 300 tokens while the longest query grows", "neighbour_length", 300, "order")
             if dtype == chosen_dtypes[-1] or options.full:
-                yield from _drawn(options, plain, chosen="heads" in config)
-                yield from _forms(options, plain, chosen="heads" in config)
+                yield from _drawn(plain, chosen=chosen)
+                yield from _forms(plain, chosen=chosen)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
@@ -160,16 +160,16 @@ class Attention(Probe):
         if case.varied == "load":
             yield from packed_trials(operator, q, k, v, case.data["own"], case.data["met"])
         elif case.varied == "hidden_keys":
-            by_token = [x.transpose(0, 2) for x in (q, k, v)]
-            later = torch.arange(_SEEN_OF[0], T, device=q.device)
-            call = base.Call(tuple(by_token), (later, later, None), torch.arange(_SEEN_OF[0], device=q.device))
+            by_token = tuple(x.transpose(0, 2) for x in (q, k, v))
+            token = torch.arange(T, device=q.device)
+            call = base.Call.of(by_token, token < _SEEN_OF[0], batched=2)
             yield from base.shared_trials("neighbour_values", call, partial(_turned, operator))
-        elif case.varied in base.AXES:
-            yield from base.shared_trials(case.varied, _call(q, k, v), operator)
+        elif case.varied in base.AXES:  # decode steps: of three requests in a row the second is compared
+            call = base.Call.of((q[:, :, -1:], k, v), torch.arange(len(q), device=q.device) % 3 == 1, batched=3)
+            yield from base.shared_trials(case.varied, call, operator)
         elif case.varied == "neighbour_length":
             yield from _joined(operator, q, k, v)
-        elif "positions" in case.data:
-            positions = case.data["positions"]
+        elif positions := case.data.get("positions"):
             yield Trial("prefill", partial(upto, 0, T, list(positions)))
             yield Trial("decode", partial(in_pieces, [(p, p + 1) for p in positions]))
         else:
@@ -178,12 +178,13 @@ class Attention(Probe):
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """Which positions differ between prefill and decode, for any request."""
-        if "positions" not in case.data:
+        positions = case.data.get("positions", ())
+        if not positions:
             return super().extra(case, inputs, results)  # noqa: S610 - not Django's
-        differ = [~same(results[0], r).transpose(0, 2).flatten(1).all(-1) for r in results[1:]]
-        positions = case.data["positions"]
-        found = torch.stack(differ).any(0).tolist() if differ else [False] * len(positions)
-        named = [position for position, differs in zip(positions, found, strict=True) if differs]
+        alike = torch.ones(len(positions), dtype=torch.bool, device=results[0].device)
+        for result in results[1:]:
+            alike &= same(results[0], result).transpose(0, 2).flatten(1).all(-1)
+        named = [position for position, equal in zip(positions, alike.tolist(), strict=True) if not equal]
         return {"positions": list(positions), "positions_differing": named}
 
 
@@ -206,14 +207,6 @@ def _turned(operator: Operator, *by_token: torch.Tensor) -> torch.Tensor:
     return operator(*(x.transpose(0, 2).contiguous() for x in by_token)).transpose(0, 2)
 
 
-def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> base.Call:
-    """Decode steps; the second of three requests in a row is compared, of which one is even and one odd."""
-    request = torch.arange(len(q), device=q.device)
-    mine = request % 3 == 1
-    others = request[~mine]
-    return base.Call((q[:, :, -1:], k, v), (others, others, others), request[mine])
-
-
 def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Trial]:
     """The last token of each request, while the batch's longest query grows; ragged batches where they are served."""
     T = k.shape[2]
@@ -234,25 +227,29 @@ def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         yield Trial(f"ragged, {length} queries join", partial(last_of_ragged, length))
 
 
-class _Maker:
-    def __init__(self, options: Options, dtype: str, heads: _Heads, *, narrow: bool = False) -> None:
-        self.options, self.dtype, self.heads, self._narrow = options, dtype, heads, narrow
-        self._where = f"Hq={heads.query} Hkv={heads.key} D={heads.dim}"
+class _Maker(NamedTuple):
+    options: Options
+    dtype: str
+    heads: _Heads
+    narrow: bool = False  # values are half as wide as keys
 
     def _of(self, name: str, varied: str, B: int, Tq: int, Tk: int, kind: str = "bell", **more: Any) -> Case:
-        shape = {"B": B, "Hq": self.heads.query, "Hkv": self.heads.key, "Tq": Tq, "Tk": Tk, "D": self.heads.dim}
-        shape |= {"Dv": self.heads.dim // 2} if self._narrow else {}
+        query, key, dim = self.heads
+        shape = {"B": B, "Hq": query, "Hkv": key, "Tq": Tq, "Tk": Tk, "D": dim} | (
+            {"Dv": dim // 2} if self.narrow else {}
+        )
+        name = name.replace("{heads}", f"Hq={query} Hkv={key} D={dim}")
         axis = "other" if varied == "hidden_keys" else None
-        exact = False if "positions" in more.get("data", ()) else None  # 1 / 3 of a sum is rounded
+        exact = False if "positions" in more["data"] else None  # 1 / 3 of a sum is rounded
         return Case(name, "attention", shape, self.dtype, varied, kind, axis=axis, exact=exact, **more)
 
-    def packed(self, options: Options) -> Case:
+    def packed(self) -> Case:
         """One query and its keys among those of others, at the sizes that a trace saw. Only stock attention is called
         with a mask: ours keep the requests of a pack apart."""
-        rows, keys = (max(sizes) for sizes in zip(*options.met, strict=True))
-        name = f"one query and its {options.own} keys packed with others', as a trace met them, {self._where}"
-        data = {"own": options.own, "met": options.met}
-        return self._of(name, "load", _DRAWS, rows, keys, impls=("stock",), data=data)
+        own, met = self.options.own, self.options.met
+        rows, keys = (max(sizes) for sizes in zip(*met, strict=True))
+        name = f"one query and its {own} keys packed with others', as a trace met them, {{heads}}"
+        return self._of(name, "load", _DRAWS, rows, keys, impls=("stock",), data={"own": own, "met": met})
 
     def case(self, name: str, varied: str, keys: int, kind: str = "bell", **data: Any) -> Case:
         """A case over `keys` keys; a `UserError` for one that does not fit in memory."""
@@ -261,29 +258,33 @@ class _Maker:
         elements = batch * heads.dim * (2 * heads.key * keys + 2 * heads.query * queries)
         # numbers are drawn in float32; the oracle holds a float64 score for each pair of a query and a key
         needed = elements * (base.element_bytes(self.dtype) + 16) + batch * heads.query * queries * keys * 8 * 3
-        base.require_memory(self.options.device, needed, f"attention of {keys} keys, {self._where}")
-        return self._of(f"{name}, {self._where}, {kind}", varied, batch, queries, keys, kind, data=data)
+        base.require_memory(self.options.device, needed, f"attention of {keys} keys, {heads.query} heads")
+        return self._of(f"{name}, {{heads}}, {kind}", varied, batch, queries, keys, kind, data=data)
+
+    def decode(
+        self, what: str, keys: int, kind: str = "order", values: Sequence[int] = (1, 2, 3, 5), **data: Any
+    ) -> Case:
+        """Decode steps in batches of every size."""
+        return self.case(f"decode of {what}", "batch_size", keys, kind, values=values, **data)
+
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of a prompt, and keys of a decode step."""
+        return _FULL[self.options.device] if self.options.full else _SIZES[self.options.device][1:3]
 
 
-def _tokens(options: Options) -> tuple[int, int]:
-    return _FULL[options.device] if options.full else _SIZES[options.device][1:3]
-
-
-def _decodes(options: Options, maker: _Maker) -> Iterator[Case]:
-    _, cache = _tokens(options)
-    batches = _SIZES[options.device].batches
+def _decodes(maker: _Maker) -> Iterator[Case]:
+    options, (_, cache), batches = maker.options, maker.tokens(), _SIZES[maker.options.device].batches
     yield maker.case(f"decode of requests among 6, 96 keys, {base.AXES['history']}", "history", 96, "mixed")
     for kind in kinds(options, ("bell", "order", "outlier")):
         dense = {*range(1, _DENSE + 1), *base.drawn(max(batches), options, above=_DENSE)} if kind == "order" else set()
-        name = f"decode of {max(batches)} requests in batches of B, {cache} keys"
-        yield maker.case(name, "batch_size", cache, kind, values=sorted({*batches, *dense}))
+        what = f"{max(batches)} requests in batches of B, {cache} keys"
+        yield maker.decode(what, cache, kind, sorted({*batches, *dense}))
     if options.inputs is None:
-        name = f"decode of 8 requests in batches of B, {cache} keys"
-        yield maker.case(name, "batch_size", cache, "integers", values=(1, 3, 8))
+        yield maker.decode(f"8 requests in batches of B, {cache} keys", cache, "integers", (1, 3, 8))
 
 
-def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
-    tokens, _ = _tokens(options)
+def _prefills(maker: _Maker) -> Iterator[Case]:
+    options, (tokens, _) = maker.options, maker.tokens()
     few = tuple(p for p in _FEW_POSITIONS if p < tokens)
     many = tuple(p for p in _POSITIONS if p < tokens) if options.full or options.device == "cpu" else few
     name = f"prefill of {tokens} tokens against decode of the same positions"
@@ -293,50 +294,47 @@ def _prefills(options: Options, maker: _Maker) -> Iterator[Case]:
     yield maker.case(f"{name}, scale={_SCALE}", "query_chunk", tokens, positions=few, scale=_SCALE)
     chunks = (c for c in (_FULL_CHUNKS if options.full else _CHUNKS[options.device]) if c < tokens)
     yield maker.case(f"prefill of {tokens} tokens in chunks", "query_chunk", tokens, values=(tokens, *chunks))
-    name = f"the first 64 positions of a prompt that grows to {tokens}"
     lengths = tuple(t for t in (64, 65, 100, 128, 200, tokens // 2 + 1, tokens) if t <= tokens)
+    name = f"the first 64 positions of a prompt that grows to {tokens}"
     yield maker.case(name, "prompt_length", tokens, values=lengths)
     total, new, cached = _BOUNDARY
-    name = f"the last {new} of {total} tokens, after as many cached"
-    yield maker.case(name, "cache", total, values=cached, new=new)
+    yield maker.case(f"the last {new} of {total} tokens, after as many cached", "cache", total, values=cached, new=new)
 
 
-def _forms(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
-    few = (1, 2, 3, 5)
-    yield plain.case(
-        "requests of 40 tokens in batches of B, not causal", "batch_size", 40, "order", values=few, causal=False
-    )
-    name = f"decode of 5 requests in batches of B, 160 keys, scale={_SCALE}"
-    yield plain.case(name, "batch_size", 160, "order", values=few, scale=_SCALE)
-    narrow = _Maker(options, plain.dtype, plain.heads, narrow=True)
-    name = "decode of 5 requests in batches of B, 160 keys, values half as wide as keys"
-    yield narrow.case(name, "batch_size", 160, "order", values=few)
-    name = "prefill of 100 tokens against decode, values half as wide as keys"
-    yield narrow.case(name, "query_chunk", 100, positions=(1, 31, 64, 99))
+def _forms(plain: _Maker, *, chosen: bool) -> Iterator[Case]:
+    five, few, heads = "5 requests in batches of B, 160 keys", (1, 2, 3, 5), plain.heads
+    name = "requests of 40 tokens in batches of B, not causal"
+    yield plain.case(name, "batch_size", 40, "order", values=few, causal=False)
+    yield plain.decode(f"{five}, scale={_SCALE}", 160, scale=_SCALE)
+    narrow = plain._replace(narrow=True)
+    yield narrow.decode(f"{five}, values half as wide as keys", 160)
+    prefill, positions = "prefill of 100 tokens against decode", (1, 31, 64, 99)
+    yield narrow.case(f"{prefill}, values half as wide as keys", "query_chunk", 100, positions=positions)
     name = f"the first {_SEEN_OF[0]} of {_SEEN_OF[1]} tokens while keys that they do not see hold other values"
     yield plain.case(name, "hidden_keys", _SEEN_OF[1])
-    if _tokens(options)[0] <= _LONG[-1]:
+    if plain.tokens()[0] <= _LONG[-1]:
         name = f"prefill of {_LONG[-1] + 1} tokens against decode, beyond the first 256"
         yield plain.case(name, "query_chunk", _LONG[-1] + 1, positions=_LONG)
-    others = {plain.heads.query} if chosen else {1, plain.heads.query}
-    others |= set() if chosen or options.one_of_all else {plain.heads.query // 2}
-    for key in sorted(others - {plain.heads.key}):
-        maker = _Maker(options, plain.dtype, plain.heads._replace(key=key))
-        yield maker.case("decode of 5 requests in batches of B, 160 keys", "batch_size", 160, "order", values=few)
-        yield maker.case("prefill of 100 tokens against decode", "query_chunk", 100, positions=(1, 31, 64, 99))
+    others = {heads.query} if chosen else {1, heads.query}
+    others |= set() if chosen or plain.options.one_of_all else {heads.query // 2}
+    for key in sorted(others - {heads.key}):
+        maker = plain._replace(heads=heads._replace(key=key))
+        yield maker.decode(five, 160)
+        yield maker.case(prefill, "query_chunk", 100, positions=positions)
 
 
-def _drawn(options: Options, plain: _Maker, *, chosen: bool) -> Iterator[Case]:
+def _drawn(plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     """Cache lengths, and unless a model was named a number of heads and their size, new for each seed."""
-    rng, seed = random.Random(options.seed), f"drawn from seed {options.seed}"  # noqa: S311 - sizes, not a secret
-    listed = rng.sample(_CACHES, len(_CACHES) if options.full else 2)
+    seed = plain.options.seed
+    rng, seeded = random.Random(seed), f"drawn from seed {seed}"  # noqa: S311 - sizes, not a secret
+    listed = rng.sample(_CACHES, len(_CACHES) if plain.options.full else 2)
     for length in sorted({*listed, rng.randint(2, 1200), rng.randint(1025, 3000)}):
-        name = f"decode of 5 requests in batches of B, {length} keys, {seed}"
-        yield plain.case(name, "batch_size", length, "order", values=(1, 2, 3, 5))
+        yield plain.decode(f"5 requests in batches of B, {length} keys, {seeded}", length)
     if chosen:
         return
     key, groups, dim = rng.randint(1, 4), rng.choice(_GROUPS), rng.choice(_HEAD_DIMS)
-    maker = _Maker(options, plain.dtype, _Heads(key * groups, key, dim))
+    maker = plain._replace(heads=_Heads(key * groups, key, dim))
     tokens = rng.randint(65, 300)
-    yield maker.case(f"decode of 5 requests, {tokens} keys, {seed}", "batch_size", tokens, "order", values=(1, 2, 3, 5))
-    yield maker.case(f"prefill of {tokens} tokens against decode, {seed}", "query_chunk", tokens, positions=(1, 33, 64))
+    yield maker.decode(f"5 requests, {tokens} keys, {seeded}", tokens)
+    name = f"prefill of {tokens} tokens against decode, {seeded}"
+    yield maker.case(name, "query_chunk", tokens, positions=(1, 33, 64))

@@ -51,7 +51,7 @@ _WIDTHS = {"cpu": (1000, 32000), "cuda": (4096, 151936)}  # hidden, vocabulary
 _BATCHES = (1, 2, 3, 5, 8, 16, 17, 32, 64, 128)
 _SEQUENCE, _SEQUENCES = 32, 16  # tokens of a sequence, and how many
 _MICRO = (16, 8, 4, 2, 1)
-_HEADS, _KEY_HEADS = 4, 2
+_HEADS, _KEY_HEADS, _HEAD = 4, 2, 64
 _TOKENS = 96
 _RUNS = {"cpu": 10, "cuda": 20}
 
@@ -63,44 +63,27 @@ class Backward(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Rows and requests in batches, weights in micro-batches, and repeated calls; --m, --k, --n: M, W and N."""
-        for dtype in dtypes(options, "backward", ("bfloat16", "float32")):
-            for kind in kinds(options, ("bell",)):
-                yield from self._rows(options, dtype, kind)
-                yield from self._weights(options, dtype, kind)
-                yield from self._again(options, dtype, kind)
-
-    def _rows(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
-        for name in (*ROWS, "attention_backward"):
-            head = _TOKENS * 64 * 2 * (_HEADS + _KEY_HEADS)
-            width = _width(options, name)
-            each = head if name == "attention_backward" else width
-            largest = base.largest_batch(options, 16 if name == "attention_backward" else max(16, 2**20 // width))
-            largest = min(largest, 128) if options.m is None else largest
-            require_memory(options.device, 40 * largest * each, f"{name} of M={largest}")
-            shape = {"M": largest} | ({"T": _TOKENS, "D": 64} if name == "attention_backward" else {"W": width})
-            values = base.some(_BATCHES, largest, options)
-            yield _case(name, " in batches of M", shape, dtype, "batch_size", kind, values, rows=min(8, largest))
-
-    def _weights(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
         K, N = size("--k", options.k, 256), size("--n", options.n, 192)
+        times = range(base.runs(options, _RUNS[options.device]))
         tokens = _SEQUENCE * _SEQUENCES
-        require_memory(options.device, (tokens + K) * (K + N) * (element_bytes(dtype) + 24), f"weights {K} x {N}")
-        for name in WEIGHTS:
-            shape = {"T": tokens, "K": K} | ({"N": N} if name == "linear_weight" else {})
-            what = f": {_SEQUENCES} sequences in micro-batches"
-            yield _case(name, what, shape, dtype, "micro_batch", kind, _MICRO)
-
-    def _again(self, options: Options, dtype: str, kind: str) -> Iterator[Case]:
-        K = size("--k", options.k, 256)
-        for name in (*AGAIN, *WEIGHTS, *ROWS, "attention_backward"):
-            if name in ROWS:
-                shape = {"M": 8, "W": _width(options, name)}  # as in batches: their kernels are compiled once
-            elif name == "attention_backward":
-                shape = {"T": _TOKENS, "D": 64}
-            else:
-                shape = {"T": _SEQUENCE * _SEQUENCES, "K": K}
-            times = range(base.runs(options, _RUNS[options.device]))
-            yield _case(name, ": the same call again", shape, dtype, "run", kind, times, rows=8)
+        for dtype in dtypes(options, "backward", ("bfloat16", "float32")):
+            needed = (tokens + K) * (K + N) * (element_bytes(dtype) + 24)
+            require_memory(options.device, needed, f"weights {K} x {N}")
+            for kind in kinds(options, ("bell",)):
+                about = dtype, kind
+                for name in (*ROWS, "attention_backward"):
+                    yield _in_batches(options, name, *about)
+                for name in WEIGHTS:
+                    shape = {"T": tokens, "K": K} | ({"N": N} if name == "linear_weight" else {})
+                    what = f": {_SEQUENCES} sequences in micro-batches"
+                    yield _case(name, what, shape, *about, "micro_batch", _MICRO)
+                for name in (*AGAIN, *WEIGHTS, *ROWS, "attention_backward"):
+                    shape = {"T": tokens, "K": K}
+                    if name in ROWS:
+                        shape = {"M": 8, "W": _width(options, name)}  # as in batches: their kernels are compiled once
+                    elif name == "attention_backward":
+                        shape = {"T": _TOKENS, "D": _HEAD}
+                    yield _case(name, ": the same call again", shape, *about, "run", times, rows=8)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of rows [M, 2, W] with their gradients, or requests [M, heads, T, D]; or a weight, x, ids, gradient."""
@@ -147,17 +130,14 @@ class Backward(Probe):
         def of_batch(batch: torch.Tensor) -> torch.Tensor:
             return operator(case.operator, batch, *inputs[1:])
 
+        tokens = (case.shape["T"],) if case.operator in WEIGHTS else ()
         for value in case.data["values"]:
             if case.varied == "batch_size":
                 yield Trial(value, partial(base.in_batches, of_batch, inputs[0], case.data["rows"], value))
             elif case.varied == "micro_batch":
                 yield Trial(value, partial(operator, case.operator, value * _SEQUENCE, *inputs))
             else:
-                call = partial(operator, case.operator)
-                yield Trial(
-                    value,
-                    partial(call, case.shape["T"], *inputs) if case.operator in WEIGHTS else partial(call, *inputs),
-                )
+                yield Trial(value, partial(operator, case.operator, *tokens, *inputs))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """Torch's autograd in float64."""
@@ -169,16 +149,24 @@ class Backward(Probe):
         return _gradient(case.operator, *wide)
 
 
+def _in_batches(options: Options, name: str, dtype: str, kind: str) -> Case:
+    width = _width(options, name)
+    each, most = width, max(16, 2**20 // width)
+    shape = {"W": width}
+    if name == "attention_backward":
+        each, most, shape = _TOKENS * _HEAD * 2 * (_HEADS + _KEY_HEADS), 16, {"T": _TOKENS, "D": _HEAD}
+    largest = base.largest_batch(options, most)
+    largest = min(largest, 128) if options.m is None else largest
+    require_memory(options.device, 40 * largest * each, f"{name} of M={largest}")
+    values = base.some(_BATCHES, largest, options)
+    shape = {"M": largest, **shape}
+    return _case(name, " in batches of M", shape, dtype, kind, "batch_size", values, rows=min(8, largest))
+
+
 def _case(
-    name: str,
-    what: str,
-    shape: dict[str, int],
-    dtype: str,
-    varied: str,
-    kind: str,
-    values: Iterable[int],
+    name: str, what: str, shape: dict[str, int], dtype: str, kind: str, varied: str, values: Iterable[int],
     rows: int = 0,
-) -> Case:
+) -> Case:  # fmt: skip
     impls = ("stock",) if varied == "micro_batch" else ("stock", "invariant")
     data = {"values": tuple(values), "rows": rows}
     return Case(f"{name}{what}, {kind}", name, shape, dtype, varied, kind, impls, data=data)

@@ -14,7 +14,7 @@ import random
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,10 +86,6 @@ class Case:
 Operator = Callable[..., torch.Tensor]
 
 
-def _no_operator(*_: Any, **__: Any) -> torch.Tensor:
-    raise AssertionError("this probe computes by itself")
-
-
 class Probe:
     """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test. `answers`: kinds of input
     whose result is the same in every order, so that any other one is wrong."""
@@ -112,16 +108,15 @@ class Probe:
 
     def own(self, case: Case, impl: str) -> Operator:
         """The computation of a case whose operator is a name of the probe's own; optional."""
-        return _no_operator
+        return torch.empty  # never called: the probe computes by itself
 
     def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
         """A block around all variants of a case; optional."""
         return nullcontext()
 
-    def join(self, case: Case, parts: Any) -> torch.Tensor:
-        """One tensor of a variant's result, not profiled; the result itself, if it is one."""
-        whole: torch.Tensor = parts
-        return whole
+    def join(self, case: Case, result: torch.Tensor) -> torch.Tensor:
+        """What is compared of a variant's result; not profiled."""
+        return result
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """A variant's result by the operator's oracle in float64; None where it has none."""
@@ -294,46 +289,31 @@ def element_bytes(dtype: str) -> int:
 
 def available_bytes(device: str) -> int:
     """Memory that is available on the device type now; a `UserError` where there is no such device."""
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return _free_on_gpu(torch.cuda.current_device(), int(time.monotonic())) + int(cached)
-    return free_memory()
+    if device != "cuda":
+        return free_memory()
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return _free_on_gpu(torch.cuda.current_device(), int(time.monotonic())) + int(cached)
 
 
 @functools.lru_cache(maxsize=1)
 def _free_on_gpu(index: int, second: int) -> int:
     """Free bytes, queried once a second, because a plan needs them for each case, and a busy driver is slow. A process
     that only plans has no context on the device, and gets none for this."""
-    in_use: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)
-    if not in_use(index):
+    free = None
+    if not getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True)(index):
         free = free_gpu_memory(str(torch.cuda.get_device_properties(index).uuid))
-        if free is not None:
-            return free
-    return int(torch.cuda.mem_get_info(index)[0])
+    return int(torch.cuda.mem_get_info(index)[0]) if free is None else free
 
 
 def require_memory(device: str, needed: int, what: str) -> None:
-    """Refuse, as a `UserError`, sizes whose tensors do not fit here, before any is made.
-
-    Args:
-        needed: Bytes of everything that is alive at once.
-        what: The sizes, in the user's words.
-    """
+    """Refuse, as a `UserError`, sizes whose tensors do not fit here, before any is made: `needed` bytes are alive at
+    once."""
     available = available_bytes(device)
     if needed > available:
-        raise UserError(
-            f"{what} needs about {_human(needed)} of memory on {device}, and {_human(available)} are free",
-            "Give smaller sizes.",
-        )
-
-
-def _human(count: int) -> str:
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count // factor:,} {unit}"
-    return f"{count} bytes"
+        memory = f"{needed / 2**30:,.3g} GiB of memory on {device}, and {available / 2**30:,.3g} GiB are free"
+        raise UserError(f"{what} needs about {memory}", "Give smaller sizes.")
 
 
 # Cases that all operators share: other rows' values, operands' layout, and earlier calls. A request's bits may depend
@@ -366,6 +346,13 @@ class Call(NamedTuple):
     others: tuple[torch.Tensor | None, ...]
     kept: torch.Tensor  # indices along the first axis of the result that are compared
 
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], mine: torch.Tensor, batched: int = 1) -> Call:
+        """A call that compares the rows that are `mine` [rows]; the first `batched` tensors hold rows of the batch."""
+        rows = torch.arange(len(mine), device=mine.device)
+        others = [rows[~mine] if i < batched else None for i in range(len(tensors))]
+        return cls(tuple(tensors), tuple(others), rows[mine])
+
     def compared(self, operator: Operator) -> torch.Tensor:
         """The compared rows."""
         return operator(*self.tensors).index_select(0, self.kept)
@@ -392,44 +379,41 @@ def shared_trials(varied: str, call: Call, operator: Operator) -> Iterator[Trial
     return {"neighbour_values": _neighbours, "alignment": _alignments, "history": _moments}[varied](call, operator)
 
 
+Fill = Callable[[torch.Tensor], torch.Tensor]
+_FILLS: dict[str, Fill] = {
+    "as drawn": torch.clone,
+    "zeros": torch.zeros_like,
+    "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # its ordinary products are finite
+    "one outlier": lambda x: (
+        x.flatten().index_fill(0, torch.tensor([x.numel() // 2], device=x.device), 60000.0).view_as(x)
+    ),
+    "NaN": lambda x: torch.full_like(x, torch.nan),
+    "infinite": lambda x: torch.full_like(x, torch.inf),
+    "hidden": lambda x: torch.full_like(x, -torch.inf),  # completely, as rows of a padded batch
+    "negated": torch.neg,
+    "larger by one": lambda x: x + 1,  # no column is zero any more
+    "in another order": lambda x: x.flip(0),
+    "copies of one row": lambda x: x[:1].expand_as(x),
+}
+
+
 def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
-    fills: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "as drawn": torch.clone,
-        "zeros": torch.zeros_like,
-        "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # its ordinary products are finite
-        "one outlier": _with_outlier,
-        "NaN": lambda x: torch.full_like(x, torch.nan),
-        "infinite": lambda x: torch.full_like(x, torch.inf),
-        "hidden": lambda x: torch.full_like(x, -torch.inf),  # completely, as rows of a padded batch
-        "negated": torch.neg,
-        "larger by one": lambda x: x + 1,  # no column is zero any more
-        "in another order": lambda x: x.flip(0),
-        "copies of one row": lambda x: x[:1].expand_as(x),
-    }
-    for name, fill in fills.items():
+    for name, fill in _FILLS.items():
         yield Trial(name, partial(_with_neighbours, call, operator, fill))
     yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator, None))
     yield Trial("that begin as the asked rows", partial(_with_neighbours, call, operator, None, begin=True))
 
 
-def _with_outlier(x: torch.Tensor) -> torch.Tensor:
-    out = x.clone()
-    out.view(-1)[x.numel() // 2] = 60000.0
-    return out
-
-
-def _with_neighbours(
-    call: Call, operator: Operator, fill: Callable[[torch.Tensor], torch.Tensor] | None, *, begin: bool = False
-) -> torch.Tensor:
+def _with_neighbours(call: Call, operator: Operator, fill: Fill | None, *, begin: bool = False) -> torch.Tensor:
     """The compared rows among others that are filled; without `fill` each is a copy of a compared row, or begins so."""
     filled = []
     for tensor, others in zip(call.tensors, call.others, strict=True):
         if others is not None and len(others) and tensor.is_floating_point():
+            own = tensor.index_select(0, others)
             twins = call.kept[torch.arange(len(others), device=others.device) % len(call.kept)]
-            theirs = tensor.index_select(0, twins if fill is None else others)
-            theirs = theirs if fill is None else _filled(theirs, fill)
+            theirs = tensor.index_select(0, twins) if fill is None else _filled(own, fill)
             if begin:
-                own, half = tensor.index_select(0, others), tensor[0].numel() // 2
+                half = tensor[0].numel() // 2
                 parts = _raw(theirs).flatten(1)[:, :half], _raw(own).flatten(1)[:, half:]
                 theirs = torch.cat(parts, 1).view(theirs.shape).view(theirs.dtype)
             tensor = _raw(tensor).index_copy(0, others, _raw(theirs)).view(tensor.dtype)
@@ -442,7 +426,7 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def _filled(x: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _filled(x: torch.Tensor, fill: Fill) -> torch.Tensor:
     if x.element_size() > 1:
         return fill(x)
     most = torch.finfo(x.dtype).max
@@ -477,9 +461,9 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
         operator(*other.tensors)
         return mine.index_select(0, call.kept)
 
-    def after_many() -> torch.Tensor:
-        for _ in range(_OTHER_CALLS):
-            operator(*other.tensors)
+    def after(between: Call, times: int = 1) -> torch.Tensor:
+        for _ in range(times):
+            operator(*between.tensors)
         return call.compared(operator)
 
     def over_nan() -> torch.Tensor:
@@ -490,7 +474,7 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
 
     yield Trial("first", partial(call.compared, operator))
     yield Trial("second", partial(call.compared, operator))
-    yield Trial("after a call with other values", lambda: (operator(*other.tensors), call.compared(operator))[1])
+    yield Trial("after a call with other values", partial(after, other))
     yield Trial("held while another call runs", held)
     for at, tensor in enumerate(call.tensors):
         if tensor.is_floating_point():
@@ -499,16 +483,14 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
         n = len(call.tensors[0])
         larger = 4 * n if call.tensors[0].dim() > 2 else LARGER // n * n + n  # of requests fewer than of rows
         for rows, what in ((1, "one row"), (larger, "the largest batch")):
-            between = call.resized(rows)
-            yield Trial(f"after {what}", partial(_after, between, call, operator))
+            yield Trial(f"after {what}", partial(_after_another_size, call.resized(rows), call, operator))
         yield Trial("after the first call of a size had other values", partial(_at_new_sizes, call, other, operator))
     yield Trial("into memory that held NaN", over_nan)
-    yield Trial(f"after {_OTHER_CALLS} other calls", after_many)
+    yield Trial(f"after {_OTHER_CALLS} other calls", partial(after, other, _OTHER_CALLS))
 
 
-def _after(between: Call, call: Call, operator: Operator) -> torch.Tensor:
-    """The compared rows, after a call of another size, which is left out where it is not supported."""
-    with suppress(Exception):
+def _after_another_size(between: Call, call: Call, operator: Operator) -> torch.Tensor:
+    with suppress(Exception):  # where it is not supported
         operator(*between.tensors)
     return call.compared(operator)
 
@@ -519,19 +501,19 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
     It does where all these sizes agree, and the sizes that first ran with the compared rows agree on other bits. That
     distinguishes a kernel that keeps the choice of a shape's first call from one that chooses by the shape.
     """
-    found = []
-    try:
+    found, n = [], len(call.tensors[0])
+    with suppress(Exception):  # unsupported sizes are left out
         for first, more in zip((other, call), _NEW_SIZES, strict=True):
             given = []
             for rows in more:
-                operator(*first.resized(len(call.tensors[0]) + rows).tensors)
-                given.append(call.resized(len(call.tensors[0]) + rows).compared(operator))
+                operator(*first.resized(n + rows).tensors)
+                given.append(call.resized(n + rows).compared(operator))
             found.append(given)
-    except Exception:  # noqa: BLE001 - unsupported sizes are left out
-        return call.compared(operator)
-    (values, *later), (own, *others) = found
-    steady = all(identical(values, result) for result in later) and all(identical(own, result) for result in others)
-    return values if steady and not identical(values, own) else call.compared(operator)
+        (values, *_), (own, *_) = found
+        steady = all(identical(given[0], result) for given in found for result in given[1:])
+        if steady and not identical(values, own):
+            return values
+    return call.compared(operator)
 
 
 def _rewritten(call: Call, other: Call, operator: Operator, at: int) -> torch.Tensor:
@@ -607,10 +589,8 @@ def in_slices(compute: Callable[[int, int], torch.Tensor], rows: int, M: int) ->
 
 
 def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    start = 0
-    for part in parts:
-        target[start : start + len(part)].copy_(part)
-        start += len(part)
+    for rows, part in zip(target.split([len(part) for part in parts]), parts, strict=True):
+        rows.copy_(part)
     return target
 
 

@@ -39,12 +39,12 @@ Select = Callable[[Any, Value], torch.Tensor]
 
 
 class BadInputsError(UserError):
-    """make_inputs gave other requests, so so `fn` may differ only because of them."""
+    """make_inputs gave other requests, so `fn` may differ only because of them."""
 
 
-def checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
-    """The values that vary, as a list; a `UserError` for an invalid value, or for a list that compares nothing.
-    `sizes`: the values are batch sizes."""
+def _checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
+    """The values that vary; a `UserError` for an invalid one, or for a list that compares nothing. `sizes`: they are
+    batch sizes."""
     values = list(over)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | str):
@@ -58,14 +58,8 @@ def checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
     return values
 
 
-class Subject:
-    """A function with its inputs, as variants to measure.
-
-    Attributes:
-        dtype: The compared results' dtype; "unknown" until there is one.
-        shape: The largest batch, where values are sizes, and the axes of what is compared.
-        device: Type of the device that the inputs are on.
-    """
+class _Subject:
+    """A function with its inputs, as variants to measure."""
 
     def __init__(
         self, fn: Callable[..., Any], make: Callable[[Any], Inputs], values: Sequence[Value], select: Select | None
@@ -75,11 +69,12 @@ class Subject:
         sizes = [value for value in values if isinstance(value, int)] if select is None else [0]
         self.kept, self.largest = min(sizes), max(sizes)
         self._prints: dict[Value, Fingerprint] = {}
-        self._shapes: dict[str, tuple[Value, torch.Size]] = {}
-        self._leading: dict[str, dict[bool, tuple[torch.Tensor, ...]]] = {}
-        self._first: tuple[torch.Size, torch.dtype] | None = None
+        # name of an input -> the first size and shape, and prints of the whole (False) and of the kept rows (True)
+        self._firsts: dict[str, tuple[Value, torch.Size, dict[bool, tuple[torch.Tensor, ...]]]] = {}
+        self._result: tuple[torch.Size, torch.dtype] | None = None
         self._expected: torch.Size | None = None
         self._sizes: dict[tuple[int, ...], int] = {}  # shape of a whole result -> its number of requests
+        # of the compared results; the shape also has the largest batch, where values are sizes
         self.dtype, self.shape = "unknown", dict[str, int]()
         self.device = next((tensor.device.type for _, tensor in _tensors(self.inputs(values[0]))), "cpu")
 
@@ -96,18 +91,16 @@ class Subject:
             )
         if self._select is None:
             for name, tensor in _tensors(inputs):
-                self._same_requests(name, tensor, int(value))
+                self._check_same_requests(name, tensor, int(value))
         return inputs
 
-    def _same_requests(self, name: str, tensor: torch.Tensor, value: int) -> None:
-        first, shape = self._shapes.setdefault(name, (value, tensor.shape))
-        batched = shape[:1] == (first,) and tensor.shape[:1] == (value,)
-        if not batched and shape != tensor.shape:  # ragged, packed or padded: its layout is unknown
-            return
+    def _check_same_requests(self, name: str, tensor: torch.Tensor, value: int) -> None:
         rows = tensor[: self.kept] if tensor.dim() else tensor
         prints = {True: fingerprint(rows)[""], False: fingerprint(tensor)[""]}
-        leading = self._leading.setdefault(name, prints)  # of the first tensor of this name
-        if _differ(leading[batched], prints[batched]):
+        first, shape, leading = self._firsts.setdefault(name, (value, tensor.shape, prints))
+        batched = shape[:1] == (first,) and tensor.shape[:1] == (value,)
+        # of another shape it is ragged, packed or padded: its layout is unknown
+        if (batched or shape == tensor.shape) and _differ(leading[batched], prints[batched]):
             part = f"its first {self.kept} rows" if batched else "it"
             raise BadInputsError(
                 f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal",
@@ -117,7 +110,7 @@ class Subject:
     def expected_of(self, oracle: Callable[..., Any]) -> torch.Tensor:
         """The oracle's result for the first value, in float64; results must have its shape."""
         value = self.values[0]
-        reference = self._kept(_called(oracle, self.inputs(value)), value)
+        reference = self._compared(_called(oracle, self.inputs(value)), value)
         if reference.dtype != torch.float64:
             raise BadInputsError(f"the oracle gave {reference.dtype}", "Compute it in float64.")
         self._expected = reference.shape
@@ -127,16 +120,15 @@ class Subject:
         """The compared part of the result for one value. Raises WrongResultError: it is empty, of another shape or
         dtype than before, or an input was written to."""
         inputs = self.inputs(value)
-        result = self._kept(_called(self._fn, inputs), value)
-        changed = written_to(self._prints[value], inputs)
-        if changed:
-            raise WrongResultError(f"it wrote to its input: {', '.join(_argument(name) for name in changed)}")
-        if self._first is None:
-            self._first = (result.shape, result.dtype)
+        result = self._compared(_called(self._fn, inputs), value)
+        if changed := written_to(self._prints[value], inputs):
+            raise WrongResultError(f"it wrote to its input: {', '.join(map(_argument, changed))}")
+        if self._result is None:
+            self._result = (result.shape, result.dtype)
             self.dtype = str(result.dtype).removeprefix("torch.")
             largest = {"M": self.largest} if self._select is None else {}
             self.shape = largest | {f"axis {i}": size for i, size in enumerate(result.shape)}
-        shape, dtype = self._first
+        shape, dtype = self._result
         if (result.shape, result.dtype) != (shape, dtype):
             raise WrongResultError(
                 f"it gave {tuple(result.shape)} {result.dtype} at {value!r}, and {tuple(shape)} {dtype} at "
@@ -154,15 +146,15 @@ class Subject:
         many = min(len(starts), _EACH_MOST)
         return [starts[i * (len(starts) - 1) // (many - 1)] for i in range(many)]  # the first and the last among them
 
-    def apart(self, starts: Sequence[int]) -> torch.Tensor:
+    def separate(self, starts: Sequence[int]) -> torch.Tensor:
         """The result of `fn` for the requests from each start, as many as in the smallest batch, without others."""
         small, large = self.inputs(self.kept), self.inputs(self.largest)
         cut = (self._cut(small, large, start) for start in starts)
-        return torch.cat([self._kept(_called(self._fn, inputs), self.kept) for inputs in cut])
+        return torch.cat([self._compared(_called(self._fn, inputs), self.kept) for inputs in cut])
 
-    def among(self, starts: Sequence[int]) -> torch.Tensor:
+    def together(self, starts: Sequence[int]) -> torch.Tensor:
         """The same requests' parts of the result for the largest batch."""
-        result = self._kept(_called(self._fn, self.inputs(self.largest)), self.largest, whole=True)
+        result = self._compared(_called(self._fn, self.inputs(self.largest)), self.largest, whole=True)
         each = len(result) // self.largest
         return torch.cat([result[start * each : (start + self.kept) * each] for start in starts])
 
@@ -183,7 +175,8 @@ class Subject:
             return large
         raise ValueError("an input that is no tensor is another in each batch")
 
-    def _kept(self, result: Any, value: Value, *, whole: bool = False) -> torch.Tensor:
+    def _compared(self, result: Any, value: Value, *, whole: bool = False) -> torch.Tensor:
+        """What is compared of a result; `whole`: that of every request."""
         if self._select is not None:
             result = self._select(result, value)
         if isinstance(result, tuple | list) and len(result) == 1:
@@ -204,21 +197,26 @@ class Subject:
         return result if whole else result[: self.kept * (len(result) // size)]
 
 
-def _called(fn: Callable[..., Any], inputs: Inputs) -> Any:
+def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Positional and keyword arguments of a call with these inputs."""
     if isinstance(inputs, Mapping):
-        return fn(**inputs)
-    return fn(*inputs) if isinstance(inputs, tuple | list) else fn(inputs)
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _called(fn: Callable[..., Any], inputs: Inputs) -> Any:
+    arguments, keywords = _arguments(inputs)
+    return fn(*arguments, **keywords)
 
 
 def _tensors(inputs: Inputs, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """All tensors of nested inputs, under the names of `fingerprint`."""
     if isinstance(inputs, torch.Tensor):
         return [(name, inputs)]
-    parts: list[tuple[str, Any]] = []
-    if isinstance(inputs, Mapping):
-        parts = [(str(key), value) for key, value in inputs.items()]
-    elif isinstance(inputs, tuple | list):
-        parts = [(str(index), value) for index, value in enumerate(inputs)]
-    return [pair for part, value in parts for pair in _tensors(value, f"{name}.{part}" if name else part)]
+    if not isinstance(inputs, Mapping | tuple | list):
+        return []
+    parts = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+    return [pair for part, value in parts for pair in _tensors(value, f"{name}.{part}" if name else str(part))]
 
 
 def _differ(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
@@ -241,8 +239,7 @@ def name_of(fn: Callable[..., Any]) -> str:
     return one_line(f"{named.__module__}:{named.__qualname__}", 200)
 
 
-def probe_of(operator: str) -> str:
-    """The probe that tests an operator; an `UnknownNameError` where there is none."""
+def _probe_of(operator: str) -> str:
     probes = {name: OPERATOR_PROBES.get(name, name.replace("_", "-")) for name in operators()}
     known = {name: probe for name, probe in probes.items() if probe in PROBES}
     if operator not in known:
@@ -284,12 +281,12 @@ def check_operator(
     from nondet.probes.base import Options
     from nondet.probes.runner import Job, run_jobs
 
-    probe = load_probe(probe_of(operator))
-    default = _SIZES.get(operator) or (_ROWS if operators()[operator].probe is not None else {})
-    if not full and m is None and k is None and n is None:
-        m, k, n = default.get("m"), default.get("k"), default.get("n")
+    probe = load_probe(_probe_of(operator))
+    sizes: dict[str, Any] = {"m": m, "k": k, "n": n}
+    if not full and not any(size is not None for size in sizes.values()):
+        sizes |= _SIZES.get(operator) or (_ROWS if operators()[operator].probe is not None else {})
     chosen = None if inputs is None else tuple(inputs)
-    options = Options(device, tuple(dtypes), m, k, n, config=dict(config or {}), inputs=chosen, seed=seed, full=full)
+    options = Options(device, tuple(dtypes), **sizes, config=dict(config or {}), inputs=chosen, seed=seed, full=full)
     name = name_of(fn)
     check_signature(fn, operator, name)
     loaded = LoadedImplementation(operator, name, fn)
@@ -300,16 +297,8 @@ def check_operator(
     ]
     if not jobs:
         raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")
-    plan = {
-        "operator": operator,
-        "impls": [name],
-        "device": device,
-        "dtypes": list(dtypes),
-        "sizes": {"m": m, "k": k, "n": n, "config": options.config},
-        "inputs": None if inputs is None else list(inputs),
-        "full": full,
-        "seed": seed,
-    }
+    plan = {"operator": operator, "impls": [name], "device": device, "dtypes": list(dtypes), "full": full, "seed": seed}
+    plan |= {"sizes": sizes | {"config": options.config}, "inputs": None if inputs is None else list(inputs)}
     return _run(list(run_jobs(jobs, seed, set(), {name})), plan, seed)
 
 
@@ -353,61 +342,40 @@ def check(
             with.
     """
     started = time.perf_counter()
-    values = checked_values(over, sizes=select is None)
+    values = _checked_values(over, sizes=select is None)
     label = name or name_of(fn)
-    _check_call(make_inputs, (values[0],), {}, "make_inputs", "a value of over")
-    given = make_inputs(values[0])
-    keywords = given if isinstance(given, Mapping) else {}
-    arguments = () if keywords else tuple(given) if isinstance(given, tuple | list) else (given,)
-    _check_call(fn, arguments, keywords, "fn", "what make_inputs gives")
-    subject = Subject(fn, make_inputs, values, select)
+    _check_call(make_inputs, values[0], "make_inputs", "a value of over")
+    _check_call(fn, make_inputs(values[0]), "fn", "what make_inputs gives")
+    subject = _Subject(fn, make_inputs, values, select)
+    case = f"the same requests over {varied} {values[0]} ... {values[-1]}, {len(values)} values"
     head = Row(
-        probe="check",
-        case=one_line(f"the same requests over {varied} {values[0]} ... {values[-1]}, {len(values)} values", 400),
-        operator=label,
-        shape={},
-        dtype="unknown",
-        device="cpu",
-        inputs="given",
-        varied=varied,
-        impl=label,
-        exact=False,
-        status="",
-    )
-    with kept_warnings() as caught:
-        try:
-            row = _measured(head, subject, oracle, allowed, started)
-        except BadInputsError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row, as in the runner
-            row = failed(head, error, started, caught)
-            check_device_alive(subject.device, error)
+        probe="check", case=one_line(case, 400), operator=label, shape={}, dtype="unknown", device=subject.device,
+        inputs="given", varied=varied, impl=label, exact=False, status="",
+    )  # fmt: skip
+    row = _tried(head, started, lambda: _measured(head, subject, oracle, allowed, started))
     rows, note = _each(head, subject, row)
     compared = max((r.difference.compared for r in (row, *rows) if r.difference is not None), default=0)
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
     if few:
         warnings.warn(f"{label}: {few}", stacklevel=2)
     extra = row.extra | ({"elements": compared} if compared else {})
-    notes = (row.reason, note, few, _compiler(fn))
-    row = msgspec.structs.replace(row, reason="; ".join(filter(None, notes)), extra=extra)
-    known = {"dtype": subject.dtype, "device": subject.device, "shape": subject.shape}
+    row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, note, few))), extra=extra)
+    known = {"dtype": subject.dtype, "shape": subject.shape}
     plan = {"impls": [label], "varied": varied, "over": list(values), "allowed": allowed}
     return _run([msgspec.structs.replace(one, **known) for one in (row, *rows)], plan, None)
 
 
-def _compiler(fn: Callable[..., Any]) -> str:
-    """How torch.compile's own switch for batch invariance stands; "" where `fn` is not compiled, nor a part of it."""
-    parts = fn.modules() if isinstance(fn, torch.nn.Module) else (fn,)
-    marks = ("_torchdynamo_orig_callable", "_compiled_call_impl")
-    if not any(getattr(part, mark, None) for part in parts for mark in marks):
-        return ""
-    from torch._inductor import config
-
-    on = "on" if getattr(config, "batch_invariant", False) else "off"
-    return (
-        f"compiled with torch._inductor.config.batch_invariant {on}: this switch is for code that Inductor generates, "
-        "and covers no library's product"
-    )
+def _tried(head: Row, started: float, measured: Callable[[], Row]) -> Row:
+    """The row, or one that says why it could not be measured."""
+    with kept_warnings() as caught:
+        try:
+            return measured()
+        except BadInputsError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row, as in the runner
+            row = failed(head, error, started, caught)
+            check_device_alive(head.device, error)
+            return row
 
 
 def _too_few(dtype: str, compared: int) -> str:
@@ -421,32 +389,24 @@ def _too_few(dtype: str, compared: int) -> str:
     )
 
 
-def _each(head: Row, subject: Subject, first: Row) -> tuple[list[Row], str]:
+def _each(head: Row, subject: _Subject, first: Row) -> tuple[list[Row], str]:
     """Every request of the largest batch, in that batch and in the smallest, as one row; or none, and a note why."""
     if first.status not in (Status.IDENTICAL, Status.DIVERGENT) or not subject.kept:
         return [], ""
-    started, sizes = time.perf_counter(), (subject.kept, subject.largest)
+    started, small, large = time.perf_counter(), subject.kept, subject.largest
     try:
         starts = subject.windows()
     except ValueError as error:
-        return [], f"only the first {subject.kept} of each batch were compared: {error}"
-    many = min(subject.largest, len(starts) * subject.kept)
-    case = f"{many} of {subject.largest} requests, each in batches of {sizes[0]} and {sizes[1]}"
-    head = msgspec.structs.replace(head, case=case, device=subject.device)
-    trials = [Trial(sizes[0], partial(subject.apart, starts)), Trial(sizes[1], partial(subject.among, starts))]
-    with kept_warnings() as caught:
-        try:
-            return [measure(head, trials, warm=subject.device == "cuda", started=started)], ""
-        except BadInputsError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-            return [failed(head, error, started, caught)], ""
+        return [], f"only the first {small} of each batch were compared: {error}"
+    case = f"{min(large, len(starts) * small)} of {large} requests, each in batches of {small} and {large}"
+    head = msgspec.structs.replace(head, case=case)
+    trials = [Trial(small, partial(subject.separate, starts)), Trial(large, partial(subject.together, starts))]
+    return [_tried(head, started, lambda: measure(head, trials, warm=head.device == "cuda", started=started))], ""
 
 
-def _check_call(
-    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any], name: str, given: str
-) -> None:
-    """Refuse a function that can't be called with these arguments, before each call of it fails."""
+def _check_call(function: Callable[..., Any], inputs: Inputs, name: str, given: str) -> None:
+    """Refuse a function that can't be called with these inputs, before each call of it fails."""
+    arguments, keywords = _arguments(inputs)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
@@ -454,54 +414,47 @@ def _check_call(
     try:
         signature.bind(*arguments, **keywords)
     except TypeError as error:
-        count = f"{len(arguments)} positional" if not keywords else f"the keywords {', '.join(map(str, keywords))}"
-        takes = ", ".join(signature.parameters)
+        count = f"the keywords {', '.join(map(str, keywords))}" if keywords else f"{len(arguments)} positional"
         raise UserError(
-            f"{name} takes ({takes}), and {given} is {count}: {error}",
+            f"{name} takes ({', '.join(signature.parameters)}), and {given} is {count}: {error}",
             "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs).",
         ) from None
 
 
 def _measured(
-    head: Row, subject: Subject, oracle: Callable[..., Any] | None, allowed: float | None, started: float
+    head: Row, subject: _Subject, oracle: Callable[..., Any] | None, allowed: float | None, started: float
 ) -> Row:
     reference = subject.expected_of(oracle) if oracle is not None else None
-    worst: list[float] = []
-    sizes: list[int] = []
+    worst, size = 0.0, 0
 
     def extra(results: list[torch.Tensor]) -> dict[str, Any]:
-        sizes.append(results[0].numel())
+        nonlocal worst, size
+        size = results[0].numel()
         if reference is not None and allowed is not None:
-            errors = [error_against(result, reference).relative_norm for result in results]
-            worst.extend(error for error in errors if error is not None)
+            worst = max(error_against(result, reference).relative_norm or 0.0 for result in results)
         return {"rows": subject.kept} if subject.kept else {}
 
     row = measure(
-        msgspec.structs.replace(head, device=subject.device),
+        head,
         [Trial(value, partial(subject.compute, value)) for value in subject.values],
-        warm=subject.device == "cuda",  # a first call may compile or tune, with kernels that are not the result's
+        warm=head.device == "cuda",  # a first call may compile or tune, with kernels that are not the result's
         reference=reference,
         extra=extra,
         started=started,
     )
-    if row.status != Status.WRONG and worst and max(worst) > float(allowed or 0.0):
-        reason = f"off by {max(worst):.3g} of the oracle's norm, where {allowed:g} is allowed"
-        row = msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
-    if reference is None and row.status == Status.IDENTICAL and [row.nonfinite] == sizes:
-        reason = f"all {row.nonfinite} elements are NaN or infinite, which agrees with itself"
-        row = msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
-    return row
+    reason = ""
+    if row.status != Status.WRONG and allowed is not None and worst > allowed:
+        reason = f"off by {worst:.3g} of the oracle's norm, where {allowed:g} is allowed"
+    elif reference is None and row.status == Status.IDENTICAL and row.nonfinite == size:
+        reason = f"all {size} elements are NaN or infinite, which agrees with itself"
+    return msgspec.structs.replace(row, status=Status.WRONG, reason=reason) if reason else row
 
 
 def _run(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:
     from nondet.core.environment import collect
 
     header = Header(
-        format=FORMAT,
-        schema=SCHEMA_VERSION,
-        command="check",
-        plan=plan,
-        environment=collect(seed),
+        format=FORMAT, schema=SCHEMA_VERSION, command="check", plan=plan, environment=collect(seed),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    )  # fmt: skip
     return Run(header=header, rows=rows)

@@ -13,6 +13,7 @@ may depend on the number of rows.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,8 +31,8 @@ from nondet.kernels import emulator
 from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
+from nondet.probes.additions import in_parts
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
-from nondet.probes.split_k import in_parts
 from nondet.ranks.group import shared_gpus
 from nondet.ranks.operators import Message
 
@@ -52,10 +53,11 @@ _APART = 16  # every n-th column: their weights are aligned alike, so their orde
 _MORE = 48  # further draws at most, until they refute each of:
 _WRONG = 4  # trees with two elements exchanged that the proof must refute, each by this many sums:
 _TELLING = 4
+_AT_A_TIME = 18  # parts of the sums, predicted by the wrong trees until all of these are refuted
 _COLUMNS = 64  # of each kind, if a call gives many
 _CLASSES = 12  # classes of one row, each with its own tree, and orders of one message
 _BIG = {torch.float16: (2.0**15, 2.0**-24), torch.bfloat16: (2.0**100, 1.0)}  # and what survives
-_CELLS = 2**20  # elements of rows that are drawn and copied at once
+_ELEMENTS = 2**20  # of rows that are drawn and copied at once
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 _SEEDS = 1000
 
@@ -64,14 +66,17 @@ class NotASumError(Exception):
     """The masks show that the function is not a sum of these terms."""
 
 
+Drawn = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
 class MeasuredSum(NamedTuple):
     """An operator reduced to one element of its result, at one number of rows: the sum of K terms that we choose."""
 
-    # (terms [at_once, K] of the dtype, n) -> [n]: the element, for each of the first n lists of terms
-    evaluate: Callable[[torch.Tensor, int], torch.Tensor]
+    # terms [n, K] of the dtype, n <= at_once -> [n]: the element, for each list of terms
+    evaluate: Callable[[torch.Tensor], torch.Tensor]
     # sample(kind, seed, *dropped) -> (x [n, K], y [n, K] or None, got [n]): random operands, and the element for them.
     # `dropped`: positions that the sum ignores, so that sums near zero can be drawn.
-    sample: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+    sample: Callable[..., Drawn]
     at_once: int  # lists of terms that one call takes
     # `K`, `dtype`, `device`: of the terms
     K: int
@@ -87,7 +92,6 @@ class Found(NamedTuple):
     """A tree and its evidence."""
 
     tree: Tree
-    masks: int
     proven: Arithmetic | None  # the arithmetic with which it predicts every bit that was checked; None if there is none
     best: Arithmetic
     # `checked`, `missed`: sums predicted; of them, sums with other bits under the arithmetic that misses fewest
@@ -95,41 +99,25 @@ class Found(NamedTuple):
     missed: int
     failed_on: str  # kinds of input on which that arithmetic misses any, or why nothing could be predicted
     refuted: int = 0  # trees with two elements exchanged that did not predict every bit: without any, nothing is proven
-
-    @property
-    def words(self) -> str:
-        """ "8 lanes of stride 8, ...: proven, 120 of the 120 sums tested predicted bit for bit, in float32"."""
-        said = words(self.tree)
-        if self.proven is not None:
-            return (
-                f"{said}: proven, {self.checked:,} of the {self.checked:,} sums tested predicted bit for bit "
-                f"{self.proven.words}; {hidden(self.checked)}"
-            )
-        return f"{said}: unproven, {self.failed_on}"
+    masks: int = 0
 
     def record(self) -> dict[str, Any]:
         """The fields of a row. If `drawn` leaves lines out, it has the digest, like `words`."""
         said, ((depth, line), *lines) = words(self.tree), folded(self.tree)
         drawn = [(depth, line + said[said.rfind(" (digest ") :] * said.endswith(")")), *lines]
+        share = 1.0 - 0.05 ** (1.0 / self.checked)  # the bound at 95% after so many sums without a miss
         return {
             "words": said,
             "digest": self.tree.digest,
             "proven": self.proven is not None,
             "arithmetic": (self.proven or self.best).words,
-            "checked": self.checked,
-            "missed": self.missed,
-            "failed_on": self.failed_on,
-            "refuted": self.refuted,
-            "hidden": hidden(self.checked) if self.proven is not None else "",
+            **{name: getattr(self, name) for name in ("checked", "missed", "failed_on", "refuted")},
+            "hidden": f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
+            if self.proven is not None
+            else "",
             "masks": self.masks,
             "drawn": [[depth, line] for depth, line in drawn],
         }
-
-
-def hidden(checked: int) -> str:
-    """The bound at 95% after this many sums without a miss: 1 - 0.05^(1 / n) of rows like them."""
-    share = 1.0 - 0.05 ** (1.0 / checked)
-    return f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
 
 
 def find(measured: MeasuredSum, seed: int = 0) -> Found:
@@ -147,83 +135,56 @@ class _Masks:
     def __init__(self, measured: MeasuredSum) -> None:
         self._measured, self.count = measured, 0
         self._big, self._one = _BIG.get(measured.dtype, (2.0**100, 1.0))
-        self._terms = torch.zeros((measured.at_once, measured.K), dtype=measured.dtype, device=measured.device)
-        self._sets = max(1, _CELLS // measured.K)
-        self._rows = torch.arange(measured.at_once, device=measured.device)
-        self._scale = 1.0 / self._one
-        if measured.finishes != ("",):  # a mean: what survives is divided by K
-            self._scale *= measured.K
+        self._sets = max(1, _ELEMENTS // measured.K)  # masks that are written at once
+        self._scale = (measured.K if measured.finishes != ("",) else 1) / self._one  # a mean is divided by K
 
     def positions(self) -> list[int]:
         """The terms that are in the sum. Raises NotASumError."""
-        self._terms.zero_()
-        alone = self._each(np.arange(self._measured.K), self._one)
-        if not set(np.unique(alone).tolist()) <= {0.0, 1.0}:
-            odd = alone[~np.isin(alone, (0.0, 1.0))]
+        K = self._measured.K
+        single = self._each(np.zeros((1, K)), np.zeros(K, np.int64), np.arange(K), self._one)
+        odd = single[(single != 0.0) & (single != 1.0)]
+        if len(odd):
             raise NotASumError(f"of a term by itself it gives {float(odd[0]):.6g} times as much")
-        named = np.flatnonzero(alone).tolist()
-        if len(named) < min(2, self._measured.K):
-            raise NotASumError(f"it gives back {len(named)} of {self._measured.K:,} terms, each by itself")
-        return [int(position) for position in named]
+        named: list[int] = np.flatnonzero(single).tolist()
+        if len(named) < min(2, K):
+            raise NotASumError(f"it gives back {len(named)} of {K:,} terms, each by itself")
+        return named
 
     def survivors(self, masks: Sequence[Mask]) -> list[Array]:
-        """For `nondet.kernels.emulator.find_tree`; masks with few js share calls."""
-        found: list[Array] = [np.empty(0)] * len(masks)
-        few: list[int] = []
-        rows = 0
-        for at, mask in enumerate(masks):
-            if len(mask.js) * 2 > self._measured.at_once:
-                self._set([mask], len(self._terms))
-                found[at] = self._each(mask.js, -self._big)
-                continue
-            if rows + len(mask.js) > self._measured.at_once:
-                self._together(masks, few, found)
-                few, rows = [], 0
-            few.append(at)
-            rows += len(mask.js)
-        if few:
-            self._together(masks, few, found)
-        for mask, counts in zip(masks, found, strict=True):
-            # a short dtype rounds the counts, maybe upwards
-            most = len(mask.ones) * (1 + 2.0 ** -_DIGITS[self._measured.dtype])
-            odd = ~(np.isfinite(counts) & (counts >= 0) & (counts <= most))
-            if odd.any():
-                raise NotASumError(f"of {len(mask.ones):,} ones {float(counts[odd][0]):.6g} survive")
-        return found
+        """For `nondet.kernels.emulator.find_tree`: masks share calls."""
+        if not masks:
+            return []
+        sizes = [len(mask.js) for mask in masks]
+        of, js = np.repeat(np.arange(len(masks)), sizes), np.concatenate([mask.js for mask in masks])
+        found, start = [], 0
+        while start < len(of):
+            stop = int(np.searchsorted(of, of[start] + self._sets))
+            some = masks[int(of[start]) : int(of[stop - 1]) + 1]
+            made = np.zeros((len(some), self._measured.K), np.float32)
+            for row, mask in zip(made, some, strict=True):
+                row[mask.ones] = self._one
+                row[mask.i] = self._big
+            found.append(self._each(made, of[start:stop] - of[start], js[start:stop], -self._big))
+            start = stop
+        counts = np.concatenate(found)
+        most = np.array([len(mask.ones) for mask in masks])[of]
+        # a short dtype rounds the counts, maybe upwards
+        odd = ~((counts >= 0) & (counts <= most * (1 + 2.0 ** -_DIGITS[self._measured.dtype])))
+        if odd.any():
+            raise NotASumError(f"of {most[odd][0]:,} ones {float(counts[odd][0]):.6g} survive")
+        return np.split(counts, np.cumsum(sizes)[:-1])
 
-    def _together(self, masks: Sequence[Mask], few: list[int], found: list[Array]) -> None:
-        start = 0
-        for some in (few[i : i + self._sets] for i in range(0, len(few), self._sets)):
-            start = self._set([masks[at] for at in some], start=start)
-        counts = self._each(np.concatenate([masks[at].js for at in few]), -self._big)
-        for at, own in zip(few, np.split(counts, np.cumsum([len(masks[at].js) for at in few])[:-1]), strict=True):
-            found[at] = own
-
-    def _set(self, masks: Sequence[Mask], rows: int = 0, start: int = 0) -> int:
-        """Write each mask to `rows` rows, by default one per j, in one copy; returns the index after them."""
-        made = np.zeros((len(masks), self._measured.K), np.float32)
-        for row, mask in zip(made, masks, strict=True):
-            row[mask.ones] = self._one
-            row[mask.i] = self._big
-        of = np.repeat(np.arange(len(masks)), [rows or len(mask.js) for mask in masks])
-        terms = torch.from_numpy(made).to(self._terms)
-        self._terms[start : start + len(of)] = (
-            terms if len(masks) == 1 else terms[torch.from_numpy(of).to(terms.device)]
-        )
-        return start + len(of)
-
-    def _each(self, positions: Array, value: float) -> Array:
-        """The results where the term at each position in turn is `value`, and the others are as set."""
-        self.count += len(positions)
-        made = []
-        one = self._terms.new_full((), value)  # a Python number would be copied to a GPU synchronously
-        for some in torch.from_numpy(positions).to(self._terms.device).split(self._measured.at_once):
-            rows = self._rows[: len(some)]
-            before = self._terms[rows, some]
-            self._terms[rows, some] = one
-            made.append(self._measured.evaluate(self._terms, len(some)))
-            self._terms[rows, some] = before
-        counts: Array = torch.cat(made).double().cpu().numpy() * self._scale
+    def _each(self, made: Array, of: Array, at: Array, value: float) -> Array:
+        """The results for these rows `of` the masks made, each with `value` at one position more."""
+        self.count += len(at)
+        masks = torch.from_numpy(made).to(self._measured.device, self._measured.dtype)
+        one, results = masks.new_full((), value), []  # a Python number would be copied to a GPU synchronously
+        for start in range(0, len(at), self._measured.at_once):
+            some = slice(start, start + self._measured.at_once)
+            terms = masks[torch.from_numpy(of[some]).to(masks.device)]
+            terms[torch.arange(len(terms), device=masks.device), torch.from_numpy(at[some]).to(masks.device)] = one
+            results.append(self._measured.evaluate(terms))
+        counts: Array = torch.cat(results).double().cpu().numpy() * self._scale
         return np.where(np.isfinite(counts), np.rint(counts), counts)
 
 
@@ -233,20 +194,19 @@ class _Masks:
 def _arithmetics(measured: MeasuredSum, tree: Tree, products: bool) -> list[Arithmetic]:
     """Possible arithmetics, the simplest first; those that add more than two at once only where the tree does."""
     name = str(measured.dtype).removeprefix("torch.")
-    accumulators = dict.fromkeys(("float32", "float64", name) if name != "float64" else ("float64",))
     units: list[tuple[str, emulator.Unit | None]] = [(name, None)]
     if measured.device == "cuda" and products and any(len(node) > 2 for node in tree.nodes):
-        chip = emulator.CHIPS.get(torch.cuda.get_device_capability(), "")
         dtype = "tf32" if name == "float32" else name
-        unit = emulator.UNITS.get((chip, dtype))
-        split = [(dtype, unit._replace(split=True))] if unit is not None and dtype == "tf32" else []
-        units = [(dtype, unit), *split]
+        unit = emulator.UNITS.get((emulator.CHIPS.get(torch.cuda.get_device_capability(), ""), dtype))
+        units = [(dtype, unit)]
+        if unit is not None and dtype == "tf32":
+            units.append((dtype, unit._replace(split=True)))
     ways: list[Mapping[str, Any]] = [{}]
     if products:
         ways += [{"fused": True, "first": first} for first in ("low", "high")]
     return [
         Arithmetic(accumulator=accumulator, finish=finish, unit=unit, dtype=dtype, twice=twice, **way)
-        for accumulator in accumulators
+        for accumulator in (dict.fromkeys(("float32", "float64", name)) if name != "float64" else ("float64",))
         for twice in ((False, True) if accumulator == "float64" and name in ("bfloat16", "float16") else (False,))
         for way in ways
         for finish in measured.finishes
@@ -255,115 +215,135 @@ def _arithmetics(measured: MeasuredSum, tree: Tree, products: bool) -> list[Arit
     ]
 
 
+class _Sums(NamedTuple):
+    """Real operands in float64, and the measured sums of them."""
+
+    x: Array
+    y: Array | None
+    got: torch.Tensor
+
+    def some(self, chosen: Array) -> _Sums:
+        """Those of these indices."""
+        return _Sums(self.x[chosen], None if self.y is None else self.y[chosen], self.got[torch.from_numpy(chosen)])
+
+    def exchanged(self, pairs: Sequence[tuple[int, int]]) -> _Sums:
+        """All of them for each pair of elements, with the two exchanged."""
+        orders = np.tile(np.arange(self.x.shape[1]), (len(pairs), 1))
+        for order, (one, other) in zip(orders, pairs, strict=True):
+            order[[one, other]] = other, one
+        x, y = (None if z is None else np.concatenate([z[:, order] for order in orders]) for z in (self.x, self.y))
+        return _Sums(x, y, self.got.repeat(len(pairs)))  # type: ignore[arg-type] # x is never None
+
+    def missed(self, said: Array) -> Array:
+        """Whether each sum has other bits than these predictions, rounded."""
+        rounded = torch.from_numpy(emulator.round_to(said, str(self.got.dtype).removeprefix("torch."))).to(self.got)
+        other: Array = (bits(rounded) != bits(self.got)).numpy()
+        return other
+
+
+def _drawn(measured: MeasuredSum, tree: Tree, kinds: Sequence[str], seed: int) -> tuple[Array, _Sums]:
+    """Sums of these kinds, and the kind of each."""
+    parts = [measured.sample(kind, seed, *tree.dropped) for kind in kinds]
+    of = np.repeat(kinds, [len(got) for *_, got in parts])
+    x, y = (
+        None if zs[0] is None else torch.cat(zs).double().cpu().numpy() for zs in list(zip(*parts, strict=True))[:2]
+    )
+    return of, _Sums(x, y, torch.cat([got for *_, got in parts]).cpu())  # type: ignore[arg-type] # x is never None
+
+
 def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
     """Predict the sum for real operands, under one arithmetic after the other until one predicts every bit."""
-    drawn = [_drawn(measured, tree, kind, seed + _SEEDS) for kind in _KINDS]
-    of = np.repeat(_KINDS, [len(got) for *_, got in drawn])  # all at once: a chain's links cost alike
-    x, y, got = np.concatenate([x for x, *_ in drawn]), None, torch.cat([got for *_, got in drawn])
-    if drawn[0][1] is not None:
-        y = np.concatenate([y for _, y, _ in drawn if y is not None])
-    checked, reason, fits = len(of), "", list[Arithmetic]()
-    ways = _arithmetics(measured, tree, y is not None)
-    best, sums = ways[0], np.empty(0)
+    of, sums = _drawn(measured, tree, (*_KINDS, "tiny"), seed + _SEEDS)  # all at once: a chain's links cost alike
+    tiny, zeros = of == "tiny", _KINDS[-1]
+    checked, ways = int((~tiny).sum()), _arithmetics(measured, tree, sums.y is not None)
     try:
-        best, sums, fits = _fitting(measured, tree, ways, x, y, got)
-        wrong = _wrong(measured, sums, got)
-        failed = {kind: int(n) for kind in _KINDS if (n := (of[wrong] == kind).sum())}
-        if failed:
-            reason = ", ".join(f"{count:,} sums of {kind} numbers" for kind, count in failed.items())
-            reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
+        best, wrong, fits = _fitting(tree, ways, sums, tiny)
     except NotImplementedError as error:
-        reason, failed = str(error), {kind: len(got) for kind, (*_, got) in zip(_KINDS, drawn, strict=True)}
-    others = [] if failed else _exchanged(tree, seed)
-
-    def telling(t: Tree, x: Array, y: Array | None, got: torch.Tensor, sums: Array) -> int:
-        """The number of sums that refute t; `sums` are the tree's predictions."""
-        said = emulator.predict(t, x, y, best)
-        new = said != sums
-        return int(_wrong(measured, said[new], got[torch.from_numpy(new)]).sum()) if new.any() else 0
-
-    left = [(t, n) for t in others if (n := _TELLING - telling(t, x, y, got, sums)) > 0]
-    for more in range(_MORE):  # further sums that must refute these trees
-        if not left:
+        return Found(tree, None, ways[0], checked, checked, str(error))
+    failed = Counter(of[wrong & ~tiny].tolist())
+    # pairs of elements, and how many sums have yet to refute the tree in which they are exchanged
+    left = {} if failed else dict.fromkeys(_exchanges(tree, seed), _TELLING)
+    wrong_trees = len(left)
+    first = np.argsort(of != zeros, kind="stable")
+    parts = np.array_split(first[~tiny[first]], _AT_A_TIME)
+    for turn in range(_AT_A_TIME + _MORE):
+        if not left or failed:
             break
-        kind = _KINDS[-1]
-        x, y, got = _drawn(measured, tree, kind, seed + (more + 2) * _SEEDS)
-        checked += len(got)
-        added = [(how, emulator.predict(tree, x, y, how)) for how in fits]
-        missed = [int(_wrong(measured, said, got).sum()) for _, said in added]
-        if min(missed):
-            failed[kind] = failed.get(kind, 0) + min(missed)
-            reason = f"other bits in {min(missed):,} sums of {kind} numbers, of {checked:,} (nearest: {best.words})"
-        fits = [how for how, n in zip(fits, missed, strict=True) if n == min(missed)]
-        best = fits[0]
-        left = [(t, n) for t, m in left if (n := m - telling(t, x, y, got, dict(added)[best])) > 0]
-    if left and not failed:
-        reason = f"{len(left)} of {len(others)} trees with two elements exchanged predict the same bits"
-    refuted = len(others) - len(left)
+        if turn < _AT_A_TIME:
+            part = sums.some(parts[turn])
+        else:  # further sums that must refute these trees
+            _, part = _drawn(measured, tree, (zeros,), seed + turn * _SEEDS)
+            checked += len(part.got)
+            missed = {how: int(part.missed(emulator.predict(tree, part.x, part.y, how)).sum()) for how in fits}
+            fits = [how for how in fits if missed[how] == min(missed.values())]
+            best, failed = fits[0], Counter({zeros: missed[fits[0]]} if missed[fits[0]] else {})
+        others = part.exchanged(list(left))
+        refuting = others.missed(emulator.predict(tree, others.x, others.y, best)).reshape(len(left), -1).sum(1)
+        left = {pair: n for (pair, before), new in zip(left.items(), refuting, strict=True) if (n := before - new) > 0}
+    reason = ""
+    if failed:
+        reason = ", ".join(f"{failed[kind]:,} sums of {kind} numbers" for kind in _KINDS if failed[kind])
+        reason = f"other bits in {reason}, of {checked:,} in all (nearest: {best.words})"
+    elif left:
+        reason = f"{len(left)} of {wrong_trees} trees with two elements exchanged predict the same bits"
     proven = None if reason else best._replace(finish=" or ".join(how.finish for how in fits))
-    if proven is not None:  # the order is the same even if these are flushed to 0
-        x, y, got = _drawn(measured, tree, "tiny", seed + _SEEDS)
-        if lost := int(_wrong(measured, emulator.predict(tree, x, y, best), got).sum()):
-            aside = f"but for numbers that are not normal, or hardly: other bits in {lost:,} of {len(got):,} such sums"
-            proven = proven._replace(aside=aside)
-    return Found(tree, 0, proven, best, checked, sum(failed.values()), reason, refuted)
+    if proven is not None and (lost := int((wrong & tiny).sum())):  # the order is the same even if these are flushed
+        aside = f"but for numbers that are not normal, or hardly: other bits in {lost:,} of {tiny.sum():,} such sums"
+        proven = proven._replace(aside=aside)
+    return Found(tree, proven, best, checked, failed.total(), reason, wrong_trees - len(left))
 
 
 def _fitting(
-    measured: MeasuredSum, tree: Tree, ways: Sequence[Arithmetic], x: Array, y: Array | None, got: torch.Tensor
+    tree: Tree, ways: Sequence[Arithmetic], sums: _Sums, aside: Array
 ) -> tuple[Arithmetic, Array, list[Arithmetic]]:
-    """The arithmetic that predicts most sums, and its predictions; those that predict all, with any operation on the
-    root that shows."""
-    best, sums, least, fits = ways[0], np.empty(0), len(got) + 1, list[Arithmetic]()
+    """The arithmetic that predicts most sums but those set `aside`, and the sums it misses; those that predict all,
+    with any operation on the root that shows."""
+    best, predicted, missed, least, fits = ways[0], np.empty(0), aside, len(aside) + 1, list[Arithmetic]()
     for how in ways:  # until one of them misses none; then the other operations on the root
         if fits and how._replace(finish=best.finish) != best:
             continue
-        said = emulator.predict(tree, x, y, how)
-        wrong = int(_wrong(measured, said, got).sum())
-        if wrong < least:
-            best, sums, least = how, said, wrong
-        if not wrong and (how is best or (said != sums).any()):
+        said = emulator.predict(tree, sums.x, sums.y, how)
+        wrong = sums.missed(said)
+        count = int(wrong[~aside].sum())
+        if count < least:
+            best, predicted, missed, least = how, said, wrong, count
+        if not count and (how is best or (said != predicted)[~aside].any()):
             fits.append(how)
-    return best, sums, fits
+    return best, missed, fits
 
 
-def _drawn(measured: MeasuredSum, tree: Tree, kind: str, seed: int) -> tuple[Array, Array | None, torch.Tensor]:
-    """Real operands in float64, and the measured sums of them."""
-    x, y, got = measured.sample(kind, seed, *(tree.dropped if kind == "zeros" else ()))
-    return x.double().cpu().numpy(), None if y is None else y.double().cpu().numpy(), got
-
-
-def _wrong(measured: MeasuredSum, said: Array, got: torch.Tensor) -> Array:
-    rounded = torch.from_numpy(emulator.round_to(said, str(measured.dtype).removeprefix("torch."))).to(got.dtype)
-    other: Array = (bits(rounded) != bits(got.cpu())).numpy()
-    return other
-
-
-def _exchanged(tree: Tree, seed: int) -> list[Tree]:
-    """Trees with two elements exchanged, each different from the tree; fewer where hardly any is."""
+def _exchanges(tree: Tree, seed: int) -> list[tuple[int, int]]:
+    """Pairs of elements of which an exchange makes another tree; fewer where hardly any does."""
     rng = np.random.default_rng(seed)
     named = sorted({c for node in tree.nodes for c in node if c < tree.leaves})
-    made: list[Tree] = []
+    pairs: dict[tuple[int, int], None] = {}
     for _ in range(_WRONG * 4 if len(named) > 2 else 0):
         one, other = (int(leaf) for leaf in rng.choice(named, 2, replace=False))
-        new = {one: other, other: one}
         if not any(one in node and other in node for node in tree.nodes):  # else the same partial sums occur
-            made.append(Tree(tree.leaves, tuple(tuple(new.get(c, c) for c in node) for node in tree.nodes)))
-        if len(made) == _WRONG:
-            break
-    return made
+            pairs[one, other] = None
+    return list(pairs)[:_WRONG]
 
 
-def _rows(
-    kind: str, K: int, dtype: torch.dtype, device: str, seed: int, dropped: Sequence[int], many: int = 1
+# ---- terms
+
+
+def _terms(
+    kind: str, count: int, K: int, dtype: torch.dtype, device: str, seed: int, dropped: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Rows [n, K] of the kind, n a multiple of `many`."""
-    count = many * -(-_SUMS * (6 if kind == "zeros" else 1) // many)
-    if kind in ("zeros", "tiny"):
-        return _zeros(count, K, dtype, device, seed, dropped, kind)
+    """Lists of terms [count, K] of a kind."""
+    if kind not in ("one sign", "zeros", "tiny"):
+        return _lengthened(make(kind, (count, K), dtype, device, generator(seed, device)), seed)
+    least = torch.finfo(dtype).smallest_normal * 2.0**-8
     if kind == "one sign":
-        return _one_sign(count, K, dtype, device, seed)
-    return _lengthened(make(kind, (count, K), dtype, device, generator(seed, device)), seed)
+        made = _one_sign(count, K, dtype, seed)
+    else:
+        made = _zeros(count, K, dtype, seed, dropped) * (least if kind == "tiny" else 1.0)
+    return torch.from_numpy(made).to(dtype).to(device)
+
+
+def _count(kind: str, many: int = 1) -> int:
+    """How many sums of a kind are predicted, as calls of `many` give them."""
+    return many * -(-_SUMS * (6 if kind == "zeros" else 1) // many)
 
 
 def _lengthened(made: torch.Tensor, seed: int) -> torch.Tensor:
@@ -374,36 +354,32 @@ def _lengthened(made: torch.Tensor, seed: int) -> torch.Tensor:
     return made * (1 + 2.0**-24 * more)
 
 
-def _one_sign(rows: int, K: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
+def _one_sign(rows: int, K: int, dtype: torch.dtype, seed: int) -> Array:
     """[rows, K]: numbers of one sign, as after ReLU, of exponentials and of squares, with some zeros.
 
     In a short dtype a few of the terms lift the exact sum to the middle between two of its numbers, where any rounding
     on the way shows.
     """
     rng, digits, short = np.random.default_rng(seed), _DIGITS[dtype], dtype in (torch.float16, torch.bfloat16)
-    made = np.zeros((rows, K))
     top = 17 if dtype != torch.float16 else 11 - int(np.log2(K))
-    for i, row in enumerate(made):
-        positions = rng.permutation(K)[: max(1, K // (1, 2, 4)[i % 3])]
-        powers = rng.uniform(1, 2, len(positions))
-        powers *= 2.0 ** rng.integers(top - (20 if short else 8), top, len(positions))
-        row[positions] = torch.from_numpy(powers).to(dtype).double().numpy()
-        for at in positions[:4] if short and len(positions) > 8 else ():
-            row[at] = 0.0
-        if short and len(positions) > 8:
-            total = row.sum()
-            unit = 2.0 ** (np.frexp(total)[1] - digits)
-            rest = (np.floor(total / unit) + 1.5) * unit - total
-            for at in positions[:4]:
-                row[at] = np.floor(rest / (own := 2.0 ** (np.frexp(rest)[1] - digits))) * own if rest else 0.0
-                rest -= row[at]
-        row *= rng.choice([-1, 1, 1])
-    return torch.from_numpy(made).to(dtype).to(device)
+    many = np.maximum(1, K // np.array([1, 2, 4])[np.arange(rows) % 3])
+    made = rng.uniform(1, 2, (rows, K)) * 2.0 ** rng.integers(top - (20 if short else 8), top, (rows, K))
+    made = torch.from_numpy(made).to(dtype).double().numpy()
+    made[np.arange(K) >= many[:, None]] = 0.0
+    lifted = np.flatnonzero((many > 8) & short)
+    if len(lifted):
+        made[lifted, :4] = 0.0
+        total = made[lifted].sum(1)
+        unit = 2.0 ** (np.frexp(total)[1] - digits)
+        rest = (np.floor(total / unit) + 1.5) * unit - total
+        for at in range(4):
+            own = 2.0 ** (np.frexp(rest)[1] - digits)
+            made[lifted, at] = np.floor(rest / own) * own
+            rest -= made[lifted, at]
+    return rng.permuted(made * rng.choice([-1, 1, 1], (rows, 1)), axis=1)
 
 
-def _zeros(
-    rows: int, K: int, dtype: torch.dtype, device: str, seed: int, dropped: Sequence[int] = (), kind: str = "zeros"
-) -> torch.Tensor:
+def _zeros(rows: int, K: int, dtype: torch.dtype, seed: int, dropped: Sequence[int] = ()) -> Array:
     """[rows, K]: numbers and their negatives at random positions, on all terms that are added or on few of them.
 
     Half of the numbers are so much larger than the others that adding one of each rounds, in any dtype: in float32, and
@@ -411,53 +387,63 @@ def _zeros(
     half of the rows the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry. If
     the number of terms is odd, one has only their last digits instead. Rows are of many sizes, where the dtype has
     room. Half of the rows have two more numbers, whose sum is midway between two of the dtype, so that a result that is
-    not small shows the roundings, too. Tiny ones are near the least normal number.
+    not small shows the roundings, too.
     """
-    rng, own = np.random.default_rng(seed), _DIGITS[dtype]
-    made, named = np.zeros((rows, K)), np.delete(np.arange(K), dropped)
-    K, spread = len(named), 8 + int(np.log2(K)) // 2
-    for i, row in zip(rng.integers(0, 36, rows).tolist(), made, strict=True):  # random forms, even for one row
-        half = min(max(4, K // (1, 1, 4)[i % 3]), K) // 2
-        high, digits = (12, 24) if dtype == torch.float16 else ((17, 24), (17, 24), (46, 53))[i // 3 % 3]
-        positions = rng.permutation(named)
-        exponents = np.where(
-            rng.random(half) < 0.5, rng.integers(high, high + 3, half), rng.integers(0, spread, half) + high - digits
-        )
-        numbers = rng.uniform(1, 2, half) * 2.0**exponents
-        row[positions[:half]] = numbers
-        row[positions[half : 2 * half]] = -numbers
-        if i >= 18 and (half > 1 or K == 2):
-            at = rng.integers(high - 10, high + 3)
-            row[positions[0]] = np.rint(rng.uniform(1, 2) * 2.0 ** (own - 1)) * 2.0 ** (at - own + 1)
-            row[positions[half]] = rng.choice([-1, 1]) * 2.0 ** (at - own)
-            row *= rng.choice([-1, 1])
-        elif K - 2 * half == 1:
-            row[positions[-1]] = rng.uniform(1, 2) * 2.0 ** (high - digits + rng.integers(4))
-        elif half and i % 2:
-            row[positions[half + np.abs(numbers).argmin()]] = 0.0
-        least = torch.finfo(dtype).smallest_normal * 2.0**-8
-        row *= least if kind == "tiny" else 2.0 ** rng.integers(-40 if dtype != torch.float16 else -12, 1)
-    return torch.from_numpy(made).to(dtype).to(device)
+    rng, own, half_precision = np.random.default_rng(seed), _DIGITS[dtype], dtype == torch.float16
+    named = np.delete(np.arange(K), dropped)
+    n, most = len(named), len(named) // 2
+    form = rng.integers(0, 36, (rows, 1))  # random forms, even for one row
+    pairs = np.minimum(np.maximum(4, n // np.array([1, 1, 4])[form % 3]), n) // 2
+    long = (form // 3 % 3 == 2) & (not half_precision)
+    high, digits = np.where(long, 46, 12 if half_precision else 17), np.where(long, 53, 24)
+    large = high + rng.integers(0, 3, (rows, most))
+    small = high - digits + rng.integers(0, 8 + int(np.log2(n)) // 2, (rows, most))
+    numbers = np.ldexp(rng.uniform(1, 2, (rows, most)), np.where(rng.random((rows, most)) < 0.5, large, small))
+    numbers[np.arange(most) >= pairs] = 0.0
+    made = np.concatenate([numbers, -numbers, np.zeros((rows, n - 2 * most))], 1)
+
+    midway = np.flatnonzero((form >= 18) & ((pairs > 1) | (n == 2)))
+    single = np.setdiff1d(np.flatnonzero(n - 2 * pairs == 1), midway)
+    unpaired = np.setdiff1d(np.flatnonzero((pairs > 0) & (form % 2 == 1)), np.union1d(midway, single))
+    at = (high + rng.integers(-10, 3, (rows, 1)))[midway, 0]
+    if len(midway):
+        sign = rng.choice([-1, 1], (2, len(midway)))
+        made[midway, 0] = np.ldexp(np.rint(rng.uniform(1, 2, len(midway)) * 2.0 ** (own - 1)), at - own + 1)
+        made[midway, most] = np.ldexp(sign[0], at - own)
+        made[midway] *= sign[1][:, None]
+    made[single, -1] = np.ldexp(rng.uniform(1, 2, len(single)), (high - digits)[single, 0] + rng.integers(4))
+    smallest = np.where(numbers > 0, numbers, np.inf).argmin(1) if most else np.zeros(rows, np.int64)
+    made[unpaired, most + smallest[unpaired]] = 0.0
+    placed = np.zeros((rows, K))
+    placed[:, named] = rng.permuted(made * 2.0 ** rng.integers(-12 if half_precision else -40, 1, (rows, 1)), axis=1)
+    return placed
 
 
 # ---- what is measured
 
 
+def _sampler(
+    evaluate: Callable[[torch.Tensor], torch.Tensor], many: int, K: int, dtype: torch.dtype, device: str,
+    *, weighted: bool = False,
+) -> Callable[..., Drawn]:  # fmt: skip
+    """`MeasuredSum.sample` of terms that are chosen themselves. `weighted`: a matrix unit multiplies each by 1."""
+
+    def sample(kind: str, seed: int, *dropped: int) -> Drawn:
+        rows = _terms(kind, _count(kind, many), K, dtype, device, seed, dropped)
+        got = torch.cat([evaluate(part) for part in rows.split(many)])
+        return (torch.ones_like(rows), rows, got) if weighted else (rows, None, got)
+
+    return sample
+
+
 def of_rows(
-    operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, finishes: tuple[str, ...]
+    operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, finishes: tuple[str, ...] = ("",)
 ) -> MeasuredSum:
     """Element 0 of `operator(x [M, K]) -> [M]`: the sum of row 0."""
     x = torch.ones((M, K), dtype=dtype, device=device)
-    in_turn = partial(_in_turn, x[0], lambda: operator(x)[0])
-
-    def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
-        return in_turn(terms[:n])
-
-    def sample(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
-        rows = _rows(kind, K, dtype, device, seed, dropped)
-        return rows, None, in_turn(rows)
-
-    return MeasuredSum(evaluate, sample, max(1, min(K, _CELLS // K)), K, dtype, device, finishes)
+    evaluate = partial(_in_turn, x[0], lambda: operator(x)[0])
+    sample = _sampler(evaluate, 1, K, dtype, device)
+    return MeasuredSum(evaluate, sample, max(1, min(K, _ELEMENTS // K)), K, dtype, device, finishes)
 
 
 def _in_turn(into: torch.Tensor, evaluate: Callable[[], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
@@ -481,20 +467,19 @@ def of_attention(
     columns = torch.arange(0, D, every, device=device)
     v = torch.zeros((1, 1, K, D), dtype=dtype, device=device)
 
-    def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
-        v[0, 0, :, columns] = terms.T
-        return operator(q, k, v)[0, 0, -1, columns[:n]]
+    def evaluate(terms: torch.Tensor) -> torch.Tensor:
+        v[0, 0, :, columns[: len(terms)]] = terms.T
+        return operator(q, k, v)[0, 0, -1, columns[: len(terms)]]
 
-    def sample(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        rows = _rows(kind, K, dtype, device, seed, dropped, len(columns))
-        got = torch.cat([evaluate(part, len(part)) for part in rows.split(len(columns))])
-        return (torch.ones_like(rows), rows, got) if device == "cuda" else (rows, None, got)  # a matrix unit's products
-
-    which = "column 0" if every >= D else f"every {every}th column" if every > 1 else ""
     further = _APART if every == 1 and D > _APART else D
     fewer = partial(of_attention, operator, M, K, dtype, device, D, further) if every < D else None
     finishes = ("divided by K", "times 1/K", *([emulator.VECTOR_WEIGHTS] if device == "cpu" else []))
-    return MeasuredSum(evaluate, sample, len(columns), K, dtype, device, finishes, which, fewer)
+    sample = _sampler(evaluate, len(columns), K, dtype, device, weighted=device == "cuda")
+    return MeasuredSum(evaluate, sample, len(columns), K, dtype, device, finishes, _which(every, D), fewer)
+
+
+def _which(every: int, columns: int) -> str:
+    return "" if every == 1 else "column 0" if every >= columns else f"every {every}th column"
 
 
 def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
@@ -510,23 +495,23 @@ def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
     orders = torch.stack([given(pair) for pair in pairs]).nan_to_num().unique(dim=1, return_inverse=True)[1]
     pieces = sorted((torch.nonzero(orders == order)[:, 0] for order in orders.unique()), key=lambda of: int(of[0]))
     least, lists = min(map(len, pieces)), min(len(orders), _LISTS)
+    left = f"; {len(pieces) - _CLASSES} more orders left out" if len(pieces) > _CLASSES else ""
 
     def piece(of: torch.Tensor) -> MeasuredSum:
         some = of[torch.linspace(0, len(of) - 1, min(len(of), _LISTS)).round().long()]
 
-        def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
+        def evaluate(terms: torch.Tensor) -> torch.Tensor:
             row = terms[0].tolist()
             if min(row) < 0 and row.index(min(row)) < row.index(max(row)):  # symmetric, so computed once
                 row = [-term if abs(term) == big else term for term in row]
             return given(tuple(row))[of[:1]]
 
-        def sample(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, None, torch.Tensor]:
-            seeds = range(seed, seed + min(-(-_SUMS * (6 if kind == "zeros" else 1) // least), _SUMS))
-            drawn = [_rows(kind, K, dtype, "cpu", one, dropped, lists)[:lists] for one in seeds]
+        def sample(kind: str, seed: int, *dropped: int) -> Drawn:
+            seeds = range(seed, seed + min(-(-_count(kind) // least), _SUMS))
+            drawn = [_terms(kind, lists, K, dtype, "cpu", one, dropped) for one in seeds]
             got = [given(*map(tuple, rows.tolist()))[some] for rows in drawn]
             return torch.cat([rows[some % lists] for rows in drawn]), None, torch.cat(got)
 
-        left = f"; {len(pieces) - _CLASSES} more orders left out" if len(pieces) > _CLASSES else ""
         return MeasuredSum(evaluate, sample, 1, K, dtype, "cpu", which=_numbers(of, len(orders)) + left)
 
     return [piece(of) for of in pieces[:_CLASSES]]
@@ -542,14 +527,11 @@ def _numbers(of: torch.Tensor, every: int) -> str:
 def as_linear(name: str, operator: Operator) -> Operator:
     """One of `_PRODUCTS` as x [M, K], w [N, K] -> [M, N]: K in parts, or all rows at the first of two experts."""
 
-    def parts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return in_parts(operator, x, w.T, _PARTS)
-
     def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         ends = torch.full((2,), len(x), dtype=torch.int32, device=x.device)
         return operator(x, torch.stack([w, w]).mT, ends)
 
-    return {"split_k": parts, "grouped_matmul": grouped}.get(name, operator)
+    return {"split_k": lambda x, w: in_parts(operator, x, w.T, _PARTS), "grouped_matmul": grouped}.get(name, operator)
 
 
 def of_product(
@@ -564,36 +546,34 @@ def of_product(
         weight[:, 0], weight[:, 1:2] = _BIG[dtype][0], -_BIG[dtype][0]
         ones /= 1.0 if operator(ones, weight).isfinite().all() else 16.0
         weight.zero_()
-    in_turn = partial(_in_turn, weight[0], lambda: operator(ones, weight)[0, 0])
+    # sums of random operands are of some columns; those between have the same weights
+    few = columns[torch.linspace(0, len(columns) - 1, min(len(columns), _COLUMNS)).round().long()]
+    nearest = torch.searchsorted(few, torch.arange(N, device=device)).clamp(max=len(few) - 1)
 
-    def evaluate(terms: torch.Tensor, n: int) -> torch.Tensor:
+    def evaluate(terms: torch.Tensor) -> torch.Tensor:
         if N == 1:
-            return in_turn(terms[:n]) / ones[0, 0]
-        if every > 1:
-            weight[columns] = terms
-        return operator(ones, weight if every > 1 else terms)[0, columns[:n]] / ones[0, 0]
+            return _in_turn(weight[0], lambda: operator(ones, weight)[0, 0], terms) / ones[0, 0]
+        weight[columns[: len(terms)]] = terms
+        return operator(ones, weight)[0, columns[: len(terms)]] / ones[0, 0]
 
-    def sample(kind: str, seed: int, *dropped: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sample(kind: str, seed: int, *dropped: int) -> Drawn:
         drawn = []
-        few = columns[torch.linspace(0, len(columns) - 1, min(len(columns), _COLUMNS)).round().long()]
-        for i in range(-(-_SUMS * (6 if kind == "zeros" else 1) // len(few))):
+        for at in range(seed, seed + _count(kind, len(few)) // len(few)):
             if kind in ("one sign", "zeros", "tiny"):
                 signed = [0.5, 1.0, 1.0, 2.0] if kind == "one sign" else [-2.0, -1.0, 1.0, 2.0]
                 powers = torch.tensor(signed, dtype=dtype, device=device)  # so that products are exact, too
-                a = powers[torch.randint(4, (M, K), generator=generator(seed + i, device), device=device)]
-                w = torch.zeros_like(weight)
-                w[few] = _rows(kind, K, dtype, device, seed + i, dropped, len(few))[: len(few)] / a[0]
+                a = powers[torch.randint(4, (M, K), generator=generator(at, device), device=device)]
+                w = _terms(kind, len(few), K, dtype, device, at, dropped) / a[0]
             else:
-                a, w = product_operands(kind, (M, K), (N, K), dtype, device, seed + i, weight_kind="bell")
-                a, w = _lengthened(a, seed + i), _lengthened(w, seed + i + 1) * weight_scale(K)
-            drawn.append((a[:1].expand(len(few), K), w[few], operator(a, w)[0, few]))
+                a, w = product_operands(kind, (M, K), (len(few), K), dtype, device, at, weight_kind="bell")
+                a, w = _lengthened(a, at), _lengthened(w, at + 1) * weight_scale(K)
+            drawn.append((a[:1].expand(len(few), K), w, operator(a, w[nearest])[0, few]))
         x, y, got = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         return x, y, got
 
     fewer = partial(of_product, operator, M, K, N, dtype, device, min(_APART, N)) if every == 1 < N else None
-    which = "column 0" if 1 < every == N else f"every {every}th column" if every > 1 else ""
-    lists = len(columns) if N > 1 else max(1, _CELLS // K)
-    return MeasuredSum(evaluate, sample, lists, K, dtype, device, which=which, fewer=fewer)
+    lists = len(columns) if N > 1 else max(1, _ELEMENTS // K)
+    return MeasuredSum(evaluate, sample, lists, K, dtype, device, which=_which(every, N), fewer=fewer)
 
 
 class ReductionOrder(Probe):
@@ -635,8 +615,9 @@ class ReductionOrder(Probe):
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """Row 0 in batches of M; for attention the last query of M."""
         self._operators[case.operator] = operator
+        result_at, _ = _form(case, operator, inputs)
         for M in case.data["values"]:
-            yield Trial(M, partial(_result_of, case, operator, inputs, M))
+            yield Trial(M, partial(result_at, M))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The row in float64."""
@@ -646,11 +627,9 @@ class ReductionOrder(Probe):
 
     def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
         """The tree of each class, at the first M that has it, and how the trees differ."""
-        operator = self._operators[case.operator]
-        given = [_result_of(case, operator, inputs, M) for M in case.data["values"]]
-        firsts = [next((i for i, got in enumerate(given) if identical(got, result)), None) for result in results]
-        sizes = [case.data["values"][i] for i in firsts if i is not None]
-        measured = [(M, one) for M in sizes[:_CLASSES] for one in _sums_of(case, operator, inputs, M)]
+        result_at, sums_at = _form(case, self._operators[case.operator], inputs)
+        sizes = _firsts(result_at, case.data["values"], results)
+        measured = [(M, one) for M in sizes[:_CLASSES] for one in sums_at(M)]
         return trees_of([one for _, one in measured], [M for M, _ in measured] + sizes[_CLASSES:])
 
 
@@ -659,68 +638,83 @@ def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
     if operator == "all_reduce":
         worlds = options.ranks or (_RANKS,)
         yield from ((n, 1) for n in worlds if device == "cpu" or options.ranks or n <= torch.cuda.device_count())
-    elif given is not None:
+        return
+    if given is not None:
         yield given if operator in _PRODUCTS else (given[0], 1)
-    elif operator == "linear" and options.layers:
-        yield from ((K, N) for _, K, N in options.layers)
+        return
+    if operator == "linear":
+        yield from ((K, N) for _, K, N in options.layers) if options.layers else _LAYERS[device]
     elif operator in _PRODUCTS:
-        yield from _LAYERS[device] if operator == "linear" else _LAYERS[device][-1:]
+        yield _LAYERS[device][-1]
     else:
         yield from ((K, 1) for K in _WIDTHS.get(operator, (_KEYS[device],)))
-    if options.full and given is None and operator != "all_reduce":
+    if options.full:
         yield _LONGEST, 64 if operator in _PRODUCTS else 1
 
 
 def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
-    device = options.device
-    largest = None if options.m is None else base.size("--m", options.m, 1)
-    batches = [m for m in _BATCHES[device] if largest is None or m < largest] + ([largest] if largest else [])
-    M = max(batches)
-    needed = (M * K + 3 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8 + K * 400
-    needed += 2 * N * K * base.element_bytes(dtype) if operator == "grouped_matmul" else 0
-    needed += M * K * 4 + 4 * K * _HEAD * 8 if operator == "attention" else 0
+    device, item = options.device, base.element_bytes(dtype)
+    largest = [] if options.m is None else [base.size("--m", options.m, 1)]
+    batches = [m for m in _BATCHES[device] if not largest or m < largest[0]] + largest
+    M, product = max(batches), operator in _PRODUCTS
+    # weights of a product are held three times, an expert's five times
+    needed = (2 * M * K + 5 * N * K) * item + 5 * min(N, _COLUMNS) * K * 8 + K * (400 + 4 * _HEAD * 8)
     require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
-    what = f"{operator}: the order in which row 0 of M is added, K={K}"
-    if operator == "attention":
-        what = f"{operator}: the order in which values are added for the last query of M, K={K}"
-    elif operator == "all_reduce":
-        what = f"{operator}: the order in which ranks are added in the first and the last of M rows, K={K}"
-        what += shared_gpus(K) if device == "cuda" else ""
-    elif operator == "split_k":
-        what = f"{operator}: the order in which row 0 of M is added, K={K} in {_PARTS} parts"
-    shape = {"M": M, "K": K} | ({"N": N} if operator in _PRODUCTS else {})
-    title = what + (f" N={N}" if operator in _PRODUCTS else "")
+    where = {
+        "attention": "values are added for the last query of M",
+        "all_reduce": "ranks are added in the first and the last of M rows",
+    }.get(operator, "row 0 of M is added")
+    more = {"split_k": f" in {_PARTS} parts", "all_reduce": shared_gpus(K) if device == "cuda" else ""}
+    title = f"{operator}: the order in which {where}, K={K}{more.get(operator, '')}{f' N={N}' * product}, order"
+    shape = {"M": M, "K": K} | ({"N": N} if product else {})
     data = {"values": batches if len(batches) > 1 else [1, *batches]}
-    return Case(f"{title}, order", operator, shape, dtype, "batch_size", "order", data=data)
+    return Case(title, operator, shape, dtype, "batch_size", "order", data=data)
 
 
-def _sums_of(case: Case, operator: Operator, inputs: Any, M: int) -> list[MeasuredSum]:
-    """The sums whose trees are measured: several for a sum over ranks."""
+def _form(case: Case, operator: Operator, inputs: Any) -> tuple[Callable[[int], torch.Tensor], Callable[[int], Any]]:
+    """Functions of M: the compared part (row 0, the last query, or a message's first row and its last), and the sums
+    whose trees are measured (several for a sum over ranks)."""
     if case.operator == "all_reduce":
-        return of_ranks(operator, replace(inputs["message"], rows=M))
-    K, dtype = case.shape["K"], case.torch_dtype
-    device = str(next(iter(inputs.values())).device.type)
+        message, width = inputs["message"], inputs["message"].width
+        return (
+            lambda M: operator(replace(message, rows=M)).view(M, width)[[0, -1]].view(1, -1),
+            lambda M: of_ranks(operator, replace(message, rows=M)),
+        )
+    K, dtype, device = case.shape["K"], case.torch_dtype, str(next(iter(inputs.values())).device.type)
     if case.operator == "attention":
-        return [of_attention(operator, M, K, dtype, device)]
-    if case.operator in _PRODUCTS:
-        return [of_product(as_linear(case.operator, operator), M, K, case.shape["N"], dtype, device)]
+        q, k, v = inputs.values()
+        return (
+            lambda M: operator(q[:, :, -M:].contiguous(), k, v)[0, 0, -1:],
+            lambda M: [of_attention(operator, M, K, dtype, device)],
+        )
+    linear, x = as_linear(case.operator, operator), inputs["x"]
     finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
-    return [of_rows(operator, M, K, dtype, device, finishes)]
-
-
-def _result_of(case: Case, operator: Operator, inputs: Any, M: int) -> torch.Tensor:
-    """The compared part: row 0 of M, the last query of M, or a message's first row and its last."""
-    if case.operator == "all_reduce":
-        message = replace(inputs["message"], rows=M)
-        return operator(message).view(M, message.width)[[0, -1]].view(1, -1)
-    if case.operator == "attention":
-        return operator(inputs["q"][:, :, -M:].contiguous(), inputs["k"], inputs["v"])[0, 0, -1:]
-    return row_0(as_linear(case.operator, operator), inputs["x"][:M], inputs.get("w"))
+    return lambda M: row_0(linear, x[:M], inputs.get("w")), lambda M: [
+        of_product(linear, M, K, case.shape["N"], dtype, device)
+        if case.operator in _PRODUCTS
+        else of_rows(operator, M, K, dtype, device, finishes)
+    ]
 
 
 def row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
     """The result of row 0 of x; `w`: of a product."""
     return operator(x.contiguous(), *(() if w is None else (w,)))[:1]
+
+
+def _firsts(
+    result_at: Callable[[int], torch.Tensor], values: Iterable[int], results: Iterable[torch.Tensor]
+) -> list[int]:
+    """The first value at which each of these results occurs, in the order of the values."""
+    found, left = [], list(results)
+    for value in values:
+        if not left:
+            break
+        result = result_at(value)
+        others = [other for other in left if not identical(result, other)]
+        if len(others) < len(left):
+            found.append(value)
+        left = others
+    return found
 
 
 def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[int]) -> dict[str, Any]:
@@ -770,17 +764,11 @@ def trees_of_product(
         results: One result of each class; row 0 of each is row 0 of x.
         most: How many trees are measured.
     """
-    seen: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
     for result in results:
-        if not any(identical(result[:1], row) for row in seen):
-            seen.append(result[:1])
-    sizes: list[int] = []
-    left = seen if len(seen) > 1 else []
-    for M in values:
-        row = row_0(operator, x[:M], w) if left else None
-        if row is not None and any(identical(row, other) for other in left):
-            sizes.append(M)
-            left = [other for other in left if not identical(row, other)]
+        if not any(identical(result[:1], row) for row in rows):
+            rows.append(result[:1])
+    sizes = _firsts(lambda M: row_0(operator, x[:M], w), values, rows) if len(rows) > 1 else []
     if len(sizes) < 2:
         return {}
     (K, N), device = (w.shape[1], w.shape[0]), str(x.device.type)

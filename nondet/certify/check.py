@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -26,12 +26,11 @@ from nondet.errors import UserError
 PROBE = "certify"
 Value = int | str
 _Certificate = tuple[str, str]  # (member, key)
-_Reference = tuple[Value, torch.Tensor]  # a variant and its float64 answer
 
 
 def row_key(question: Question, member: str) -> tuple[str, ...]:
     """The `Row.key` of the row that `ask` will give."""
-    return ("row", PROBE, question.name, question.dtype, question.device, member)
+    return _head(question, member).key
 
 
 class _Witness:
@@ -57,30 +56,35 @@ class _Witness:
 
 
 @dataclass
+class _Variant:
+    """One member's answers for one variant, over all kinds of input."""
+
+    # 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where it has neither
+    label: int = 0
+    compared: int = 0  # finite elements
+    failure: str = ""  # why it could not be computed
+    certificates: dict[_Certificate, None] = field(default_factory=dict)  # of its calls
+
+
+@dataclass
 class _Book:
     """The results of one member for one question."""
 
+    variants: dict[Value, _Variant]
     seconds: float = 0.0
-    # variant -> 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where it has
-    # neither; over all kinds of input the larger
-    apart: dict[Value, int] = field(default_factory=dict)
     first: tuple[Value, str, Difference] | None = None  # the first difference: variant, kind, difference
     widest: Difference | None = None
-    failed: dict[Value, str] = field(default_factory=dict)  # variant -> why it could not be computed
-    refused: bool = True  # every failure was the member's own "not here"
-    compared: dict[Value, int] = field(default_factory=dict)  # variant -> finite elements
     ran: set[str] = field(default_factory=set)
     error: ErrorFigures | None = None
+    refused: bool = True  # every failure was the member's own "not here"
     replays: int = 0
     replays_parted: int = 0
-    # variant -> the certificates of its calls
-    certificates: dict[Value, dict[_Certificate, None]] = field(default_factory=dict)
 
-    def differ(self, value: Value, kind: str, apart: Difference, own: bool) -> None:
-        """A variant has other bits than the anchor; `own`: those of the member's whole answer."""
-        self.first = self.first or (value, kind, apart)
-        self.widest = max(filter(None, (self.widest, apart)), key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
-        self.apart[value] = max(self.apart.get(value, 0), 1 if own else 2)
+    def differ(self, value: Value, kind: str, found: Difference, label: int) -> None:
+        """A variant has other bits than the anchor."""
+        self.first = self.first or (value, kind, found)
+        self.widest = max(filter(None, (self.widest, found)), key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
+        self.variants[value].label = max(self.variants[value].label, label)
 
 
 def ask(
@@ -99,31 +103,32 @@ def ask(
         A row for each member. Its first value is the anchor; the others are the question's variants. Their classes over
         all inputs are at most three: the anchor's bits, the member's own (those of its largest batch), and others.
     """
-    books = {name: _Book() for name in members}
+    books = {name: _Book({value: _Variant() for value in question.values}) for name in members}
     witnesses = {name: _Witness(call, (names or {}).get(name, name), question) for name, call in members.items()}
     anchor_error: ErrorFigures | None = None
     try:
         for kind in question.kinds:
             inputs = question.prepare(kind)
             whole = question.expected(inputs, anchor)
-            reference = question.reference(inputs) if kind == "bell" else None
-            if reference is not None:
-                anchor_error = error_against(question.part(whole, reference[0]), reference[1])
+            oracle = question.reference(inputs) if kind == "bell" else None
+            if oracle is not None:
+                anchor_error = error_against(question.part(whole, oracle[0]), oracle[1])
             written = fingerprint(inputs)
             for name, call in witnesses.items():
                 began = time.perf_counter()
-                _answers(books[name], question, kind, inputs, whole, call, reference)
+                _answers(books[name], question, kind, inputs, whole, call, oracle)
                 books[name].seconds += time.perf_counter() - began
                 if written_to(written, inputs):  # its later results were of other operands: they show nothing
-                    failed = dict.fromkeys(question.values, "it writes to its operands")
-                    books[name] = _Book(seconds=books[name].seconds, failed=failed, refused=False)
+                    lost = {value: _Variant(failure="it writes to its operands") for value in question.values}
+                    books[name] = _Book(lost, seconds=books[name].seconds, refused=False)
                     inputs = question.prepare(kind)
-            del inputs, whole, reference, written
+            del inputs, whole, oracle, written
     except DeviceLostError:
         raise
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: reported in every row
         for name in members:
-            yield _failed(question, name, f"the anchor failed: {in_words(error)}")
+            reason = f"the anchor failed: {in_words(error)}"
+            yield msgspec.structs.replace(_head(question, name), status=Status.ERROR, reason=reason)
         return
     for name, book in books.items():
         _record(certificates, question, book)
@@ -137,78 +142,77 @@ def _answers(
     inputs: Inputs,
     whole: torch.Tensor,
     call: _Witness,
-    reference: _Reference | None,
+    oracle: tuple[Value, torch.Tensor] | None,
 ) -> None:
-    """The member's answers on one kind of input, compared with the anchor's."""
+    """The member's answers on one kind of input, compared with the anchor's; `oracle`: one variant's in float64."""
     own: torch.Tensor | None = None
-    for value in question.values:
-        if value in book.failed:
+    for value, variant in book.variants.items():
+        if variant.failure:
             continue
         expected = question.part(whole, value)
-        call.certificates = book.certificates.setdefault(value, {})
+        call.certificates = variant.certificates
         compute = partial(question.answer, inputs, call, value)
         with listen() as noted:
             again = tried = attempt(expected, compute)
-        repeats = kind == question.kinds[0] and value in (question.values[0], question.values[-1])
-        if repeats and tried.result is not None:
+        repeated = kind == question.kinds[0] and value in (question.values[0], question.values[-1])
+        if repeated and tried.result is not None:
             again = attempt(expected, compute)
         if tried.result is None or again.result is None:
             failure = tried.failure or again.failure
-            book.failed[value] = in_words(failure)
-            book.refused = book.refused and isinstance(failure, NotImplementedError | UserError)
+            variant.failure = in_words(failure)
+            book.refused &= isinstance(failure, NotImplementedError | UserError)
             continue
         book.ran.update(noted)
-        book.compared[value] = book.compared.get(value, 0) + int(torch.isfinite(expected).sum())
-        if reference is not None and value == reference[0]:
-            book.error = error_against(tried.result, reference[1])
-        book.replays += repeats
-        book.replays_parted += repeats and not identical(again.result, tried.result)
+        variant.compared += int(torch.isfinite(expected).sum())
+        if oracle is not None and value == oracle[0]:
+            book.error = error_against(tried.result, oracle[1])
+        book.replays += repeated
+        book.replays_parted += repeated and not identical(again.result, tried.result)
         if tried.equal:
-            book.apart.setdefault(value, 0)
             continue
         call.certificates = {}  # its own whole answer is not a variant
         if own is None:
             with suppress(Exception):  # reported already, at this variant
                 own = question.answer(inputs, call, question.whole)
         alike = own is not None and identical(question.part(own, value), tried.result)
-        book.differ(value, kind, difference(expected, tried.result), alike)
+        book.differ(value, kind, difference(expected, tried.result), 1 if alike else 2)
 
 
 def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigures | None) -> Row:
-    computed = [v for v in question.values if v not in book.failed]
-    elements = sum(book.compared.values())
-    if not computed:
-        reason = next(iter(book.failed.values()), "nothing was computed")
-        return _failed(question, member, reason, Status.SKIPPED if book.refused else Status.ERROR, book.seconds)
-    if not elements and not any(book.apart.values()):
-        return _failed(question, member, "nothing finite was compared", Status.SKIPPED, book.seconds)
-    left = [v for v in computed if book.apart[v]]
-    head, notes = _head(question, member), []
-    extra = head.extra | {"elements": elements, "left_at": left, "unanswered_at": list(book.failed)}
+    computed = {value: v for value, v in book.variants.items() if not v.failure}
+    failed = {value: v.failure for value, v in book.variants.items() if v.failure}
+    elements = sum(v.compared for v in book.variants.values())
+    left = [value for value, v in computed.items() if v.label]
+    head, axis = _head(question, member), question.axis
+    if not computed or not (elements or left):
+        status = Status.SKIPPED if computed or book.refused else Status.ERROR
+        reason = "nothing finite was compared" if computed else next(iter(failed.values()))
+        return msgspec.structs.replace(head, status=status, reason=reason, seconds=book.seconds)
+    notes, extra = [], head.extra | {"elements": elements, "left_at": left, "unanswered_at": list(failed)}
     if book.replays_parted:
         notes.append("the same call again gives other bits")
     if left:
-        notes.append(where_it_differs(question.axis, computed, left, alike=all(book.apart[v] == 1 for v in left)))
-    if lesser := left and _lesser(book.error, anchor_error):
-        notes.append(lesser)
+        alike = all(computed[value].label == 1 for value in left)
+        notes += [where_it_differs(axis, list(computed), left, alike=alike), _lesser(book.error, anchor_error)]
     if book.first is not None:
-        value, kind, apart = book.first
-        at = f"{question.axis} = {value}, element {apart.first_mismatch} on {kind!r} inputs"
-        notes.append(f"first: {at}, up to {apart.max_ulp:,} ULP")
-        extra["first"] = {"at": value, "inputs": kind, "element": apart.first_mismatch, "max_ulp": apart.max_ulp}
+        value, kind, found = book.first
+        notes.append(
+            f"first: {axis} = {value}, element {found.first_mismatch} on {kind!r} inputs, up to {found.max_ulp:,} ULP"
+        )
+        extra["first"] = {"at": value, "inputs": kind, "element": found.first_mismatch, "max_ulp": found.max_ulp}
     if book.widest is not None and book.widest.nonfinite:
         notes.append("NaN or infinity on one side only")
-    notes += [f"{question.axis} = {value}: {why}" for value, why in book.failed.items()]
+    notes += [f"{axis} = {value}: {why}" for value, why in failed.items()]
     if anchor_error is not None:
         extra["anchor_relative_error"] = anchor_error.relative_norm
     if left or book.replays_parted:
         status = Status.DIVERGENT
     else:  # a variant that crashed proves nothing about the whole
-        status = Status.ERROR if book.failed and not book.refused else Status.IDENTICAL
+        status = Status.ERROR if failed and not book.refused else Status.IDENTICAL
     return row_of(
         head,
         ["anchor", *computed],
-        [0, *(book.apart[v] for v in computed)],
+        [0, *(v.label for v in computed.values())],
         status=status,
         ran=sorted(book.ran),
         replays=book.replays,
@@ -216,29 +220,17 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
         difference=book.widest or Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0),
         error=book.error,
         extra=extra,
-        reason="; ".join(notes)[:1000],
+        reason="; ".join(filter(None, notes))[:1000],
         seconds=book.seconds,
     )
 
 
-def _failed(question: Question, member: str, reason: str, status: str = Status.ERROR, seconds: float = 0.0) -> Row:
-    return msgspec.structs.replace(_head(question, member), status=status, reason=reason, seconds=seconds)
-
-
 def _head(question: Question, member: str) -> Row:
     return Row(
-        probe=PROBE,
-        case=question.name,
-        operator=question.operator,
-        shape=dict(question.shape),
-        dtype=question.dtype,
-        device=question.device,
-        inputs="hard",
-        varied="class",
-        impl=member,
-        status="",
+        probe=PROBE, case=question.name, operator=question.operator, shape=dict(question.shape), dtype=question.dtype,
+        device=question.device, inputs="hard", varied="class", impl=member, status="",
         extra={"class": question.cls, "layout": question.layout, "inputs": list(question.kinds)},
-    )
+    )  # fmt: skip
 
 
 def where_it_differs(axis: str, every: Sequence[Value], left: Sequence[Value], *, alike: bool) -> str:
@@ -275,28 +267,28 @@ def _record(kept: Certificates, question: Question, book: _Book) -> None:
     are not the ones that differed, unless all of them agreed elsewhere: then none is trusted.
     """
     if book.replays_parted:
-        for member, key in dict.fromkeys(c for calls in book.certificates.values() for c in calls):
+        for member, key in dict.fromkeys(c for v in book.variants.values() for c in v.certificates):
             kept.record(member, key, False, f"{question.name}: the same call again gave other bits")
         return
-    answered = {v: calls for v, calls in book.certificates.items() if v in book.apart and v not in book.failed}
-    good = {c: v for v, calls in answered.items() if not book.apart[v] for c in calls}
+    answered = {value: v for value, v in book.variants.items() if not v.failure}
+    good = {c: value for value, v in answered.items() if not v.label for c in v.certificates}
     differing: dict[_Certificate, Value] = {}
-    for value in (v for v, apart in book.apart.items() if apart):
-        calls = book.certificates[value]
-        differing |= dict.fromkeys([c for c in calls if c not in good] or calls, value)
+    for value, v in book.variants.items():
+        if v.label:
+            differing |= dict.fromkeys([c for c in v.certificates if c not in good] or v.certificates, value)
     for (member, key), value in differing.items():
         kept.record(member, key, False, _evidence(question, book, value))
     for (member, key), value in good.items():
-        if book.compared[value] and (member, key) not in differing:
-            equal = f"{book.compared[value]} finite elements equal to the anchor's on {', '.join(question.kinds)}"
+        if answered[value].compared and (member, key) not in differing:
+            equal = f"{answered[value].compared} finite elements equal to the anchor's on {', '.join(question.kinds)}"
             kept.record(member, key, True, f"{question.axis}={value}: {equal}")
 
 
 def _evidence(question: Question, book: _Book, value: Value) -> str:
     if book.first is None or book.first[0] != value:
         return f"{question.name}, {question.axis}={value}: other bits than the anchor's"
-    _, kind, apart = book.first
-    evidence = f"{apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}"
+    _, kind, found = book.first
+    evidence = f"{found.mismatched} of {found.compared} elements differ, first at {found.first_mismatch}"
     return f"{question.name}, {question.axis}={value}, {kind}: {evidence}"
 
 
@@ -312,37 +304,32 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
     what the timed one of the nearest size does. On a GPU each member of each dtype compiles once, as long as the
     median of those did: the first of all also loads what every kernel needs.
     """
-    until = clock() + _SAMPLED_S
+    until, work = clock() + _SAMPLED_S, [_work(item.question) for item in planned]
     groups: dict[tuple[str, str], list[int]] = {}
-    for place in sorted(range(len(planned)), key=lambda i: _work(planned[i].question)):
-        groups.setdefault((planned[place].question.operator, planned[place].question.cls), []).append(place)
+    for i in sorted(range(len(planned)), key=work.__getitem__):
+        groups.setdefault((planned[i].question.operator, planned[i].question.cls), []).append(i)
     timed: dict[int, _Cost] = {}
     for turn in range(_SAMPLED):
-        for places in sorted(groups.values(), key=len, reverse=True):
-            place = places[(len(places) // 2, -1, 0)[turn]]
-            if clock() < until and place not in timed:
-                timed[place] = _timed(planned[place], clock)
+        for group in sorted(groups.values(), key=len, reverse=True):
+            i = group[(len(group) // 2, -1, 0)[turn]]
+            if clock() < until and i not in timed:
+                timed[i] = _timed(planned[i], clock)
 
-    compiles = statistics.median(cost.first for cost in timed.values()) if timed else 0.0
+    compiles = statistics.median(first for *_, first in timed.values()) if timed else 0.0
     compiled: set[tuple[str, ...]] = set()
     seconds = []
-    for item in planned:
-        question, own = item.question, _work(item.question)
-        group = [i for i in groups[question.operator, question.cls] if i in timed] or list(timed)
-        cost = timed[min(group, key=lambda i: abs(math.log(_work(planned[i].question) / own)))]
+    for item, own in zip(planned, work, strict=True):
+        question = item.question
+        near = [i for i in groups[question.operator, question.cls] if i in timed] or list(timed)
+        shared, each, _ = timed[min(near, key=lambda i: abs(math.log(work[i] / own)))]
         new = {(question.operator, question.cls, question.dtype, name) for name in item.members} - compiled
         compiled |= new
         first = compiles * len(new) if question.device == "cuda" else 0.0
-        seconds.append(len(question.kinds) * (cost.shared + len(item.members) * cost.each) + first)
+        seconds.append(len(question.kinds) * (shared + len(item.members) * each) + first)
     return seconds
 
 
-class _Cost(NamedTuple):
-    """Seconds per kind of input: inputs and the anchor's answer; one member's answers; its first call."""
-
-    shared: float
-    each: float = 0.0
-    first: float = 0.0
+_Cost = tuple[float, float, float]  # seconds per kind of input: what is shared; one member's answers; its first call
 
 
 def _work(question: Question) -> float:
@@ -350,8 +337,8 @@ def _work(question: Question) -> float:
 
 
 def _timed(item: Assignment, clock: Callable[[], float]) -> _Cost:
-    """The cost of one member, from its first and its last variant, and the shared cost. First calls are separate,
-    because they may compile, or load what all others use."""
+    """The cost of one member, from its first and its last variant, and of inputs and the anchor's answer, which are
+    shared. First calls are separate, because they may compile, or load what all others use."""
     question, member, began = item.question, next(iter(item.members.values())), clock()
 
     def seconds(call: Callable[[], Any]) -> float:
@@ -371,9 +358,9 @@ def _timed(item: Assignment, clock: Callable[[], float]) -> _Cost:
             first += seconds(answer)
             each.append(seconds(answer))
     except Exception:  # noqa: BLE001 - its rows will say why; what fails takes hardly any time
-        return _Cost(clock() - began)
+        return clock() - began, 0.0, 0.0
     share = 0.5  # of the last variant in a typical one: by its rows
     if isinstance(low, int) and isinstance(high, int) and high > low:
         share = statistics.mean((int(v) - low) / (high - low) for v in question.values)
     answers = len(question.values) + 2 / len(question.kinds)  # two answers are computed twice
-    return _Cost(shared, answers * (each[0] + share * (each[1] - each[0])), max(0.0, first - sum(each)))
+    return shared, answers * (each[0] + share * (each[1] - each[0])), max(0.0, first - sum(each))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from nondet.core.compare import float_dtypes
 from nondet.core.inputs import generator, product_operands
 from nondet.core.operands import drawn, laid_out, rows_of
 from nondet.core.operator import INVARIANT, ONE_ROW, CertifyCell, Shape, Sizes
@@ -26,19 +25,17 @@ Inputs = tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """Rows of a batch, whose variants are the numbers of rows: products, operators over the last axis."""
+class Question(CertifyCell):
+    """Rows of a batch, whose variants are the numbers of rows: products, operators over the last axis.
+
+    The layout of products "nt" has the second operand by columns, "nn" by rows, "tn" also the first by columns; that of
+    FP8 products has the scales and the result's dtype.
+    """
 
     operator: str
     cls: str
     dtype: str
     device: str
-    # `shape`, `layout`, `values`, `kinds`: as in `CertifyCell`. For products "nt" has the second operand by columns,
-    # "nn" by rows, "tn" also the first by columns; FP8 products have the scales and the result's dtype.
-    shape: Shape
-    layout: str
-    values: tuple[int | str, ...]
-    kinds: tuple[str, ...]
     one_row: bool = False  # the anchor is the invariant implementation on each row by itself
     seed: int = 0
 
@@ -47,12 +44,6 @@ class Question:
         """Unique within class, dtype, device and member."""
         sizes = " ".join(f"{axis}={size}" for axis, size in self.shape.items())
         return f"{self.cls} {self.operator} {sizes} {self.layout}".strip()
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
     @property
     def axis(self) -> str:
@@ -72,7 +63,7 @@ class Question:
 
     def prepare(self, kind: str) -> Inputs:
         """The operands of the whole batch."""
-        operator, dtype = declared()[self.operator], self.torch_dtype
+        operator, dtype = declared()[self.operator], getattr(torch, self.dtype)
         if operator.drawn_by is not None:
             draw = load_object(operator.drawn_by)
             operands: Inputs = draw(kind, self.layout, self.sizes, dtype, self.device, self.seed)
@@ -186,7 +177,7 @@ class GroupedQuestion(Question):
     def prepare(self, kind: str) -> Inputs:
         """(x, weight, experts by row): row i is always at the same expert."""
         E, K, N, R = (*(self.shape[axis] for axis in "EKN"), int(self.whole))
-        x, weight = product_operands(kind, (R, K), (E * N, K), self.torch_dtype, self.device, self.seed)
+        x, weight = product_operands(kind, (R, K), (E * N, K), getattr(torch, self.dtype), self.device, self.seed)
         # squared, so that some experts have many rows, and some none
         spread = (torch.rand(R, generator=generator(self.seed, "cpu")).square() * E).long()
         return x, weight.view(E, N, K).mT, spread.to(self.device)
@@ -238,7 +229,8 @@ def operator_named(name: str, device: str) -> str:
 def plan(wish: Wish) -> list[Assignment]:
     """All questions, in order, planned before the first is tested. Raises UserError: an unknown operator, class,
     member, dtype or input; sizes that make no sense; nothing to test."""
-    _check(wish)
+    if wish.impls and not wish.operators and wish.cls is None:
+        raise UserError("--impl without an operator", "Name the one whose signature it has, as in `certify linear`.")
     names = [operator_named(n, wish.device) for n in wish.operators]
     if not names:
         names = class_operators(wish.device)
@@ -257,10 +249,9 @@ def plan(wish: Wish) -> list[Assignment]:
         raise UnknownNameError("member", unknown[0], known)
     if not assignments:
         given = [f"--{o} {', '.join(v)}" for o, v in (("dtype", wish.dtypes), ("inputs", wish.inputs)) if v]
-        what = (
-            f"no class of {', '.join(wish.operators) or 'any operator'} on {wish.device} takes {' with '.join(given)}"
-        )
-        raise UserError(f"nothing to certify: {what}", "See `nondet certify --help-all`.")
+        of = ", ".join(wish.operators) or "any operator"
+        what = f"nothing to certify: no class of {of} on {wish.device} takes {' with '.join(given)}"
+        raise UserError(what, "See `nondet certify --help-all`.")
     return assignments
 
 
@@ -287,17 +278,10 @@ def _question(wish: Wish, operator: str, cls: NumericsClass, dtype: str, cell: C
         largest = max(wish.m)
         values = tuple(sorted({*(int(v) for v in values if int(v) <= largest), largest}))
     return _QUESTIONS.get(operator, Question)(
-        operator=operator,
-        cls=cls.name,
-        dtype=dtype,
-        device=wish.device,
-        shape=cell.shape,
-        layout=cell.layout,
-        values=values,
-        kinds=tuple(k for k in kinds if wish.inputs is None or k in wish.inputs),
-        one_row=cls.anchors[operator] == ONE_ROW,
+        cell.shape, values, tuple(k for k in kinds if wish.inputs is None or k in wish.inputs), cell.layout, cell.tiles,
+        operator=operator, cls=cls.name, dtype=dtype, device=wish.device, one_row=cls.anchors[operator] == ONE_ROW,
         seed=wish.seed,
-    )
+    )  # fmt: skip
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -314,26 +298,10 @@ def _load(operator: str, target: str, device: str) -> Call:
 def _members(operator: str, cls: NumericsClass, dtype: str, device: str) -> tuple[dict[str, Call], dict[str, Call]]:
     """The members without families, and all members."""
     few: dict[str, Call] = {}
-    every: dict[str, Call] = {}
+    families: dict[str, Call] = {}
     for name, target in cls.members[operator].items():
         if name.endswith("/*"):
-            prefix = name.removesuffix("*")
-            every |= {f"{prefix}{tile}": call for tile, call in load_object(target)(dtype).items()}
-            continue
-        few[name] = every[name] = _load(operator, target, device)
-    return few, every
-
-
-def _check(wish: Wish) -> None:
-    if wish.impls and not wish.operators and wish.cls is None:
-        raise UserError("--impl without an operator", "Name the one whose signature it has, as in `certify linear`.")
-    for option, value in (("--m", max(wish.m) if wish.m else None), ("--k", wish.k), ("--n", wish.n)):
-        if value is not None and not 1 <= value <= 2**24:
-            raise UserError(f"{option} {value} makes no sense", "Give a size from 1 to 16,777,216.")
-    for dtype in wish.dtypes or ():
-        names = [str(d).removeprefix("torch.") for d in float_dtypes()]
-        if dtype not in names:
-            raise UnknownNameError("floating dtype", dtype, names)
-    for kind in wish.inputs or ():
-        if kind not in PRODUCT_INPUTS:
-            raise UnknownNameError("kind of input", kind, PRODUCT_INPUTS)
+            families |= {f"{name[:-1]}{tile}": call for tile, call in load_object(target)(dtype).items()}
+        else:
+            few[name] = _load(operator, target, device)
+    return few, few | families

@@ -214,10 +214,10 @@ def _row_probes() -> dict[str, tuple[str, str]]:
 
 
 PROBES: dict[str, tuple[str, str]] = {
-    "float-sum": ("nondet.probes.float_sum:FloatSum", "only the order of a sum: 102 results from one list of numbers"),
+    "float-sum": ("nondet.probes.additions:FloatSum", "only the order of a sum: 102 results from one list of numbers"),
     "matmul": ("nondet.probes.matmul:Matmul", "matmul rows while batch size, position, neighbours and call order vary"),
     "split-k": (
-        "nondet.probes.split_k:SplitK",
+        "nondet.probes.additions:SplitK",
         "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
     ),
     "grouped-matmul": (
@@ -238,7 +238,7 @@ PROBES: dict[str, tuple[str, str]] = {
         "in which order row 0 of a sum or product is added: its reduction tree, proven by predicting bits",
     ),
     "reduction": ("nondet.probes.rows:Reduction", "one row of sum and mean while the number of rows changes"),
-    "atomics": ("nondet.probes.atomics:Atomics", "index_add and scatter_add, the same call again and again"),
+    "atomics": ("nondet.probes.additions:Atomics", "index_add and scatter_add, the same call again and again"),
     "backward": (
         "nondet.probes.backward:Backward",
         "gradients while batch and micro-batch change, and run to run: attention, norms, softmaxes, weights",

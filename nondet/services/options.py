@@ -188,9 +188,10 @@ PROBED = OneOf((*FLOATS.names, "float8_e4m3fn", "float8_e5m2"), FLOATS.what)  # 
 DTYPES = Annotated[
     list[str] | None, opt("bfloat16, float16, float32, ... Repeatable.", complete=choices(*PROBED.names)), PROBED
 ]
-LARGEST_M = Annotated[int | None, opt("Largest M (rows) of the sweep.")]
-K = Annotated[int | None, opt("K, the axis that is summed.")]
-N = Annotated[int | None, opt("N, the output features.")]
+SIZES = Range(1, 2**24)
+LARGEST_M = Annotated[int | None, opt("Largest M (rows) of the sweep."), SIZES]
+K = Annotated[int | None, opt("K, the axis that is summed."), SIZES]
+N = Annotated[int | None, opt("N, the output features."), SIZES]
 PRESET = Annotated[str | None, opt("Layer shapes of a real model, e.g. qwen3-8b.", complete=SHAPES)]
 MODEL_FOLDER = Annotated[Path | None, opt("Folder or config.json to read layer shapes from.", "--model")]
 INPUTS = Annotated[

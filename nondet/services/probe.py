@@ -44,7 +44,7 @@ class ProbeRequest(Request):
     preset: o.PRESET = None
     model: o.MODEL_FOLDER = None
     inputs: o.INPUTS = None
-    runs: Annotated[int | None, o.opt("Repetitions of run-to-run cases.")] = None
+    runs: Annotated[int | None, o.opt("Repetitions of run-to-run cases."), o.Range(2, _RUNS_MOST)] = None
     ranks: Annotated[str | None, o.opt('Numbers of ranks for all-reduce: "2,4".')] = None
     full: Annotated[bool, o.opt("The long sweep (M up to 4096) instead of the default list.", "--full")] = False
     map: Annotated[
@@ -75,9 +75,8 @@ class ProbeRequest(Request):
             raise UserError(f"--map {self.map!r} is no map", "Give mn (M and N) or mk (M and K).")
         if self.map and names != ["matmul"]:
             raise UserError("--map is of products", "Give it with `nondet probe matmul`.")
-        if self.workers is not None and not 1 <= self.workers <= _WORKERS_MOST:
-            what = f"--jobs {self.workers} makes no sense"
-            raise UserError(what, f"Give a number of processes from 1 to {_WORKERS_MOST}.")
+        if self.workers is not None:
+            o.Range(1, _WORKERS_MOST).check("--jobs", self.workers)
 
 
 def probe(request: ProbeRequest, sink: Sink) -> Path:
@@ -119,7 +118,6 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
         )  # fmt: skip
         if met is not None:
             options = met.options(options)
-        _check(options)
         if options.ranks is not None:  # before workers start; ranks that share a GPU also have an order
             check_worlds(options.ranks, target if probes != ["reduction-order"] else "cpu")
         order = Order.of(probes, impls, options, request.seed)
@@ -175,13 +173,3 @@ def _as_operator(names: list[str], impls: list[str]) -> list[str]:
     if len(operators) != 1 or first[OPERATOR_PROBES[operators[0]]] == operators[0]:
         return impls
     return [f"{operators[0]}={impl}" if ":" in impl and "=" not in impl else impl for impl in impls]
-
-
-def _check(options: Any) -> None:
-    """All options are checked, even those that these probes ignore, because a typing error must not pass silently."""
-    from nondet.probes import base
-
-    for flag, value in (("--m", options.m), ("--k", options.k), ("--n", options.n)):
-        base.size(flag, value, 1)
-    if base.runs(options, 2) > _RUNS_MOST:
-        raise UserError(f"--runs {options.runs} would never end", f"Give from 2 to {_RUNS_MOST:,}.")
