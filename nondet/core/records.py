@@ -52,23 +52,16 @@ class Axis(StrEnum):
     OTHER = "other"
 
 
-# What varied -> its kind, where a case does not give one. Anything else is a kind of its own: bits depend on length.
-_AXES: dict[str, Axis] = {
-    "run": Axis.RUN,
-    "batch_size": Axis.BATCH,
-    "position": Axis.BATCH,
-    "micro_batch": Axis.BATCH,  # sequences whose gradient is added at a time
-    "query_chunk": Axis.BATCH,
-    "routing": Axis.BATCH,  # which experts the other tokens go to
-    "cache": Axis.BATCH,
-    "load": Axis.BATCH,
-    "neighbour_values": Axis.BATCH,
-    "neighbour_length": Axis.BATCH,
-    "history": Axis.RUN,  # the same call at another moment
-    "prompt_length": Axis.BATCH,  # more tokens of the same prompt are in the batch
-    "split": Axis.ORDER,
-    "order": Axis.ORDER,
+# What varied, by its kind, where a case does not give one. Anything else is `Axis.OTHER`: bits depend on length.
+_VARIED = {
+    Axis.RUN: ("run", "history"),
+    Axis.BATCH: (
+        *("batch_size", "position", "micro_batch", "query_chunk", "routing", "cache", "load"),
+        *("neighbour_values", "neighbour_length", "prompt_length"),  # more tokens of the same prompt are in the batch
+    ),
+    Axis.ORDER: ("split", "order"),
 }
+_AXES = {name: axis for axis, names in _VARIED.items() for name in names}
 
 
 class Role(StrEnum):
@@ -386,10 +379,6 @@ class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
     note: str = ""  # why nothing was tried, or what did not occur
 
 
-# Findings of a diagnosis and a trace that are not a fault -> whether that is an answer at all.
-_FAULTS: dict[str, bool | None] = {"no divergence observed": False, "unknown": None}
-
-
 class Conclusion(Record, frozen=True, kw_only=True):
     """What a diagnosis or a trace came to."""
 
@@ -400,7 +389,7 @@ class Conclusion(Record, frozen=True, kw_only=True):
     @property
     def is_fault(self) -> bool | None:
         """Whether something diverged or is wrong; None where that has no answer."""
-        return _FAULTS.get(self.finding, True)
+        return None if self.finding == "unknown" else self.finding != "no divergence observed"
 
 
 class Diagnosis(Conclusion, frozen=True, tag="diagnosis", kw_only=True):
@@ -505,29 +494,19 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerSeen(ImplementationRecord, frozen=True, tag="server", kw_only=True):
-    """What a server reported about itself when a run began or was resumed.
-
-    Attributes:
-        impl: What its completions are filed under: "server", or "server-2" for a second one.
-        number: 0 when the run began, then one more each time that it was resumed.
-        url: Its address, without what could be a secret.
-        model: The name that was requested.
-        answered_as: The name in its answers.
-        known_by: What completions are compared by: "ids", "bytes" or "text".
-        software: What it seems to be by its pages, with its version; "" where that is unknown.
-    """
+    """What a server, "server" or "server-2", reported about itself when a run began or was resumed."""
 
     keyed_by = ("impl", "number")
-    number: Whole
-    url: str
+    number: Whole  # 0 when the run began, then one more each time that it was resumed
+    url: str  # without what could be a secret
     protocol: str
-    model: str
-    answered_as: str
+    model: str  # the name that was requested,
+    answered_as: str  # and the name in its answers
     listed: list[str]
     fingerprint: str
-    known_by: str
+    known_by: str  # what completions are compared by: "ids", "bytes" or "text"
     logprobs: bool
-    software: str = ""
+    software: str = ""  # what it seems to be by its pages, with its version; "" where that is unknown
 
 
 class ContractAnswer(ImplementationRecord, frozen=True, tag="contract", kw_only=True):
@@ -650,7 +629,8 @@ class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_on
     keyed_by = ("impl", "seed", "step")
     seed: Count
     step: Count  # from 0
-    reward: float | None = None  # mean over the rollouts; None of a step that failed, or where there is none
+    # mean over the rollouts; None of a step that failed, or where there is none
+    reward: Annotated[float, msgspec.Meta(gt=-NUMBER_MOST, lt=NUMBER_MOST)] | None = None
     entropy: Figure | None = None  # nats per token, mean over the sampled positions, as the trainer computes it
     grad_norm: Figure | None = None  # over all weights, before it is clipped
     rollouts: Count = 0
@@ -845,10 +825,7 @@ class TraceVerdict(Conclusion, frozen=True, tag="trace_verdict", kw_only=True):
     seconds: float = 0.0
 
 
-# Runs: the JSONL file that holds records, as it is in memory, and the one table of kinds of record.
-#
-# A run file is one header line (format, schema, environment, plan), then one line for each record, flushed as the
-# record is made, then one end line. Every report is rendered from these records only.
+# A run file is one header line (format, schema, environment, plan), then one line for each record, then one end line.
 #
 # A new kind of record is one class (a `Record` with a tag and a key) and one field of `Run`: what the reader decodes,
 # where it stores it, and by what a resumed run skips it all follow from the fields of `Run`.
@@ -939,9 +916,8 @@ RECORDS: dict[type[Record], str] = {
 }
 
 
-def line_decoder() -> msgspec.json.Decoder[Any]:
-    """A decoder for any line of a run file: its header, a record of any kind, its end."""
-    return msgspec.json.Decoder(Union[(Header, End, *RECORDS)])
+# Decodes any line of a run file: its header, a record of any kind, its end.
+LINE: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[(Header, End, *RECORDS)])
 
 
 # What a reader checks of a run file and its side file: each record by itself, and with its plan and other records.
@@ -972,8 +948,7 @@ def _count(field: str, *values: int, most: int) -> None:
 
 
 def _tree(field: str, root: Any) -> None:
-    """Free-form data: not deeper than ours, no endless integer. A loop, because recursion would overflow the stack.
-    That every other number is finite, and fits its field, the types of the records say."""
+    """Free-form data: not deeper than ours, no endless integer. A loop, because recursion would overflow the stack."""
     pending: list[tuple[Any, int]] = [(root, 0)]
     while pending:
         value, depth = pending.pop()
@@ -998,9 +973,8 @@ def _row(row: Row) -> None:
         _need(list(sizes.values()) == row.class_sizes, "class_sizes", f"{row.class_sizes[:8]}, counted {sizes}"[:200])
     _need(row.distinct <= max(row.trials, 1), "distinct", f"{row.distinct} of {row.trials} trials")
     if row.status == Status.IDENTICAL:
-        _need(
-            row.distinct <= 1 and not row.replays_parted, "status", f"identical, with {row.distinct} distinct results"
-        )
+        same = row.distinct <= 1 and not row.replays_parted
+        _need(same, "status", f"identical, with {row.distinct} distinct results")
     if (found := row.difference) is not None:
         _count("difference.mismatched", found.mismatched, most=found.compared)
         _count("difference.nonfinite", found.nonfinite, most=found.mismatched)
@@ -1021,8 +995,7 @@ def _row(row: Row) -> None:
 def _completion(c: Completion) -> None:
     _count("nonfinite", c.nonfinite, most=c.n_tokens)
     _count("batch_min", c.batch_min, most=c.batch_max)
-    for name, digest in (("trace", c.trace), ("tokens_digest", c.tokens_digest)):
-        _need(bool(digest) or c.status != "ok", name, "a completion without one")
+    _need(bool(c.trace and c.tokens_digest) or c.status != "ok", "trace", "a completion without one, or without tokens")
     _schedule("schedule", c.schedule)
     if (s := c.served) is not None:
         first = s.done if s.first is None else s.first
@@ -1032,11 +1005,9 @@ def _completion(c: Completion) -> None:
 def _schedule(field: str, schedule: list[list[int]]) -> None:
     """[first step, steps, query tokens], one after the other."""
     end = 0
-    for part in schedule:
-        first, steps, tokens = part
-        _need(end <= first, field, f"step {str(first)[:40]} comes after step {end}")
-        for value in (steps, tokens):
-            _need(1 <= value <= TOKENS_MOST, field, f"{str(value)[:40]} is not from 1 to {TOKENS_MOST}")
+    for first, steps, tokens in schedule:
+        _need(end <= first, field, f"step {first} comes after step {end}")
+        _need(steps > 0 and 0 < tokens <= TOKENS_MOST, field, f"{steps} steps of {tokens} tokens")
         end = first + steps
         _need(end <= STEPS_MOST, field, f"goes beyond step {STEPS_MOST:,}")
 
@@ -1060,14 +1031,9 @@ def _training_step(step: TrainingStep) -> None:
     _need(step.status == "error" or bool(step.tokens and step.weights_digest), "tokens", "a step without any")
     for name, most in (("differ", step.tokens), ("outside", step.tokens), ("flat", step.groups), ("alike", step.flat)):
         _count(name, getattr(step, name), most=most)
-    _need(abs(step.reward or 0.0) < NUMBER_MOST, "reward", "too large a number")
     _need(step.ratio_least <= step.ratio_most, "ratio_least", "is above the largest")
     alike = step.k3 == step.outside == 0 and step.mult_prob_error in (None, 1.0)
     _need(step.differ > 0 or alike, "k3", "a KL between logprobs of equal bits")
-
-
-def _tape(tape: Tape) -> None:
-    _tree("tape", msgspec.to_builtins(tape))
 
 
 def _step(step: Step) -> None:
@@ -1099,7 +1065,7 @@ _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     Completion: _completion,
     Round: _round,
     Cell: _cell,
-    Tape: _tape,
+    Tape: lambda record: _tree("tape", msgspec.to_builtins(record)),
     TrainingStep: _training_step,
     Step: _step,
     Culprit: _culprit,

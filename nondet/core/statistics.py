@@ -56,9 +56,9 @@ def confidence_sequence(k: float, n: float) -> tuple[float, float]:
     """A 95% interval for a rate that holds at every n at once, so that you can look, and stop, at any time.
 
     All rates p under which the mixture of likelihoods over Beta(1/2, 1/2) is below 20 times the likelihood of p. That
-    ratio is a martingale under p, which reaches 20 with a probability of at most 1/20 (Ville). Counts may be fractional:
-    trials in rounds count as the trials over those of the largest round, and it holds whatever the correlation within a
-    round (`round_interval` is narrower). Raises ValueError: k and n are not a rate.
+    ratio is a martingale under p, which reaches 20 with a probability of at most 1/20 (Ville). Counts may be
+    fractional: trials in rounds count as the trials over those of the largest round, and it holds whatever the
+    correlation within a round (`round_interval` is narrower). Raises ValueError: k and n are not a rate.
     """
     if n <= 0 or not 0 <= k <= n:
         raise ValueError(f"{k} of {n} is no rate")
@@ -220,8 +220,8 @@ class LogRank(NamedTuple):
 def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -> LogRank:
     """The log-rank test, stratified: each prompt is compared with itself, and the differences are summed.
 
-    `strata` has (times, differs) of the first and of the second sample of each prompt. The division by the effect, as in
-    `kaplan_meier`, is a first-order correction for completions that come in rounds.
+    `strata` has (times, differs) of the first and of the second sample of each prompt. The division by the effect,
+    as in `kaplan_meier`, is a first-order correction for completions that come in rounds.
     """
     observed, expected, variance = 0, 0.0, 0.0
     for one, other in strata.values():

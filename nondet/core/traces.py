@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.core.records import ContradictionError, Run
-from nondet.core.runfile import PACKED, AnyRecord, RunWriter, decode, disk_errors, encoded, lines_of, no_link
+from nondet.core.runfile import AnyRecord, RunWriter, decode, disk_errors, encoded, lines_of, no_link, traces_path
 from nondet.errors import UnrecordableError, UserError, one_line, shortened
 
 _TOKEN_MOST = 2**31 - 1
@@ -71,12 +71,6 @@ class WholePrompt(msgspec.Struct, frozen=True, tag="prompt", kw_only=True):
 
 
 _LINE: msgspec.json.Decoder[Trace | Pieces | WholePrompt] = msgspec.json.Decoder(Trace | Pieces | WholePrompt)
-
-
-def traces_path(run: Path) -> Path:
-    """RUN.jsonl -> RUN.traces.jsonl; likewise with .gz or .xz at the end."""
-    packed = run.suffix if run.suffix in PACKED else ""
-    return run.with_name(run.name.removesuffix(packed).removesuffix(".jsonl") + ".traces.jsonl" + packed)
 
 
 def tokens_digest(token_ids: list[int]) -> str:

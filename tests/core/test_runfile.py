@@ -17,8 +17,8 @@ import torch
 
 from nondet.core.compare import error_against
 from nondet.core.records import SCHEMA_VERSION, Completion, MismatchRollout, Row, Served, Status, TrainingStep
-from nondet.core.runfile import RunWriter, open_run, read_run, write_run
-from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
+from nondet.core.runfile import RunWriter, open_run, read_run, traces_path, write_run
+from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest
 from nondet.errors import UnrecordableError, UserError
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}

@@ -31,8 +31,8 @@ from nondet.core.statistics import (
 
 
 def test_wilson_ends_solve_its_equation() -> None:
-    """Both ends satisfy (k/n - p)^2 = z^2 p (1 - p) / n, Wilson's definition, and enclose the share. 10 of 20 gives 0.2993
-    to 0.7007, as in Brown, Cai and DasGupta's tables. Counts that are no rate are refused."""
+    """Both ends satisfy (k/n - p)^2 = z^2 p (1 - p) / n, Wilson's definition, and enclose the share. 10 of 20 gives
+    0.2993 to 0.7007, as in Brown, Cai and DasGupta's tables. Counts that are no rate are refused."""
     for k, n in [(0, 10), (1, 10), (8, 60), (500, 1000), (999, 1000), (10, 10)]:
         low, high = wilson(k, n)
         assert low <= k / n <= high

@@ -28,8 +28,9 @@ from nondet.core.runfile import (
     read_whole,
     replace_text,
     replacing,
+    traces_path,
 )
-from nondet.core.traces import TraceWriter, traces_path
+from nondet.core.traces import TraceWriter
 from nondet.errors import UserError
 from nondet.services.sample import prompt_text
 from tests.build import Command, header, line, row

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from nondet.core.records import Run
-from nondet.core.runfile import read_run
-from nondet.core.traces import check_traces, read_traces, traces_path
+from nondet.core.runfile import read_run, traces_path
+from nondet.core.traces import check_traces, read_traces
 from tests.build import tiers
 from tests.endpoint.honest import serving
 

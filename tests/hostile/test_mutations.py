@@ -24,8 +24,8 @@ from rich.console import Console
 from nondet.commands.output import PipedConsole, put, say
 from nondet.core import runfile
 from nondet.core.records import Completion, ContractAnswer, End, Record, Row, Served, ServerSeen, Traffic
-from nondet.core.runfile import disk_errors, lines_of, open_run, read_run
-from nondet.core.traces import Trace, TraceWriter, trace_digest, traces_path
+from nondet.core.runfile import disk_errors, lines_of, open_run, read_run, traces_path
+from nondet.core.traces import Trace, TraceWriter, trace_digest
 from nondet.diff import diff_runs
 from nondet.errors import UserError
 from nondet.reports import diff, gate, html, markdown, terminal
@@ -313,7 +313,7 @@ def test_lists_without_end_are_refused_before_they_are_decoded(tmp_path: Path, m
         list(lines_of(tmp_path / "bomb.jsonl.gz"))
     monkeypatch.setattr(runfile, "_NESTED_LEAST", 250_000)
     (tmp_path / "plain.jsonl").write_bytes(bomb)
-    with pytest.raises(UserError, match="more than 250,000 lists and objects by line 2"):
+    with pytest.raises(UserError, match="lists and objects by line 2"):
         read_run(tmp_path / "plain.jsonl")
     assert max(map(len, decoded)) < 10_000
 
