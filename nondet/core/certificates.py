@@ -300,7 +300,7 @@ def read_folder(folder: Path | None = None) -> list[CertificatesFile]:
 
 
 def cache_folder() -> Path | None:
-    """Where certificates are kept: NONDET_CACHE, XDG_CACHE_HOME/nondet, or ~/.cache/nondet; None if there is no home."""
+    """Where certificates are kept: NONDET_CACHE, XDG_CACHE_HOME/nondet or ~/.cache/nondet; None if there is no home."""
     if chosen := os.environ.get("NONDET_CACHE"):
         return Path(chosen) / "certificates"
     shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
