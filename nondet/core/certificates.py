@@ -153,13 +153,12 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A line of the file: a certificate, or (certificate null) the description behind the machine digest."""
+    """A line of the file."""
 
     format: str
     schema: int
     machine: str
-    certificate: Certificate | None = None
-    described: dict[str, Any] | None = None
+    certificate: Certificate
     check: str = ""
 
 
@@ -168,15 +167,6 @@ _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Line)
 # raised on a hostile line, when it is read or written again: endless nesting, odd letters, endless numbers
 _ODD = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
-
-
-class CertificatesFile(msgspec.Struct, kw_only=True):
-    """A file as read. `ignored` counts cut-off and corrupt lines, and those of older schemas or other machines."""
-
-    path: str
-    machine: str = ""
-    certificates: list[Certificate] = []
-    ignored: int = 0
 
 
 class Certificates:
@@ -249,7 +239,12 @@ class Certificates:
 
     def _load(self, path: Path) -> None:
         try:
-            found = _read(path, self.machine)
+            with _open(path, "rb") as stream:
+                data = stream.read(_FILE_MOST + 1)
+            if len(data) > _FILE_MOST:
+                raise OSError(f"more than {_FILE_MOST} bytes")
+        except (FileNotFoundError, NotADirectoryError):
+            return
         except OSError as error:
             self.path = None
             _warn(
@@ -257,46 +252,32 @@ class Certificates:
                 "kept for this process only (mend or delete it, or set NONDET_CACHE to a folder of your own)"
             )
             return
-        if found is None:
-            return
-        for proof in found.certificates:
-            if proof.sources == kernels_digest(proof.key):  # else its kernels have changed: proven again when needed
+        ignored = 0
+        for line in filter(None, data.split(b"\n")):
+            proof = _opened(line, self.machine)
+            ignored += proof is None
+            # of kernels that have changed since: proven again when needed
+            if proof is not None and proof.sources == kernels_digest(proof.key):
                 self._remember(proof)
-        if found.ignored:
+        if ignored:
             _warn(
-                f"{found.ignored} lines of {path} are cut off, corrupt, older or foreign and were ignored; what they "
+                f"{ignored} lines of {path} are cut off, corrupt, older or foreign and were ignored; what they "
                 "said is unknown until it is proven again (delete the file to be rid of this warning)"
             )
 
     def _append(self, path: Path, proof: Certificate) -> None:
-        ours: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "machine": self.machine}
-        data = b"\n" + _sealed(_Line(**ours, certificate=proof))
+        line = _Line(format=FORMAT, schema=SCHEMA, machine=self.machine, certificate=proof)
+        data = b"\n" + _sealed(line)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _open(path, "ab") as stream:
                 end = stream.tell()
-                if not end:
-                    data = _sealed(_Line(**ours, described=self.described)) + data
                 if end + len(data) > _FILE_MOST // 2:
                     raise OSError(f"{len(data)} bytes more than the {end} that it has are not read again")
                 stream.write(data)  # one write at the current end of the file
         except OSError as error:
             self.path = None
             _warn(f"certificates can't be kept in {path} ({error.strerror or error}): they last for this process only")
-
-
-def read_folder(folder: Path | None = None) -> list[CertificatesFile]:
-    """Every file of certificates in the cache folder, of this machine and of others."""
-    folder = cache_folder() if folder is None else folder
-    if folder is None or not folder.is_dir():
-        return []
-    files = []
-    for path in sorted(folder.glob("*.jsonl")):
-        try:
-            files.append(_read(path, None))
-        except OSError as error:
-            _warn(f"certificates in {path} can't be read ({error.strerror or error}) and were ignored")
-    return [found for found in files if found is not None]
 
 
 def cache_folder() -> Path | None:
@@ -349,27 +330,6 @@ def _mixed() -> bool:
     return len({(c.name, c.major, c.minor, c.multi_processor_count) for c in cards}) > 1
 
 
-def _read(path: Path, expected: str | None) -> CertificatesFile | None:
-    """The file's whole lines of one machine: the expected one, or the first that is named; None without a file."""
-    try:
-        with _open(path, "rb") as stream:
-            data = stream.read(_FILE_MOST + 1)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if len(data) > _FILE_MOST:
-        raise OSError(f"more than {_FILE_MOST} bytes")
-    found = CertificatesFile(path=str(path), machine=expected or "")
-    for raw in filter(None, data.split(b"\n")):
-        line = _opened(raw)
-        if line is None or line.machine != (found.machine or line.machine):
-            found.ignored += 1
-            continue
-        found.machine = line.machine
-        if line.certificate is not None:
-            found.certificates.append(line.certificate)
-    return found
-
-
 def _open(path: Path, mode: str) -> FileIO:
     """The file, opened without a wait and through no link, if no other user may write it or its folder."""
     if path.is_symlink() or path.parent.is_symlink():
@@ -402,13 +362,14 @@ def _sealed(line: _Line) -> bytes:
     return _ENCODER.encode(line)
 
 
-def _opened(raw: bytes) -> _Line | None:
-    """The line, if it is whole, ours, of a known schema, and its checksum fits."""
+def _opened(raw: bytes, machine: str) -> Certificate | None:
+    """The proof of a line, if it is whole, ours, of this machine and schema, and its checksum fits."""
     try:
         line = _DECODER.decode(raw)
-        return line if line.format == FORMAT and line.schema == SCHEMA and _sealed(line) == raw else None
+        known = (line.format, line.schema, line.machine) == (FORMAT, SCHEMA, machine) and _sealed(line) == raw
     except _ODD:
         return None
+    return line.certificate if known else None
 
 
 def _slug(described: dict[str, Any]) -> str:
