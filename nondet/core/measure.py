@@ -23,13 +23,9 @@ from nondet.core.records import Axis, ErrorFigures, Row, Status, Value
 from nondet.core.watch import Watch
 from nondet.errors import UserError, WrongResultError
 
-# The names of the device kernels that each variant of a case launched, from one profiler session per case.
-#
-# Only device activity is recorded, and read from the profiler's own list: matching kernels to operators through the
-# CPU's call stack, as `torch.profiler` does, takes longer than the measurement. Instead a kernel that nothing else
-# launches marks the beginning and the end of each variant; what ran between two marks belongs to the variant.
-
-# torch.nextafter is compiled into torch (no first-call compilation), and no probe or kernel of ours computes it.
+# One profiler session per case records device activity only: matching kernels to operators through the CPU's call
+# stack, as `torch.profiler` does, takes longer than the measurement. Instead a kernel that nothing else launches marks
+# the beginning and the end of each variant. torch.nextafter is compiled into torch, and no kernel of ours computes it.
 _MARK = "nextafter"
 _NOT_KERNELS = ("Memcpy", "Memset")  # they belong to the allocator or the launcher, not to the arithmetic
 
@@ -55,12 +51,9 @@ class VariantProfile:
             return [self._elsewhere.get(i, []) for i in range(variants)]
         if self._session is None:
             return []
-        events = [
-            (event.start_ns(), event.name())
-            for event in self._session.kineto_results.events()
-            if event.device_type() == torch.autograd.DeviceType.CUDA
-        ]
-        stretches = between_marks([name for _, name in sorted(events)])
+        cuda = torch.autograd.DeviceType.CUDA
+        events = [event for event in self._session.kineto_results.events() if event.device_type() == cuda]
+        stretches = between_marks([name for _, name in sorted((event.start_ns(), event.name()) for event in events)])
         if len(stretches) != len(self._marked):
             raise RuntimeError(f"the profiler saw {len(stretches)} of {len(self._marked)} variants")
         # a variant with many results was marked once, at its first index
