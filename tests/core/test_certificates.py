@@ -395,12 +395,7 @@ def test_a_hostile_line_is_one_line_ignored(tmp_path_factory: pytest.TempPathFac
     for line in [
         b"[" * 100_000,
         b'{"format":"nondet-certificate","schema":1,"x":' + b"[" * 100_000,
-        b'{"format":"nondet-certificate","schema":3,"machine":"m","certificate":{"a":'
-        + b'{"a":' * 900
-        + b"1"
-        + b"}" * 902,
-        b'{"format":"nondet-certificate","schema":3,"machine":"m","certificate":{"a":' + b"9" * 40 + b"}}",
-        b'{"format":"nondet-certificate","schema":3,"machine":"m","certificate":{"a":"\\ud800"}}',
+        b'{"format":"nondet-certificate","schema":3,"machine":"\\ud800","certificate":' + b"9" * 40 + b"}",
         b"1" * (2**20 + 1),
     ]:
         tmp_path = tmp_path_factory.mktemp("case")
@@ -448,7 +443,6 @@ def test_a_file_is_called_by_its_machine(tmp_path_factory: pytest.TempPathFactor
     for described, name in [
         ({"device": "cuda", "gpu": "NVIDIA H200", "cpu": "Xeon"}, "nvidia-h200"),
         ({"device": "cpu", "gpu": None, "cpu": "Intel(R) Xeon(R) @ 2.0"}, "intel-r-xeon-r-2-0"),
-        ({"device": "cpu"}, "cpu"),
         ({"device": "\u00b5"}, "machine"),
         ({"gpu": "x" * 60}, "x" * 48),
     ]:

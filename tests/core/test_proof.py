@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -193,37 +193,3 @@ def test_no_use_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None
     with first_uses() as uses:
         in_threads(*[prove] * 4)
     assert (uses.proofs, len(uses.stretches)) == (20, 20)
-
-
-def test_a_listener_is_not_lost_as_another_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes while another one looks for itself in the list is told; and who goes is itself, not its equal."""
-    leaving, gone = threading.Event(), threading.Event()
-
-    class Slow(list[FirstUses]):
-        def __iter__(self) -> Iterator[FirstUses]:
-            for one in self.copy():
-                yield one
-                leaving.set()
-                time.sleep(0.05)
-
-    def come_and_go() -> None:
-        with first_uses():
-            pass
-        gone.set()
-
-    def come_meanwhile() -> None:
-        leaving.wait(0.3)
-        with first_uses() as late:
-            assert gone.wait(30)
-            with proving():
-                pass
-            proofs.append(late.proofs)
-
-    proofs: list[int] = []
-    monkeypatch.setattr(launch, "_listeners_first_use", Slow())
-    with first_uses() as early:
-        in_threads(come_and_go, come_meanwhile)
-        with proving():
-            pass
-    assert proofs == [1]
-    assert early.proofs == 2
