@@ -35,19 +35,17 @@ certify = command_of(_certify)
 
 def _forget(kept: Certificates) -> None:
     """Delete what is kept for this machine; a `UserError` where that can't be."""
-    from nondet.core.certificates import forget
     from nondet.core.runfile import disk_errors
 
     with disk_errors(kept.path or Path(), "Check who owns the folder, or set NONDET_CACHE."):
-        gone = kept.path is not None and forget(kept.path)
+        gone = kept.path is not None and kept.path.is_file()
+        if kept.path is not None:
+            kept.path.unlink(missing_ok=True)
     say(f"deleted {kept.path}" if gone else "no certificates are kept for this machine and toolchain")
 
 
 def _print_standing(kept: Certificates, *, as_json: bool) -> None:
-    """What is kept for this machine, and that there is more for others."""
-    from nondet.core.certificates import read_folder
-
-    others = [f for f in read_folder() if f.machine != kept.machine]
+    """What is kept for this machine."""
     if as_json:
         import msgspec
 
@@ -56,7 +54,6 @@ def _print_standing(kept: Certificates, *, as_json: bool) -> None:
             "described": kept.described,
             "path": str(kept.path),
             "certificates": [msgspec.to_builtins(c) for c in kept.all()],
-            "other_machines": [{"path": f.path, "certificates": len(f.certificates)} for f in others],
         }
         put([json.dumps(listing)], as_json=True)
         return
@@ -69,7 +66,4 @@ def _print_standing(kept: Certificates, *, as_json: bool) -> None:
         proofs = [c for c in kept.all() if c.holds == wanted]
         lines.append(f"{title}: {len(proofs) or 'none'}")
         lines += [f"  {proof.member}  {proof.key}  {proof.evidence}  {proof.proven[:10]}" for proof in proofs]
-    for one in others:
-        count = f"{len(one.certificates)} proofs" + (f", {one.ignored} broken lines" if one.ignored else "")
-        lines.append(f"{one.path}: {count} of another machine, toolchain or version of our kernels; void here")
     put(map(one_line, lines))

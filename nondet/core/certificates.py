@@ -5,16 +5,13 @@ that it did not and is excluded there. It is valid for one machine key (`machine
 and cuDNN versions, the digest of the prover's sources), until the sources of its class's kernels change
 (`kernels_digest`).
 
-The file is JSON lines in the user's cache folder, one file per machine key: NONDET_CACHE, else XDG_CACHE_HOME/nondet,
-else the platform's own folder. Each line carries a checksum; what is not a whole line of this machine is ignored, with
-one warning. Each proof is one appended write that begins a line, so concurrent processes lose nothing. An exclusion
-overrides every proof to the contrary on the same machine key: `forget` is the only way back.
+The file is JSON lines in the user's cache folder, one file per machine key. Each line carries a checksum; what is not a
+whole line of this machine is ignored, with one warning. Each proof is one appended write that begins a line, so
+concurrent processes lose nothing. An exclusion overrides every proof to the contrary on the same machine key.
 
 A checksum is not a signature: anyone who can write the file can forge a proof. So it is used only if file and folder
 belong to this user (or root), are not links, and no other user may write them; otherwise everything is proven again,
 after one warning, and kept in memory.
-
-Importing this module imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -25,10 +22,8 @@ import hashlib
 import os
 import re
 import stat
-import sys
 import threading
 import warnings
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -42,7 +37,6 @@ from nondet.core.runfile import no_link
 # preferred BLAS, float32 matmul precision, reduced-precision reductions) are not part of the machine: a member either
 # sets them itself, or its key names them.
 
-_BOTH = ("torch",)
 _CUDA = ("gpu", "gpu_capability", "gpu_sms", "driver", "cuda", "cublas", "cudnn", "triton")
 _CPU = ("cpu", "cpu_isa", "aten_cpu_capability", "mkl", "onednn", "num_threads", "numpy")
 
@@ -53,22 +47,15 @@ _COMPILER = ("DISABLE_PTXAS_OPT", "TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_BLAC
 _ROOT = Path(__file__).resolve().parent.parent
 # The code that proves: a stricter proof makes earlier results invalid.
 _PROVER = ("certify", "core/certificates.py", "core/proof.py", "core/inputs.py", "core/compare.py")
-# How a key begins -> the folders of kernels/ that its class is computed and proven by, the first that fits. Any other
-# key (what other operators' stock kernels gave row by row, ...) depends on all of them.
+# Folder of kernels/ -> how the keys begin whose class is computed and proven by it; the first that fits counts. Any
+# other key (what other operators' stock kernels gave row by row, ...) depends on all folders.
 _FAMILIES = {
-    "chain-fp8": ("scaled",),
-    "cpu-fp8": ("scaled",),
-    "chain": ("matmul",),
-    "cpu-tiles cpu_matmul": ("matmul",),
-    "cpu-tiles cpu_attention": ("attention",),
-    "cpu-tiles cpu_rows": ("rows",),
-    "segments": ("attention",),
-    "cpu-blocks": ("attention",),
-    "lanes": ("rows",),
-    "cpu-rows": ("rows",),
-    "grouped": ("experts",),
-    "ranks-": ("all_reduce",),
-    "reduce-scatter": ("all_reduce",),
+    "scaled": ("chain-fp8", "cpu-fp8"),
+    "matmul": ("chain", "cpu-tiles cpu_matmul"),
+    "attention": ("cpu-tiles cpu_attention", "segments", "cpu-blocks"),
+    "rows": ("cpu-tiles cpu_rows", "lanes", "cpu-rows"),
+    "experts": ("grouped",),
+    "all_reduce": ("ranks-", "reduce-scatter"),
 }
 _IMPORTS = re.compile(r"ImportFrom\(module='(nondet\.kernels[\w.]*)', names=\[(.*?)\], level")
 
@@ -77,15 +64,13 @@ def machine(device: str) -> dict[str, Any]:
     """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
     from nondet.core.environment import cublaslt_version, numerics, variables
 
-    environment = numerics()
-    steering = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
-    if device == "cuda":
-        steering |= variables(_COMPILER)
+    environment, on_gpu = numerics(), device == "cuda"
     found: dict[str, Any] = {"device": device}
-    found |= {k: environment[k] for k in (*(_CUDA if device == "cuda" else _CPU), *_BOTH)}
-    if device == "cuda":
+    found |= {k: environment[k] for k in ("torch", *(_CUDA if on_gpu else _CPU))}
+    if on_gpu:
         found["cublaslt"] = cublaslt_version() or None  # of the library that computes the products
-    return found | {"variables": steering, "sources": prover_digest()}
+    steering = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
+    return found | {"variables": steering | variables(_COMPILER if on_gpu else ()), "sources": prover_digest()}
 
 
 def machine_digest(described: dict[str, Any]) -> str:
@@ -102,20 +87,20 @@ def prover_digest() -> str:
 
 def kernels_digest(key: str) -> str:
     """First 16 hex digits of the SHA-256 over the code of the kernels that a proof under this key rests on."""
-    return _kernels_digest(next((folders for begin, folders in _FAMILIES.items() if key.startswith(begin)), ("",)))
+    return _kernels_digest(next((folder for folder, begin in _FAMILIES.items() if key.startswith(begin)), ""))
 
 
 @functools.cache
-def _kernels_digest(folders: tuple[str, ...]) -> str:
-    return _digest_of(sources(folders))
+def _kernels_digest(folder: str) -> str:
+    return _digest_of(sources(folder))
 
 
-def sources(folders: Iterable[str]) -> dict[str, str]:
-    """Name -> digest of the code of every file in these folders of kernels/, and of what they import of others there.
-    Comments, docstrings and line numbers don't count."""
+def sources(folder: str) -> dict[str, str]:
+    """Name -> digest of the code of every file in this folder of kernels/ ("": in all), and of what they import of
+    others there. Comments, docstrings and line numbers don't count."""
     tree = (_ROOT / "kernels").resolve()  # in a checkout a symbolic link, which "**" need not follow
     found: dict[str, str] = {}
-    left = [path for folder in folders for path in (tree / folder).rglob("*.py")]
+    left = list((tree / folder).rglob("*.py"))
     while left:
         path = left.pop()
         name = path.relative_to(tree).as_posix()
@@ -168,13 +153,12 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A line of the file: a certificate, or (certificate null) the description behind the machine digest."""
+    """A line of the file."""
 
     format: str
     schema: int
     machine: str
-    certificate: Certificate | None = None
-    described: dict[str, Any] | None = None
+    certificate: Certificate
     check: str = ""
 
 
@@ -183,16 +167,6 @@ _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Line)
 # raised on a hostile line, when it is read or written again: endless nesting, odd letters, endless numbers
 _ODD = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
-
-
-class CertificatesFile(msgspec.Struct, kw_only=True):
-    """A file as read. `ignored` counts cut-off and corrupt lines, and those of older schemas or other machines."""
-
-    path: str
-    machine: str = ""
-    described: dict[str, Any] = {}
-    certificates: list[Certificate] = []
-    ignored: int = 0
 
 
 class Certificates:
@@ -204,15 +178,17 @@ class Certificates:
         self.machine = machine_digest(described)
         self.path = None if folder is None else folder / f"{_slug(described)}-{self.machine}.jsonl"
         self._lock = threading.Lock()
-        self._holds: dict[tuple[str, str], bool] = {}
         self._proofs: dict[tuple[str, str], Certificate] = {}
         self._aside: dict[tuple[str, str], str] = {}
         if self.path is not None:
             self._load(self.path)
 
     def standing(self, member: str, key: str) -> bool | None:
-        """True: proven equal on this machine. False: proven different, excluded. None: unknown. A dict look-up."""
-        return self._holds.get((member, key))
+        """True: proven equal on this machine. False: excluded, or set aside. None: unknown."""
+        proof = self._proofs.get((member, key))
+        if proof is not None:
+            return proof.holds
+        return False if (member, key) in self._aside else None
 
     def proof(self, member: str, key: str) -> Certificate | None:
         """The whole certificate; None where nothing is proven, either way."""
@@ -222,9 +198,8 @@ class Certificates:
         """Stop using a member that failed to run, in this process only; nothing is written to the file. The cause may
         have been memory, a driver or another process: not a reason to exclude it for good."""
         with self._lock:
-            if (member, key) not in self._holds:
-                self._aside[member, key] = reason
-                self._holds[member, key] = False
+            if (member, key) not in self._proofs:
+                self._aside.setdefault((member, key), reason)
 
     def aside(self) -> dict[tuple[str, str], str]:
         """What was set aside: (member, key) -> why."""
@@ -235,14 +210,12 @@ class Certificates:
         self, member: str, key: str, holds: bool, evidence: str, numbers: dict[str, list[int]] | None = None
     ) -> None:
         """Remember a proof and append it to the file. If the folder can't be written, warn once and use memory only."""
-        stamp = datetime.now(UTC).isoformat(timespec="seconds")
-        held: dict[str, Any] = {"holds": bool(holds), "evidence": evidence, "proven": stamp, "numbers": numbers or {}}
-        proof = Certificate(member=member, key=key, sources=kernels_digest(key), **held)
+        proof = Certificate(
+            member=member, key=key, holds=bool(holds), evidence=evidence, sources=kernels_digest(key),
+            proven=datetime.now(UTC).isoformat(timespec="seconds"), numbers=numbers or {},
+        )  # fmt: skip
         with self._lock:
-            known = self._proofs.get((member, key))
-            if not self._remember(proof) or (known is not None and known.holds == proof.holds):
-                return  # the file has it already, or has an exclusion, which takes precedence
-            if self.path is not None:
+            if self._remember(proof) and self.path is not None:
                 self._append(self.path, proof)
 
     def excluded(self) -> list[Certificate]:
@@ -255,18 +228,23 @@ class Certificates:
             return [self._proofs[at] for at in sorted(self._proofs)]
 
     def _remember(self, proof: Certificate) -> bool:
-        """Returns False if the member is excluded, whatever this proof shows."""
+        """Whether the verdict is new. An exclusion stays, whatever a later proof shows."""
         at = (proof.member, proof.key)
-        if self._holds.get(at) is False and at not in self._aside:
+        known = self._proofs.get(at)
+        if known is not None and not known.holds:
             return False
         self._aside.pop(at, None)
-        self._holds[at] = proof.holds
         self._proofs[at] = proof
-        return True
+        return known is None or not proof.holds
 
     def _load(self, path: Path) -> None:
         try:
-            found = _read(path, self.machine)
+            with _open(path, "rb") as stream:
+                data = stream.read(_FILE_MOST + 1)
+            if len(data) > _FILE_MOST:
+                raise OSError(f"more than {_FILE_MOST} bytes")
+        except (FileNotFoundError, NotADirectoryError):
+            return
         except OSError as error:
             self.path = None
             _warn(
@@ -274,26 +252,26 @@ class Certificates:
                 "kept for this process only (mend or delete it, or set NONDET_CACHE to a folder of your own)"
             )
             return
-        if found is None:
-            return
-        for proof in found.certificates:
-            if proof.sources == kernels_digest(proof.key):  # else its kernels have changed: proven again when needed
+        ignored = 0
+        for line in filter(None, data.split(b"\n")):
+            proof = _opened(line, self.machine)
+            ignored += proof is None
+            # of kernels that have changed since: proven again when needed
+            if proof is not None and proof.sources == kernels_digest(proof.key):
                 self._remember(proof)
-        if found.ignored:
+        if ignored:
             _warn(
-                f"{found.ignored} lines of {path} are cut off, corrupt, older or foreign and were ignored; what they "
+                f"{ignored} lines of {path} are cut off, corrupt, older or foreign and were ignored; what they "
                 "said is unknown until it is proven again (delete the file to be rid of this warning)"
             )
 
     def _append(self, path: Path, proof: Certificate) -> None:
-        ours: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "machine": self.machine}
-        data = b"\n" + _sealed(_Line(**ours, certificate=proof))
+        line = _Line(format=FORMAT, schema=SCHEMA, machine=self.machine, certificate=proof)
+        data = b"\n" + _sealed(line)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _open(path, "ab") as stream:
                 end = stream.tell()
-                if not end:
-                    data = _sealed(_Line(**ours, described=self.described)) + data
                 if end + len(data) > _FILE_MOST // 2:
                     raise OSError(f"{len(data)} bytes more than the {end} that it has are not read again")
                 stream.write(data)  # one write at the current end of the file
@@ -302,47 +280,15 @@ class Certificates:
             _warn(f"certificates can't be kept in {path} ({error.strerror or error}): they last for this process only")
 
 
-def read_folder(folder: Path | None = None) -> list[CertificatesFile]:
-    """Every file of certificates in the cache folder, of this machine and of others."""
-    folder = cache_folder() if folder is None else folder
-    if folder is None or not folder.is_dir():
-        return []
-    files = []
-    for path in sorted(folder.glob("*.jsonl")):
-        try:
-            files.append(_read(path, None))
-        except OSError as error:
-            _warn(f"certificates in {path} can't be read ({error.strerror or error}) and were ignored")
-    return [found for found in files if found is not None]
-
-
-def forget(path: Path) -> bool:
-    """Delete one file of certificates; False where there is none. Its machine then proves everything again."""
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def cache_folder() -> Path | None:
-    """Where certificates are kept: NONDET_CACHE, XDG_CACHE_HOME/nondet, or the platform's; None if there is no home."""
-    chosen = os.environ.get("NONDET_CACHE")
-    if chosen:
+    """Where certificates are kept: NONDET_CACHE, XDG_CACHE_HOME/nondet or ~/.cache/nondet; None if there is no home."""
+    if chosen := os.environ.get("NONDET_CACHE"):
         return Path(chosen) / "certificates"
-    shared = os.environ.get("XDG_CACHE_HOME")
-    if shared and Path(shared).is_absolute():  # the XDG specification: a relative one is to be ignored
-        return Path(shared) / "nondet" / "certificates"
-    try:
-        home = Path.home()
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:  # the XDG specification: a relative one is to be ignored
+        return (shared if shared.is_absolute() else Path.home() / ".cache") / "nondet" / "certificates"
     except RuntimeError:
         return None
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "nondet" / "certificates"
-    if sys.platform == "win32":
-        local = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-        return local / "nondet" / "Cache" / "certificates"
-    return home / ".cache" / "nondet" / "certificates"
 
 
 _instances: dict[tuple[object, ...], Certificates] = {}
@@ -350,9 +296,9 @@ _lock = threading.RLock()
 
 
 def certificates(device: str | None = None) -> Certificates:
-    """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one. One
-    object for each; the first call reads the file, and fixes the folder for this process. Different GPUs of one process
-    have separate certificates, and so has each thread count of a CPU. Later calls are a dict look-up."""
+    """The certificates of this process's device: "cuda" (the current one), "cpu", or None: CUDA where there is one. The
+    first call reads the file; later ones are a dict look-up. Different GPUs of one process have separate certificates,
+    and so has each thread count of a CPU."""
     import torch
 
     if device is None:
@@ -382,29 +328,6 @@ def _mixed() -> bool:
 
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return len({(c.name, c.major, c.minor, c.multi_processor_count) for c in cards}) > 1
-
-
-def _read(path: Path, expected: str | None) -> CertificatesFile | None:
-    """The file's whole lines of one machine: the expected one, or the first that is named; None without a file."""
-    try:
-        with _open(path, "rb") as stream:
-            data = stream.read(_FILE_MOST + 1)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if len(data) > _FILE_MOST:
-        raise OSError(f"more than {_FILE_MOST} bytes")
-    found = CertificatesFile(path=str(path), machine=expected or "")
-    for raw in filter(None, data.split(b"\n")):
-        line = _opened(raw)
-        if line is None or line.machine != (found.machine or line.machine):
-            found.ignored += 1
-            continue
-        found.machine = line.machine
-        if line.certificate is not None:
-            found.certificates.append(line.certificate)
-        elif line.described is not None:
-            found.described = line.described
-    return found
 
 
 def _open(path: Path, mode: str) -> FileIO:
@@ -439,17 +362,14 @@ def _sealed(line: _Line) -> bytes:
     return _ENCODER.encode(line)
 
 
-def _opened(raw: bytes) -> _Line | None:
-    """The line, if it is whole, ours, of a known schema, and its checksum fits."""
+def _opened(raw: bytes, machine: str) -> Certificate | None:
+    """The proof of a line, if it is whole, ours, of this machine and schema, and its checksum fits."""
     try:
         line = _DECODER.decode(raw)
-        if line.format != FORMAT or line.schema != SCHEMA or _sealed(line) != raw:
-            return None
-        if line.described is not None and machine_digest(line.described) != line.machine:
-            return None
+        known = (line.format, line.schema, line.machine) == (FORMAT, SCHEMA, machine) and _sealed(line) == raw
     except _ODD:
         return None
-    return line
+    return line.certificate if known else None
 
 
 def _slug(described: dict[str, Any]) -> str:

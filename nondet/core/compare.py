@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -127,11 +128,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
     mismatched = int(mismatch.sum())
     if mismatched == 0:
         return Difference(mismatched=0, compared=compared, max_abs=0.0, max_ulp=0)
-    rest = int(mismatch.flatten().to(torch.uint8).argmax())
-    first: list[int] = []
-    for extent in reversed(mismatch.shape):
-        rest, index = divmod(rest, extent)
-        first.insert(0, index)
+    position = int(mismatch.flatten().to(torch.uint8).argmax())
+    first = [int(index) for index in np.unravel_index(position, tuple(mismatch.shape))]
     figures: dict[str, Any] = {"max_abs": 0.0, "max_ulp": 0}
     if a.dtype not in _PACKED:
         x, y = a.double(), b.double()
@@ -177,6 +175,7 @@ def _storable(x: float) -> float:
 
 
 _ELEMENTS = 2**20  # most elements of a result over which the distribution of errors is computed
+_CLASSES_LISTED = 12  # most classes whose errors are listed one by one
 
 
 def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
@@ -186,34 +185,30 @@ def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
     left out. Where only one side is, the error is not a number: `max_abs` and `relative_norm` are None. Raises
     ValueError: the reference is not float64, or the shapes differ.
     """
-    return errors_against([out], reference)[0][0]
+    return errors_against([out], reference)[0]
 
 
-def errors_against(
-    outs: Sequence[torch.Tensor], reference: torch.Tensor | None, *more: torch.Tensor
-) -> tuple[list[ErrorFigures], list[float]]:
-    """(`error_against` of each of `outs`, the numbers in `more`), all by one copy; `reference` is None without `outs`.
-    Raises as `error_against`."""
-    terms = [_error_terms(out, reference) for out in outs if reference is not None]
-    read = iter(numbers(*(x for each in terms for x in each), *more))
+def errors_against(outs: Sequence[torch.Tensor], reference: torch.Tensor) -> list[ErrorFigures]:
+    """`error_against` of each of `outs`, by one copy."""
+    read = iter(numbers(*(x for out in outs for x in _error_terms(out, reference))))
     errors = []
-    for each in terms:
-        if not each:  # of no elements
-            errors.append(ErrorFigures(max_abs=0.0, relative_norm=0.0, max_ulp=0))
-            continue
-        known, *sizes, max_ulp = (next(read) for _ in each)
-        max_abs, relative_norm = (_storable(size) if known else None for size in sizes)
-        errors.append(ErrorFigures(max_abs=max_abs, relative_norm=relative_norm, max_ulp=int(max_ulp)))
-    return errors, list(read)
+    for known in read:
+        max_abs, relative_norm = (_storable(size) if known else None for size in (next(read), next(read)))
+        errors.append(ErrorFigures(max_abs=max_abs, relative_norm=relative_norm, max_ulp=int(next(read))))
+    return errors
 
 
 def class_errors(outs: Sequence[torch.Tensor], reference: torch.Tensor) -> list[ClassError]:
-    """How far each class's floating-point result is from a float64 reference of its shape, by one copy. Large results
-    are sampled at a million evenly spread elements."""
+    """How far each class's result is from a float64 reference of its shape, by one copy; only of two or more classes,
+    few enough to be read, and of dtypes in which neighbours have one distance. Large results are sampled at a million
+    evenly spread elements."""
+    dtype = outs[0].dtype
+    if not 1 < len(outs) <= _CLASSES_LISTED or not dtype.is_floating_point or dtype.itemsize == 1:
+        return []
     step = -(-reference.numel() // _ELEMENTS)
     exact = reference.flatten()[::step]
     results = [out.flatten()[::step].double() for out in outs]
-    info = torch.finfo(outs[0].dtype)
+    info = torch.finfo(dtype)
     # 2^e is the power of two at or below the reference, and eps the distance of neighbours above 1
     exponent = torch.frexp(exact.abs().clamp_min(info.smallest_normal)).exponent - 1
     errors = [(wide - exact) / torch.ldexp(torch.full_like(exact, info.eps), exponent) for wide in results]
@@ -238,11 +233,13 @@ def class_errors(outs: Sequence[torch.Tensor], reference: torch.Tensor) -> list[
 
 
 def _error_terms(out: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(whether there is a distance at each element, the largest, the relative norm, the largest in ULP)."""
     if reference.dtype != torch.float64 or reference.shape != out.shape:
         got = f"{reference.dtype} {tuple(reference.shape)}"
         raise ValueError(f"reference must be float64 of shape {tuple(out.shape)}, got {got}")
     if out.numel() == 0:
-        return ()
+        zero = reference.new_zeros(())
+        return zero == 0, zero, zero, zero
     wide, rounded = out.double(), reference.to(out.dtype)
     target = rounded.double()
     finite = torch.isfinite(wide) & torch.isfinite(target) & torch.isfinite(reference)

@@ -25,39 +25,15 @@ from nondet.version import VERSION
 
 # Environment variables that change bits (which library path or order is taken). No other variable is recorded.
 _VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_VISIBLE_DEVICES",
-    "DNNL_CPU_ISA_HINTS",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "DNNL_MAX_CPU_ISA",
-    "GLIBC_TUNABLES",
-    "KMP_DETERMINISTIC_REDUCTION",
-    "KMP_FORCE_REDUCTION",
-    "MKL_CBWR",
-    "MKL_DEBUG_CPU_TYPE",
-    "MKL_DYNAMIC",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_NUM_THREADS",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NPY_DISABLE_CPU_FEATURES",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_DYNAMIC",
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "ONEDNN_CPU_ISA_HINTS",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "OPENBLAS_CORETYPE",
-    "OPENBLAS_NUM_THREADS",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCH_BLAS_PREFER_CUBLASLT",
-    "TORCH_BLAS_PREFER_HIPBLASLT",
-    "TORCH_CUDNN_SDPA_ENABLED",
-    "TRITON_INTERPRET",
-)
+    "ATEN_CPU_CAPABILITY", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES",
+    "DNNL_CPU_ISA_HINTS", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "GLIBC_TUNABLES",
+    "KMP_DETERMINISTIC_REDUCTION", "KMP_FORCE_REDUCTION", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC",
+    "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO", "NPY_DISABLE_CPU_FEATURES",
+    "NVIDIA_TF32_OVERRIDE", "OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT",
+    "TORCH_CUDNN_SDPA_ENABLED", "TRITON_INTERPRET",
+)  # fmt: skip
 # The instruction sets by which numeric libraries choose their kernels.
 _ISA = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx_vnni|avx512\w*|amx_\w+|asimd\w*|sve\w*|bf16|i8mm)$")
 # What may differ between the parts of a resumed run; everything else in `collect` may change bits.
@@ -169,9 +145,9 @@ def safe_argv(argv: list[str]) -> list[str]:
 
 
 def _gpu() -> dict[str, Any]:
+    names = ("gpu", "gpu_capability", "gpu_sms", "gpu_memory_bytes", "driver", "cuda", "cublas", "cudnn", "nccl")
     if not torch.cuda.is_available():
-        keys = ("gpu", "gpu_capability", "gpu_sms", "gpu_memory_bytes", "driver", "cuda", "cublas", "cudnn", "nccl")
-        return dict.fromkeys(keys)
+        return dict.fromkeys(names)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,

@@ -36,10 +36,8 @@ def listen() -> Iterator[Counter[str]]:
         _listeners[:] = [c for c in _listeners if c is not counter]
 
 
-# First uses: the seconds in which a kernel is compiled or a member of a class is proven, once and for good.
-#
-# The prover and Triton's compile hook report here; timers and progress displays listen. Timings leave these seconds
-# out, because only a machine's first run has them. Process-wide, as notes of launches are.
+# First uses: the seconds in which a kernel is compiled or a member of a class is proven, once for a machine. Timings
+# leave these seconds out. Process-wide, as notes of launches are.
 
 
 @dataclass(eq=False)  # compared by identity

@@ -19,17 +19,13 @@ import torch
 
 from nondet.core.compare import ClassBook, class_errors, errors_against, looked_at
 from nondet.core.launch import listen
-from nondet.core.records import Axis, ClassError, ErrorFigures, Row, Status, Value
+from nondet.core.records import Axis, ErrorFigures, Row, Status, Value
 from nondet.core.watch import Watch
 from nondet.errors import UserError, WrongResultError
 
-# The names of the device kernels that each variant of a case launched, from one profiler session per case.
-#
-# Only device activity is recorded, and read from the profiler's own list: matching kernels to operators through the
-# CPU's call stack, as `torch.profiler` does, takes longer than the measurement. Instead a kernel that nothing else
-# launches marks the beginning and the end of each variant; what ran between two marks belongs to the variant.
-
-# torch.nextafter is compiled into torch (no first-call compilation), and no probe or kernel of ours computes it.
+# One profiler session per case records device activity only: matching kernels to operators through the CPU's call
+# stack, as `torch.profiler` does, takes longer than the measurement. Instead a kernel that nothing else launches marks
+# the beginning and the end of each variant. torch.nextafter is compiled into torch, and no kernel of ours computes it.
 _MARK = "nextafter"
 _NOT_KERNELS = ("Memcpy", "Memset")  # they belong to the allocator or the launcher, not to the arithmetic
 
@@ -55,12 +51,9 @@ class VariantProfile:
             return [self._elsewhere.get(i, []) for i in range(variants)]
         if self._session is None:
             return []
-        events = [
-            (event.start_ns(), event.name())
-            for event in self._session.kineto_results.events()
-            if event.device_type() == torch.autograd.DeviceType.CUDA
-        ]
-        stretches = between_marks([name for _, name in sorted(events)])
+        cuda = torch.autograd.DeviceType.CUDA
+        events = [event for event in self._session.kineto_results.events() if event.device_type() == cuda]
+        stretches = between_marks([name for _, name in sorted((event.start_ns(), event.name()) for event in events)])
         if len(stretches) != len(self._marked):
             raise RuntimeError(f"the profiler saw {len(stretches)} of {len(self._marked)} variants")
         # a variant with many results was marked once, at its first index
@@ -119,7 +112,6 @@ def profile_variants(device: str) -> Iterator[VariantProfile]:
 LISTED_VARIANTS = 4096
 # The first and the last variant of each class are replayed; in a sweep with more classes, of the smallest ones.
 _CLASSES_REPLAYED = 12
-_CLASSES_LISTED = 12  # most classes whose errors are listed one by one
 
 
 class Trial(NamedTuple):
@@ -188,25 +180,24 @@ def measure(
     if len(values) < 2:
         reason = "fewer than two variants: nothing to compare"
         return _finished(head, started, status=Status.SKIPPED, reason=reason)
-    replays = replays_parted = 0
+    replays = differing = 0
     if replay:
-        replays, replays_parted = _replay([trial.joined(join) for trial in trials], starts, book, watch)
+        replays, differing = _replay([trial.joined(join) for trial in trials], starts, book, watch)
     elif watch is not None:
         _checked(trials[0], watch)
-        replays = replays_parted = int(False in looked_at(watch.repeated()))
+        replays = differing = int(False in looked_at(watch.repeated()))
     kernels = session.kernels(len(values))
     sets = list(dict.fromkeys(map(tuple, kernels)))
     listed = len(values) <= LISTED_VARIANTS
-    representatives = book.representatives if reference is not None else []
-    errors, (count,) = errors_against(representatives, reference, _nonfinite(book.representatives[0], reference))
-    nonfinite = int(count)
+    errors = errors_against(book.representatives, reference) if reference is not None else []
+    nonfinite = int(_nonfinite(book.representatives[0], reference))
     details = dict(extra(book.representatives)) if extra is not None else {}
     # where a demonstration adds in a narrow accumulator, one order may overflow and another not
     fault = _fault(watch, [] if head.demonstration else errors, details)
     if fault:
         status, reason = Status.WRONG, fault
     else:
-        status = Status.DIVERGENT if len(book.representatives) > 1 or replays_parted else Status.IDENTICAL
+        status = Status.DIVERGENT if len(book.representatives) > 1 or differing else Status.IDENTICAL
         of = book.representatives[0].numel()
         note = details.get("note", "")
         reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite" if nonfinite else note
@@ -220,24 +211,16 @@ def measure(
         kernel_sets=[list(names) for names in sets] if listed else [],
         kernels=[sets.index(tuple(names)) for names in kernels] if listed else [],
         replays=replays,
-        replays_parted=replays_parted,
+        replays_parted=differing,
         difference=book.widest_difference(),
         error=errors[0] if errors else None,
         worst_error=max(errors, key=lambda e: math.inf if e.relative_norm is None else e.relative_norm, default=None),
-        class_errors=_class_errors(representatives, reference),
+        class_errors=class_errors(book.representatives, reference) if reference is not None else [],
         accuracy=watch.accuracy if watch is not None else None,
         nonfinite=nonfinite,
         extra=details,
     )
     return _finished(row if listed else msgspec.structs.replace(row, values=[], labels=[]), started)
-
-
-def _class_errors(representatives: Sequence[torch.Tensor], reference: torch.Tensor | None) -> list[ClassError]:
-    """Only of two or more classes, few enough to be read, and of dtypes in which neighbours have one distance."""
-    if reference is None or not 1 < len(representatives) <= _CLASSES_LISTED:
-        return []
-    dtype = representatives[0].dtype
-    return class_errors(representatives, reference) if dtype.is_floating_point and dtype.itemsize > 1 else []
 
 
 def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **figures: Any) -> Row:
@@ -371,7 +354,7 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
             raw = torch.view_as_real(raw)
         if raw.dtype.is_floating_point:
             sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-            raw = _packed(raw.view(sizes[raw.element_size()]))
+            raw = raw.view(sizes[raw.element_size()])
         rows = raw.sum(-1, dtype=torch.int64) if raw.dim() else raw.to(torch.int64)
         columns = raw.flatten(0, -2).sum(0, dtype=torch.int64) if raw.dim() > 1 else raw.to(torch.int64)
         return {name: (rows, columns)}
@@ -387,22 +370,9 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
     return prints
 
 
-def _packed(raw: torch.Tensor) -> torch.Tensor:
-    """Eight bytes of a row at a time if contiguous: faster to read, and their sums show the same changes."""
-    each = 8 // raw.element_size()
-    together = raw.dim() > 0 and raw.numel() > 0 and raw.stride(-1) == 1 and raw.shape[-1] % each == 0
-    aligned = raw.storage_offset() % each == 0 and all(stride % each == 0 for stride in raw.stride()[:-1])
-    return raw.view(torch.int64) if together and aligned else raw
-
-
 def written_to(before: Fingerprint, inputs: Any) -> list[str]:
     """Names of the tensors whose bits have changed."""
     after = fingerprint(inputs)
     pairs = [(name, a, b) for name, sums in before.items() for a, b in zip(sums, after[name], strict=True)]
-    resized = {name for name, a, b in pairs if a.shape != b.shape}
-    same = {name: [(a == b).all() for other, a, b in pairs if other == name] for name in before if name not in resized}
-    answers = [(name, answer) for name, every in same.items() for answer in every]
-    # copied together: each copy waits for the device
-    kept = torch.stack([x.to(answers[0][1].device) for _, x in answers]).tolist() if answers else []
-    changed = resized | {name for (name, _), is_kept in zip(answers, kept, strict=True) if not is_kept}
-    return [name for name in before if name in changed]
+    same = looked_at([(a == b).all() if a.shape == b.shape else torch.tensor(False) for _, a, b in pairs])
+    return list(dict.fromkeys(name for (name, _, _), kept in zip(pairs, same, strict=True) if not kept))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-# What `nondet bench` times and what `nondet certify` tests of an operator, as data in its declaration. No torch.
-#
-# A shape maps named axes onto sizes: {"M": 16, "K": 4096, "N": 6144}. An operator's operands name the axes that they
-# have, so that inputs, and those of a smaller batch, are made in one place for all operators.
+# Probes, `kernels/dispatch`, `nondet.certify` and `nondet.bench` read these declarations. A target is
+# "module:attribute", imported at first use: declarations import no torch and no kernel. Device types are "cpu" and
+# "cuda"; `ANY` means both.
 
-Shape = Mapping[str, int]
+ANY = "*"
+INVARIANT = "invariant"
+ONE_ROW = "each row alone"
+
+Shape = Mapping[str, int]  # named axes -> sizes: {"M": 16, "K": 4096, "N": 6144}
 Layer = tuple[str, int, int]  # name of a model's linear layer, K, N
 
 _ROW_BATCHES = (1, 256, 4096)  # of a width that the user gave
@@ -22,11 +25,8 @@ _MOST_ELEMENTS = {"cuda": 2**24, "cpu": 2**22}
 class Operand:
     """One tensor argument, in the order of the signature."""
 
-    # of its shape. The first operand's first axis is the batch; other operands that begin with it hold rows of the
-    # batch as well.
-    axes: tuple[str, ...]
-    # drawn in the order of `axes`, then passed with its last two axes exchanged: the layout that models hold
-    transposed: bool = False
+    axes: tuple[str, ...]  # of its shape. The first operand's first axis is the batch; others may begin with it as well
+    transposed: bool = False  # drawn in the order of `axes`, then passed with its last two axes exchanged
     below: str | None = None  # it holds integers from 0 up to the size of that axis (exclusive)
     # target of (shape, device) -> tensor, or another argument, for what follows from the sizes only
     made_by: str | None = None
@@ -64,13 +64,11 @@ class Bench:
     """What is timed."""
 
     cells: Callable[[Sizes, str], list[BenchCell]]  # (sizes, device type) -> benchmark cases, in order
-    # shape -> (elements read and written, floating-point operations): each input read once, each output written once,
-    # nothing kept between calls. No operations where memory is the limit on every machine.
+    # shape -> (elements read and written, floating-point operations): each input read once, each output written once.
+    # No operations where memory is the limit on every machine.
     work: Callable[[Shape], tuple[int, int]]
-    # axes whose sizes the cases of a group share. They should give equal bits; they differ in the batch axis.
-    group: tuple[str, ...]
-    # options of the command line that its sizes follow, in addition to --m and --k: "n", "jigsaw"
-    options: frozenset[str] = frozenset()
+    group: tuple[str, ...]  # axes whose sizes the cases of a group share: they should give equal bits
+    options: frozenset[str] = frozenset()  # that its sizes follow, beside --m and --k: "n", "jigsaw"
     aliases: tuple[str, ...] = ()
     fp8: bool = False  # operands are float8_e4m3fn, whatever dtype is requested, and `work` counts bytes
 
@@ -102,12 +100,10 @@ def tile_borders(first: int, last: int) -> tuple[int, ...]:
 class RowProbing:
     """What `nondet probe` tests of an operator over rows: it gets a probe under its own name."""
 
-    # of real models, and an odd one. The first gets the hard inputs and all tests but the sweep over M.
-    widths: tuple[int, ...]
+    widths: tuple[int, ...]  # of real models, and an odd one; the first gets the hard inputs and all tests
     width_keys: tuple[str, ...]  # sizes of a model (hidden, head_dim, vocabulary) that are widths of this operator
     adds: bool = False  # it adds the elements themselves, so that rows whose sum is exactly 0 show its order
-    # further kinds of input (`nondet.core.inputs`), in addition to ordinary and hard ones
-    numbers: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()  # kinds of input (`nondet.core.inputs`) beside ordinary and hard ones
 
 
 @dataclass(frozen=True)
@@ -142,17 +138,6 @@ def row_questions(
     return questions
 
 
-# An operator is one frozen `Operator` in the folder of its kernels; `nondet.core.registry` lists them. Probes,
-# `kernels/dispatch`, `nondet.certify` and `nondet.bench` read it: an operator is added in its own folder.
-#
-# A target is "module:attribute", imported at first use: declarations import no torch and no kernel. Device types are
-# "cpu" and "cuda"; `ANY` means both.
-
-ANY = "*"
-INVARIANT = "invariant"
-ONE_ROW = "each row alone"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """One way to compute the operator, under the operator's signature (`nondet.kernels.reference`)."""
@@ -160,12 +145,12 @@ class Implementation:
     name: str  # as on the command line
     targets: Mapping[str, str]  # device type -> target
     stock: bool = False  # what a user gets by default, or one of its named backends: others are compared with it
-    # it claims that an element's bits do not depend on the batch. The first such implementation with a target for a
-    # device is `Kernels.NAME` for replacements there, and "invariant" for `nondet certify`.
+    # it claims that an element's bits do not depend on the batch. The first such one with a target for a device is
+    # `Kernels.NAME` for replacements there, and "invariant" for `nondet certify`.
     invariant: bool = False
     slow: bool = False  # timed only where it is requested by its name
-    # further functions of the same kernels, for callers that know more than the signature shows: name -> device type ->
-    # target. `kernels/dispatch` reaches them as `Kernels.NAME`.
+    # further functions of the same kernels, which `kernels/dispatch` reaches as `Kernels.NAME`: name -> device type ->
+    # target
     entries: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def target(self, device: str) -> str | None:
@@ -209,11 +194,10 @@ class Claim:
     """That functions for one operator belong to an order class, for `nondet certify` to prove or to refute."""
 
     order: OrderClass
-    # target of the function that all others are compared with, bit by bit; or `ONE_ROW`: the invariant implementation
-    # on each row separately, where a library's own order is the class
+    # target of the function that all others are compared with, bit by bit; or the invariant implementation on each row
     anchor: str = ONE_ROW
-    # name -> target, or `INVARIANT`: the implementation that a user gets. A name that ends in "/*" is a family of
-    # members: its target takes a dtype's name and gives {name: callable}.
+    # name -> target, or `INVARIANT`: what a user gets. A name that ends in "/*" is a family of members: its target
+    # takes a dtype's name and gives {name: callable}.
     members: Mapping[str, str] = field(default_factory=lambda: {INVARIANT: INVARIANT})
 
 
@@ -233,8 +217,7 @@ class Operator:
 
     name: str  # in snake_case; on the command line underscores may be hyphens
     reference: str | None = None  # target of the float64 oracle, whose signature is the operator's
-    # in the order in which they are listed. Empty: only `batch_invariant()` uses the operator.
-    implementations: tuple[Implementation, ...] = ()
+    implementations: tuple[Implementation, ...] = ()  # empty: only `batch_invariant()` uses the operator
     family: Family | None = None
     aten: tuple[AtenOperator, ...] = ()
     claims: tuple[Claim, ...] = ()
@@ -242,8 +225,7 @@ class Operator:
     operands: tuple[Operand, ...] = ()  # the tensor arguments, as they are timed and certified
     probe: RowProbing | None = None  # what its probe tests; None: it has none, or one that is a file in `probes/`
     bench: Bench | None = None
-    # target of (kind, layout, shape, dtype, device, seed) -> operands that are made for each other, as those of a
-    # product; None: each is drawn by itself (`nondet.core.operands`)
+    # target of (kind, layout, shape, dtype, device, seed) -> operands that are made for each other, as a product's are
     drawn_by: str | None = None
     questions: Questions | None = None  # what `nondet certify` tests, of the classes that `claims` names on the device
 

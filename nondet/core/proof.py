@@ -87,31 +87,19 @@ def distinct(x: torch.Tensor) -> bool:
     return True
 
 
+_SWITCHES = {
+    "cpu": ("float32", "deterministic", "onednn", "threads"),
+    "cuda": ("float32", "deterministic", "products", "blas", "bf16-reduction", "fp16-sums", "fp16-reduction"),
+}
+
+
 def settings(device: str) -> tuple[str, ...]:
     """The switches of this process by which a library picks other bits, for keys of members that do not set them."""
-    matmul = torch.backends.cuda.matmul
-    named: dict[str, object] = {"float32": torch.get_float32_matmul_precision()}
-    if device == "cuda":
-        named |= {
-            "cuda": matmul.fp32_precision,
-            "bf16-reduction": _reduction(torch._C._get_cublas_allow_bf16_reduced_precision_reduction()),
-            "fp16-reduction": _reduction(torch._C._get_cublas_allow_fp16_reduced_precision_reduction()),
-            "fp16-sums": matmul.allow_fp16_accumulation,
-            "blas": str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2],
-        }
-    else:
-        named |= {"onednn": torch._C._get_mkldnn_enabled(), "threads": torch.get_num_threads()}
-    named["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    return tuple(f"{name}={value}" for name, value in named.items())
-
-
-def _reduction(value: Any) -> object:
-    """Whether sums may be kept in half precision, as newer versions of torch have it: with a switch for split-K."""
-    return value[0] if isinstance(value, tuple) and value[1] else value
+    return tuple(f"{name}={value}" for name, value in zip(_SWITCHES[device], switches(device), strict=True))
 
 
 def switches(device: str) -> tuple[object, ...]:
-    """The values behind `settings`, for look-ups at every call: whoever adds one there adds it here."""
+    """The values of `settings`, for look-ups at every call."""
     of = torch._C  # torch.backends takes several times as long
     fixed = of._get_float32_matmul_precision(), of._get_deterministic_algorithms()
     if device == "cpu":
@@ -147,37 +135,20 @@ def established(member: str, key: str, kept: Certificates, prove_now: Callable[[
         return prove_now()
 
 
+@proving()
 def prove(
     claims: Sequence[Claim],
     anchor: Callable[..., torch.Tensor],
     inputs: Iterable[tuple[str, tuple[Any, ...]]],
     kept: Certificates,
 ) -> list[bool | None]:
-    """Whether each member has the anchor's bits on all of the inputs. Results are recorded under its claim.
+    """Whether each member has the anchor's bits on all of the inputs, (name, operands) one after the other. Results are
+    recorded under its claim. All calls get the same tensors and must not write to them.
 
-    Args:
-        anchor: anchor(*operands) -> the bits that define the class.
-        inputs: (name, operands), one after the other. All calls get the same tensors and must not write to them.
-        kept: Where proofs and exclusions go.
-
-    Returns:
-        For each claim True, False, or None: it failed to run, gave another shape or dtype, was given no inputs, or gave
-            only NaN and infinities. A failure may be temporary, so it is not an exclusion: the member is set aside for
-            as long as this process lasts. Where memory did not suffice, nothing is even set aside.
-
-    Raises:
-        DeviceLostError: a call took the CUDA context with it.
+    None: it failed to run, gave another shape or dtype, was given no inputs, or gave only NaN and infinities. A failure
+    may be temporary, so it is not an exclusion: the member is set aside for as long as this process lasts. Where memory
+    did not suffice, nothing is even set aside. Raises DeviceLostError: a call took the CUDA context with it.
     """
-    with proving():
-        return _prove(claims, anchor, inputs, kept)
-
-
-def _prove(
-    claims: Sequence[Claim],
-    anchor: Callable[..., torch.Tensor],
-    inputs: Iterable[tuple[str, tuple[Any, ...]]],
-    kept: Certificates,
-) -> list[bool | None]:
     verdicts: list[bool | None] = [True] * len(claims)
     compared, kinds = 0, []
     try:

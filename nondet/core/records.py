@@ -52,23 +52,16 @@ class Axis(StrEnum):
     OTHER = "other"
 
 
-# What varied -> its kind, where a case does not give one. Anything else is a kind of its own: bits depend on length.
-_AXES: dict[str, Axis] = {
-    "run": Axis.RUN,
-    "batch_size": Axis.BATCH,
-    "position": Axis.BATCH,
-    "micro_batch": Axis.BATCH,  # sequences whose gradient is added at a time
-    "query_chunk": Axis.BATCH,
-    "routing": Axis.BATCH,  # which experts the other tokens go to
-    "cache": Axis.BATCH,
-    "load": Axis.BATCH,
-    "neighbour_values": Axis.BATCH,
-    "neighbour_length": Axis.BATCH,
-    "history": Axis.RUN,  # the same call at another moment
-    "prompt_length": Axis.BATCH,  # more tokens of the same prompt are in the batch
-    "split": Axis.ORDER,
-    "order": Axis.ORDER,
+# What varied, by its kind, where a case does not give one. Anything else is `Axis.OTHER`: bits depend on length.
+_VARIED = {
+    Axis.RUN: ("run", "history"),
+    Axis.BATCH: (
+        *("batch_size", "position", "micro_batch", "query_chunk", "routing", "cache", "load"),
+        *("neighbour_values", "neighbour_length", "prompt_length"),  # more tokens of the same prompt are in the batch
+    ),
+    Axis.ORDER: ("split", "order"),
 }
+_AXES = {name: axis for axis, names in _VARIED.items() for name in names}
 
 
 class Role(StrEnum):
@@ -137,33 +130,26 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     mismatched: Count  # elements whose bits differ
     compared: Count
     max_abs: Figure  # largest absolute difference over elements finite on both sides; 0.0 where none differs
-    # largest distance in units in the last place, over the same elements. -0.0 and 0.0 are 0 ULP apart, yet mismatch
-    max_ulp: Large
+    max_ulp: Large  # largest distance in units in the last place, over the same elements. Two zeros are 0 ULP apart
     nonfinite: Count = 0  # mismatched elements where at least one side is NaN or infinite: no distance is defined there
     first_mismatch: list[Count] | None = None  # index of the first mismatched element, None where there is none
-    # the bits of both sides there, as hex ("0x3f800000"): the reference's, then the other's. Unset, and left out of a
-    # file, where nothing differs and in files from before it was recorded
+    # the bits there, as hex ("0x3f800000"), of the reference and of the other; left out where nothing differs
     first_bits: list[Bits] | msgspec.UnsetType = msgspec.UNSET
-    # the class of the other side, where the reference is the first of several classes; unset elsewhere
-    label: Whole | msgspec.UnsetType = msgspec.UNSET
-    # largest magnitude of the reference's finite elements, next to max_abs; None if nothing differs or unrecorded
-    scale: Figure | None = None
+    label: Whole | msgspec.UnsetType = msgspec.UNSET  # the class of the other side, where the reference is the first
+    scale: Figure | None = None  # largest magnitude of the reference's finite elements; None if nothing differs
 
 
 class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Distance from the float64 reference: accuracy, not identity."""
 
     max_abs: Figure | None  # largest absolute error; None where it is not a finite number (the result overflowed, say)
-    # ||out - ref|| / ||ref|| (Frobenius), what the accuracy bound is stated in; None as above
-    relative_norm: Figure | None
-    # largest error in ULP of the output dtype, against the reference rounded to it, over elements finite on both sides
-    max_ulp: Large
+    relative_norm: Figure | None  # ||out - ref|| / ||ref|| (Frobenius); None as above
+    max_ulp: Large  # largest, of the output dtype, against the reference rounded to it, where both sides are finite
 
 
 class ClassError(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the results of one class of bits are from the float64 reference, in ULP of the output dtype. An ULP is
-    the distance between neighbours at the reference; errors have fractions of it. Over elements that are finite on both
-    sides, those of the first variant that has the class."""
+    """How far the results of one class of bits are from the float64 reference, in ULP of the output dtype (the distance
+    between neighbours at the reference), over elements that are finite on both sides."""
 
     elements: Count
     median: Figure  # of the error's size
@@ -179,8 +165,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     calls: Count  # calls whose whole result was checked: shape, dtype and every element
     elements: Count
-    # the largest error relative to its element's bound; above 1 the result is wrong. None where no bound is known for
-    # the operator: then only shape, dtype and finiteness were checked
+    # the largest error relative to its element's bound; above 1 the result is wrong. None where no bound is known
     worst: Figure | None
     source: str  # the bound, and why
 
@@ -202,42 +187,33 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     inputs: str  # kind of input: bell, wide, cancel, outlier, linspace, ... (see `nondet.core.inputs`)
     varied: str  # what varied between the variants: batch_size, position, run, query_chunk, split, order, ...
     axis: Annotated[str, msgspec.Meta(pattern=r"\A(run|batch|order|other)?\Z")] = ""  # its kind, an `Axis`
-    # whether a probe built the operator to show a cause: not a verdict on what a library runs by default
-    demonstration: bool = False
-    # whether every partial sum is exact, so that all orders must agree and a difference is a bug
-    exact: bool | None = None
+    demonstration: bool = False  # whether a probe built the operator to show a cause: no verdict on a library
+    exact: bool | None = None  # whether every partial sum is exact, so that all orders must agree
     impl: str
-    # what it is, a `Role`
-    role: Annotated[str, msgspec.Meta(pattern=r"\A(stock|backend|invariant|part|other)?\Z")] = ""
-    # whether it claims that its bits don't depend on what varied, however the work is split
-    claims_invariance: bool | None = None
+    role: Annotated[str, msgspec.Meta(pattern=r"\A(stock|backend|invariant|part|other)?\Z")] = ""  # a `Role`
+    claims_invariance: bool | None = None  # whether it claims that its bits don't depend on what varied
     status: Annotated[str, msgspec.Meta(pattern=r"\A(identical|divergent|wrong|skipped|error)\Z")]
     ran: list[str] = []  # what really ran, as launchers and the profiler named it, over all variants
-    # the variants tried, in order (M for a batch sweep). Empty where there are too many to list (see trials)
-    values: list[Value] = []
+    values: list[Value] = []  # the variants, in order (M for a batch sweep); empty where there are too many to list
     labels: list[Count] = []  # the class of each value, numbered by first appearance. As long as values
     class_sizes: list[Size] = []  # trials in each class. Sums to trials
-    # the distinct sets of device kernels that a variant launched, in launch order, by first appearance
-    kernel_sets: list[list[str]] = []
+    kernel_sets: list[list[str]] = []  # the distinct sets of device kernels that a variant launched
     kernels: list[Count] = []  # for each value the index of its set in kernel_sets; empty where nothing was profiled
     trials: Count = 0  # variants compared; `distinct` of them had different bits
     distinct: Count = 0
     replays: Count = 0  # variants that were computed again, after all others, and compared with their first result
-    # how many of those gave different bits: run-to-run nondeterminism, whatever else was varied
-    replays_parted: Count = 0
-    # the largest over all classes, each against the first variant's; None where nothing was compared
-    difference: Difference | None = None
+    replays_parted: Count = 0  # how many of those gave different bits: run-to-run, whatever else was varied
+    difference: Difference | None = None  # the largest of any class from the first; None where nothing was compared
     error: ErrorFigures | None = None  # the first variant against the float64 reference; None where the probe has none
     worst_error: ErrorFigures | None = None  # the worst class against the float64 reference
-    # each class against the float64 reference, by label; empty if there is one class, or many, or no reference
-    class_errors: list[ClassError] = []
+    class_errors: list[ClassError] = []  # of each class, by label; empty if there is one, or many, or no reference
     accuracy: Accuracy | None = None  # whole results against the reference; None where none was checked
     nonfinite: Count = 0  # elements of the first variant that are NaN or infinite
     extra: dict[str, Any] = {}  # what only this probe measures (a reduction tree, the range of the sums, ...)
     reason: str = ""  # why a row is wrong, skipped or failed; a note otherwise
     group: str = ""  # the benchmark cases that the row is for, as `Cell.group`; empty elsewhere
-    # index of the row in its plan, from 0: several processes finish their rows in any order, and a reader sorts them by
-    # it. Unset, and left out of a file, where rows are written one after the other
+    # index of the row in its plan: several processes finish their rows in any order, and a reader sorts them by it.
+    # Unset, and left out of a file, where rows are written one after the other
     place: Whole | msgspec.UnsetType = msgspec.UNSET
     seconds: Figure = 0.0  # wall time of the whole case
 
@@ -285,8 +261,7 @@ class AxisValue(ImplementationRecord, frozen=True, tag="axis-value", kw_only=Tru
     axis: str  # "sharing", "chunk", ...: a key of `nondet.sampling.axes.AXES`
     value: str  # as it is written after --vary; "" where the axis has no value to vary here
     arm: str  # of its completions: "base" for the value that the base has
-    # whether the completions of all values are compared with each other. An axis such as dtype changes the arithmetic
-    # itself: only completions of one of its values are compared
+    # whether completions of all values are compared with each other; not of an axis that changes the arithmetic itself
     held: bool
     proven: bool  # whether the engine's own steps show that the value took effect
     proof: str  # the figures that show it, or fail to
@@ -312,9 +287,8 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
     """One implementation in one benchmark case."""
 
     impl: str
-    # other statuses than "timed" come with a reason
     status: Annotated[str, msgspec.Meta(pattern=r"\A(timed|skipped|error)\Z")]
-    reason: str = ""
+    reason: str = ""  # of the other statuses than "timed"
     samples_us: list[Figure] = []  # microseconds a call, one figure a replay, in the order of the replays
     median_us: Figure = 0.0  # their median and quartiles
     low_us: Figure = 0.0
@@ -342,15 +316,13 @@ class Cell(Record, frozen=True, tag="cell", kw_only=True):
     device: str
     bytes: Large  # each input read once and the output written once
     flops: Large  # floating-point operations; 0 where only memory can be the limit
-    # the longer of bytes over copy bandwidth and flops over the peak; None where that was not measured
-    limit_us: Figure | None
+    limit_us: Figure | None  # the longer of bytes over copy bandwidth and flops over the peak; None if not measured
     limited_by: str  # "memory" or "arithmetic"
     method: str  # "cuda graph" or "perf_counter"; of an engine's run what its steps were
     sets: Count  # sets of buffers that the calls of one replay use in turn
     calls: Count
     cold: bool  # whether the sets together exceed the last cache, so that no call finds its inputs there
-    # of a sum over ranks: 2 (ranks - 1) / ranks times the message, which each rank's links must carry. 0 elsewhere
-    bus_bytes: Large = 0
+    bus_bytes: Large = 0  # of a sum over ranks: 2 (ranks - 1) / ranks times the message, which each link must carry
     tokens: Count = 0  # of an engine's run: generated in its steps, whose number is `calls`. 0 elsewhere
     timed: list[Timed]
     seconds: Figure = 0.0
@@ -364,8 +336,8 @@ class Step(Record, frozen=True, tag="step", kw_only=True):
     name: Annotated[str, msgspec.Meta(pattern=r"\A(greedy|run|batch|axes|operator|margin|cure|cost)\Z")]
     outcome: str  # the answer in a word: "yes", "no", "unknown" or "skipped"
     sentence: str
-    figures: dict[str, float] = msgspec.field(default_factory=dict)
-    facts: dict[str, str] = msgspec.field(default_factory=dict)  # digests and texts that later steps and reports use
+    figures: dict[str, float] = {}
+    facts: dict[str, str] = {}  # digests and texts that later steps and reports use
     seconds: float = 0.0
 
 
@@ -381,26 +353,19 @@ class AxisTried(Record, frozen=True, tag="axis", kw_only=True):
     tried: Whole  # completions compared with the solo one
     traces: Whole  # how many of them have other logprob bits
     tokens: Whole  # and other tokens
-    # the first generated token at which anything differed, over all of them; None where nothing did
-    first: Whole | None = None
+    first: Whole | None = None  # the first generated token at which anything differed; None where nothing did
     note: str = ""  # why nothing was tried, or what did not occur
-
-
-# Findings of a diagnosis and a trace that are not a fault -> whether that is an answer at all.
-_FAULTS: dict[str, bool | None] = {"no divergence observed": False, "unknown": None}
 
 
 class Conclusion(Record, frozen=True, kw_only=True):
     """What a diagnosis or a trace came to."""
 
-    # "not greedy", "run-to-run nondeterministic" (of a trace "run-to-run"), "batch-dependent", "a defect",
-    # "no divergence observed" or "unknown"
-    finding: str
+    finding: str  # "run-to-run", "batch-dependent", "a defect", ...: see `is_fault`
 
     @property
     def is_fault(self) -> bool | None:
         """Whether something diverged or is wrong; None where that has no answer."""
-        return _FAULTS.get(self.finding, True)
+        return None if self.finding == "unknown" else self.finding != "no divergence observed"
 
 
 class Diagnosis(Conclusion, frozen=True, tag="diagnosis", kw_only=True):
@@ -412,7 +377,7 @@ class Diagnosis(Conclusion, frozen=True, tag="diagnosis", kw_only=True):
     why: str = ""
     cure: str = ""
     cost: str = ""
-    limits: list[str] = msgspec.field(default_factory=list)  # what was not tested, or has no answer
+    limits: list[str] = []  # what was not tested, or has no answer
 
 
 class EmbedPass(ImplementationRecord, frozen=True, tag="embed_pass", kw_only=True):
@@ -425,8 +390,7 @@ class EmbedPass(ImplementationRecord, frozen=True, tag="embed_pass", kw_only=Tru
     tokens: Whole  # of the texts
     computed: Whole  # the same with padding
     seconds: float
-    # what the dispatcher reports: "replaced: linear" -> calls
-    ran: dict[str, Whole] = msgspec.field(default_factory=dict)
+    ran: dict[str, Whole] = {}  # what the dispatcher reports: "replaced: linear" -> calls
     reason: str = ""  # why the arm is not available; empty where it is
 
 
@@ -462,11 +426,9 @@ class LayerStanding(Record, frozen=True, tag="layer-standing", kw_only=True):
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a server answered one request."""
 
-    # sent, first, done: seconds from the beginning of its round (or of its part of the round): first byte sent, first
-    # token received (None if not streamed), last byte received
-    sent: Figure = 0.0
-    first: Figure | None = None
-    done: Figure = 0.0
+    sent: Figure = 0.0  # its first byte, in seconds from the beginning of its round (or of its part of the round)
+    first: Figure | None = None  # token received; None if not streamed
+    done: Figure = 0.0  # last byte received
     attempts: Count = 1
     refusals: dict[str, Count] = {}  # what went wrong at the attempts before the last: kind -> times
     kind: str = ""  # the kind of failure; empty unless it failed
@@ -475,8 +437,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: Tokens | None = None
     completion_tokens: Tokens | None = None
     in_flight: Count = 1  # the most requests of ours in flight at once during this one, itself included
-    # SHA-256 (first 16 hex digits) of the completion's text, by which two servers are compared where their token ids
-    # are not; empty of failures, and in older files
+    # digest of the completion's text, by which two servers are compared where their token ids are not; or empty
     text: Digest = ""
     odd: list[str] = []  # what was odd about the answer, for example a count that was ignored; a phrase each
 
@@ -488,46 +449,33 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: Count  # most requests in flight at once
     rate: Figure = 0.0  # requests sent per second; 0.0: no limit
     polls: Count = 0  # how often the server's own counters were read while the round ran
-    # running_most, running_median: requests that the server reported as running; None where it reports none
-    running_most: Figure | None = None
+    running_most: Figure | None = None  # requests that the server reported as running; None where it reports none
     running_median: Figure | None = None
     waiting_most: Figure | None = None  # the most that it reported as waiting; None where it reports none
     decoding_most: Count = 0  # the most answers that streamed at the same time; 0 where none did
-    # targets that streamed while another answer of ours did, or during a poll that reported two or more as running. A
-    # resumed round counts those of its last part
+    # targets that streamed while another answer of ours did, or during a poll that reported two or more as running
     in_company: Count = 0
     parts: Count = 1  # sessions that it took; more than 1 where it was stopped and resumed
     counters: dict[str, float] = {}  # change of the server's own counters over the round, by name
     others_failed: dict[str, Count] = {}  # requests alongside that failed: kind -> times
     fingerprints: dict[str, Count] = {}  # in the answers to targets -> times; "" where there was none
-    # names of the server's own counters that were at times not a number of requests: those values were ignored
-    odd: list[str] = []
+    odd: list[str] = []  # the server's own counters that were at times not a number of requests: then ignored
 
 
 class ServerSeen(ImplementationRecord, frozen=True, tag="server", kw_only=True):
-    """What a server reported about itself when a run began or was resumed.
-
-    Attributes:
-        impl: What its completions are filed under: "server", or "server-2" for a second one.
-        number: 0 when the run began, then one more each time that it was resumed.
-        url: Its address, without what could be a secret.
-        model: The name that was requested.
-        answered_as: The name in its answers.
-        known_by: What completions are compared by: "ids", "bytes" or "text".
-        software: What it seems to be by its pages, with its version; "" where that is unknown.
-    """
+    """What a server, "server" or "server-2", reported about itself when a run began or was resumed."""
 
     keyed_by = ("impl", "number")
-    number: Whole
-    url: str
+    number: Whole  # 0 when the run began, then one more each time that it was resumed
+    url: str  # without what could be a secret
     protocol: str
-    model: str
-    answered_as: str
+    model: str  # the name that was requested,
+    answered_as: str  # and the name in its answers
     listed: list[str]
     fingerprint: str
-    known_by: str
+    known_by: str  # what completions are compared by: "ids", "bytes" or "text"
     logprobs: bool
-    software: str = ""
+    software: str = ""  # what it seems to be by its pages, with its version; "" where that is unknown
 
 
 class ContractAnswer(ImplementationRecord, frozen=True, tag="contract", kw_only=True):
@@ -551,16 +499,14 @@ class Completion(ImplementationRecord, frozen=True, tag="completion", kw_only=Tr
     n_tokens: Count
     finish: str  # "length", "eos" or "error"
     arrival_step: Count  # the engine step from which the request was allowed to be scheduled
-    # run-length list of [first_step, steps, query_tokens]: the engine steps in which the request took part. Over all
-    # requests of a round this gives the exact batch of each step
+    # run-length list of [first_step, steps, query_tokens]: the engine steps in which the request took part
     schedule: list[Stretch]
     batch_min: Count  # smallest, and
     batch_max: Count  # largest number of query tokens in a step that this request took part in
     nonfinite: Count = 0  # tokens whose logprob is NaN or infinite
     status: Outcome = "ok"
     reason: str = ""
-    # of a server: solo, loaded, cold, warm or chunked; of an axis that is varied "base", "chunk=16", ...; else empty
-    arm: str = ""
+    arm: str = ""  # of a server: solo, loaded, cold, ...; of an axis that is varied "base", "chunk=16", ...; else empty
     served: Served | None = None
 
     def refused(self, why: str) -> Self:
@@ -582,17 +528,12 @@ class Round(ImplementationRecord, frozen=True, tag="round", kw_only=True):
     steps: Count
     tokens: Count  # tokens generated for all requests
     seconds: Figure  # wall time of the steps. Left out are the model's loading, the warm-up and `first_use_seconds`
-    # schedules of the requests alongside: request id -> run-length schedule
-    background: dict[str, list[Stretch]] = msgspec.field(default_factory=dict)
-    # what the launchers and the dispatcher reported, with counts
-    ran: dict[str, Count] = msgspec.field(default_factory=dict)
+    background: dict[str, list[Stretch]] = {}  # of the requests alongside: request id -> run-length schedule
+    ran: dict[str, Count] = {}  # what the launchers and the dispatcher reported, with counts
     arm: str = ""  # as a completion's
-    # of a server: what the round was meant to be, and what shows whether it was; None elsewhere
-    traffic: Traffic | None = None
-    # of an axis that is varied: what the engine's steps show, see `nondet.sampling.schedule`
-    figures: dict[str, Count] = msgspec.field(default_factory=dict)
-    # seconds of these steps spent on compiling kernels and proving members of classes, once for a machine
-    first_use_seconds: float = 0.0
+    traffic: Traffic | None = None  # of a server
+    figures: dict[str, Count] = {}  # of an axis that is varied: what the engine's steps show, see `sampling.schedule`
+    first_use_seconds: float = 0.0  # of these steps, spent on compiling kernels and proving members of classes
 
 
 class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -603,8 +544,7 @@ class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Whole  # index among the recording's prompts
     new: Whole  # tokens to generate
     arrival: Whole  # engine step from which it may be scheduled
-    # how its tokens were drawn, as in `nondet.sampling.plan.Sampling`; None of greedy requests
-    sampling: dict[str, Any] | None = None
+    sampling: dict[str, Any] | None = None  # as `nondet.sampling.plan.Sampling`; None of greedy requests
 
 
 class Tape(ImplementationRecord, frozen=True, tag="tape", kw_only=True):
@@ -650,7 +590,7 @@ class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_on
     keyed_by = ("impl", "seed", "step")
     seed: Count
     step: Count  # from 0
-    reward: float | None = None  # mean over the rollouts; None of a step that failed, or where there is none
+    reward: Annotated[float, msgspec.Meta(gt=-NUMBER_MOST, lt=NUMBER_MOST)] | None = None  # mean over the rollouts
     entropy: Figure | None = None  # nats per token, mean over the sampled positions, as the trainer computes it
     grad_norm: Figure | None = None  # over all weights, before it is clipped
     rollouts: Count = 0
@@ -668,8 +608,7 @@ class TrainingStep(ImplementationRecord, frozen=True, tag="training-step", kw_on
     weights_digest: Digest = ""  # after the step
     sample_seconds: Figure = 0.0
     train_seconds: Figure = 0.0
-    # what the dispatcher reports on either side, "trainer: replaced: mm" -> calls; of an arm's first step
-    ran: dict[str, Count] = {}
+    ran: dict[str, Count] = {}  # of an arm's first step, on either side: "trainer: replaced: mm" -> calls
     status: Outcome = "ok"
     reason: str = ""  # why a step, and so its arm, failed
 
@@ -777,7 +716,7 @@ class Control(Record, frozen=True, tag="control", kw_only=True):
     name: str
     passed: bool | None
     sentence: str
-    figures: dict[str, float] = msgspec.field(default_factory=dict)
+    figures: dict[str, float] = {}
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
@@ -807,8 +746,7 @@ class Culprit(Record, frozen=True, tag="culprit", kw_only=True):
     module: str = ""  # the caller and the operator, and which of the module's calls it is
     call: str = ""  # "" where no call could be named: then `sentence` has what is known
     occurrence: Whole = 0
-    # whose rows were compared: the request of either arm, or the one that wrote the keys that it read
-    requests: list[str]
+    requests: list[str]  # whose rows were compared: of either arm, or the one that wrote the keys that it read
     shapes: list[dict[str, list[Whole]]] = []  # for either arm, position of a tensor -> its shape
     axes: dict[str, list[str]] = {}  # position of a tensor -> what its axes count
     digests: dict[str, str] = {}  # position of an input -> digest of this request's part, equal in both arms
@@ -817,8 +755,8 @@ class Culprit(Record, frozen=True, tag="culprit", kw_only=True):
     replays: list[Replay] = []
     family: str = ""  # the family of batch_invariant() that the call belongs to; "" where there is none
     sentence: str
-    unmatched: list[str] = msgspec.field(default_factory=list)  # calls before it that only one arm made
-    not_understood: list[str] = msgspec.field(default_factory=list)  # its tensors about which nothing is claimed
+    unmatched: list[str] = []  # calls before it that only one arm made
+    not_understood: list[str] = []  # its tensors about which nothing is claimed
     compared: Whole = 0
 
 
@@ -832,7 +770,7 @@ class Substitution(Record, frozen=True, tag="substitution", kw_only=True):
     position: Whole  # where the arms differ now; -1 and "" where they agree
     layer: str
     sentence: str
-    at_risk: list[str] = msgspec.field(default_factory=list)  # calls that the replacements left stock and unproven
+    at_risk: list[str] = []  # calls that the replacements left stock and unproven
 
 
 class TraceVerdict(Conclusion, frozen=True, tag="trace_verdict", kw_only=True):
@@ -845,10 +783,7 @@ class TraceVerdict(Conclusion, frozen=True, tag="trace_verdict", kw_only=True):
     seconds: float = 0.0
 
 
-# Runs: the JSONL file that holds records, as it is in memory, and the one table of kinds of record.
-#
-# A run file is one header line (format, schema, environment, plan), then one line for each record, flushed as the
-# record is made, then one end line. Every report is rendered from these records only.
+# A run file is one header line (format, schema, environment, plan), then one line for each record, then one end line.
 #
 # A new kind of record is one class (a `Record` with a tag and a key) and one field of `Run`: what the reader decodes,
 # where it stores it, and by what a resumed run skips it all follow from the fields of `Run`.
@@ -863,8 +798,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", kw_only=True):
     format: str
     schema: int
     command: str
-    # the options that decide which records the run holds. A run is resumed only under an equal plan
-    plan: dict[str, Any]
+    plan: dict[str, Any]  # the options that decide which records the run holds; resumed only under an equal plan
     environment: dict[str, Any]  # what a reader needs to trust the figures; see `nondet.core.environment.collect`
     started: str  # UTC, ISO 8601
 
@@ -939,9 +873,8 @@ RECORDS: dict[type[Record], str] = {
 }
 
 
-def line_decoder() -> msgspec.json.Decoder[Any]:
-    """A decoder for any line of a run file: its header, a record of any kind, its end."""
-    return msgspec.json.Decoder(Union[(Header, End, *RECORDS)])
+# Decodes any line of a run file: its header, a record of any kind, its end.
+LINE: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[(Header, End, *RECORDS)])
 
 
 # What a reader checks of a run file and its side file: each record by itself, and with its plan and other records.
@@ -972,8 +905,7 @@ def _count(field: str, *values: int, most: int) -> None:
 
 
 def _tree(field: str, root: Any) -> None:
-    """Free-form data: not deeper than ours, no endless integer. A loop, because recursion would overflow the stack.
-    That every other number is finite, and fits its field, the types of the records say."""
+    """Free-form data: not deeper than ours, no endless integer. A loop, because recursion would overflow the stack."""
     pending: list[tuple[Any, int]] = [(root, 0)]
     while pending:
         value, depth = pending.pop()
@@ -998,9 +930,8 @@ def _row(row: Row) -> None:
         _need(list(sizes.values()) == row.class_sizes, "class_sizes", f"{row.class_sizes[:8]}, counted {sizes}"[:200])
     _need(row.distinct <= max(row.trials, 1), "distinct", f"{row.distinct} of {row.trials} trials")
     if row.status == Status.IDENTICAL:
-        _need(
-            row.distinct <= 1 and not row.replays_parted, "status", f"identical, with {row.distinct} distinct results"
-        )
+        same = row.distinct <= 1 and not row.replays_parted
+        _need(same, "status", f"identical, with {row.distinct} distinct results")
     if (found := row.difference) is not None:
         _count("difference.mismatched", found.mismatched, most=found.compared)
         _count("difference.nonfinite", found.nonfinite, most=found.mismatched)
@@ -1021,8 +952,7 @@ def _row(row: Row) -> None:
 def _completion(c: Completion) -> None:
     _count("nonfinite", c.nonfinite, most=c.n_tokens)
     _count("batch_min", c.batch_min, most=c.batch_max)
-    for name, digest in (("trace", c.trace), ("tokens_digest", c.tokens_digest)):
-        _need(bool(digest) or c.status != "ok", name, "a completion without one")
+    _need(bool(c.trace and c.tokens_digest) or c.status != "ok", "trace", "a completion without one, or without tokens")
     _schedule("schedule", c.schedule)
     if (s := c.served) is not None:
         first = s.done if s.first is None else s.first
@@ -1032,11 +962,9 @@ def _completion(c: Completion) -> None:
 def _schedule(field: str, schedule: list[list[int]]) -> None:
     """[first step, steps, query tokens], one after the other."""
     end = 0
-    for part in schedule:
-        first, steps, tokens = part
-        _need(end <= first, field, f"step {str(first)[:40]} comes after step {end}")
-        for value in (steps, tokens):
-            _need(1 <= value <= TOKENS_MOST, field, f"{str(value)[:40]} is not from 1 to {TOKENS_MOST}")
+    for first, steps, tokens in schedule:
+        _need(end <= first, field, f"step {first} comes after step {end}")
+        _need(steps > 0 and 0 < tokens <= TOKENS_MOST, field, f"{steps} steps of {tokens} tokens")
         end = first + steps
         _need(end <= STEPS_MOST, field, f"goes beyond step {STEPS_MOST:,}")
 
@@ -1060,14 +988,9 @@ def _training_step(step: TrainingStep) -> None:
     _need(step.status == "error" or bool(step.tokens and step.weights_digest), "tokens", "a step without any")
     for name, most in (("differ", step.tokens), ("outside", step.tokens), ("flat", step.groups), ("alike", step.flat)):
         _count(name, getattr(step, name), most=most)
-    _need(abs(step.reward or 0.0) < NUMBER_MOST, "reward", "too large a number")
     _need(step.ratio_least <= step.ratio_most, "ratio_least", "is above the largest")
     alike = step.k3 == step.outside == 0 and step.mult_prob_error in (None, 1.0)
     _need(step.differ > 0 or alike, "k3", "a KL between logprobs of equal bits")
-
-
-def _tape(tape: Tape) -> None:
-    _tree("tape", msgspec.to_builtins(tape))
 
 
 def _step(step: Step) -> None:
@@ -1099,7 +1022,7 @@ _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     Completion: _completion,
     Round: _round,
     Cell: _cell,
-    Tape: _tape,
+    Tape: lambda record: _tree("tape", msgspec.to_builtins(record)),
     TrainingStep: _training_step,
     Step: _step,
     Culprit: _culprit,

@@ -82,11 +82,11 @@ def declared() -> dict[str, Operator]:
 
 @functools.cache
 def _declared(targets: tuple[str, ...]) -> dict[str, Operator]:
-    declarations: list[Operator] = [load_object(target) for target in targets]
-    by_name = {operator.name: operator for operator in declarations}
-    if len(by_name) != len(targets):
-        names = [operator.name for operator in declarations]
-        raise ValueError(f"declared twice: {', '.join(sorted({n for n in names if names.count(n) > 1}))}")
+    by_name: dict[str, Operator] = {}
+    for operator in map(load_object, targets):
+        if operator.name in by_name:
+            raise ValueError(f"declared twice: {operator.name}")
+        by_name[operator.name] = operator
     return by_name
 
 
@@ -111,8 +111,7 @@ def implementation_names(operator: str, device: str) -> list[str]:
 
 def load_implementation(operator: str, name: str, device: str) -> LoadedImplementation:
     """The implementation of that name, or the user's "package.module:function" or "operator=package.module:function".
-    Raises UnknownNameError: no such implementation; UserError: not on this device, or the user's function can't be
-    imported, takes other arguments than the operator, or is named as another operator's."""
+    Raises UnknownNameError or UserError: none of that name on the device, or a user's function that does not fit."""
     if ":" in name:
         named, _, theirs = name.rpartition("=")
         if named not in ("", operator):
@@ -123,13 +122,11 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
     declaration = operators()[operator]
     chosen = declaration.implementation(name)
     if chosen is None:
-        names = [i.name for i in declaration.implementations]
-        raise UnknownNameError(f"implementation of {operator}", name, names)
+        raise UnknownNameError(f"implementation of {operator}", name, [i.name for i in declaration.implementations])
     target = chosen.target(device)
     if target is None:
-        raise UserError(
-            f"{operator} has no {name!r} implementation on {device}", f"It has one on {', '.join(chosen.targets)}."
-        )
+        hint = f"It has one on {', '.join(chosen.targets)}."
+        raise UserError(f"{operator} has no {name!r} implementation on {device}", hint)
     return LoadedImplementation(operator, name, load_object(target), chosen.stock, chosen.invariant)
 
 
@@ -153,21 +150,21 @@ def _user_function(target: str) -> Callable[..., Any]:
         with _current_folder():
             function: Callable[..., Any] = load_object(target)
     except Exception as error:
-        raise UserError(
-            f"--impl {target!r} can't be imported: {type(error).__name__}: {error}",
-            f"Write {target.replace('.py:', ':').replace('/', '.').lstrip('.')}, a module's name and no file's."
-            if ".py:" in target
-            else "Give package.module:function, importable from the current directory or the environment.",
-        ) from error
+        hint = "Give package.module:function, importable from the current directory or the environment."
+        if ".py:" in target:
+            module = target.replace(".py:", ":").replace("/", ".").lstrip(".")
+            hint = f"Write {module}, a module's name and no file's."
+        what = f"--impl {target!r} can't be imported: {type(error).__name__}: {error}"
+        raise UserError(what, hint) from error
     if not callable(function):
         raise UserError(f"--impl {target!r} is a {type(function).__name__}, not a function", "Name a callable.")
     return function
 
 
 def check_signature(function: Callable[..., Any], operator: str, who: str) -> None:
-    """Refuse a function that can't be called as the operator is, before it fails in every case; `who` is its name. The
-    operator's signature is its float64 reference's; what has a default there may be left out. Operators without one and
-    functions without a readable signature are accepted. Raises UserError with the signature that is needed."""
+    """Refuse a function that can't be called as the operator's float64 reference is, before it fails in every case;
+    what has a default there may be left out. Operators without a reference and functions without a readable signature
+    are accepted. Raises UserError with the signature that is needed."""
     declaration = operators().get(operator)
     if declaration is None or declaration.reference is None or not declaration.reference.startswith(_REFERENCES):
         return
@@ -265,16 +262,10 @@ OPERATOR_PROBES: dict[str, str] = {
 }
 
 
-# The numerics classes: for each operator the order of reduction that defines its bits, and what claims to follow it.
-# Two implementations of one class give equal bits for every input, whatever their tiles, their library or the batch, so
-# that the faster one can be used at each shape. A claim (`nondet.core.operator.Claim`) counts only if `nondet certify`
-# or a dispatcher's first use has proven it on this machine: hardware and libraries decide whether a chain of matrix
-# instructions really adds in the order in which its source is written.
-
-
 @dataclass(frozen=True, kw_only=True)
 class NumericsClass(OrderClass):
-    """An order class with everything that claims it."""
+    """An order class with everything that claims it. A claim counts only where it was proven: hardware and libraries
+    decide whether a chain of matrix instructions really adds in the order in which its source is written."""
 
     anchors: Mapping[str, str]  # operator -> target, or `ONE_ROW`
     members: Mapping[str, Mapping[str, str]]  # operator -> name -> target, or `INVARIANT`

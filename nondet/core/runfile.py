@@ -1,8 +1,7 @@
 """Run files: written line by line under a lock and resumable, read within bounds, never overwritten without --force.
 
-A record is one line, flushed when it is made. A killed run therefore has whole lines and at most one cut-off line;
-resuming removes that one in place and continues. Each line is read and checked before it is written: what a reader
-would reject never gets into a file.
+A killed run has whole lines and at most one cut-off line; resuming removes that one in place and continues. Each line
+is read and checked before it is written: what a reader would reject never gets into a file.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import msgspec
 
 from nondet.core.records import (
     FORMAT,
+    LINE,
     SCHEMA_VERSION,
     ContradictionError,
     End,
@@ -35,7 +35,6 @@ from nondet.core.records import (
     Record,
     Run,
     RunChecks,
-    line_decoder,
 )
 from nondet.errors import UnrecordableError, UserError, one_line, shortened, without_path
 
@@ -92,7 +91,7 @@ def check_outputs(options: Mapping[str, Any]) -> None:
                 (written if name in _OUTPUTS else read).append((f"--{name.replace('_', '-')}", Path(one)))
     for number, (option, path) in enumerate(written):
         for other, taken in (*read, *written[:number]):
-            if any(_same_file(a, b) for a in (path, _beside(path)) for b in (taken, _beside(taken))):
+            if any(_same_file(a, b) for a in _with_traces(path) for b in _with_traces(taken)):
                 what = "reads" if (other, taken) in read else "writes as well"
                 raise UserError(f"{option} {path} is a file that this command {what}", "Give the output another name.")
             if other == "--rollouts" and path.exists() and taken.resolve() in path.resolve().parents:
@@ -102,10 +101,14 @@ def check_outputs(options: Mapping[str, Any]) -> None:
 _OUTPUTS = frozenset({"out", "report", "junit", "summary", "repro"})
 
 
-def _beside(run: Path) -> Path:
-    """The traces file of a run, RUN.traces.jsonl; the path itself if it is not a run file."""
-    stem, found, packed = run.name.partition(".jsonl")
-    return run.with_name(f"{stem}.traces{found}{packed}") if found else run
+def traces_path(run: Path) -> Path:
+    """The side file of a run: RUN.jsonl -> RUN.traces.jsonl; likewise with .gz or .xz at the end."""
+    packed = run.suffix if run.suffix in PACKED else ""
+    return run.with_name(run.name.removesuffix(packed).removesuffix(".jsonl") + ".traces.jsonl" + packed)
+
+
+def _with_traces(path: Path) -> list[Path]:
+    return [path, traces_path(path)] if ".jsonl" in path.name else [path]
 
 
 def _same_file(a: Path, b: Path) -> bool:
@@ -124,14 +127,12 @@ def no_link(name: str, flags: int, mode: int = 0o666) -> int:
 def create_locked(path: Path, *, force: bool) -> IO[bytes]:
     """Create the file, or with `force` empty the existing one, holding its lock from before the first byte. Raises
     UserError: another process writes it; it exists (without force); it is a link or a FIFO; it can't be written."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
     with disk_errors(path):
         try:
-            number = no_link(str(path), flags if force else flags | os.O_EXCL)
+            number = no_link(str(path), os.O_RDWR | os.O_CREAT | (0 if force else os.O_EXCL))
         except FileExistsError:
-            raise UserError(
-                f"{path} exists", "Use --resume to go on with it, --force to overwrite it, or another --out."
-            ) from None
+            hint = "Use --resume to go on with it, --force to overwrite it, or another --out."
+            raise UserError(f"{path} exists", hint) from None
         stream = os.fdopen(number, "r+b", buffering=0)
         mode = os.fstat(number).st_mode
         if stat.S_ISFIFO(mode):  # it may have no reader, and a write would wait
@@ -143,15 +144,6 @@ def create_locked(path: Path, *, force: bool) -> IO[bytes]:
     return stream
 
 
-def open_locked(path: Path) -> IO[bytes]:
-    """Open an existing file, locked, to read and append; links, owner and mode stay. Else a `UserError`."""
-    regular(path)
-    with disk_errors(path):
-        stream = os.fdopen(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)), "r+b", buffering=0)
-    _lock(stream, path)
-    return stream
-
-
 def _lock(stream: IO[bytes], path: Path) -> None:
     if fcntl is None:
         return
@@ -159,9 +151,8 @@ def _lock(stream: IO[bytes], path: Path) -> None:
         fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         stream.close()
-        raise UserError(
-            f"another nondet is writing {path}", "Wait until it has ended, or choose another --out."
-        ) from None
+        hint = "Wait until it has ended, or choose another --out."
+        raise UserError(f"another nondet is writing {path}", hint) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             stream.close()
@@ -170,10 +161,8 @@ def _lock(stream: IO[bytes], path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, hint: str = "Choose another name.") -> Iterator[Path]:
-    """Yield a new file in the folder of `path`, under a random name; renamed to `path` at the end of the block.
-
-    A full disk, a kill or an exception leaves the old file whole and no scrap. No link is followed. Raises UserError:
-    the disk is full, or the path is a link or can't be written.
+    """Yield a new file in the folder of `path`, renamed to `path` at the end of the block. A full disk, a kill or an
+    exception leaves the old file whole. Raises UserError: the disk is full, or the path is a link or can't be written.
     """
     with disk_errors(path, hint):
         check_free(path, force=True)
@@ -233,9 +222,9 @@ def regular(path: Path) -> None:
     """Refuse what is not a file, for example a FIFO, as a `UserError`; a missing one is a `FileNotFoundError`."""
     try:
         mode = path.stat().st_mode
-    except FileNotFoundError:
-        raise
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
         raise UserError(f"can't read {path}: {error.strerror or error}", "Give a readable file.") from error
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
@@ -243,22 +232,17 @@ def regular(path: Path) -> None:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """(number from 1, line without its end, whether it had one) of a regular file, in bounded memory.
-
-    A name that ends in .gz or .xz is unpacked: a kept run of 1,000 completions is a tenth as large packed. Raises
-    FileNotFoundError, or UserError: it is not a file, can't be read, has a line beyond `LINE_MOST`, or unpacks to more
-    than a run would, in bytes or in lists and objects.
-    """
+    """(number from 1, line without its end, whether it had one) of a regular file, in bounded memory. A name that ends
+    in .gz or .xz is unpacked. Raises FileNotFoundError, or UserError: it is not a file, can't be read, has a line
+    beyond `LINE_MOST`, or unpacks to more than a run would, in bytes or in lists and objects."""
     regular(path)
     number = read = nested = 0
     try:
-        most, nested_most = (
-            max(least, times * path.stat().st_size)
-            for least, times in ((_UNPACKED_LEAST, _UNPACKED_TIMES), (_NESTED_LEAST, _NESTED_TIMES))
-        )
+        size = path.stat().st_size
+        most, nested_most = max(_UNPACKED_LEAST, _UNPACKED_TIMES * size), max(_NESTED_LEAST, _NESTED_TIMES * size)
         if path.suffix == ".xz":  # `lzma` silently ignores what follows its end
             with path.open("rb") as stream:
-                stream.seek(max(0, path.stat().st_size - 2))
+                stream.seek(max(0, size - 2))
                 if stream.read() != b"YZ":
                     raise lzma.LZMAError("its end is none of an .xz")
         with PACKED[path.suffix](path) if path.suffix in PACKED else path.open("rb") as stream:
@@ -267,14 +251,13 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
                 if read > most and path.suffix in PACKED:
                     raise UserError(f"{path} unpacks to more than {most >> 20} MiB", "No run file is packed that far.")
                 if len(line) > LINE_MOST:
-                    raise UserError(
-                        f"{path} has a line of more than {LINE_MOST >> 20} MiB, line {number}",
-                        "Is it a run file? No line of one is that long.",
-                    )
-                nested += (here := line.count(b"[") + line.count(b"{"))
+                    what = f"{path} has a line of more than {LINE_MOST >> 20} MiB, line {number}"
+                    raise UserError(what, "Is it a run file? No line of one is that long.")
+                here = line.count(b"[") + line.count(b"{")
+                nested += here
                 if here > _NESTED_LEAST or nested > nested_most:
-                    what = f"more than {_NESTED_LEAST if here > _NESTED_LEAST else nested_most:,} lists and objects"
-                    raise UserError(f"{path} has {what} by line {number}", "No run file has so many.")
+                    what = f"{path} has {nested:,} lists and objects by line {number}"
+                    raise UserError(what, "No run file has so many.")
                 whole = line.endswith(b"\n")
                 yield number, line[:-1] if whole else line, whole
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -285,7 +268,6 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
 
 _OURS = "a file that `nondet probe`, `sample`, `bench` or `certify` wrote"
 _EDITED = "Is it a run file that was edited by hand?"
-_LINE = line_decoder()
 _ENCODER = msgspec.json.Encoder()
 # How every header of ours begins: a cut-off first line is recognized by it.
 _MAGIC = b'{"type":"header","format":"' + FORMAT.encode() + b'"'
@@ -297,8 +279,6 @@ def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
         return decoder.decode(line)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text (byte {error.start})") from error
     except msgspec.ValidationError as error:
         why, _, field = str(error).partition(" - at `$")
         raise ValueError(f"{field[1:-1]}: {why}{_value_at(line, field[1:-1])}" if field else why) from error
@@ -317,7 +297,7 @@ def _value_at(line: bytes, field: str) -> str:
     return f", not {one_line(repr(value), 60)}"
 
 
-def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) -> tuple[bytes, Any]:
+def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = LINE) -> tuple[bytes, Any]:
     """(a record's line with its end, the record that a reader gets); a `ValueError` if a reader rejects it."""
     try:
         line = _ENCODER.encode(record) + b"\n"
@@ -329,7 +309,7 @@ def encoded(record: msgspec.Struct, decoder: msgspec.json.Decoder[Any] = _LINE) 
 
 
 def _torn(line: bytes, whole: bool) -> bool:
-    """Whether a first line without an end is the beginning of a header of ours: then nothing comes after it."""
+    """Whether a first line without an end is the beginning of a header of ours."""
     return not whole and (line.startswith(_MAGIC) or _MAGIC.startswith(line))
 
 
@@ -350,7 +330,7 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
                         "Repeat its command with --resume, or read what is whole with --allow-truncated.",
                     )
                 break
-            record = decode(_LINE, line)
+            record = decode(LINE, line)
             if run.complete:
                 raise ContradictionError("it comes after the end of the run")
             if isinstance(record, Header):
@@ -400,7 +380,7 @@ def _header(path: Path, lines: Iterator[tuple[int, bytes, bool]]) -> Header:
             "It is from before 0.3.0: read it with nondet 0.3.0." if older else "Upgrade nondet.",
         )
     try:
-        header = decode(_LINE, line)
+        header = decode(LINE, line)
     except ValueError as error:
         raise UserError(f"{path} is malformed in line 1: {one_line(str(error), 300)}", _EDITED) from error
     if not isinstance(header, Header):
@@ -414,18 +394,12 @@ _CUTS = (1000, 200, 0)  # characters that are left of each, the most that fits
 
 
 class RunWriter:
-    """Appends records to a run file, one line each, holding the file's lock until it is closed.
-
-    Attributes:
-        done: Keys of the records that were already there when the file was opened to resume.
-        resumed: Whether the file had a header already.
-        long_prompts: Whole texts of prompts that the header has cut, for the side file.
-    """
+    """Appends records to a run file, one line each, holding the file's lock until it is closed."""
 
     def __init__(self, path: Path, stream: IO[bytes], header: Header, run: Run | None = None) -> None:
         self.path, self.resumed = path, run is not None
-        self.done: set[tuple[str, ...]] = set()
-        self.long_prompts: list[str] = []
+        self.done: set[tuple[str, ...]] = set()  # keys of the records in the file
+        self.long_prompts: list[str] = []  # whole texts of prompts that the header has cut, for the side file
         self._stream, self._started = stream, time.perf_counter()
         self._checks = RunChecks(header)
         for record in run.records() if run is not None else ():
@@ -500,12 +474,7 @@ def open_run(
     except ValueError as error:
         raise UserError(f"no run file can hold this plan: {one_line(str(error), 200)}", "Give less of it.") from None
     if resume and path.exists():
-        stream = open_locked(path)
-        try:
-            writer = _resume(path, stream, header)
-        except BaseException:
-            stream.close()
-            raise
+        writer = _resume(path, header)
     else:
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -545,22 +514,27 @@ def _bounded(plan: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
-def _resume(path: Path, stream: IO[bytes], header: Header) -> RunWriter:
-    """Resume a locked file. Its links, owner and mode stay: it is truncated and appended to in place."""
-    if not begun(path):  # empty, or killed within its first line: there is no record that could be lost
-        with disk_errors(path):
-            stream.truncate(0)
-        return RunWriter(path, stream, header)
-    run = read_run(path, allow_truncated=True)
-    _check_same(path, run.header, header)
-    whole = ended = 0
-    for _, line, complete in lines_of(path):
-        if complete:
-            ended, whole = whole, whole + len(line) + 1
+def _resume(path: Path, header: Header) -> RunWriter:
+    """Lock a file and resume it. Its links, owner and mode stay: it is truncated and appended to in place."""
+    regular(path)
     with disk_errors(path):
-        stream.truncate(ended if run.complete else whole)  # without a torn line, or the line that ends it
-        stream.seek(0, os.SEEK_END)
-    return RunWriter(path, stream, run.header, run)
+        stream = path.open("r+b", buffering=0)
+    try:
+        _lock(stream, path)
+        run, whole, ended = None, 0, 0
+        if begun(path):  # else empty, or killed within its first line: there is no record that could be lost
+            run = read_run(path, allow_truncated=True)
+            _check_same(path, run.header, header)
+            for _, line, complete in lines_of(path):
+                if complete:
+                    ended, whole = whole, whole + len(line) + 1
+        with disk_errors(path):
+            stream.truncate(ended if run and run.complete else whole)  # without a torn line, or the line that ends it
+            stream.seek(0, os.SEEK_END)
+        return RunWriter(path, stream, run.header if run else header, run)
+    except BaseException:
+        stream.close()
+        raise
 
 
 def _check_same(path: Path, theirs: Header, ours: Header) -> None:
@@ -572,15 +546,11 @@ def _check_same(path: Path, theirs: Header, ours: Header) -> None:
     before, plan = _bounded(theirs.plan), ours.plan
     if before != plan:
         changed = sorted(k for k in before.keys() | plan.keys() if before.get(k) != plan.get(k))
-        raise UserError(
-            f"{path} was made with other options ({', '.join(changed)})", "Repeat its options, or choose another --out."
-        )
-    differing = moved(theirs.environment, ours.environment)
-    if differing:
-        raise UserError(
-            f"{path} was made on another machine or toolchain ({', '.join(differing)})",
-            "Go on with it where it was begun, or choose another --out.",
-        )
+        what = f"{path} was made with other options ({', '.join(changed)})"
+        raise UserError(what, "Repeat its options, or choose another --out.")
+    if differing := moved(theirs.environment, ours.environment):
+        what = f"{path} was made on another machine or toolchain ({', '.join(differing)})"
+        raise UserError(what, "Go on with it where it was begun, or choose another --out.")
 
 
 def write_run(path: Path, run: Run, *, force: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""Bounds, intervals, shares, survival and paired comparisons; how a rate is rounded. See docs/statistics.md.
+"""Bounds, intervals, shares, survival and paired comparisons; how a rate is rounded. Their sources, and when each is
+valid: docs/statistics.md.
 
-Two things are not rates. A deterministic sweep over chosen sizes has no sampling frame: it has counts. And completions
-that share a batch are not independent: whatever changed one, a full batch or a tile, also changes its neighbours. So a
-bound holds by round (the unit that is drawn), and by completion only if rounds don't matter. The correlation within a
-round is not estimated, because a few rounds that happened to be alike would hide it.
+Completions that share a batch are not independent: whatever changed one, a full batch or a tile, also changes its
+neighbours. So a bound holds by round (the unit that is drawn), and by completion only if rounds don't matter. The
+correlation within a round is not estimated, because a few rounds that happened to be alike would hide it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ _NODES_MOST = 1_000
 
 
 def wilson(k: float, n: float) -> tuple[float, float]:
-    """Wilson's two-sided 95% interval for a rate seen k times in n independent trials; counts may be fractional.
-
-    Source: E. B. Wilson, Journal of the American Statistical Association 22 (1927), 209-212.
-    """
+    """Wilson's (1927) two-sided 95% interval for a rate seen k times in n independent trials."""
     if n <= 0 or not 0 <= k <= n:
         raise ValueError(f"{k} of {n} is no rate")
     share, spread = k / n, _Z * _Z / n
@@ -59,13 +56,9 @@ def confidence_sequence(k: float, n: float) -> tuple[float, float]:
     """A 95% interval for a rate that holds at every n at once, so that you can look, and stop, at any time.
 
     All rates p under which the mixture of likelihoods over Beta(1/2, 1/2) is below 20 times the likelihood of p. That
-    ratio is a martingale under p, which reaches 20 with a probability of at most 1/20 (Ville). Wider than Wilson's,
-    which holds at an n that was fixed beforehand. Counts may be fractional: trials in rounds count as the trials over
-    those of the largest round, and it holds whatever the correlation within a round (`round_interval` is narrower).
-    Raises ValueError: k and n are not a rate.
-
-    Source: H. Robbins, Annals of Mathematical Statistics 41 (1970), 1397-1409; S. R. Howard, A. Ramdas, J. McAuliffe
-    and J. Sekhon, Annals of Statistics 49 (2021), 1055-1080.
+    ratio is a martingale under p, which reaches 20 with a probability of at most 1/20 (Ville). Counts may be
+    fractional: trials in rounds count as the trials over those of the largest round, and it holds whatever the
+    correlation within a round (`round_interval` is narrower). Raises ValueError: k and n are not a rate.
     """
     if n <= 0 or not 0 <= k <= n:
         raise ValueError(f"{k} of {n} is no rate")
@@ -104,12 +97,6 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
     all or nothing this is `confidence_sequence` over rounds; where rounds scatter less it is narrower, as far as unseen
     rounds of another kind, which so few rounds could have missed, permit. Raises ValueError: no rounds, more hits than
     trials, an empty round, or lists of two lengths.
-
-    Source: I. Waudby-Smith and A. Ramdas, Journal of the Royal Statistical Society B 86 (2024), 1-27.
-
-    Args:
-        sizes: Trials in each round, each 1 or more.
-        confidence: Of the interval over all looks together.
     """
     if not sizes or len(hits) != len(sizes) or any(not 0 <= k <= n or n < 1 for k, n in zip(hits, sizes, strict=True)):
         raise ValueError(f"{list(hits)} of {list(sizes)} are no rounds")
@@ -131,20 +118,12 @@ def pair_disagreement(counts: Sequence[int]) -> float:
     """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)), which doesn't grow with N. `counts` are
     those of each distinct result, two or more in all."""
     total = sum(counts)
-    if total < 2:
-        raise ValueError(f"{total} results make no pair")
     return 1.0 - sum(n * (n - 1) for n in counts) / (total * (total - 1))
 
 
 def new_share(counts: Sequence[int]) -> float:
-    """Good's estimate of the probability that the next result is a new one: those seen once, over all.
-
-    Source: I. J. Good, Biometrika 40 (1953), 237-264.
-    """
-    total = sum(counts)
-    if total < 1:
-        raise ValueError("no results")
-    return sum(n == 1 for n in counts) / total
+    """Good's estimate of the probability that the next result is a new one: those seen once, over all."""
+    return sum(n == 1 for n in counts) / sum(counts)
 
 
 def percent(share: float, rounding: str = "near") -> str:
@@ -206,18 +185,13 @@ def kaplan_meier(times: Sequence[int], differs: Sequence[bool], effect: float = 
 
     Pointwise intervals are those of as many independent trials as would have Greenwood's variance, over the effect;
     where nothing differs the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). If one differs and one ends
-    at the same time, the difference counts first. Raises ValueError: two lengths, no data, or a negative time.
-
-    Source: E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53 (1958), 457-481; S. J. Cutler
-    and F. Ederer, Journal of Chronic Diseases 8 (1958), 699-712, for the trials.
+    at the same time, the difference counts first.
 
     Args:
         times: For each, the tokens after which it differed or ended.
         differs: Whether it differed; else its text ended there, without a difference (censored).
         effect: Completions that are worth one independent trial, 1 or more; infinite: the intervals are 0 to 1.
     """
-    if len(times) != len(differs) or not times or min(times) < 0:
-        raise ValueError(f"{len(times)} times and {len(differs)} ends are no sample")
     events, leaving = _counts(times, differs)
     at_risk, survival, variance = len(times), 1.0, 0.0
     steps = [SurvivalStep(0, at_risk, 0, 1.0, 0.05 ** (effect / at_risk), 1.0)]
@@ -246,13 +220,8 @@ class LogRank(NamedTuple):
 def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -> LogRank:
     """The log-rank test, stratified: each prompt is compared with itself, and the differences are summed.
 
-    The division by the effect is a first-order correction for completions that come in rounds.
-
-    Source: N. Mantel, Cancer Chemotherapy Reports 50 (1966), 163-170.
-
-    Args:
-        strata: Prompt -> (times, differs) of the first and of the second sample.
-        effect: Completions that are worth one independent trial, 1 or more.
+    `strata` has (times, differs) of the first and of the second sample of each prompt. The division by the effect,
+    as in `kaplan_meier`, is a first-order correction for completions that come in rounds.
     """
     observed, expected, variance = 0, 0.0, 0.0
     for one, other in strata.values():
@@ -285,18 +254,11 @@ _DRAWS = 9_999
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided exact p of McNemar's test: of the prompts on which the two systems disagree, how one-sided they are.
+    """Two-sided exact p of McNemar's test: of the prompts that diverged under one system only, how one-sided they are.
 
     Prompts are the unit: they are drawn one by one, completions of one prompt are not. Under the null, a prompt that
-    diverges in one system only does so in either with equal probability. Raises ValueError: a negative count.
-
-    Source: Q. McNemar, Psychometrika 12 (1947), 153-157, with the exact binomial.
-
-    Args:
-        only_first, only_second: Prompts that diverged under the first system only, and under the second only.
+    diverges in one system only does so in either with equal probability.
     """
-    if min(only_first, only_second) < 0:
-        raise ValueError(f"{only_first} and {only_second} are no counts")
     total = only_first + only_second
     tail = sum(math.comb(total, hits) for hits in range(min(only_first, only_second) + 1))
     return float(min(1.0, 2 * tail / 2**total))
@@ -307,38 +269,24 @@ def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float
 
     All sign patterns of the prompts that differ, if they are 14 or fewer; else 9,999 drawn from a fixed seed, with the
     observed one counted in, so that p is never 0. Raises ValueError: samples of two lengths.
-
-    Source: R. A. Fisher, The Design of Experiments (1935), section 21; B. Phipson and G. K. Smyth, Statistical
-    Applications in Genetics and Molecular Biology 9 (2010), for the drawn form.
     """
-    if len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} make no pairs")
     differences = [a - b for a, b in zip(first, second, strict=True) if a != b]
     if not differences:
         return 1.0
     least = abs(math.fsum(differences)) * (1 - 1e-12)  # patterns that differ only by rounding count as equal
-    if len(differences) <= _EXACT_MOST:
-        hits = 0
-        for pattern in range(2 ** len(differences)):
-            signed = (d if pattern >> i & 1 else -d for i, d in enumerate(differences))
-            hits += abs(math.fsum(signed)) >= least
-        return float(hits / 2 ** len(differences))
-    rng = random.Random(f"nondet permutation {len(differences)}")  # noqa: S311 - a test statistic, not a secret
+    count, exact = len(differences), len(differences) <= _EXACT_MOST
+    rng = random.Random(f"nondet permutation {count}")  # noqa: S311 - a test statistic, not a secret
+    patterns = range(2**count) if exact else [rng.getrandbits(count) for _ in range(_DRAWS)]
     hits = 0
-    for _ in range(_DRAWS):
-        bits = rng.getrandbits(len(differences))
-        hits += abs(sum(d if bits >> i & 1 else -d for i, d in enumerate(differences))) >= least
-    return (1 + hits) / (1 + _DRAWS)
+    for pattern in patterns:
+        signed = (d if pattern >> i & 1 else -d for i, d in enumerate(differences))
+        hits += abs(math.fsum(signed)) >= least
+    return hits / 2**count if exact else (1 + hits) / (1 + _DRAWS)
 
 
 def superiority(small: Values, large: Values) -> float:
-    """The probability that one of `large` exceeds one of `small`, ties counted half: 0.5 if both are alike.
-
-    Source: H. B. Mann and D. R. Whitney, Annals of Mathematical Statistics 18 (1947), 50-60: U over its maximum. Raises
-    ValueError: an empty sample.
-    """
-    if not len(small) or not len(large):
-        raise ValueError("an empty sample exceeds nothing")
+    """The probability that one of `large` exceeds one of `small`, ties counted half: 0.5 if both are alike. It is Mann
+    and Whitney's U over its maximum. Neither may be empty."""
     # the smaller sample is looked up in the larger one, sorted: a handful of ten million margins are at forks
     values = np.sort(np.asarray(large))
     # in order, because neighbours are looked up near each other
@@ -349,15 +297,11 @@ def superiority(small: Values, large: Values) -> float:
 
 
 def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
-    """Mean of r - 1 - log r over tokens, r = exp(other - reference): Schulman's k3, in nats.
+    """Mean of r - 1 - log r over tokens, r = exp(other - reference): Schulman's k3, in nats. Both are [T] float32
+    logprobs of the same tokens.
 
     Where the tokens were drawn from the reference it estimates KL(reference || other), without bias, and no term is
     negative. Of greedy tokens it is only a distance between two traces. Raises ValueError: two lengths, or no tokens.
-
-    Source: J. Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html.
-
-    Args:
-        reference, other: [T] float32 logprobs of the same tokens.
     """
     if reference.shape != other.shape or not reference.size:
         raise ValueError(f"{reference.size} and {other.size} logprobs are not of the same tokens")

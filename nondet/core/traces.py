@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nondet.core.records import ContradictionError, Run
-from nondet.core.runfile import PACKED, AnyRecord, RunWriter, decode, disk_errors, encoded, lines_of, no_link
+from nondet.core.runfile import AnyRecord, RunWriter, decode, disk_errors, encoded, lines_of, no_link, traces_path
 from nondet.errors import UnrecordableError, UserError, one_line, shortened
 
 _TOKEN_MOST = 2**31 - 1
@@ -65,18 +65,12 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces", kw_only=True):
 
 
 class WholePrompt(msgspec.Struct, frozen=True, tag="prompt", kw_only=True):
-    """A prompt that the run file's header has cut; readers ignore it."""
+    """A prompt that the run file's header has cut."""
 
     text: str
 
 
 _LINE: msgspec.json.Decoder[Trace | Pieces | WholePrompt] = msgspec.json.Decoder(Trace | Pieces | WholePrompt)
-
-
-def traces_path(run: Path) -> Path:
-    """RUN.jsonl -> RUN.traces.jsonl; likewise with .gz or .xz at the end."""
-    packed = run.suffix if run.suffix in PACKED else ""
-    return run.with_name(run.name.removesuffix(packed).removesuffix(".jsonl") + ".traces.jsonl" + packed)
 
 
 def tokens_digest(token_ids: list[int]) -> str:
@@ -105,9 +99,8 @@ def facts_of(trace: Trace) -> dict[str, Any]:
 
 
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
-    """All traces by digest, and the text of single tokens by id. A line that is cut off at the end belongs to a round
-    that never finished, and is left out. Raises UserError: the side file is missing or malformed, or a trace doesn't
-    match its digest."""
+    """All traces by digest, and the text of single tokens by id; without a line that is cut off at the end. Raises
+    UserError: the side file is missing or malformed, or a trace doesn't match its digest."""
     path = traces_path(run)
     traces: dict[str, Trace] = {}
     pieces: dict[int, str] = {}
@@ -126,38 +119,31 @@ def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
             elif isinstance(record, Pieces):
                 pieces.update({_token_id(name): text for name, text in record.pieces.items()})
     except FileNotFoundError as error:
-        raise UserError(
-            f"{path} can't be read: {error.strerror}", "It belongs beside the run file: move the two together."
-        ) from error
+        hint = "It belongs beside the run file: move the two together."
+        raise UserError(f"{path} can't be read: {error.strerror}", hint) from error
     except ValueError as error:
-        raise UserError(
-            f"{path} is malformed in line {number}: {one_line(str(error), 300)}", "Was it edited by hand?"
-        ) from error
+        what = f"{path} is malformed in line {number}: {one_line(str(error), 300)}"
+        raise UserError(what, "Was it edited by hand?") from error
     return traces, pieces
 
 
 def check_traces(run: Run, traces: Mapping[str, Trace]) -> None:
     """Check that every completion has the trace that it names; a `UserError` where the two files are not of one run."""
     known: dict[str, dict[str, Any]] = {}
+    hint = "The two files are not of one run, or one was edited: move or copy them together."
     for completion in run.completions:
         if completion.status != "ok":
             continue
         trace = traces.get(completion.trace)
         if trace is None:
-            raise UserError(
-                f"{traces_path(Path(run.source))} lacks traces that {run.source} names",
-                "The two files are not of one run: move or copy them together.",
-            )
+            raise UserError(f"{traces_path(Path(run.source))} lacks traces that {run.source} names", hint)
         if completion.trace not in known:
             known[completion.trace] = facts_of(trace)
         for name, there in known[completion.trace].items():
             here = getattr(completion, name)
             if here != there:
                 which = f"{completion.impl} {completion.request}"
-                raise UserError(
-                    f"{run.source}: {name} of {which} is {here}, and {there} in its trace",
-                    "The two files are not of one run, or one was edited.",
-                )
+                raise UserError(f"{run.source}: {name} of {which} is {here}, and {there} in its trace", hint)
 
 
 def _check(trace: Trace) -> None:
@@ -180,12 +166,9 @@ def _token_id(name: str) -> int:
 
 
 class TraceWriter:
-    """Appends to the side file: each distinct trace and each token's text once, whichever implementation made it first.
-
-    With `resume` an existing file is continued, without it the file is emptied. `prompts` are whole texts of prompts
-    that the header has cut, `pieces` the tokens' texts that the file held. Raises UserError: it can't be written, or
-    read back.
-    """
+    """Appends to the side file: each distinct trace and each token's text once. With `resume` an existing file is
+    continued, without it the file is emptied. `prompts` are whole texts of prompts that the header has cut. Raises
+    UserError: it can't be written, or read back."""
 
     def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:
         self.path = traces_path(run)
@@ -244,9 +227,8 @@ def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
 
 @dataclass
 class RoundCollector:
-    """Writes the rounds of one implementation, or of one server, into the run file and its side file. A trace is
-    written before the completion that names it, and a round's own record last: a stopped run is resumed at the first
-    round that has no record."""
+    """Writes the rounds of one implementation, or of one server, into the run file and its side file: a trace before
+    the completion that names it, and a round's own record last."""
 
     writer: RunWriter
     traces: TraceWriter

@@ -38,7 +38,6 @@ _ROUNDINGS = 16.0  # of exp, rsqrt, division and the like, in units of the accum
 class _Terms(NamedTuple):
     reference: torch.Tensor  # float64, one result
     dtype: torch.dtype  # of the result
-    device: str
 
     @property
     def rounded(self) -> torch.Tensor:
@@ -114,7 +113,7 @@ def _partial_rounding(t: _Terms) -> float:
         torch.bfloat16: flags.allow_bf16_reduced_precision_reduction,
         torch.float16: flags.allow_fp16_reduced_precision_reduction,
     }
-    return 2 * t.unit if t.device == "cuda" and allowed.get(t.dtype) else 0.0
+    return 2 * t.unit if t.reference.is_cuda and allowed.get(t.dtype) else 0.0
 
 
 def of_attention(
@@ -166,7 +165,7 @@ def of_sum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
 
 def of_cumsum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
     """Each a sum of all up to it, which a GPU's scan keeps in the result's dtype."""
-    epsilon = t.epsilon if t.device == "cpu" else max(t.epsilon, 2 * t.unit)
+    epsilon = max(t.epsilon, 2 * t.unit) if t.reference.is_cuda else t.epsilon
     return t.rounded + _gamma(x.shape[-1], epsilon) * x.double().abs().cumsum(-1) + x.shape[-1] * t.flushed
 
 
@@ -196,7 +195,7 @@ def bound_of(
     if declared is None or not dtype.is_floating_point:
         return None
     bound: Callable[..., torch.Tensor] = load_object(declared.bound)
-    return bound(_Terms(reference, dtype, reference.device.type), *arguments, **keywords)
+    return bound(_Terms(reference, dtype), *arguments, **keywords)
 
 
 Operator = Callable[..., Any]
@@ -241,9 +240,8 @@ class Answers:
         self, operands: tuple[Any, ...], keywords: dict[str, Any], dtype: torch.dtype | None
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """(float64 results, allowed error at each element of a single one); `dtype` is the first result's."""
-        mine = _parts((operands, keywords))
         for answer in self._answers:
-            if answer.dtype == dtype and _alike(_parts((answer.operands, answer.keywords)), mine):
+            if _alike((answer.operands, answer.keywords, answer.dtype), (operands, keywords, dtype)):
                 return answer.references, answer.allowed
         references = _tensors(self._oracle(*operands, **keywords))
         allowed = None
@@ -257,33 +255,22 @@ class Answers:
         """A copy of a tensor: that of an earlier answer, where its bits are the same, as a weight's are."""
         if not isinstance(operand, torch.Tensor):
             return operand
-        earlier = (part for answer in self._answers for part in _parts(answer.operands))
-        copy = next((part for part in earlier if _alike([part], [operand])), None)
+        earlier = (part for answer in self._answers for part in answer.operands)
+        copy = next((part for part in earlier if _alike(part, operand)), None)
         return operand.clone() if copy is None else copy
 
 
-def _alike(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the same: tensors bit for bit, everything else as Python compares it."""
-    if len(some) != len(others):
+def _alike(a: Any, b: Any) -> bool:
+    """Whether these are the same, at every depth: tensors bit for bit, everything else as Python compares it."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and identical(a, b)
+    if type(a) is not type(b):
         return False
-    for a, b in zip(some, others, strict=True):
-        if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
-            return False
-        if not isinstance(a, torch.Tensor):
-            if a != b:
-                return False
-        elif a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not identical(a, b):
-            return False
-    return True
-
-
-def _parts(x: Any) -> list[Any]:
-    """Tensors and numbers of nested tuples and mappings, with markers that distinguish two nestings, in order."""
-    if isinstance(x, dict):
-        return ["{", *(part for key in sorted(x) for part in (key, *_parts(x[key]))), "}"]
-    if isinstance(x, tuple | list):
-        return ["(", *(part for y in x for part in _parts(y)), ")"]
-    return [x]
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    return bool(a == b)
 
 
 def _places(count: int, parts: tuple[int, int, int], device: torch.device) -> torch.Tensor | None:
@@ -344,6 +331,8 @@ class Watch:
 
     def __init__(self, call: Operator, answers: Answers) -> None:
         self.operator, self._call, self._answers = answers.operator, call, answers
+        declared = declared_bound(self.operator)
+        self._source = _UNBOUNDED if declared is None else declared.source
         self.checking = False
         self._calls = self._elements = self._of_this_variant = 0
         self._repeats: list[torch.Tensor] = []
@@ -390,11 +379,6 @@ class Watch:
         self._settle()
         source = self._source if self._worst is not None else _UNBOUNDED
         return Accuracy(calls=self._calls, elements=self._elements, worst=self._worst, source=source)
-
-    @property
-    def _source(self) -> str:
-        declared = declared_bound(self.operator)
-        return _UNBOUNDED if declared is None else declared.source
 
     def _repeat(self, out: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         again = self._owned(self._call(*arguments, **keywords), arguments)

@@ -113,8 +113,7 @@ class Output:
     def check_side_file(self) -> None:
         """Refuse to overwrite traces without their run, which may be elsewhere: only a resumed run continues. Raises
         UserError: they exist, and --force was not given."""
-        from nondet.core.runfile import begun, check_free
-        from nondet.core.traces import traces_path
+        from nondet.core.runfile import begun, check_free, traces_path
 
         self._files.append(side := traces_path(self.path))
         if not (self.request.resume and begun(self.path)):

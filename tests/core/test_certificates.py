@@ -15,7 +15,7 @@ import pytest
 
 from nondet.core import certificates as store
 from nondet.core import environment
-from nondet.core.certificates import Certificates, cache_folder, read_folder
+from nondet.core.certificates import Certificates, cache_folder
 from nondet.core.registry import classes, declared
 
 HERE: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "sources": "aa"}
@@ -52,7 +52,7 @@ def test_nothing_stands_on_another_machine_or_toolchain(tmp_path_factory: pytest
         assert other.standing("cublaslt", KEY) is None
         other.record("cublaslt", KEY, False, "differs")
         assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is True
-        assert len(read_folder(tmp_path)) == 2
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_exclusion_outlives_a_proof_to_the_contrary(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_processes_that_prove_at_once_lose_nothing(tmp_path: Path) -> None:
     kept = quiet(HERE, tmp_path)
     assert len(kept.all()) == 100
     assert len(kept.excluded()) == 50
-    assert len(read_folder(tmp_path)) == 1
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_writer_that_was_killed_costs_its_own_line_alone(tmp_path: Path) -> None:
@@ -175,12 +175,7 @@ def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert cache_folder() == tmp_path / "b" / "nondet" / "certificates"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("LOCALAPPDATA", raising=False)
-    for platform, folder in (
-        ("linux", ".cache/nondet"), ("darwin", "Library/Caches/nondet"), ("win32", "AppData/Local/nondet/Cache"),
-    ):  # fmt: skip
-        monkeypatch.setattr(sys, "platform", platform)
-        assert cache_folder() == tmp_path / folder / "certificates"
+    assert cache_folder() == tmp_path / ".cache" / "nondet" / "certificates"
 
 
 def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,13 +288,13 @@ def test_the_digests_cover_every_kernel_and_the_prover(monkeypatch: pytest.Monke
     tree = (Path(store.__file__).parent.parent / "kernels").resolve()
     on_disk = {p.relative_to(tree).as_posix() for p in tree.rglob("*.py")}
     assert len(on_disk) > 40
-    assert store.sources([""]).keys() == on_disk
-    assert "matmul/triton_kernels.py" in store.sources(["experts"])
+    assert store.sources("").keys() == on_disk
+    assert "matmul/triton_kernels.py" in store.sources("experts")
     for name, cls in classes().items():
         folders = {declared()[operator].invariant_on(cls.device).target(cls.device) for operator in cls.members}
         modules = {target.partition(":")[0].removeprefix("nondet.kernels.") for target in folders}
         files = {module.replace(".", "/") + ".py" for module in modules}
-        own = next((f for begin, f in store._FAMILIES.items() if f"{name} | ".startswith(begin)), [""])
+        own = next((folder for folder, begin in store._FAMILIES.items() if f"{name} | ".startswith(begin)), "")
         assert files
         assert files <= store.sources(own).keys()
     before = store.prover_digest.__wrapped__()
@@ -366,8 +361,6 @@ def test_what_others_could_have_written_is_not_trusted(tmp_path_factory: pytest.
             standings = [kept.standing("cublaslt", KEY) for kept in proven_twice(Certificates(HERE, path.parent))]
         assert len(said) == 1
         assert standings == [None, True, True]
-        with pytest.warns(RuntimeWarning, match="can't be read"):
-            assert read_folder(path.parent) == []
 
 
 def test_another_users_word_is_not_trusted(
@@ -402,12 +395,7 @@ def test_a_hostile_line_is_one_line_ignored(tmp_path_factory: pytest.TempPathFac
     for line in [
         b"[" * 100_000,
         b'{"format":"nondet-certificate","schema":1,"x":' + b"[" * 100_000,
-        b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":'
-        + b'{"a":' * 900
-        + b"1"
-        + b"}" * 902,
-        b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":' + b"9" * 40 + b"}}",
-        b'{"format":"nondet-certificate","schema":3,"machine":"m","described":{"a":"\\ud800"}}',
+        b'{"format":"nondet-certificate","schema":3,"machine":"\\ud800","certificate":' + b"9" * 40 + b"}",
         b"1" * (2**20 + 1),
     ]:
         tmp_path = tmp_path_factory.mktemp("case")
@@ -455,7 +443,6 @@ def test_a_file_is_called_by_its_machine(tmp_path_factory: pytest.TempPathFactor
     for described, name in [
         ({"device": "cuda", "gpu": "NVIDIA H200", "cpu": "Xeon"}, "nvidia-h200"),
         ({"device": "cpu", "gpu": None, "cpu": "Intel(R) Xeon(R) @ 2.0"}, "intel-r-xeon-r-2-0"),
-        ({"device": "cpu"}, "cpu"),
         ({"device": "\u00b5"}, "machine"),
         ({"gpu": "x" * 60}, "x" * 48),
     ]:

@@ -12,18 +12,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def test_one_seed_means_one_input():
-    """The same seed gives the same bits, another seed others, and the shape and dtype are those asked for."""
+    """The same seed gives the same bits, another seed others, of that shape and dtype. No kind overflows a dtype,
+    because infinities would make every kernel look alike; two kinds are about them."""
     for kind in KINDS:
         for dtype in DTYPES:
             a, b, c = (make(kind, (3, 64), dtype, "cpu", generator(seed, "cpu")) for seed in (1, 1, 2))
             assert digest(a) == digest(b) != digest(c)
             assert (a.shape, a.dtype) == ((3, 64), dtype)
-
-
-def test_every_number_is_finite():
-    """No kind overflows a dtype: infinities would make every kernel look alike. Two kinds are about them."""
-    for kind in KINDS:
-        for dtype in DTYPES:
             finite = torch.isfinite(make(kind, (64, 1000), dtype, "cpu", generator(0, "cpu")))
             assert finite[:, 0].all()
             assert finite.all() == (kind not in ("masked", "infinite"))

@@ -39,7 +39,7 @@ from nondet.verdict.gate import exit_code, judge
 from tests.build import run_of
 from tests.probes import toys
 
-SMALL: dict[str, Any] = {"m": 32, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
+SMALL: dict[str, Any] = {"m": 16, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
 HEAD = Row(
     probe="p", case="c", operator="linear", shape={"M": 3}, dtype="float32", device="cpu", inputs="bell",
     varied="batch_size", impl="stock", status="",
@@ -61,7 +61,7 @@ def test_identical_and_wrong_is_wrong() -> None:
         ("linear_flipped", "more than any rounding explains"),
         ("linear_lost_tail", "more than any rounding explains"),
         ("linear_wide_result", "float32 for torch.bfloat16"),
-        ("linear_fewer_rows", "shape (24, 24), not (32, 24)"),
+        ("linear_fewer_rows", "shape (24, 22), not (256, 22)"),
         ("linear_nan", "NaN or infinite where the oracle is not"),
         ("linear_writes", "wrote to its input w"),
     ]:
@@ -296,14 +296,9 @@ def test_errors_and_differences_of_several_are_those_of_each() -> None:
     reference = torch.randn(4, 5, generator=rng, dtype=torch.float64)
     outs = [reference.float() * (1 + scale) for scale in (0.0, 1e-3, 1e-6)]
     outs += [outs[0].clone().index_fill_(0, torch.tensor([1]), value) for value in (math.nan, math.inf)]
-    errors, more = errors_against(outs, reference, torch.tensor(7), torch.tensor(True))
-    assert errors == [error_against(out, reference) for out in outs]
-    assert more == [7, 1]
-    assert errors_against([torch.ones(0)], torch.ones(0, dtype=torch.float64), torch.tensor(3)) == (
-        [error_against(torch.ones(0), torch.ones(0, dtype=torch.float64))],
-        [3],
-    )
-    assert errors_against([], None) == ([], [])
+    assert errors_against(outs, reference) == [error_against(out, reference) for out in outs]
+    none = errors_against([torch.ones(0)], torch.ones(0, dtype=torch.float64))
+    assert [(e.max_abs, e.relative_norm, e.max_ulp) for e in none] == [(0.0, 0.0, 0)]
     for chosen in (outs, outs[:3], outs[:2], outs[:1]):
         book = ClassBook()
         book.add(torch.stack(chosen))

@@ -17,8 +17,8 @@ import torch
 
 from nondet.core.compare import error_against
 from nondet.core.records import SCHEMA_VERSION, Completion, MismatchRollout, Row, Served, Status, TrainingStep
-from nondet.core.runfile import RunWriter, open_run, read_run, write_run
-from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest, traces_path
+from nondet.core.runfile import RunWriter, open_run, read_run, traces_path, write_run
+from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest
 from nondet.errors import UnrecordableError, UserError
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}
@@ -55,16 +55,6 @@ def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert run.complete
     assert run.rows == [parted("a"), row("b")]
     assert run.header.environment == ENVIRONMENT
-
-
-def test_rows_are_on_disk_before_the_run_ends(tmp_path: Path) -> None:
-    """A killed run keeps every row it made: each is flushed as it is written."""
-    path = tmp_path / "run.jsonl"
-    run = writer(path)
-    run.write(row("a"))
-    read = read_run(path)
-    assert not read.complete
-    assert [r.case for r in read.rows] == ["a"]
 
 
 def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
@@ -108,18 +98,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
         read_run(path)
 
 
-def test_resume_refuses_another_plan_or_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Rows made under different conditions never share a run file."""
-    for change, said in [
-        ({"plan": {"seed": 1, "impls": ("stock",)}}, r"other options \(seed\)"),
-        ({"environment": {**ENVIRONMENT, "num_threads": 1}}, r"another machine or toolchain \(num_threads"),
-    ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        path = finished(tmp_path / "run.jsonl")
-        with pytest.raises(UserError, match=said):
-            writer(path, resume=True, **change)
-
-
 def test_what_is_not_our_run_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Empty, foreign and newer files are told apart, and none gives a traceback."""
     for content, said in [
@@ -145,28 +123,16 @@ def test_what_is_not_our_run_is_refused_in_one_line(tmp_path_factory: pytest.Tem
 def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
     """A truncated run is refused by number of line, and read without that line when the reader says so."""
     path = finished(tmp_path / "run.jsonl")
-    path.write_bytes(path.read_bytes()[:-20])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
     with pytest.raises(UserError, match=r"cut off in line 4.*--allow-truncated"):
         read_run(path)
     assert [r.case for r in read_run(path, allow_truncated=True).rows] == ["a", "b"]
-
-
-def test_a_header_alone_and_cut_off_is_still_one_line(tmp_path: Path) -> None:
-    """A run killed during its very first line is not ours yet, and says so."""
-    whole, path = finished(tmp_path / "whole.jsonl").read_bytes(), tmp_path / "run.jsonl"
     for torn in (40, whole.index(b"\n")):
         path.write_bytes(whole[:torn])
         for allowed in (False, True):
             with pytest.raises(UserError, match="cut off in line 1"):
                 read_run(path, allow_truncated=allowed)
-
-
-def test_a_malformed_row_is_named_by_its_line(tmp_path: Path) -> None:
-    """A field of a wrong type is found, with the line and the field."""
-    path = finished(tmp_path / "run.jsonl")
-    path.write_bytes(path.read_bytes().replace(b'"trials":3', b'"trials":"three"'))
-    with pytest.raises(UserError, match=r"malformed in line 2.*trials"):
-        read_run(path)
 
 
 @pytest.mark.parametrize("command", ["rl", "mismatch"])
@@ -281,10 +247,12 @@ def asked(texts: list[str]) -> dict[str, Any]:
 def test_prompts_of_any_size_make_a_header_that_is_read(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond 16 MiB each is cut, and says how long it was; the side file has them whole, as far as a line goes."""
+    """Beyond 16 MiB each is cut, and says how long it was; the side file has them whole, as far as a line goes. No text
+    of an ordinary set is touched."""
     for texts, left, most in [
-        ([f"{i:05d}" + "a" * 35_000 for i in range(1000)], 1000, 2**24),
-        (["a" * 40_000_000, "b"], 1000, 2**24),
+        (["x" * 100_000, "y\n" * 50_000], 10**6, 2**24),
+        ([f"{i:05d}" + "a" * 35_000 for i in range(100)], 1000, 2**21),
+        (["a" * 9_000_000, "b"], 1000, 2**22),
         ([f"{i:05d}" + "\x01" * 900 for i in range(100)], 200, 2**18),
         (["a" * 500] * 400, 200, 2**17),
         (["a" * 500] * 400, 0, 2**16),
@@ -304,19 +272,9 @@ def test_prompts_of_any_size_make_a_header_that_is_read(
         assert len(set(shown)) == len(set(texts))
         kept = [json.loads(line)["text"] for line in traces_path(path).read_bytes().splitlines()]
         whole = sorted(text for text in {*texts} if len(text) > left)
-        assert sorted(kept)[0][: 4 * 2**20] == whole[0][: 4 * 2**20]
+        assert [text[: 2 * 2**20] for text in sorted(kept)[:1]] == [text[: 2 * 2**20] for text in whole[:1]]
         assert len(kept) == len(whole)
         assert read_traces(path) == ({}, {})
-
-
-def test_a_header_of_prompts_that_fit_is_as_it_was(tmp_path: Path) -> None:
-    """No text of an ordinary set is touched."""
-    path = tmp_path / "run.jsonl"
-    texts = ["x" * 100_000, "y\n" * 50_000]
-    run = open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT)
-    run.finish()
-    assert run.long_prompts == []
-    assert [p["text"] for p in read_run(path).header.plan["prompts"]] == texts
 
 
 def test_a_plan_that_no_header_holds_is_one_line_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,16 +368,13 @@ def test_resuming_drops_a_torn_line_and_writes_it_again(tmp_path: Path) -> None:
     assert traces_path(run).read_bytes() == whole
 
 
-def test_a_new_run_begins_a_new_side_file(tmp_path: Path) -> None:
-    """--force leaves no traces of the run before."""
+def test_a_new_run_begins_a_new_side_file_and_a_resumed_one_needs_it(tmp_path: Path) -> None:
+    """--force leaves no traces of the run before; completions of a run whose side file is lost would name nothing."""
     run = tmp_path / "run.jsonl"
     TraceWriter(run, resume=False, piece=piece).write([trace([1])])
     TraceWriter(run, resume=False, piece=piece).close()
     assert read_traces(run) == ({}, {})
-
-
-def test_resuming_without_the_side_file_is_refused(tmp_path: Path) -> None:
-    """A run file whose side file is lost can't be gone on with: its completions would name nothing."""
+    traces_path(run).unlink()
     with pytest.raises(UserError, match="move the two together"):
         TraceWriter(tmp_path / "run.jsonl", resume=True, piece=piece)
 

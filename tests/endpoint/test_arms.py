@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from nondet.core.records import Run
-from nondet.core.runfile import read_run
-from nondet.core.traces import read_traces, traces_path
+from nondet.core.runfile import read_run, traces_path
+from nondet.core.traces import read_traces
 from nondet.endpoint.arms import Answer, Ask, KnownBy, Tokens
 from nondet.endpoint.collect import Watcher
 from nondet.endpoint.traffic import Played

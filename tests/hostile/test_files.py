@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from itertools import product
@@ -28,8 +26,9 @@ from nondet.core.runfile import (
     read_whole,
     replace_text,
     replacing,
+    traces_path,
 )
-from nondet.core.traces import TraceWriter, traces_path
+from nondet.core.traces import TraceWriter
 from nondet.errors import UserError
 from nondet.services.sample import prompt_text
 from tests.build import Command, header, line, row
@@ -103,15 +102,6 @@ def test_somebody_elses_side_file_is_not_taken_over(run: Command, tmp_path: Path
     assert not (tmp_path / "new").exists()
 
 
-@pytest.fixture
-def precious(tmp_path: Path) -> Path:
-    """Somebody's file, outside of where anything is written."""
-    path = tmp_path / "elsewhere" / "precious"
-    path.parent.mkdir()
-    path.write_text("kept", encoding="utf-8")
-    return path
-
-
 WRITERS: dict[str, Callable[[Path], object]] = {
     "run file": lambda path: create_locked(path, force=True),
     "side file": lambda path: TraceWriter(path, resume=False, piece=str),
@@ -135,8 +125,9 @@ def test_no_link_is_followed(tmp_path_factory: pytest.TempPathFactory) -> None:
         assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path, precious: Path) -> None:
+def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path) -> None:
     """A step summary may be a link to a file of the runner's; a link to nothing makes none."""
+    (precious := tmp_path / "precious").write_text("kept", encoding="utf-8")
     (tmp_path / "link").symlink_to(precious)
     append_text(tmp_path / "link", "\udcff, too")
     assert precious.read_text(encoding="utf-8") == "kept\\udcff, too"
@@ -216,11 +207,11 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
     """A few kilobytes that hold gigabytes are left at the bound; what a run packs to is not, nor a plain file."""
     rows = b"".join(line(row(case=f"case {i}")) for i in range(600))
     whole = line(header()) + rows
-    bomb = line(header()) + (line(row(case="the same")) * 40_000)
+    bomb = line(header()) + line(row(case="the same")) * 10_000
     for name, data in (("run.jsonl.gz", gzip.compress(whole)), ("bomb.jsonl.gz", gzip.compress(bomb))):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "plain.jsonl").write_bytes(whole)
-    assert len(list(runfile.lines_of(tmp_path / "bomb.jsonl.gz"))) == 40_001  # 30 MB are few, however they are packed
+    assert len(list(runfile.lines_of(tmp_path / "bomb.jsonl.gz"))) == 10_001  # 8 MB are few, however they are packed
     monkeypatch.setattr(runfile, "_UNPACKED_LEAST", 2**16)
     assert len(bomb) > 200 * (tmp_path / "bomb.jsonl.gz").stat().st_size
     with pytest.raises(UserError, match="unpacks to more than"):
@@ -247,31 +238,6 @@ def test_a_second_writer_is_one_line(tmp_path: Path) -> None:
     first.close()
     writer(path, resume=True).finish()
     assert [r.case for r in read_run(path).rows] == ["a"]
-
-
-RACE = """
-import sys
-from pathlib import Path
-from nondet.errors import UserError
-from nondet.core.runfile import open_run
-won = 0
-for number in range(40):
-    try:
-        writer = open_run(Path(sys.argv[1]) / f"{number}.jsonl", command="probe", plan={}, environment={})
-        won += 1
-    except UserError:
-        pass
-print(won)
-"""
-
-
-def test_raced_opens_have_one_winner(tmp_path: Path) -> None:
-    """Two processes that begin the same files: each file is created by exactly one of them."""
-    command = [sys.executable, "-c", RACE, str(tmp_path)]
-    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    won = [int(racer.communicate()[0]) for racer in racers]
-    assert sum(won) == 40
-    assert len(list(tmp_path.iterdir())) == 40
 
 
 def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
@@ -335,30 +301,18 @@ def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
     assert len(read_run(link).rows) == 2
 
 
-def test_resume_names_what_would_change_bits(tmp_path: Path) -> None:
-    """The first half of a run and the second are computed by the same thing and command, or not at all."""
+def test_resume_names_what_would_change_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of a run and the second are computed by the same thing and command, or not at all: set in one half
+    only, a variable gives the same prompt two traces, and a false verdict. How threads wait does not."""
     path, here = tmp_path / "run.jsonl", collect(0)
-    for field, value in [
-        ("commit", "0123456789ab"),
-        ("sources", "0" * 16),
-        ("nondet", "9.9"),
-        ("numpy", "1.0"),
-        ("onednn", "0.1"),
-        ("driver", "1.2"),
-        ("cublas", "1.2.3"),
-        ("aten_cpu_capability", "DEFAULT"),
-        ("float32_matmul_precision", "high"),
-    ]:
+    names = ("commit", "sources", "nondet", "numpy", "onednn", "driver", "cublas", "num_threads", "aten_cpu_capability")
+    for field in (*names, "float32_matmul_precision"):
         open_run(path, command="probe", plan={}, environment=here, force=True).close()
         with pytest.raises(UserError, match=rf"another machine or toolchain \({field}\)"):
-            open_run(path, command="probe", plan={}, environment={**here, field: value}, resume=True)
+            open_run(path, command="probe", plan={}, environment={**here, field: "1.2"}, resume=True)
         open_run(path, command="probe", plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
     with pytest.raises(UserError, match="made by nondet probe"):
         open_run(path, command="sample", plan={}, environment=here, resume=True)
-
-
-def test_resume_names_a_variable_that_steers_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set in one half only, it gives the same prompt two traces, and a false verdict; how threads wait does not."""
     for name in ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"]:
         monkeypatch.delenv(name, raising=False)
         before = collect(0)
@@ -366,7 +320,6 @@ def test_resume_names_a_variable_that_steers_a_library(monkeypatch: pytest.Monke
         monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
         assert f"variables.{name}" in moved(before, collect(0))
         assert "variables.OMP_WAIT_POLICY" not in moved(before, collect(0))
-        assert moved(before, before) == []
 
 
 def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import typer.main
 import nondet
 from nondet import cli
 from nondet.core import runfile
-from nondet.core.traces import traces_path
+from nondet.core.runfile import traces_path
 from nondet.errors import UserError
 from tests.build import Command, line, row, run_of, sampled
 

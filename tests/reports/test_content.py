@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from nondet.core.records import Run
-from nondet.core.runfile import open_run, read_run
-from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest, traces_path
+from nondet.core.runfile import open_run, read_run, traces_path
+from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 from nondet.errors import UserError
 from nondet.reports import html, markdown, samples, terminal
 from nondet.reports.content import build, headline, problems, section

@@ -17,8 +17,8 @@ from rich.progress import Progress
 
 from nondet.cli import main
 from nondet.core.records import Completion, Run
-from nondet.core.runfile import read_run
-from nondet.core.traces import read_traces, traces_path
+from nondet.core.runfile import read_run, traces_path
+from nondet.core.traces import read_traces
 from nondet.errors import EngineStoppedError, UnknownNameError, UserError
 from nondet.sampling import collect as collecting
 from nondet.sampling import engine
