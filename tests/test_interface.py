@@ -86,13 +86,14 @@ def test_a_probe_from_python_is_the_command_s_run(tmp_path: Path, capsys: pytest
 
 
 def test_options_in_python_are_those_of_the_command() -> None:
-    """Each by its name, with the same default where the command has one that is a value."""
+    """Each by its name, with its default and its help; a path may be text."""
     for call, request_type in [(nondet.probe, ProbeRequest), (nondet.sample, SampleRequest)]:
-        theirs = inspect.signature(request_type).parameters
-        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        ours = {name: p.default for name, p in inspect.signature(call).parameters.items() if p.kind not in variable}
-        assert ours
-        assert ours == {name: theirs[name].default if name in theirs else "no such option" for name in ours}
+        theirs = {name: p.default for name, p in inspect.signature(request_type).parameters.items() if name != "given"}
+        ours = {name: p.default for name, p in inspect.signature(call).parameters.items()}
+        assert {**ours, "names": None} == {**theirs, "names": None}
+        assert all(f"\n    {name}: " in (call.__doc__ or "") for name in theirs if name != "names")
+    with pytest.raises(UserError, match="no prompt file at nowhere"):
+        nondet.sample(1, prompt_file="nowhere")
 
 
 def test_an_endpoint_takes_no_option_of_the_engine_from_python_either() -> None:
