@@ -91,11 +91,15 @@ class Answer:
 class Client(Protocol):
     """A connection to one server, in one protocol; used inside of one asyncio event loop."""
 
+    url: str
+    protocol: str  # the format in use; set on entry, like the following
+    model: str
+    listed: list[str]  # the names that the server lists; empty where it lists none
+    server: str  # the kind of server, with its version and mode where it reports them
+    context: int | None  # the least context of its models, in tokens, where it reports one
+
     async def complete(self, ask: Ask) -> Answer:
         """Send one request and wait for its end, retrying by rule. Raises only on cancellation."""
-
-    async def models(self) -> list[str]:
-        """The names that the server lists; empty where it lists none."""
 
     async def metrics(self) -> dict[str, float]:
         """The server's own counters (requests running or waiting, prefix hits), by name; empty if it has none."""
@@ -211,8 +215,8 @@ class ArmPlan:
             by_arm[r.arm] += r.targets
         total = by_arm.total()
         beside = sum(len(r.requests) for r in self.rounds) - total
-        text = f"{', '.join(f'{arm} {count:,}' for arm, count in by_arm.items())}: {total:,} requests"
-        return f"{text}, and {beside:,} beside them" if beside else text
+        text = f"{total:,} requests to compare ({', '.join(f'{arm} {count:,}' for arm, count in by_arm.items())})"
+        return f"{text} and {beside:,} background requests" if beside else text
 
 
 def parse_arms(spec: str, n: int, prompts: int = 1) -> dict[str, int]:

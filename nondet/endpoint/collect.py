@@ -220,8 +220,8 @@ class _Collector(RoundCollector):
     async def _meet(self, client: Client) -> Round | None:
         """Check the contract when the run begins; when it is resumed, whether this is still the same server. A run
         begins with a request under study, before anything has warmed the server up; returns its round, if planned."""
-        listed = [one_line(name, 200) for name in await client.models()][:200]
-        model = getattr(client, "model", "") or self.server.model
+        listed = [one_line(name, 200) for name in client.listed][:200]
+        model = client.model or self.server.model
         servers = [s for s in self.before.servers if s.impl == self.impl] if self.before else []
         answers = [a for a in self.before.contract if a.impl == self.impl] if self.before else []
         first = None if servers or self.plan.rounds[0].arm != "first" else self.plan.rounds[0]
@@ -232,28 +232,28 @@ class _Collector(RoundCollector):
                 raise refused(self.server.url, self.server.model, opening, listed)
         drawn = bool(self.settings.samplings)
         contract = Contract(client, self.settings.prompts[0], self.impl, model, listed, drawn)
-        checked = await contract.check({a.question for a in answers})
-        if not checked.first.ok:
-            raise refused(self.server.url, self.server.model, checked.first, listed)
+        once, checked = await contract.check({a.question for a in answers})
+        if not once.ok:
+            raise refused(self.server.url, self.server.model, once, listed)
         if self.seeded:
-            check_seeded(self.server.url, (*checked.answers, *answers))
+            check_seeded(self.server.url, (*checked, *answers))
         seen = ServerSeen(
             impl=self.impl,
             number=len(servers),
-            url=getattr(client, "url", "") or self.server.url,
-            protocol=getattr(client, "protocol", ""),
+            url=client.url or self.server.url,
+            protocol=client.protocol,
             model=model,
-            answered_as=one_line(checked.first.model, 200),
+            answered_as=one_line(once.model, 200),
             listed=listed,
-            fingerprint=one_line(checked.first.fingerprint, 200),
-            known_by=checked.known_by.value,
-            logprobs=checked.logprobs,
-            software=one_line(getattr(client, "server", ""), 100),
+            fingerprint=one_line(once.fingerprint, 200),
+            known_by=contract.known_by.value,
+            logprobs=bool(once.logprobs),
+            software=one_line(client.server, 100),
         )
         for before in servers[:1]:
             check_same(before, seen)
-        self.tokens.known_by, self.tokens.with_logprobs = KnownBy(seen.known_by), seen.logprobs
-        self.write(*checked.answers, seen)
+        self.tokens.known_by, self.tokens.with_logprobs = contract.known_by, seen.logprobs
+        self.write(*checked, seen)
         if first is None or opening is None:
             return None
         self._take(first, first.requests[0], opening, served_of(opening, began, 1))

@@ -44,16 +44,6 @@ _AT_ONCE = 8
 _CHANCE = 0.001  # of a wrong "no": that all draws agree although they vary
 
 
-@dataclass(frozen=True)
-class ContractResult:
-    """The first answer (if it failed nothing else was tested), what identified two, and the checks' answers."""
-
-    first: Answer
-    known_by: KnownBy
-    logprobs: bool
-    answers: tuple[ContractAnswer, ...]
-
-
 @dataclass
 class Contract:
     """The checks of one server, whose completions are filed under `impl` and which lists these models. `drawn`: the run
@@ -68,15 +58,15 @@ class Contract:
     number: int = 0
     known_by: KnownBy = KnownBy.TEXT  # what identifies two of its answers
 
-    async def check(self, known: Collection[str] = ()) -> ContractResult:
-        """Run all checks; where all have an answer already, only two requests are sent."""
+    async def check(self, known: Collection[str] = ()) -> tuple[Answer, list[ContractAnswer]]:
+        """The first answer, and all checks, unless it failed; where all are known, only two requests are sent."""
         once = await self.send()
         if not once.ok:
-            return ContractResult(once, self.known_by, False, ())
+            return once, []
         again = await self.send()
         self.known_by = max(once.known_by, again.known_by if again.ok else once.known_by, key=list(KnownBy).index)
         if all(q in known for q in QUESTIONS if self.drawn or q != "independent"):
-            return ContractResult(once, self.known_by, bool(once.logprobs), ())
+            return once, []
         answers = [
             self._listed(),
             self._known(once),
@@ -94,7 +84,7 @@ class Contract:
             ),
             self._cache_counted(again),
         ]
-        return ContractResult(once, self.known_by, bool(once.logprobs), tuple(answers))
+        return once, answers
 
     async def send(self, temperature: float = 0.0, seed: int | None = None, max_tokens: int = _TOKENS) -> Answer:
         """One short request."""

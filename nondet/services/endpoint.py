@@ -73,9 +73,9 @@ def server(request: Any, impl: str, url: str | None, model: str | None) -> Serve
     """A server to test; its address and key are checked before anything is written. Raises UserError: not a URL, an
     unknown protocol, a key that would be sent unencrypted."""
     from nondet.endpoint.arms import Server
-    from nondet.endpoint.client import connect
+    from nondet.endpoint.client import HttpClient
 
-    make = partial(connect, str(url), model=model, **{name: getattr(request, name) for name in _CONNECTION})
+    make = partial(HttpClient, str(url), model=model, **{name: getattr(request, name) for name in _CONNECTION})
     return Server(impl, make, make().url, model or "")
 
 
@@ -100,10 +100,10 @@ def meet(
 
     async def context_of(server: Server) -> int | None:
         async with server.connect() as client:
-            protocol, context = getattr(client, "protocol", ""), getattr(client, "context", None)
-        if cuts and protocol in FORMATS and not FORMATS[protocol].cuts:
-            raise UserError(f"the protocol {protocol} of {server.url} has no --top-k", "Leave --top-k out.")
-        return context
+            if cuts and client.protocol in FORMATS and not FORMATS[client.protocol].cuts:
+                what = f"the protocol {client.protocol} of {server.url} has no --top-k"
+                raise UserError(what, "Leave --top-k out.")
+            return client.context
 
     contexts = [context for server in servers if (context := run(context_of(server))) is not None]
     fits = min(contexts, default=2**31)
@@ -136,7 +136,7 @@ def ask(
     )
     if not output.sink.quiet:
         each = f" of each of {len(servers)} servers" if len(servers) > 1 else ""
-        output.sink.say(f"{'at most ' if watcher is not None else ''}{plan.sentence}{each}")
+        output.sink.say(f"Plan: {'at most ' if watcher is not None else ''}{plan.sentence}{each}")
     with output.recording(command, header | described, request.seed) as writer, output.sink.progress() as progress:
         tasks = {
             s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds), start=False) for s in servers

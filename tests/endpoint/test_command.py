@@ -48,7 +48,7 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
         "--report", "a.html", "--fail-on", "divergent",
     )  # fmt: skip
     assert code == 0, err
-    assert err.startswith("first 2, solo 6, cold 6, warm 6, chunked 6, loaded 6: 32 requests, and ")
+    assert err.startswith("Plan: 32 requests to compare (first 2, solo 6, cold 6, warm 6, chunked 6, loaded 6) and ")
     assert "no divergence observed" in out
     made = read_run(tmp_path / "a.jsonl")
     assert {c.arm for c in made.completions} == {"first", "solo", "cold", "warm", "chunked", "loaded"}

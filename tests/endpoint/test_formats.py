@@ -246,7 +246,7 @@ def test_a_stream_of_llama_cpp_that_left_tokens_out_has_no_ids() -> None:
     pieces = [{"content": text, "tokens": [token], "stop": False} for token, text in ((110, "é"), (183, "x"))]
     holed = answer("llama.cpp", *pieces, last, streamed=True)
     assert (holed.known_by, holed.text) == (KnownBy.TEXT, "éx")
-    assert holed.notes == ("the stream left out 1 of 3 token ids (none taken)",)
+    assert holed.notes == ("2 of 3 token ids (none taken)",)
     whole = answer("llama.cpp", *pieces, {**last, "tokens_predicted": 2}, streamed=True)
     assert (whole.known_by, whole.token_ids, whole.notes) == (KnownBy.IDS, (110, 183), ())
     # the end of a text is a token, which the stream does not send
