@@ -337,7 +337,7 @@ class HttpClient:
                 events = Events(most, 8 * ask.max_tokens + 256)
                 await self._follow(response, events, most, parts, times)
             else:
-                self._format.take(parse(await self._transport.body(response, most)), parts, False)
+                self._format.take(parse(await self._transport.body(response, most)), parts)
         return self._checked(answer_from(ask, parts))
 
     async def _follow(self, response: Response, events: Events, most: int, parts: Parts, times: Times) -> None:
@@ -360,7 +360,7 @@ class HttpClient:
         if event.strip() == b"[DONE]":
             parts.ended = True
         elif not parts.ended:
-            self._format.take(parse(event), parts, True)
+            self._format.take(parse(event), parts)
             # an event with only a role is not a token: the request may still be queued
             if times.first is None and (any(parts.text) or parts.ids or parts.bytes or parts.chosen):
                 times.first = came

@@ -55,13 +55,13 @@ class Parts:
         if what not in self.notes:
             self.notes.append(what)
 
-    def count(self, counts: Mapping[str, int | None], **theirs: str) -> None:
-        """Take token counts, whose names at the server are `theirs` or the same; a note if a value is not a count."""
+    def count(self, counts: Mapping[str, int | None]) -> None:
+        """Take token counts; a note if a value is not a count."""
         for name, value in counts.items():
             fits = value is not None and 0 <= value <= TOKENS_MOST
             setattr(self, name, value if fits else None)
             if value is not None and not fits:
-                self.note(f"{theirs.get(name, name)} of {str(value)[:40]} (not taken)")
+                self.note(f"{name} of {str(value)[:40]} (not taken)")
 
     def add_ids(self, ids: list[int]) -> None:
         """Append ids of tokens."""
@@ -224,7 +224,7 @@ class Format:
         """The request's JSON. It always has temperature and limits, because servers' defaults differ."""
         raise NotImplementedError
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def take(self, document: Any, parts: Parts) -> None:
         """Add one document: the body, or one event of a stream. An invalid one is an AttemptError: "malformed", or
         "error" where the server reports an error in it."""
         if isinstance(document, dict):
@@ -234,9 +234,9 @@ class Format:
                 message = error.get("message") if isinstance(error, dict) else error
                 message = message if isinstance(message, str) else "an error"
                 raise AttemptError("error", f"the server reports: {message}")
-        self._take(document, parts, streamed)
+        self._take(document, parts)
 
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def _take(self, document: Any, parts: Parts) -> None:
         raise NotImplementedError
 
 
@@ -356,7 +356,7 @@ class OpenAi(Format):
             )
         return body
 
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def _take(self, document: Any, parts: Parts) -> None:
         """The one choice, and the server's fields about itself and its counts."""
         whole = read(document, _Document)
         parts.fingerprint = whole.system_fingerprint or parts.fingerprint
@@ -364,7 +364,7 @@ class OpenAi(Format):
         if (usage := whole.usage) is not None:
             counts = {**usage.counts, "cached_tokens": (usage.prompt_tokens_details or _Counts()).cached_tokens}
             parts.count({name: value for name, value in counts.items() if value is not None})
-        if not whole.choices and streamed:  # usage only
+        if not whole.choices and parts.streamed:  # usage only
             return
         if len(whole.choices) != 1:
             raise malformed(f"{len(whole.choices)} choices where one was requested")
@@ -372,7 +372,7 @@ class OpenAi(Format):
         if choice.index not in (None, 0):
             raise malformed("a second choice, which was not requested")
         parts.finish = choice.finish_reason or parts.finish
-        parts.text.append(self._text(choice, parts, streamed))
+        parts.text.append(self._text(choice, parts))
         logprobs = choice.logprobs or {}
         content = logprobs.get("content")
         if content is not None and (self._chat or isinstance(content, list)):  # llama.cpp sends it in both
@@ -384,14 +384,14 @@ class OpenAi(Format):
         if self.cuts and self._chat:
             parts.bytes = None  # those of vLLM's logprobs are of decoded text: ids replace them
 
-    def _text(self, choice: _Choice, parts: Parts, streamed: bool) -> str:
+    def _text(self, choice: _Choice, parts: Parts) -> str:
         if not self._chat:
             if choice.text is None:
                 raise malformed("no 'text' in the answer")
             return choice.text
-        message = choice.delta if streamed else choice.message
+        message = choice.delta if parts.streamed else choice.message
         if message is None:
-            raise malformed(f"no {'delta' if streamed else 'message'!r} in the answer")
+            raise malformed(f"no {'delta' if parts.streamed else 'message'!r} in the answer")
         thought = message.reasoning_content or message.reasoning or ""
         if thought:
             parts.note("the text holds the reasoning as well")
@@ -454,7 +454,7 @@ class SglangGenerate(Format):
             stream=stream,
         )
 
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def _take(self, document: Any, parts: Parts) -> None:
         whole = read(document, _Generated)
         meta, ids = whole.meta_info, whole.output_ids
         parts.count(meta.counts)
@@ -527,7 +527,7 @@ class Completion(Format):
             **({"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0} if drawn else {}),
         )
 
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def _take(self, document: Any, parts: Parts) -> None:
         """The last event of a stream repeats nothing."""
         event = read(document, _Event)
         parts.text.append(event.content)
@@ -535,7 +535,7 @@ class Completion(Format):
         for token in event.completion_probabilities or ():
             parts.chosen.append(token.alternative)
             parts.top.append([other.alternative for other in token.top_logprobs])
-        if streamed and not read(event.stop, bool):
+        if parts.streamed and not read(event.stop, bool):
             return
         last = read(document, _Last)
         parts.finish = last.stop_type
@@ -543,11 +543,9 @@ class Completion(Format):
         parts.model = last.model or parts.model
         counts = {"prompt_tokens": last.tokens_evaluated, "completion_tokens": last.tokens_predicted}
         counts["cached_tokens"] = last.timings.cache_n if last.timings is not None else None
-        parts.count(
-            counts, prompt_tokens="tokens_evaluated", completion_tokens="tokens_predicted", cached_tokens="cache_n"
-        )
+        parts.count(counts)
         count = len(parts.ids or [])
-        parts.ids_of_logprobs = streamed
+        parts.ids_of_logprobs = parts.streamed
         if parts.chosen and len(parts.chosen) != count:
             parts.note(f"logprobs of {len(parts.chosen)} of {count} tokens (dropped)")
             parts.chosen, parts.top = [], []

@@ -178,10 +178,7 @@ def key_from_environment(variable: str | None = None, environment: Mapping[str, 
             return Key(value)
     if variable:
         hint = "Name the variable that holds the key, not the key itself."
-        named = variable.isidentifier() and variable.isupper()
-        named &= "_" in variable or len(variable) < 12  # an access key of AWS is in capitals, too
-        shown = variable if named else "[not a variable's name]"
-        raise UserError(f"no key in the environment variable {shown}", hint)
+        raise UserError("--key-env names an environment variable that is not set", hint)  # or is itself the key
     return Key()
 
 
@@ -193,10 +190,6 @@ _PATHS = {
 }
 _PORTS = {"http": 80, "https": 443}
 _PREFIX_LEAST, _PART_LEAST = 4, 8  # shorter parts are not redacted: "/v2" and "api" are common
-# The part of an unusable address that is repeated: only its scheme, host and port.
-_SHOWN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?|[\w.-]+:\d{1,5})(?=[/?#]|$)", re.I)
-
-
 # A first part of a host that looks like a key: it is written to no message and no file.
 _TOKEN = re.compile(r"(((sk|pk|xai|pplx|nvapi)-|(hf|gh[opsu]|gsk|r8)_)[\w-]{12,}|\w{24,})(\..*)?", re.I)
 
@@ -243,26 +236,23 @@ class Address:
 
 def read_address(url: str) -> Address:
     """Read --endpoint: `http://host:port`, with or without `/v1` or the path of completions at its end. Raises
-    UserError: not an http or https URL, or one with a user, a password, a query or a fragment."""
-    hint = "Give it as http://HOST:PORT or https://HOST/v1."
-    match = _SHOWN.match(url.strip()) if "@" not in url else None
-    match = None if match and _TOKEN.fullmatch(match[2] or match[0].rpartition(":")[0]) else match
-    shown = repr(one_line(match[0], 80)) if match else "(not repeated: it may hold a secret)"
+    UserError: not an http or https URL, or one with a user, a password, a query or a fragment. It is not repeated in
+    the message, because it may hold a secret."""
+    unusable = UserError("not the URL of a server", "Give it as http://HOST:PORT or https://HOST/v1.")
     try:
         parts = urlsplit(url.strip())
         port = parts.port
     except ValueError:
-        raise UserError(f"not the URL of a server: {shown}", hint) from None
+        raise unusable from None
     if parts.username is not None or parts.password is not None or "@" in parts.netloc:
-        where = one_line(parts.netloc.rpartition("@")[2], 80)
         raise UserError(
-            f"the URL of {where} has a user or a password in it",
+            "the server's URL has a user or a password in it",
             "Leave them out; a key comes from the environment (NONDET_API_KEY, or --key-env NAME).",
         )
     if parts.scheme not in _PORTS or not parts.hostname or not parts.netloc.isprintable() or " " in parts.netloc:
-        raise UserError(f"not the URL of a server: {shown}", hint)
+        raise unusable
     if parts.query or parts.fragment:
-        raise UserError(f"the URL {shown} has a query or a fragment, which may hold a secret", hint)
+        raise UserError("the server's URL has a query or a fragment, which may hold a secret", unusable.hint)
     path, protocol = parts.path.rstrip("/"), ""
     for ending, name in _PATHS.items():
         if path.endswith(ending):

@@ -54,9 +54,13 @@ class EndpointOptions:
             shown="solo,cold,warm,chunked,loaded", panel=PANEL,
         ),
     ] = None  # fmt: skip
-    concurrency: Annotated[int | None, o.opt("Concurrent requests in the loaded arm.", shown="32", panel=PANEL)] = None
+    concurrency: Annotated[
+        int | None, o.opt("Concurrent requests in the loaded arm.", shown="32", panel=PANEL), o.Range(1, 4096)
+    ] = None
     rate: Annotated[
-        float | None, o.opt("Requests per second in the loaded arm.", shown="as many as fit", panel=PANEL)
+        float | None,
+        o.opt("Requests per second in the loaded arm.", shown="as many as fit", panel=PANEL),
+        o.Range(0.001, 100_000),
     ] = None
     stream: STREAM = True
     key_env: KEY_ENV = None

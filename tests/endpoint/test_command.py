@@ -91,7 +91,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--endpoint {url} --seeds 2", ["--temperature"]),
     ("--endpoint {url} --protocol openai --temperature 1 --top-k 5", ["--top-k", "openai"]),
     ("--endpoint http://127.0.0.1:{free}", ["127.0.0.1:{free}"]),
-    ("--endpoint ftp://host", ["ftp://host", "http"]),
+    ("--endpoint ftp://host", ["not the URL of a server", "http"]),
     ("--endpoint http://me:secret-password@127.0.0.1:1", ["password"]),
     ("--endpoint {url} --model hash-2", ["hash-2", "hash-1"]),
     ("--endpoint {url} --protocol grpc", ["'grpc'", "vllm"]),

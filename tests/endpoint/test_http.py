@@ -112,7 +112,7 @@ def test_keys_come_from_the_environment() -> None:
             key_from_environment(variable, environment)
         assert not any(secret in str(caught.value) for secret in ("X: b", "ключ", "sk-my-secret"))
     for name in ("sk-my-secret-0123", "AKIAIOSFODNN7EXAMPLE", "hunter2"):  # the key in place of its variable's name
-        with pytest.raises(UserError, match="not a variable's name") as caught:
+        with pytest.raises(UserError, match="names an environment variable that is not set") as caught:
             key_from_environment(name, {})
         assert name not in str(caught.value)
 

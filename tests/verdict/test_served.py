@@ -183,7 +183,7 @@ def test_a_role_is_no_first_token() -> None:
     async def first() -> list[float | None]:
         client = HttpClient("http://127.0.0.1:1", model="m", protocol="openai-chat", stream=True)
         client._format = FORMATS["openai-chat"]
-        parts, times, seen = Parts(), Times(), []
+        parts, times, seen = Parts(streamed=True), Times(), []
         for delta in ('{"role":"assistant","content":""}', '{"content":"a"}'):
             event = f'{{"choices":[{{"index":0,"delta":{delta},"finish_reason":null}}]}}'
             client._take_event(event.encode(), parts, times)
