@@ -110,7 +110,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--endpoint {url} --concurrency 0", ["--concurrency"]),
     ("--endpoint {url} --rate 0", ["--rate"]),
     ("--endpoint {url} --max-tokens 0", ["--max-tokens 0"]),
-    ("--endpoint {url} --key-env NOT_SET_ANYWHERE", ["NOT_SET_ANYWHERE"]),
+    ("--endpoint {url} --key-env NOT_SET_ANYWHERE", ["--key-env"]),
     ("--endpoint {url} --compare-model x", ["--compare-endpoint"]),
     ("--endpoint {url} --compare-endpoint http://127.0.0.1:{free}", ["127.0.0.1:{free}"]),
     ("--arms solo", ["--arms", "--endpoint"]),
