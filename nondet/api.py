@@ -17,8 +17,7 @@ from __future__ import annotations
 import html
 import inspect
 import itertools
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from nondet.core.records import Value
-    from nondet.kernels.dispatch.block import Invariance
     from nondet.verdict.findings import Verdict
 
 
@@ -249,63 +247,6 @@ def check_operator(
 
     run = measure(fn, operator, dtypes=_listed(dtype) or (), inputs=_listed(inputs), **options)
     return _kept(run, out, force=force)
-
-
-def batch_invariant(families: Iterable[str] | None = None, *, training: bool = False) -> Invariance:
-    """Within `with nondet.batch_invariant():` the bits of each request no longer depend on the others in its batch.
-
-    Torch's operators and transformers' functions compute by kernels with one order of addition for all batch sizes, in
-    all threads; what has no such kernel stays torch's and is counted: `print(block.coverage())`, or show the block in
-    a notebook. `nondet.kernels.dispatch.block.batch_invariant` has the fine print.
-
-    Args:
-        families: "matmul", "attention", "norm", ... (`nondet sample --help-all`); None: all.
-        training: Attention and norms also keep their bits where a gradient is needed.
-    """
-    began = time.perf_counter()
-    from nondet.kernels.dispatch.block import batch_invariant as made
-
-    plain = made(families, training=training)
-    return _shown()(plain.families, plain.training, time.perf_counter() - began)
-
-
-@cache
-def _shown() -> type[Any]:
-    """Loaded late, because it loads torch, and not with the kernels, because certificates depend on their folder's
-    code."""
-    from nondet.kernels.dispatch.block import FAMILIES, Invariance, devices
-    from nondet.kernels.dispatch.state import KINDS, Coverage
-
-    class Counts(Coverage):
-        def lines(self) -> list[str]:
-            clean = self.replaced and not self.left and not self.at_risk
-            return super().lines() + (["nothing was left stock, and nothing is at risk"] if clean else [])
-
-    Counts.__qualname__ = Coverage.__qualname__  # what its repr begins with
-
-    class Block(Invariance):
-        def __init__(self, families: frozenset[str], training: bool, took: float) -> None:
-            super().__init__(families, training)
-            self._coverage, self._state, self._took = Counts(), "not entered", took
-
-        def __enter__(self) -> Invariance:
-            began = time.perf_counter()
-            super().__enter__()
-            self._state = f"open, ready after {self._took + time.perf_counter() - began:.1f} s"
-            self._took = 0.0
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            self._state = "closed"
-
-        def __repr__(self) -> str:
-            names = [name for name in FAMILIES if name in self.families]
-            counts = (f"{sum(getattr(self._coverage, kind).values()):,} {label}" for kind, label in KINDS.items())
-            on = " and ".join(devices())
-            return f"<batch_invariant: {self._state}; {', '.join(names)} on {on}; calls so far: {', '.join(counts)}>"
-
-    return Block
 
 
 def _measured(service: Callable[[Any, Sink], Path], request: type[Request], **options: Any) -> LoadedRun:
