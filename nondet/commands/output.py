@@ -259,6 +259,10 @@ def command_of(
         if "model" in hints and not arguments:  # with an argument of its own, a command has only --model
             parameters.append(Parameter("named", Parameter.KEYWORD_ONLY, default=None, annotation=o.MODEL_ARGUMENT))
         for field in declared:
+            option, *checks = hints[field.name].__metadata__
+            names = next((known.names for known in checks if isinstance(known, o.OneOf)), None)
+            if names is not None and option.autocompletion is None:
+                option.autocompletion = o.choices(*names)
             default = Parameter.empty if field.default is MISSING else field.default
             parameters.append(
                 Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])

@@ -160,8 +160,8 @@ class HttpClient:
         self._full_since: float | None = None  # on time.monotonic(): the first refusal since the last answer
         self._missing: set[str] = set()  # missing pages are not requested at every poll
         self.url, self.protocol, self.model = address.url, protocol, model or ""
-        self.server, self.context = "", None
-        self.listed: list[str] = []
+        self.server, self.listed = "", list[str]()
+        self.context: int | None = None
 
     def __repr__(self) -> str:
         return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"

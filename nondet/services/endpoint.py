@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,37 +16,39 @@ if TYPE_CHECKING:
     from nondet.services.run import Output
 
 PANEL = "Endpoint"
-PROTOCOL = Annotated[str, o.opt("The server's API: auto, openai, openai-chat, vllm, ...", shown=True, panel=PANEL)]
-STREAM = Annotated[
-    bool,
-    o.opt(
-        "Request streams: they show what ran at the same time, and the time to the first token.",
-        "--stream/--no-stream", shown=True, panel=PANEL,
-    ),
-]  # fmt: skip
-KEY_ENV = Annotated[
-    str | None,
-    o.opt("Environment variable that holds the API key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL),
-]
-ALLOW_PLAIN_HTTP = Annotated[
-    bool, o.opt("Allow sending the key unencrypted to another machine.", "--allow-plain-http", panel=PANEL)
-]
-INSECURE = Annotated[bool, o.opt("Accept any TLS certificate of the server.", "--insecure", panel=PANEL)]
-CA_FILE = Annotated[str | None, o.opt("TLS certificates to trust instead.", panel=PANEL)]
-
 _CHARACTERS_LEAST = 3  # a token of a text, in a server's own tokenizer
 
 LENGTHS = o.Range(1, 1_000_000, "Give the tokens of each completion.")
-# Options for reaching a server, by their names in `nondet.endpoint.client.connect`.
-_CONNECTION = ("protocol", "stream", "key_env", "allow_plain_http", "insecure", "ca_file")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointOptions:
+class Connection:
+    """How a server is reached: options of `nondet.endpoint.client.HttpClient`, by its names."""
+
+    protocol: Annotated[str, o.opt("The server's API: auto, openai, vllm, ...", shown=True, panel=PANEL)] = "auto"
+    stream: Annotated[
+        bool,
+        o.opt(
+            "Request streams: they show what ran at the same time, and the time to the first token.",
+            "--stream/--no-stream", shown=True, panel=PANEL,
+        ),
+    ] = True  # fmt: skip
+    key_env: Annotated[
+        str | None,
+        o.opt("Environment variable that holds the API key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL),
+    ] = None
+    allow_plain_http: Annotated[
+        bool, o.opt("Allow sending the key unencrypted to another machine.", "--allow-plain-http", panel=PANEL)
+    ] = False
+    insecure: Annotated[bool, o.opt("Accept any TLS certificate of the server.", "--insecure", panel=PANEL)] = False
+    ca_file: Annotated[str | None, o.opt("TLS certificates to trust instead.", panel=PANEL)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions(Connection):
     """The options of a command that sends requests to a server."""
 
     endpoint: Annotated[str | None, o.opt("Test a server: http://HOST:PORT or https://HOST/v1.", panel=PANEL)] = None
-    protocol: PROTOCOL = "auto"
     arms: Annotated[
         str | None,
         o.opt(
@@ -62,11 +64,6 @@ class EndpointOptions:
         o.opt("Requests per second in the loaded arm.", shown="as many as fit", panel=PANEL),
         o.Range(0.001, 100_000),
     ] = None
-    stream: STREAM = True
-    key_env: KEY_ENV = None
-    allow_plain_http: ALLOW_PLAIN_HTTP = False
-    insecure: INSECURE = False
-    ca_file: CA_FILE = None
     compare_endpoint: Annotated[str | None, o.opt("A second server, sent the same requests.", panel=PANEL)] = None
     compare_model: Annotated[
         str | None, o.opt("The second server's name for the model.", shown="as --model", panel=PANEL)
@@ -79,7 +76,8 @@ def server(request: Any, impl: str, url: str | None, model: str | None) -> Serve
     from nondet.endpoint.arms import Server
     from nondet.endpoint.client import HttpClient
 
-    make = partial(HttpClient, str(url), model=model, **{name: getattr(request, name) for name in _CONNECTION})
+    names = [field.name for field in fields(Connection)]
+    make = partial(HttpClient, str(url), model=model, **{name: getattr(request, name) for name in names})
     return Server(impl, make, make().url, model or "")
 
 
