@@ -18,7 +18,7 @@ __version__ = VERSION
 
 # name -> its module; loaded at first use
 _LAZY = {
-    "batch_invariant": "nondet.api",
+    "batch_invariant": "nondet.kernels.dispatch.block",
     "check": "nondet.api",
     "check_operator": "nondet.api",
     "find_mismatch": "nondet.api",

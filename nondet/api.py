@@ -15,10 +15,9 @@ pandas.
 from __future__ import annotations
 
 import html
+import inspect
 import itertools
-import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -26,15 +25,17 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from nondet.core.records import Run
 from nondet.core.runfile import check_outputs, read_run
 from nondet.errors import UnknownNameError, one_line
+from nondet.services import mismatch as mismatch_command
+from nondet.services import probe as probe_command
+from nondet.services import rl as rl_command
+from nondet.services import sample as sample_command
+from nondet.services.run import Request, Sink, options_of
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
     from matplotlib.figure import Figure
 
     from nondet.core.records import Value
-    from nondet.kernels.dispatch.block import Invariance
-    from nondet.services.run import Request, Sink
     from nondet.verdict.findings import Verdict
 
 
@@ -136,158 +137,49 @@ def load(path: str | Path, *, allow_truncated: bool = False) -> LoadedRun:
 _NUMBERS = itertools.count(1)
 
 
-def probe(
-    *names: str,
-    impl: str | Sequence[str] | None = None,
-    device: str = "auto",
-    dtype: str | Sequence[str] | None = None,
-    m: int | None = None,
-    k: int | None = None,
-    n: int | None = None,
-    inputs: str | Sequence[str] | None = None,
-    full: bool = False,
-    seed: int = 0,
-    out: str | Path | None = None,
-    **options: Any,
-) -> LoadedRun:
-    """Test whether operators' bits depend on the batch, as `nondet probe` does.
+def _takes_options_of(request: type[Request]) -> Callable[[Callable[..., LoadedRun]], Callable[..., LoadedRun]]:
+    """Show the options of a command in the signature and the help of its function, which takes them as keywords."""
+    hints, described = get_type_hints(request), get_type_hints(request, include_extras=True)
+    options = [f for f in options_of(request) if f.name != "names"]
 
-    Args:
-        names: Probes: "matmul", "attention", ... or "all".
-        impl: "stock", "invariant", "package.module:function"; None: stock and invariant.
-        dtype: "float32", ...; None: each probe's own.
-        m: Largest number of rows; None, here as for k and n: each probe's own.
-        k: Length of the axis that is summed.
-        n: Output features.
-        inputs: Kinds of input (`nondet.core.inputs.KINDS`).
-        full: The long sweep.
-        out: Run file to write.
-        options: Any other of the command's: preset, model, runs, ranks, from_trace, threads, force, resume.
+    def decorated(function: Callable[..., LoadedRun]) -> Callable[..., LoadedRun]:
+        shown = inspect.signature(function)
+        own = [p for p in shown.parameters.values() if p.kind != p.VAR_KEYWORD]
+        keywords = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            for f in options
+            if f.name not in shown.parameters
+        ]
+        function.__signature__ = shown.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+        lines = [f"    {f.name}: {described[f.name].__metadata__[0].help}" for f in options]
+        function.__doc__ = "\n".join([f"{function.__doc__}", "", "Options:", *lines])
+        return function
 
-    Returns:
-        The run, with a row for each case and implementation.
-
-    Raises:
-        UserError: an unknown name, an unknown or invalid option; the run file exists.
-    """
-    arguments = dict(locals())
-    from nondet.services import probe as service
-
-    return _measured(service.probe, service.ProbeRequest, **arguments)
+    return decorated
 
 
-def sample(
-    n: int | None = None,
-    prompt: str | None = None,
-    *,
-    model: str | None = None,
-    impl: str | Sequence[str] | None = None,
-    load: str = "default",
-    max_tokens: int | None = None,
-    dtype: str = "bfloat16",
-    device: str = "auto",
-    seed: int = 0,
-    out: str | Path | None = None,
-    **options: Any,
-) -> LoadedRun:
-    """Complete one prompt n times under a changing load, as `nondet sample` does.
-
-    Args:
-        n: Completions; None: 1,200, or for an endpoint as many as its arms need by default.
-        prompt: The prompt; None: the embedded model's, and two long ones.
-        model: Folder, hub name, or random weights such as "random:qwen3-12x1024"; None: the embedded model.
-        impl: "stock", "stock-no-cudnn", "invariant", "both", "invariant:attention", ...; None: both.
-        load: "none", "light", "default", "heavy", or keys such as "others=60,budget=256".
-        max_tokens: Tokens of each completion.
-        dtype: "bfloat16", "float16" or "float32".
-        out: Run file to write; the traces are written to the same folder.
-        options: Any other of the command's: endpoint, arms, prompt_file (a Path), threads, force, resume, ...
-
-    Returns:
-        The run, with a record for each completion and each round.
-
-    Raises:
-        UserError: an unknown or invalid option; the run file exists; the model can't be loaded.
-    """
-    arguments = dict(locals())
-    from nondet.services import sample as service
-
-    return _measured(service.sample, service.SampleRequest, **arguments)
+@_takes_options_of(probe_command.ProbeRequest)
+def probe(*names: str, **options: Any) -> LoadedRun:
+    """Test whether operators' bits depend on the batch, as `nondet probe` does: "matmul", "all", ..."""
+    return _measured(probe_command.probe, probe_command.ProbeRequest, names=names, **options)
 
 
-def rl(
-    *,
-    arms: str = "stock,stock+tis,sampler-only,invariant",
-    steps: int = 60,
-    seeds: int = 1,
-    model: str | None = None,
-    device: str = "auto",
-    seed: int = 0,
-    out: str | Path | None = None,
-    **options: Any,
-) -> LoadedRun:
-    """Train by reinforcement with stock and with batch-invariant kernels, as `nondet rl` does.
-
-    Args:
-        arms: With commas.
-        steps: Of each arm under each seed.
-        model: Folder, hub name, or random weights; None: the embedded model.
-        out: Run file to write; checkpoints are in its folder until an arm has finished.
-        options: Any other of the command's: task, prompts, group, tokens, lr, epochs, rollouts, threads, resume, ...
-
-    Returns:
-        The run, with a record for each step.
-
-    Raises:
-        UserError: an unknown or invalid option; the run file exists; the model can't be loaded.
-    """
-    arguments = dict(locals())
-    from nondet.services import rl as service
-
-    return _measured(service.rl, service.RlRequest, **arguments)
+@_takes_options_of(sample_command.SampleRequest)
+def sample(n: int | None = None, prompt: str | None = None, **options: Any) -> LoadedRun:
+    """Complete one prompt n times under a changing load, as `nondet sample` does."""
+    return _measured(sample_command.sample, sample_command.SampleRequest, n=n, prompt=prompt, **options)
 
 
-def find_mismatch(
-    run: str | Path | None = None,
-    *,
-    model: str | None = None,
-    trainer: str = "",
-    rollouts: str | Path | None = None,
-    older: str | None = None,
-    arms: str = "stock,invariant",
-    n: int = 12,
-    tokens: int = 48,
-    dtype: str = "bfloat16",
-    device: str = "auto",
-    seed: int = 0,
-    out: str | Path | None = None,
-    **options: Any,
-) -> LoadedRun:
-    """Compare a sampler with a trainer, as `nondet mismatch` does.
+@_takes_options_of(rl_command.RlRequest)
+def rl(**options: Any) -> LoadedRun:
+    """Train by reinforcement with stock and with batch-invariant kernels, as `nondet rl` does."""
+    return _measured(rl_command.rl, rl_command.RlRequest, **options)
 
-    Args:
-        run: A run of `nondet sample`, whose tokens and logprobs are the sampler's; None: sample now, or read
-            `rollouts`.
-        model: Folder, hub name, or random weights; None: the embedded model.
-        trainer: How the trainer differs: "dtype=float32,autocast=bfloat16,padding=left,micro=4".
-        rollouts: A file or folder of tokens and logprobs; then nothing is sampled.
-        older: Older weights that one side may still use.
-        arms: Of stock, sampler-only and invariant, with commas.
-        n: Rollouts of each prompt.
-        tokens: Of each rollout.
-        out: Run file to write.
-        options: Any other of the command's: prompt, threads, trust_remote_code, force, resume.
 
-    Returns:
-        The run, with a record for each rollout and each hypothesis.
-
-    Raises:
-        UserError: an invalid option, a file that holds no rollouts, or a model that can't be loaded.
-    """
-    arguments = dict(locals())
-    from nondet.services import mismatch as service
-
-    return _measured(service.mismatch, service.MismatchRequest, **arguments)
+@_takes_options_of(mismatch_command.MismatchRequest)
+def find_mismatch(run: str | Path | None = None, **options: Any) -> LoadedRun:
+    """Compare a sampler with a trainer, as `nondet mismatch` does. `run`: of `nondet sample`; None: sample now."""
+    return _measured(mismatch_command.mismatch, mismatch_command.MismatchRequest, run=run, **options)
 
 
 def check(
@@ -295,13 +187,9 @@ def check(
     make_inputs: Callable[[Any], Any],
     over: Sequence[Value],
     *,
-    varied: str = "batch_size",
-    select: Callable[[Any, Any], torch.Tensor] | None = None,
-    oracle: Callable[..., Any] | None = None,
-    allowed: float | None = None,
-    name: str = "",
     out: str | Path | None = None,
     force: bool = False,
+    **options: Any,
 ) -> LoadedRun:
     """Compare a function's results for the same requests in batches of other sizes: any callable, any device.
 
@@ -312,13 +200,10 @@ def check(
 
     Args:
         over: Two or more batch sizes, or with `select` any numbers or names.
-        varied: What `over` holds: batch_size, position, neighbour_values, run, ...
-        select: select(result, value) is the tensor to compare.
-        oracle: Takes the inputs of the first value and gives what `fn` should, in float64.
-        allowed: The largest ||result - oracle|| / ||oracle|| that is right.
-        name: The name of the function in the run.
-        out: Run file to write.
-        force: Overwrite it.
+        out, force: Run file to write, and whether it may be overwritten.
+        options: varied: what `over` holds (batch_size, position, neighbour_values, run, ...); select: select(result,
+            value) is the tensor to compare; oracle: takes the inputs of the first value and gives what `fn` should, in
+            float64; allowed: the largest ||result - oracle|| / ||oracle|| that is right; name: of the function.
 
     Returns:
         The run, of a row or two.
@@ -328,26 +213,18 @@ def check(
     """
     from nondet.probes.functions import check as measure
 
-    run = measure(fn, make_inputs, over, varied=varied, select=select, oracle=oracle, allowed=allowed, name=name)
-    return _kept(run, out, force=force)
+    return _kept(measure(fn, make_inputs, over, **options), out, force=force)
 
 
 def check_operator(
     fn: Callable[..., Any],
     operator: str = "linear",
     *,
-    m: int | None = None,
-    k: int | None = None,
-    n: int | None = None,
-    config: Mapping[str, int] | None = None,
     dtype: str | Sequence[str] = "float32",
-    device: str = "cpu",
     inputs: str | Sequence[str] | None = None,
-    varied: Container[str] | None = None,
-    full: bool = False,
-    seed: int = 0,
     out: str | Path | None = None,
     force: bool = False,
+    **options: Any,
 ) -> LoadedRun:
     """Test a function as an implementation of an operator, with everything that the operator's probe tests: hard
     inputs, positions, other rows' values, and the float64 reference.
@@ -355,10 +232,10 @@ def check_operator(
     Args:
         fn: Takes what the operator takes: linear(x, weight, bias=None), softmax(x), attention(q, k, v, ...), ...
         operator: linear, matmul, attention, rms_norm, softmax, ...
-        config: Sizes of a model, for attention: heads, kv_heads, head_dim.
-        varied: What is tested: batch_size, position, run, ...; None: everything.
-        out: Run file to write.
-        force: Overwrite it.
+        inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: the probe's.
+        out, force: Run file to write, and whether it may be overwritten.
+        options: m, k, n, config (heads, kv_heads, head_dim of attention), device, full, seed; varied: what is tested
+            (batch_size, position, run, ...; everything by default).
 
     Returns:
         The run, with a row for each case.
@@ -368,88 +245,24 @@ def check_operator(
     """
     from nondet.probes.functions import check_operator as measure
 
-    run = measure(
-        fn, operator, m=m, k=k, n=n, config=config, dtypes=_listed(dtype) or (), device=device, inputs=_listed(inputs),
-        varied=varied, full=full, seed=seed,
-    )  # fmt: skip
+    run = measure(fn, operator, dtypes=_listed(dtype) or (), inputs=_listed(inputs), **options)
     return _kept(run, out, force=force)
 
 
-def batch_invariant(families: Iterable[str] | None = None, *, training: bool = False) -> Invariance:
-    """Within `with nondet.batch_invariant():` the bits of each request no longer depend on the others in its batch.
-
-    Torch's operators and transformers' functions compute by kernels with one order of addition for all batch sizes, in
-    all threads; what has no such kernel stays torch's and is counted: `print(block.coverage())`, or show the block in
-    a notebook. `nondet.kernels.dispatch.block.batch_invariant` has the fine print.
-
-    Args:
-        families: "matmul", "attention", "norm", ... (`nondet sample --help-all`); None: all.
-        training: Attention and norms also keep their bits where a gradient is needed.
-    """
-    began = time.perf_counter()
-    from nondet.kernels.dispatch.block import batch_invariant as made
-
-    plain = made(families, training=training)
-    return _shown()(plain.families, plain.training, time.perf_counter() - began)
-
-
-@cache
-def _shown() -> type[Any]:
-    """Loaded late, because it loads torch, and not with the kernels, because certificates depend on their folder's
-    code."""
-    from nondet.kernels.dispatch.block import FAMILIES, Invariance, devices
-    from nondet.kernels.dispatch.state import KINDS, Coverage
-
-    class Counts(Coverage):
-        def lines(self) -> list[str]:
-            clean = self.replaced and not self.left and not self.at_risk
-            return super().lines() + (["nothing was left stock, and nothing is at risk"] if clean else [])
-
-    Counts.__qualname__ = Coverage.__qualname__  # what its repr begins with
-
-    class Block(Invariance):
-        def __init__(self, families: frozenset[str], training: bool, took: float) -> None:
-            super().__init__(families, training)
-            self._coverage, self._state, self._took = Counts(), "not entered", took
-
-        def __enter__(self) -> Invariance:
-            began = time.perf_counter()
-            super().__enter__()
-            self._state = f"open, ready after {self._took + time.perf_counter() - began:.1f} s"
-            self._took = 0.0
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            super().__exit__(*error)
-            self._state = "closed"
-
-        def __repr__(self) -> str:
-            names = [name for name in FAMILIES if name in self.families]
-            counts = (f"{sum(getattr(self._coverage, kind).values()):,} {label}" for kind, label in KINDS.items())
-            on = " and ".join(devices())
-            return f"<batch_invariant: {self._state}; {', '.join(names)} on {on}; calls so far: {', '.join(counts)}>"
-
-    return Block
-
-
-def _measured(
-    service: Callable[[Any, Sink], Path], request: type[Request], out: str | Path | None, options: Mapping[str, Any],
-    **arguments: Any,
-) -> LoadedRun:  # fmt: skip
-    from nondet.services.run import Sink
-
-    hints = get_type_hints(request)
-    defaults = {field.name: field.default for field in fields(request) if field.name not in ("given", "out")}
-    for name in options:
+def _measured(service: Callable[[Any, Sink], Path], request: type[Request], **options: Any) -> LoadedRun:
+    hints, defaults = get_type_hints(request), {f.name: f.default for f in options_of(request)}
+    for name, value in options.items():
         if name not in defaults:
             raise UnknownNameError(f"option of nondet.{service.__name__}", name, defaults)
-    for name, value in arguments.items():
-        if value is not None and list[str] in get_args(hints[name]):
-            arguments[name] = _listed(value)
-    given = {name for name, value in arguments.items() if value != defaults[name]} | options.keys()
-    path = _path(out, service.__name__)
-    check_outputs({**arguments, **options, "out": path})
-    return load(service(request(given=frozenset(given), out=path, **arguments, **options), Sink()))
+        kinds = get_args(hints[name])
+        if value is not None and list[str] in kinds:
+            options[name] = _listed(value)
+        elif isinstance(value, str) and Path in kinds:
+            options[name] = Path(value)
+    given = frozenset(name for name, value in options.items() if name != "out" and value != defaults[name])
+    options["out"] = _path(options.get("out"), service.__name__)
+    check_outputs(options)
+    return load(service(request(given=given, **options), Sink()))
 
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:

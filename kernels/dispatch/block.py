@@ -265,8 +265,13 @@ class Invariance:
 
     def __init__(self, families: frozenset[str], training: bool = False) -> None:
         self.families, self.training = families, training
-        self._coverage = Coverage()
+        self._coverage, self._state = Coverage(), "not entered"
         self._packed, self.packs = ExitStack(), False
+
+    def __repr__(self) -> str:
+        names = ", ".join(name for name in FAMILIES if name in self.families)
+        counts = (f"{sum(getattr(self._coverage, kind).values()):,} {label}" for kind, label in state.KINDS.items())
+        return f"<batch_invariant: {self._state}; {names} on {' and '.join(devices())}; calls: {', '.join(counts)}>"
 
     def coverage(self) -> Coverage:
         """What happened so far inside this context, in any thread."""
@@ -347,6 +352,7 @@ class Invariance:
                 raise
             for what, times in _compiled.items():  # this block, too, runs graphs that an outer block had compiled
                 self._coverage.at_risk[what] += times
+        self._state = "open"
         return self
 
     def __exit__(
@@ -356,6 +362,7 @@ class Invariance:
             self._packed.close()
             self.packs = False
         finally:
+            self._state = "closed"
             self._leave()
 
     def _leave(self) -> None:
@@ -369,7 +376,10 @@ class Invariance:
 
 
 def batch_invariant(families: Iterable[str] | None = None, *, training: bool = False) -> Invariance:
-    """Use batch-invariant kernels for everything that runs inside the `with` block, in all threads.
+    """Within `with batch_invariant():` the bits of each request no longer depend on the others in its batch.
+
+    Torch's operators and transformers' functions compute by kernels with one order of addition for all batch sizes, in
+    all threads; what has no such kernel stays torch's and is counted: `print(block.coverage().lines())`.
 
     Blocks nest: a family is on if any of them requests it. Leaving one, also by an exception, restores the state before
     it. Threads may compute while another enters and leaves nested blocks; a call uses what was on when it began. If you

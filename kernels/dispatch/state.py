@@ -62,13 +62,15 @@ class Coverage:
                 self.summed[what] += times
 
     def lines(self) -> list[str]:
-        """One line for each operator, the most frequent first."""
+        """One line for each operator, the most frequent first; and one more if all of them were replaced."""
         with _lock:
-            return [
+            lines = [
                 f"{label}: {name} ({n} calls{_SUMMED * (kind == 'replaced' and name in self.summed)})"
                 for kind, label in KINDS.items()
                 for name, n in getattr(self, kind).most_common()
             ]
+        clean = self.replaced and not self.left and not self.at_risk
+        return [*lines, "nothing was left stock, and nothing is at risk"] if clean else lines
 
     def counts(self) -> Counter[str]:
         """All of it in one counter, for a run file: "replaced: mm" -> calls."""

@@ -12,8 +12,8 @@ import threading
 import webbrowser
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, fields
-from inspect import Parameter, Signature, get_annotations
+from dataclasses import MISSING, dataclass
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast, get_type_hints
 
@@ -24,7 +24,7 @@ from nondet.core.registry import REPORTERS
 from nondet.core.runfile import check_free, check_outputs
 from nondet.errors import UserError, no_commands, one_line
 from nondet.services import options as o
-from nondet.services.run import Sink, end_now
+from nondet.services.run import Sink, end_now, options_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -252,13 +252,17 @@ def command_of(
     """
     request = get_type_hints(service)["request"]
     parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    options = {part: [f for f in _fields(part) if f.name not in without] for part in (request, sink)}
+    options = {part: [f for f in options_of(part) if f.name not in without] for part in (request, sink)}
     for part, declared in options.items():
         hints = get_type_hints(part, include_extras=True)
         arguments = [f.name for f in declared if isinstance(hints[f.name].__metadata__[0], typer.models.ArgumentInfo)]
         if "model" in hints and not arguments:  # with an argument of its own, a command has only --model
             parameters.append(Parameter("named", Parameter.KEYWORD_ONLY, default=None, annotation=o.MODEL_ARGUMENT))
         for field in declared:
+            option, *checks = hints[field.name].__metadata__
+            names = next((known.names for known in checks if isinstance(known, o.OneOf)), None)
+            if names is not None and option.autocompletion is None:
+                option.autocompletion = o.choices(*names)
             default = Parameter.empty if field.default is MISSING else field.default
             parameters.append(
                 Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
@@ -282,10 +286,3 @@ def command_of(
     command.__doc__ = service.__doc__
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined] # inspect.signature looks there
     return command
-
-
-def _fields(part: type) -> list[Field[Any]]:
-    """A class's own fields before its bases': what is measured comes first in the help, where it goes last."""
-    named = {field.name: field for field in fields(part) if field.name != "given"}
-    order = dict.fromkeys(name for cls in part.__mro__ for name in get_annotations(cls))
-    return [named[name] for name in order if name in named]

@@ -91,11 +91,15 @@ class Answer:
 class Client(Protocol):
     """A connection to one server, in one protocol; used inside of one asyncio event loop."""
 
+    url: str
+    protocol: str  # the format in use; set on entry, like the following
+    model: str
+    listed: list[str]  # the names that the server lists; empty where it lists none
+    server: str  # the kind of server, with its version and mode where it reports them
+    context: int | None  # the least context of its models, in tokens, where it reports one
+
     async def complete(self, ask: Ask) -> Answer:
         """Send one request and wait for its end, retrying by rule. Raises only on cancellation."""
-
-    async def models(self) -> list[str]:
-        """The names that the server lists; empty where it lists none."""
 
     async def metrics(self) -> dict[str, float]:
         """The server's own counters (requests running or waiting, prefix hits), by name; empty if it has none."""
@@ -126,19 +130,13 @@ _HINT = "Write light, default or heavy, or keys such as others=60,targets=16,pro
 
 
 def parse_endpoint_load(spec: str, *, concurrency: int | None = None, rate: float | None = None) -> EndpointLoad:
-    """Read `--load` for an endpoint: a preset, or changes to one; then --concurrency and --rate. Raises UserError: an
-    unknown key, an invalid value, or a key that only nondet's own engine has."""
+    """Read `--load` for an endpoint: a preset, or changes to one; then --concurrency and --rate."""
     for key in (part.partition("=")[0].strip() for part in spec.split(",")):
         if key == "none":
             raise UserError("--load none is no load", "Leave the arm out: --arms solo.")
         if key in {f.name for f in fields(Load)} - set(_RANGES):
             raise UserError(f"--load: {key} is a limit of nondet's own engine, and an endpoint has its own", _HINT)
     load = changed_load(spec, ENDPOINT_PRESETS, _RANGES, _HINT)
-    least, most = _RANGES["concurrency"]
-    if concurrency is not None and not least <= concurrency <= most:
-        raise UserError(f"--concurrency {concurrency} makes no sense", f"Give {least} to {most:,}.")
-    if rate is not None and not 0.001 <= rate <= 100_000:
-        raise UserError(f"--rate {rate} makes no sense", "Give requests a second, from 0.001 to 100000.")
     return replace(load, concurrency=concurrency or load.concurrency, rate=rate or load.rate)
 
 
@@ -172,7 +170,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class ArmRound:
-    """One burst of requests, in the order in which they are sent, from an idle client to an idle client."""
+    """One burst of requests, in the order in which they are sent; the client is idle before and after it."""
 
     number: int
     arm: str
@@ -211,13 +209,12 @@ class ArmPlan:
             by_arm[r.arm] += r.targets
         total = by_arm.total()
         beside = sum(len(r.requests) for r in self.rounds) - total
-        text = f"{', '.join(f'{arm} {count:,}' for arm, count in by_arm.items())}: {total:,} requests"
-        return f"{text}, and {beside:,} beside them" if beside else text
+        text = f"{total:,} requests to compare ({', '.join(f'{arm} {count:,}' for arm, count in by_arm.items())})"
+        return f"{text} and {beside:,} background requests" if beside else text
 
 
 def parse_arms(spec: str, n: int, prompts: int = 1) -> dict[str, int]:
-    """Read `--arms`: names, each with its number of completions of each prompt ("solo=50,loaded"). Raises UserError: an
-    unknown or repeated arm, or an invalid number."""
+    """Read `--arms`: names, each with its number of completions of each prompt ("solo=50,loaded")."""
     arms: dict[str, int] = {}
     each_once("--arms", (part.partition("=")[0].strip() for part in spec.split(",")))
     for part in spec.split(","):
@@ -226,9 +223,8 @@ def parse_arms(spec: str, n: int, prompts: int = 1) -> dict[str, int]:
             raise UnknownNameError("arm", name, ARMS)
         if equals and not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _ARM_MOST):
             raise UserError(f"--arms: {name}={digits} makes no sense", f"Give a whole number from 1 to {_ARM_MOST:,}.")
-        solo = max(_SOLO_LEAST, _SOLO_MOST // prompts)
-        fallback = {"loaded": n, "solo": min(n, solo)}.get(name, min(n, _FEW))
-        arms[name] = int(digits) if equals else fallback
+        usual = {"loaded": n, "solo": max(_SOLO_LEAST, _SOLO_MOST // prompts)}
+        arms[name] = int(digits) if equals else min(n, usual.get(name, _FEW))
     return arms
 
 
@@ -259,11 +255,9 @@ def build_arms(
     solo = arms.get("solo", 0)
     # half before and half after, and two before where there are two at all: the rest is compared with them
     before = solo if len(arms) == 1 else min(solo, max(2, (solo + 1) // 2))
-    if solo:
-        rounds.single("solo", before)
-    for arm in ("cold", "warm"):
-        if arm in arms:
-            rounds.single(arm, arms[arm])
+    for arm, count in (("solo", before), ("cold", arms.get("cold", 0)), ("warm", arms.get("warm", 0))):
+        if count:
+            rounds.single(arm, count)
     for i in range(arms.get("chunked", 0)):
         for p in range(prompts):
             rounds.chunked(p, i)
@@ -388,9 +382,6 @@ class Settings:
         )
 
 
-_FIXED = {"top_logprobs": 2, "ignore_eos": False, "extra": {}}  # of all requests, as in every header
-
-
 def describe(
     servers: Sequence[Server], plan: ArmPlan, settings: Settings, load: EndpointLoad, *, seed: int, **options: Any
 ) -> dict[str, Any]:
@@ -399,8 +390,8 @@ def describe(
     sampling: dict[str, Any] = {}
     for prompt, drawn in zip(prompts, settings.samplings, strict=False):
         prompt["seed"] = drawn.seed
-        sampling = {"temperature": drawn.temperature, "top_k": drawn.top_k, "top_p": drawn.top_p}
-    return {
+        sampling = {name: getattr(drawn, name) for name in ("temperature", "top_k", "top_p")}
+    described = {
         "prompts": prompts,
         "endpoint": {"servers": [{"impl": s.impl, "url": s.url, "model": s.model} for s in servers], **options},
         "model": {"name": servers[0].model},
@@ -410,11 +401,15 @@ def describe(
         "max_tokens": settings.max_tokens,
         "temperature": sampling.get("temperature", 0.0),
         "request_seed": None,
-        **({"sampling": {**sampling, "seeds": len({s.seed for s in settings.samplings})}} if sampling else {}),
-        **_FIXED,
+        "top_logprobs": 2,
+        "ignore_eos": False,
+        "extra": {},
         "impls": [s.impl for s in servers],
         "seed": seed,
     }
+    if sampling:
+        described["sampling"] = sampling | {"seeds": len({s.seed for s in settings.samplings})}
+    return described
 
 
 _MOST_TOKENS = 2**31 - 1
@@ -449,7 +444,9 @@ class Tokens:
             if answer.token_ids is None:
                 return "it has no token ids, and others of this run do"
             ids = list(answer.token_ids)
-            self._remember(ids, answer.token_bytes or ())
+            if len(answer.token_bytes or ()) == len(ids):
+                for token, piece in zip(ids, answer.token_bytes or (), strict=True):
+                    self.pieces.setdefault(token, piece.decode("utf-8", "backslashreplace"))
         elif self.known_by == KnownBy.BYTES:
             if answer.token_bytes is None:
                 return "it has no bytes of its tokens, and others of this run do"
@@ -466,20 +463,14 @@ class Tokens:
         runner_up = list(answer.runner_up) if self.known_by == KnownBy.IDS else []
         if len(runner_up) != len(ids) or any(not 0 <= i <= _MOST_TOKENS for i in runner_up):
             runner_up = []
-        digest = trace_digest(ids, logprobs)
         return Trace(
-            digest=digest,
+            digest=trace_digest(ids, logprobs),
             token_ids=ids,
             logprobs=logprobs,
             margins=margins,
             runner_up=runner_up,
             text=clean(answer.text),
         )
-
-    def _remember(self, ids: list[int], data: tuple[bytes, ...]) -> None:
-        if len(data) == len(ids):
-            for token, piece in zip(ids, data, strict=True):
-                self.pieces.setdefault(token, piece.decode("utf-8", "backslashreplace"))
 
     def _made(self, data: bytes) -> int:
         """An id made from the bytes; if two of a run would share one, the next free one."""

@@ -1,6 +1,6 @@
 """The client of one server: its kind and abilities, and every answer or failure as plain data.
 
-    async with connect("http://127.0.0.1:8000", model="tiny") as client:
+    async with HttpClient("http://127.0.0.1:8000", model="tiny") as client:
         answer = await client.complete(Ask(id="a", prompt="Once upon", max_tokens=16))
 
 Only the key is taken from the environment: no proxies, no .netrc. It is sent only to the URL's origin.
@@ -115,19 +115,10 @@ _FLUSH = {
 }
 
 
-def connect(
-    url: str,
-    *,
-    model: str | None = None,
-    protocol: str = "auto",
-    stream: bool = False,
-    key_env: str | None = None,
-    limits: Limits | None = None,
-    allow_plain_http: bool = False,
-    insecure: bool = False,
-    ca_file: str | None = None,
-) -> HttpClient:
-    """A client that is not connected yet; use it with `async with`, which identifies the server.
+class HttpClient:
+    """A connection to one server; use it with `async with`, which identifies the server.
+
+    See `nondet.endpoint.arms.Client` for its interface.
 
     Raises UserError: a URL that is invalid or holds a password, an unknown protocol, a key that is missing or would be
     sent unencrypted, certificates that can't be read.
@@ -141,43 +132,35 @@ def connect(
         limits: Of a request; None takes the defaults.
         insecure, ca_file: Whether any certificate is accepted; a file of those to trust instead of the usual ones.
     """
-    address = read_address(url)
-    if protocol != "auto" and protocol not in FORMATS:
-        raise UnknownNameError("protocol", protocol, ["auto", *FORMATS])
-    key = key_from_environment(key_env)
-    if key and address.scheme == "http" and not address.local and not allow_plain_http:
-        raise UserError(
-            f"a key would go unencrypted to {address.origin}",
-            "Use https, unset the key's variable, or give --allow-plain-http.",
-        )
-    return HttpClient(
-        Transport(address, key, limits or Limits(), verify=(ca_file or True) if not insecure else False),
-        model=model,
-        protocol=protocol,
-        stream=stream,
-    )
 
-
-class HttpClient:
-    """A connection to one server; see `connect`, and `nondet.endpoint.arms.Client` for its interface.
-
-    Attributes:
-        protocol: The format in use, a key of `FORMATS`; set on entry, like the following.
-        server: The kind of server, with its version and mode where it reports them.
-        context: The least context of its models, in tokens, where it reports one.
-    """
-
-    def __init__(self, transport: Transport, *, model: str | None, protocol: str, stream: bool) -> None:
-        self._transport = transport
-        self._limits = transport.limits
-        self._wanted_model = model
-        self._stream = stream
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        protocol: str = "auto",
+        stream: bool = False,
+        key_env: str | None = None,
+        limits: Limits | None = None,
+        allow_plain_http: bool = False,
+        insecure: bool = False,
+        ca_file: str | None = None,
+    ) -> None:
+        address = read_address(url)
+        if protocol != "auto" and protocol not in FORMATS:
+            raise UnknownNameError("protocol", protocol, ["auto", *FORMATS])
+        key = key_from_environment(key_env)
+        if key and address.scheme == "http" and not address.local and not allow_plain_http:
+            raise UserError(
+                f"a key would go unencrypted to {address.origin}",
+                "Use https, unset the key's variable, or give --allow-plain-http.",
+            )
+        self._limits, self._wanted_model, self._stream = limits or Limits(), model, stream
+        self._transport = Transport(address, key, self._limits, verify=(ca_file or True) if not insecure else False)
         self._full_since: float | None = None  # on time.monotonic(): the first refusal since the last answer
         self._missing: set[str] = set()  # missing pages are not requested at every poll
-        self.url = transport.address.url
-        self.protocol = protocol
-        self.model = model or ""
-        self.server = ""
+        self.url, self.protocol, self.model = address.url, protocol, model or ""
+        self.server, self.listed = "", list[str]()
         self.context: int | None = None
 
     def __repr__(self) -> str:
@@ -231,13 +214,6 @@ class HttpClient:
             )
         raise AssertionError("at least one attempt is made")
 
-    async def models(self) -> list[str]:
-        """As `nondet.endpoint.arms.Client`."""
-        try:
-            return [self._transport.key.reason(model.id) for model in await self._listed()]
-        except AttemptError:
-            return []
-
     async def metrics(self) -> dict[str, float]:
         """As `nondet.endpoint.arms.Client`; summed over labels."""
         with contextlib.suppress(AttemptError):
@@ -279,13 +255,10 @@ class HttpClient:
                 self._missing.add(path)
             raise
 
-    async def _listed(self) -> list[_Model]:
-        return read(parse(await self._page("GET", "/v1/models")), _Models).data
-
     async def _recognize(self) -> None:
         """Find out the server's kind, models and form of requests."""
         try:
-            listed = await self._listed()
+            listed = read(parse(await self._page("GET", "/v1/models")), _Models).data
         except AttemptError as failure:  # only this request's failure may mean that there is no server
             reason = self._transport.reason(failure.reason)
             if failure.kind in _NO_SERVER:
@@ -303,8 +276,8 @@ class HttpClient:
             path = self._transport.address.protocol
             native = _NATIVE[name][path == "openai-chat"] if name in _NATIVE else path
             self.protocol = native or await self._openai(owners)
-        names = [self._transport.key.reason(model.id) for model in listed]
-        self.model = self._one_of(names, strict=name != "transformers")  # which lists what it could load
+        self.listed = [self._transport.key.reason(model.id) for model in listed]
+        self.model = self._one_of(self.listed, strict=name != "transformers")  # which lists what it could load
 
     async def _known_page(self, named: list[str]) -> str:
         """The server that has the page that only it has, with its version; that of the models' owner is tried first."""
@@ -364,7 +337,7 @@ class HttpClient:
                 events = Events(most, 8 * ask.max_tokens + 256)
                 await self._follow(response, events, most, parts, times)
             else:
-                self._format.take(parse(await self._transport.body(response, most)), parts, False)
+                self._format.take(parse(await self._transport.body(response, most)), parts)
         return self._checked(answer_from(ask, parts))
 
     async def _follow(self, response: Response, events: Events, most: int, parts: Parts, times: Times) -> None:
@@ -387,7 +360,7 @@ class HttpClient:
         if event.strip() == b"[DONE]":
             parts.ended = True
         elif not parts.ended:
-            self._format.take(parse(event), parts, True)
+            self._format.take(parse(event), parts)
             # an event with only a role is not a token: the request may still be queued
             if times.first is None and (any(parts.text) or parts.ids or parts.bytes or parts.chosen):
                 times.first = came

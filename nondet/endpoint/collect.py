@@ -13,12 +13,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from nondet.core.records import Completion, ContractAnswer, Round, Run, Served, ServerSeen
+from nondet.core.records import Completion, ContractAnswer, Round, Run, Served, ServerSeen, Traffic
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.statistics import trials_to_see
 from nondet.core.traces import RoundCollector, Trace, facts_of, open_traces
@@ -220,8 +220,8 @@ class _Collector(RoundCollector):
     async def _meet(self, client: Client) -> Round | None:
         """Check the contract when the run begins; when it is resumed, whether this is still the same server. A run
         begins with a request under study, before anything has warmed the server up; returns its round, if planned."""
-        listed = [one_line(name, 200) for name in await client.models()][:200]
-        model = getattr(client, "model", "") or self.server.model
+        listed = [one_line(name, 200) for name in client.listed][:200]
+        model = client.model or self.server.model
         servers = [s for s in self.before.servers if s.impl == self.impl] if self.before else []
         answers = [a for a in self.before.contract if a.impl == self.impl] if self.before else []
         first = None if servers or self.plan.rounds[0].arm != "first" else self.plan.rounds[0]
@@ -232,45 +232,38 @@ class _Collector(RoundCollector):
                 raise refused(self.server.url, self.server.model, opening, listed)
         drawn = bool(self.settings.samplings)
         contract = Contract(client, self.settings.prompts[0], self.impl, model, listed, drawn)
-        checked = await contract.check({a.question for a in answers})
-        if not checked.first.ok:
-            raise refused(self.server.url, self.server.model, checked.first, listed)
+        once, checked = await contract.check({a.question for a in answers})
+        if not once.ok:
+            raise refused(self.server.url, self.server.model, once, listed)
         if self.seeded:
-            check_seeded(self.server.url, (*checked.answers, *answers))
+            check_seeded(self.server.url, (*checked, *answers))
         seen = ServerSeen(
             impl=self.impl,
             number=len(servers),
-            url=getattr(client, "url", "") or self.server.url,
-            protocol=getattr(client, "protocol", ""),
+            url=client.url or self.server.url,
+            protocol=client.protocol,
             model=model,
-            answered_as=one_line(checked.first.model, 200),
+            answered_as=one_line(once.model, 200),
             listed=listed,
-            fingerprint=one_line(checked.first.fingerprint, 200),
-            known_by=checked.known_by.value,
-            logprobs=checked.logprobs,
-            software=one_line(getattr(client, "server", ""), 100),
+            fingerprint=one_line(once.fingerprint, 200),
+            known_by=contract.known_by.value,
+            logprobs=bool(once.logprobs),
+            software=one_line(client.server, 100),
         )
         for before in servers[:1]:
             check_same(before, seen)
-        self.tokens.known_by, self.tokens.with_logprobs = KnownBy(seen.known_by), seen.logprobs
-        self.write(*checked.answers, seen)
+        self.tokens.known_by, self.tokens.with_logprobs = contract.known_by, seen.logprobs
+        self.write(*checked, seen)
         if first is None or opening is None:
             return None
         self._take(first, first.requests[0], opening, served_of(opening, began, 1))
-        ended = Round(
-            impl=self.impl, round=first.number, targets=1, others=0, steps=0, tokens=opening.completion_tokens or 0,
-            seconds=max(0.0, opening.done - began), arm=first.arm,
-        )  # fmt: skip
-        self.write(ended)
-        return ended
+        return self._ended(first, opening.completion_tokens or 0, max(0.0, opening.done - began), None)
 
     async def _round(self, client: Client, round_: ArmRound) -> Round:
         kept = {c.request for c in self.kept[round_.number]}
         left = [r for r in round_.requests if not r.target or r.id not in kept]
         if not any(r.target for r in left):
             left = []  # only the round's own record is missing: no neighbours are needed
-        if round_.arm == "chunked" and left and not self.solo_seconds:
-            await self._time_one(client, left)
         self.held = []
 
         def on_answer(planned: Planned, answer: Answer, served: Served) -> None:
@@ -291,26 +284,16 @@ class _Collector(RoundCollector):
                 raise self._stopped()
         for completion in self.held:  # it is alive, so that its silence is a finding
             self._put(completion)
+        return self._ended(round_, played.tokens, played.seconds, played.traffic(round_, 2 if kept else 1))
+
+    def _ended(self, round_: ArmRound, tokens: int, seconds: float, traffic: Traffic | None) -> Round:
+        others = len(round_.requests) - round_.targets
         ended = Round(
-            impl=self.impl,
-            round=round_.number,
-            targets=round_.targets,
-            others=len(round_.requests) - round_.targets,
-            steps=0,
-            tokens=played.tokens,
-            seconds=played.seconds,
-            arm=round_.arm,
-            traffic=played.traffic(round_, 2 if kept else 1),
-        )
+            impl=self.impl, round=round_.number, targets=round_.targets, others=others, steps=0, tokens=tokens,
+            seconds=seconds, arm=round_.arm, traffic=traffic,
+        )  # fmt: skip
         self.write(ended)
         return ended
-
-    async def _time_one(self, client: Client, requests: Sequence[Planned]) -> None:
-        """Measure a solo answer's time, where no solo arm was requested, by one request that is not counted."""
-        target = next(r for r in requests if r.target)
-        answer = await client.complete(replace(self.settings.ask(target, "solo"), id="timing"))
-        if answer.ok:
-            self.solo_seconds.append(answer.done - answer.sent)
 
     def _take(self, round_: ArmRound, planned: Planned, answer: Answer, served: Served) -> None:
         """The trace, then the completion that names it."""
@@ -365,7 +348,7 @@ class _Collector(RoundCollector):
         """Update what the file holds, and the time of solo answers."""
         self.kept[completion.round].append(completion)
         self.done += 1
-        if completion.arm == "solo" and completion.status == "ok" and completion.served is not None:
+        if completion.arm in _ENDS and completion.status == "ok" and completion.served is not None:
             self.solo_seconds.append(completion.served.done - completion.served.sent)
 
 

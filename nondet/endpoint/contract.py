@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,20 +38,11 @@ QUESTIONS: dict[str, str] = {
     "running": "the server reports how many requests it runs",
     "cache-counted": "the server reports how much of a prompt it had cached",
 }
+Checked = tuple[str, str]  # yes, no or unknown; and the evidence
 _TOKENS = 16
 _DRAWS = 4
 _AT_ONCE = 8
 _CHANCE = 0.001  # of a wrong "no": that all draws agree although they vary
-
-
-@dataclass(frozen=True)
-class ContractResult:
-    """The first answer (if it failed nothing else was tested), what identified two, and the checks' answers."""
-
-    first: Answer
-    known_by: KnownBy
-    logprobs: bool
-    answers: tuple[ContractAnswer, ...]
 
 
 @dataclass
@@ -68,33 +59,36 @@ class Contract:
     number: int = 0
     known_by: KnownBy = KnownBy.TEXT  # what identifies two of its answers
 
-    async def check(self, known: Collection[str] = ()) -> ContractResult:
-        """Run all checks; where all have an answer already, only two requests are sent."""
+    async def check(self, known: Collection[str] = ()) -> tuple[Answer, list[ContractAnswer]]:
+        """The first answer, and all checks, unless it failed; where all are known, only two requests are sent."""
         once = await self.send()
         if not once.ok:
-            return ContractResult(once, self.known_by, False, ())
+            return once, []
         again = await self.send()
         self.known_by = max(once.known_by, again.known_by if again.ok else once.known_by, key=list(KnownBy).index)
         if all(q in known for q in QUESTIONS if self.drawn or q != "independent"):
-            return ContractResult(once, self.known_by, bool(once.logprobs), ())
-        answers = [
-            self._listed(),
-            self._known(once),
-            self._answer("logprobs", "yes" if once.logprobs else "no", _logprobs_words(once)),
-            self._greedy([a for a in (once, again) if a.ok]),
-            self._max_tokens(once),
-            *self._repeatable(once, again),
-            *await self._sampled(once),
-            await self._distribution(),
-            self._sums(once),
-            self._answer(
-                "running",
-                "yes" if reports_running(await self.client.metrics()) else "no",
+            return once, []
+        running = reports_running(await self.client.metrics())
+        checks: dict[str, Checked] = {
+            "listed": self._listed(),
+            "known-by": self._known(once),
+            "logprobs": _logprobs(once),
+            "greedy": _greedy([a for a in (once, again) if a.ok]),
+            "max-tokens": self._max_tokens(once),
+            **self._repeatable(once, again),
+            **await self._sampled(once),
+            "distribution": await self._distribution(),
+            "sums": _sums(once),
+            "running": (
+                "yes" if running else "no",
                 "its counters show it: what it runs under load can be compared with what was sent",
             ),
-            self._cache_counted(again),
+            "cache-counted": _cache_counted(again),
+        }
+        return once, [
+            ContractAnswer(impl=self.impl, question=question, answer=answer, evidence=one_line(evidence, 300))
+            for question, (answer, evidence) in checks.items()
         ]
-        return ContractResult(once, self.known_by, bool(once.logprobs), tuple(answers))
 
     async def send(self, temperature: float = 0.0, seed: int | None = None, max_tokens: int = _TOKENS) -> Answer:
         """One short request."""
@@ -108,62 +102,45 @@ class Contract:
         trace = Tokens(self.known_by).trace(answer)
         return (-1,) if isinstance(trace, str) else tuple(trace.token_ids)
 
-    def _answer(self, question: str, answer: str, evidence: str) -> ContractAnswer:
-        return ContractAnswer(impl=self.impl, question=question, answer=answer, evidence=one_line(evidence, 300))
-
-    def _listed(self) -> ContractAnswer:
+    def _listed(self) -> Checked:
         if not self.listed:
-            return self._answer("listed", "unknown", "the server lists none, and answers")
+            return "unknown", "the server lists none, and answers"
         if self.model in self.listed:
-            return self._answer("listed", "yes", f"{self.model} is one of {len(self.listed)}")
-        return self._answer("listed", "no", f"it answers as {self.model}, and lists {', '.join(self.listed[:5])}")
+            return "yes", f"{self.model} is one of {len(self.listed)}"
+        return "no", f"it answers as {self.model}, and lists {', '.join(self.listed[:5])}"
 
-    def _known(self, once: Answer) -> ContractAnswer:
+    def _known(self, once: Answer) -> Checked:
         if self.known_by == KnownBy.IDS:
-            return self._answer("known-by", "yes", f"{len(once.token_ids or ())} ids: completions are compared by them")
+            return "yes", f"{_length(once)} ids: completions are compared by them"
         what = "the bytes of each token" if self.known_by == KnownBy.BYTES else "their text, character by character"
-        return self._answer("known-by", "no", f"completions are compared by {what}")
+        return "no", f"completions are compared by {what}"
 
-    def _greedy(self, answers: list[Answer]) -> ContractAnswer:
-        tops = [a.chosen_is_top for a in answers]
-        tokens = sum(_length(a) for a in answers)
-        if not tops or any(t is None for t in tops) or not tokens:
-            return self._answer("greedy", "unknown", "answers do not include alternatives to a chosen token")
-        top = sum(t or 0 for t in tops)
-        ties = sum(int((_floats(a.margins) == 0).sum()) for a in answers)
-        tied = f", {ties} of them tied with the second" if ties else ", none of them a tie"
-        text = f"{top} of {tokens} chosen tokens have the largest logprob{tied}"
-        return self._answer("greedy", "yes" if top == tokens else "no", text)
-
-    def _max_tokens(self, once: Answer) -> ContractAnswer:
+    def _max_tokens(self, once: Answer) -> Checked:
         sent = once.completion_tokens if once.completion_tokens is not None else _length(once)
         if not sent:
-            return self._answer("max-tokens", "unknown", "answers include neither tokens nor their number")
+            return "unknown", "answers include neither tokens nor their number"
         text = f"{sent} tokens of {_TOKENS} requested, finish {once.finish}"
         if self.known_by != KnownBy.TEXT and _length(once) != sent:
             text += f"; it sent {_length(once)} and counts {sent}"
         if max(sent, _length(once)) > _TOKENS:
-            return self._answer("max-tokens", "no", text)
-        kept = once.finish == "length" and sent == _TOKENS
-        ended = once.finish == "eos" and sent <= _TOKENS
-        return self._answer("max-tokens", "yes" if kept else "unknown" if ended else "no", text)
+            return "no", text
+        if once.finish == "eos":
+            return "unknown", text
+        return "yes" if once.finish == "length" and sent == _TOKENS else "no", text
 
-    def _repeatable(self, once: Answer, again: Answer) -> Iterator[ContractAnswer]:
+    def _repeatable(self, once: Answer, again: Answer) -> dict[str, Checked]:
         if not again.ok:
-            yield self._answer("repeatable", "unknown", f"the second one failed: {again.reason}")
-            yield self._answer("repeatable-bits", "unknown", "the second one failed")
-            return
+            failed = "unknown", f"the second one failed: {again.reason}"
+            return {"repeatable": failed, "repeatable-bits": failed}
         first, second = self._tokens(once), self._tokens(again)
         at = shared_length(np.array(first, np.int32), np.array(second, np.int32))
-        same = first == second
         hits = [a.cached_tokens for a in (once, again)]
         cached = "" if hits[0] == hits[1] else f"; cached tokens {hits[0]} and {hits[1]}"
         unit = "token" if self.known_by != KnownBy.TEXT else "character"
-        text = f"{at} {unit}s identical" if same else f"they first differ at {unit} {at}"
-        yield self._answer("repeatable", "yes" if same else "no", text + cached)
+        text = f"{at} {unit}s identical" if first == second else f"they first differ at {unit} {at}"
+        tokens = "yes" if first == second else "no", text + cached
         if not once.logprobs or not again.logprobs:
-            yield self._answer("repeatable-bits", "unknown", "there are no logprobs")
-            return
+            return {"repeatable": tokens, "repeatable-bits": ("unknown", "there are no logprobs")}
         count = min(at, len(_floats(once.logprobs)), len(_floats(again.logprobs)))
         a, b = _floats(once.logprobs)[:count], _floats(again.logprobs)[:count]
         off = int((a.view(np.int32) != b.view(np.int32)).sum())
@@ -171,97 +148,115 @@ class Contract:
         if off:
             gap = float(np.nanmax(np.abs(a.astype(np.float64) - b), initial=0.0))
             text = f"{off} of {count} logprobs differ, by up to {gap:.3g}"
-        yield self._answer("repeatable-bits", "no" if off else "yes" if count else "unknown", text + cached)
+        bits = "no" if off else "yes" if count else "unknown", text + cached
+        return {"repeatable": tokens, "repeatable-bits": bits}
 
-    async def _sampled(self, once: Answer) -> list[ContractAnswer]:
+    async def _sampled(self, once: Answer) -> dict[str, Checked]:
         free = [await self.send(temperature=1.0) for _ in range(_DRAWS)]
         good = [a for a in free if a.ok]
         if len(good) < 2:
-            why = f"requests at temperature 1 failed: {free[0].reason}"
-            return [self._answer(question, "unknown", why) for question in ("varies", "seed", "tempered")]
-        distinct = len({self._tokens(a) for a in good})
-        chance = _chance_of_agreement(good)
+            failed = "unknown", f"requests at temperature 1 failed: {free[0].reason}"
+            return dict.fromkeys(("varies", "seed", "tempered"), failed)
+        distinct, chance = len({self._tokens(a) for a in good}), _chance_of(good[0], len(good) - 1)
+        checks: dict[str, Checked] = {
+            "varies": ("unknown", f"{len(good)} identical answers; this prompt may leave no choice")
+        }
         if distinct > 1:
-            varies, text = "yes", f"{distinct} distinct answers of {len(good)}"
-        elif chance is not None and chance < _CHANCE:
-            varies, text = "no", f"{len(good)} identical answers, by chance in {percent(chance, 'up')} of cases"
-        else:
-            varies, text = "unknown", f"{len(good)} identical answers; this prompt may leave no choice"
-        answers = [self._answer("varies", varies, text)]
+            checks["varies"] = "yes", f"{distinct} distinct answers of {len(good)}"
+        elif chance < _CHANCE:
+            text = f"{len(good)} identical answers, by chance in {percent(chance, 'up')} of cases"
+            checks["varies"] = "no", text
+        varies = checks["varies"][0]
         if self.drawn:
-            answers.append(await self._independent(varies))
-        pair = [await self.send(temperature=1.0, seed=s) for s in (1, 1, 2)]
-        answers.append(self._tempered(once, [*good, *(a for a in pair if a.ok)]))
-        if not all(a.ok for a in pair):
-            bad = next(a for a in pair if not a.ok)
-            return [*answers, self._answer("seed", "unknown", f"it failed: {bad.reason}")]
-        one, same, other = (self._tokens(a) for a in pair)
-        if one != same:
-            seed, words = "no", "one seed, two answers"
+            checks["independent"] = await self._independent(varies)
+        seeded = [await self.send(temperature=1.0, seed=s) for s in (1, 1, 2)]
+        checks["tempered"] = self._tempered(once, [*good, *(a for a in seeded if a.ok)])
+        one, same, other = (self._tokens(a) for a in seeded)
+        bad = next((a for a in seeded if not a.ok), None)
+        if bad is not None:
+            checks["seed"] = "unknown", f"it failed: {bad.reason}"
+        elif one != same:
+            checks["seed"] = "no", "one seed, two answers"
         elif varies == "yes" or other != one:
-            seed = "yes"
-            words = "one seed, one answer; another seed, " + ("the same one" if other == one else "another one")
+            checks["seed"] = "yes", f"one seed, one answer; another seed, {'the same' if other == one else 'another'}"
         else:
-            seed, words = "unknown", "one seed, one answer, but nothing varies without a seed either"
-        return [*answers, self._answer("seed", seed, words)]
+            checks["seed"] = "unknown", "one seed, one answer, but nothing varies without a seed either"
+        return checks
 
-    def _tempered(self, once: Answer, drawn: list[Answer]) -> ContractAnswer:
+    def _tempered(self, once: Answer, drawn: list[Answer]) -> Checked:
         """Whether answers at temperature 1 are the greedy one; those without a seed may all be one draw."""
         greedy = self._tokens(once)
         other = sum(self._tokens(a) != greedy for a in drawn)
         if other:
-            return self._answer("tempered", "yes", f"{other} of {len(drawn)} answers are not the one at temperature 0")
+            return "yes", f"{other} of {len(drawn)} answers are not the one at temperature 0"
         text = f"all {len(drawn)} answers at temperature 1 are the one at temperature 0"
-        chance = _chance_of(drawn[0])
-        if chance is None or chance**2 >= _CHANCE:
-            return self._answer("tempered", "unknown", f"{text}; this prompt may leave no choice")
-        return self._answer("tempered", "no", f"{text}, by chance in {percent(chance**2, 'up')} of cases")
+        chance = _chance_of(drawn[0], 2)
+        if chance >= _CHANCE:
+            return "unknown", f"{text}; this prompt may leave no choice"
+        return "no", f"{text}, by chance in {percent(chance, 'up')} of cases"
 
-    async def _independent(self, varies: str) -> ContractAnswer:
+    async def _independent(self, varies: str) -> Checked:
         """Whether requests that are sent at once get the same draw, where one after another they do not."""
         sent = await asyncio.gather(*(self.send(temperature=1.0) for _ in range(_AT_ONCE)))
         answers = {self._tokens(a): a for a in sent if a.ok}
         counts = Counter(self._tokens(a) for a in sent if a.ok)
-        most = max(counts, key=counts.__getitem__, default=None)
-        if most is None or varies != "yes":
-            return self._answer("independent", "unknown", "one after another they do not vary either")
-        if counts[most] == 1:
-            return self._answer("independent", "yes", f"{counts.total()} requests at once, as many distinct answers")
-        text = f"{counts[most]} of {counts.total()} requests at once have one answer, and one after another they vary"
+        if not counts or varies != "yes":
+            return "unknown", "one after another they do not vary either"
+        ((most, times),) = counts.most_common(1)
+        if times == 1:
+            return "yes", f"{counts.total()} requests at once, as many distinct answers"
+        text = f"{times} of {counts.total()} requests at once have one answer, and one after another they vary"
         chance = _chance_of(answers[most])
-        if chance is None or math.comb(counts.total(), 2) * chance >= _CHANCE:
-            return self._answer("independent", "unknown", f"{text}; that may be chance")
-        return self._answer("independent", "no", f"{text}; two agree by chance in {percent(chance, 'up')} of cases")
+        if math.comb(counts.total(), 2) * chance >= _CHANCE:
+            return "unknown", f"{text}; that may be chance"
+        return "no", f"{text}; two agree by chance in {percent(chance, 'up')} of cases"
 
-    async def _distribution(self) -> ContractAnswer:
+    async def _distribution(self) -> Checked:
         """Compare the first position's margin at two temperatures: a scaled one doubles when the temperature halves."""
-        full = await self.send(temperature=1.0, max_tokens=1)
-        half = await self.send(temperature=0.5, max_tokens=1)
-        margins = [_floats(a.margins) for a in (full, half) if a.ok]
+        answers = [await self.send(temperature=temperature, max_tokens=1) for temperature in (1.0, 0.5)]
+        margins = [_floats(a.margins) for a in answers if a.ok]
         if len(margins) < 2 or not all(m.size and np.isfinite(m[0]) and m[0] > 1e-3 for m in margins):
-            return self._answer("distribution", "unknown", "no margin of top-1 and top-2 to compare with another")
-        ratio = float(margins[1][0]) / float(margins[0][0])
-        text = f"top-1 − top-2 of the first token: {margins[0][0]:.4g} at temperature 1, {margins[1][0]:.4g} at 0.5"
-        if abs(ratio - 2.0) < 0.05:
-            return self._answer("distribution", "yes", text + ": they are scaled by it")
-        if abs(ratio - 1.0) < 0.025:
-            return self._answer("distribution", "no", text + ": they are the model's own, before temperature")
-        return self._answer("distribution", "unknown", text)
+            return "unknown", "no margin of top-1 and top-2 to compare with another"
+        full, half = (float(m[0]) for m in margins)
+        text = f"top-1 − top-2 of the first token: {full:.4g} at temperature 1, {half:.4g} at 0.5"
+        if abs(half / full - 2.0) < 0.05:
+            return "yes", text + ": they are scaled by it"
+        if abs(half / full - 1.0) < 0.025:
+            return "no", text + ": they are the model's own, before temperature"
+        return "unknown", text
 
-    def _sums(self, once: Answer) -> ContractAnswer:
-        logprobs, margins = _floats(once.logprobs).astype(np.float64), _floats(once.margins).astype(np.float64)
-        if not logprobs.size or logprobs.size != margins.size or once.chosen_is_top != logprobs.size:
-            return self._answer("sums", "unknown", "answers do not include the two largest logprobs at every position")
-        total = np.exp(logprobs) + np.exp(logprobs - np.where(np.isfinite(margins), margins, math.inf))
-        over = int((~(total <= 1.0 + 1e-3)).sum())  # decimals are rounded on their way
-        text = f"largest sum {float(np.max(total)):.6f} over {total.size} positions"
-        return self._answer("sums", "no" if over else "yes", text)
 
-    def _cache_counted(self, again: Answer) -> ContractAnswer:
-        if again.cached_tokens is None:
-            return self._answer("cache-counted", "no", "not reported: what the prefix cache does is not known")
-        text = f"{again.cached_tokens} of {again.prompt_tokens} prompt tokens in the second answer"
-        return self._answer("cache-counted", "yes", text)
+def _logprobs(once: Answer) -> Checked:
+    if not once.logprobs:
+        return "no", "there are none: what differs below the tokens can't be seen"
+    margins = "with alternatives" if once.margins else "without alternatives: no margins"
+    return "yes", f"{len(once.logprobs) // 4} of them, {margins}"
+
+
+def _greedy(answers: list[Answer]) -> Checked:
+    tops = [a.chosen_is_top for a in answers]
+    tokens = sum(_length(a) for a in answers)
+    if any(t is None for t in tops) or not tokens:
+        return "unknown", "answers do not include alternatives to a chosen token"
+    top = sum(t or 0 for t in tops)
+    ties = sum(int((_floats(a.margins) == 0).sum()) for a in answers)
+    tied = f"{ties} of them tied with the second" if ties else "none of them a tie"
+    return "yes" if top == tokens else "no", f"{top} of {tokens} chosen tokens have the largest logprob, {tied}"
+
+
+def _sums(once: Answer) -> Checked:
+    logprobs, margins = _floats(once.logprobs).astype(np.float64), _floats(once.margins).astype(np.float64)
+    if not logprobs.size or logprobs.size != margins.size or once.chosen_is_top != logprobs.size:
+        return "unknown", "answers do not include the two largest logprobs at every position"
+    total = np.exp(logprobs) + np.exp(logprobs - np.where(np.isfinite(margins), margins, math.inf))
+    over = int((~(total <= 1.0 + 1e-3)).sum())  # decimals are rounded on their way
+    return "no" if over else "yes", f"largest sum {float(np.max(total)):.6f} over {total.size} positions"
+
+
+def _cache_counted(again: Answer) -> Checked:
+    if again.cached_tokens is None:
+        return "no", "not reported: what the prefix cache does is not known"
+    return "yes", f"{again.cached_tokens} of {again.prompt_tokens} prompt tokens in the second answer"
 
 
 def _length(answer: Answer) -> int:
@@ -272,21 +267,8 @@ def _floats(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return np.frombuffer(data, dtype="<f4")
 
 
-def _logprobs_words(once: Answer) -> str:
-    if not once.logprobs:
-        return "there are none: what differs below the tokens can't be seen"
-    margins = "with alternatives" if once.margins else "without alternatives: no margins"
-    return f"{len(once.logprobs) // 4} of them, {margins}"
-
-
-def _chance_of(answer: Answer) -> float | None:
-    """The probability of drawing it at temperature 1; None where unknown. Logprobs of a model before temperature are
-    those at temperature 1, and processed ones are as well."""
+def _chance_of(answer: Answer, times: int = 1) -> float:
+    """The probability of drawing it so many times at temperature 1; 1 where unknown. Logprobs of a model before
+    temperature are those at temperature 1, and processed ones are as well."""
     total = float(_floats(answer.logprobs).astype(np.float64).sum())
-    return math.exp(min(0.0, total)) if answer.logprobs and math.isfinite(total) else None
-
-
-def _chance_of_agreement(answers: list[Answer]) -> float | None:
-    """The probability that all draws agree: that of their common answer, once for each after the first."""
-    chance = _chance_of(answers[0])
-    return None if chance is None else chance ** (len(answers) - 1)
+    return math.exp(min(0.0, total) * times) if answer.logprobs and math.isfinite(total) else 1.0

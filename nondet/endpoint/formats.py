@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -47,7 +46,7 @@ class Parts:
     model: str = ""
     notes: list[str] = field(default_factory=list)
     named: bool = False  # whether `bytes` are names of tokens, which may differ from the text's bytes
-    ids_of_logprobs: bool = False  # whether ids came with logprobs, and lack the same tokens
+    ids_of_logprobs: bool = False  # whether ids may lack the tokens that the logprobs or the stream lack
     streamed: bool = False  # whether it came as a stream
     ended: bool = False  # whether the server marked the end of the answer
 
@@ -56,13 +55,13 @@ class Parts:
         if what not in self.notes:
             self.notes.append(what)
 
-    def count(self, counts: Mapping[str, int | None], **theirs: str) -> None:
-        """Take token counts, whose names at the server are `theirs` or the same; a note if a value is not a count."""
+    def count(self, counts: Mapping[str, int | None]) -> None:
+        """Take token counts; a note if a value is not a count."""
         for name, value in counts.items():
             fits = value is not None and 0 <= value <= TOKENS_MOST
             setattr(self, name, value if fits else None)
             if value is not None and not fits:
-                self.note(f"{theirs.get(name, name)} of {str(value)[:40]} (not taken)")
+                self.note(f"{name} of {str(value)[:40]} (not taken)")
 
     def add_ids(self, ids: list[int]) -> None:
         """Append ids of tokens."""
@@ -99,11 +98,8 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
         chosen_is_top=top,
         runner_up=runner_up,
         finish=finish,
-        prompt_tokens=parts.prompt_tokens,
-        cached_tokens=parts.cached_tokens,
         completion_tokens=usage,
-        fingerprint=parts.fingerprint,
-        model=parts.model,
+        **{name: getattr(parts, name) for name in ("prompt_tokens", "cached_tokens", "fingerprint", "model")},
         notes=tuple(parts.notes),
     )
 
@@ -221,14 +217,14 @@ class _Counts(Struct):
 class Format:
     """One format of requests and answers."""
 
-    path: ClassVar[str]  # of the requests, after the server's prefix
-    cuts: ClassVar[bool] = True  # whether a request can have top_k
+    path: str  # of the requests, after the server's prefix
+    cuts = True  # whether a request can have top_k
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """The request's JSON. It always has temperature and limits, because servers' defaults differ."""
-        return {**self._body(ask, model), "stream": stream}
+        raise NotImplementedError
 
-    def take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def take(self, document: Any, parts: Parts) -> None:
         """Add one document: the body, or one event of a stream. An invalid one is an AttemptError: "malformed", or
         "error" where the server reports an error in it."""
         if isinstance(document, dict):
@@ -238,12 +234,9 @@ class Format:
                 message = error.get("message") if isinstance(error, dict) else error
                 message = message if isinstance(message, str) else "an error"
                 raise AttemptError("error", f"the server reports: {message}")
-        self._take(document, parts, streamed)
+        self._take(document, parts)
 
-    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def _take(self, document: Any, parts: Parts) -> None:
         raise NotImplementedError
 
 
@@ -251,7 +244,13 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-# OpenAI's formats, for completions and for chats, with only the fields that all servers understand.
+# OpenAI's formats, for completions and for chats, with only the fields that all servers understand; and vLLM's own
+# fields on them: token ids, and a salt that keeps a request from cached prefixes.
+#
+# `return_token_ids` puts `token_ids` into every choice (deltas in a stream), `return_tokens_as_token_ids` names the
+# tokens of `logprobs` "token_id:N", so that two ids with one text stay two alternatives. The counter of prefix cache
+# hits is in /metrics; `usage.prompt_tokens_details.cached_tokens` exists only with --enable-prompt-tokens-details, and
+# /reset_prefix_cache only with VLLM_SERVER_DEV_MODE=1.
 
 
 class _Usage(_Counts):
@@ -318,27 +317,46 @@ def _take_lists(lists: _Lists, parts: Parts) -> None:
         parts.top.append([_Named(*pair).alternative for pair in pairs])
 
 
-class Completions(Format):
-    """The form that nearly every server has."""
+class OpenAi(Format):
+    """/v1/completions, which nearly every server has, or /v1/chat/completions.
 
-    path = "/v1/completions"
-    cuts = False
+    Args:
+        vllm: Whether the server is vLLM, and understands its fields.
+        logprobs: False for transformers serve, which would ignore a request for them.
+    """
+
+    def __init__(self, *, chat: bool = False, vllm: bool = False, logprobs: bool = True) -> None:
+        self.path = "/v1/chat/completions" if chat else "/v1/completions"
+        self._chat, self.cuts, self._logprobs = chat, vllm, logprobs
 
     def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
         """As `Format.body`."""
-        return super().body(ask, model, stream) | ({"stream_options": {"include_usage": True}} if stream else {})
-
-    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
-        return _given(
+        alternatives = (ask.top_logprobs or None) if self._logprobs else None
+        body = _given(
             model=model,
             max_tokens=ask.max_tokens,
             temperature=ask.temperature,
             top_p=ask.top_p if ask.temperature else None,  # defaults may come from the model's own configuration
             seed=ask.seed,
-            **self._prompt_fields(ask),
+            stream=stream,
+            stream_options={"include_usage": True} if stream else None,
         )
+        if self._chat:
+            body["messages"] = [{"role": "user", "content": ask.prompt}]
+            body |= {"logprobs": True, "top_logprobs": alternatives} if alternatives else {}
+        else:
+            body |= _given(prompt=ask.prompt, logprobs=alternatives)
+        if self.cuts:
+            body |= _given(
+                return_token_ids=True,
+                return_tokens_as_token_ids=True if alternatives else None,
+                top_k=ask.top_k if ask.temperature else None,  # 0 keeps all
+                # so that no earlier request can have left this prefix in the cache
+                cache_salt=secrets.token_hex(16) if ask.cached is False else None,
+            )
+        return body
 
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def _take(self, document: Any, parts: Parts) -> None:
         """The one choice, and the server's fields about itself and its counts."""
         whole = read(document, _Document)
         parts.fingerprint = whole.system_fingerprint or parts.fingerprint
@@ -346,7 +364,7 @@ class Completions(Format):
         if (usage := whole.usage) is not None:
             counts = {**usage.counts, "cached_tokens": (usage.prompt_tokens_details or _Counts()).cached_tokens}
             parts.count({name: value for name, value in counts.items() if value is not None})
-        if not whole.choices and streamed:  # usage only
+        if not whole.choices and parts.streamed:  # usage only
             return
         if len(whole.choices) != 1:
             raise malformed(f"{len(whole.choices)} choices where one was requested")
@@ -354,79 +372,30 @@ class Completions(Format):
         if choice.index not in (None, 0):
             raise malformed("a second choice, which was not requested")
         parts.finish = choice.finish_reason or parts.finish
-        self._take_choice(choice, parts, streamed)
-
-    def _prompt_fields(self, ask: Ask) -> dict[str, Any]:
-        return {"prompt": ask.prompt, "logprobs": ask.top_logprobs or None}
-
-    def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
-        if choice.text is None:
-            raise malformed("no 'text' in the answer")
-        parts.text.append(choice.text)
-        if choice.logprobs is None:
-            return
-        content = choice.logprobs.get("content")
-        if isinstance(content, list):  # llama.cpp's server uses the form of chats here too
+        parts.text.append(self._text(choice, parts))
+        logprobs = choice.logprobs or {}
+        content = logprobs.get("content")
+        if content is not None and (self._chat or isinstance(content, list)):  # llama.cpp sends it in both
             _take_content(content, parts)
-        else:
-            _take_lists(read(choice.logprobs, _Lists), parts)
-
-
-class Chat(Completions):
-    """What every chat server has."""
-
-    path = "/v1/chat/completions"
-
-    def _prompt_fields(self, ask: Ask) -> dict[str, Any]:
-        logprobs = {"logprobs": True, "top_logprobs": ask.top_logprobs} if ask.top_logprobs else {}
-        return {"messages": [{"role": "user", "content": ask.prompt}], **logprobs}
-
-    def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
-        message = choice.delta if streamed else choice.message
-        if message is None:
-            raise malformed(f"no {'delta' if streamed else 'message'!r} in the answer")
-        if thought := message.reasoning_content or message.reasoning:
-            parts.note("the text holds the reasoning as well")
-            parts.text.append(thought)
-        parts.text.append(message.content or "")
-        if choice.logprobs is not None and choice.logprobs.get("content") is not None:
-            _take_content(choice.logprobs["content"], parts)
-
-
-# vLLM's own fields on the OpenAI forms: token ids, and a salt that keeps a request from cached prefixes.
-#
-# `return_token_ids` puts `token_ids` into every choice (deltas in a stream), `return_tokens_as_token_ids` names the
-# tokens of `logprobs` "token_id:N", so that two ids with one text stay two alternatives. The counter of prefix cache
-# hits is in /metrics; `usage.prompt_tokens_details.cached_tokens` exists only with --enable-prompt-tokens-details, and
-# /reset_prefix_cache only with VLLM_SERVER_DEV_MODE=1.
-
-
-class VllmCompletions(Completions):
-    """/v1/completions of vLLM."""
-
-    cuts = True
-
-    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
-        return super()._body(ask, model) | _given(
-            return_token_ids=True,
-            return_tokens_as_token_ids=True if ask.top_logprobs else None,
-            top_k=ask.top_k if ask.temperature else None,  # 0 keeps all
-            # so that no earlier request can have left this prefix in the cache
-            cache_salt=secrets.token_hex(16) if ask.cached is False else None,
-        )
-
-    def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
-        super()._take_choice(choice, parts, streamed)
-        if choice.token_ids is not None:  # old versions don't know return_token_ids
+        elif choice.logprobs is not None and not self._chat:
+            _take_lists(read(logprobs, _Lists), parts)
+        if self.cuts and choice.token_ids is not None:  # old versions don't know return_token_ids
             parts.add_ids(choice.token_ids)
+        if self.cuts and self._chat:
+            parts.bytes = None  # those of vLLM's logprobs are of decoded text: ids replace them
 
-
-class VllmChat(VllmCompletions, Chat):
-    """/v1/chat/completions of vLLM. The bytes of its logprobs are those of decoded text, so ids replace them."""
-
-    def _take_choice(self, choice: _Choice, parts: Parts, streamed: bool) -> None:
-        super()._take_choice(choice, parts, streamed)
-        parts.bytes = None
+    def _text(self, choice: _Choice, parts: Parts) -> str:
+        if not self._chat:
+            if choice.text is None:
+                raise malformed("no 'text' in the answer")
+            return choice.text
+        message = choice.delta if parts.streamed else choice.message
+        if message is None:
+            raise malformed(f"no {'delta' if parts.streamed else 'message'!r} in the answer")
+        thought = message.reasoning_content or message.reasoning or ""
+        if thought:
+            parts.note("the text holds the reasoning as well")
+        return thought + (message.content or "")
 
 
 # SGLang's /generate: token ids, logprobs as [logprob, id, text], and how many prompt tokens the cache gave.
@@ -465,7 +434,8 @@ class SglangGenerate(Format):
 
     path = "/generate"
 
-    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
+        """As `Format.body`."""
         drawn = ask.temperature > 0
         sampling = _given(
             max_new_tokens=ask.max_tokens,
@@ -481,9 +451,10 @@ class SglangGenerate(Format):
             top_logprobs_num=ask.top_logprobs or None,
             logprob_start_len=-1 if ask.top_logprobs else None,
             extra_key=secrets.token_hex(16) if ask.cached is False else None,
+            stream=stream,
         )
 
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def _take(self, document: Any, parts: Parts) -> None:
         whole = read(document, _Generated)
         meta, ids = whole.meta_info, whole.output_ids
         parts.count(meta.counts)
@@ -540,7 +511,8 @@ class Completion(Format):
 
     path = "/completion"
 
-    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
+    def body(self, ask: Ask, model: str, stream: bool) -> dict[str, Any]:
+        """As `Format.body`."""
         # its defaults keep 40 tokens, 95% of the mass, and none below 5% of the most likely
         drawn = ask.temperature > 0
         return _given(
@@ -551,10 +523,11 @@ class Completion(Format):
             n_probs=ask.top_logprobs or None,
             seed=ask.seed,
             cache_prompt=ask.cached,
+            stream=stream,
             **({"top_k": ask.top_k, "top_p": ask.top_p, "min_p": 0.0} if drawn else {}),
         )
 
-    def _take(self, document: Any, parts: Parts, streamed: bool) -> None:
+    def _take(self, document: Any, parts: Parts) -> None:
         """The last event of a stream repeats nothing."""
         event = read(document, _Event)
         parts.text.append(event.content)
@@ -562,7 +535,7 @@ class Completion(Format):
         for token in event.completion_probabilities or ():
             parts.chosen.append(token.alternative)
             parts.top.append([other.alternative for other in token.top_logprobs])
-        if streamed and not read(event.stop, bool):
+        if parts.streamed and not read(event.stop, bool):
             return
         last = read(document, _Last)
         parts.finish = last.stop_type
@@ -570,40 +543,21 @@ class Completion(Format):
         parts.model = last.model or parts.model
         counts = {"prompt_tokens": last.tokens_evaluated, "completion_tokens": last.tokens_predicted}
         counts["cached_tokens"] = last.timings.cache_n if last.timings is not None else None
-        parts.count(
-            counts, prompt_tokens="tokens_evaluated", completion_tokens="tokens_predicted", cached_tokens="cache_n"
-        )
-        ids = parts.ids or []
-        missing = (parts.completion_tokens or 0) - len(ids)
-        if streamed and missing > (parts.finish == "eos"):
-            parts.note(f"the stream left out {missing} of {parts.completion_tokens} token ids (none taken)")
-            parts.ids, parts.chosen, parts.top = None, [], []
-        elif parts.chosen and len(parts.chosen) != len(ids):
-            parts.note(f"logprobs of {len(parts.chosen)} of {len(ids)} tokens (dropped)")
+        parts.count(counts)
+        count = len(parts.ids or [])
+        parts.ids_of_logprobs = parts.streamed
+        if parts.chosen and len(parts.chosen) != count:
+            parts.note(f"logprobs of {len(parts.chosen)} of {count} tokens (dropped)")
             parts.chosen, parts.top = [], []
 
 
-# transformers serve: its streams end without [DONE], and it would ignore a request for logprobs.
-
-
-class TransformersCompletions(Completions):
-    """/v1/completions of transformers serve."""
-
-    def _body(self, ask: Ask, model: str) -> dict[str, Any]:
-        return super()._body(dataclasses.replace(ask, top_logprobs=0), model)
-
-
-class TransformersChat(TransformersCompletions, Chat):
-    """/v1/chat/completions of transformers serve."""
-
-
 FORMATS: dict[str, Format] = {
-    "openai": Completions(),
-    "openai-chat": Chat(),
-    "vllm": VllmCompletions(),
-    "vllm-chat": VllmChat(),
+    "openai": OpenAi(),
+    "openai-chat": OpenAi(chat=True),
+    "vllm": OpenAi(vllm=True),
+    "vllm-chat": OpenAi(chat=True, vllm=True),
     "sglang": SglangGenerate(),
     "llama.cpp": Completion(),
-    "transformers": TransformersCompletions(),
-    "transformers-chat": TransformersChat(),
+    "transformers": OpenAi(logprobs=False),
+    "transformers-chat": OpenAi(chat=True, logprobs=False),
 }

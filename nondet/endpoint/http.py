@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import hashlib
 import html
 import ipaddress
 import json
 import logging
-import math
 import os
+import random
 import re
 import ssl
 import time
@@ -79,8 +78,8 @@ def wait_before_retry(failure: AttemptError, times: int, request: str, limits: L
         return None
     if failure.retry_after_s is not None:
         return min(failure.retry_after_s, limits.most_wait_s)
-    draw = hashlib.sha256(f"{request}\0{failure.kind}\0{times}".encode("utf-8", "surrogatepass")).digest()
-    return float(min(limits.most_wait_s, limits.first_wait_s * 2**times) * (0.5 + draw[0] / 512))
+    wait = min(limits.most_wait_s, limits.first_wait_s * 2**times)
+    return wait * random.Random(f"{request} {failure.kind} {times}").uniform(0.5, 1)  # noqa: S311 - a wait, no secret
 
 
 KEY_VARIABLES = ("NONDET_API_KEY", "OPENAI_API_KEY")
@@ -179,10 +178,7 @@ def key_from_environment(variable: str | None = None, environment: Mapping[str, 
             return Key(value)
     if variable:
         hint = "Name the variable that holds the key, not the key itself."
-        named = variable.isidentifier() and variable.isupper()
-        named &= "_" in variable or len(variable) < 12  # an access key of AWS is in capitals, too
-        shown = variable if named else "[not a variable's name]"
-        raise UserError(f"no key in the environment variable {shown}", hint)
+        raise UserError("--key-env names an environment variable that is not set", hint)  # or is itself the key
     return Key()
 
 
@@ -194,10 +190,6 @@ _PATHS = {
 }
 _PORTS = {"http": 80, "https": 443}
 _PREFIX_LEAST, _PART_LEAST = 4, 8  # shorter parts are not redacted: "/v2" and "api" are common
-# The part of an unusable address that is repeated: only its scheme, host and port.
-_SHOWN = re.compile(r"([a-z][a-z0-9+.-]{0,20}://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?|[\w.-]+:\d{1,5})(?=[/?#]|$)", re.I)
-
-
 # A first part of a host that looks like a key: it is written to no message and no file.
 _TOKEN = re.compile(r"(((sk|pk|xai|pplx|nvapi)-|(hf|gh[opsu]|gsk|r8)_)[\w-]{12,}|\w{24,})(\..*)?", re.I)
 
@@ -244,26 +236,23 @@ class Address:
 
 def read_address(url: str) -> Address:
     """Read --endpoint: `http://host:port`, with or without `/v1` or the path of completions at its end. Raises
-    UserError: not an http or https URL, or one with a user, a password, a query or a fragment."""
-    hint = "Give it as http://HOST:PORT or https://HOST/v1."
-    match = _SHOWN.match(url.strip()) if "@" not in url else None
-    match = None if match and _TOKEN.fullmatch(match[2] or match[0].rpartition(":")[0]) else match
-    shown = repr(one_line(match[0], 80)) if match else "(not repeated: it may hold a secret)"
+    UserError: not an http or https URL, or one with a user, a password, a query or a fragment. It is not repeated in
+    the message, because it may hold a secret."""
+    unusable = UserError("not the URL of a server", "Give it as http://HOST:PORT or https://HOST/v1.")
     try:
         parts = urlsplit(url.strip())
         port = parts.port
     except ValueError:
-        raise UserError(f"not the URL of a server: {shown}", hint) from None
+        raise unusable from None
     if parts.username is not None or parts.password is not None or "@" in parts.netloc:
-        where = one_line(parts.netloc.rpartition("@")[2], 80)
         raise UserError(
-            f"the URL of {where} has a user or a password in it",
+            "the server's URL has a user or a password in it",
             "Leave them out; a key comes from the environment (NONDET_API_KEY, or --key-env NAME).",
         )
     if parts.scheme not in _PORTS or not parts.hostname or not parts.netloc.isprintable() or " " in parts.netloc:
-        raise UserError(f"not the URL of a server: {shown}", hint)
+        raise unusable
     if parts.query or parts.fragment:
-        raise UserError(f"the URL {shown} has a query or a fragment, which may hold a secret", hint)
+        raise UserError("the server's URL has a query or a fragment, which may hold a secret", unusable.hint)
     path, protocol = parts.path.rstrip("/"), ""
     for ending, name in _PATHS.items():
         if path.endswith(ending):
@@ -307,9 +296,6 @@ class Limits:
 
 _MOST_CONTAINERS = 500_000  # `[],` is three bytes on the wire and sixty in memory
 _MOST_COMMAS = 4_000_000
-_LOW_BITS = np.uint64((1 << 29) - 1)  # of a float64's 52-bit fraction, those that float32's 23 bits leave out
-_HALF = np.uint64(1 << 28)
-_SMALLEST_NORMAL = 2.0**-126
 
 T = TypeVar("T")
 
@@ -379,22 +365,14 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
         raise malformed(f"{key!r} has something that is not a number") from None
     with np.errstate(over="ignore"):
         rounded = doubles.astype("<f4")
+        beyond = np.nextafter(rounded, np.where(doubles > rounded, np.inf, -np.inf).astype("<f4"))
     if not np.isfinite(rounded).all():
         raise malformed(f"{key!r} has a number that float32 can't hold")
-    halfway = (doubles.view("<u8") & _LOW_BITS) == _HALF
-    for index in np.flatnonzero(halfway | ((np.abs(doubles) < _SMALLEST_NORMAL) & (doubles != 0))):
-        rounded[index] = _nearest(Decimal(decimals[index]), float(doubles[index]), rounded[index])
+    for index in np.flatnonzero((rounded.astype("<f8") + beyond) / 2 == doubles):
+        exact, double = Decimal(decimals[index]), Decimal(float(doubles[index]))
+        if exact != double:
+            rounded[index] = (max if exact > double else min)(rounded[index], beyond[index])
     return rounded.tobytes()
-
-
-def _nearest(decimal: Decimal, double: float, rounded: np.float32) -> np.float32:
-    """The float32 nearest to a decimal whose float64 may lie half way between two: then the decimal's side counts.
-    Comparisons of Decimal and sums of float64 this close together are exact."""
-    side = np.float32(math.inf if float(rounded) < double else -math.inf)
-    other = np.nextafter(rounded, side, dtype=np.float32)
-    if decimal == Decimal(double) or abs(float(other) - double) != abs(float(rounded) - double):
-        return rounded
-    return np.float32(max(rounded, other) if decimal > Decimal(double) else min(rounded, other))
 
 
 class Events:
@@ -474,7 +452,9 @@ class Transport:
             if address.scheme == "https"
             else False,  # reading all certificates takes a tenth of a second
             trust_env=False,
-            follow_redirects=False,
+            follow_redirects=True,
+            max_redirects=_MOST_REDIRECTS,
+            event_hooks={"response": [self._check_redirect]},
             # the other limits are enforced here, over the whole exchange
             timeout=httpx.Timeout(None, connect=limits.connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -574,27 +554,21 @@ class Transport:
         if body is not None:  # in ASCII, because a prompt may hold half a surrogate pair
             headers["Content-Type"] = "application/json"
             content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode("ascii")
-        for _ in range(_MOST_REDIRECTS + 1):
-            request = self._http.build_request(
-                method, self.address.origin + path, content=content, headers=headers, extensions={"trace": trace}
-            )
-            # Added to httpx's own "timeout" extension, which build_request sets.
-            request.extensions.setdefault("timeout", httpx.Timeout(None, connect=self.limits.connect_s).as_dict())
-            try:
-                async with asyncio.timeout(self.limits.connect_s + self.limits.first_byte_s):
-                    response = await self._http.send(request, stream=True)
-            except TimeoutError:
-                raise AttemptError("timeout", f"no answer within {self.limits.first_byte_s:g} s") from None
-            if response.status_code not in (301, 302, 303, 307, 308):
-                return response
-            await response.aclose()
-            path = self._redirected(request.url, response)
-        raise AttemptError("redirect", f"more than {_MOST_REDIRECTS} redirects")
-
-    def _redirected(self, url: httpx.URL, response: httpx.Response) -> str:
-        """The path of a redirect within the same origin; only 307 and 308 keep a POST a POST."""
+        request = self._http.build_request(
+            method, self.address.origin + path, content=content, headers=headers, extensions={"trace": trace}
+        )
         try:
-            target = url.join(response.headers.get("location", ""))
+            async with asyncio.timeout(self.limits.connect_s + self.limits.first_byte_s):
+                return await self._http.send(request, stream=True)
+        except TimeoutError:
+            raise AttemptError("timeout", f"no answer within {self.limits.first_byte_s:g} s") from None
+
+    async def _check_redirect(self, response: httpx.Response) -> None:
+        """Refuse redirects to another origin, and those that need not keep a POST a POST: only 307 and 308 do."""
+        if response.status_code not in (301, 302, 303, 307, 308):
+            return
+        try:
+            target = response.url.join(response.headers.get("location", ""))
             where = read_address(str(target.copy_with(query=None, fragment=None))).origin
         except Exception:  # noqa: BLE001 - a Location can be anything, and httpx raises several kinds of errors on it
             raise AttemptError("redirect", "redirects to something that is not an address") from None
@@ -602,7 +576,6 @@ class Transport:
             raise AttemptError("redirect", f"redirects elsewhere, to {self.reason(where, 100)} (not followed)")
         if response.status_code not in (307, 308):
             raise AttemptError("redirect", f"redirects with status {response.status_code} (not followed)")
-        return target.raw_path.decode("ascii", "replace")
 
     async def _refusal(self, response: httpx.Response) -> AttemptError:
         """The error of an unsuccessful status, with the server's message."""
@@ -623,9 +596,8 @@ class Transport:
             if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(cause):
                 return AttemptError("certificate", f"the server's certificate is not trusted: {text}")
             cause = cause.__cause__ or cause.__context__
-        if isinstance(error, httpx.RemoteProtocolError) and "location header" in text:
-            # httpx parses it although redirects are not followed
-            return AttemptError("redirect", "redirects to something that is not an address")
+        if isinstance(error, httpx.TooManyRedirects):
+            return AttemptError("redirect", f"more than {_MOST_REDIRECTS} redirects")
         if isinstance(error, httpx.ConnectTimeout):
             return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
         if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # a name that IDNA rejects

@@ -15,8 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from nondet.core.records import Served, Traffic
 from nondet.endpoint.arms import Answer, ArmRound, Ask, Client, Planned
@@ -26,40 +25,24 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, with Ctrl-C as a cancellation of the whole, raised once everything has been cleaned up. A
-    KeyboardInterrupt that a signal's handler raises hits whatever runs at that moment, the event loop's own bookkeeping
-    too: a task that loses its wake-up never ends, and cancelling it spins forever (in one of some 70 runs)."""
+    """As `asyncio.run`, which makes Ctrl-C a cancellation of the whole where the signal has Python's own handler.
+
+    Another handler's KeyboardInterrupt would hit whatever runs at that moment, the event loop's own bookkeeping too,
+    and a task that loses its wake-up never ends. The handler that was there is called once all has been cleaned up.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         return asyncio.run(main)
-    interrupted = False
-
-    async def guarded() -> T:
-        loop, task = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            nonlocal interrupted
-            try:
-                before(number, frame)
-            except KeyboardInterrupt:
-                interrupted = True
-                task.cancel()
-                loop.call_soon_threadsafe(lambda: None)  # a loop that sleeps wakes up
-
-        signal.signal(signal.SIGINT, stop)
-        try:
-            return await main
-        finally:
-            # the previous handler may have installed its own for a second Ctrl-C, which stays
-            if signal.getsignal(signal.SIGINT) is stop:
-                signal.signal(signal.SIGINT, before)
-
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return asyncio.run(guarded())
-    except asyncio.CancelledError:
-        if interrupted:
-            raise KeyboardInterrupt from None
+        return asyncio.run(main)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, before)
+        before(signal.SIGINT, None)
         raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
 
 
 # Between two polls of the server's counters: shorter at the beginning, for short rounds.

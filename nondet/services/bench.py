@@ -30,7 +30,7 @@ _SLOWER_MOST = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest(Request):
+class BenchRequest(o.Machine, Request):
     """The options of `nondet bench`."""
 
     names: Annotated[
@@ -51,7 +51,6 @@ class BenchRequest(Request):
             complete=o.PROBE_IMPLS,
         ),
     ] = None
-    device: o.DEVICE = "auto"
     dtype: Annotated[
         list[str] | None,
         o.opt("bfloat16, float16 or float32. Repeatable.", shown="bfloat16 on CUDA, float32 on a CPU"),
@@ -78,15 +77,9 @@ class BenchRequest(Request):
     ] = None
     clock: Annotated[
         str,
-        o.opt(
-            "wall, or (on a CPU) cpu: this process's own time, without that of other processes.",
-            shown=True,
-            complete=o.choices("wall", "cpu"),
-        ),
+        o.opt("wall, or (on a CPU) cpu: this process's own time, without that of other processes.", shown=True),
         o.OneOf(("wall", "cpu"), "unknown clock {value!r}"),
     ] = "wall"
-    seed: o.SEED = 0
-    threads: o.THREADS = None
 
     def _check(self) -> None:
         for name in self.names or []:

@@ -21,7 +21,7 @@ _STEP = 256  # tokens of a step of vLLM's, unless --m is given
 
 
 @dataclass(frozen=True, kw_only=True)
-class CertifyRequest(Request):
+class CertifyRequest(o.Machine, Request):
     """The options of `nondet certify`; `show` and `forget` are for the command, which then measures nothing."""
 
     names: Annotated[
@@ -35,7 +35,6 @@ class CertifyRequest(Request):
     member: Annotated[list[str] | None, o.opt("Only this member of the class, e.g. cublaslt. Repeatable.")] = None
     impl: Annotated[list[str] | None, o.opt("Your own package.module:function, to test. Repeatable.")] = None
     cls: Annotated[str | None, o.opt("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)] = None
-    device: o.DEVICE = "auto"
     dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable."), o.PROBED] = None
     m: o.LARGEST_M = None
     k: o.K = None
@@ -54,8 +53,6 @@ class CertifyRequest(Request):
     ] = False
     show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
     forget: Annotated[bool, o.opt("Delete this machine's certificates.", "--forget")] = False
-    seed: o.SEED = 0
-    threads: o.THREADS = None
 
     def _check(self) -> None:
         if self.forget and (self.show or self.names or self.member):

@@ -27,7 +27,7 @@ _CORES_LEAST, _WEIGHTS_MOST, _FAR_CHARACTERS = 8, 4 * 2**30, 2600
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiagnoseRequest(Request):
+class DiagnoseRequest(o.ModelOptions, Request):
     """The options of `nondet diagnose`."""
 
     model: o.MODEL = None
@@ -53,11 +53,6 @@ class DiagnoseRequest(Request):
         o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
     ] = None
     max_tokens: Annotated[int, o.opt("Tokens in each completion.", shown=True)] = _MAX_TOKENS
-    seed: o.SEED = 0
-    dtype: o.MODEL_DTYPE = "bfloat16"
-    device: o.DEVICE = "auto"
-    threads: o.THREADS = None
-    trust_remote_code: o.TRUST = False
 
     def _check(self) -> None:
         load = self.engine_load

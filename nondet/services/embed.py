@@ -17,7 +17,7 @@ _BATCH_MOST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedRequest(Request):
+class EmbedRequest(o.Machine, Request):
     """The options of `nondet embed`."""
 
     model: Annotated[str | None, o.opt("Folder or hub name of an encoder (BERT and similar).")] = None
@@ -32,7 +32,6 @@ class EmbedRequest(Request):
         o.opt(
             "stock, invariant, both, or only one family invariant, such as invariant:attention. Repeatable.",
             shown="both",
-            complete=o.choices("stock", "invariant", "both"),
         ),
     ] = None
     batch: Annotated[
@@ -40,14 +39,7 @@ class EmbedRequest(Request):
         o.opt("Texts per batch.", shown=True),
         o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts."),
     ] = 32
-    dtype: Annotated[
-        str,
-        o.opt("float32, bfloat16 or float16.", shown=True, complete=o.choices("float32", "bfloat16", "float16")),
-        o.MODEL_DTYPES,
-    ] = "float32"
-    device: o.DEVICE = "auto"
-    seed: o.SEED = 0
-    threads: o.THREADS = None
+    dtype: Annotated[str, o.opt("float32, bfloat16 or float16.", shown=True), o.MODEL_DTYPES] = "float32"
 
     def _check(self) -> None:
         if self.model is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,37 +16,39 @@ if TYPE_CHECKING:
     from nondet.services.run import Output
 
 PANEL = "Endpoint"
-PROTOCOL = Annotated[str, o.opt("The server's API: auto, openai, openai-chat, vllm, ...", shown=True, panel=PANEL)]
-STREAM = Annotated[
-    bool,
-    o.opt(
-        "Request streams: they show what ran at the same time, and the time to the first token.",
-        "--stream/--no-stream", shown=True, panel=PANEL,
-    ),
-]  # fmt: skip
-KEY_ENV = Annotated[
-    str | None,
-    o.opt("Environment variable that holds the API key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL),
-]
-ALLOW_PLAIN_HTTP = Annotated[
-    bool, o.opt("Allow sending the key unencrypted to another machine.", "--allow-plain-http", panel=PANEL)
-]
-INSECURE = Annotated[bool, o.opt("Accept any TLS certificate of the server.", "--insecure", panel=PANEL)]
-CA_FILE = Annotated[str | None, o.opt("TLS certificates to trust instead.", panel=PANEL)]
-
 _CHARACTERS_LEAST = 3  # a token of a text, in a server's own tokenizer
 
 LENGTHS = o.Range(1, 1_000_000, "Give the tokens of each completion.")
-# Options for reaching a server, by their names in `nondet.endpoint.client.connect`.
-_CONNECTION = ("protocol", "stream", "key_env", "allow_plain_http", "insecure", "ca_file")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointOptions:
+class Connection:
+    """How a server is reached: options of `nondet.endpoint.client.HttpClient`, by its names."""
+
+    protocol: Annotated[str, o.opt("The server's API: auto, openai, vllm, ...", shown=True, panel=PANEL)] = "auto"
+    stream: Annotated[
+        bool,
+        o.opt(
+            "Request streams: they show what ran at the same time, and the time to the first token.",
+            "--stream/--no-stream", shown=True, panel=PANEL,
+        ),
+    ] = True  # fmt: skip
+    key_env: Annotated[
+        str | None,
+        o.opt("Environment variable that holds the API key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL),
+    ] = None
+    allow_plain_http: Annotated[
+        bool, o.opt("Allow sending the key unencrypted to another machine.", "--allow-plain-http", panel=PANEL)
+    ] = False
+    insecure: Annotated[bool, o.opt("Accept any TLS certificate of the server.", "--insecure", panel=PANEL)] = False
+    ca_file: Annotated[str | None, o.opt("TLS certificates to trust instead.", panel=PANEL)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions(Connection):
     """The options of a command that sends requests to a server."""
 
     endpoint: Annotated[str | None, o.opt("Test a server: http://HOST:PORT or https://HOST/v1.", panel=PANEL)] = None
-    protocol: PROTOCOL = "auto"
     arms: Annotated[
         str | None,
         o.opt(
@@ -54,15 +56,14 @@ class EndpointOptions:
             shown="solo,cold,warm,chunked,loaded", panel=PANEL,
         ),
     ] = None  # fmt: skip
-    concurrency: Annotated[int | None, o.opt("Concurrent requests in the loaded arm.", shown="32", panel=PANEL)] = None
-    rate: Annotated[
-        float | None, o.opt("Requests per second in the loaded arm.", shown="as many as fit", panel=PANEL)
+    concurrency: Annotated[
+        int | None, o.opt("Concurrent requests in the loaded arm.", shown="32", panel=PANEL), o.Range(1, 4096)
     ] = None
-    stream: STREAM = True
-    key_env: KEY_ENV = None
-    allow_plain_http: ALLOW_PLAIN_HTTP = False
-    insecure: INSECURE = False
-    ca_file: CA_FILE = None
+    rate: Annotated[
+        float | None,
+        o.opt("Requests per second in the loaded arm.", shown="as many as fit", panel=PANEL),
+        o.Range(0.001, 100_000),
+    ] = None
     compare_endpoint: Annotated[str | None, o.opt("A second server, sent the same requests.", panel=PANEL)] = None
     compare_model: Annotated[
         str | None, o.opt("The second server's name for the model.", shown="as --model", panel=PANEL)
@@ -73,9 +74,10 @@ def server(request: Any, impl: str, url: str | None, model: str | None) -> Serve
     """A server to test; its address and key are checked before anything is written. Raises UserError: not a URL, an
     unknown protocol, a key that would be sent unencrypted."""
     from nondet.endpoint.arms import Server
-    from nondet.endpoint.client import connect
+    from nondet.endpoint.client import HttpClient
 
-    make = partial(connect, str(url), model=model, **{name: getattr(request, name) for name in _CONNECTION})
+    names = [field.name for field in fields(Connection)]
+    make = partial(HttpClient, str(url), model=model, **{name: getattr(request, name) for name in names})
     return Server(impl, make, make().url, model or "")
 
 
@@ -100,10 +102,10 @@ def meet(
 
     async def context_of(server: Server) -> int | None:
         async with server.connect() as client:
-            protocol, context = getattr(client, "protocol", ""), getattr(client, "context", None)
-        if cuts and protocol in FORMATS and not FORMATS[protocol].cuts:
-            raise UserError(f"the protocol {protocol} of {server.url} has no --top-k", "Leave --top-k out.")
-        return context
+            if cuts and client.protocol in FORMATS and not FORMATS[client.protocol].cuts:
+                what = f"the protocol {client.protocol} of {server.url} has no --top-k"
+                raise UserError(what, "Leave --top-k out.")
+            return client.context
 
     contexts = [context for server in servers if (context := run(context_of(server))) is not None]
     fits = min(contexts, default=2**31)
@@ -136,7 +138,7 @@ def ask(
     )
     if not output.sink.quiet:
         each = f" of each of {len(servers)} servers" if len(servers) > 1 else ""
-        output.sink.say(f"{'at most ' if watcher is not None else ''}{plan.sentence}{each}")
+        output.sink.say(f"Plan: {'at most ' if watcher is not None else ''}{plan.sentence}{each}")
     with output.recording(command, header | described, request.seed) as writer, output.sink.progress() as progress:
         tasks = {
             s.impl: progress.add_task(s.impl, total=sum(r.targets for r in plan.rounds), start=False) for s in servers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -22,13 +22,13 @@ _AT_LEAST_0 = o.Range(0, 2**53, "Give 0 or more.")
 # The most loads of a run, far more than a user would wait for.
 _LOADS_MOST = 20_000
 _OF_A_SERVER = (
-    "model", "prompt", "prompts", "max_tokens", "load", "protocol", "stream", "key_env", "allow_plain_http", "insecure",
-    "ca_file", "temperature", "top_k", "top_p", "seeds", "seed", "out", "resume",
-)  # fmt: skip
+    *("model", "prompt", "prompts", "max_tokens", "load", "seed", "out", "resume"),
+    *(field.name for part in (e.Connection, o.Drawing) for field in fields(part)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateRequest(o.Drawing, Request):
+class GateRequest(e.Connection, o.Drawing, Request):
     """The options of `nondet gate`."""
 
     run: Annotated[
@@ -48,7 +48,6 @@ class GateRequest(o.Drawing, Request):
         o.opt(
             'Unit of --rate: "load", or "request", which treats requests of one load as independent.',
             shown="load",
-            complete=o.choices("load", "request"),
             panel=_POWER,
         ),
         o.OneOf(("load", "request")),
@@ -76,25 +75,12 @@ class GateRequest(o.Drawing, Request):
             shown=True, panel=e.PANEL,
         ),
     ] = "light"  # fmt: skip
-    protocol: e.PROTOCOL = "auto"
-    stream: e.STREAM = True
-    key_env: e.KEY_ENV = None
-    allow_plain_http: e.ALLOW_PLAIN_HTTP = False
-    insecure: e.INSECURE = False
-    ca_file: e.CA_FILE = None
-    temperature: o.TEMPERATURE = 0.0
-    top_k: o.TOP_K = 0
-    top_p: o.TOP_P = 1.0
-    seeds: Annotated[int, o.opt("Seeds, 0 and up, sent with each prompt.", shown=True, panel=o.DRAWING)] = 1
-    seed: o.SEED = 0
-    out: o.OUT = None
+    seed: Annotated[int, o.opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=o.MACHINE)] = 0
     junit: Annotated[Path | None, o.opt("Write JUnit XML.", panel=o.OUTPUT)] = None
     summary: Annotated[
         Path | None,
         o.opt("Append a markdown summary to this file.", shown="$GITHUB_STEP_SUMMARY", panel=o.OUTPUT),
     ] = None
-    force: o.FORCE = False
-    resume: o.RESUME = False
 
     def _check(self) -> None:
         _ = self.power

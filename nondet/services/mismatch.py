@@ -22,7 +22,7 @@ _DRAWN = ("prompt", "n", "tokens", "arms")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MismatchRequest(Request):
+class MismatchRequest(o.ModelOptions, Request):
     """The options of `nondet mismatch`."""
 
     run: Annotated[
@@ -50,17 +50,11 @@ class MismatchRequest(Request):
             "Comma-separated: stock, sampler-only, invariant, or only a family of operators invariant on both sides, "
             "such as invariant:attention.",
             shown=True,
-            complete=o.choices("stock,invariant"),
         ),
     ] = "stock,invariant"
     prompt: Annotated[list[str] | None, o.opt("A prompt. Repeatable.", shown="four of the embedded model's")] = None
     n: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), o.Range(1, 10_000)] = 12
     tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), o.Range(1, 100_000)] = 48
-    seed: o.SEED = 0
-    dtype: o.MODEL_DTYPE = "bfloat16"
-    device: o.DEVICE = "auto"
-    threads: o.THREADS = None
-    trust_remote_code: o.TRUST = False
 
     def _check(self) -> None:
         if self.rollouts is not None and self.run is not None:

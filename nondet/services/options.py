@@ -130,7 +130,6 @@ ENGINE = Annotated[
         "nondet's own (over transformers), or vllm, where it is installed: vLLM in its own process, with --impl stock, "
         "vllm-invariant (its own mode) and invariant (nondet's plugin).",
         shown=True,
-        complete=choices("transformers", "vllm"),
     ),
     OneOf(("transformers", "vllm"), "unknown engine {value!r}"),
 ]
@@ -156,21 +155,13 @@ OPEN = Annotated[bool, opt("Open the report in a browser.", "--open", panel=OUTP
 MODEL_ARGUMENT = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A folder, hub name or random weights.")]
 FAIL_ON = Annotated[
     str | None,
-    opt(
-        '"divergent": exit 3 if anything diverged or is wrong, 1 if that cannot be decided.',
-        complete=choices("divergent"), panel=OUTPUT,
-    ),
+    opt('"divergent": exit 3 if anything diverged or is wrong, 1 if that cannot be decided.', panel=OUTPUT),
     OneOf(("divergent",)),
-]  # fmt: skip
-SEED = Annotated[int, opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=MACHINE)]
+]
 DEVICES = OneOf(("auto", "cpu", "cuda"), "unknown device {value!r}")
-DEVICE = Annotated[str, opt("auto, cpu or cuda.", shown=True, complete=choices(*DEVICES.names), panel=MACHINE), DEVICES]
 # More is a typing error: each is a thread of the system, and torch creates them all at once.
 _THREADS_MOST = max(256, min(1024, 2 * (os.cpu_count() or 1)))
 THREAD_COUNTS = Range(1, _THREADS_MOST, f"Give a number of CPU threads from 1 to {_THREADS_MOST}.")
-THREADS = Annotated[
-    int | None, opt("CPU threads. They change bits, so they are always recorded.", panel=MACHINE), THREAD_COUNTS
-]
 IMPLS = Annotated[
     list[str] | None,
     opt(
@@ -179,15 +170,18 @@ IMPLS = Annotated[
     ),
 ]  # fmt: skip
 # Values of modules that load torch, so that a typing error is reported before.
-_KINDS = ("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers", "positive")
-KINDS = OneOf((*_KINDS, "mixed", "tiny", "denormal", "masked", "infinite"), "unknown kind of input {value!r}")
+KINDS = OneOf(
+    (
+        *("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers", "positive"),
+        *("mixed", "tiny", "denormal", "masked", "infinite"),
+    ),
+    "unknown kind of input {value!r}",
+)
 _STEPS = ("sharing", "chunk", "budget", "page", "scheduler", "preemption", "speculative", "routing", "graphs")
 AXES = OneOf((*_STEPS, "dtype", "attention", "threads", "ranks", "all"), "unknown axis {value!r}")
 FLOATS = OneOf(("bfloat16", "float16", "float32", "float64"), "{option} {value!r} is not one that operators compute in")
 PROBED = OneOf((*FLOATS.names, "float8_e4m3fn", "float8_e5m2"), FLOATS.what)  # the latter only by scaled-matmul
-DTYPES = Annotated[
-    list[str] | None, opt("bfloat16, float16, float32, ... Repeatable.", complete=choices(*PROBED.names)), PROBED
-]
+DTYPES = Annotated[list[str] | None, opt("bfloat16, float16, float32, ... Repeatable."), PROBED]
 SIZES = Range(1, 2**24)
 LARGEST_M = Annotated[int | None, opt("Largest M (rows) of the sweep."), SIZES]
 K = Annotated[int | None, opt("K, the axis that is summed."), SIZES]
@@ -196,35 +190,49 @@ PRESET = Annotated[str | None, opt("Layer shapes of a real model, e.g. qwen3-8b.
 MODEL_FOLDER = Annotated[Path | None, opt("Folder or config.json to read layer shapes from.", "--model")]
 INPUTS = Annotated[
     list[str] | None,
-    opt(
-        "Kinds of input: bell, wide, cancel, outlier, order, order-wide, integers. Repeatable.",
-        complete=choices(*_KINDS),
-    ),
+    opt("Kinds of input: bell, wide, cancel, outlier, order, order-wide, integers. Repeatable."),
     KINDS,
 ]
 PROMPT = Annotated[str | None, opt("The prompt.", shown="the embedded model's")]
 PROMPT_FILE = Annotated[Path | None, opt("Read the prompt from a UTF-8 text file.")]
 MODEL_DTYPES = OneOf(("bfloat16", "float16", "float32"), "{option} {value!r} is not one that models run in here")
-MODEL_DTYPE = Annotated[str, opt("bfloat16, float16 or float32.", shown=True), MODEL_DTYPES]
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 MODEL = Annotated[
     str | None, opt("Folder, hub name, or random weights such as random:qwen3-12x1024.", shown="the embedded model")
 ]
-TRUST = Annotated[bool, opt("Run code that a model repository brings.", "--trust-remote-code")]
-TEMPERATURE = Annotated[float, opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING)]
-TOP_K = Annotated[int, opt("Draw from this many of the most probable tokens; 0: all.", shown=True, panel=DRAWING)]
-TOP_P = Annotated[float, opt("Draw from the fewest tokens of this probability; 1: all.", shown=True, panel=DRAWING)]
-SEEDS = Annotated[int, opt("Seeds, 0 and up, each with --n completions of each prompt.", shown=True, panel=DRAWING)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where it runs, and from which seed."""
+
+    seed: Annotated[int, opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=MACHINE)] = 0
+    device: Annotated[str, opt("auto, cpu or cuda.", shown=True, panel=MACHINE), DEVICES] = "auto"
+    threads: Annotated[
+        int | None, opt("CPU threads. They change bits, so they are always recorded.", panel=MACHINE), THREAD_COUNTS
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Machine):
+    """How a model is loaded, and where it runs."""
+
+    dtype: Annotated[str, opt("bfloat16, float16 or float32.", shown=True), MODEL_DTYPES] = "bfloat16"
+    trust_remote_code: Annotated[bool, opt("Run code that a model repository brings.", "--trust-remote-code")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
     """How tokens are drawn."""
 
-    temperature: TEMPERATURE = 0.0
-    top_k: TOP_K = 0
-    top_p: TOP_P = 1.0
-    seeds: SEEDS = 1
+    temperature: Annotated[float, opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING)] = 0.0
+    top_k: Annotated[
+        int, opt("Draw from this many of the most probable tokens; 0: all.", shown=True, panel=DRAWING)
+    ] = 0
+    top_p: Annotated[
+        float, opt("Draw from the fewest tokens of this probability; 1: all.", shown=True, panel=DRAWING)
+    ] = 1.0
+    seeds: Annotated[int, opt("Seeds, 0 and up, sent with each prompt.", shown=True, panel=DRAWING)] = 1
 
     @cached_property
     def samplings(self) -> list[Sampling]:

@@ -21,7 +21,7 @@ _SLOW_ON_A_CPU = ("all-reduce",)  # starting ranks takes nearly a minute, where 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeRequest(Request):
+class ProbeRequest(o.Machine, Request):
     """The options of `nondet probe`."""
 
     names: Annotated[
@@ -36,7 +36,6 @@ class ProbeRequest(Request):
         o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes."),
     ] = None
     impl: o.IMPLS = None
-    device: o.DEVICE = "auto"
     dtype: o.DTYPES = None
     m: o.LARGEST_M = None
     k: o.K = None
@@ -51,8 +50,6 @@ class ProbeRequest(Request):
         str | None,
         o.opt("Draw a map of bit classes for each M up to --m, against N (mn) or K (mk). Products only."),
     ] = None
-    seed: o.SEED = 0
-    threads: o.THREADS = None
     workers: Annotated[
         int | None,
         o.opt(

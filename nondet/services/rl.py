@@ -20,17 +20,13 @@ _TASKS = "; ".join(f"{name}: {task.help}" for name, task in TASKS.items())
 
 
 @dataclass(frozen=True, kw_only=True)
-class RlRequest(Request):
+class RlRequest(o.ModelOptions, Request):
     """The options of `nondet rl`."""
 
-    arms: Annotated[str, o.opt(f"Comma-separated: {_ARMS}.", shown="all four", complete=o.choices(*ARMS))] = ",".join(
-        ARMS
-    )
+    arms: Annotated[str, o.opt(f"Comma-separated: {_ARMS}.", shown="all four")] = ",".join(ARMS)
     steps: Annotated[int, o.opt("Steps of each arm.", shown=True), o.Range(1, 100_000)] = 60
     seeds: Annotated[int, o.opt("Number of seeds; each runs all arms.", shown=True), o.Range(1, 100)] = 1
-    task: Annotated[
-        str, o.opt(f"What earns a reward. {_TASKS}.", shown=True, complete=o.choices(*TASKS)), o.OneOf(tuple(TASKS))
-    ] = "parentheses"
+    task: Annotated[str, o.opt(f"What earns a reward. {_TASKS}.", shown=True), o.OneOf(tuple(TASKS))] = "parentheses"
     prompts: Annotated[int, o.opt("Prompts of a step.", shown=True), o.Range(1, PROMPTS_MOST)] = 6
     group: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), o.Range(2, 1024)] = 8
     tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), o.Range(1, 100_000)] = 20
@@ -44,11 +40,6 @@ class RlRequest(Request):
         o.OneOf(("fp8",)),
     ] = None
     model: Annotated[str | None, o.opt(_MODEL, shown="the embedded model")] = None
-    seed: o.SEED = 0
-    dtype: o.MODEL_DTYPE = "bfloat16"
-    device: o.DEVICE = "auto"
-    threads: o.THREADS = None
-    trust_remote_code: o.TRUST = False
 
     def _check(self) -> None:
         _ = self.arm_names

@@ -13,8 +13,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from datetime import datetime
+from inspect import get_annotations
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,13 @@ class Request:
         for name in names:
             if name in self.given:
                 raise UserError(what.format(f"--{name.replace('_', '-')}"), hint)
+
+
+def options_of(part: type) -> list[Field[Any]]:
+    """The fields of a dataclass that are options, its own before its bases': what is measured comes first in a help."""
+    named = {field.name: field for field in fields(part) if field.name != "given"}
+    order = dict.fromkeys(name for cls in part.__mro__ for name in get_annotations(cls))
+    return [named[name] for name in order if name in named]
 
 
 class Sink:

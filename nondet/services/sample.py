@@ -57,16 +57,7 @@ _ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Machine:
-    """A class of its own so that its panel comes after those of the draw and of an endpoint."""
-
-    seed: o.SEED = 0
-    device: o.DEVICE = "auto"
-    threads: o.THREADS = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
+class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
     """The options of `nondet sample`."""
 
     n: Annotated[
@@ -143,8 +134,6 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             shown="1",
         ),
     ] = None
-    dtype: o.MODEL_DTYPE = "bfloat16"
-    trust_remote_code: o.TRUST = False
 
     def _check(self) -> None:
         impls, drawn = self.impls, bool(self.samplings)

@@ -62,8 +62,7 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
     for same, count in said.items():
         if count > 1:
             sink.say(f"{count - 1} more: {same}")
-    notes = [f"{sum(again)} of {len(again)} completions were reproduced bit for bit"] if again else []
-    return output.present(notes, code=int(not all(again)))
+    return output.present(code=int(not all(again)))
 
 
 def _load_recorded(recorded: Run, request: TraceRequest) -> LoadedModel:
@@ -134,7 +133,7 @@ def _played(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceRequest(Request):
+class TraceRequest(o.ModelOptions, Request):
     """The options of `nondet trace`."""
 
     prompt: o.PROMPT = None
@@ -173,11 +172,6 @@ class TraceRequest(Request):
     ] = False
     most: Annotated[int | None, o.opt("With --replay: at most this many completions.", min=1)] = None
     repro: Annotated[Path | None, o.opt("Write a standalone script (.py) that repeats the call found.")] = None
-    seed: o.SEED = 0
-    dtype: o.MODEL_DTYPE = "bfloat16"
-    device: o.DEVICE = "auto"
-    threads: o.THREADS = None
-    trust_remote_code: o.TRUST = False
 
     def _check(self) -> None:
         if self.engine == "vllm":

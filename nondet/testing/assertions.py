@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from nondet.api import LoadedRun
     from nondet.core.records import Run, Value
 
@@ -29,19 +27,8 @@ def assert_batch_invariant(
     *,
     make_inputs: Callable[[Any], Any] | None = None,
     over: Sequence[Value] | None = None,
-    m: int | None = None,
-    k: int | None = None,
-    n: int | None = None,
-    config: Mapping[str, int] | None = None,
-    dtypes: Sequence[str] = ("float32",),
-    device: str = "cpu",
-    inputs: Sequence[str] | None = None,
     varied: Container[str] | str | None = None,
-    full: bool = False,
-    select: Callable[[Any, Value], torch.Tensor] | None = None,
-    oracle: Callable[..., Any] | None = None,
-    allowed: float | None = None,
-    seed: int = 0,
+    **options: Any,
 ) -> Run:
     """Fail where the bits of `fn` depend on the batch, change from run to run, or are wrong, even if consistent.
 
@@ -53,9 +40,10 @@ def assert_batch_invariant(
 
     Args:
         operator: linear, attention, rms_norm, softmax, ...; "linear" where neither it nor `make_inputs` is given.
-        make_inputs, over, select, oracle, allowed: As `nondet.probes.functions.check`, for any callable.
-        m, k, n, config, dtypes, device, inputs, full: As `nondet.probes.functions.check_operator`.
+        make_inputs, over: As `nondet.probes.functions.check`, for any callable.
         varied: For an operator what is tested; for any callable what `over` holds.
+        options: With `make_inputs`: select, oracle, allowed. Else m, k, n, config, dtypes, device, inputs, full, seed:
+            as `nondet.probes.functions.check_operator`.
 
     Returns:
         The run, as the commands write it.
@@ -73,16 +61,12 @@ def assert_batch_invariant(
             "assert_batch_invariant takes an operator or a function", "Give operator=, or make_inputs= and over=."
         )
     if make_inputs is not None and over is not None:
-        name = varied if isinstance(varied, str) else "batch_size"
-        run = check(fn, make_inputs, over, varied=name, select=select, oracle=oracle, allowed=allowed)
+        run = check(fn, make_inputs, over, varied=varied if isinstance(varied, str) else "batch_size", **options)
     else:
-        if select is not None or oracle is not None or allowed is not None:
+        if {"select", "oracle", "allowed"} & options.keys():
             raise UserError("select, oracle and allowed belong to make_inputs", "An operator has its own oracle.")
         tested = {varied} if isinstance(varied, str) else varied
-        run = check_operator(
-            fn, operator or "linear", m=m, k=k, n=n, config=config, dtypes=dtypes, device=device, inputs=inputs,
-            varied=tested, full=full, seed=seed,
-        )  # fmt: skip
+        run = check_operator(fn, operator or "linear", varied=tested, **options)
     assert_no_fault(run, fn=fn)
     return run
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nondet.core.compare import difference, same
 from nondet.core.records import Difference, Row, Run
 from nondet.errors import no_commands, one_line
 from nondet.probes.functions import name_of
-from nondet.reports.classes import axis_name, classes, letter
-from nondet.reports.text import apart_text, probe_of_mine, shape_text
+from nondet.reports.classes import letter, map_text
+from nondet.reports.text import apart_text, error_text, probe_of_mine, shape_text
 from nondet.verdict.findings import plural
 from nondet.verdict.gate import judge
 from nondet.verdict.wording import Reason, reason, words
@@ -33,13 +34,13 @@ def run_text(run: Run, fn: Callable[..., Any] | None = None) -> str:
     """A run with a divergence or a wrong result, for the author of the function."""
     lines = [_line("", f"{verdict.impl}: {verdict.text}") for verdict in judge(run) if verdict.is_fault]
     faulty = sorted((row for row in run.rows if row.wrong or row.parted or row.replays_parted), key=_weight)
-    shown = list({(_order(row), row.varied): row for row in reversed(faulty)}.values())[::-1][:_ROWS_SHOWN]
+    shown = list({(_weight(row)[0], row.varied): row for row in reversed(faulty)}.values())[::-1][:_ROWS_SHOWN]
     for row in shown:
         lines += ["", *_row_lines(row)]
     others = [row for row in faulty if row not in shown]
     if others:
         lines += ["", f"and in {plural(len(others), 'more case')}:"]
-        lines += _at_most([_line("  ", f"{row.case} ({row.dtype}): {_kind(row)}") for row in others])
+        lines += _at_most([_line("  ", f"{row.case} ({row.dtype}): {row.status}") for row in others])
     if faulty and fn is not None and faulty[0].probe != "check":
         lines += ["", *_next_lines(faulty[0], fn)]
     return "\n".join(lines)
@@ -52,10 +53,10 @@ def no_answer_text(run: Run, why: Sequence[Reason]) -> str:
     return "\n".join([words(reason("invariance", why=tuple(why))), *_at_most([*reasons])])
 
 
-def _at_most(lines: list[str], what: str = "more", indent: str = "  ") -> list[str]:
+def _at_most(lines: list[str], indent: str = "  ") -> list[str]:
     """The first lines, and how many more there are."""
     left = len(lines) - _LINES_MOST
-    return [*lines[:_LINES_MOST], f"{indent}... {left} {what}"] if left > 0 else lines
+    return [*lines[:_LINES_MOST], f"{indent}... {left} more"] if left > 0 else lines
 
 
 def _line(indent: str, text: str) -> str:
@@ -63,22 +64,10 @@ def _line(indent: str, text: str) -> str:
     return indent + no_commands(one_line(text, 400))
 
 
-def _order(row: Row) -> int:
-    """Wrong results first, then noise, then batch dependence: what explains most comes first."""
-    return 0 if row.wrong else 1 if row.replays_parted or row.varied == "run" else 2
-
-
 def _weight(row: Row) -> tuple[int, int, int]:
-    """Sweeps over sizes before other questions, and the finest sweep first."""
-    return _order(row), int(row.varied != "batch_size"), -len(row.values)
-
-
-def _kind(row: Row) -> str:
-    if row.wrong:
-        return f"wrong: {one_line(row.reason, 200)}" if row.reason else "wrong"
-    if row.replays_parted or row.varied == "run":
-        return "differs from run to run"
-    return f"{plural(row.distinct, 'class', 'classes')} of bits over {row.varied.replace('_', ' ')}"
+    """What explains most comes first: wrong results, noise, batch dependence; sweeps over sizes, the finest first."""
+    order = 0 if row.wrong else 1 if row.replays_parted or row.varied == "run" else 2
+    return order, int(row.varied != "batch_size"), -len(row.values)
 
 
 def _row_lines(row: Row) -> list[str]:
@@ -86,11 +75,12 @@ def _row_lines(row: Row) -> list[str]:
     if row.wrong:
         lines.append(f"  wrong: {one_line(row.reason, 300) or 'it missed an answer that is exact in every order'}")
         if row.worst_error is not None:
-            lines.append(f"  error against float64, ||out - ref|| / ||ref||: {_figure(row.worst_error.relative_norm)}")
+            lines.append(f"  error against float64, ||out - ref|| / ||ref||: {error_text(row.worst_error)}")
     if row.distinct > 1:
-        lines += _class_lines(row)
+        lines.append(_line("  ", f"classes of equal bits: {map_text(row)}"))
     if row.difference is not None and row.difference.mismatched:
-        lines += _difference_lines(row, row.difference)
+        label = row.difference.label if isinstance(row.difference.label, int) else 1
+        lines += [f"  {line}" for line in _difference_lines(row.difference, row.dtype, ("A", letter(label)))]
     if row.replays_parted:
         lines.append(
             f"  run to run: {row.replays_parted} of {plural(row.replays, 'repeated call')} differed: "
@@ -98,58 +88,18 @@ def _row_lines(row: Row) -> list[str]:
         )
     elif row.replays:
         lines.append(f"  run to run: {plural(row.replays, 'call')} repeated, each bit-identical")
-    ran = list(dict.fromkeys(row.ran))
-    if ran:
-        lines.append(_line("  ", f"ran: {', '.join(ran[:8])}{' ...' if len(ran) > 8 else ''}"))
-    else:
-        lines.append("  ran: kernels unknown (a CPU is not profiled, and the function noted none)")
+    ran = list(dict.fromkeys(row.ran)) or ["kernels unknown (a CPU is not profiled, and the function noted none)"]
+    lines.append(_line("  ", f"ran: {', '.join(ran[:8])}{' ...' if len(ran) > 8 else ''}"))
     return lines
 
 
-def _class_lines(row: Row) -> list[str]:
-    lines = []
-    axis = axis_name(row)
-    for info in classes(row, 8):
-        where = f": {axis} {info.ranges}" if info.ranges else ""
-        kernels = "; ".join(" + ".join(names) for _, names in info.kernels)
-        lines.append(_line("  ", f"class {info.letter}, {info.count} of {row.trials}{where} {kernels}"))
-    lines = _at_most(lines, "more classes")
-    pairs = zip(row.labels, row.labels[1:], row.values, row.values[1:], strict=False)
-    boundaries = [f"{before}|{after}" for a, b, before, after in pairs if a != b]
-    if boundaries and row.varied != "run":
-        more = f" and {len(boundaries) - 8} more" if len(boundaries) > 8 else ""
-        lines.append(_line("  ", f"boundaries at {axis} {', '.join(boundaries[:8])}{more}"))
+def _difference_lines(d: Difference, dtype: str, names: tuple[str, str]) -> list[str]:
+    """How far two results are apart, and both values at the first element that differs."""
+    lines = [f"{names[1]} compared with {names[0]}: {apart_text(d)} ({dtype})"]
+    if isinstance(d.first_bits, list):
+        first, second = (_element(word, dtype) for word in d.first_bits)
+        lines.append(f"first mismatch at {d.first_mismatch}: {names[0]} {first}, {names[1]} {second}")
     return lines
-
-
-def _difference_lines(row: Row, d: Difference) -> list[str]:
-    lines = []
-    label = d.label if isinstance(d.label, int) else 1
-    at = next((value for value, other in zip(row.values, row.labels, strict=True) if other == label), None)
-    base, other = (f"{axis_name(row)}={value}" if value is not None else "" for value in (_first(row), at))
-    if d.first_mismatch is not None and isinstance(d.first_bits, list):
-        position = _position(d.first_mismatch)
-        first, second = (_element(word, row.dtype) for word in d.first_bits)
-        lines.append(
-            _line("  ", f"first mismatch in {position}: {first} at {base or 'A'}, {second} at {other or letter(label)}")
-        )
-    lines.append(f"  {letter(label)} compared with A: {apart_text(d)} ({row.dtype})")
-    return lines
-
-
-def _position(index: Sequence[int]) -> str:
-    """The position in the compared rows, which are the first axis."""
-    if len(index) == 2:
-        return f"row {index[0]}, column {index[1]}"
-    return f"element {list(index)}"
-
-
-def _first(row: Row) -> Any:
-    return row.values[0] if row.values else None
-
-
-def _figure(x: float | None) -> str:
-    return "not finite" if x is None else f"{x:.3g}"
 
 
 def _element(word: str, dtype: str) -> str:
@@ -167,16 +117,13 @@ def _next_lines(row: Row, fn: Callable[..., Any]) -> list[str]:
     target, lead = name_of(fn), ""
     module = getattr(sys.modules.get(target.partition(":")[0]), "__file__", None)
     if "<" in target or "." in target.partition(":")[2] or target.startswith("__main__"):
-        lead, target = "with the function at the top of a module, ", "package.module:function"
+        lead, target = " with the function at the top of a module", "package.module:function"
     command = shlex.join(probe_of_mine(row, target))
     if not lead and module is not None:
         folder = Path(module).resolve().parents[target.partition(":")[0].count(".")]
         if folder != Path.cwd():
             command = f"cd {shlex.quote(os.path.relpath(folder))} && {command}"
-    return [f"for all of it, {lead}run:" if lead else "for all of it run:", "  " + one_line(command, 600)]
-
-
-# ---- two results
+    return [f"to repeat this case{lead}:", "  " + one_line(command, 600)]
 
 
 def same_bits_text(a: Any, b: Any, names: tuple[str, str]) -> str:
@@ -188,60 +135,42 @@ def same_bits_text(a: Any, b: Any, names: tuple[str, str]) -> str:
 
 def _compare(a: Any, b: Any, names: tuple[str, str], where: str, differing: list[str]) -> None:
     at = f"{where}: " if where else ""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        if a.keys() != b.keys():
-            differing.append(one_line(f"{at}keys differ: {sorted(map(str, a))} against {sorted(map(str, b))}", 400))
+    mine, theirs = _parts(a), _parts(b)
+    if mine is not None and theirs is not None and isinstance(a, Mapping) == isinstance(b, Mapping):
+        if mine.keys() != theirs.keys():
+            differing.append(one_line(f"{at}{names[0]} has the parts {[*mine]}, {names[1]} has {[*theirs]}", 400))
             return
-        for key in a:
-            _compare(a[key], b[key], names, f"{where}[{key!r}]", differing)
-        return
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list) and not _numbers(a) and not _numbers(b):
-        if len(a) != len(b):
-            differing.append(f"{at}{len(a)} results and {len(b)}")
-            return
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            _compare(x, y, names, f"{where}[{index}]", differing)
+        for key, part in mine.items():
+            _compare(part, theirs[key], names, f"{where}[{key!r}]", differing)
         return
     x, y = _tensor(a), _tensor(b)
     if x is None or y is None:
         kinds = f"{type(a).__name__} and {type(b).__name__}"
         differing.append(f"{at}nothing to compare bit by bit: {kinds}; give tensors, arrays, numbers, or nests of them")
-        return
-    if x.shape != y.shape or x.dtype != y.dtype:
+    elif x.shape != y.shape or x.dtype != y.dtype:
         differing.append(f"{at}{names[0]} is {tuple(x.shape)} {x.dtype}, {names[1]} is {tuple(y.shape)} {y.dtype}")
-        return
-    if not bool(same(x, y).all()):
-        differing.append(at + _two(x, y, names))
+    elif not bool(same(x, y).all()):
+        d, dtype = difference(x, y), str(x.dtype).removeprefix("torch.")
+        lines = [f"{at}not the same bits in {list(x.shape)}: ", *_difference_lines(d, dtype, names)]
+        if d.max_ulp == 0 and not d.nonfinite and x.dtype.is_floating_point:
+            lines.append("they differ only in the sign of zeros: 0.0 and -0.0 are equal numbers and different bits")
+        differing.append(lines[0] + "\n  ".join(lines[1:]))
 
 
-def _numbers(values: Sequence[Any]) -> bool:
-    return bool(values) and all(isinstance(value, int | float | complex) for value in values)
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """The parts of a mapping or a sequence; None for a tensor, a number, or a list of numbers."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, tuple | list) or (value and all(isinstance(x, int | float | complex) for x in value)):
+        return None
+    return dict(enumerate(value))
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
-    """On the CPU: only bits are compared, and they survive a copy."""
+    """On the CPU: only bits are compared, and they survive a copy. None for what holds no numbers."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     try:
-        import numpy as np
-
-        if isinstance(value, np.ndarray | np.generic):
-            return torch.from_numpy(np.ascontiguousarray(value))
-        if isinstance(value, int | float | complex):
-            return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        wide = torch.float64 if _numbers(value) and any(isinstance(x, float) for x in value) else None
-        return torch.tensor(value, dtype=wide) if _numbers(value) else None
-    except TypeError:
+        return torch.from_numpy(np.array(value))
+    except (TypeError, ValueError):
         return None
-
-
-def _two(x: torch.Tensor, y: torch.Tensor, names: tuple[str, str]) -> str:
-    d = difference(x, y)
-    dtype = str(x.dtype).removeprefix("torch.")
-    lines = [f"{names[0]} and {names[1]} are not the same bits: {dtype} {list(x.shape)}, {apart_text(d)}"]
-    if isinstance(d.first_bits, list):
-        first, second = (_element(word, dtype) for word in d.first_bits)
-        lines.append(f"  first mismatch at {d.first_mismatch}: {names[0]} {first}, {names[1]} {second}")
-    if d.max_ulp == 0 and not d.nonfinite and x.dtype.is_floating_point:
-        lines.append("  they differ only in the sign of zeros: 0.0 and -0.0 are equal numbers and different bits")
-    return "\n".join(lines)

@@ -89,15 +89,12 @@ class Endpoint:
         rate: float = 0.1,
         confidence: float = 0.95,
         by: str = "load",
-        max_tokens: int = 64,
-        load: str = "light",
-        seed: int = 0,
         **options: Any,
     ) -> Run:
         """Test the server until it diverges or the power is reached, and fail where a gate would not pass.
 
         Args:
-            options: protocol, stream, key_env, allow_plain_http, insecure, ca_file, as `nondet gate --endpoint`.
+            options: Any other of `nondet gate --endpoint`: max_tokens, load, seed, protocol, stream, key_env, ...
 
         Raises:
             AssertionError: it diverged, its load is unproven, or too little was compared.
@@ -110,8 +107,7 @@ class Endpoint:
 
         request = GateRequest(
             endpoint=self.url, model=self.model, rate=str(rate), confidence=str(confidence), by=by,
-            max_tokens=max_tokens, load=load, seed=seed, out=self.folder / f"endpoint-{next(self._numbers)}.jsonl",
-            **options,
+            out=self.folder / f"endpoint-{next(self._numbers)}.jsonl", **options,
         )  # fmt: skip
         run = read_run(ask_endpoint(request, Sink(), prompts))
         assert_open(run, rate=rate, confidence=confidence, by=by)

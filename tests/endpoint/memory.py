@@ -60,6 +60,8 @@ class MemoryClient:
     url: str = "http://memory"
     protocol: str = "memory"
     model: str = "tiny"
+    server: str = ""
+    context: int | None = None
     running: int = 0
     asked: int = 0
     seen: set[str] = field(default_factory=set)
@@ -126,10 +128,6 @@ class MemoryClient:
             done=done,
         )
 
-    async def models(self) -> list[str]:
-        """As `nondet.endpoint.arms.Client`."""
-        return list(self.faults.models)
-
     async def metrics(self) -> dict[str, float]:
         """As `nondet.endpoint.arms.Client`."""
         if not self.faults.metrics:
@@ -142,6 +140,11 @@ class MemoryClient:
         if self.faults.flushes:
             self.seen.clear()
         return self.faults.flushes
+
+    @property
+    def listed(self) -> list[str]:
+        """As `nondet.endpoint.arms.Client`."""
+        return list(self.faults.models)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[MemoryClient]:

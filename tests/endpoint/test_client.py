@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nondet.endpoint.arms import Ask, KnownBy
-from nondet.endpoint.client import connect
+from nondet.endpoint.client import HttpClient
 from nondet.endpoint.http import Limits
 from nondet.errors import UserError
 from tests.endpoint.honest import (
@@ -51,7 +51,7 @@ async def test_what_a_server_sends_is_what_comes_out() -> None:
     ids, logprobs, margins = expected(PROMPTS[0], 12)
     for dialect, stream in product(("openai", "vllm", "sglang", "llama.cpp"), (False, True)):
         known_by = KnownBy.BYTES if dialect == "openai" else KnownBy.IDS
-        async with Honest(dialect) as server, connect(server.url, stream=stream) as client:
+        async with Honest(dialect) as server, HttpClient(server.url, stream=stream) as client:
             answer = await client.complete(Ask(id="a", prompt=PROMPTS[0], max_tokens=12))
             half = await client.complete(Ask(id="b", prompt="half \ud83d", max_tokens=8))
         assert answer.ok, answer.reason
@@ -72,7 +72,7 @@ async def test_what_a_server_sends_is_what_comes_out() -> None:
 async def test_long_answers_are_read_in_good_time() -> None:
     large = Ask(id="a", prompt=PROMPTS[0], max_tokens=1000, top_logprobs=20)
     begun = time.perf_counter()
-    async with Honest("vllm") as server, connect(server.url, stream=True) as client:
+    async with Honest("vllm") as server, HttpClient(server.url, stream=True) as client:
         answer = await client.complete(large)
     assert answer.ok, answer.reason
     assert len(answer.runner_up) == 1000
@@ -97,10 +97,10 @@ async def test_a_server_is_known_by_its_pages() -> None:
         ("transformers", "", "transformers", "transformers"),
         ("transformers", "/v1/chat/completions", "transformers-chat", "transformers"),
     ]:
-        async with Honest(dialect) as there, connect(there.url + path) as client:
+        async with Honest(dialect) as there, HttpClient(there.url + path) as client:
             assert (client.protocol, client.server, client.model) == (protocol, name, MODEL)
             assert there.requests == []
-            assert await client.models() == [MODEL]
+            assert client.listed == [MODEL]
             answer = await client.complete(Ask(id="a", prompt="Once", max_tokens=4))
             assert answer.ok, answer.reason
             assert len(answer.text) == 4
@@ -123,14 +123,14 @@ async def test_an_unknown_server_is_asked_in_the_form_that_it_has() -> None:
     for owner, path, protocol in [
         ("system", "", "openai-chat"), ("system", "/v1/completions", "openai"), ("", "", "openai-chat"),
     ]:  # fmt: skip
-        async with Server(lists({"id": "m", "owned_by": owner})) as server, connect(server.url + path) as client:
+        async with Server(lists({"id": "m", "owned_by": owner})) as server, HttpClient(server.url + path) as client:
             assert (client.protocol, client.model) == (protocol, "m")
 
 
 async def _connects(url: str, **options: Any) -> str:
     """Why there is no connection."""
     with pytest.raises(UserError) as caught:
-        async with connect(url, **options):
+        async with HttpClient(url, **options):
             pass
     return str(caught.value)
 
@@ -180,7 +180,7 @@ async def test_names_and_keys_are_checked() -> None:
         assert "refuses: HTTP 401: wrong key" in await _connects(server.url)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OPENAI_API_KEY", KEY)
-            async with connect(server.url) as client:
+            async with HttpClient(server.url) as client:
                 assert KEY not in repr(client)
                 assert (await client.complete(Ask(id="a", prompt="x", max_tokens=2))).ok
 
@@ -201,10 +201,11 @@ async def test_a_certificate_must_be_trusted(tmp_path: Path) -> None:
     server._ssl = context
     async with server:
         assert re.search(r"certificate is not trusted.*--ca-file", await _connects(server.url))
-        async with connect(server.url, ca_file=paths["-out"]) as named, connect(server.url, insecure=True) as any_:
-            assert named.server == any_.server
+        named, unchecked = HttpClient(server.url, ca_file=paths["-out"]), HttpClient(server.url, insecure=True)
+        async with named, unchecked:
+            assert named.server == unchecked.server
     with pytest.raises(UserError, match="certificates"):
-        connect("https://127.0.0.1", ca_file=str(tmp_path / "none.pem"))
+        HttpClient("https://127.0.0.1", ca_file=str(tmp_path / "none.pem"))
 
 
 @awaited
@@ -215,7 +216,7 @@ async def test_proxies_of_the_environment_are_not_used() -> None:
             for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
                 patch.setenv(name, proxy.url)
             patch.delenv("NO_PROXY", raising=False)
-            async with connect(server.url) as client:
+            async with HttpClient(server.url) as client:
                 assert (await client.complete(Ask(id="a", prompt="x", max_tokens=2))).ok
         assert proxy.requests == []
         assert len(server.requests) == 1
@@ -235,7 +236,7 @@ async def test_an_honest_server_gives_one_answer_under_any_load() -> None:
     """Tokens and logprobs, with and without a cache hit; requests did overlap. One that cheats does not."""
 
     async def answers(**cheats: Any) -> tuple[set[Any], set[Any]]:
-        async with Honest("vllm", **cheats) as server, connect(server.url) as client:
+        async with Honest("vllm", **cheats) as server, HttpClient(server.url) as client:
             solo = [await client.complete(ask) for ask in asks()]
             loaded = list(await asyncio.gather(*(client.complete(ask) for ask in asks())))
             assert server.most_running > 8
@@ -254,7 +255,7 @@ async def test_an_honest_server_gives_one_answer_under_any_load() -> None:
 async def test_a_cache_hit_changes_answers_if_it_cheats_so() -> None:
     """The first answer is cold, the second has hits; asked not to use the cache, or flushed, it is cold again."""
     for dialect in ("vllm", "sglang", "llama.cpp"):
-        async with Honest(dialect, cache_noise=0.02) as server, connect(server.url) as client:
+        async with Honest(dialect, cache_noise=0.02) as server, HttpClient(server.url) as client:
             cold, warm, salted = [
                 await client.complete(Ask(id="a", prompt=PROMPTS[0] * 8, max_tokens=48, cached=cached))
                 for cached in (None, None, False)
@@ -279,7 +280,7 @@ async def test_counters_show_what_runs() -> None:
         ("llama.cpp", "", "llamacpp:requests_processing", {"no_metrics": True}),
         ("openai", "", None, {}),
     ]:
-        async with Honest(dialect, token_s=0.01, **cheats) as server, connect(server.url + path) as client:
+        async with Honest(dialect, token_s=0.01, **cheats) as server, HttpClient(server.url + path) as client:
             work = [asyncio.create_task(client.complete(ask)) for ask in asks(max_tokens=4)[:6]]
             while server.running < 6:
                 await asyncio.sleep(0.001)

@@ -13,7 +13,7 @@ import pytest
 
 from nondet.core.runfile import read_run
 from nondet.endpoint.arms import EndpointLoad, Server
-from nondet.endpoint.client import connect
+from nondet.endpoint.client import HttpClient
 from nondet.endpoint.http import Limits
 from nondet.errors import ServerStoppedError
 from tests.endpoint.honest import Honest, Request, in_thread, serving
@@ -25,7 +25,7 @@ HONEST = ("Once upon a time", "The cat sat on the", "In the beginning")
 
 
 def asked(url: str, **options: Any) -> Server:
-    return Server("server", partial(connect, url, **options), "http://there", "hash-1")
+    return Server("server", partial(HttpClient, url, **options), "http://there", "hash-1")
 
 
 def test_hostile_behaviours_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

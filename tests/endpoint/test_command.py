@@ -48,7 +48,7 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
         "--report", "a.html", "--fail-on", "divergent",
     )  # fmt: skip
     assert code == 0, err
-    assert err.startswith("first 2, solo 6, cold 6, warm 6, chunked 6, loaded 6: 32 requests, and ")
+    assert err.startswith("Plan: 32 requests to compare (first 2, solo 6, cold 6, warm 6, chunked 6, loaded 6) and ")
     assert "no divergence observed" in out
     made = read_run(tmp_path / "a.jsonl")
     assert {c.arm for c in made.completions} == {"first", "solo", "cold", "warm", "chunked", "loaded"}
@@ -91,7 +91,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--endpoint {url} --seeds 2", ["--temperature"]),
     ("--endpoint {url} --protocol openai --temperature 1 --top-k 5", ["--top-k", "openai"]),
     ("--endpoint http://127.0.0.1:{free}", ["127.0.0.1:{free}"]),
-    ("--endpoint ftp://host", ["ftp://host", "http"]),
+    ("--endpoint ftp://host", ["not the URL of a server", "http"]),
     ("--endpoint http://me:secret-password@127.0.0.1:1", ["password"]),
     ("--endpoint {url} --model hash-2", ["hash-2", "hash-1"]),
     ("--endpoint {url} --protocol grpc", ["'grpc'", "vllm"]),
@@ -110,7 +110,7 @@ WRONG: list[tuple[str, list[str]]] = [
     ("--endpoint {url} --concurrency 0", ["--concurrency"]),
     ("--endpoint {url} --rate 0", ["--rate"]),
     ("--endpoint {url} --max-tokens 0", ["--max-tokens 0"]),
-    ("--endpoint {url} --key-env NOT_SET_ANYWHERE", ["NOT_SET_ANYWHERE"]),
+    ("--endpoint {url} --key-env NOT_SET_ANYWHERE", ["--key-env"]),
     ("--endpoint {url} --compare-model x", ["--compare-endpoint"]),
     ("--endpoint {url} --compare-endpoint http://127.0.0.1:{free}", ["127.0.0.1:{free}"]),
     ("--arms solo", ["--arms", "--endpoint"]),

@@ -184,11 +184,11 @@ _SGLANG = {"text": "ab", "output_ids": [1, 2]}
 def test_an_odd_count_is_none_and_a_note(form: str, name: str, document: Callable[[int], object]) -> None:
     """In every form of answers: a number below 0 or beyond every context is not taken, and one that fits is."""
     fits = Parts()
-    FORMATS[form].take(document(2), fits, False)
+    FORMATS[form].take(document(2), fits)
     assert (getattr(fits, name), fits.notes) == (2, [])
     for odd in (-1, 2**24 + 1, 2**53, 10**30):
         parts = Parts()
-        FORMATS[form].take(document(odd), parts, False)
+        FORMATS[form].take(document(odd), parts)
         assert getattr(parts, name) is None
         assert [note for note in parts.notes if f" of {odd} (not taken)" in note]
 
@@ -199,9 +199,9 @@ ASK = Ask(id="a", prompt="For example, the", max_tokens=3)
 
 
 def answer(protocol: str, *documents: dict[str, Any], streamed: bool = False) -> Answer:
-    parts = Parts()
+    parts = Parts(streamed=streamed)
     for document in documents:
-        FORMATS[protocol].take(parse(json.dumps(document).encode()), parts, streamed)
+        FORMATS[protocol].take(parse(json.dumps(document).encode()), parts)
     return answer_from(ASK, parts)
 
 
@@ -246,7 +246,7 @@ def test_a_stream_of_llama_cpp_that_left_tokens_out_has_no_ids() -> None:
     pieces = [{"content": text, "tokens": [token], "stop": False} for token, text in ((110, "é"), (183, "x"))]
     holed = answer("llama.cpp", *pieces, last, streamed=True)
     assert (holed.known_by, holed.text) == (KnownBy.TEXT, "éx")
-    assert holed.notes == ("the stream left out 1 of 3 token ids (none taken)",)
+    assert holed.notes == ("2 of 3 token ids (none taken)",)
     whole = answer("llama.cpp", *pieces, {**last, "tokens_predicted": 2}, streamed=True)
     assert (whole.known_by, whole.token_ids, whole.notes) == (KnownBy.IDS, (110, 183), ())
     # the end of a text is a token, which the stream does not send

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from nondet.endpoint.arms import Answer, Ask
-from nondet.endpoint.client import connect
+from nondet.endpoint.client import HttpClient
 from nondet.endpoint.http import Limits
 from tests.endpoint.honest import Honest
 from tests.endpoint.hostile import BEHAVIOURS, KINDS, ODD_COUNTS, PREFIX, Hostile
@@ -61,8 +61,8 @@ async def _meet() -> Met:
     async with (
         Honest() as elsewhere,
         Hostile(elsewhere.url, token_s=0.002) as server,
-        connect(server.url, protocol="openai", limits=PATIENT) as patient,
-        connect(server.url, protocol="openai", limits=HASTY) as hasty,
+        HttpClient(server.url, protocol="openai", limits=PATIENT) as patient,
+        HttpClient(server.url, protocol="openai", limits=HASTY) as hasty,
     ):
         begun = time.monotonic()
         asks = [Ask(id=name, prompt=PREFIX + name, max_tokens=4) for name in BEHAVIOURS]

@@ -20,7 +20,7 @@ import pytest
 
 from nondet.cli import main
 from nondet.endpoint.arms import Ask
-from nondet.endpoint.client import connect
+from nondet.endpoint.client import HttpClient
 from nondet.endpoint.http import (
     RETRIED,
     AttemptError,
@@ -86,15 +86,15 @@ def test_a_key_in_the_place_of_a_host_is_in_no_message(capsys: pytest.CaptureFix
 
 def test_a_key_goes_unencrypted_to_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """http to another machine is refused with a key, unless told; without a key or with https it is not."""
-    connect("http://10.0.0.1:8000")
+    HttpClient("http://10.0.0.1:8000")
     monkeypatch.setenv("NONDET_API_KEY", KEY)
     for host in ("127.0.0.2", "localhost", "[::1]"):
-        connect(f"http://{host}:8000")
+        HttpClient(f"http://{host}:8000")
     with pytest.raises(UserError, match="unencrypted") as caught:
-        connect("http://10.0.0.1:8000")
+        HttpClient("http://10.0.0.1:8000")
     assert KEY not in str(caught.value)
-    connect("http://10.0.0.1:8000", allow_plain_http=True)
-    connect("https://10.0.0.1:8000")
+    HttpClient("http://10.0.0.1:8000", allow_plain_http=True)
+    HttpClient("https://10.0.0.1:8000")
 
 
 def test_keys_come_from_the_environment() -> None:
@@ -112,7 +112,7 @@ def test_keys_come_from_the_environment() -> None:
             key_from_environment(variable, environment)
         assert not any(secret in str(caught.value) for secret in ("X: b", "ключ", "sk-my-secret"))
     for name in ("sk-my-secret-0123", "AKIAIOSFODNN7EXAMPLE", "hunter2"):  # the key in place of its variable's name
-        with pytest.raises(UserError, match="not a variable's name") as caught:
+        with pytest.raises(UserError, match="names an environment variable that is not set") as caught:
             key_from_environment(name, {})
         assert name not in str(caught.value)
 
@@ -203,7 +203,7 @@ async def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog:
 
     async with Server(handler) as server:
         with caplog.at_level(logging.DEBUG):
-            async with connect(server.url, protocol="openai") as client:
+            async with HttpClient(server.url, protocol="openai") as client:
                 await client.complete(Ask(id="a", prompt="x", max_tokens=2))
     assert "x-echo" in caplog.text.lower()
     assert KEY not in caplog.text

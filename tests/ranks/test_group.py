@@ -342,7 +342,7 @@ def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
     assert len(answers) == 2
     for answer in answers:
         assert answer["unlike the order"] == []
-        assert not [line for line in answer["coverage"] if not line.startswith("replaced")]
+        assert not [line for line in answer["coverage"] if not line.startswith(("replaced", "nothing"))]
 
 
 @pytest.mark.gpu

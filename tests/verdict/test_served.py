@@ -23,7 +23,7 @@ from nondet.core.records import (
     Traffic,
 )
 from nondet.endpoint.arms import Answer, KnownBy, Tokens
-from nondet.endpoint.client import connect
+from nondet.endpoint.client import HttpClient
 from nondet.endpoint.collect import Watcher
 from nondet.endpoint.formats import FORMATS, Parts
 from nondet.endpoint.http import Times
@@ -181,9 +181,9 @@ def test_a_role_is_no_first_token() -> None:
     """Servers send one as soon as a request is let in; two such streams overlap while one of them only waits."""
 
     async def first() -> list[float | None]:
-        client = connect("http://127.0.0.1:1", model="m", protocol="openai-chat", stream=True)
+        client = HttpClient("http://127.0.0.1:1", model="m", protocol="openai-chat", stream=True)
         client._format = FORMATS["openai-chat"]
-        parts, times, seen = Parts(), Times(), []
+        parts, times, seen = Parts(streamed=True), Times(), []
         for delta in ('{"role":"assistant","content":""}', '{"content":"a"}'):
             event = f'{{"choices":[{{"index":0,"delta":{delta},"finish_reason":null}}]}}'
             client._take_event(event.encode(), parts, times)
