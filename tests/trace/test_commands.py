@@ -123,7 +123,7 @@ def test_recorded_completions_are_played_and_traced(
     out = tmp_path / "trace.jsonl"
     monkeypatch.setattr(Search, "_until_fixed", lambda search, _: search._end("unknown"))
     assert main(["trace", "--run", str(sampled), "--request", "t000001", "--out", str(out)]) == 0
-    control = next(c for c in read_run(out).controls if c.name.startswith("tape"))
+    control = next(c for c in read_run(out).controls if c.name.startswith("record of"))
     assert control.passed
     assert control.sentence.endswith(": repeated, it is bit-identical to the record")
 
