@@ -618,7 +618,11 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
     "values": ("scaled_dot_product_attention", values_turned, _TURNED[1]),
     "digits": ("linear", more_digits, "something else than the order (in float32; and in float64)"),
     "alike": ("linear", alike, "what differs is not in the sums that were tested"),
-    "coarser": ("linear", coarser, "M = 6: one chain of 40 (unproven: other bits in"),
+    "coarser": (
+        "linear",
+        coarser,
+        "both arms seem to add the sum in the same order; what differs is something else than",
+    ),
 }
 
 
