@@ -89,18 +89,8 @@ class RecordedCall:
     def prepared(
         self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
     ) -> Callable[[], Any]:
-        """The same call with its tensors already selected, so that calling it runs only the operator. Raises
-        NotImplementedError: other numbers for a weight that is made of other tensors, as torchao's are."""
-
-        def pick(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            given = tensor if change is None else change(path, tensor)
-            if given is not tensor and is_traceable_wrapper_subclass(tensor):
-                raise NotImplementedError(
-                    f"a {type(tensor).__name__} stays as it is: a plain weight is another operator's"
-                )
-            return taken(given, self.selection(path, rows, columns))
-
-        *args, kwargs = changed_tensors((*self.args, self.kwargs), pick)
+        """The same call with its tensors already selected, so that calling it runs only the operator."""
+        args, kwargs = self.arguments(rows, columns, change)
 
         def call() -> Any:
             with torch.no_grad():
@@ -108,13 +98,26 @@ class RecordedCall:
 
         return call
 
-    def selection(self, path: str, rows: Sequence[int] | None, columns: Sequence[int] | None) -> Selection:
-        """What a call on these rows and keys takes of one of its tensors."""
-        wanted = [
-            (axis, rows if role == self.axis else columns if role == "keys" else None)
-            for axis, role in enumerate(self.roles.get(path, ()))
-        ]
-        return [(axis, list(indices)) for axis, indices in wanted if indices is not None]
+    def arguments(
+        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """What a call on these rows and keys is given. Raises NotImplementedError: other numbers for a weight that is
+        made of other tensors, as torchao's are."""
+
+        def pick(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            given = tensor if change is None else change(path, tensor)
+            if given is not tensor and is_traceable_wrapper_subclass(tensor):
+                raise NotImplementedError(
+                    f"a {type(tensor).__name__} stays as it is: a plain weight is another operator's"
+                )
+            wanted = [
+                (axis, rows if role == self.axis else columns if role == "keys" else None)
+                for axis, role in enumerate(self.roles.get(path, ()))
+            ]
+            return taken(given, [(axis, list(indices)) for axis, indices in wanted if indices is not None])
+
+        *args, kwargs = changed_tensors((*self.args, self.kwargs), pick)
+        return args, kwargs
 
     def result_selection(self, row: int, columns: Sequence[int] | None) -> Selection:
         """What belongs to this request in the result of a call on these keys (None: all), with its row at `row`."""

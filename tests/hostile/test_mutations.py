@@ -32,6 +32,7 @@ from nondet.reports import diff, gate, html, markdown, terminal
 from nondet.testing.messages import run_text
 from nondet.testing.plugin import assert_open
 from nondet.trace import repro
+from nondet.trace.replays import RecordedCall
 from nondet.verdict.gate import decide, exit_code
 from tests import build as factory
 from tests.build import failed, header, line, row, run_of, sampled, summaries_of
@@ -338,19 +339,16 @@ def test_a_full_disk_advises_resume_where_there_is_one() -> None:
 
 
 def test_a_script_of_a_trace_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """safetensors' own writer turns the system's error into a SafetensorError, which nobody expects."""
+    """torch's own writer would raise an error of its own."""
 
     def full(path: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(repro, "_callable_name", lambda function: "torch.nn.functional.linear")
-    monkeypatch.setattr(repro, "_written", lambda call, held, *_: held.update(a=torch.ones(2)))
-    monkeypatch.setattr(repro, "_taken", lambda *_: [])
     monkeypatch.setattr(Path, "write_bytes", full)
-    call = type("Call", (), {"function": torch.nn.functional.linear, "row": 0, "rows": 2, "keys": 0})
+    call = RecordedCall(torch.nn.functional.linear, (torch.ones(2),), {}, {}, "", 0, 2, range(0), 0)
     culprit = type("Culprit", (), {"call": "linear", "replays": (), "sentence": "s"})
     named = type("NamedCall", (), {"calls": (call, call), "culprit": culprit})
-    with pytest.raises(UserError, match=r"disk is full: .*\.inputs\.safetensors"):
+    with pytest.raises(UserError, match=r"disk is full: .*\.inputs\.pt"):
         repro.write_and_run(tmp_path / "r.py", named)  # type: ignore[arg-type] # the parts of one that are read
     assert list(tmp_path.iterdir()) == []
 

@@ -57,7 +57,7 @@ def test_a_trace_leaves_records_reports_and_a_script(whole: Path) -> None:
     assert verdict.repro.startswith(f"python -P {script}: run by itself, it shows the difference")
     begin, torch, _ = script.read_text(encoding="utf-8").partition("import torch\n")
     assert torch
-    (whole / "begin.py").write_text(f"{begin}print(json.__file__)", encoding="utf-8")
+    (whole / "begin.py").write_text(f"{begin}import json\nprint(json.__file__)", encoding="utf-8")
     done = subprocess.run([sys.executable, "begin.py"], cwd=whole, capture_output=True, text=True, check=False)
     assert (done.stderr, done.stdout.strip()) == ("", json.__file__)
     assert (whole / "model.safetensors").read_bytes() == b"a model's own"
@@ -66,12 +66,12 @@ def test_a_trace_leaves_records_reports_and_a_script(whole: Path) -> None:
         text = html.unescape((whole / report).read_text(encoding="utf-8"))
         assert "Differing operator 1" in text
         assert all(tree.split("; ")[0][:60] in text for tree in trees)
-    assert script.with_suffix(".inputs.safetensors").is_file()
+    assert script.with_suffix(".inputs.pt").is_file()
 
 
 def test_a_script_overwrites_nothing_unasked(run: Command, tmp_path: Path) -> None:
     """The script or its inputs are there: refused before a model is loaded; a link with --force as well."""
-    for name in ("model.py", "model.inputs.safetensors"):
+    for name in ("model.py", "model.inputs.pt"):
         for link in (False, True):
             taken = tmp_path / name
             if link:
