@@ -227,8 +227,10 @@ class RankGroup:
         answers: dict[int, Answer] = {}
         trouble: dict[int, str] = {}
         silent: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        ready: list[Any]
-        while silent and (ready := connection.wait(list(silent), max(0.0, until - time.monotonic()))):
+        while silent:
+            ready: list[Any] = connection.wait(list(silent), max(0.0, until - time.monotonic()))
+            if not ready:
+                break
             for pipe in ready:
                 rank = silent.pop(pipe)
                 try:
