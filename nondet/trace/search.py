@@ -348,17 +348,6 @@ def unnamed_culprit(site: Site, prompt: int, note: str, number: int = 1, replace
     )
 
 
-def targets_that_differ(solo: Outcome, loaded: Session) -> list[tuple[int, int | None, str]]:
-    """The requests with this prompt that differ from it solo: first logprob and first token that differ, and the id."""
-    found = []
-    for outcome in loaded.outcomes:
-        if outcome.request.target and outcome.finish != "error":
-            token, logprob = first_difference(solo, outcome)
-            if logprob is not None:
-                found.append((logprob, token, outcome.request.id))
-    return found
-
-
 def _agrees(record: StepRecord, coarse: RowHashes, owner: str, site: Site) -> bool:
     """Whether the layer's output in the fine pass has the hash of the coarse pass."""
     if not site.region.isdigit() or record.limited or record.cut or not record.events:
@@ -383,20 +372,18 @@ def _digests(pair: Pair, record: StepRecord) -> dict[str, str]:
 
 def _what_is_known(finding: Finding) -> str:
     if finding.after is None:
-        return (
-            f"{finding.compared} calls were compared and none has equal inputs and unequal outputs: what differs there "
-            "was not seen by the capture"
-        )
-    key = finding.after.a.key
-    differ = f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)})"
+        none = f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
+        return f"{none}: what differs there was not seen by the capture"
+    key, names = finding.after.a.key, ", ".join(finding.after.unequal_inputs)
+    differ = f"the inputs of `{key.call}` in {key.module} differ already ({names}), "
     if finding.outside:
-        return (
-            f"{differ}, and they are given to the layer from outside, as a rotary embedding's cos and sin are: what "
-            "computes them is the culprit, and it is not among the layer's calls"
+        return differ + (
+            "and they are given to the layer from outside, as a rotary embedding's cos and sin are: what computes them "
+            "is the culprit, and it is not among the layer's calls"
         )
-    return (
-        f"{differ}, though no call before it that was understood has equal inputs and unequal outputs: something wrote "
-        "in between that the capture does not see"
+    return differ + (
+        "though no call before it that was understood has equal inputs and unequal outputs: something wrote in between "
+        "that the capture does not see"
     )
 
 
@@ -519,17 +506,18 @@ class Search:
 
     def _choose(self, solo: Outcome, loaded: Session) -> None:
         """Of the requests with this prompt, the first whose tokens differ, if any do."""
-        count = sum(o.request.target and o.finish != "error" for o in loaded.outcomes)
-        differing = targets_that_differ(solo, loaded)
-        tokens = sum(token is not None for _, token, _ in differing)
+        targets = [o for o in loaded.outcomes if o.request.target and o.finish != "error"]
+        differing = [(*first_difference(solo, o), o.request.id) for o in targets]
+        differing = [found for found in differing if found[1] is not None]
+        tokens = sum(token is not None for token, _, _ in differing)
         sentence = (
-            f"of {count} requests with this prompt under load, {len(differing)} differ from it solo in logprobs, "
-            f"{tokens} in tokens"
+            f"of {len(targets)} requests with this prompt under load, {len(differing)} differ from it solo in "
+            f"logprobs, {tokens} in tokens"
         )
-        figures = {"requests": float(count), "logprobs": float(len(differing)), "tokens": float(tokens)}
+        figures = {"requests": float(len(targets)), "logprobs": float(len(differing)), "tokens": float(tokens)}
         self._control("company", None, sentence, figures)
         if differing:
-            self.b.request = min(differing, key=lambda found: (found[1] is None, found[0]))[2]
+            self.b.request = min(differing, key=lambda found: (found[0] is None, found[1]))[2]
 
     def _expect(self, arm: Arm, outcome: Outcome) -> None:
         """Check that a recorded arm is reproduced bit for bit; otherwise the recording is not this machine's."""
