@@ -307,13 +307,12 @@ class Atomics(Probe):
                 yield Trial(run, partial(operator, *inputs))
             return
         for share in _SHARES:
-            yield Trial(share * case.shape["n"] // 64, partial(_among, operator, *inputs, share))
+            yield Trial(share * case.shape["n"] // 64, partial(_among, operator, inputs, share))
 
 
-def _among(
-    operator: Operator, target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, share: int
-) -> torch.Tensor:
+def _among(operator: Operator, inputs: Any, share: int) -> torch.Tensor:
     """The first rows with all of their sources, and this many 64ths of the other rows' sources."""
+    target, index, source = inputs
     come = (index < _MINE) | (torch.arange(len(index), device=index.device) * 64 < share * len(index))
     at = torch.nonzero(come)[:, 0]
     return operator(target, index[at], source[at])[:_MINE]

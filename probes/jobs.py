@@ -450,7 +450,7 @@ class SharedRun:
             beside = "; it ran beside other processes: --jobs 1 runs only one" if self._count > 1 else ""
             yield msgspec.structs.replace(head, status=Status.ERROR, reason=reason + beside)
         if worker.left:
-            self._units.insert(0, _Unit(worker.group or (), list(worker.left)))
+            self._units.insert(0, _Unit(worker.group or (), list(worker.left), 0))
             worker.left.clear()
         if self._units:
             self._start()

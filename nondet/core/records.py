@@ -657,7 +657,7 @@ class MismatchKind(ImplementationRecord, frozen=True, tag="mismatch-kind", kw_on
 
 
 class MismatchEffect(ImplementationRecord, frozen=True, tag="mismatch-effect", kw_only=True):
-    """What the mismatch does to one step's gradient, with signs for advantages, next to what another batch does."""
+    """What the mismatch does to one step's gradient; in files of earlier versions."""
 
     keyed_by = ("impl",)
     rollouts: Size

@@ -20,7 +20,6 @@ import torch
 from nondet.core.compare import bits
 from nondet.core.records import (
     MismatchCost,
-    MismatchEffect,
     MismatchPlace,
     MismatchRollout,
     MismatchVocabulary,
@@ -33,7 +32,7 @@ from nondet.mismatch.arms import arm_of
 from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.kinds import fit
 from nondet.mismatch.rollouts import Rollout, by_rollout
-from nondet.mismatch.trainer import Keep, Spec, gradient, layout, micro_batches, score, widths
+from nondet.mismatch.trainer import Keep, Spec, layout, micro_batches, score, widths
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request, Sampling, Session, StepLog, Watcher
@@ -42,7 +41,6 @@ from nondet.trace.trainer import Batch, Row, first_differing_call
 
 _SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
 _WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, at most
-_EFFECT = 16  # rollouts of each of the two batches whose gradients are compared, at most
 Say = Callable[[str], None]
 
 
@@ -258,8 +256,6 @@ def _arm(
         if differ and sampler is not None and trainer is not None:
             say(f"{arm}: what kind it is, each hypothesis fitted")
             put(fit(sampler.model, rollouts, spec, *sides, arm, models.older.model if models.older else None))
-            say(f"{arm}: the gradient")
-            put([_effect(arm, trainer.model, rollouts, spec, *sides)])
     whole = over_vocabulary(arm, rows.kept, rows.trained) if rows is not None else None
     put([whole])
     differ |= whole is not None and any(whole.differ)
@@ -302,32 +298,3 @@ def _record(arm: str, rollout: Rollout, trainer: Logprobs) -> MismatchRollout:
         impl=arm, name=rollout.name, step=rollout.step, tokens=len(drawn), ids=ids, drawn=[] if last else drawn,
         sampler=rollout.sampler.astype("<f4").tobytes(), trainer=trainer.astype("<f4").tobytes(),
     )  # fmt: skip
-
-
-def _effect(
-    arm: str, model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs
-) -> MismatchEffect | None:
-    """The effect on gradients; None for fewer than four rollouts, which have no other batch. Advantages are signs,
-    drawn with a fixed seed: real rewards are unknown, and the comparison does not need them."""
-    count = min(_EFFECT, len(rollouts) // 2)
-    if count < 2:
-        return None
-    order, whole = np.random.default_rng(0).permutation(len(rollouts)), by_rollout(np.arange(len(trainer)), rollouts)
-    signs, made = [1.0 if i % 2 else -1.0 for i in range(count)], []
-    for picked, weighted in ((order[:count], False), (order[:count], True), (order[count : 2 * count], False)):
-        positions = np.concatenate([whole[i] for i in picked])
-        distance = trainer[positions].astype(np.float64) - sampler[positions]
-        ratios = np.exp(distance) if weighted else np.ones(len(positions))
-        gains = np.repeat(signs, [len(rollouts[i].drawn) for i in picked])
-        made.append(gradient(model, [rollouts[i] for i in picked], spec, ratios * gains))
-    plain, moved, other = made
-    if not float(plain.norm()) > 0 or not float(other.norm()) > 0:
-        return None
-    change = float((moved - plain).norm() / plain.norm())
-    return MismatchEffect(
-        impl=arm, rollouts=count, moved=change, cosine=_cosine(moved, plain), other=_cosine(other, plain)
-    )
-
-
-def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float(one @ other / (one.norm() * other.norm()).clamp_min(1e-300))

@@ -12,7 +12,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -69,20 +68,26 @@ def checkpoint_path(run: Path, arm: str, seed: int) -> Path:
 
 
 class Policy:
-    """A model with its float32 weights and its optimizer: everything that a step changes."""
+    """A model with its float32 weights, in one tensor, and its optimizer: everything that a step changes."""
 
     def __init__(self, model: Any, lr: float) -> None:
-        self.model = model
-        self.names, self.parameters = map(list, zip(*model.named_parameters(), strict=True))
+        self.model, self.parameters = model, list(model.parameters())
         self.device = self.parameters[0].device
-        self.master = [p.detach().float().clone() for p in self.parameters]
-        self.optimizer = torch.optim.AdamW(self.master, lr=lr, betas=_BETAS, weight_decay=0.0)
+        self.master = self._joined(self.parameters)
+        self.optimizer = torch.optim.AdamW([self.master], lr=lr, betas=_BETAS, weight_decay=0.0)
+
+    @staticmethod
+    @torch.no_grad()
+    def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([x.detach().float().flatten() for x in tensors])
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the float32 weights into the model's."""
-        for parameter, exact in zip(self.parameters, self.master, strict=True):
-            parameter.copy_(exact)
+        for parameter, exact in zip(
+            self.parameters, self.master.split([p.numel() for p in self.parameters]), strict=True
+        ):
+            parameter.copy_(exact.view_as(parameter))
 
     def rounded(self, rollouts: str) -> AbstractContextManager[None]:
         """The sampler's weights: the model's own, or its matrices in float8_e4m3fn with a scale per row."""
@@ -91,41 +96,26 @@ class Policy:
 
     def update(self) -> float:
         """One optimizer step with the current gradients; returns their norm."""
-        pairs = zip(self.parameters, self.master, strict=True)
-        gradients = [torch.zeros_like(m) if p.grad is None else p.grad.float() for p, m in pairs]
-        norm = float(torch.stack([g.norm() for g in gradients]).norm())
+        gradient = self._joined([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])
+        norm = float(gradient.norm())
         if not np.isfinite(norm):
             raise ArithmeticError(f"the norm of the gradient is {norm}")
-        scale = min(1.0, _GRADIENT_MOST / (norm + 1e-9))
-        for exact, gradient in zip(self.master, gradients, strict=True):
-            exact.grad = gradient * scale
+        self.master.grad = gradient * min(1.0, _GRADIENT_MOST / (norm + 1e-9))
         self.optimizer.step()
         self.publish()
         return norm
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of weights and moments, by name."""
-        named = dict(zip((f"weight.{name}" for name in self.names), self.master, strict=True))
-        for name, exact in zip(self.names, self.master, strict=True):
-            state = self.optimizer.state[exact]
-            named |= {f"{kind}.{name}": state[kind] for kind in ("exp_avg", "exp_avg_sq")}
-        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in sorted(named.items())}
-
-    def updates(self) -> int:
-        """Optimizer steps so far."""
-        return int(self.optimizer.state[self.master[0]]["step"])
-
-    @staticmethod
-    def save(path: Path, record: TrainingStep, tensors: dict[str, torch.Tensor], updates: int) -> None:
+    def save(self, path: Path, record: TrainingStep) -> None:
         """Write the state after the step of `record`, whole or not at all; with its digest and the record."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        described = {"record": msgspec.json.encode(record).decode(), "digest": digest(*tensors.values())}
-        described["updates"] = str(updates)
+        state = {"weight": self.master, **self.optimizer.state[self.master]}
+        state = {name: state[name].cpu() for name in sorted(state)}
+        described = {"record": msgspec.json.encode(record).decode(), "digest": digest(*state.values())}
         with replacing(path) as scratch:
             try:
-                save_file(tensors, str(scratch), metadata=described)
+                save_file(state, str(scratch), metadata=described)
             except SafetensorError as error:
                 raise UserError(f"{path} can't be written: {one_line(str(error), 120)}", "Make room.") from error
 
@@ -138,23 +128,19 @@ class Policy:
         try:
             with safe_open(str(path), framework="pt") as file:
                 described = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+                state = {name: file.get_tensor(name) for name in sorted(file.keys())}
             record = msgspec.json.decode(described["record"], type=TrainingStep)
-            updates = int(described["updates"])
+            weight, wanted = state.pop("weight"), described["digest"]
         except FileNotFoundError:
             raise UserError(f"the run can't be continued: its checkpoint {path} is not there", hint) from None
         except (SafetensorError, OSError, LookupError, ValueError) as error:
             raise UserError(f"{path} is no checkpoint of a run: {one_line(reason_of(error), 120)}", hint) from error
-        if digest(*tensors.values()) != described.get("digest"):
+        if digest(*(state | {"weight": weight}).values()) != wanted:
             raise UserError(f"{path} is damaged: its tensors do not have the digest that it names", hint)
-        shapes = {name: tuple(m.shape) for name, m in zip(self.names, self.master, strict=True)}
-        theirs = {name.removeprefix("weight."): tuple(t.shape) for name, t in tensors.items() if name[:7] == "weight."}
-        if theirs != shapes:
+        if weight.shape != self.master.shape:
             raise UserError(f"{path} is a checkpoint of another model", hint)
-        for name, exact in zip(self.names, self.master, strict=True):
-            exact.copy_(tensors[f"weight.{name}"])
-            moments = {kind: tensors[f"{kind}.{name}"].to(exact.device) for kind in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[exact] = {"step": torch.tensor(float(updates)), **moments}
+        self.master.copy_(weight)
+        self.optimizer.state[self.master] = {n: x if n == "step" else x.to(self.device) for n, x in state.items()}
         self.publish()
         if weights_digest(self.model) != record.weights_digest:
             raise UserError(f"{path} does not give the weights of its step {record.step}", hint)
@@ -202,8 +188,9 @@ def compared(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
         figures = Figures(sampler.cpu().numpy(), trainer.cpu().numpy(), [len(sampler)])
     except ValueError as error:
         raise ArithmeticError(str(error)) from error
+    least, most = figures.ratios
     named = {name: getattr(figures, name) for name in ("tokens", "differ", "k3", "outside", "mult_prob_error")}
-    return named | dict(zip(("ratio_least", "ratio_most"), figures.ratios, strict=True))
+    return named | {"ratio_least": least, "ratio_most": most}
 
 
 def learn(
@@ -307,30 +294,19 @@ def _train(
             raise UserError(f"{what}; the run file has {first} of {arm}", "Begin anew with --force.")
         progress(arm, seed, first, record)
 
-    def keep(record: TrainingStep, *state: Any) -> bool:
-        if state:
-            policy.save(path, record, *state)
+    for step in range(first, settings.steps):
+        try:
+            record = step_of(policy, loaded, settings, arm, seed, step)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - any error becomes the arm's last record; the others continue
+            record = TrainingStep(impl=arm, seed=seed, step=step, status="error", reason=reason_of(error))
+        else:
+            policy.save(path, record)
         record = writer.write(record)
-        progress(arm, seed, record.step + 1, record)
-        return record.status == "ok"
-
-    with ThreadPoolExecutor(1) as keeping:  # a step is hashed and written while the next one samples
-        kept: Future[bool] | None = None
-        for step in range(first, settings.steps):
-            try:
-                record = step_of(policy, loaded, settings, arm, seed, step)
-            except UserError:
-                raise
-            except Exception as error:  # noqa: BLE001 - any error becomes the arm's last record; the others continue
-                record = TrainingStep(impl=arm, seed=seed, step=step, status="error", reason=reason_of(error))
-            if kept is not None and not kept.result():
-                break
-            state = (policy.tensors(), policy.updates()) if record.status == "ok" else ()
-            kept = keeping.submit(keep, record, *state)
-            if not state:
-                break
-        if kept is not None:
-            kept.result()
+        progress(arm, seed, step + 1, record)
+        if record.status != "ok":
+            break
     path.unlink(missing_ok=True)
 
 

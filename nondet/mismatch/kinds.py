@@ -167,10 +167,9 @@ def fit(
     before = _k3(seen.distance)
     away = [_k3(x.astype(np.float64) - seen.exact) for x in (seen.sampler, seen.trainer, seen.own)]
     floor = 2 * away[2]
-    format_ = str(next(wide.parameters()).dtype).removeprefix("torch.")
     yield MismatchFloor(
         impl=impl, tokens=len(seen.exact), rollouts=len(seen.rollouts), k3=before, floor=floor, sampler=away[0],
-        trainer=away[1], own=away[2], wide=f"{format_}{seen.base}",
+        trainer=away[1], own=away[2], wide=f"{_format_of(wide)}{seen.base}",
     )  # fmt: skip
 
     def found(layer: str, cause: str, side: str, fitted: str, left: float, **figures: float) -> MismatchKind:
@@ -191,8 +190,7 @@ def fit(
 def _seen(
     model: Any, wide: Any, plain: Spec, rollouts: Sequence[Rollout], sampler: Logprobs, trainer: Logprobs
 ) -> _Seen:
-    chosen = share_of(rollouts)
-    whole = by_rollout(np.arange(len(sampler)), rollouts)
+    chosen, whole = share_of(rollouts), by_rollout(np.arange(len(sampler)), rollouts)
     distance = trainer.astype(np.float64) - sampler
     if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):  # also the one that adds most
         chosen = sorted({*chosen, int(np.argmax([_k3(distance[mine]) * len(mine) for mine in whole]))})
@@ -200,29 +198,31 @@ def _seen(
     lengths, part = widths(rollouts, plain.micro), [rollouts[i] for i in chosen]
     padded = [lengths[i] for i in chosen]
     stride = max(1, -(-len(tokens) * model.config.get_text_config().vocab_size // _LOGITS))
+    rows = np.arange(0, len(tokens), stride)
 
     def forward(of: Any, spec: Spec, padded: Sequence[int]) -> tuple[Logprobs, _Logits]:
-        logits, ids, count = list[torch.Tensor](), list[torch.Tensor](), 0
+        kept, count = list[tuple[torch.Tensor, torch.Tensor]](), 0
 
         def keep(values: torch.Tensor, after: torch.Tensor) -> None:
             nonlocal count
             first = -count % stride
-            logits.append(values[first::stride].clone())
-            ids.append(after[first::stride])
+            kept.append((values[first::stride].clone(), after[first::stride]))
             count += len(values)
 
         values = score(of, part, spec, padded=padded, keep=keep)
-        return values, _Logits(torch.cat(logits), torch.cat(ids))
+        return values, _Logits(*map(torch.cat, zip(*kept, strict=True)))
 
     own, near = forward(model, plain, padded)
-    exact, far = forward(wide, Spec(), ())
-    rows = np.arange(0, len(tokens), stride)
+    exact, far = forward(wide, _PLAIN, ())
     seen = _Seen(part, padded, sampler[tokens], trainer[tokens], own, exact, near, far, rows)
-    base = _common(seen)
-    if base == Setting():
+    if (base := _common(seen)) == Setting():
         return seen
     own = score(model, part, plain, padded=padded, formula=base.formula)
-    return replace(seen, own=own, exact=score(wide, part, Spec(), formula=base.formula), base=base)
+    return replace(seen, own=own, exact=score(wide, part, _PLAIN, formula=base.formula), base=base)
+
+
+def _format_of(model: Any) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 def _common(seen: _Seen) -> Setting:
@@ -260,17 +260,19 @@ def _formulas(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
     logits, ids = seen.near.logits, seen.near.ids.squeeze(-1)
     logits = logits if seen.base.heat == 1 else logits / seen.base.heat
     values = {name: f(logits, ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
-    by = {}
+    same, by = dict[str, Floats](), dict[str, str]()
     for side in _SIDES:
         given = seen.given(side)[seen.rows]
-        by[side] = max(((float(_same(given, v).mean()), name) for name, v in values.items()), key=lambda x: x[0])
-    (one, sampler), (two, trainer) = by["sampler"], by["trainer"]
-    if sampler != trainer and (seen.sampler.view(np.uint32) != seen.trainer.view(np.uint32)).any():
-        share = min(one, two) if _same(values[sampler], values[trainer]).mean() < 1.0 else 0.0
-        same = [_same(seen.given(s)[seen.rows], values[by[s][1]]) for s in _SIDES]
-        if share >= CERTAIN:
-            left = _k3(np.where(same[0] * same[1], 0.0, seen.distance[seen.rows]))
-            yield found("formula", "another formula", "trainer", f"{trainer} for {sampler}", left, exactly=share)
+        alike = {name: _same(given, v) for name, v in values.items()}
+        by[side] = max(alike, key=lambda name: (alike[name].mean(), name))
+        same[side] = alike[by[side]]
+    share = float(min(x.mean() for x in same.values()))
+    differ = _same(seen.sampler, seen.trainer).mean() < 1 and _same(*(values[name] for name in by.values())).mean() < 1
+    if differ and share >= CERTAIN:
+        left = _k3(np.where(same["sampler"] * same["trainer"], 0.0, seen.distance[seen.rows]))
+        yield found(
+            "formula", "another formula", "trainer", f"{by['trainer']} for {by['sampler']}", left, exactly=share
+        )
 
 
 def _fitted(
@@ -369,16 +371,13 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found
         _copy_weights(wide, model, scale)
         if scale:
             yield from sides("weights", "fp8 weights", f"a scale a {scale}", exact(), seen.exact)
-    own_format = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if own_format in ("bfloat16", "float16"):
-        mixed = rounded(wide, replace(plain, autocast=own_format))
-        yield from sides("format", "autocast over float32 weights", own_format, mixed, seen.own)
-        yield from sides("format", "computed in float32", own_format, rounded(wide), seen.own)
-        head = rounded(model, replace(plain, head="float32"))
-        yield from sides("format", "a float32 head", own_format, head, seen.own)
-    else:
-        mixed = rounded(model, replace(plain, autocast="bfloat16"))
-        yield from sides("format", "autocast over float32 weights", "bfloat16", mixed, seen.own)
+    narrow = _format_of(model) in ("bfloat16", "float16")
+    cast, single = (_format_of(model), wide) if narrow else ("bfloat16", model)
+    mixed = rounded(single, replace(plain, autocast=cast))
+    yield from sides("format", "autocast over float32 weights", cast, mixed, seen.own)
+    if narrow:
+        yield from sides("format", "computed in float32", cast, rounded(wide), seen.own)
+        yield from sides("format", "a float32 head", cast, rounded(model, replace(plain, head="float32")), seen.own)
     if older is not None:
         cause, what = difference_of(model, older)
         yield from sides("weights", cause, what, rounded(older), seen.own)
@@ -399,11 +398,10 @@ def difference_of(model: Any, older: Any) -> tuple[str, str]:
     for name, weight in model.named_parameters():
         delta = weight.detach().float() - theirs[name].detach().float()
         if weight.dim() == 2 and len(shares) < 8 and float(delta.norm()) > 0:
-            q = max(1, min(_RANK, min(delta.shape) // 4))
-            top = torch.svd_lowrank(delta, q=q)[1]
+            top = torch.svd_lowrank(delta, q=max(1, min(_RANK, min(delta.shape) // 4)))[1]
             shares.append(float(top.square().sum() / delta.square().sum()))
-    low = bool(shares) and float(np.median(shares)) >= _LOW
     if not shares:
         return "stale weights", "the other weights are the same"
-    name = "an unmerged LoRA" if low else "stale weights"
-    return name, f"--older, whose difference has {float(np.median(shares)):.0%} of its energy in a quarter of the rank"
+    share = float(np.median(shares))
+    what = f"--older, whose difference has {share:.0%} of its energy in a quarter of the rank"
+    return "an unmerged LoRA" if share >= _LOW else "stale weights", what

@@ -148,22 +148,6 @@ def score(
     return np.concatenate(found)
 
 
-def gradient(model: Any, rollouts: Sequence[Rollout], spec: Spec, weights: np.ndarray) -> torch.Tensor:
-    """The gradient of minus the sum of weights [n] times logprobs, per rollout: [P] float64 on the CPU."""
-    left = torch.from_numpy(weights).to(next(model.parameters()).device)
-    model.train()
-    model.zero_grad(set_to_none=True)
-    for part in micro_batches(rollouts, spec.micro):
-        with torch.enable_grad(), spec.casts(model):
-            logits, ids, _ = predicting_rows(model, part, spec, widths(part, 0))
-            mine, left = left[: len(ids)], left[len(ids) :]
-            loss = -(mine * FORMULAS[spec.formula](logits, ids)).sum() / len(rollouts)
-        loss.backward()
-    parts = [p.grad.detach().double().flatten().cpu() for p in model.parameters() if p.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return torch.cat(parts)
-
-
 def layout(lengths: Sequence[int], padding: str, padded: Sequence[int] = ()) -> tuple[list[int], int]:
     """The column at which each of a forward's texts begins, and the width of its rows."""
     if padding == "packed":

@@ -1,4 +1,4 @@
-"""Processes with ranks of our own: started and called together, located when stuck, never left behind.
+"""Processes with ranks of our own: started and called together, never left behind.
 
 The caller is not a rank. It starts one process per rank (spawned, as torch.multiprocessing does), sends all of them the
 same call, and waits for each answer within a time limit. A rank that dies or times out ends the whole group, because
@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import importlib
 import multiprocessing
 import os
 import re
-import signal
 import tempfile
 import threading
 import time
@@ -28,54 +26,6 @@ from typing import Any, NoReturn
 
 from nondet.core.processes import end_with_parent, no_main, obituary
 from nondet.errors import UserError, each_once, one_line
-
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.+)$')
-_FRAMES = 5  # innermost ones that are reported
-_WAIT_S = 1.0
-# threads that only wait for others: the one that watches the parent, and any that polls a queue
-_WAITING = ("threading.py", "queue.py", "connection.py", "selectors.py")
-
-
-def _path(pid: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"nondet-stacks-{pid}.txt"
-
-
-def listen_for_stacks() -> None:
-    """In a rank: write all threads' stacks to a file of its own whenever the signal arrives, if there is one. By
-    faulthandler, whose handler runs below the interpreter, so that a rank that waits in a library answers, too."""
-    if not hasattr(signal, "SIGUSR1"):
-        return
-    descriptor = os.open(_path(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True)
-
-
-def forget_stacks(pid: int) -> None:
-    """Delete a rank's stacks."""
-    _path(pid).unlink(missing_ok=True)
-
-
-def where(pid: int) -> str:
-    """As "all_reduce (members.py:80) < play (ranks_session.py:100)", innermost first; "" where it is unknown."""
-    if not hasattr(signal, "SIGUSR1"):
-        return ""
-    path = _path(pid)
-    if not path.exists():  # without the handler the signal would end the rank
-        return ""
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGUSR1)
-    until, text = time.monotonic() + _WAIT_S, ""
-    while time.monotonic() < until:
-        time.sleep(0.05)
-        text, before = path.read_text(encoding="utf-8", errors="replace"), text
-        if text and text == before:
-            break
-    # of the thread that waits for no other one; of the main one where all do
-    threads = [[m for line in part.splitlines() if (m := _FRAME.match(line))] for part in text.split("\n\n")]
-    threads = [frames for frames in threads if frames]
-    busy = [frames for frames in threads if os.path.basename(frames[0][1]) not in _WAITING]
-    chosen = (busy or threads[-1:] or [[]])[0]
-    return " < ".join(f"{m[3]} ({os.path.basename(m[1])}:{m[2]})" for m in chosen[:_FRAMES])
-
 
 _CHOICE = re.compile(r"Algo(?:rithm)? (\w+)\W+(?:proto|protocol) (\w+)", re.IGNORECASE)
 _read = 0  # characters of NCCL's log that were read
@@ -98,7 +48,6 @@ def serve(
     global _pipe
     _pipe = pipe
     threading.Thread(target=end_with_parent, args=(lambda: _leave(1),), daemon=True).start()
-    listen_for_stacks()
     os.environ.update(environment)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as transformers reads them
     # NVLink multicast stays off: a program that uses it can put shared GPUs out of service, and it adds in the switch
@@ -187,7 +136,6 @@ def library_choice() -> list[str]:
 
 def _leave(code: int) -> NoReturn:
     Path(_log_path()).unlink(missing_ok=True)
-    forget_stacks(os.getpid())
     os._exit(code)
 
 
@@ -197,7 +145,6 @@ def _failure(error: BaseException) -> Answer:
 
 
 LIMIT_S = 120.0  # for one call, and for starting
-_LOCATED = 4  # silent ranks whose stacks are reported
 _GRACE_S = 2.0  # after the first failure: time for the others' answers, before they are ended
 
 
@@ -270,7 +217,6 @@ class RankGroup:
             process.kill()  # a rank that waits in a collective ignores gentler signals
         for process in self._processes:
             process.join(5.0)
-            forget_stacks(process.pid)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
@@ -301,10 +247,7 @@ class RankGroup:
         first = [f"rank {r} of {self.world} {text}" for r, text in trouble.items()]
         first += [f"rank {r} of {self.world}: {a.kind}: {a.failure}" for r, a in failures.items()]
         if not first:
-            ranks = list(silent.values())
-            first = [f"rank {', '.join(map(str, ranks))} of {self.world} gave no answer within {limit:g} s"]
-            stacks = [(r, where(self._processes[r].pid)) for r in ranks[:_LOCATED]]
-            first[0] += "".join(f"; rank {r} was in {stack}" for r, stack in stacks if stack)
+            first = [f"rank {', '.join(map(str, silent.values()))} of {self.world} gave no answer within {limit:g} s"]
         self.close()
         raise RankError(f"{first[0]} (in {what})")
 
@@ -321,24 +264,21 @@ def limit_or(default: float) -> float:
     return seconds
 
 
-_shared: RankGroup | None = None
+_shared: list[RankGroup] = []  # at most one
 
 
 def shared_group(world: int, device: str, environment: dict[str, str] | None = None) -> RankGroup:
     """The group of that kind, kept from one call to the next; there is one at a time."""
-    global _shared
     wanted = (world, device, dict(environment or {}))
-    if _shared is not None and (not _shared.alive or (_shared.world, _shared.device, _shared.environment) != wanted):
-        _shared.close()
-        _shared = None
-    if _shared is None:
-        _shared = RankGroup(world, device, environment, limit_or(LIMIT_S))
-    return _shared
+    if not (_shared and _shared[0].alive and (_shared[0].world, _shared[0].device, _shared[0].environment) == wanted):
+        _close_shared()
+        _shared.append(RankGroup(world, device, environment, limit_or(LIMIT_S)))
+    return _shared[0]
 
 
 def _close_shared() -> None:
-    if _shared is not None:
-        _shared.close()
+    while _shared:
+        _shared.pop().close()
 
 
 atexit.register(_close_shared)

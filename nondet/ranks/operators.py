@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nondet.core.inputs import generator, make
 from nondet.core.launch import listen, note
-from nondet.core.measure import launched_elsewhere
+from nondet.core.measure import launched_elsewhere, profile_variants
 from nondet.core.registry import load_object
 from nondet.ranks.group import library_choice, shared_gpus, shared_group
 
@@ -102,30 +102,26 @@ def collect(message: Message) -> Outcome:
 def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     from nondet.kernels.all_reduce import chain
 
-    group, world = dist.group.WORLD, dist.get_world_size()
-    assert group is not None  # noqa: S101 - the worker has joined it
+    group, world = _group(), dist.get_world_size()
     flat = (message.rows, message.width)
-    function: Any = None
-    if ":" in message.impl:
-        function = load_object(message.impl)
-    elif message.impl not in ("stock", "invariant"):
+    invariant = message.impl == "invariant"
+    function: Any = load_object(message.impl) if ":" in message.impl else chain.all_reduce if invariant else None
+    if function is None and message.impl != "stock":
         raise NotImplementedError(f"{message.operator} has no {message.impl!r} implementation")
-    elif message.impl == "invariant" and x.is_cuda and (shared := shared_gpus(world)):
+    if invariant and x.is_cuda and (shared := shared_gpus(world)):
         raise NotImplementedError(f"no kernel of ours runs with{shared[1:]}")
 
     def all_reduce() -> torch.Tensor:
         y = x.clone() if not message.registered else x
-        if function is not None:
-            function(y, group)
-        elif message.impl == "invariant":
-            chain.all_reduce(y, group)
-        else:
+        if function is None:
             dist.all_reduce(y)
+        else:
+            function(y, group)
         return y
 
     def reduce_scatter() -> torch.Tensor:
         y = torch.empty(flat, dtype=x.dtype, device=x.device)
-        if message.impl == "invariant":
+        if invariant:
             chain.reduce_scatter(y, x, group)
         else:
             chain.stock_into(y.view(-1), x.view(-1), group)
@@ -139,18 +135,16 @@ def _call(message: Message, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[message.operator]
 
 
-def _kernels(call: Callable[[], object]) -> list[str]:
-    from torch.profiler import ProfilerActivity, profile
+def _group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - the worker has joined it
+    return group
 
-    with profile(activities=[ProfilerActivity.CUDA]) as session:
+
+def _kernels(call: Callable[[], object]) -> list[str]:
+    with profile_variants("cuda") as profile, profile.variant(0):
         call()
-        torch.cuda.synchronize()
-    events = [
-        (event.start_ns(), event.name())
-        for event in session.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
-    ]
-    return list(dict.fromkeys(name for _, name in sorted(events) if not name.startswith(("Memcpy", "Memset"))))
+    return profile.kernels(1)[0]
 
 
 _pools: list[Any] = []
@@ -162,9 +156,7 @@ def _registered(x: torch.Tensor) -> torch.Tensor:
     if not x.is_cuda:
         raise NotImplementedError("buffers are registered with NCCL, on CUDA")
     if not _pools:
-        group = dist.group.WORLD
-        assert group is not None  # noqa: S101
-        backend: Any = group._get_backend(x.device)
+        backend: Any = _group()._get_backend(x.device)
         if not hasattr(backend, "mem_allocator") or not hasattr(backend, "register_mem_pool"):
             raise NotImplementedError("this torch has no pools of memory registered with NCCL")
         pool = torch.cuda.MemPool(backend.mem_allocator)

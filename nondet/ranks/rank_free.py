@@ -80,20 +80,19 @@ def rank_free(model: torch.nn.Module) -> Iterator[list[str]]:
         UserError: the model has no plan; see `row_parallel_layers`.
     """
     rows = row_parallel_layers(model)
-    forwards = [(layer, _forward(layer)) for layer in rows.values()]
+    forwards = [(vars(layer), _forward(layer)) for layer in rows.values()]
     columns = (layer for layer in _layers(model, "colwise").values() if layer.weight.device.type == "cpu")
-    forwards += [(layer, _in_columns(layer)) for layer in columns]
-    before = [layer.__dict__.get("forward") for layer, _ in forwards]
-    for layer, forward in forwards:
-        layer.__dict__["forward"] = forward
+    forwards += [(vars(layer), _in_columns(layer)) for layer in columns]
+    before = [own.get("forward") for own, _ in forwards]
+    for own, forward in forwards:
+        own["forward"] = forward
     try:
         yield list(rows)
     finally:
-        for (layer, _), earlier in zip(forwards, before, strict=True):
+        for (own, _), earlier in zip(forwards, before, strict=True):
+            own["forward"] = earlier
             if earlier is None:
-                del layer.__dict__["forward"]
-            else:
-                layer.__dict__["forward"] = earlier
+                del own["forward"]
 
 
 def _forward(layer: torch.nn.Linear) -> Any:

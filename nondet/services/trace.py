@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from nondet.core.records import Completion, Replayed, Run, TraceVerdict
     from nondet.sampling.model import LoadedModel
     from nondet.trace.search import Arm, Search
-    from nondet.trace.vllm import VllmTrace
 
 
 def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
@@ -227,10 +226,7 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
     if request.replay and path is not None:
         return _replay(request, path, sink)
     output = Output(request, "trace", sink)
-    if request.engine == "vllm":
-        return _under_vllm(request, output)
 
-    from nondet.sampling.engine import TransformersEngine
     from nondet.trace.search import Search, resumed
 
     expected: dict[str, str] = {}
@@ -239,10 +235,26 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
     else:
         loaded, arms, plan, expected = _recorded(request, path, request.request or [], sink)
         pick_device(loaded.device, request.threads or plan["threads"])
-    with output.recording("trace", plan, request.seed) as writer, sink.steps() as say:
+    with ExitStack() as stack:
+        kind: type[Search] = Search
+        engine: Any
+        if request.engine == "vllm":
+            from nondet.trace.vllm import VllmTrace
+            from nondet.vllm.engine import VllmEngine
+
+            kind = VllmTrace
+            longest = max(len(r.prompt) + r.max_new_tokens for r in arms[1].requests)
+            engine = stack.enter_context(closing(VllmEngine(loaded, arms[1].load, longest)))
+            plan["engine"] = engine.describe()
+        else:
+            from nondet.sampling.engine import TransformersEngine
+
+            engine = TransformersEngine(loaded.model)
+        writer = stack.enter_context(output.recording("trace", plan, request.seed))
+        say = stack.enter_context(sink.steps())
         earlier = read_run(output.path, allow_truncated=True)
-        search = Search(
-            TransformersEngine(loaded.model), loaded.model, *arms, impl=plan["impls"][0],
+        search = kind(
+            engine, loaded.model, *arms, impl=plan["impls"][0],
             choose=path is None, expected=expected, write=writer.write, say=say,
             earlier=list(earlier.records()), script=request.repro is not None,
         )  # fmt: skip
@@ -253,34 +265,15 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
     return output.present()
 
 
-def _under_vllm(request: TraceRequest, output: Output) -> Path:
-    from nondet.sampling.collect import plan_prompts
-    from nondet.trace.vllm import VllmTrace
-    from nondet.vllm.engine import VllmEngine
-
-    text, load = prompt_text(request.prompt, request.prompt_file), replace(request.engine_load, sharing=False)
-    loaded = open_model(request, output.sink)
-    plan, described = plan_prompts(loaded, load, [text], load.targets, request.max_tokens, request.seed, request.impls)
-    target = next(r for r in plan.rounds[0] if r.target)
-    engine = VllmEngine(loaded, load, max(len(r.prompt) + r.max_new_tokens for r in plan.rounds[0]))
-    described["engine"] = engine.describe()
-    with closing(engine), output.recording("trace", described, request.seed) as writer, output.sink.steps() as say:
-        earlier, arms = read_run(output.path, allow_truncated=True), ([target], plan.rounds[0])
-        about: dict[str, Any] = {"write": writer.write, "say": say, "earlier": list(earlier.records())}
-        if not earlier.trace_verdicts:
-            _searched(VllmTrace(engine, load, request.impls[0], *arms, **about), None)
-    return output.present()
-
-
-def _searched(search: Search | VllmTrace, repro: Path | None) -> None:
-    from nondet.trace.search import Search, failed
+def _searched(search: Search, repro: Path | None) -> None:
+    from nondet.trace.search import failed
 
     try:
         verdict = search.run()
     except Exception as error:
         search.keep(failed(error))
         raise
-    if repro is not None and isinstance(search, Search):
+    if repro is not None:
         verdict = _with_script(search, verdict, repro)
     search.keep(verdict)
 
@@ -290,6 +283,8 @@ def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, A
     from nondet.trace.search import Arm
 
     text, seed, load = prompt_text(request.prompt, request.prompt_file), request.seed, request.engine_load
+    if request.engine == "vllm":
+        load = replace(load, sharing=False)
     loaded = open_model(request, sink)
     plan, described = plan_prompts(loaded, load, [text], load.targets, request.max_tokens, seed, request.impls)
     target = next(r for r in plan.rounds[0] if r.target)

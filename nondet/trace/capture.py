@@ -379,7 +379,7 @@ def visible_keys(pack: tuple[Span, ...], request: str, position: int, window: in
     return columns, start
 
 
-class FineCapture:
+class FineCapture(TorchFunctionMode):
     """A watcher that records the calls of one region while one position of one request is computed.
 
     Args:
@@ -392,17 +392,13 @@ class FineCapture:
     """
 
     def __init__(self, request: str, position: int, region: str, *, opaque_attention: bool = False) -> None:
+        super().__init__()
         self.request, self.position, self.region = request, position, region
         self.opaque_attention = opaque_attention
         self.site: StepRecord | None = None
         self.shapes: list[StepRecord] = []
         self._now: StepRecord | None = None
-        self._entered: list[tuple[str, list[Slot], tuple[Any, Any] | None]] = []  # modules, with what they were given
-        self._mode: TorchFunctionMode | None = None
-        self._paused = 0
-        self._bytes = 0
-        self._after = 0
-        self._read: list[Slot] = []
+        self._paused = self._after = 0
 
     @property
     def done(self) -> bool:
@@ -414,20 +410,21 @@ class FineCapture:
         """Hooks at the region's boundaries and on every module inside, wrappers around the cache and the attention."""
         self._log = log
         self._storages = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
-        layers = find_layers(model)
+        layers = [layer for _, layer in find_layers(model)]
         self._names = {id(module): path for path, module in model.named_modules()}
-        number = int(self.region) if self.region.isdigit() else None
-        self._window = None if number is None else window_of(model.config.get_text_config(), number)
-        whole = model if number is None else layers[number][1]
+        self._window, whole = None, model
+        if self.region.isdigit():
+            number = int(self.region)
+            self._window, whole = window_of(model.config.get_text_config(), number), layers[number]
         with ExitStack() as stack:
             if self.region == "head":
-                add_hooks(stack, layers[-1][1], after=self._begin)
+                add_hooks(stack, layers[-1], after=self._begin)
             else:
                 add_hooks(stack, whole, before=self._begin)
             for _, module in modules_of(model, self.region):
                 add_hooks(stack, module, self._enter, self._leave)
             if self.region == "embedding":
-                add_hooks(stack, layers[0][1], before=self._end)
+                add_hooks(stack, layers[0], before=self._end)
             else:
                 add_hooks(stack, whole, after=self._end)
             stack.enter_context(wrapped_cache_update(self._wrap_update))
@@ -459,16 +456,14 @@ class FineCapture:
 
     def _start(self, record: StepRecord) -> None:
         """Record the region's calls from here on."""
-        self._now, self._bytes = record, 0
-        self._entered, self._read = [], []
-        self._mode = _Mode(self)
-        self._mode.__enter__()
+        self._now, self._bytes, self._read = record, 0, list[Slot]()
+        self._entered: list[tuple[str, list[Slot], tuple[Any, Any] | None]] = []  # modules, with what they were given
+        self.__enter__()
 
     def _end(self, *_: Any) -> None:
-        if self._mode is None or self._now is None:
+        if self._now is None:
             return
-        self._mode.__exit__(None, None, None)
-        self._mode = None
+        self.__exit__(None, None, None)
         if self._now.row >= 0:
             self.site = self._now
         else:
@@ -547,33 +542,29 @@ class FineCapture:
     def _where(self) -> str:
         return self._entered[-1][0] if self._entered else self.region
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of a torch function, seen by the mode (which is off while this runs)."""
-        if self._paused or self._now is None:
-            return function(*args, **kwargs)
-        name = _name_of(function)
-        if name is None:
-            return function(*args, **kwargs)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record one call of a torch function; the mode is off while this runs."""
+        kwargs, name = kwargs or {}, _name_of(func)
+        if self._paused or self._now is None or name is None:
+            return func(*args, **kwargs)
         given = [t for _, t in tensors_in((args, kwargs))]
-        before = {id(t): memory_of(t) for t in given}
+        before = {memory_of(t) for t in given}
         made = sorted({type(t).__name__ for t in given if _of_others(t)})
         copies: dict[int, torch.Tensor] = {}
         inputs = self._slots((*args, *([kwargs] if kwargs else [])), copies)
-        out = function(*args, **kwargs)
+        out = func(*args, **kwargs)
         results = tensors_in(out)
         writes = name.endswith("_") or "out" in kwargs or "setitem" in name
-        if not results and not writes:
-            return out
-        if not writes and all(memory_of(t) in before.values() for _, t in results):
-            return out  # a view: nothing was computed
+        if not writes and all(memory_of(t) in before for _, t in results):
+            return out  # no tensor, or a view: nothing was computed
         written = args[0] if writes and args else out
         # linear[Float8Tensor] is not a product of plain numbers
         named = name + (f"[{', '.join(made)}]" if made else "")
         event = self._record.add(self._where(), named, inputs, self._slots({"out": written}))
-        event.constants = {str(i): a for i, a in enumerate((*args, kwargs)) if isinstance(a, bool | int | float | str)}
-        event.constants |= {k: v for k, v in kwargs.items() if isinstance(v, bool | int | float | str)}
+        constants = dict(enumerate(args)) | kwargs
+        event.constants = {str(k): v for k, v in constants.items() if isinstance(v, bool | int | float | str)}
         if self._now.row >= 0 and not self._now.limited and not writes:
-            event.function = function
+            event.function = func
             event.args, event.kwargs = _copied(args, copies), _copied(kwargs, copies)
         return out
 
@@ -591,15 +582,6 @@ class FineCapture:
                         copies[id(tensor)] = slot.value
             slots.append(slot)
         return slots
-
-
-class _Mode(TorchFunctionMode):
-    def __init__(self, capture: FineCapture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._capture.call(func, args, kwargs or {})
 
 
 def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:

@@ -89,18 +89,8 @@ class RecordedCall:
     def prepared(
         self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
     ) -> Callable[[], Any]:
-        """The same call with its tensors already selected, so that calling it runs only the operator. Raises
-        NotImplementedError: other numbers for a weight that is made of other tensors, as torchao's are."""
-
-        def pick(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            given = tensor if change is None else change(path, tensor)
-            if given is not tensor and is_traceable_wrapper_subclass(tensor):
-                raise NotImplementedError(
-                    f"a {type(tensor).__name__} stays as it is: a plain weight is another operator's"
-                )
-            return taken(given, self.selection(path, rows, columns))
-
-        *args, kwargs = changed_tensors((*self.args, self.kwargs), pick)
+        """The same call with its tensors already selected, so that calling it runs only the operator."""
+        args, kwargs = self.arguments(rows, columns, change)
 
         def call() -> Any:
             with torch.no_grad():
@@ -108,13 +98,26 @@ class RecordedCall:
 
         return call
 
-    def selection(self, path: str, rows: Sequence[int] | None, columns: Sequence[int] | None) -> Selection:
-        """What a call on these rows and keys takes of one of its tensors."""
-        wanted = [
-            (axis, rows if role == self.axis else columns if role == "keys" else None)
-            for axis, role in enumerate(self.roles.get(path, ()))
-        ]
-        return [(axis, list(indices)) for axis, indices in wanted if indices is not None]
+    def arguments(
+        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """What a call on these rows and keys is given. Raises NotImplementedError: other numbers for a weight that is
+        made of other tensors, as torchao's are."""
+
+        def pick(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            given = tensor if change is None else change(path, tensor)
+            if given is not tensor and is_traceable_wrapper_subclass(tensor):
+                raise NotImplementedError(
+                    f"a {type(tensor).__name__} stays as it is: a plain weight is another operator's"
+                )
+            wanted = [
+                (axis, rows if role == self.axis else columns if role == "keys" else None)
+                for axis, role in enumerate(self.roles.get(path, ()))
+            ]
+            return taken(given, [(axis, list(indices)) for axis, indices in wanted if indices is not None])
+
+        *args, kwargs = changed_tensors((*self.args, self.kwargs), pick)
+        return args, kwargs
 
     def result_selection(self, row: int, columns: Sequence[int] | None) -> Selection:
         """What belongs to this request in the result of a call on these keys (None: all), with its row at `row`."""
@@ -131,10 +134,21 @@ class RecordedCall:
         """All tensors of the call by their path."""
         return dict(tensors_in((*self.args, self.kwargs)))
 
-    def carries_values(self, path: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor holds numbers of rows or keys, and is not a mask between the two."""
-        roles = set(self.roles.get(path, ())) - {""}
-        return tensor.dtype.is_floating_point and len(roles) == 1
+    def counts(self, path: str) -> int:
+        """How many kinds of axes vary: 1 for numbers of rows or keys, 2 for a mask between them."""
+        return len(set(self.roles.get(path, ())) - {""})
+
+    @property
+    def others(self) -> tuple[list[int], list[int]]:
+        """The rows and the keys of the other requests."""
+        return [i for i in range(self.rows) if i != self.row], [c for c in range(self.keys) if c not in self.visible]
+
+    @property
+    def own_first(self) -> list[int]:
+        """The order of the rows with this request's and the first one exchanged."""
+        order = list(range(self.rows))
+        order[0], order[self.row] = order[self.row], order[0]
+        return order
 
 
 # parts of names of operators that compute nothing: views, and allocations
@@ -180,41 +194,38 @@ def exact(b: RecordedCall, name: str) -> Replay:
     attention = name == "scaled_dot_product_attention"
     double = replace(b, kwargs={k: torch.float64 if isinstance(v, torch.dtype) else v for k, v in b.kwargs.items()})
 
-    def change(low: int, high: int, *, wide: bool, magnitude: bool) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def on(call: RecordedCall, draw: Callable[[torch.Size, torch.Generator], torch.Tensor]) -> torch.Tensor:
+        """The call, in its own format or in float64, on drawn numbers; masks stay."""
         generator = torch.Generator().manual_seed(1)
 
         def small(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            roles = set(b.roles.get(path, ())) - {""}
             if not tensor.dtype.is_floating_point:
                 return tensor
-            if len(roles) > 1:  # a mask
-                return tensor.double() if wide else tensor
+            dtype = torch.float64 if call is double else tensor.dtype
+            if b.counts(path) > 1:
+                return tensor.to(dtype)
             if attention and path == _QUERY:
-                return torch.zeros_like(tensor, dtype=torch.float64 if wide else None)
-            whole = torch.randint(low, high, tensor.shape, generator=generator)
-            whole = whole.abs() if magnitude else whole
-            return whole.to(torch.float64 if wide else tensor.dtype).to(tensor.device)
+                return torch.zeros_like(tensor, dtype=dtype)
+            return draw(tensor.shape, generator).to(tensor.device, dtype)
 
-        return small
+        return call.run(change=small)
 
-    ones = b.run(change=change(1, 2, wide=False, magnitude=False))
-    ulp = error_against(ones, double.run(change=change(1, 2, wide=True, magnitude=False))).max_ulp
-    result = b.run(change=change(-2, 3, wide=False, magnitude=False))
-    reference = double.run(change=change(-2, 3, wide=True, magnitude=False))
-    scale = double.run(change=change(-2, 3, wide=True, magnitude=True)).abs()
-    gap = (result.double() - reference).abs()
+    def ones(shape: torch.Size, _: torch.Generator) -> torch.Tensor:
+        return torch.ones(shape)
+
+    def whole(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator)
+
+    ulp = error_against(on(b, ones), on(double, ones)).max_ulp
+    result, reference = on(b, whole), on(double, whole)
+    scale = on(double, lambda *given: whole(*given).abs()).abs()
     bound = _ROUNDINGS * torch.finfo(result.dtype).eps * torch.maximum(scale, reference.abs())
-    within = bool((gap <= bound).all())  # NaN is within nothing
-    right = ulp <= _MOST_ULP and within
-    if right:
-        sentence = (
-            f"on ones it is within {ulp} ULP of float64, on small integers within the roundings of its format: what "
-            "differs is rounding"
-        )
-    else:
-        where = f"{ulp} ULP from float64 on ones" if ulp > _MOST_ULP else "beyond rounding on small integers"
-        sentence = f"it is {where}: a wrong result, a bug rather than rounding"
-    return _replay("exact", not right, sentence, trials=2, distinct=1)
+    within = bool(((result.double() - reference).abs() <= bound).all())  # NaN is within nothing
+    if ulp <= _MOST_ULP and within:
+        sentence = f"on ones it is within {ulp} ULP of float64, on small integers within the roundings of its format: "
+        return _replay("exact", False, f"{sentence}what differs is rounding", trials=2, distinct=1)
+    where = f"{ulp} ULP from float64 on ones" if ulp > _MOST_ULP else "beyond rounding on small integers"
+    return _replay("exact", True, f"it is {where}: a wrong result, a bug rather than rounding", trials=2, distinct=1)
 
 
 _REPEATS = 50
@@ -241,41 +252,39 @@ def replays(
             and under each family that might fix it, for which kernels are compiled; the family that its name suggests
             is tried in the whole run in any case.
     """
-    device = out_b.device.type
-    again = _guarded("repeat", lambda: _repeat(b, out_b))
+    again = _guarded("repeat", _repeat, b, out_b)
     yield again
     # its bits change by themselves, or depend on something that was not captured: no other replay is then conclusive
     if again.status == "divergent" or not again.equals_second:
-        yield _guarded("substitution", lambda: _substitution(b, name))
+        yield _guarded("substitution", _substitution, b, name)
         return
+    values = None
+    if not b.axis or b.rows > 1 or b.keys > len(b.visible):
+        values = _guarded("values", _values, b, out_b)
     if b.axis:
-        others = b.rows > 1 or b.keys > len(b.visible)
-        values = _guarded("values", lambda: _values(b, out_b)) if others else None
-        yield _guarded("rows only", lambda: _rows_only(b, out_a, out_b, values))
-        if values is not None:
-            yield values
-            yield _guarded("order", lambda: _order(b, out_b))
-        if sweeps:
-            yield _guarded("M", lambda: _sweep(b, "M", device))
-        if b.keys and sweeps:
-            yield _guarded("keys", lambda: _sweep(b, "keys", device))
-    else:
-        yield _guarded("values", lambda: _values(b, out_b))
-    yield _guarded("exact", lambda: exact(b, name))
+        yield _guarded("rows only", _rows_only, b, out_a, out_b, values)
+    if values is not None:
+        yield values
+    if b.axis and values is not None:
+        yield _guarded("order", _order, b, out_b)
+    for axis in ("M", "keys") if b.axis and sweeps else ():
+        if axis == "M" or b.keys:
+            yield _guarded(axis, _sweep, b, axis, out_b.device.type)
+    yield _guarded("exact", exact, b, name)
     if b.axis and (sum_of := _SUMS.get(name.removeprefix("_"))) is not None:
-        yield _guarded("tree", lambda: _trees(a, b, sum_of, name))
+        yield _guarded("tree", _trees, a, b, sum_of, name)
     if sweeps or name not in _FAMILY_OF:
-        yield _guarded("substitution", lambda: _substitution(b, name))
+        yield _guarded("substitution", _substitution, b, name)
 
 
 def _replay(name: str, divergent: bool, sentence: str, **found: Any) -> Replay:
     return Replay(name=name, status="divergent" if divergent else "identical", sentence=sentence, **found)
 
 
-def _guarded(name: str, replay: Callable[[], Replay]) -> Replay:
+def _guarded(name: str, replay: Callable[..., Replay], *given: Any) -> Replay:
     """Turn a replay that fails into a record."""
     try:
-        return replay()
+        return replay(*given)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, StopIteration) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         return Replay(name=name, status="error", sentence=f"this replay failed: {lines[0][:200]}")
@@ -295,50 +304,39 @@ def kernels_of(call: RecordedCall, device: str) -> list[str]:
         return []
 
 
-def _all_others(call: RecordedCall) -> tuple[list[int], list[int]]:
-    rows = [i for i in range(call.rows) if i != call.row]
-    return rows, [c for c in range(call.keys) if c not in call.visible]
-
-
 def _repeat(b: RecordedCall, out: torch.Tensor) -> Replay:
+    results = [b.run().reshape(out.shape) for _ in range(_REPEATS)]
     book = ClassBook()
-    reproduced = 0
-    for _ in range(_REPEATS):
-        result = b.run()
+    for result in results:
         book.add(result[None])
-        reproduced += identical(result.reshape(out.shape), out)
-    distinct = len(book.representatives)
+    distinct, reproduced = len(book.representatives), any(identical(result, out) for result in results)
     if distinct > 1:
-        sentence = f"the same call {_REPEATS} times gives {distinct} results: a race or atomics, not only the batch"
+        what = f"{distinct} results: a race or atomics, not only the batch"
     elif reproduced:
-        sentence = f"the same call {_REPEATS} times gives the recorded bits each time: no race"
+        what = "the recorded bits each time: no race"
     else:
-        sentence = (
-            f"the same call {_REPEATS} times gives one result, but not the recorded one: something that it depends on "
-            "was not captured"
-        )
-    found = {"trials": _REPEATS, "distinct": distinct, "equals_second": bool(reproduced)}
+        what = "one result, but not the recorded one: something that it depends on was not captured"
+    sentence = f"the same call {_REPEATS} times gives {what}"
+    found = {"trials": _REPEATS, "distinct": distinct, "equals_second": reproduced}
     return _replay("repeat", distinct > 1, sentence, **found)
 
 
 def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values: Replay | None) -> Replay:
     """This request's rows without the others: their number changes, and their values (which `values` tests)."""
-    columns = list(b.visible) if b.keys else None
-    result = b.run([b.row], columns, row=0)
-    equals_a, equals_b = identical(result.reshape(out_a.shape), out_a), identical(result.reshape(out_b.shape), out_b)
-    what = "only this request's row" + (" and keys" if b.keys else "")
-    why = "the number of the others or their values decide"
-    if values is not None and values.status == "divergent":
-        why = "the values of other rows reach this row"
-    elif values is not None and values.status == "identical":
-        why = "the shape decides, as the values of other rows do not change its bits"
+    result = b.run([b.row], list(b.visible) if b.keys else None, row=0)
+    equals_a, equals_b = (identical(result.reshape(out.shape), out) for out in (out_a, out_b))
+    why = {
+        "divergent": "the values of other rows reach this row",
+        "identical": "the shape decides, as the values of other rows do not change its bits",
+    }.get(values.status if values is not None else "", "the number of the others or their values decide")
+    keys = bool(b.keys)
     if equals_b:
-        keys = " or keys" if b.keys else ""
-        sentence = f"{what} give the second arm's bits: more than the number of rows{keys} decides"
+        rest = f" give the second arm's bits: more than the number of rows{' or keys' * keys} decides"
     elif equals_a:
-        sentence = f"{what}, taken from the second arm's inputs, give the first arm's bits: {why}"
+        rest = f", taken from the second arm's inputs, give the first arm's bits: {why}"
     else:
-        sentence = f"{what} give a third result: {why}, and the first arm made another call"
+        rest = f" give a third result: {why}, and the first arm made another call"
+    sentence = f"only this request's row{' and keys' * keys}{rest}"
     found = {"trials": 1, "distinct": 1 if equals_b else 2, "equals_first": equals_a, "equals_second": equals_b}
     return _replay("rows only", not equals_b, sentence, **found)
 
@@ -346,29 +344,25 @@ def _rows_only(b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, values
 def _values(b: RecordedCall, out: torch.Tensor) -> Replay:
     """Other rows' values replaced: zeros, uniform numbers, and large ones."""
     generator = torch.Generator().manual_seed(0)
-    rows, columns = _all_others(b)
+    rows, columns = b.others
 
-    def filled(fill: Callable[[torch.Size, torch.dtype], torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def result(scale: float) -> torch.Tensor:
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            if not b.carries_values(path, tensor):
+            if not tensor.dtype.is_floating_point or b.counts(path) != 1:
                 return tensor
             tensor = tensor.clone()
             for dim, role in enumerate(b.roles[path]):
                 others = rows if role == (b.axis or "tokens") else columns if role == "keys" else []
                 if others:
                     index = torch.tensor(others, device=tensor.device)
-                    shape = tensor.index_select(dim, index).shape
-                    tensor.index_copy_(dim, index, fill(shape, tensor.dtype).to(tensor.device))
+                    drawn = torch.rand(tensor.index_select(dim, index).shape, generator=generator) * 2 - 1
+                    tensor.index_copy_(dim, index, (drawn * scale).to(tensor))
             return tensor
 
-        return change
+        return b.run(change=change).reshape(out.shape)
 
-    fills = {
-        "zeros": lambda shape, dtype: torch.zeros(shape, dtype=dtype),
-        "random": lambda shape, dtype: (torch.rand(shape, generator=generator) * 2 - 1).to(dtype),
-        "large": lambda shape, dtype: ((torch.rand(shape, generator=generator) * 2 - 1) * 30).to(dtype),
-    }
-    changed = [k for k, fill in fills.items() if not identical(b.run(change=filled(fill)).reshape(out.shape), out)]
+    scales = {"zeros": 0.0, "random": 1.0, "large": 30.0}
+    changed = [kind for kind, scale in scales.items() if not identical(result(scale), out)]
     if changed:
         sentence = (
             f"replacing the values of other rows ({', '.join(changed)}) changes its bits: data of other requests reach "
@@ -379,21 +373,19 @@ def _values(b: RecordedCall, out: torch.Tensor) -> Replay:
             "replacing the values of other rows by zeros, random and large numbers does not change its bits: no leak "
             "was seen"
         )
-    found = {"trials": len(fills), "distinct": 2 if changed else 1, "values": list(fills)}
+    found = {"trials": len(scales), "distinct": 2 if changed else 1, "values": list(scales)}
     return _replay("values", bool(changed), sentence, **found)
 
 
 def _order(b: RecordedCall, out: torch.Tensor) -> Replay:
     """Other rows and keys in another order, then this row at other positions."""
-    rows, columns = _all_others(b)
-    turned = list(range(b.rows))
+    rows, columns = b.others
+    turned, keys = list(range(b.rows)), list(range(b.keys))
     for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
         turned[row] = other
-    keys = list(range(b.keys)) if b.keys else None
-    if keys is not None:
-        for column, other in zip(columns, columns[::-1], strict=True):
-            keys[column] = other
-    permuted = not identical(b.run(turned, keys).reshape(out.shape), out)
+    for column, other in zip(columns, columns[::-1], strict=True):
+        keys[column] = other
+    permuted = not identical(b.run(turned, keys if b.keys else None).reshape(out.shape), out)
     positions = []  # at which its bits are others
     for row in sorted({0, b.rows // 2, b.rows - 1} - {b.row}):
         order = list(range(b.rows))
@@ -422,19 +414,17 @@ def _sizes(most: int) -> list[int]:
 
 def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
     """This request's row in calls of other sizes: M rows (its own first), or its keys among others."""
-    rows, columns = _all_others(b)
+    rows, columns = b.others
     own = list(b.visible)
     if axis == "M":
         sizes = _sizes(max(2 * b.rows, 64))
-
-        def selection(size: int) -> tuple[list[int], list[int] | None]:
-            picked = [b.row] + [(rows or [b.row])[i % max(1, len(rows))] for i in range(size - 1)]
-            return picked, None
     else:
         sizes = [len(own) + extra for extra in [0, *_sizes(max(1, len(columns)))] if extra <= len(columns)]
 
-        def selection(size: int) -> tuple[list[int], list[int] | None]:
-            return [b.row], own + columns[: size - len(own)]
+    def selection(size: int) -> tuple[list[int], list[int] | None]:
+        if axis == "M":
+            return [b.row] + [(rows or [b.row])[i % max(1, len(rows))] for i in range(size - 1)], None
+        return [b.row], own + columns[: size - len(own)]
 
     def run(size: int) -> torch.Tensor:
         return b.run(*selection(size), row=0).clone()
@@ -482,29 +472,27 @@ _MOST_WEIGHTS = 2**26  # elements of a weight whose trees are tested: it is held
 def _product(call: RecordedCall, name: str) -> MeasuredSum:
     """The row of a product with a weight, over the weight's columns; NotImplementedError if it is none, or too
     large."""
-    own = [path for path in call.tensors() if call.axis in call.roles.get(path, ())]
-    shared = [path for path, x in call.tensors().items() if path not in own and x.is_floating_point() and x.dim() == 2]
-    x, weight = (call.tensors()[paths[0]] if len(paths) == 1 else None for paths in (own, shared))
-    if x is None or weight is None or x.numel() != call.rows * x.shape[-1]:
+    tensors = call.tensors()
+    own = [path for path in tensors if call.axis in call.roles.get(path, ())]
+    shared = [path for path, x in tensors.items() if path not in own and x.is_floating_point() and x.dim() == 2]
+    if not len(own) == len(shared) == 1 or tensors[own[0]].numel() != call.rows * tensors[own[0]].shape[-1]:
         raise NotImplementedError("its operands are not rows and one weight")
-    turned = name != "linear"
+    x, weight, turned = tensors[own[0]], tensors[shared[0]], name != "linear"
     (N, K) = weight.shape[::-1] if turned else weight.shape
     if weight.numel() > _MOST_WEIGHTS:
         raise NotImplementedError(f"masks for a weight of {N:,} x {K:,} would take too much memory")
-    swap = list(range(call.rows))  # so that row 0 is this request's
-    swap[0], swap[call.row] = swap[call.row], swap[0]
 
     def linear(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
             if path == own[0]:
-                return rows[swap].reshape(tensor.shape)
+                return rows[call.own_first].reshape(tensor.shape)
             if path == shared[0]:
                 w_ = w.T if turned else w
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=w.dtype, device=w.device).copy_(w_)
             return torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
 
         out: torch.Tensor = call.prepared(change=change)()
-        return out.reshape(call.rows, N)[swap]
+        return out.reshape(call.rows, N)[call.own_first]
 
     return of_product(linear, call.rows, K, N, x.dtype, x.device.type)
 
@@ -513,14 +501,13 @@ def _row_sum(call: RecordedCall, name: str) -> MeasuredSum:
     """The row's sum or mean over the last axis. Raises NotImplementedError: it is another sum."""
     ((path, x),) = [(p, t) for p, t in call.tensors().items() if call.axis in call.roles.get(p, ())]
     K = x.shape[-1]
-    swap = list(range(call.rows))
-    swap[0], swap[call.row] = swap[call.row], swap[0]
 
     def summed(rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = call.prepared(change=lambda p, t: rows[swap].reshape(t.shape) if p == path else t)()
+        given = rows[call.own_first]
+        out: torch.Tensor = call.prepared(change=lambda p, t: given.reshape(t.shape) if p == path else t)()
         if x.numel() != call.rows * K or out.numel() != call.rows:
             raise NotImplementedError("it does not give one number a row")
-        return out.reshape(call.rows)[swap]
+        return out.reshape(call.rows)[call.own_first]
 
     finishes = ("divided by K", "times 1/K") if name.endswith("mean") else ("",)
     return of_rows(summed, call.rows, K, x.dtype, x.device.type, finishes)
@@ -566,25 +553,24 @@ def _trees(a: RecordedCall, b: RecordedCall, sum_of: Callable[[RecordedCall, str
     except (NotImplementedError, NotASumError) as error:
         return Replay(name="tree", status="error", sentence=f"the reduction tree is not known: {error}")
     found = trees_of(sums, [a.rows, b.rows])["reduction_trees"]
-    sizes: list[int | str] = [f"M = {c.rows:,}" + (f", {c.keys:,} keys" if c.keys else "") for c in (a, b)]
-    described = [
-        f"{size}: {tree['words']}" + ("" if tree["proven"] else f" (unproven: {tree['failed_on']})")
-        for size, tree in zip(sizes, found["classes"], strict=True)
-    ]
-    what = "of the values, under equal scores, " if sum_of is _values_of else ""
-    one, two = (tree.get("digest") for tree in found["classes"])
+    trees, sizes = found["classes"], [f"M = {c.rows:,}" + (f", {c.keys:,} keys" if c.keys else "") for c in (a, b)]
+    described = [t["words"] + ("" if t["proven"] else f" (unproven: {t['failed_on']})") for t in trees]
+    each = "; ".join(map("{}: {}".format, sizes, described))
+    what = "the values, under equal scores, " if sum_of is _values_of else "the sum "
+    one, two = (tree.get("digest") for tree in trees)
     if one is None or two is None:
-        sentence = f"the reduction tree {what}is not known: {'; '.join(described)}"
-        return Replay(name="tree", status="error", sentence=sentence, values=sizes)
-    between = "; ".join(line.partition(": ")[2] for line in found["between"])
-    proven = all(tree["proven"] for tree in found["classes"])
-    checked = " and ".join(f"{tree['checked']:,}" for tree in found["classes"])
-    proof = f"each proven by the bits of {checked} sums" if proven else "not both proven"
-    how = "differs" if one != two else "is the same"
-    sentence = f"the reduction tree {what}{how} in the arms: {'; '.join(described)}; {between}; {proof}"
-    if one == two and sum_of is _values_of:
-        sentence += "; the scores' own sums and the exponentials were not tested"
-    return _replay("tree", one != two, sentence, trials=2, distinct=1 + (one != two), values=sizes)
+        return Replay(name="tree", status="error", sentence=f"the order of {what}is not known: {each}", values=[*sizes])
+    proven = all(tree["proven"] for tree in trees)
+    proof = "; each proven by the bits of {:,} and {:,} sums".format(*(t["checked"] for t in trees)) if proven else ""
+    between = found["between"][0].partition(": ")[2]
+    if one != two:
+        sentence = f"the order of {what}differs in the arms: {each}; {between}{proof or '; not both proven'}"
+    else:
+        between = between.removeprefix("the same reduction tree").replace(", and other bits: ", "; what differs is ")
+        seen = "both arms add" if proven else "both arms seem to add"
+        sentence = f"{seen} {what}in the same order{between}{proof}"
+        sentence += "; the scores' own sums and the exponentials were not tested" * (sum_of is _values_of)
+    return _replay("tree", one != two, sentence, trials=2, distinct=1 + (one != two), values=[*sizes])
 
 
 def families_for(name: str) -> Sequence[str]:

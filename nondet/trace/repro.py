@@ -1,12 +1,12 @@
-"""A standalone script of the responsible call: only torch, inputs in a safetensors file, run once to verify it.
+"""A standalone script of the responsible call: only torch, inputs in a file beside it, run once to verify it.
 
-Where this request's row by itself and among the others differ, the script needs only the second arm's inputs, and makes
-the call on all rows and on the one. Otherwise it holds both arms' inputs, and makes both arms' calls.
+Where this request's row by itself and among the others differ, the script makes the second arm's call on all rows and
+on the one. Otherwise it makes both arms' calls.
 """
 
 from __future__ import annotations
 
-import pprint
+import io
 import shlex
 import subprocess
 import sys
@@ -19,6 +19,7 @@ from torch.overrides import resolve_name
 
 from nondet.core.runfile import replace_text, replacing
 from nondet.errors import one_line
+from nondet.trace.capture import changed_tensors
 from nondet.trace.replays import RecordedCall, Selection
 from nondet.trace.search import NamedCall
 
@@ -34,50 +35,14 @@ import sys
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # a json.py or torch.py next to this file is not what is meant
 
-import json
 from pathlib import Path
 
 import torch
 
-DATA = {data!r}
+DATA = {data!r}  # [(arguments, keyword arguments)] of two calls; read without running anything that is in it
 THREADS = {threads}  # CPU threads change bits
 DEVICE = {device!r}
-CALLS = {calls}
-ROWS = {rows}
-
-
-def tensors(path):
-    """A safetensors file: the header's length, the header as JSON, the bytes."""
-    dtypes = {{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-              "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "U8": torch.uint8}}
-    data = bytearray(path.read_bytes())
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(bytes(data[8 : 8 + size]))
-    header.pop("__metadata__", None)
-    out = {{}}
-    for name, entry in header.items():
-        begin, end = (8 + size + x for x in entry["data_offsets"])
-        raw = torch.frombuffer(data[begin:end], dtype=torch.uint8) if end > begin else torch.empty(0, dtype=torch.uint8)
-        out[name] = raw.clone().view(dtypes[entry["dtype"]]).reshape(entry["shape"]).to(DEVICE)
-    return out
-
-
-def build(value, held):
-    """Arguments as they were written down: {{"tensor": name, "take": [[axis, indices], ...]}} stands for a tensor."""
-    if isinstance(value, dict) and "tensor" in value:
-        out = held[value["tensor"]]
-        for axis, indices in value["take"]:
-            out = out.index_select(axis, torch.tensor(indices, device=out.device))
-        return out
-    if isinstance(value, dict) and "dtype" in value:
-        return getattr(torch, value["dtype"])
-    if isinstance(value, list):
-        return [build(v, held) for v in value]
-    if isinstance(value, tuple):
-        return tuple(build(v, held) for v in value)
-    if isinstance(value, dict):
-        return {{k: build(v, held) for k, v in value.items()}}
-    return value
+ROWS = {rows}  # of each result, [(axis, indices)]
 
 
 def bits(x):
@@ -86,11 +51,11 @@ def bits(x):
 
 def main():
     torch.set_num_threads(THREADS)
-    held = tensors(Path(__file__).with_name(DATA))
+    calls = torch.load(Path(__file__).with_name(DATA), map_location=DEVICE, weights_only=True)
     results = []
     with torch.no_grad():
-        for (args, kwargs), take in zip(CALLS, ROWS):
-            out = {function}(*build(args, held), **build(kwargs, held))
+        for (args, kwargs), take in zip(calls, ROWS):
+            out = {function}(*args, **kwargs)
             out = out if isinstance(out, torch.Tensor) else out[0]
             for axis, indices in take:
                 out = out.index_select(axis, torch.tensor(indices, device=out.device))
@@ -111,47 +76,43 @@ if __name__ == "__main__":
 def write_and_run(path: Path, named: NamedCall) -> str:
     """Write the script and its inputs, run it in a process of its own, and return its result. Raises UserError: the
     disk is full, or the path can't be written."""
-    from safetensors.torch import save
-
-    function = _callable_name(named.calls[1].function)
+    a, b = named.calls
+    function = _callable_name(b.function)
     if function is None:
         return f"no script: {named.culprit.call} has no name in torch"
     if "[" in named.culprit.call:
         return f"no script: not torch but another package makes the operands of {named.culprit.call}"
-    rows_only = next((r for r in named.culprit.replays if r.name == "rows only"), None)
-    by_shape = rows_only is not None and rows_only.status == "divergent"
-    held: dict[str, torch.Tensor] = {}
-    a, b = named.calls
-    if by_shape:
-        columns = list(b.visible) if b.keys else None
-        calls = [_written(b, held, "b", None, None), _written(b, held, "b", [b.row], columns)]
+    columns = list(b.visible) if b.keys else None
+    if any(r.name == "rows only" and r.status == "divergent" for r in named.culprit.replays):
+        calls = [b.arguments(), b.arguments([b.row], columns)]
         rows = [_taken(b, b.row, None), _taken(b, 0, columns)]
         what = f"this row in a call of {b.rows} rows, compared with the row solo"
     else:
-        calls = [_written(a, held, "a", None, None), _written(b, held, "b", None, None)]
-        rows = [_taken(a, a.row, None), _taken(b, b.row, None)]
+        calls, rows = [a.arguments(), b.arguments()], [_taken(a, a.row, None), _taken(b, b.row, None)]
         what = f"this row in a call of {a.rows} rows, compared with the same row in a call of {b.rows} rows"
     data = inputs_path(path)
     text = _SCRIPT.format(
         title=one_line(named.culprit.sentence, 400).replace('"""', "'''").replace("\\", "/"),
         data=data.name,
         threads=torch.get_num_threads(),
-        device=next(iter(held.values())).device.type,
-        calls=pprint.pformat(calls, width=110, compact=True),
-        rows=pprint.pformat(rows, width=110, compact=True),
+        device=next(iter(b.tensors().values())).device.type,
+        rows=rows,
         function=function,
         what=what,
     )
+    plain: dict[int, torch.Tensor] = {}  # each once, without what a parameter is besides its numbers
+    content = changed_tensors(calls, lambda _, t: plain.setdefault(id(t), t.detach().cpu().as_subclass(torch.Tensor)))
+    held = io.BytesIO()
+    torch.save(content, held)
     with replacing(data) as scratch:
-        # not save_file, which raises its own kind of error on a full disk
-        scratch.write_bytes(save({k: v.detach().cpu().contiguous() for k, v in held.items()}))
+        scratch.write_bytes(held.getbuffer())  # torch raises its own kind of error on a full disk
     replace_text(path, text)
     return f"python -P {shlex.quote(str(path))}: {_run(path)}"
 
 
 def inputs_path(script: Path) -> Path:
-    """model.py -> model.inputs.safetensors: never the name of a model's own weights."""
-    return script.with_suffix(".inputs.safetensors")
+    """model.py -> model.inputs.pt: never the name of a model's own weights."""
+    return script.with_suffix(".inputs.pt")
 
 
 def _run(path: Path) -> str:
@@ -177,30 +138,6 @@ def _callable_name(function: Callable[..., Any]) -> str | None:
     if name.startswith("torch.") and found is not None and (found is function or found == function):
         return name
     return None
-
-
-def _written(
-    call: RecordedCall, held: dict[str, torch.Tensor], arm: str, rows: list[int] | None, columns: list[int] | None
-) -> tuple[Any, Any]:
-    """The call's arguments as data: tensors by name, with the selection of each."""
-    paths = {id(t): p for p, t in call.tensors().items()}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            path = paths[id(value)]
-            held[f"{arm}.{path}"] = value
-            return {"tensor": f"{arm}.{path}", "take": call.selection(path, rows, columns)}
-        if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.device):
-            return value.type
-        if isinstance(value, list | tuple):
-            return type(value)(plain(v) for v in value)
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        return value
-
-    return plain(call.args), plain(call.kwargs)
 
 
 def _taken(call: RecordedCall, row: int, columns: list[int] | None) -> Selection:

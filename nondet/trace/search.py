@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -184,35 +184,47 @@ def logits_at_fault(bare: Session, captured: Session) -> str:
     for name, tops in bare.tops.items():
         if not all(math.isfinite(top[0]) for top in tops):
             return f"logits of {name} are NaN or infinite: the model is wrong, whatever the batch"
-    for name, tops in bare.tops.items():
-        if any(_bits(x) != _bits(y) for x, y in zip(tops, captured.tops.get(name, []), strict=False)):
-            return f"the logits of {name} change when it is captured, so nothing else is reported"
+    given = _given(captured)
+    for name, values in _given(bare).items():
+        if any(x != y for x, y in zip(values, given.get(name, []), strict=False)):
+            return f"the {_kind_of(bare)} of {name} change when it is captured, so nothing else is reported"
     return ""
 
 
 def changed_after_first(first: Session, later: Session, forced: Mapping[str, Sequence[int]]) -> str:
-    """Where the logits of an arm's first session in this process differ from a later one's; "" where none do.
+    """Where what an arm's first session in this process gave differs from a later one; "" where nothing does.
 
     The batches are the same, so a difference comes from what the process did before: a kernel that warms up, or a tuner
     that takes another order at the first call of a size. Contexts are equal as far as the first session chose the
     tokens that the later one was fed.
     """
-    for name, tops in later.tops.items():
+    given = _given(first)
+    for name, values in _given(later).items():
         chosen = next(o.token_ids for o in first.outcomes if o.request.id == name)
-        for index, (x, y) in enumerate(zip(first.tops.get(name, []), tops, strict=False)):
-            if _bits(x) != _bits(y):
+        for index, (x, y) in enumerate(zip(given.get(name, []), values, strict=False)):
+            if x != y:
                 return (
-                    f"its first session in this process differs from a later one with the same batches, in the logits "
-                    f"of {name} at token {index}: what ran before decides, not the batch"
+                    f"its first session in this process differs from a later one with the same batches, in the "
+                    f"{_kind_of(later)} of {name} at token {index}: what ran before decides, not the batch"
                 )
             if chosen[index : index + 1] != [*forced.get(name, chosen)[index : index + 1]]:
                 break
     return ""
 
 
-def _bits(top: tuple[float, float, int, int]) -> tuple[str | int, ...]:
-    """Two largest logits and their tokens, so that NaN equals NaN and -0.0 is not 0.0."""
-    return top[0].hex(), top[1].hex(), *top[2:]
+def _kind_of(session: Session) -> str:
+    return "logits" if session.tops else "logprobs"
+
+
+def _given(session: Session) -> dict[str, list[object]]:
+    """What a session gave for each token of each request, as bits, so that NaN equals NaN and -0.0 is not 0.0: the two
+    largest logits and their tokens, or where an engine gives no logits the token and its logprob."""
+    if session.tops:
+        return {name: [(t[0].hex(), t[1].hex(), *t[2:]) for t in tops] for name, tops in session.tops.items()}
+    return {
+        o.request.id: [(token, o.logprobs[4 * i : 4 * i + 4]) for i, token in enumerate(o.token_ids)]
+        for o in session.outcomes
+    }
 
 
 def step_seconds(session: Session) -> float:
@@ -336,20 +348,9 @@ def unnamed_culprit(site: Site, prompt: int, note: str, number: int = 1, replace
     )
 
 
-def targets_that_differ(solo: Outcome, loaded: Session) -> list[tuple[int, int | None, str]]:
-    """The requests with this prompt that differ from it solo: first logprob and first token that differ, and the id."""
-    found = []
-    for outcome in loaded.outcomes:
-        if outcome.request.target and outcome.finish != "error":
-            token, logprob = first_difference(solo, outcome)
-            if logprob is not None:
-                found.append((logprob, token, outcome.request.id))
-    return found
-
-
-def _agrees(record: StepRecord, coarse: CoarseCapture, owner: str, site: Site) -> bool:
+def _agrees(record: StepRecord, coarse: RowHashes, owner: str, site: Site) -> bool:
     """Whether the layer's output in the fine pass has the hash of the coarse pass."""
-    if not site.region.isdigit() or record.limited or not record.events:
+    if not site.region.isdigit() or record.limited or record.cut or not record.events:
         return True
     value = record.events[-1].outputs[0].value
     hashes = coarse.rows.get((owner, site.position))
@@ -371,47 +372,27 @@ def _digests(pair: Pair, record: StepRecord) -> dict[str, str]:
 
 def _what_is_known(finding: Finding) -> str:
     if finding.after is None:
-        return (
-            f"{finding.compared} calls were compared and none has equal inputs and unequal outputs: what differs there "
-            "was not seen by the capture"
-        )
-    key = finding.after.a.key
-    differ = f"the inputs of `{key.call}` in {key.module} differ already ({', '.join(finding.after.unequal_inputs)})"
+        none = f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
+        return f"{none}: what differs there was not seen by the capture"
+    key, names = finding.after.a.key, ", ".join(finding.after.unequal_inputs)
+    differ = f"the inputs of `{key.call}` in {key.module} differ already ({names}), "
     if finding.outside:
-        return (
-            f"{differ}, and they are given to the layer from outside, as a rotary embedding's cos and sin are: what "
-            "computes them is the culprit, and it is not among the layer's calls"
+        return differ + (
+            "and they are given to the layer from outside, as a rotary embedding's cos and sin are: what computes them "
+            "is the culprit, and it is not among the layer's calls"
         )
-    return (
-        f"{differ}, though no call before it that was understood has equal inputs and unequal outputs: something wrote "
-        "in between that the capture does not see"
+    return differ + (
+        "though no call before it that was understood has equal inputs and unequal outputs: something wrote in between "
+        "that the capture does not see"
     )
 
 
 _MOST_CULPRITS = 12  # more than there are families
 
 
-@dataclass(eq=False, kw_only=True)
-class Tracing:
-    """What traces under either engine share: each record is written once, whichever process made it."""
-
-    write: Callable[[Record], object]  # takes each record as it is made
-    say: Callable[[str], None]  # takes a line for display as each step begins or ends
-    # records of a stopped process for this trace: they are not made again, except the controls
-    earlier: Sequence[Record] = ()
-
-    def __post_init__(self) -> None:
-        self.known = {record.key: record for record in self.earlier}
-
-    def keep(self, record: Record) -> None:
-        """Write the record, unless it was written before."""
-        if record.key not in self.known:
-            self.write(record)
-
-
 @dataclass(eq=False)
-class Search(Tracing):
-    """One trace."""
+class Search:
+    """One trace, of transformers' engine; `nondet.trace.vllm` has what is different inside vLLM."""
 
     engine: Engine
     model: Any
@@ -420,7 +401,12 @@ class Search(Tracing):
     b: Arm
     _: KW_ONLY
     impl: str  # what is under both: stock, or an implementation as `nondet sample` takes it
-    choose: bool  # whether any request under study of the second arm may be used: then one that differs is taken
+    write: Callable[[Record], object]  # takes each record as it is made
+    say: Callable[[str], None]  # takes a line for display as each step begins or ends
+    # whether any request under study of the second arm may be used: then one that differs is taken
+    choose: bool = True
+    # records of a stopped process for this trace: they are not made again, except the controls
+    earlier: Sequence[Record] = ()
     # arm's name -> digest that its trace must have, where it was recorded
     expected: Mapping[str, str] = field(default_factory=dict)
     script: bool = False  # whether `named` is needed, which no record holds
@@ -432,18 +418,18 @@ class Search(Tracing):
     named: NamedCall | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.known = {record.key: record for record in self.earlier}
         self._culprits: list[Culprit] = []
         self._families: list[str] = []
         self._tried: dict[frozenset[str], Site | None] = {}  # families -> where the arms differed with them replaced
-        self._recorded: tuple[CoarseCapture, CoarseCapture]
+        self._recorded: tuple[RowHashes, RowHashes]
         self._first: tuple[Session, Session]
         self._started = time.perf_counter()
 
     def run(self) -> TraceVerdict:
         """The whole search. Raises EngineStoppedError: an arm died; what was found by then is written; UserError: the
         engine refuses the model, or an implementation the call."""
-        with implementation(self.impl):
+        with self._implementation():
             last = self._run_uncaptured()
             site = self._run_controls(last)
             if isinstance(site, TraceVerdict):
@@ -457,12 +443,47 @@ class Search(Tracing):
                 return self._end("no divergence observed", notes=[f"{AGREE}, alongside {concurrent}"])
             return self._until_fixed(site)
 
+    def keep(self, record: Record) -> None:
+        """Write the record, unless it was written before, by whichever process."""
+        if record.key not in self.known:
+            self.write(record)
+
+    # --- what depends on the engine -----------------------------------------------------------------------------
+
+    def _implementation(self) -> AbstractContextManager[Any]:
+        """The block in which both arms run."""
+        return implementation(self.impl)
+
+    def _weights(self) -> None:
+        self._control("weights", None, f"both arms use the same weights ({weights_digest(self.model)})")
+
+    def _force(self, sessions: tuple[Session, Session], solo: Outcome) -> None:
+        """From now on feed all requests the tokens that they have chosen, and both arms' the first one's."""
+        for arm, session in zip((self.a, self.b), sessions, strict=True):
+            arm.forced = {o.request.id: o.token_ids for o in session.outcomes} | {arm.request: solo.token_ids}
+
+    def _bare(self, arm: Arm, last: int | None) -> Session:
+        """A session without capture, up to the position `last`."""
+        return arm.run(self.engine, Until(arm.request, last))
+
+    def _coarse(self, arm: Arm, last: int | None) -> tuple[RowHashes, Session]:
+        """Hashes of a session up to that position, and the session."""
+        capture = CoarseCapture(arm.request, last, sharing=arm.load.sharing)
+        return capture, arm.run(self.engine, capture)
+
+    def _fine(self, arm: Arm, owner: str, site: Site) -> tuple[StepRecord | None, list[StepRecord]]:
+        """The calls at the site, None where it was not computed again; and the shapes of other steps."""
+        opaque = "attention" in self._families or self.impl.startswith("invariant")
+        fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque)
+        arm.run(self.engine, fine)
+        return fine.site, fine.shapes
+
     # --- controls -----------------------------------------------------------------------------------------------
 
     def _run_uncaptured(self) -> int | None:
         """Run both arms without capture, then force all tokens. Returns the last position to compare."""
         self.say("controls: the weights, and each arm without capture")
-        self._control("weights", None, f"weights {weights_digest(self.model)}, hashed once, are those of both arms")
+        self._weights()
         with self.pace.timed():
             sessions = self._first = self.a.run(self.engine), self.b.run(self.engine)
         solo = self.a.outcome(sessions[0])
@@ -480,24 +501,23 @@ class Search(Tracing):
             sentence = f"the arms' logprobs first differ at token {logprob} (position {prompt - 1 + logprob}); {tokens}"
         first = {"first_logprob": logprob, "first_token": token}
         self._control("parting", None, sentence, {k: float(-1 if v is None else v) for k, v in first.items()})
-        self.a.forced = {o.request.id: o.token_ids for o in sessions[0].outcomes}
-        self.b.forced = {o.request.id: o.token_ids for o in sessions[1].outcomes}
-        self.a.forced[self.a.request] = self.b.forced[self.b.request] = solo.token_ids  # every position is comparable
+        self._force(sessions, solo)
         return None if logprob is None else prompt - 1 + logprob
 
     def _choose(self, solo: Outcome, loaded: Session) -> None:
         """Of the requests with this prompt, the first whose tokens differ, if any do."""
-        count = sum(o.request.target and o.finish != "error" for o in loaded.outcomes)
-        differing = targets_that_differ(solo, loaded)
-        tokens = sum(token is not None for _, token, _ in differing)
+        targets = [o for o in loaded.outcomes if o.request.target and o.finish != "error"]
+        differing = [(*first_difference(solo, o), o.request.id) for o in targets]
+        differing = [found for found in differing if found[1] is not None]
+        tokens = sum(token is not None for token, _, _ in differing)
         sentence = (
-            f"of {count} requests with this prompt under load, {len(differing)} differ from it solo in logprobs, "
-            f"{tokens} in tokens"
+            f"of {len(targets)} requests with this prompt under load, {len(differing)} differ from it solo in "
+            f"logprobs, {tokens} in tokens"
         )
-        figures = {"requests": float(count), "logprobs": float(len(differing)), "tokens": float(tokens)}
+        figures = {"requests": float(len(targets)), "logprobs": float(len(differing)), "tokens": float(tokens)}
         self._control("company", None, sentence, figures)
         if differing:
-            self.b.request = min(differing, key=lambda found: (found[1] is None, found[0]))[2]
+            self.b.request = min(differing, key=lambda found: (found[0] is None, found[1]))[2]
 
     def _expect(self, arm: Arm, outcome: Outcome) -> None:
         """Check that a recorded arm is reproduced bit for bit; otherwise the recording is not this machine's."""
@@ -507,7 +527,7 @@ class Search(Tracing):
         got, again = trace_digest(outcome.token_ids, outcome.logprobs), "bit-identical to the record"
         if got != wanted:
             again = f"trace {got} instead of {wanted}, and is traced as it is now"
-        self._control(f"tape of {arm.request}", got == wanted, f"{arm.title}: repeated, it is {again}")
+        self._control(f"record of {arm.request}", got == wanted, f"{arm.title}: repeated, it is {again}")
 
     def _run_controls(self, last: int | None) -> Site | TraceVerdict | None:
         """Each arm twice with capture, and once forced without: run to run, capture, then the least difference."""
@@ -516,14 +536,14 @@ class Search(Tracing):
         with self.pace.timed():
             once = [self._coarse(arm, last) for arm in arms]
         again = [self._coarse(arm, last) for arm in arms]
-        for arm, (first, _), (second_capture, _) in zip(arms, once, again, strict=True):
+        for arm, (first, _), (again_capture, _) in zip(arms, once, again, strict=True):
             if first.full:
                 self._control("memory", False, "hashes of late positions were not kept, for lack of memory")
-            if same_records(first, second_capture) is not None:
-                return self._run_to_run(arm, (first, second_capture))
+            if same_records(first, again_capture) is not None:
+                return self._run_to_run(arm, (first, again_capture))
         cost: dict[str, float] = {}
         for arm, initial, (_, session), (_, second) in zip(arms, self._first, once, again, strict=True):
-            bare = arm.run(self.engine, Until(arm.request, last))
+            bare = self._bare(arm, last)
             if note := changed_after_first(initial, bare, arm.forced):
                 self._control("run to run", False, f"arm {arm.title}: {note}")
                 return self._end("run-to-run", notes=[f"arm {arm.title}: {note}"])
@@ -532,22 +552,30 @@ class Search(Tracing):
                 self._control("capture", False, f"arm {arm.title}: {note}")
                 return self._end("unknown", notes=[f"arm {arm.title}: {note}"])
             cost[arm.name] = step_seconds(second) / max(step_seconds(bare), 1e-9)
-        costs = ", ".join(f"{cost[arm.name]:.2f} times a step of arm {arm.title}" for arm in arms)
-        self._control(
-            "capture",
-            True,
-            "capture changes no logit: the two largest of every token have the same bits with it and without it; it "
-            f"costs {costs}",
-            cost,
-        )
+        costs = " and ".join(f"a step of arm {arm.title} take {cost[arm.name]:.2f} times as long" for arm in arms)
+        same = "recording changes no result: all logits and logprobs that the engine gives are bit-identical without it"
+        self._control("capture", True, f"{same}; it makes {costs}", cost)
         rows = sum(len(capture.rows) for capture, _ in once)
-        self._control(
-            "run to run", True, f"each arm twice: all records of {rows} rows agree, so only the batch differs"
-        )
-        self._recorded = once[0][0], once[1][0]
-        return least_site(*self._recorded, (self.a.request, self.b.request), last)
+        agree = f"each arm twice: all records of {rows} rows agree, so only the batch differs"
+        self._control("run to run", True, agree)
+        if last is None and self.choose:  # no answer differs: hidden states of any of them may
+            for name in [o.request.id for o in once[1][1].outcomes if o.request.target and o.finish != "error"]:
+                self.b.request = name
+                if (site := self._least(once, last)) is not None:
+                    return site
+        return self._least(once, last)
 
-    def _run_to_run(self, arm: Arm, captures: tuple[CoarseCapture, CoarseCapture]) -> TraceVerdict:
+    def _least(self, runs: Sequence[tuple[RowHashes, Session]], last: int | None = None) -> Site | None:
+        """Where the arms' records differ first, or only their logprobs; None: nowhere."""
+        self._recorded = runs[0][0], runs[1][0]
+        site = least_site(*self._recorded, (self.a.request, self.b.request), last)
+        outcomes = [arm.outcome(session) for arm, (_, session) in zip((self.a, self.b), runs, strict=True)]
+        _, logprob = first_difference(*outcomes)
+        if site is None and logprob is not None and all(o.finish != "cut" for o in outcomes):
+            return Site((self.a.request, self.b.request), len(self.a.prompt) - 1 + logprob, "logprob")
+        return site
+
+    def _run_to_run(self, arm: Arm, captures: tuple[RowHashes, RowHashes]) -> TraceVerdict:
         """The arm compared with itself: the batches are the same, so a difference has another cause."""
         site = least_site(*captures, (arm.request, arm.request))
         where = " only in rows of other requests"
@@ -560,10 +588,6 @@ class Search(Tracing):
             self._recorded = captures
             self._name(1, site, steady=False)
         return self._end("run-to-run", notes=[note])
-
-    def _coarse(self, arm: Arm, last: int | None) -> tuple[CoarseCapture, Session]:
-        capture = CoarseCapture(arm.request, last, sharing=arm.load.sharing)
-        return capture, arm.run(self.engine, capture)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -633,18 +657,16 @@ class Search(Tracing):
 
         if site.record == "logprob":
             return unnamed(_SAMPLER)
-        opaque = "attention" in self._families or self.impl.startswith("invariant")
         shapes: list[StepRecord] = []
         records: list[StepRecord] = []
         for arm, owner, before in zip((self.a, self.b), site.owners, self._recorded, strict=True):
-            fine = FineCapture(owner, site.position, site.region, opaque_attention=opaque)
-            arm.run(self.engine, fine)
-            if fine.site is None:
+            record, others = self._fine(arm, owner, site)
+            if record is None:
                 return unnamed(f"arm {arm.title} did not compute that position again in the fine pass")
-            if steady and not _agrees(fine.site, before, owner, site):
+            if steady and not _agrees(record, before, owner, site):
                 return unnamed(f"arm {arm.title}: {_CAPTURE}")
-            shapes += fine.shapes
-            records.append(fine.site)
+            shapes += others
+            records.append(record)
         finding = first_responsible(records[0], records[1], shapes)
         pair, note = finding.responsible, ""
         if pair is None:
@@ -709,11 +731,7 @@ class Search(Tracing):
         with self.pace.timed(), self._replaced(families) as coverage:
             runs = [self._coarse(arm, None) for arm in (self.a, self.b)]
             left = sorted({*coverage().at_risk, *coverage().left})
-        self._recorded = runs[0][0], runs[1][0]
-        site = least_site(*self._recorded, (self.a.request, self.b.request))
-        _, logprob = first_difference(*(arm.outcome(s) for arm, (_, s) in zip((self.a, self.b), runs, strict=True)))
-        if site is None and logprob is not None:
-            site = Site((self.a.request, self.b.request), len(self.a.prompt) - 1 + logprob, "logprob")
+        site = self._least(runs)
         sentence = substitution_sentence(families, site, self._culprits[-1] if role == "search" else None)
         self.keep(
             Substitution(

@@ -10,8 +10,7 @@ Nothing is replaced, and no prefix is cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -19,10 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nondet.core.compare import memory_of, row_hashes
-from nondet.core.records import Control, Culprit, TraceVerdict
-from nondet.errors import EngineStoppedError
-from nondet.sampling.plan import Load, Request, Session, Span
-from nondet.trace.align import Pair, first_responsible
+from nondet.core.records import Culprit, TraceVerdict
+from nondet.sampling.plan import Outcome, Session, Span
+from nondet.trace.align import Pair
 from nondet.trace.capture import (
     RowHashes,
     Sizes,
@@ -34,19 +32,7 @@ from nondet.trace.capture import (
     tensors_in,
     with_starts,
 )
-from nondet.trace.search import (
-    AGREE,
-    Site,
-    Tracing,
-    culprit_sentence,
-    least_site,
-    same_records,
-    site_in_words,
-    targets_that_differ,
-    unnamed_culprit,
-    verdict_sentences,
-)
-from nondet.vllm.engine import VllmEngine
+from nondet.trace.search import Arm, NamedCall, Search, Site, culprit_sentence
 
 _MOST_BYTES, _LISTED = 2**26, 4  # of one tensor's copy, which no KV cache fits into; prefills that are named
 _CUT = Sizes(-1, -1, -1)  # every tensor was cut to the position's rows: no axis counts anything any more
@@ -261,123 +247,59 @@ class _Recorder(TorchDispatchMode):
         return tensor if rest or not each else tensor[self._row * each : (self._row + 1) * each]
 
 
-@dataclass(eq=False)
-class VllmTrace(Tracing):
-    """One trace: controls, the least position that differs, and the call there."""
+class VllmTrace(Search):
+    """A trace inside vLLM's process, where no token is forced and nothing replaced: it names the first call."""
 
-    engine: VllmEngine
-    load: Load
-    impl: str  # "stock", "vllm-invariant" or "invariant"
-    # solo, loaded: the requests of either arm; those under study in the second are its targets
-    solo: Sequence[Request]
-    loaded: Sequence[Request]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._lookers: dict[str, Fine] = {}  # arm's name -> its last fine pass
 
-    def run(self) -> TraceVerdict:
-        """The whole search. Raises EngineStoppedError: vLLM died, or a request failed in it."""
-        with self.engine.implementation(self.impl):
-            self.say("each arm twice, with hashes of every position and layer")
-            coarse, sessions, cost = list[Coarse](), list[Session](), dict[str, float]()
-            for name, title, arm in (("alone", "solo", self.solo), ("in company", "loaded", self.loaded)):
-                bare, one, two = self._run(arm), Coarse(), Coarse()
-                sessions.append(self._run(arm, one))
-                self._run(arm, two)
-                if same_records(one, two) is not None:
-                    return self._run_to_run(f"arm {title}, repeated with the same batches, differs from itself")
-                if _answers(bare) != _answers(sessions[-1]):
-                    # the first session in the process, or the capture? a run without capture, but with forced tokens,
-                    # decides
-                    if _answers(self._run(arm)) == _answers(sessions[-1]):
-                        return self._run_to_run(
-                            f"arm {title}: its first session in this process differs from later ones with the same "
-                            "batches: what ran before decides, not the batch"
-                        )
-                    note = f"the logprobs of arm {title} change when it is captured, so nothing else is reported"
-                    self._control("capture", False, note)
-                    return self._verdict("unknown", notes=[note])
-                coarse.append(one)
-                cost[name] = sessions[-1].seconds / max(bare.seconds, 1e-9)
-            self._control("capture", True, "capture changes no logprob of either arm", cost)
-            rows = sum(len(one.rows) for one in coarse)
-            self._control("run to run", True, f"each arm twice: all records of {rows} rows agree")
-            target = self.solo[0].id
-            request = self._chosen(*sessions)
-            names = [request] if request else [r.id for r in self.loaded if r.target]
-            sites = [least_site(coarse[0], coarse[1], (target, name)) for name in names]
-            site = min((s for s in sites if s is not None), key=lambda s: s.position, default=None)
-            if site is None and not request:
-                others = len(self.loaded) - 1
-                return self._verdict("no divergence observed", notes=[f"{AGREE}, alongside {others} other requests"])
-            if site is None:
-                nowhere = Site((target, request), -1, "logits")
-                note = "hidden states and logits agree and logprobs do not: what differs is vLLM's own softmax"
-                return self._unnamed(nowhere, note)
-            self.say(f"the calls at position {site.position}, {site_in_words(site)}")
-            return self._compared(site)
+    def _implementation(self) -> AbstractContextManager[Any]:
+        engine: Any = self.engine
+        context: AbstractContextManager[Any] = engine.implementation(self.impl)
+        return context
 
-    def _run_to_run(self, note: str) -> TraceVerdict:
-        self._control("run to run", False, note)
-        return self._verdict("run-to-run", notes=[note])
+    def _weights(self) -> None:
+        """They are in another process."""
 
-    def _run(self, arm: Sequence[Request], looker: Looker | None = None) -> Session:
-        session = self.engine.run(arm, self.load, looker=looker)
-        failed = [f"{o.request.id}: {o.reason}" for o in session.outcomes if o.reason]
-        if session.fatal or failed:
-            raise EngineStoppedError(session.fatal or failed[0])
-        return session
+    def _force(self, sessions: tuple[Session, Session], solo: Outcome) -> None:
+        """Each request chooses its tokens again, so positions are compared up to the first that differs."""
 
-    def _chosen(self, solo: Session, loaded: Session) -> str:
-        """The first target that differs from the solo one; "" where none does."""
-        count = sum(o.request.target for o in loaded.outcomes)
-        differing = targets_that_differ(solo.outcomes[0], loaded)
-        sentence = f"of {count} requests with this prompt under load, {len(differing)} differ from it solo"
-        self._control("company", None, sentence, {"requests": count, "logprobs": len(differing)})
-        return min((logprob, name) for logprob, _, name in differing)[1] if differing else ""
+    def _bare(self, arm: Arm, last: int | None) -> Session:
+        return arm.run(self.engine)
 
-    def _compared(self, site: Site) -> TraceVerdict:
-        """Name the responsible call at the position where the arms first differ."""
-        lookers = [Fine(owner, site.position, site.region) for owner in site.owners]
-        for arm, looker in zip((self.solo, self.loaded), lookers, strict=True):
-            self._run(arm, looker)
-        one, two = (looker.record for looker in lookers)
-        if one is None or two is None:
-            return self._unnamed(site, "an arm did not compute that position again")
-        finding = first_responsible(one, two, [])
-        if finding.responsible is None:
-            return self._unnamed(
-                site, f"{finding.compared} calls were compared and none has equal inputs and unequal outputs"
-            )
-        pair = finding.responsible
-        tokens = [sum(part.rows for part in looker.step) for looker in lookers]
+    def _coarse(self, arm: Arm, last: int | None) -> tuple[RowHashes, Session]:
+        capture: Any = Coarse()
+        return capture, arm.run(self.engine, capture)
+
+    def _fine(self, arm: Arm, owner: str, site: Site) -> tuple[StepRecord | None, list[StepRecord]]:
+        looker: Any = Fine(owner, site.position, site.region)
+        arm.run(self.engine, looker)
+        self._lookers[arm.name] = looker
+        return looker.record, []
+
+    def _until_fixed(self, site: Site) -> TraceVerdict:
+        self._name(1, site)
+        self.late = "which replacements would make the arms agree is not tested inside vLLM"
+        return self._end("batch-dependent")
+
+    def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:
+        """The named call with the sizes that its step had, which the records were cut from."""
+        tokens = [sum(part.rows for part in self._lookers[arm.name].step) for arm in (self.a, self.b)]
         given = [
             slot for slot in pair.a.inputs if not slot.weight and slot.dtype.is_floating_point and len(slot.shape) > 1
         ]
         culprit = msgspec.structs.replace(
-            unnamed_culprit(site, len(self.solo[0].prompt), ""), **pair.a.key._asdict(),
+            culprit, **pair.a.key._asdict(),
             differences=dict(pair.unequal),
-            kernels=[_operators_in(pair, record) for record in (one, two)],
+            kernels=[_operators_in(pair, record) for record in records],
             shapes=[{slot.path: [count, *slot.shape[1:]] for slot in given} for count in tokens],
             axes={slot.path: ["tokens", *[""] * (len(slot.shape) - 1)] for slot in given},
-            unmatched=finding.unmatched, compared=finding.compared, not_understood=pair.not_understood,
+            not_understood=pair.not_understood,
         )  # fmt: skip
-        sizes = [Sizes(count, 0, 0) for count in tokens]
-        culprit = msgspec.structs.replace(culprit, sentence=culprit_sentence(culprit, sizes))
-        self._control("step", None, _alongside(lookers[1]))
-        return self._verdict("batch-dependent", [culprit])
-
-    def _control(self, name: str, passed: bool | None, sentence: str, figures: dict[str, float] | None = None) -> None:
-        self.keep(Control(name=name, passed=passed, sentence=sentence, figures=figures or {}))
-
-    def _unnamed(self, site: Site, note: str) -> TraceVerdict:
-        return self._verdict("batch-dependent", [unnamed_culprit(site, len(self.solo[0].prompt), note)])
-
-    def _verdict(self, finding: str, culprits: Sequence[Culprit] = (), notes: Sequence[str] = ()) -> TraceVerdict:
-        for culprit in culprits:
-            self.keep(culprit)
-        late = "which replacements would make the arms agree is not tested inside vLLM"
-        sentences = verdict_sentences(finding, culprits, None, notes, late)
-        return TraceVerdict(
-            finding=finding, culprits=[c.sentence for c in culprits], families=None, sentences=sentences, seconds=0.0
-        )
+        self._control("step", None, _alongside(self._lookers[self.b.name]))
+        sentence = culprit_sentence(culprit, [Sizes(count, 0, 0) for count in tokens])
+        return NamedCall(msgspec.structs.replace(culprit, sentence=sentence))
 
 
 def _operators_in(pair: Pair, record: StepRecord) -> list[str]:
@@ -386,10 +308,6 @@ def _operators_in(pair: Pair, record: StepRecord) -> list[str]:
     if "::" in key.call:
         return []
     return [event.key.call for event in record.events if event.key.module == key.module and "::" in event.key.call]
-
-
-def _answers(session: Session) -> list[tuple[list[int], bytes]]:
-    return [(o.token_ids, o.logprobs) for o in session.outcomes]
 
 
 def _alongside(looker: Fine) -> str:

@@ -13,7 +13,6 @@ from msgspec.structs import asdict
 from nondet.core.records import (
     ImplementationRecord,
     MismatchCost,
-    MismatchEffect,
     MismatchFloor,
     MismatchKind,
     MismatchPlace,
@@ -47,7 +46,6 @@ class Pair:
     floor: MismatchFloor | None
     place: MismatchPlace | None
     whole: MismatchVocabulary | None
-    effect: MismatchEffect | None
     cost: MismatchCost | None
 
     @cached_property
@@ -134,8 +132,8 @@ def pairs(run: Run) -> list[Pair]:
         good, bad = ([r for r in mine if (r.status == "ok") == ok] for ok in (True, False))
         kinds = sorted((k for k in run.mismatch_kinds if k.impl == impl), key=lambda k: k.left)
         floor, place = first(run.mismatch_floors, impl), first(run.mismatch_places, impl)
-        whole, effect = first(run.mismatch_vocabularies, impl), first(run.mismatch_effects, impl)
-        made.append(Pair(impl, good, bad, kinds, floor, place, whole, effect, first(run.mismatch_costs, impl)))
+        whole, cost = first(run.mismatch_vocabularies, impl), first(run.mismatch_costs, impl)
+        made.append(Pair(impl, good, bad, kinds, floor, place, whole, cost))
     return made
 
 
@@ -244,9 +242,6 @@ def _where(pair: Pair) -> list[Reason]:
 
 def _so_what(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
     reasons: list[Reason] = []
-    if (e := pair.effect) is not None:
-        moved = min(1.0, e.moved)
-        reasons.append(reason("mm-effect", moved=moved, cosine=e.cosine, other=e.other, rollouts=e.rollouts))
     for cured in arms if pair.impl == "stock" and pair.cost else ():
         base, colon, families = cured.impl.partition(":")
         if base == "invariant" and cured.figures and cured.cost:

@@ -259,8 +259,6 @@ WORDS: dict[str, str] = {
     "the larger logprob, by {least:.1e} to {most:.1e}. Top-p or top-k on that side looks so; another temperature, "
     "template or weights may.",
     "mm-unasked": "Hypotheses were not tested: that takes --model.",
-    "mm-effect": "One step's gradient moves by {moved:near} (cosine {cosine:.5f}) where tokens are weighted by their "
-    "ratios; the gradient of {rollouts:#other rollout} has cosine {other:.3f} with it.",
     "mm-cure": "Invariant on both sides{only} leaves {differ:,} of {tokens:#token}, K3 {k3:.1e}, in {times:.1f} times "
     "stock's seconds.",
     "mm-only": " in {families:and} only",

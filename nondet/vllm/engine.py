@@ -173,10 +173,10 @@ def serve(pipe: Any, log: str, environment: Mapping[str, str], arguments: Mappin
             raise UserError("vLLM did not load nondet's plugin", "VLLM_PLUGINS, if set, must name nondet.")
         pipe.send(("ready", vllm.__version__))
         while True:
-            requests, looker = pipe.recv()
-            with looker.attached(llm, taken) if looker is not None else nullcontext():
+            requests, watcher = pipe.recv()
+            with watcher.attached(llm, taken) if watcher is not None else nullcontext():
                 played = play(llm.llm_engine, requests, eos, taken)
-            pipe.send(("played", (played, looker)))
+            pipe.send(("played", (played, watcher)))
     except EOFError:  # the parent has finished
         return
     except BaseException as error:  # noqa: BLE001 - whatever vLLM raises, the parent has to hear of it
@@ -247,15 +247,15 @@ class VllmEngine:
             finally:
                 self._end()
 
-    def run(self, requests: Sequence[Request], load: Load, looker: Any = None, **options: Any) -> Session:
-        """One round from an empty cache. An engine that died gives a session with its reason. A `looker` goes to vLLM's
-        process, watches there as `attached(llm, taken)`, and returns what it saw."""
-        told = options.pop("on_token_count", None)
+    def run(self, requests: Sequence[Request], load: Load, watcher: Any = None, **options: Any) -> Session:
+        """One round from an empty cache. An engine that died gives a session with its reason. A `watcher` goes to
+        vLLM's process, watches there as `attached(llm, taken)`, and returns what it saw."""
+        on_token_count = options.get("on_token_count")
         kind: str = "failed"
         played: Any = "it has ended"
         if self._process is not None and self._process.is_alive():
             try:
-                self._pipe.send((list(requests), looker))
+                self._pipe.send((list(requests), watcher))
                 kind, played = self._hear(_ROUND_S)
             except OSError as error:
                 played = str(error)
@@ -264,8 +264,8 @@ class VllmEngine:
             lost = [Outcome(request, reason=reason) for request in requests]
             return Session(outcomes=lost, steps=0, tokens=0, seconds=0.0, fatal=reason)
         played, seen = played
-        if looker is not None:
-            vars(looker).update(vars(seen))
+        if watcher is not None:
+            vars(watcher).update(vars(seen))
         for name, count in self._covered.items():
             note(name, count)
         cached = sum(tokens for *_, tokens in played.answers.values())
@@ -273,8 +273,8 @@ class VllmEngine:
             if count:
                 note(f"vLLM's {name}", count)
         session = session_of(played, requests)
-        for outcome in session.outcomes if told is not None else ():
-            told(outcome.request, len(outcome.token_ids))
+        for outcome in session.outcomes if on_token_count is not None else ():
+            on_token_count(outcome.request, len(outcome.token_ids))
         return session
 
     def _hear(self, limit_s: float) -> tuple[str, Any]:

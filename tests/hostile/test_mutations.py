@@ -30,6 +30,8 @@ from nondet.errors import UserError
 from nondet.reports import diff, gate, html, markdown, terminal
 from nondet.testing.messages import run_text
 from nondet.testing.plugin import assert_open
+from nondet.trace import repro
+from nondet.trace.replays import RecordedCall
 from nondet.verdict.gate import decide, exit_code
 from tests import build as factory
 from tests.build import failed, header, line, row, run_of, sampled, summaries_of
@@ -334,6 +336,21 @@ def test_a_full_disk_advises_resume_where_there_is_one() -> None:
     for name, said in [("run.jsonl", "--resume"), ("r.html", "try again"), ("r.py", "try again")]:
         with pytest.raises(UserError, match=f"the disk is full: {name}.*{said}"), disk_errors(Path(name)):
             raise OSError(28, "No space left on device")
+
+
+def test_a_script_of_a_trace_on_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own writer would raise an error of its own."""
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    call = RecordedCall(torch.nn.functional.linear, (torch.ones(2),), {}, {}, "", 0, 2, range(0), 0)
+    culprit = type("Culprit", (), {"call": "linear", "replays": (), "sentence": "s"})
+    named = type("NamedCall", (), {"calls": (call, call), "culprit": culprit})
+    with pytest.raises(UserError, match=r"disk is full: .*\.inputs\.pt"):
+        repro.write_and_run(tmp_path / "r.py", named)  # type: ignore[arg-type] # the parts of one that are read
+    assert list(tmp_path.iterdir()) == []
 
 
 # By the type of what is there: figures that are none, counts that count nothing, texts that no file takes.

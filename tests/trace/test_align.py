@@ -11,24 +11,20 @@ from nondet.trace.align import canonical, first_responsible, roles_of, select
 from nondet.trace.capture import Event, EventKey, Sizes, Slot, StepRecord, visible_keys
 
 
-def test_axes_are_told_by_steps_of_several_sizes() -> None:
-    """An axis counts tokens if it follows the step in every step seen; a width that equals one step's size does not."""
-    wide = [(Sizes(64, 64, 3), (1, 64, 64)), (Sizes(5, 70, 2), (1, 5, 64))]
-    assert roles_of(wide) == ("", "tokens", "")
-    scores = [(Sizes(4, 9, 1), (1, 2, 4, 9)), (Sizes(7, 30, 2), (1, 2, 7, 30))]
-    assert roles_of(scores) == ("", "", "tokens", "keys")
-    single = [(Sizes(11, 11, 1), (1, 11, 64)), (Sizes(1, 12, 1), (1, 1, 64))]
-    assert roles_of(single) == ("", "tokens", "")
-    logits = [(Sizes(4, 9, 1), (1, 1, 160)), (Sizes(7, 30, 2), (1, 2, 160))]
-    assert roles_of(logits) == ("", "predicted", "")
-
-
-def test_what_cannot_be_told_is_not_guessed() -> None:
-    """One size alone, rows times experts, and another rank: no claim."""
-    assert roles_of([(Sizes(64, 64, 3), (1, 64, 256))]) is None
-    assert roles_of([(Sizes(4, 9, 1), (8, 16)), (Sizes(7, 9, 1), (14, 16))]) is None
-    assert roles_of([(Sizes(4, 9, 1), (4, 16)), (Sizes(7, 9, 1), (1, 7, 16))]) is None
-    assert roles_of([(Sizes(2, 9, 1), (2, 16))] * 2) is None  # two may be the tokens, or a width
+def test_an_axis_counts_what_it_follows_in_every_step_seen() -> None:
+    """A width that equals one step's size counts nothing; of one size only, of rows times experts, or of another rank
+    nothing is claimed."""
+    for one, two, roles in [
+        ((Sizes(64, 64, 3), (1, 64, 64)), (Sizes(5, 70, 2), (1, 5, 64)), ("", "tokens", "")),
+        ((Sizes(4, 9, 1), (1, 2, 4, 9)), (Sizes(7, 30, 2), (1, 2, 7, 30)), ("", "", "tokens", "keys")),
+        ((Sizes(11, 11, 1), (1, 11, 64)), (Sizes(1, 12, 1), (1, 1, 64)), ("", "tokens", "")),
+        ((Sizes(4, 9, 1), (1, 1, 160)), (Sizes(7, 30, 2), (1, 2, 160)), ("", "predicted", "")),
+        ((Sizes(64, 64, 3), (1, 64, 256)), (Sizes(64, 64, 3), (1, 64, 256)), None),
+        ((Sizes(4, 9, 1), (8, 16)), (Sizes(7, 9, 1), (14, 16)), None),
+        ((Sizes(4, 9, 1), (4, 16)), (Sizes(7, 9, 1), (1, 7, 16)), None),
+        ((Sizes(2, 9, 1), (2, 16)), (Sizes(2, 9, 1), (2, 16)), None),  # two may be the tokens, or a width
+    ]:
+        assert roles_of([one, two]) == roles
 
 
 def test_a_position_sees_its_own_keys() -> None:
@@ -63,32 +59,23 @@ def arms(second_call: str = "scale") -> tuple[StepRecord, StepRecord]:
     return steps[0], steps[1]
 
 
-def test_a_shared_scale_is_responsible_and_its_user_is_not() -> None:
-    """What all rows share is an input of the call that takes it: its maker is where others' data came in."""
+def test_a_shared_scale_is_responsible_and_what_reaches_no_row_is_not() -> None:
+    """Of what all rows share its maker is where others' data came in, unless no row changes by it, as by a count.
+    Where inputs differ though no call before is responsible, the call is named as what comes after."""
     finding = first_responsible(*arms(), [])
     assert finding.responsible is not None
     assert finding.responsible.a.key.call == "max"
     assert finding.responsible.shared
-
-
-def test_a_shared_result_that_reaches_no_row_is_bookkeeping() -> None:
-    """A count that differs between packs names nobody, as long as no row changes by it."""
     a, b = arms()
     for step in (a, b):
         del step.events[1]
     finding = first_responsible(a, b, [])
-    assert finding.responsible is None
-    assert finding.after is None
-
-
-def test_a_write_that_nobody_saw_is_not_pinned_on_the_next_call() -> None:
-    """Inputs that differ though no call before is responsible: the call is named as what comes after."""
-    a, b = arms()
+    assert (finding.responsible, finding.after) == (None, None)
     for step in (a, b):
-        del step.events[:2]
-    moved = b.events[0].inputs[0].value
-    assert moved is not None
-    moved[1, 2] += 1
+        del step.events[0]
+    unseen = b.events[0].inputs[0].value
+    assert unseen is not None
+    unseen[1, 2] += 1
     finding = first_responsible(a, b, [])
     assert finding.responsible is None
     assert finding.after is not None
@@ -104,25 +91,18 @@ def test_calls_of_one_arm_alone_are_listed() -> None:
     assert finding.responsible is not None
 
 
-def test_a_row_is_found_wherever_it_is() -> None:
-    """This request's row and keys, and nothing of anybody else's."""
+def test_a_request_s_part_is_found_wherever_it_is() -> None:
+    """Its row and keys, or its row of the logits; None where this step predicts nothing for the request."""
     value = torch.arange(24.0).reshape(1, 2, 3, 4)
-    step = StepRecord(Sizes(3, 4, 1), 1, range(2, 4), 0)
-    part = select(value, ("", "", "tokens", "keys"), step)
+    part = select(value, ("", "", "tokens", "keys"), StepRecord(Sizes(3, 4, 1), 1, range(2, 4), 0))
     assert part is not None
     assert part.flatten().tolist() == [6.0, 7.0, 18.0, 19.0]
-
-
-def test_a_predicted_row_is_its_own() -> None:
-    """Of the logits; None where this step predicts nothing for the request."""
+    logits = torch.arange(12.0).reshape(1, 3, 4)
     for predicted in [0, 2, -1]:
-        logits = torch.arange(12.0).reshape(1, 3, 4)
         part = select(logits, ("", "predicted", ""), StepRecord(Sizes(9, 0, 3), 1, range(0), predicted))
-        if predicted < 0:
-            assert part is None
-        else:
-            assert part is not None
-            assert part.flatten().tolist() == logits[0, predicted].tolist()
+        assert (None if part is None else part.flatten().tolist()) == (
+            None if predicted < 0 else logits[0, predicted].tolist()
+        )
 
 
 HEADS, GROUP, WIDTH = 2, 3, 4
@@ -136,8 +116,9 @@ def attention(tokens: int, query: torch.Tensor, keys: torch.Tensor, out: torch.T
     return record(tokens, 0, [*update, ("scaled_dot_product_attention", [query, keys, keys, mask, wide], [out])])
 
 
-def test_heads_of_a_single_query_are_brought_into_one_form() -> None:
-    """[1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D] in the same order, its mask by heads and its result too."""
+def test_heads_of_a_single_query_are_brought_into_one_form_and_nothing_else_is() -> None:
+    """[1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D] in the same order, its mask by heads and its result too; several
+    queries do not, nor where no cache shows how many heads there are."""
     packed = torch.arange(float(HEADS * GROUP * WIDTH)).view(1, HEADS, GROUP, WIDTH)
     keys = torch.randn(1, HEADS, 5, WIDTH)
     event = list(canonical(attention(1, packed, keys, packed + 1, cached=True)))[-1]
@@ -148,14 +129,9 @@ def test_heads_of_a_single_query_are_brought_into_one_form() -> None:
         assert slot.value.tolist() == whole.reshape(slot.shape).tolist()
     assert [s.shape for s in (key, value, mask)] == [tuple(keys.shape)] * 2 + [(1, 1, GROUP, 5)]
     assert wide.shape == (1, HEADS * GROUP, 1, 1)
-
-
-def test_nothing_else_is_taken_for_packed_heads() -> None:
-    """Several queries, or no cache that would say how many heads there are."""
     for tokens, cached in [(2, True), (1, False)]:
-        query = torch.randn(1, HEADS, GROUP, WIDTH)
-        event = list(canonical(attention(tokens, query, query, query, cached=cached)))[-1]
-        assert [s.shape for s in (*event.inputs[:3], *event.outputs)] == [tuple(query.shape)] * 4
+        event = list(canonical(attention(tokens, packed, packed, packed, cached=cached)))[-1]
+        assert [s.shape for s in (*event.inputs[:3], *event.outputs)] == [tuple(packed.shape)] * 4
 
 
 def test_repeated_keys_are_one_for_each_group_again() -> None:
@@ -188,7 +164,7 @@ def test_where_a_call_reads_is_no_input_of_what_it_reads() -> None:
         assert (finding.after is None) == (call != "add")
 
 
-def parting() -> tuple[StepRecord, StepRecord]:
+def differing() -> tuple[StepRecord, StepRecord]:
     """One call whose inputs are equal on the row and whose results are not."""
     a, b = torch.full((1, 4), 7.0), torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4])
     return record(1, 0, [("call", [a], [2 * a])]), record(3, 1, [("call", [b], [2 * b + 1])])
@@ -197,9 +173,9 @@ def parting() -> tuple[StepRecord, StepRecord]:
 def test_what_decides_whether_inputs_are_equal() -> None:
     """Weights are; a number that differs is none; a tensor that one arm alone has, or whose axes nobody knows, may be
     anything: no claim is made, and the call is not counted as compared."""
-    finding = first_responsible(*parting(), [])
+    finding = first_responsible(*differing(), [])
     assert (finding.responsible is not None, finding.compared) == (True, 1)
-    weighed, numbered, lacking, unknown = (parting() for _ in range(4))
+    weighed, numbered, lacking, unknown = (differing() for _ in range(4))
     for step in weighed:
         step.events[0].inputs.append(Slot("1", (4, 4), torch.float32, True))
     assert first_responsible(*weighed, []).responsible is not None

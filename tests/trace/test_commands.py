@@ -33,45 +33,58 @@ def trace(folder: Path, *more: str) -> int:
     return main(["trace", "--model", str(folder), *COMMON, *more])
 
 
-@pytest.fixture(scope="module")
-def whole(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a trace with everything that it writes, in the company of files that are none of its own."""
-    there = tmp_path_factory.mktemp("whole")
-    (there / "model.safetensors").write_bytes(b"a model's own")
-    for name in ("json", "torch", "pathlib"):  # lying beside the script, they are not what it imports
-        (there / f"{name}.py").write_text("raise SystemExit('a file of the folder was executed')\n")
-    reports = [str(x) for name in ("r.md", "r.html") for x in ("--report", there / name)]
-    written = ("--out", str(there / "trace.jsonl"), "--repro", str(there / "model.py"))
-    assert trace(tiny_folder, *written, "--fail-on", "divergent", *reports) == 3
-    return there
-
-
 @pytest.mark.slow
-def test_a_trace_leaves_records_reports_and_a_script(whole: Path) -> None:
+def test_a_trace_leaves_records_reports_and_a_script_and_goes_on_where_it_was_stopped(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The verdict in the run file and in both reports; --fail-on says 3. The script was run, and imports nothing of its
-    folder."""
-    run, script = read_run(whole / "trace.jsonl"), whole / "model.py"
+    folder. Stopped with its last culprit on record, or with the first try: nothing doubled."""
+    (tmp_path / "model.safetensors").write_bytes(b"a model's own")
+    for name in ("json", "torch", "pathlib"):  # lying beside the script, they are not what it imports
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the folder was executed')\n")
+    reports = [str(x) for name in ("r.md", "r.html") for x in ("--report", tmp_path / name)]
+    whole, script = tmp_path / "trace.jsonl", tmp_path / "model.py"
+    written = ("--out", str(whole), "--repro", str(script))
+    assert trace(tiny_folder, *written, "--fail-on", "divergent", *reports) == 3
+    run = read_run(whole)
     assert run.complete
     verdict = run.trace_verdicts[0]
     assert verdict.finding == "batch-dependent"
     assert verdict.repro.startswith(f"python -P {script}: run by itself, it shows the difference")
     begin, torch, _ = script.read_text(encoding="utf-8").partition("import torch\n")
     assert torch
-    (whole / "begin.py").write_text(f"{begin}print(json.__file__)", encoding="utf-8")
-    done = subprocess.run([sys.executable, "begin.py"], cwd=whole, capture_output=True, text=True, check=False)
+    (tmp_path / "begin.py").write_text(f"{begin}import json\nprint(json.__file__)", encoding="utf-8")
+    done = subprocess.run([sys.executable, "begin.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stderr, done.stdout.strip()) == ("", json.__file__)
-    assert (whole / "model.safetensors").read_bytes() == b"a model's own"
+    assert (tmp_path / "model.safetensors").read_bytes() == b"a model's own"
     trees = [r.sentence for culprit in run.culprits for r in culprit.replays if r.name == "tree"]
     for report in ("r.md", "r.html"):
-        text = html.unescape((whole / report).read_text(encoding="utf-8"))
+        text = html.unescape((tmp_path / report).read_text(encoding="utf-8"))
         assert "Differing operator 1" in text
         assert all(tree.split("; ")[0][:60] in text for tree in trees)
-    assert script.with_suffix(".inputs.safetensors").is_file()
+    assert script.with_suffix(".inputs.pt").is_file()
+
+    out, lines = tmp_path / "again.jsonl", whole.read_bytes().splitlines(keepends=True)
+    culprits, tried = ([i for i, line in enumerate(lines) if kind in line[:24]] for kind in (b'"culprit', b'"substitu'))
+    for last in (culprits[-1], tried[0]):
+        out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
+        with monkeypatch.context() as patch:
+            if last >= culprits[-1]:
+                patch.setattr("nondet.trace.search.Search._compared", None)  # called, it would raise
+            assert trace(tiny_folder, "--out", str(out), "--resume") == 0
+        again = read_run(out)
+        assert again.complete
+        keys = [record.key for record in again.records()]
+        assert sorted(keys) == sorted([*(r.key for r in run.records()), ("control", "resumed")])
+        assert again.trace_verdicts[0].sentences == verdict.sentences
+        assert again.trace_verdicts[0].families == verdict.families
+    assert trace(tiny_folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
+    assert [record.key for record in read_run(out).records()] == keys
 
 
 def test_a_script_overwrites_nothing_unasked(run: Command, tmp_path: Path) -> None:
     """The script or its inputs are there: refused before a model is loaded; a link with --force as well."""
-    for name in ("model.py", "model.inputs.safetensors"):
+    for name in ("model.py", "model.inputs.pt"):
         for link in (False, True):
             taken = tmp_path / name
             if link:
@@ -83,29 +96,6 @@ def test_a_script_overwrites_nothing_unasked(run: Command, tmp_path: Path) -> No
             assert f"{name} {'is a symbolic link' if link else 'exists'}" in err
             assert [p.name for p in tmp_path.iterdir()] == [name]
             taken.unlink()
-
-
-def test_a_stopped_trace_goes_on(
-    tiny_folder: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped with its last culprit on record, or with the first try: nothing doubled."""
-    out, expected = tmp_path / "trace.jsonl", read_run(whole / "trace.jsonl")
-    lines = (whole / "trace.jsonl").read_bytes().splitlines(keepends=True)
-    culprits, tried = ([i for i, line in enumerate(lines) if kind in line[:24]] for kind in (b'"culprit', b'"substitu'))
-    for last in (culprits[-1], tried[0]):
-        out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
-        with monkeypatch.context() as patch:
-            if last >= culprits[-1]:
-                patch.setattr("nondet.trace.search.Search._compared", None)  # called, it would raise
-            assert trace(tiny_folder, "--out", str(out), "--resume") == 0
-        run = read_run(out)
-        assert run.complete
-        keys = [record.key for record in run.records()]
-        assert sorted(keys) == sorted([*(r.key for r in expected.records()), ("control", "resumed")])
-        assert run.trace_verdicts[0].sentences == expected.trace_verdicts[0].sentences
-        assert run.trace_verdicts[0].families == expected.trace_verdicts[0].families
-    assert trace(tiny_folder, "--out", str(out), "--resume") == 0  # of a whole one nothing is left to do
-    assert [record.key for record in read_run(out).records()] == keys
 
 
 def test_recorded_completions_are_played_and_traced(
@@ -123,7 +113,7 @@ def test_recorded_completions_are_played_and_traced(
     out = tmp_path / "trace.jsonl"
     monkeypatch.setattr(Search, "_until_fixed", lambda search, _: search._end("unknown"))
     assert main(["trace", "--run", str(sampled), "--request", "t000001", "--out", str(out)]) == 0
-    control = next(c for c in read_run(out).controls if c.name.startswith("tape"))
+    control = next(c for c in read_run(out).controls if c.name.startswith("record of"))
     assert control.passed
     assert control.sentence.endswith(": repeated, it is bit-identical to the record")
 

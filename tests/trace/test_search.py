@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,11 +23,10 @@ from nondet.errors import EngineStoppedError
 from nondet.kernels.scaled.functions import quantize_tensor
 from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.implementations import implementation
-from nondet.sampling.plan import Outcome
 from nondet.trace.capture import CoarseCapture
 from nondet.trace.replays import RecordedCall, exact, operators_of, replays
 from nondet.trace.repro import write_and_run
-from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site, unnamed_culprit
+from nondet.trace.search import OutOfTimeError, Pace, Search, Site, least_site
 from nondet.verdict.gate import exit_code
 from tests.build import run_of, tiers
 from tests.trace.conftest import ARCHITECTURES, LOAD, Traced, arms_of, model_of, trace
@@ -75,49 +73,11 @@ def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
     assert [c.number for c in traced.culprits] == [1]
     assert traced.culprits[0].call in CALLS
     assert traced.verdict.families is None
-    assert not {"M", "keys", "substitution"} & {r.name for r in traced.culprits[0].replays}  # no sweeps were asked for
+    assert not {"M", "keys", "substitution"} & {r.name for r in traced.culprits[0].replays}  # no sweeps were wanted
     assert not traced.substitutions
     assert traced.search.late in traced.verdict.sentences
     assert "for lack of time" in traced.search.late
     assert not any("no available set of replacements" in line for line in traced.verdict.sentences)
-
-
-def test_time_that_ends_at_a_cure_leaves_it_unproven_that_it_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under two families the arms agree. That each is needed takes another run, for which a clock has no time."""
-    search = Search(Any, Any, *arms_of(LOAD), impl="stock", choose=True, write=lambda _: None, say=lambda _: None)
-    site = Site(("t0", "t0"), 3, "1.out")
-
-    def named(number: int, _: Site) -> Culprit:
-        found = msgspec.structs.replace(
-            unnamed_culprit(site, 3, "", number), call="linear", family=("matmul", "attention")[number - 1]
-        )
-        search._culprits.append(found)
-        return found
-
-    def substituted(role: str, families: Sequence[str]) -> Site | None:
-        if role == "left out":
-            raise OutOfTimeError
-        return search._tried.setdefault(frozenset(families), None if len(families) > 1 else site)
-
-    monkeypatch.setattr(search, "_name", named)
-    monkeypatch.setattr(search, "_substituted", substituted)
-    verdict = search._until_fixed(site)
-    assert (verdict.finding, verdict.families, len(verdict.culprits)) == ("batch-dependent", None, 2)
-    assert "with attention and matmul invariant the arms agree" in search.late
-    assert search.late in verdict.sentences
-
-
-def test_a_recording_that_does_not_come_again_is_said() -> None:
-    """Another machine's tape: its control fails, and the trace is of what runs here."""
-    records: list[Any] = []
-    arm, _ = arms_of(LOAD)
-    outcome = Outcome(arm.requests[0], token_ids=[1], logprobs=bytes(4), finish="length")
-    for wanted in (trace_digest([1], bytes(4)), "0" * 16):
-        say = {"write": records.append, "say": lambda _: None}
-        search = Search(Any, Any, arm, arm, impl="stock", choose=False, expected={arm.name: wanted}, **say)
-        search._expect(arm, outcome)
-    assert [record.passed for record in records] == [True, False]
-    assert "and is traced as it is now" in records[1].sentence
 
 
 def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
@@ -342,18 +302,23 @@ def test_a_weight_made_of_others_stays_in_replays_and_what_no_order_mends_is_nam
     assert not list(tmp_path.iterdir())
 
 
-def test_the_next_responsible_call_of_the_same_layer_is_named() -> None:
-    """Attention and the activation; which diverges at an earlier position, a CPU's products decide."""
+def test_the_next_responsible_call_is_named_and_a_cure_without_time_is_not_called_the_smallest() -> None:
+    """Attention and the activation; which diverges at an earlier position, a CPU's products decide. That each of the
+    two is needed takes another run, for which there is no time once the arms agree."""
     model = model_of("llama", intermediate_size=97)
     model.model.layers[0].mlp.act_fn = Scalars()
-    traced = trace(model, impl="invariant:matmul")
+    records: list[Any] = []
+    pace = Pace(lambda: 0.0 if any(getattr(record, "agree", False) for record in records) else math.inf)
+    traced = trace(model, impl="invariant:matmul", records=records, pace=pace, sweeps=False)
     assert [c.layer for c in traced.culprits] == ["0"] * 2
     assert {named(c) for c in traced.culprits} == {
         ("model.layers.0.self_attn", "attention"),
         ("model.layers.0.mlp.act_fn", "Scalars"),
     }
     assert traced.culprits[0].position <= traced.culprits[1].position
-    assert sorted(traced.verdict.families or []) == ["attention", "pointwise"]
+    assert (traced.verdict.finding, traced.verdict.families) == ("batch-dependent", None)
+    assert "with attention and pointwise invariant the arms agree; whether fewer do" in traced.search.late
+    assert traced.search.late in traced.verdict.sentences
 
 
 def test_a_call_that_its_replacement_does_not_reach_is_named_once() -> None:
@@ -443,32 +408,38 @@ def test_a_run_is_begun_only_where_the_longest_so_far_would_fit() -> None:
         pace.check()
 
 
-def test_the_request_whose_tokens_part_is_taken() -> None:
-    """Of those in company: one that parts in tokens before one that parts in logprobs alone, and the first to part."""
+def test_the_request_whose_tokens_differ_is_taken_and_a_record_of_another_machine_is_said() -> None:
+    """Of the concurrent ones: one whose tokens differ before one whose logprobs do, and the first to differ."""
     load = replace(LOAD, targets=6, others=3)
     model = model_of("llama")
     alone, company = arms_of(load, new=6)
     engine = TransformersEngine(model)
     reference = alone.outcome(alone.run(engine))
     targets = [o for o in company.run(engine).outcomes if o.request.target]
-    places = [first_difference(reference, outcome) for outcome in targets]
-    parted = [(token is None, place, i) for i, (token, place) in enumerate(places) if place is not None]
-    assert parted
+    positions = [first_difference(reference, outcome) for outcome in targets]
+    differing = [(token is None, logprob, i) for i, (token, logprob) in enumerate(positions) if logprob is not None]
+    assert differing
 
     def say(line: str) -> None:
         if line.startswith("coarse pass"):
             raise OutOfTimeError
 
     records: list[Any] = []
-    search = Search(engine, model, *arms_of(load, new=6), impl="stock", choose=True, write=records.append, say=say)
+    wanted = {"alone": trace_digest(reference.token_ids, reference.logprobs), "in company": "0" * 16}
+    arms, about = arms_of(load, new=6), {"write": records.append, "say": say, "expected": wanted}
+    search = Search(engine, model, *arms, impl="stock", **about)
     with pytest.raises(OutOfTimeError):
         search.run()
     figures = {r.name: r.figures for r in records}
-    assert search.b.request == targets[min(parted)[2]].request.id
-    tokens = float(sum(not same for same, _, _ in parted))
-    assert figures["company"] == {"requests": 6.0, "logprobs": float(len(parted)), "tokens": tokens}
-    token, place = places[min(parted)[2]]
-    assert figures["parting"] == {"first_logprob": place, "first_token": -1 if token is None else token}
+    first = min(differing)[2]
+    assert search.b.request == targets[first].request.id
+    tokens = float(sum(not same for same, _, _ in differing))
+    assert figures["company"] == {"requests": 6.0, "logprobs": float(len(differing)), "tokens": tokens}
+    token, logprob = positions[first]
+    assert figures["parting"] == {"first_logprob": logprob, "first_token": -1 if token is None else token}
+    again = [r for r in records if r.name.startswith("record of")]
+    assert [r.passed for r in again] == [True, False]
+    assert "and is traced as it is now" in again[1].sentence
 
 
 # A bug told from rounding: calls on ones and small integers, sound ones in any order and broken ones.
@@ -618,7 +589,11 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
     "values": ("scaled_dot_product_attention", values_turned, _TURNED[1]),
     "digits": ("linear", more_digits, "something else than the order (in float32; and in float64)"),
     "alike": ("linear", alike, "what differs is not in the sums that were tested"),
-    "coarser": ("linear", coarser, "M = 6: one chain of 40 (unproven: other bits in"),
+    "coarser": (
+        "linear",
+        coarser,
+        "both arms seem to add the sum in the same order; what differs is something else than",
+    ),
 }
 
 

@@ -25,7 +25,7 @@ from nondet.sampling.model import LoadedModel, load_model
 from tests.build import tiers
 from tests.trace.conftest import model_of
 
-ASKED = RolloutPlan(("For example, the", "Return a"), 2, 6, 0)
+PLAN = RolloutPlan(("For example, the", "Return a"), 2, 6, 0)
 _FORMULA = "token_logprobs"
 LAYOUTS = (
     Spec(formula=_FORMULA), Spec(padding="left", micro=2, formula=_FORMULA),
@@ -44,7 +44,7 @@ def loaded() -> LoadedModel:
 @cache
 def drawn() -> list[Rollout]:
     with batch_invariant():
-        return sample_rollouts(loaded(), ASKED)
+        return sample_rollouts(loaded(), PLAN)
 
 
 class Call(NamedTuple):
@@ -102,7 +102,7 @@ def trainer_logprobs(spec: Spec) -> Logprobs:
 
 
 def place(spec: Spec) -> MismatchPlace:
-    return find_place("invariant", loaded(), loaded().model, ASKED, drawn(), spec)
+    return find_place("invariant", loaded(), loaded().model, PLAN, drawn(), spec)
 
 
 @cache
@@ -147,8 +147,8 @@ def test_a_sound_pair_has_no_place(layout: int) -> None:
 
 def test_stock_kernels_have_a_place() -> None:
     """A call of the model itself is named, with how far it is off."""
-    rollouts = sample_rollouts(loaded(), ASKED)
-    found = find_place("stock", loaded(), loaded().model, ASKED, rollouts, Spec())
+    rollouts = sample_rollouts(loaded(), PLAN)
+    found = find_place("stock", loaded(), loaded().model, PLAN, rollouts, Spec())
     assert found.call
     assert found.difference is not None
     assert found.difference.mismatched
@@ -167,7 +167,7 @@ def test_windows_and_experts(name: str) -> None:
     for arm in ("stock", "invariant"):
         block = batch_invariant() if arm == "invariant" else nullcontext()
         with block:
-            rollouts = sample_rollouts(tiny, ASKED)
-        found = find_place(arm, tiny, model, ASKED, rollouts, LAYOUTS[1])
+            rollouts = sample_rollouts(tiny, PLAN)
+        found = find_place(arm, tiny, model, PLAN, rollouts, LAYOUTS[1])
         assert bool(found.call) == (arm == "stock"), found
         assert (found.layer == "formula") == (arm == "invariant")  # which of stock's is first depends on the CPU

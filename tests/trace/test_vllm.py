@@ -18,6 +18,7 @@ from nondet.cli import main
 from nondet.core.records import Control, Culprit, TraceVerdict
 from nondet.core.runfile import read_run
 from nondet.sampling.plan import Load, Outcome, Request, Session, Span, parse_load
+from nondet.trace.search import Arm
 from nondet.trace.vllm import VllmTrace, parts_of
 
 H, V, TOKENS = 16, 40, 6
@@ -118,7 +119,7 @@ class Engine:
         self.implementations.append(name)
         yield None
 
-    def run(self, requests: Sequence[Request], load: Load, looker: Any = None) -> Session:
+    def run(self, requests: Sequence[Request], load: Load, watcher: Any = None, **_: Any) -> Session:
         """From an empty cache to everybody's last token."""
         texts = {r.id: list(r.prompt) for r in requests}
         done = dict.fromkeys(texts, 0)
@@ -137,8 +138,8 @@ class Engine:
 
         llm, taken, step = SimpleNamespace(collective_rpc=lambda f: [f(worker)]), list[Any](), 0
         with ExitStack() as stack, torch.inference_mode():
-            if looker is not None:
-                stack.enter_context(looker.attached(llm, taken))
+            if watcher is not None:
+                stack.enter_context(watcher.attached(llm, taken))
             while True:
                 here = [r for r in requests if r.arrival_step <= step and len(logprobs[r.id]) < r.max_new_tokens]
                 if not here and all(len(logprobs[r.id]) == r.max_new_tokens for r in requests):
@@ -181,11 +182,9 @@ def traced(engine: Engine) -> tuple[TraceVerdict, dict[str, Control], list[Culpr
     solo = Request("t000000", True, (3, 9, 27, 5, 8, 1), TOKENS, 0)
     others = [Request(f"b{i:03d}", False, tuple(range(i, i + 7)), 9, i) for i in range(4)]
     wrote = list[Any]()
-    toy: Any = engine
-    trace = VllmTrace(
-        toy, parse_load("default"), "stock", [solo], [solo, *others], write=wrote.append, say=lambda _: None
-    )
-    verdict = trace.run()
+    load, toy = parse_load("default"), engine
+    arms = Arm("alone", solo.id, [solo], load), Arm("in company", solo.id, [solo, *others], load)
+    verdict = VllmTrace(toy, None, *arms, impl="stock", write=wrote.append, say=lambda _: None).run()
     assert engine.implementations == ["stock"]
     return verdict, {r.name: r for r in wrote if isinstance(r, Control)}, [r for r in wrote if isinstance(r, Culprit)]
 
@@ -197,7 +196,7 @@ def test_nothing_is_named_where_nothing_differs() -> None:
         assert verdict.finding == "no divergence observed"
         assert controls["run to run"].passed
         assert controls["capture"].passed
-        assert controls["company"].figures == {"requests": 1, "logprobs": 0}
+        assert controls["company"].figures == {"requests": 1, "logprobs": 0, "tokens": 0}
         assert not culprits
 
 
@@ -226,7 +225,7 @@ def test_a_product_that_follows_its_rows_is_named_by_its_operator() -> None:
 
 
 def test_an_engine_that_differs_from_itself_is_no_matter_of_batches() -> None:
-    """Noise in one layer, or another order at the first call of each number of rows: run to run, nobody is named."""
+    """Noise in one layer, or another order at the first call of each number of rows: run to run; the noise is named."""
     seen = set[int]()
 
     def warms_up(_module: Any, _args: Any, out: torch.Tensor) -> torch.Tensor:
@@ -240,7 +239,7 @@ def test_an_engine_that_differs_from_itself_is_no_matter_of_batches() -> None:
         verdict, controls, culprits = traced(engine)
         assert verdict.finding == "run-to-run"
         assert controls["run to run"].passed is False
-        assert not culprits
+        assert [(c.module, c.call) for c in culprits] == [("layers.0.down", "aten::rand_like")][: fault is not warms_up]
     assert "its first session in this process differs" in verdict.sentences[0]
 
 
@@ -251,22 +250,20 @@ def test_a_layer_that_differs_is_found_where_no_logprob_does() -> None:
     last.register_forward_hook(lambda _m, _a, out: (out[0], out[1] * (1.001 if len(out[1]) > 3 else 1.0)))
     verdict, controls, [culprit] = traced(engine)
     assert verdict.finding == "batch-dependent"
-    assert controls["company"].figures == {"requests": 1, "logprobs": 0}
+    assert controls["company"].figures == {"requests": 1, "logprobs": 0, "tokens": 0}
     assert culprit.layer == "2"
 
 
 def test_a_capture_that_changes_answers_names_nobody() -> None:
     """An engine that answers otherwise once it is watched."""
     engine = Engine()
+    weight = engine.model.head.weight.data
 
     class Watched(Engine):
-        def run(self, requests: Sequence[Request], load: Load, looker: Any = None) -> Session:
+        def run(self, requests: Sequence[Request], load: Load, watcher: Any = None, **_: Any) -> Session:
             """Other weights while somebody looks on."""
-            with torch.no_grad():
-                engine.model.head.weight += 0.1 if looker is not None else 0.0
-                session = engine.run(requests, load, looker)
-                engine.model.head.weight -= 0.1 if looker is not None else 0.0
-            return session
+            engine.model.head.weight.data = weight + 0.1 if watcher is not None else weight
+            return engine.run(requests, load, watcher)
 
     verdict, controls, culprits = traced(Watched())
     assert verdict.finding == "unknown"
@@ -306,4 +303,4 @@ def test_the_real_one_names_its_attention_or_its_product(tmp_path: Path) -> None
     assert verdict.finding == "batch-dependent"
     [culprit] = run.culprits
     assert culprit.call in ("vllm::unified_attention_with_output", "_C::onednn_mm")
-    assert {control.name for control in run.controls} == {"run to run", "capture", "company", "step"}
+    assert {control.name for control in run.controls} == {"run to run", "capture", "company", "parting", "step"}
