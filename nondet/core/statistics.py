@@ -331,23 +331,6 @@ def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float
     return (1 + hits) / (1 + _DRAWS)
 
 
-def superiority(small: Values, large: Values) -> float:
-    """The probability that one of `large` exceeds one of `small`, ties counted half: 0.5 if both are alike.
-
-    Source: H. B. Mann and D. R. Whitney, Annals of Mathematical Statistics 18 (1947), 50-60: U over its maximum. Raises
-    ValueError: an empty sample.
-    """
-    if not len(small) or not len(large):
-        raise ValueError("an empty sample exceeds nothing")
-    # the smaller sample is looked up in the larger one, sorted: a handful of ten million margins are at forks
-    values = np.sort(np.asarray(large))
-    # in order, because neighbours are looked up near each other
-    sought = np.sort(np.asarray(small, dtype=values.dtype))
-    below = int(np.searchsorted(values, sought, "left").sum() + np.searchsorted(values, sought, "right").sum())
-    pairs = 2 * len(sought) * len(values)
-    return (pairs - below) / pairs
-
-
 def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
     """Mean of r - 1 - log r over tokens, r = exp(other - reference): Schulman's k3, in nats.
 

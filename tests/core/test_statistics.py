@@ -24,7 +24,6 @@ from nondet.core.statistics import (
     percent,
     percent_range,
     round_interval,
-    superiority,
     trials_to_see,
     wilson,
 )
@@ -277,16 +276,6 @@ def test_the_permutation_test_enumerates_and_draws_alike() -> None:
     assert paired_permutation([x + 3 for x in noise], [0.0] * 40) == pytest.approx(1e-4, abs=1e-4)
     with pytest.raises(ValueError, match="no pairs"):
         paired_permutation([1.0], [])
-
-
-def test_superiority_counts_pairs() -> None:
-    """The share of pairs, ties half."""
-    small, large = [0.0, 1.0, 1.0], [1.0, 2.0]
-    pairs = [(a, b) for a in small for b in large]
-    assert superiority(small, large) == pytest.approx(sum((b > a) + (a == b) / 2 for a, b in pairs) / len(pairs))
-    assert superiority([1.0], [1.0]) == 0.5
-    with pytest.raises(ValueError, match="empty"):
-        superiority([], [1.0])
 
 
 def test_k3_estimates_the_divergence_it_is_named_for() -> None:
