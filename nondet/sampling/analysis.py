@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nondet.core.records import Completion, Role, Round, Run, families_of, role_of
+from nondet.core.records import Completion, EmbedPass, Role, Round, Run, families_of, role_of
 from nondet.core.statistics import (
     CONFIDENCE,
     LogRank,
@@ -173,7 +173,8 @@ _GROUPS = ("replaced", "certified stock", "left stock", "at risk")
 def coverages(run: Run) -> dict[str, dict[str, Counter[str]]]:
     """Implementation -> group -> operator -> calls, over all rounds; the groups in order, those with calls."""
     found: dict[str, dict[str, Counter[str]]] = {}
-    for record in (*run.rounds, *run.embed_passes):
+    records: list[Round | EmbedPass] = [*run.rounds, *run.embed_passes]
+    for record in records:
         groups = found.setdefault(record.impl, {group: Counter() for group in _GROUPS})
         for name, calls in record.ran.items():
             group, _, operator = name.partition(": ")
@@ -486,7 +487,8 @@ def forks_of(
         )
 
     spans = spans_of([g.ids for g in ordered])
-    forks, positions = list[Fork](), [()] * len(groups)
+    forks = list[Fork]()
+    positions: list[tuple[int, ...]] = [()] * len(groups)
     for span in spans:
         if not span.ways:
             positions[ranks[span.first]] = span.forks
@@ -504,7 +506,7 @@ class Member(NamedTuple):
     """A distinct trace: how often it occurred, its forks, and the tokens that it shares with the most common text."""
 
     trace: Trace
-    count: int
+    times: int
     forks: tuple[int, ...]
     shared: int
 
@@ -526,7 +528,7 @@ def flip_margins(members: Sequence[Member]) -> FlipMargins | None:
         forked[[index for index in m.forks if index < len(margins)]] = True
         at.append(margins[forked & finite])
         elsewhere.append(margins[~forked & finite])
-        ties += m.count * int((at[-1] == 0.0).sum())
+        ties += m.times * int((at[-1] == 0.0).sum())
     flips, others = np.concatenate(at), np.concatenate(elsewhere)
     if not len(flips) or not len(others):
         return None
