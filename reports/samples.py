@@ -201,11 +201,7 @@ def _comparison(first: PromptSet, second: PromptSet) -> list[str]:
         return []
     return [
         f"Texts differ only under {first.impl} on {plural(c.only_first, first.unit)}, only under {second.impl} on "
-        f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.mcnemar)}).",
-        f"Shares of pairs that differ, {first.unit} by {first.unit}: p = {_p(c.permutation)} (sign-flip permutation).",
-        f"When completions first differ, each {first.unit} by itself: {c.log_rank.observed:,} under {first.impl}, "
-        f"{c.log_rank.expected:.1f} expected if both were alike (log-rank by round: p = "
-        f"{_p(c.log_rank.p)}).",
+        f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.p)}).",
     ]
 
 
@@ -306,7 +302,6 @@ def _counts(s: SampleSummary, sample: SampleSection) -> dict[str, str]:
         "K3 to the most common trace, nats a token": "" if s.k3 is None else text.number(s.k3),
         "margin where they differ; elsewhere": _margins_text(s),
         "tokens that flip": flips_text(s),
-        "change of the margin": moves_text(s),
         "draw where they first differ; elsewhere": _draws_text(s),
         "run again": repeated(sample.replays.get(s.impl, ())),
         "first fork, token index": str(s.first_fork.index) if s.first_fork else "none",
@@ -373,19 +368,6 @@ def flips_text(summary: SampleSummary) -> str:
         f"{share}, 1 in {text.counted(round(f.tokens / f.flips))}" if f.flips else f"none of {text.counted(f.tokens)}"
     )
     return f"{once} (95% {span} over {plural(f.rounds, 'round')})"
-
-
-def moves_text(summary: SampleSummary) -> str:
-    """ "at 1,822 of 3,833 positions, median 0.03, at most 0.125, up to 5 classes; 14 of 64 margins are no larger"."""
-    f = summary.flips
-    if f is None or not f.compared:
-        return ""
-    if not f.changed:
-        return f"at none of {text.counted(f.compared)} positions"
-    where = f"at {text.counted(f.changed)} of {text.counted(f.compared)} positions"
-    where += f", in up to {plural(f.classes, 'class', 'classes')}"
-    near = f"{text.counted(f.near)} of {text.counted(f.margins)} margins of the most common are no larger"
-    return f"{where}, by {text.number(f.median)} (median) and at most {text.number(f.largest)} logits; {near}"
 
 
 def _draws_text(summary: SampleSummary) -> str:

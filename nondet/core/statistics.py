@@ -9,10 +9,9 @@ round is not estimated, because a few rounds that happened to be alike would hid
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -187,9 +186,6 @@ def percent_range(low: float, high: float) -> str:
     return f"{percent(low, 'down')} to {percent(high, 'up')}"
 
 
-_TIMES = tuple[Sequence[int], Sequence[bool]]
-
-
 class SurvivalStep(NamedTuple):
     """The estimate from one time on, up to the next step."""
 
@@ -218,7 +214,7 @@ def kaplan_meier(times: Sequence[int], differs: Sequence[bool], effect: float = 
     """
     if len(times) != len(differs) or not times or min(times) < 0:
         raise ValueError(f"{len(times)} times and {len(differs)} ends are no sample")
-    events, leaving = _counts(times, differs)
+    events, leaving = Counter(time for time, hit in zip(times, differs, strict=True) if hit), Counter(times)
     at_risk, survival, variance = len(times), 1.0, 0.0
     steps = [SurvivalStep(0, at_risk, 0, 1.0, 0.05 ** (effect / at_risk), 1.0)]
     for time in sorted(leaving):
@@ -232,56 +228,6 @@ def kaplan_meier(times: Sequence[int], differs: Sequence[bool], effect: float = 
             steps.append(SurvivalStep(time, at_risk, hits, survival, *bounds))
         at_risk -= leaving[time]
     return steps
-
-
-class LogRank(NamedTuple):
-    """Two samples compared over all times."""
-
-    observed: int  # first differences in the first sample
-    expected: float  # expected number if both had one rate
-    statistic: float  # chi-square with one degree of freedom, after division by the effect
-    p: float  # probability of a statistic at least as large if both have one rate; 1.0 where nothing could be compared
-
-
-def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -> LogRank:
-    """The log-rank test, stratified: each prompt is compared with itself, and the differences are summed.
-
-    The division by the effect is a first-order correction for completions that come in rounds.
-
-    Source: N. Mantel, Cancer Chemotherapy Reports 50 (1966), 163-170.
-
-    Args:
-        strata: Prompt -> (times, differs) of the first and of the second sample.
-        effect: Completions that are worth one independent trial, 1 or more.
-    """
-    observed, expected, variance = 0, 0.0, 0.0
-    for one, other in strata.values():
-        hits, leaving = _counts(*one)
-        hits_other, leaving_other = _counts(*other)
-        at_risk, at_risk_other = len(one[0]), len(other[0])
-        for time in sorted(leaving.keys() | leaving_other.keys()):
-            d, n = hits[time] + hits_other[time], at_risk + at_risk_other
-            if d:
-                observed += hits[time]
-                expected += d * at_risk / n
-                if n > 1:
-                    variance += d * (at_risk / n) * (at_risk_other / n) * (n - d) / (n - 1)
-            at_risk -= leaving[time]
-            at_risk_other -= leaving_other[time]
-    if variance <= 0.0:
-        return LogRank(observed, expected, 0.0, 1.0)
-    statistic = (observed - expected) ** 2 / variance / effect
-    return LogRank(observed, expected, statistic, math.erfc(math.sqrt(statistic / 2)))
-
-
-def _counts(times: Sequence[int], differs: Sequence[bool]) -> tuple[Counter[int], Counter[int]]:
-    """(time -> first differences, time -> all that leave)."""
-    return Counter(time for time, hit in zip(times, differs, strict=True) if hit), Counter(times)
-
-
-Values = Sequence[float] | npt.NDArray[np.floating[Any]]
-_EXACT_MOST = 14  # 2^14 sign patterns are enumerated; beyond that they are drawn
-_DRAWS = 9_999
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -300,35 +246,6 @@ def mcnemar(only_first: int, only_second: int) -> float:
     total = only_first + only_second
     tail = sum(math.comb(total, hits) for hits in range(min(only_first, only_second) + 1))
     return float(min(1.0, 2 * tail / 2**total))
-
-
-def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided p of the sign-flip test on the sum of differences: whether two systems differ over the same prompts.
-
-    All sign patterns of the prompts that differ, if they are 14 or fewer; else 9,999 drawn from a fixed seed, with the
-    observed one counted in, so that p is never 0. Raises ValueError: samples of two lengths.
-
-    Source: R. A. Fisher, The Design of Experiments (1935), section 21; B. Phipson and G. K. Smyth, Statistical
-    Applications in Genetics and Molecular Biology 9 (2010), for the drawn form.
-    """
-    if len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} make no pairs")
-    differences = [a - b for a, b in zip(first, second, strict=True) if a != b]
-    if not differences:
-        return 1.0
-    least = abs(math.fsum(differences)) * (1 - 1e-12)  # patterns that differ only by rounding count as equal
-    if len(differences) <= _EXACT_MOST:
-        hits = 0
-        for pattern in range(2 ** len(differences)):
-            signed = (d if pattern >> i & 1 else -d for i, d in enumerate(differences))
-            hits += abs(math.fsum(signed)) >= least
-        return float(hits / 2 ** len(differences))
-    rng = random.Random(f"nondet permutation {len(differences)}")  # noqa: S311 - a test statistic, not a secret
-    hits = 0
-    for _ in range(_DRAWS):
-        bits = rng.getrandbits(len(differences))
-        hits += abs(sum(d if bits >> i & 1 else -d for i, d in enumerate(differences))) >= least
-    return (1 + hits) / (1 + _DRAWS)
 
 
 def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:

@@ -21,18 +21,15 @@ import numpy.typing as npt
 from nondet.core.records import Completion, EmbedPass, Role, Round, Run, families_of, role_of
 from nondet.core.statistics import (
     CONFIDENCE,
-    LogRank,
     SurvivalStep,
     confidence_sequence,
     k3,
     kaplan_meier,
-    log_rank,
     mcnemar,
     median_interval,
     new_share,
     one_sided_bound,
     pair_disagreement,
-    paired_permutation,
     round_interval,
 )
 from nondet.core.traces import Trace
@@ -277,21 +274,13 @@ class FlipMargins:
 
 @dataclass(frozen=True)
 class TokenFlips:
-    """Greedy tokens compared with the most common completion's up to the first difference, and the margins there."""
+    """Greedy tokens compared with the most common completion's up to the first difference."""
 
     flips: int  # completions that differ from the first most common one
     tokens: int  # tokens that are compared until they do
     # 95% interval of flips over tokens, by round; None where no round was compared with an earlier one
     interval: tuple[float, float] | None
     rounds: int
-    # over distinct traces against the most common one's, at shared positions with the same two top tokens
-    changed: int  # positions whose margin has different bits
-    compared: int  # all of them; 0 where no margin was recorded
-    classes: int  # largest number of different margins at one position
-    median: float  # of the nonzero changes of a margin, in logits; 0.0 without one
-    largest: float
-    near: int  # margins of the most common trace that are no larger than the largest change
-    margins: int  # all of its margins
 
 
 @dataclass(frozen=True)
@@ -544,49 +533,20 @@ def flip_margins(members: Sequence[Member]) -> FlipMargins | None:
 
 
 def token_flips(
-    common: Trace, others: Sequence[Member], tallies: Mapping[int, RoundTally], held: Sequence[int], confidence: float
+    length: int, tallies: Mapping[int, RoundTally], held: Sequence[int], confidence: float
 ) -> TokenFlips | None:
-    """How often a token flips, and how far margins change compared with their size; None where nothing was compared.
-    `held` are the rounds that were compared with an earlier one, `others` the traces unlike the most common one."""
-    length = len(common.token_ids)
+    """How often a token flips; None where nothing was compared. `length` is that of the most common completion; `held`
+    are the rounds that were compared with an earlier one."""
     flips = sum(tally.differ for tally in tallies.values())
-    tokens = (
-        sum(tally.tokens for tally in tallies.values()) - length
-    )  # the first most common completion is the reference
+    # the first most common completion is the reference
+    tokens = sum(tally.tokens for tally in tallies.values()) - length
     if tokens <= 0:
         return None
     interval = None
     if held:
         low, high = _flip_bounds([tallies[r] for r in held], length + 1, confidence)
         interval = min(low, flips / tokens), max(high, flips / tokens)
-    margins, second = common.margin_array, np.asarray(common.runner_up)
-    where, changes = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
-    for trace, _, _, shared in others:
-        theirs, their_second = trace.margin_array, np.asarray(trace.runner_up)
-        end = min(shared, len(margins), len(theirs), len(second), len(their_second))
-        change = theirs[:end].astype(np.float64) - margins[:end]
-        known = np.flatnonzero(np.isfinite(change) & (second[:end] == their_second[:end]))
-        where.append(known)
-        changes.append(change[known])
-    by = np.concatenate(changes)
-    changed = np.abs(by[by != 0.0])
-    largest = float(changed.max()) if len(changed) else 0.0
-    # position and change of each other class
-    several = np.unique(np.stack([np.concatenate(where)[by != 0.0], by[by != 0.0]]), axis=1)[0]
-    finite = margins[np.isfinite(margins)]
-    return TokenFlips(
-        flips=flips,
-        tokens=tokens,
-        interval=interval,
-        rounds=len(held),
-        changed=len(changed),
-        compared=len(by),
-        classes=1 + max(Counter(several.tolist()).values(), default=0),
-        median=float(np.median(changed)) if len(changed) else 0.0,
-        largest=largest,
-        near=int((finite <= largest).sum()),
-        margins=len(finite),
-    )
+    return TokenFlips(flips, tokens, interval, len(held))
 
 
 def _flip_bounds(rounds: Sequence[RoundTally], most: int, confidence: float) -> tuple[float, float]:
@@ -721,9 +681,7 @@ class Comparison(NamedTuple):
     prompts: int
     only_first: int  # prompts whose completions diverge under the first only
     only_second: int  # and under the second only
-    mcnemar: float  # two-sided p over prompts, of these counts
-    permutation: float  # the same of the shares of pairs that differ
-    log_rank: LogRank  # of when completions first diverge, stratified by prompt, divided by the larger effect
+    p: float  # two-sided, over prompts, of these counts: McNemar's
 
 
 def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
@@ -773,16 +731,7 @@ def compared(first: PromptSet, second: PromptSet) -> Comparison:
     both = [(first.summaries[p], second.summaries[p]) for p in first.summaries if p in second.summaries]
     only_first = sum(a.distinct_completions > 1 >= b.distinct_completions for a, b in both)
     only_second = sum(b.distinct_completions > 1 >= a.distinct_completions for a, b in both)
-    pairs = [(a.disagreement, b.disagreement) for a, b in both]
-    shares = [(x, y) for x, y in pairs if x is not None and y is not None]
-    return Comparison(
-        prompts=len(both),
-        only_first=only_first,
-        only_second=only_second,
-        mcnemar=mcnemar(only_first, only_second),
-        permutation=paired_permutation([x for x, _ in shares], [y for _, y in shares]),
-        log_rank=log_rank({a.prompt: (_times(a), _times(b)) for a, b in both}, max(first.effect, second.effect)),
-    )
+    return Comparison(len(both), only_first, only_second, mcnemar(only_first, only_second))
 
 
 def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
@@ -895,7 +844,7 @@ def _summarize(
         confidence=confidence,
         margins=flip_margins(members) if forks and not drawn else None,
         draws=flip_draws(members, forks[0].index) if forks else None,
-        flips=None if drawn else token_flips(common, others, tallies, held, confidence),
+        flips=None if drawn else token_flips(len(top.tokens), tallies, held, confidence),
         k3=k3_of(common, others),
     )
 
