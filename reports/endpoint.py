@@ -17,7 +17,7 @@ from nondet.errors import one_line
 from nondet.reports.document import ALL, BRIEF, Bit, Block, Cells, Details, Heading, Paragraph, Table
 from nondet.reports.text import counted, environment_line
 from nondet.reports.text import number as number_text
-from nondet.sampling.analysis import COUNTS, Interval, SampleSummary
+from nondet.sampling.analysis import COUNTS, SampleSummary
 from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
 from nondet.verdict.served import ArmEvidence, Comparison, evidence, subjects
 from nondet.verdict.wording import words
@@ -350,19 +350,8 @@ def _earliest(tokens: Iterable[int | None]) -> str:
 
 def counts_alone(summary: SampleSummary) -> SampleSummary:
     """A summary of a server's arms together, which are not one sample: what differs where, without a rate."""
-
-    def bare(interval: Interval) -> Interval:
-        return replace(interval, low=0.0, high=1.0, method=COUNTS, rounds=0)
-
-    return replace(
-        summary,
-        agree=bare(summary.agree),
-        rate=bare(summary.rate),
-        disagreement=None,
-        new_share=None,
-        flips=None,
-        k3=None,
-    )
+    bare = replace(summary.rate, low=0.0, high=1.0, method=COUNTS, rounds=0)
+    return replace(summary, rate=bare, disagreement=None, new_share=None, flips=None, k3=None)
 
 
 def _server_line(run: Run, impl: str) -> str:

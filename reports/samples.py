@@ -19,6 +19,7 @@ from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Head
 from nondet.reports.picture import answers_picture
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, linear, placed
 from nondet.sampling.analysis import (
+    ANYTIME,
     COUNTS,
     DEFINITION,
     TOO_FEW,
@@ -152,7 +153,7 @@ def _measures_of_all(o: PromptSet) -> dict[str, str]:
         f"{o.unit}s": text.counted(o.prompts),
         "completions (failed), rounds": f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
         f"{o.unit}s whose logprob traces differ": _traces_text(o),
-        f"{o.unit}s whose texts differ": f"{o.parted_tokens:,} of {o.prompts:,}",
+        f"{o.unit}s whose texts differ": f"{o.differing_texts:,} of {o.prompts:,}",
         f"pairs that differ, mean over {o.unit}s": _share(o.disagreement),
         f"chance of a new text next, mean over {o.unit}s": _share(o.new),
         "agree so far (Kaplan-Meier)": _curve_text(o),
@@ -170,14 +171,14 @@ def _share(value: float | None) -> str:
 
 
 def _traces_text(o: PromptSet) -> str:
-    counts = f"{o.parted_traces:,} of {o.prompts:,}"
+    counts = f"{o.differing_traces:,} of {o.prompts:,}"
     if o.bound_completions is not None:
         rounds = "" if o.bound_rounds is None else f"below {percent(o.bound_rounds, 'up')} of rounds, "
         bound = f"below {percent(o.bound_completions, 'up')} of completions if they were independent"
         return f"{counts} (at 95%, one-sided: {rounds}{bound})"
     if o.prompts < 2:
         return counts
-    return f"{counts} (95% {percent_range(o.share_low, o.share_high)} of {o.unit}s drawn like these, under such loads)"
+    return f"{counts} (95% {percent_range(*o.share)} of {o.unit}s drawn like these, under such loads)"
 
 
 def _curve_text(o: PromptSet) -> str:
@@ -199,12 +200,8 @@ def _comparison(first: PromptSet, second: PromptSet) -> list[str]:
     if c.prompts < 2:
         return []
     return [
-        f"Texts differ only under {c.first} on {plural(c.only_first, c.unit)}, only under {c.second} on "
-        f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.mcnemar)}).",
-        f"Shares of pairs that differ, {c.unit} by {c.unit}: p = {_p(c.permutation)} (sign-flip permutation).",
-        f"When completions first differ, each {c.unit} by itself: {c.log_rank.observed:,} under {c.first}, "
-        f"{c.log_rank.expected:.1f} expected if both were alike (log-rank by round: p = "
-        f"{_p(c.log_rank.p)}).",
+        f"Texts differ only under {first.impl} on {plural(c.only_first, first.unit)}, only under {second.impl} on "
+        f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.p)}).",
     ]
 
 
@@ -305,7 +302,6 @@ def _counts(s: SampleSummary, sample: SampleSection) -> dict[str, str]:
         "K3 to the most common trace, nats a token": "" if s.k3 is None else text.number(s.k3),
         "margin where they differ; elsewhere": _margins_text(s),
         "tokens that flip": flips_text(s),
-        "change of the margin": moves_text(s),
         "draw where they first differ; elsewhere": _draws_text(s),
         "run again": repeated(sample.replays.get(s.impl, ())),
         "first fork, token index": str(s.first_fork.index) if s.first_fork else "none",
@@ -326,7 +322,7 @@ def rate_text(interval: Interval) -> str:
     share = f"{text.counted(interval.k)} of {text.counted(interval.n)}"
     if interval.method == COUNTS:
         return share
-    if interval.two_sided:
+    if interval.method == ANYTIME:
         span = percent_range(interval.low, interval.high)
         how = f"95% {span} over {plural(interval.rounds, 'round')}, {interval.method}"
     elif interval.method == TOO_FEW:
@@ -363,27 +359,15 @@ def flips_text(summary: SampleSummary) -> str:
     if f is None:
         return ""
     share = f"{text.counted(f.flips)} of {text.counted(f.tokens)}"
-    if f.low is None or f.high is None:
+    if f.interval is None:
         return f"{share} ({TOO_FEW})"
-    most = f"1 in {text.counted(max(1, math.floor(1 / f.high)))}"
-    span = f"{most} to 1 in {text.counted(math.ceil(1 / f.low))}" if f.low > 1e-9 else f"{most} or fewer"
+    low, high = f.interval
+    most = f"1 in {text.counted(max(1, math.floor(1 / high)))}"
+    span = f"{most} to 1 in {text.counted(math.ceil(1 / low))}" if low > 1e-9 else f"{most} or fewer"
     once = (
         f"{share}, 1 in {text.counted(round(f.tokens / f.flips))}" if f.flips else f"none of {text.counted(f.tokens)}"
     )
     return f"{once} (95% {span} over {plural(f.rounds, 'round')})"
-
-
-def moves_text(summary: SampleSummary) -> str:
-    """ "at 1,822 of 3,833 positions, median 0.03, at most 0.125, up to 5 classes; 14 of 64 margins are no larger"."""
-    f = summary.flips
-    if f is None or not f.compared:
-        return ""
-    if not f.moved:
-        return f"at none of {text.counted(f.compared)} positions"
-    where = f"at {text.counted(f.moved)} of {text.counted(f.compared)} positions"
-    where += f", in up to {plural(f.classes, 'class', 'classes')}"
-    near = f"{text.counted(f.near)} of {text.counted(f.met)} margins of the most common are no larger"
-    return f"{where}, by {text.number(f.median)} (median) and at most {text.number(f.largest)} logits; {near}"
 
 
 def _draws_text(summary: SampleSummary) -> str:

@@ -9,10 +9,9 @@ correlation within a round is not estimated, because a few rounds that happened 
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -166,9 +165,6 @@ def percent_range(low: float, high: float) -> str:
     return f"{percent(low, 'down')} to {percent(high, 'up')}"
 
 
-_TIMES = tuple[Sequence[int], Sequence[bool]]
-
-
 class SurvivalStep(NamedTuple):
     """The estimate from one time on, up to the next step."""
 
@@ -192,7 +188,7 @@ def kaplan_meier(times: Sequence[int], differs: Sequence[bool], effect: float = 
         differs: Whether it differed; else its text ended there, without a difference (censored).
         effect: Completions that are worth one independent trial, 1 or more; infinite: the intervals are 0 to 1.
     """
-    events, leaving = _counts(times, differs)
+    events, leaving = Counter(time for time, hit in zip(times, differs, strict=True) if hit), Counter(times)
     at_risk, survival, variance = len(times), 1.0, 0.0
     steps = [SurvivalStep(0, at_risk, 0, 1.0, 0.05 ** (effect / at_risk), 1.0)]
     for time in sorted(leaving):
@@ -208,51 +204,6 @@ def kaplan_meier(times: Sequence[int], differs: Sequence[bool], effect: float = 
     return steps
 
 
-class LogRank(NamedTuple):
-    """Two samples compared over all times."""
-
-    observed: int  # first differences in the first sample
-    expected: float  # expected number if both had one rate
-    statistic: float  # chi-square with one degree of freedom, after division by the effect
-    p: float  # probability of a statistic at least as large if both have one rate; 1.0 where nothing could be compared
-
-
-def log_rank(strata: Mapping[int, tuple[_TIMES, _TIMES]], effect: float = 1.0) -> LogRank:
-    """The log-rank test, stratified: each prompt is compared with itself, and the differences are summed.
-
-    `strata` has (times, differs) of the first and of the second sample of each prompt. The division by the effect,
-    as in `kaplan_meier`, is a first-order correction for completions that come in rounds.
-    """
-    observed, expected, variance = 0, 0.0, 0.0
-    for one, other in strata.values():
-        hits, leaving = _counts(*one)
-        hits_other, leaving_other = _counts(*other)
-        at_risk, at_risk_other = len(one[0]), len(other[0])
-        for time in sorted(leaving.keys() | leaving_other.keys()):
-            d, n = hits[time] + hits_other[time], at_risk + at_risk_other
-            if d:
-                observed += hits[time]
-                expected += d * at_risk / n
-                if n > 1:
-                    variance += d * (at_risk / n) * (at_risk_other / n) * (n - d) / (n - 1)
-            at_risk -= leaving[time]
-            at_risk_other -= leaving_other[time]
-    if variance <= 0.0:
-        return LogRank(observed, expected, 0.0, 1.0)
-    statistic = (observed - expected) ** 2 / variance / effect
-    return LogRank(observed, expected, statistic, math.erfc(math.sqrt(statistic / 2)))
-
-
-def _counts(times: Sequence[int], differs: Sequence[bool]) -> tuple[Counter[int], Counter[int]]:
-    """(time -> first differences, time -> all that leave)."""
-    return Counter(time for time, hit in zip(times, differs, strict=True) if hit), Counter(times)
-
-
-Values = Sequence[float] | npt.NDArray[np.floating[Any]]
-_EXACT_MOST = 14  # 2^14 sign patterns are enumerated; beyond that they are drawn
-_DRAWS = 9_999
-
-
 def mcnemar(only_first: int, only_second: int) -> float:
     """Two-sided exact p of McNemar's test: of the prompts that diverged under one system only, how one-sided they are.
 
@@ -262,38 +213,6 @@ def mcnemar(only_first: int, only_second: int) -> float:
     total = only_first + only_second
     tail = sum(math.comb(total, hits) for hits in range(min(only_first, only_second) + 1))
     return float(min(1.0, 2 * tail / 2**total))
-
-
-def paired_permutation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided p of the sign-flip test on the sum of differences: whether two systems differ over the same prompts.
-
-    All sign patterns of the prompts that differ, if they are 14 or fewer; else 9,999 drawn from a fixed seed, with the
-    observed one counted in, so that p is never 0. Raises ValueError: samples of two lengths.
-    """
-    differences = [a - b for a, b in zip(first, second, strict=True) if a != b]
-    if not differences:
-        return 1.0
-    least = abs(math.fsum(differences)) * (1 - 1e-12)  # patterns that differ only by rounding count as equal
-    count, exact = len(differences), len(differences) <= _EXACT_MOST
-    rng = random.Random(f"nondet permutation {count}")  # noqa: S311 - a test statistic, not a secret
-    patterns = range(2**count) if exact else [rng.getrandbits(count) for _ in range(_DRAWS)]
-    hits = 0
-    for pattern in patterns:
-        signed = (d if pattern >> i & 1 else -d for i, d in enumerate(differences))
-        hits += abs(math.fsum(signed)) >= least
-    return hits / 2**count if exact else (1 + hits) / (1 + _DRAWS)
-
-
-def superiority(small: Values, large: Values) -> float:
-    """The probability that one of `large` exceeds one of `small`, ties counted half: 0.5 if both are alike. It is Mann
-    and Whitney's U over its maximum. Neither may be empty."""
-    # the smaller sample is looked up in the larger one, sorted: a handful of ten million margins are at forks
-    values = np.sort(np.asarray(large))
-    # in order, because neighbours are looked up near each other
-    sought = np.sort(np.asarray(small, dtype=values.dtype))
-    below = int(np.searchsorted(values, sought, "left").sum() + np.searchsorted(values, sought, "right").sum())
-    pairs = 2 * len(sought) * len(values)
-    return (pairs - below) / pairs
 
 
 def k3(reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:

@@ -17,7 +17,7 @@ from nondet.core.records import (
     role_of,
 )
 from nondet.core.statistics import one_sided_bound, percent, percent_range, round_interval
-from nondet.sampling.analysis import coverage_of
+from nondet.sampling.analysis import coverages
 from nondet.sampling.plan import Session
 from nondet.verdict.findings import Effect, Finding, change_of, plural, successful
 from nondet.verdict.samples import replays
@@ -243,7 +243,7 @@ def axis_title(name: str) -> str:
 
 def coverage_gaps(run: Run, impl: str) -> list[str]:
     """What an invariant implementation left stock without proof, with counts: "at risk: mm bfloat16 (12)"."""
-    groups = coverage_of(run, impl)
+    groups = coverages(run).get(impl, {})
     unproven = (g for g in groups if g not in ("replaced", "certified stock"))
     return [f"{group}: {name} ({n:,})" for group in unproven for name, n in groups[group].most_common()]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,22 +21,18 @@ import numpy.typing as npt
 from nondet.core.records import Completion, EmbedPass, Role, Round, Run, families_of, role_of
 from nondet.core.statistics import (
     CONFIDENCE,
-    LogRank,
     SurvivalStep,
     confidence_sequence,
     k3,
     kaplan_meier,
-    log_rank,
     mcnemar,
     median_interval,
     new_share,
     one_sided_bound,
     pair_disagreement,
-    paired_permutation,
     round_interval,
-    superiority,
 )
-from nondet.core.traces import Trace, tokens_digest
+from nondet.core.traces import Trace
 from nondet.errors import one_line
 
 # The speed of a sampled run, and the ratio of two implementations.
@@ -44,15 +40,13 @@ from nondet.errors import one_line
 # Tokens per second are the median over rounds, because one-time costs (compiling, proving, filling caches) fall into a
 # few of them. Every implementation runs the same rounds.
 
-# Figures of a diagnosis' timed rounds: "stock_tokens_per_second", "invariant:attention_tokens_per_second".
-_RATE, _MAIN = "_tokens_per_second", ("stock", "invariant")
-# The least and the largest ratio of a round, where several were timed. Older runs lack them.
+# Figures of a diagnosis' timed rounds: "stock_tokens_per_second", "invariant:attention_tokens_per_second"; and the
+# least and the largest ratio of a round, where several were timed.
+_RATE = "_tokens_per_second"
 _SPAN = ("invariant_ratio_low", "invariant_ratio_high")
-
 # Figures of a round whose session captured CUDA graphs: the steps without a capture.
 TIMED_TOKENS, TIMED_US = "tokens beside captures", "µs beside captures"
 
-NAME = "speed ratio"
 DEFINITION = (
     "speed ratio: invariant's tokens/s over those of the fastest stock, each the median over rounds of the tokens "
     "of all requests over engine time (of a diagnosis: the better of its warm rounds, run in turn); above 1 invariant "
@@ -71,10 +65,9 @@ HOST_NOTE = (
 
 @dataclass(frozen=True)
 class SpeedRatio:
-    """Invariant against the fastest stock that ran."""
+    """Invariant against the fastest stock that ran, `baseline`, both in tokens per second."""
 
     baseline: str
-    # `stock`, `invariant`: tokens per second; `baseline` names that stock
     stock: float
     invariant: float
     host_bound: bool = False  # stock may have waited for cuDNN's work on the host, see `HOST_NOTE`
@@ -95,48 +88,43 @@ class SpeedRatio:
         return self.invariant / self.stock
 
 
-def median_rate(rounds: Iterable[Round]) -> float:
-    """Tokens generated per second for all requests, the median over rounds that took time; 0.0 without one."""
-    rates = [rate for r in rounds if (rate := _rate(r)) > 0]
-    return statistics.median(rates) if rates else 0.0
-
-
 def _rate(r: Round) -> float:
-    """Tokens per second of a round; if it captured CUDA graphs, of the other steps."""
+    """Tokens per second of a round, 0.0 if it took no time; if it captured CUDA graphs, of the other steps."""
+    tokens, seconds = r.figures.get(TIMED_TOKENS, r.tokens), r.seconds
     if TIMED_US in r.figures:
-        return 1e6 * r.figures[TIMED_TOKENS] / r.figures[TIMED_US] if r.figures[TIMED_US] else 0.0
-    return r.tokens / r.seconds if r.seconds > 0 else 0.0
+        seconds = r.figures[TIMED_US] / 1e6
+    return tokens / seconds if seconds > 0 else 0.0
 
 
-def speed_ratio(rates: Mapping[str, float], *, host_bound: bool = False) -> SpeedRatio | None:
-    """The ratio from each implementation's tokens per second; None unless invariant and a stock have one."""
-    stock = {impl: rate for impl, rate in rates.items() if role_of(impl) in (Role.STOCK, Role.BACKEND) and rate > 0}
-    invariant = next((rate for impl, rate in rates.items() if role_of(impl) == Role.INVARIANT and rate > 0), None)
-    if not stock or invariant is None:
-        return None
-    baseline = max(stock, key=stock.__getitem__)
-    return SpeedRatio(baseline, stock[baseline], invariant, host_bound and baseline == Role.STOCK)
+def _rates(run: Run) -> dict[str, dict[tuple[int, int], float]]:
+    """Implementation -> (round, steps) -> tokens per second, of rounds that took time."""
+    found: dict[str, dict[tuple[int, int], float]] = {}
+    for r in run.rounds:
+        if (rate := _rate(r)) > 0:
+            found.setdefault(r.impl, {})[r.round, r.steps] = rate
+    return found
 
 
 def speed_ratio_of(run: Run) -> SpeedRatio | None:
-    """The ratio of a run's rounds; for a diagnosis of its timed warm rounds, None without any."""
-    host_bound = _host_bound(run)
+    """The ratio of a run's rounds, or of a diagnosis' timed warm rounds; None unless invariant and a stock ran."""
+    timed, rounds = _timed(run), _rates(run)
+    rates = {impl: statistics.median(mine.values()) for impl, mine in rounds.items()}
     if run.steps:
-        timed = _timed(run)
-        speed = speed_ratio({impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in _MAIN}, host_bound=host_bound)
-        if speed is None or not {"rounds", *_SPAN} <= timed.keys():
+        rates = {impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in ("stock", "invariant")}
+    stocks = [impl for impl, rate in rates.items() if role_of(impl) in (Role.STOCK, Role.BACKEND) and rate > 0]
+    invariant = next((impl for impl, rate in rates.items() if role_of(impl) == Role.INVARIANT and rate > 0), None)
+    if not stocks or invariant is None:
+        return None
+    baseline = max(stocks, key=rates.__getitem__)
+    load = run.header.plan.get("load")
+    graphs = isinstance(load, dict) and bool(load.get("graphs"))
+    host_bound = baseline == Role.STOCK and run.header.plan.get("device") == "cuda" and not graphs
+    speed = SpeedRatio(baseline, rates[baseline], rates[invariant], host_bound)
+    if run.steps:
+        if not {"rounds", *_SPAN} <= timed.keys():
             return speed
         return replace(speed, interval=(float(timed[_SPAN[0]]), float(timed[_SPAN[1]])), rounds=int(timed["rounds"]))
-    impls = dict.fromkeys(r.impl for r in run.rounds)
-    rates = {impl: median_rate(r for r in run.rounds if r.impl == impl) for impl in impls}
-    speed = speed_ratio(rates, host_bound=host_bound)
-    if speed is None:
-        return None
-    invariant = next(impl for impl in impls if role_of(impl) == Role.INVARIANT and rates[impl] > 0)
-    ours, stock = (
-        {(r.round, r.steps): _rate(r) for r in run.rounds if r.impl == impl and _rate(r) > 0}
-        for impl in (invariant, speed.baseline)
-    )
+    ours, stock = rounds[invariant], rounds[baseline]
     ratios = [ours[same] / stock[same] for same in ours.keys() & stock.keys()]
     if not run.header.plan.get("turns"):
         return replace(speed, rounds=len(ratios), reason=NOT_IN_TURN)
@@ -145,77 +133,58 @@ def speed_ratio_of(run: Run) -> SpeedRatio | None:
 
 def ratio_text(speed: SpeedRatio) -> str:
     """ "speed ratio 0.98 against stock-no-cudnn (0.95 to 1.02, 25 rounds)", or that the ratio is not a cost."""
-    if not speed.is_cost:
+    if speed.interval is None or speed.host_bound:
         return f"cost not measured: {HOST_NOTE if speed.host_bound else speed.reason}"
-    low, high = speed.interval or (0.0, 0.0)
-    span, stock = f"{low:.2f} to {high:.2f}", one_line(speed.baseline, 40)
+    span, stock = f"{speed.interval[0]:.2f} to {speed.interval[1]:.2f}", one_line(speed.baseline, 40)
     if speed.rounds < _MEDIAN_LEAST:  # of a diagnosis: too few rounds for a result
-        return f"{NAME} {span} against {stock} ({speed.rounds} rounds)"
-    return f"{NAME} {speed.ratio:.2f} against {stock} ({span}, {speed.rounds} rounds)"
+        return f"speed ratio {span} against {stock} ({speed.rounds} rounds)"
+    return f"speed ratio {speed.ratio:.2f} against {stock} ({span}, {speed.rounds} rounds)"
 
 
 def diagnosed_cost(run: Run) -> str:
     """The cost that a diagnosis reports from its timed rounds; "" without any."""
-    speed = speed_ratio_of(run)
-    timed = _timed(run)
+    speed, timed = speed_ratio_of(run), _timed(run)
     if speed is None or not timed:
         return ""
+    if speed.is_cost:
+        return f"S{ratio_text(speed)[1:]}."
     rates = [f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"]
     for name, rate in timed.items():
         if name.startswith("invariant:") and name.endswith(_RATE):
             family = name.removeprefix("invariant:").removesuffix(_RATE)
             rates.append(f"with only {one_line(family, 60)} {float(rate):,.0f}")
-    if speed.interval is None or speed.host_bound:
-        why = HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS
-        return f"Not measured: {why} ({'; '.join(rates)})."
-    said = ratio_text(speed)
-    return f"{said[:1].upper()}{said[1:]}."
+    why = HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS
+    return f"Not measured: {why} ({'; '.join(rates)})."
 
 
 def _timed(run: Run) -> Mapping[str, Any]:
     return next((s.figures for s in run.steps if s.name == "cost" and s.outcome == "yes"), {})
 
 
-def _host_bound(run: Run) -> bool:
-    load = run.header.plan.get("load")
-    graphs = isinstance(load, dict) and bool(load.get("graphs"))
-    return run.header.plan.get("device") == "cuda" and not graphs
-
-
 # Which operators of a sampled run were batch-invariant: rounds, and an encoder's passes, hold the counts of
-# `batch_invariant()` ("replaced: mm" -> calls) and of the launchers.
-
-# group, as in the records -> what it means to a reader
-GROUPS: dict[str, str] = {
-    "replaced": "batch-invariant kernels",
-    "certified stock": "stock, proven here to give each row the bits that it has solo",
-    "left stock": "stock, since no kernel takes this call: its bits may depend on the batch",
-    "at risk": "stock without a batch-invariant kernel, or over the batch itself: its bits may depend on the batch",
-}
+# `batch_invariant()` ("replaced: mm" -> calls) and of the launchers. "certified stock" is stock that is proven here to
+# give each row the bits that it has solo; the bits of the last two groups may depend on the batch.
+_GROUPS = ("replaced", "certified stock", "left stock", "at risk")
 
 
-def coverage_of(run: Run, impl: str) -> dict[str, Counter[str]]:
-    """Group -> operator -> calls, over all rounds of that implementation; the groups in order, those with calls."""
-    groups: dict[str, Counter[str]] = {group: Counter() for group in GROUPS}
+def coverages(run: Run) -> dict[str, dict[str, Counter[str]]]:
+    """Implementation -> group -> operator -> calls, over all rounds; the groups in order, those with calls."""
+    found: dict[str, dict[str, Counter[str]]] = {}
     records: list[Round | EmbedPass] = [*run.rounds, *run.embed_passes]
     for record in records:
-        for name, calls in record.ran.items() if record.impl == impl else ():
+        groups = found.setdefault(record.impl, {group: Counter() for group in _GROUPS})
+        for name, calls in record.ran.items():
             group, _, operator = name.partition(": ")
             if group in groups:
                 groups[group][operator] += calls
-    return {group: counts for group, counts in groups.items() if counts}
-
-
-def _coverages(run: Run) -> list[tuple[str, dict[str, Counter[str]]]]:
-    impls = dict.fromkeys(r.impl for r in (*run.rounds, *run.embed_passes))
-    return [(one_line(impl, 80), coverage_of(run, impl)) for impl in impls]
+    return {impl: {group: counts for group, counts in groups.items() if counts} for impl, groups in found.items()}
 
 
 def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
     """(implementation, group, operator, calls) of all rounds, by falling calls within a group."""
     return [
-        (impl, group, one_line(name, 160), calls)
-        for impl, groups in _coverages(run)
+        (one_line(impl, 80), group, one_line(name, 160), calls)
+        for impl, groups in coverages(run).items()
         for group, counts in groups.items()
         for name, calls in counts.most_common()
     ]
@@ -224,10 +193,10 @@ def coverage_rows(run: Run) -> list[tuple[str, str, str, int]]:
 def coverage_text(run: Run) -> list[str]:
     """For each implementation that has a coverage, a phrase with the calls in each group."""
     lines = []
-    for impl, groups in _coverages(run):
-        named = [f"{sum(counts.values()):,} calls {group}" for group, counts in groups.items()]
+    for impl, groups in coverages(run).items():
+        named = [f"{counts.total():,} calls {group}" for group, counts in groups.items()]
         named += [] if {"left stock", "at risk"} & set(groups) else ["none left stock unproven or at risk"]
-        lines += [f"{impl}: {', '.join(named)}"] if groups else []
+        lines += [f"{one_line(impl, 80)}: {', '.join(named)}"] if groups else []
     return lines
 
 
@@ -237,25 +206,24 @@ ANYTIME, ONE_SIDED, TOO_FEW = "anytime-valid", "0 of n, one-sided", "no interval
 # Completions that are not a sample of one thing, as those of a server's arms together, have counts and no interval.
 COUNTS = "counts only"
 
+Ids = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+_NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
+
 
 @dataclass(frozen=True)
 class Interval:
-    """A rate with its 95% interval: k of n."""
+    """A rate, k of n, with its 95% interval."""
 
     k: int
     n: int
     low: float
     high: float
-    # `ANYTIME` for two-sided ones, see `nondet.core.statistics.round_interval`; `ONE_SIDED` where nothing was seen;
-    # `TOO_FEW` where no round was compared with another; `COUNTS` where there is no single sample
+    # `ANYTIME` for two-sided ones, see `nondet.core.statistics.round_interval`; `ONE_SIDED` where nothing was seen, so
+    # that only `high` is a bound; `TOO_FEW` where no round was compared with another; `COUNTS` of no single sample
     method: str
     # rounds that were compared with an earlier one. The interval assumes only that these are independent.
     rounds: int = 0
-
-    @property
-    def two_sided(self) -> bool:
-        """Whether both ends are bounds; else nothing was seen, and only `high` is one."""
-        return self.method == ANYTIME
 
 
 @dataclass(frozen=True)
@@ -284,24 +252,11 @@ class Fork:
 class DistinctCompletion:
     """One distinct completion; `parts_at` is the first token unlike the most common one's, None for that one itself."""
 
-    digest: str
     count: int
     token_ids: tuple[int, ...]
     pieces: tuple[str, ...]
     text: str
     parts_at: int | None
-
-
-@dataclass
-class TreeNode:
-    """A run of tokens shared by `count` completions, from `start`; the children begin where they diverge. A node
-    without children ends its completions. The leaves' counts sum to n."""
-
-    start: int
-    length: int
-    count: int
-    text: str
-    children: list[TreeNode] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -315,45 +270,28 @@ class FlipMargins:
     elsewhere: int  # margins at all other positions of all distinct traces
     elsewhere_median: float
     as_close: float  # share of these that are no larger than the largest at a fork
-    apart: float  # probability that a margin elsewhere exceeds one at a fork; 0.5 if margins explain nothing
 
 
 @dataclass(frozen=True)
 class TokenFlips:
-    """Greedy tokens compared with the most common completion's up to the first difference, and the margins there."""
+    """Greedy tokens compared with the most common completion's up to the first difference."""
 
-    # `flips`, `tokens`: completions that differ from the first most common one, and tokens compared until they do
-    flips: int
-    tokens: int
-    # `low`, `high`: 95% interval of one over the other, by round; None where no round was compared with an earlier one
-    low: float | None
-    high: float | None
+    flips: int  # completions that differ from the first most common one
+    tokens: int  # tokens that are compared until they do
+    # 95% interval of flips over tokens, by round; None where no round was compared with an earlier one
+    interval: tuple[float, float] | None
     rounds: int
-    # `moved`, `compared`: over distinct traces against the most common one's, at shared positions with the same two top
-    # tokens: positions whose margin has different bits, and all of them. 0 of 0 where none was recorded.
-    moved: int
-    compared: int
-    classes: int  # largest number of different margins at one position
-    # `median`, `largest`: of the nonzero changes of a margin, in logits; 0.0 without one
-    median: float
-    largest: float
-    # `near`, `met`: margins of the most common trace that are no larger than the largest change, and all of them
-    near: int
-    met: int
 
 
 @dataclass(frozen=True)
 class FlipDraws:
     """How near the draws were to another token where completions first diverge; see `nondet.sampling.engine.Draw`."""
 
-    # `border`, `border_elsewhere`: median distance of the draw from a boundary between tokens, there and elsewhere
-    border: float
+    border: float  # median distance of the draw from a boundary between tokens
     border_elsewhere: float | None
     nearest: float
-    # `cut`, `cut_ties`: the smallest gap at the boundary of top-k there, in logits, and how many traces tie exactly;
-    # None without top-k
-    cut: float | None
-    cut_ties: int
+    cut: float | None  # the smallest gap at the boundary of top-k there, in logits; None without top-k
+    cut_ties: int  # traces with an exact tie there
     nucleus: float | None  # the smallest distance of the kept mass from top_p there; None without
 
 
@@ -368,39 +306,43 @@ class SampleSummary:
     failed: int  # requests that ended in an error; they are in no other figure
     distinct_completions: int
     distinct_traces: int
-    agree: Interval
     # share of completions that differ from the most common; where none does, the one-sided bound 1 - 0.05^(1/(n-1)): n
     # completions make n - 1 comparisons
     rate: Interval
-    first_fork: Fork | None
     forks: tuple[Fork, ...]
-    completions: tuple[DistinctCompletion, ...]
-    tree: TreeNode
-    # survival[i] is the share of completions whose first i tokens are those of the most common one
-    survival: tuple[float, ...]
+    completions: tuple[DistinctCompletion, ...]  # the most common first
+    survival: tuple[float, ...]  # [i]: share of completions whose first i tokens are those of the most common one
     has_logprobs: bool  # whether any trace has logprobs; without them (some servers) a trace is its tokens
     logprob_spread: float  # largest difference of the logprob of one token with one history between traces
-    # `batch_min`, `batch_max`: query tokens in the steps that the completions took part in
+    # of the steps that the completions took part in: fewest and most query tokens, and different numbers of them
     batch_min: int
     batch_max: int
     distinct_batches: int
-    tokens_per_second: float
-    # share of pairs of completions that differ, which does not grow with n; None of fewer than two
-    disagreement: float | None = None
-    # good's estimate of the probability that the next completion is a new one: those seen once, over n
-    new_share: float | None = None
-    rounds: int = 0
+    tokens_per_second: float  # of all requests, the median over rounds; 0.0 without one
+    disagreement: float | None  # share of pairs of completions that differ, which does not grow with n; None of one
+    new_share: float | None  # Good's estimate of the probability that the next completion is a new one
+    rounds: int
     # rounds after the first with the most common completion: for each completion of the round, in rising order, the
     # number of tokens shared with the most common one
-    held_rounds: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    held_rounds: Mapping[int, tuple[int, ...]]
     # of the intervals. It accounts for choosing the most common from the same data: the j-th text to occur has 0.05 /
     # (j (j + 1)), over all texts together 0.05.
-    confidence: float = CONFIDENCE
-    margins: FlipMargins | None = None  # None where nothing diverged, or no margins were recorded
-    draws: FlipDraws | None = None  # None where nothing diverged, or the draws are not known
-    flips: TokenFlips | None = None  # None of drawn tokens, and where nothing was compared
-    # mean K3 of the other traces against the most common one, over the tokens shared; None where all are equal
-    k3: float | None = None
+    confidence: float
+    margins: FlipMargins | None  # None where nothing diverged, or no margins were recorded
+    draws: FlipDraws | None  # None where nothing diverged, or the draws are not known
+    flips: TokenFlips | None  # None of drawn tokens, and where nothing was compared
+    k3: float | None  # mean K3 of the other traces against the most common one, over the tokens shared; None if equal
+
+    @property
+    def first_fork(self) -> Fork | None:
+        """The fork with the fewest tokens before it."""
+        return self.forks[0] if self.forks else None
+
+    @property
+    def agree(self) -> Interval:
+        """The share of the most common completion."""
+        r = self.rate
+        return replace(r, k=r.n - r.k, low=1.0 - r.high, high=1.0 - r.low)
 
     def band(self, index: int) -> tuple[float, float]:
         """The interval of survival[index]; 0 to 1 where no round was compared with another."""
@@ -411,26 +353,22 @@ class SampleSummary:
         return round_interval(agreeing, [len(lengths) for lengths in held], self.confidence)
 
 
-# The tree of distinct completions from their sorted order, in which texts with a common beginning are adjacent.
-#
-# So a node of the tree is a range of the sorted texts, and no step looks at single tokens in Python.
-
-Ids = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
-_NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
+# The forks of distinct completions, from their sorted order, in which texts with a common beginning are adjacent: a
+# node of their tree is a range of the sorted texts, and no step looks at single tokens in Python.
 
 
 @dataclass
 class Span:
     """Tokens `start` to `end` that the texts `first` to `last` (exclusive, in sorted order) have in common. Where they
-    diverge at `end`, `ways` has the span of each continuation; a text that ends there has one of its own. `low` and
-    `high` are of the finite logprobs of each token up to `end`, over all traces of the texts; see `spread`."""
+    diverge at `end`, `ways` has the span of each continuation; a text that ends there has one of its own."""
 
     first: int
     last: int
     start: int
     end: int
     ways: list[Span] = field(default_factory=list)
+    forks: tuple[int, ...] = ()  # the ends of the spans that it continues
+    # of the finite logprobs of each token up to `end`, over all traces of the texts
     low: Floats = field(default_factory=lambda: _NO_FLOATS)
     high: Floats = field(default_factory=lambda: _NO_FLOATS)
 
@@ -455,12 +393,12 @@ def spans_of(texts: Sequence[Ids]) -> list[Span]:
         span.end = int(here.min())
         cuts = span.first + 1 + np.flatnonzero(here == span.end)
         edges = [span.first, *cuts.tolist(), span.last]
-        span.ways = [Span(a, b, span.end, span.end) for a, b in pairwise(edges)]
+        span.ways = [Span(a, b, span.end, span.end, forks=(*span.forks, span.end)) for a, b in pairwise(edges)]
         spans += span.ways
     return spans
 
 
-def spread(spans: Sequence[Span], logprobs: Sequence[Sequence[Floats]]) -> float:
+def _spread(spans: Sequence[Span], logprobs: Sequence[Sequence[Floats]]) -> float:
     """Largest spread of one token's logprob over traces that share it and everything before it. `logprobs`: for each
     text, in the order of the spans, those of its traces; empty ones and values that are not finite are left out."""
     widest = 0.0
@@ -475,7 +413,7 @@ def spread(spans: Sequence[Span], logprobs: Sequence[Sequence[Floats]]) -> float
     return widest
 
 
-_BEFORE, _AFTER = 120, 80
+_BEFORE, _AFTER = 120, 80  # characters around a fork
 _END = -1  # the "next token" of a completion that ends where others continue
 
 
@@ -497,129 +435,92 @@ class Group:
         return self.tokens[index] if index < len(self.tokens) else _END
 
 
-@dataclass(frozen=True)
-class Grown:
-    """The tree of completions and its figures; `places` are each group's forks, rising, groups in the order given."""
+class Forks(NamedTuple):
+    """Every fork of distinct completions, rising; the positions of each completion's own; see `_spread`."""
 
-    tree: TreeNode
     forks: tuple[Fork, ...]
-    places: Sequence[npt.NDArray[np.int64]]
+    positions: list[tuple[int, ...]]
     spread: float
 
 
-def text_of(tokens: Sequence[int], pieces: Mapping[int, str]) -> str:
-    """The tokens' own texts, joined."""
-    return "".join(pieces.get(t, "") for t in tokens)
+def forks_of(
+    groups: Sequence[Group], traces: Mapping[str, Trace], pieces: Mapping[int, str], prompt: str, *, drawn: bool = False
+) -> Forks:
+    """The forks of these distinct completions, the most common first. If tokens were `drawn`, branches get no margins,
+    because these decide nothing."""
+    # by their tokens, a text before its continuations: ids are below 2^31, so big-endian bytes compare as they do
+    keys = [g.ids.astype(">u4").tobytes() for g in groups]
+    ranks = sorted(range(len(groups)), key=keys.__getitem__)
+    ordered = [groups[rank] for rank in ranks]
+    before = np.cumsum([0, *(g.count for g in ordered)])  # completions before each text
+    margins = [[] if drawn else [(traces[d].margin_array, count) for d, count in g.traces.items()] for g in ordered]
 
+    def text_of(tokens: Sequence[int]) -> str:
+        return "".join(pieces.get(t, "") for t in tokens)
 
-class Grower:
-    """The tree of completions, with every fork in it. `groups` are distinct completions, the most common first.
+    def most_common(span: Span) -> Group:
+        return groups[min(ranks[span.first : span.last])]
 
-    A place is an index into the sorted texts, a rank into the groups as given, a row into the traces. Without `margins`
-    branches get none, because they don't decide drawn tokens.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        traces: Mapping[str, Trace],
-        pieces: Mapping[int, str],
-        prompt: str,
-        *,
-        margins: bool = True,
-    ) -> None:
-        self.groups, self.pieces, self.prompt = groups, pieces, prompt
-        # by their tokens, a text before its continuations: ids are below 2^31, so big-endian bytes compare as they do
-        keys = [g.ids.astype(">u4").tobytes() for g in groups]
-        order = sorted(range(len(groups)), key=keys.__getitem__)
-        self.ranks = np.array(order, dtype=np.int64)
-        ordered = [groups[rank] for rank in order]
-        self.spans = spans_of([g.ids for g in ordered])
-        # [groups + 1] completions, and rows, before each place
-        self.counts = np.cumsum([0, *(g.count for g in ordered)])
-        self.rows = np.cumsum([0, *(len(g.traces) for g in ordered)])
-        self.weights = np.array([count for g in ordered for count in g.traces.values()], dtype=np.int64)
-        self.logprobs = [[traces[digest].logprob_array for digest in g.traces] for g in ordered]
-        # the margins of all rows, one after the other
-        kept = [traces[d].margin_array if margins else _NO_FLOATS for g in ordered for d in g.traces]
-        self.lengths = np.array([len(m) for m in kept], dtype=np.int64)
-        self.starts = np.cumsum(self.lengths) - self.lengths
-        self.margins = np.concatenate([_NO_FLOATS, *kept])
-
-    def grow(self) -> Grown:
-        """Add fork after fork, from the root; a loop, because forks may be nested deeper than Python can recurse."""
-        root = TreeNode(0, 0, 0, "")
-        forks: list[Fork] = []
-        places: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(self.groups)
-        none: tuple[int, ...] = ()
-        pending = [(root, span, none) for span in self.spans[:1]]
-        while pending:
-            node, span, before = pending.pop()
-            node.length, node.count = span.end - span.start, self._count(span)
-            node.text = text_of(self._commonest(span).tokens[span.start : span.end], self.pieces)
-            if not span.ways:
-                places[int(self.ranks[span.first])] = np.array(before, dtype=np.int64)
-                continue
-            ways = sorted(span.ways, key=lambda way: (-self._count(way), self._commonest(way).token(span.end)))
-            forks.append(self._fork(span, ways))
-            node.children = [TreeNode(span.end, 0, 0, "") for _ in ways]
-            here = (*before, span.end)
-            pending += [(child, way, here) for child, way in zip(node.children, ways, strict=True)]
-        forks.sort(key=lambda f: (f.index, -sum(b.count for b in f.branches), f.before))
-        return Grown(root, tuple(forks), places, spread(self.spans, self.logprobs))
-
-    def _count(self, span: Span) -> int:
-        return int(self.counts[span.last] - self.counts[span.first])
-
-    def _commonest(self, span: Span) -> Group:
-        return self.groups[int(self.ranks[span.first : span.last].min())]
-
-    def _fork(self, span: Span, ways: Sequence[Span]) -> Fork:
-        tokens = self._commonest(span).tokens
-        # a token may have no text of its own, but hardly four in a row
-        before = self.prompt + text_of(tokens[max(0, span.end - 4 * _BEFORE) : span.end], self.pieces)
-        return Fork(span.end, before[-_BEFORE:], tuple(self._branch(way) for way in ways))
-
-    def _branch(self, way: Span) -> Branch:
-        index, group = way.start, self._commonest(way)
-        first, last = self.rows[way.first], self.rows[way.last]
-        known = first + np.flatnonzero(self.lengths[first:last] > index)
-        margins = self.margins[self.starts[known] + index]
-        finite = np.isfinite(margins)
-        each = np.repeat(margins[finite].astype(np.float64), self.weights[known[finite]])
+    def branch(way: Span) -> Branch:
+        index, group = way.start, most_common(way)
+        mine = [one for members in margins[way.first : way.last] for one in members if len(one[0]) > index]
+        known = [(float(values[index]), count) for values, count in mine if math.isfinite(values[index])]
+        each = np.repeat([margin for margin, _ in known], [count for _, count in known]) if known else None
         return Branch(
             token_id=group.token(index),
-            text=self.pieces.get(group.token(index), ""),
-            count=self._count(way),
-            continuation=text_of(group.tokens[index + 1 : index + 1 + 4 * _AFTER], self.pieces)[:_AFTER],
-            margin_min=float(each.min()) if len(each) else None,
-            margin_median=float(np.median(each)) if len(each) else None,
+            text=pieces.get(group.token(index), ""),
+            count=int(before[way.last] - before[way.first]),
+            continuation=text_of(group.tokens[index + 1 : index + 1 + 4 * _AFTER])[:_AFTER],
+            margin_min=None if each is None else float(each.min()),
+            margin_median=None if each is None else float(np.median(each)),
         )
 
-
-# A distinct trace, its count, and the positions, rising, of its forks.
-Member = tuple[Trace, int, npt.NDArray[np.int64]]
-
-
-def flip_margins(traces: Sequence[Member]) -> FlipMargins | None:
-    """Margins where completions diverge, compared with those elsewhere; None where either is not recorded."""
-    at, ties, elsewhere = [], 0, []
-    for trace, count, places in traces:
-        margins = trace.margin_array
-        if not len(margins):
+    spans = spans_of([g.ids for g in ordered])
+    forks = list[Fork]()
+    positions: list[tuple[int, ...]] = [()] * len(groups)
+    for span in spans:
+        if not span.ways:
+            positions[ranks[span.first]] = span.forks
             continue
-        known = places[: np.searchsorted(places, len(margins))]
-        here = margins[known]
-        here = here[np.isfinite(here)]
-        at.append(here)
-        ties += count * int((here == 0.0).sum())
-        together = np.ones(len(margins), dtype=bool)
-        together[known] = False
-        rest = margins[together]
-        elsewhere.append(rest[np.isfinite(rest)])
-    if not sum(map(len, at)) or not sum(map(len, elsewhere)):
-        return None
+        # a token may have no text of its own, but hardly four in a row
+        tokens = most_common(span).tokens[max(0, span.end - 4 * _BEFORE) : span.end]
+        branches = sorted(map(branch, span.ways), key=lambda b: (-b.count, b.token_id))
+        forks.append(Fork(span.end, (prompt + text_of(tokens))[-_BEFORE:], tuple(branches)))
+    forks.sort(key=lambda f: (f.index, -sum(b.count for b in f.branches), f.before))
+    logprobs = [[traces[digest].logprob_array for digest in g.traces] for g in ordered]
+    return Forks(tuple(forks), positions, _spread(spans, logprobs))
+
+
+class Member(NamedTuple):
+    """A distinct trace: how often it occurred, its forks, and the tokens that it shares with the most common text."""
+
+    trace: Trace
+    times: int
+    forks: tuple[int, ...]
+    shared: int
+
+
+class RoundTally(NamedTuple):
+    """The completions of a round: those unlike the most common, tokens compared until they are, and all."""
+
+    differ: int
+    tokens: int
+    n: int
+
+
+def flip_margins(members: Sequence[Member]) -> FlipMargins | None:
+    """Margins where completions diverge, compared with those elsewhere; None where either is not recorded."""
+    at, elsewhere, ties = [_NO_FLOATS], [_NO_FLOATS], 0
+    for m in members:
+        margins = m.trace.margin_array
+        finite, forked = np.isfinite(margins), np.zeros(len(margins), dtype=bool)
+        forked[[index for index in m.forks if index < len(margins)]] = True
+        at.append(margins[forked & finite])
+        elsewhere.append(margins[~forked & finite])
+        ties += m.times * int((at[-1] == 0.0).sum())
     flips, others = np.concatenate(at), np.concatenate(elsewhere)
+    if not len(flips) or not len(others):
+        return None
     return FlipMargins(
         flips=len(flips),
         median=float(np.median(flips)),
@@ -628,108 +529,67 @@ def flip_margins(traces: Sequence[Member]) -> FlipMargins | None:
         elsewhere=len(others),
         elsewhere_median=float(np.median(others)),
         as_close=float((others <= flips.max()).mean()),
-        apart=superiority(flips, others),
     )
 
 
 def token_flips(
-    reference: Trace,
-    others: Mapping[str, tuple[Trace, int, int]],
-    rounds: Mapping[int, tuple[int, int, int]],
-    held: Sequence[int],
-    confidence: float,
+    length: int, tallies: Mapping[int, RoundTally], held: Sequence[int], confidence: float
 ) -> TokenFlips | None:
-    """How often a token flips, and how far margins change compared with their size; None where nothing was compared.
-
-    Args:
-        others: As of `k3_of`.
-        rounds: Of each round (completions that differ from the most common, tokens compared, completions).
-        held: The rounds that were compared with an earlier one.
-    """
-    length = len(reference.token_ids)
-    flips = sum(differ for differ, _, _ in rounds.values())
+    """How often a token flips; None where nothing was compared. `length` is that of the most common completion; `held`
+    are the rounds that were compared with an earlier one."""
+    flips = sum(tally.differ for tally in tallies.values())
     # the first most common completion is the reference
-    tokens = sum(tokens for _, tokens, _ in rounds.values()) - length
+    tokens = sum(tally.tokens for tally in tallies.values()) - length
     if tokens <= 0:
         return None
-    bounds = _flip_bounds([rounds[r] for r in held], length + 1, confidence) if held else None
-    margins, second = reference.margin_array, np.asarray(reference.runner_up)
-    places, moves = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
-    for digest, (trace, _, shared) in others.items():
-        end = min(shared, len(margins), len(trace.margin_array), len(second), len(trace.runner_up))
-        if digest == reference.digest or not end:
-            continue
-        move = trace.margin_array[:end].astype(np.float64) - margins[:end]
-        known = np.flatnonzero(np.isfinite(move) & (second[:end] == np.asarray(trace.runner_up)[:end]))
-        places.append(known)
-        moves.append(move[known])
-    where, by = np.concatenate(places), np.concatenate(moves)
-    moved = np.abs(by[by != 0.0])
-    largest = float(moved.max()) if len(moved) else 0.0
-    # position and change of each other class
-    several = np.unique(np.stack([where[by != 0.0], by[by != 0.0]]), axis=1)[0]
-    met = margins[np.isfinite(margins)]
-    return TokenFlips(
-        flips=flips,
-        tokens=tokens,
-        low=min(bounds[0], flips / tokens) if bounds else None,
-        high=max(bounds[1], flips / tokens) if bounds else None,
-        rounds=len(held),
-        moved=len(moved),
-        compared=len(by),
-        classes=1 + max(Counter(several.tolist()).values(), default=0),
-        median=float(np.median(moved)) if len(moved) else 0.0,
-        largest=largest,
-        near=int((met <= largest).sum()),
-        met=len(met),
-    )
+    interval = None
+    if held:
+        low, high = _flip_bounds([tallies[r] for r in held], length + 1, confidence)
+        interval = min(low, flips / tokens), max(high, flips / tokens)
+    return TokenFlips(flips, tokens, interval, len(held))
 
 
-def _flip_bounds(rounds: Sequence[tuple[int, int, int]], most: int, confidence: float) -> tuple[float, float]:
+def _flip_bounds(rounds: Sequence[RoundTally], most: int, confidence: float) -> tuple[float, float]:
     """Of flips over tokens: a completion's probability to diverge over the tokens it is expected to be compared for.
     Both have intervals by round, as a share of completions and of the `most` tokens that one may take, each at half of
     the error; the quotients of their ends hold with both."""
     each = 1.0 - (1.0 - confidence) / 2
-    sizes = [n for _, _, n in rounds]
-    low, high = round_interval([differ for differ, _, _ in rounds], sizes, each)
-    short, long = round_interval([tokens for _, tokens, _ in rounds], [n * most for n in sizes], each)
+    low, high = round_interval([r.differ for r in rounds], [r.n for r in rounds], each)
+    short, long = round_interval([r.tokens for r in rounds], [r.n * most for r in rounds], each)
     return low / (long * most), min(1.0, high / (short * most)) if short else 1.0  # of empty completions nothing
 
 
-def flip_draws(traces: Sequence[Member], first: int) -> FlipDraws | None:
+def flip_draws(members: Sequence[Member], first: int) -> FlipDraws | None:
     """How near the draws were at the first fork, at index `first`; None where they are not known."""
-    known = [(t, bool((places == first).any())) for t, _, places in traces if t.border]
-    there = [t for t, parts in known if parts]
+
+    def floats(data: bytes) -> Floats:
+        return np.frombuffer(data, dtype="<f4")
+
+    there = [m.trace for m in members if m.trace.border and first in m.forks]
     if not there:
         return None
-    borders = [float(_floats(t.border)[first]) for t in there]
-    rest = [np.delete(_floats(t.border), first) if parts else _floats(t.border) for t, parts in known]
-    elsewhere = np.concatenate(rest)
-    cuts = [c for t in there if np.isfinite(c := float(_floats(t.cut)[first]))]
-    nuclei = [n for t in there if np.isfinite(n := float(_floats(t.nucleus)[first]))]
+    rest = [np.delete(floats(m.trace.border), [first] if first in m.forks else []) for m in members if m.trace.border]
+    borders, elsewhere = [float(floats(t.border)[first]) for t in there], np.concatenate(rest)
+    cuts = [c for t in there if math.isfinite(c := float(floats(t.cut)[first]))]
+    nuclei = [n for t in there if math.isfinite(n := float(floats(t.nucleus)[first]))]
     return FlipDraws(
         border=float(np.median(borders)),
         border_elsewhere=float(np.median(elsewhere)) if len(elsewhere) else None,
         nearest=min(borders),
-        cut=min(cuts) if cuts else None,
-        cut_ties=sum(c == 0.0 for c in cuts),
-        nucleus=min(nuclei) if nuclei else None,
+        cut=min(cuts, default=None),
+        cut_ties=cuts.count(0.0),
+        nucleus=min(nuclei, default=None),
     )
 
 
-def _floats(data: bytes) -> Floats:
-    return np.frombuffer(data, dtype="<f4")
-
-
-def k3_of(reference: Trace, others: Mapping[str, tuple[Trace, int, int]]) -> float | None:
-    """Mean K3 of the other traces against the reference, over the tokens that each shares with it from the start.
-    `others`: digest -> (trace, how often it occurred, tokens that it shares with the reference). None where no other
-    trace shares a token, or logprobs are missing."""
+def k3_of(common: Trace, others: Sequence[Member]) -> float | None:
+    """Mean K3 of the other traces against the most common one, over the tokens that each shares with it from the start.
+    None where no other trace shares a token, or logprobs are missing."""
     total, tokens = 0.0, 0
-    for digest, (trace, count, length) in others.items():
-        if digest == reference.digest or not trace.logprobs or not reference.logprobs:
+    for trace, count, _, shared in others:
+        if not trace.logprobs or not common.logprobs:
             continue
-        here, there = reference.logprob_array[:length], trace.logprob_array[:length]
+        here, there = common.logprob_array[:shared], trace.logprob_array[:shared]
         finite = np.isfinite(here) & np.isfinite(there)
         if number := int(finite.sum()):
             total += count * number * k3(here[finite], there[finite])
@@ -755,29 +615,12 @@ def batch_totals(run: Run, impl: str) -> dict[int, npt.NDArray[np.int64]]:
     totals = {}
     for number, schedules in schedules_of(run, impl).items():
         parts = [part for _, schedule in schedules for part in schedule]
-        totals[number] = _per_step(parts, [tokens for _, _, tokens in parts])
+        change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
+        for first, steps, tokens in parts:
+            change[first] += tokens
+            change[first + steps] -= tokens
+        totals[number] = np.cumsum(change)
     return totals
-
-
-def batch_sizes(batches: Mapping[int, npt.NDArray[np.int64]], good: Sequence[Completion]) -> set[int]:
-    """Sizes, in query tokens, of the steps that the completions took part in."""
-    under_study: dict[int, list[list[int]]] = defaultdict(list)
-    for completion in good:
-        under_study[completion.round] += completion.schedule
-    sizes: set[int] = set()
-    for number, parts in under_study.items():
-        taken = _per_step(parts, [1] * len(parts))
-        sizes.update(np.unique(batches[number][: len(taken)][taken > 0]).tolist())
-    return sizes
-
-
-def _per_step(parts: Sequence[list[int]], amounts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """[steps]: at each step the sum of the amounts of the parts, [first step, steps, ...], that cover it."""
-    change = np.zeros(max((first + steps for first, steps, _ in parts), default=0) + 1, dtype=np.int64)
-    for (first, steps, _), amount in zip(parts, amounts, strict=True):
-        change[first] += amount
-        change[first + steps] -= amount
-    return np.cumsum(change)
 
 
 def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
@@ -803,24 +646,21 @@ class PromptSet:
     """The prompts of one implementation."""
 
     impl: str
-    # `parted_traces`, `parted_tokens`: prompts with two or more logprob traces, and completions
-    parted_traces: int
-    parted_tokens: int
-    # `share_low`, `share_high`: 95% interval of the share of prompts whose traces diverge, under such loads
-    share_low: float
-    share_high: float
-    # `n`, `failed`, `rounds`: of all prompts together
+    differing_traces: int  # prompts with two or more logprob traces
+    differing_texts: int  # prompts with two or more completions
+    share: tuple[float, float]  # 95% interval of the share of prompts whose traces diverge, under such loads
+    # of all prompts together
     n: int
     failed: int
     rounds: int
-    # `bound_rounds`, `bound_completions`: one-sided 95% bounds where no trace diverged; None where one did, or too
-    # little was compared. The second holds only if completions are independent.
+    # one-sided 95% bounds where no trace diverged; None where one did, or too little was compared. The second holds
+    # only if completions are independent.
     bound_rounds: float | None
     bound_completions: float | None
-    # `disagreement`, `new`: means over prompts of the share of pairs that differ, and of the chance of a new text
+    # means over prompts of the share of pairs that differ, and of the chance of a new text
     disagreement: float | None
     new: float | None
-    # kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an equal text is
+    # Kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an equal text is
     # censoring. Intervals by round, as `effect`.
     curve: tuple[SurvivalStep, ...]
     # completions that are worth one independent trial: all, over the rounds that were compared with another, of the
@@ -835,19 +675,13 @@ class PromptSet:
         return len(self.summaries)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Two implementations on the prompts that both completed."""
 
-    first: str
-    second: str
-    unit: str
     prompts: int
     only_first: int  # prompts whose completions diverge under the first only
     only_second: int  # and under the second only
-    mcnemar: float  # two-sided p over prompts, of these counts
-    permutation: float  # the same of the shares of pairs that differ
-    log_rank: LogRank  # of when completions first diverge, stratified by prompt, divided by the larger effect
+    p: float  # two-sided, over prompts, of these counts: McNemar's
 
 
 def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
@@ -860,28 +694,24 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
 
 
 def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> PromptSet:
-    diverged = sum(s.distinct_traces > 1 for s in members.values())
-    n = sum(s.n for s in members.values())
-    comparisons = sum(max(0, s.n - 1) for s in members.values())  # a prompt's first completion is the reference
-    clean = not diverged and comparisons > 0
-    pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
-    news = [s.new_share for s in members.values() if s.new_share is not None]
-    low, high = confidence_sequence(diverged, len(members))
     times, ends = [], []
+    held: Counter[int] = Counter()  # completions of each round that was compared with another
     for s in members.values():
         t, e = _times(s)
         times += t
         ends += e
-    held: Counter[int] = Counter()
-    for s in members.values():
         held.update({number: len(lengths) for number, lengths in s.held_rounds.items()})
+    n, diverged = sum(s.n for s in members.values()), sum(s.distinct_traces > 1 for s in members.values())
+    comparisons = n - len(members)  # a prompt's first completion is the reference
+    clean = not diverged and comparisons > 0
+    pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
+    news = [s.new_share for s in members.values() if s.new_share is not None]
     effect = n * max(held.values()) / held.total() if held else math.inf
     return PromptSet(
         impl=impl,
-        parted_traces=diverged,
-        parted_tokens=sum(s.distinct_completions > 1 for s in members.values()),
-        share_low=low,
-        share_high=high,
+        differing_traces=diverged,
+        differing_texts=sum(s.distinct_completions > 1 for s in members.values()),
+        share=confidence_sequence(diverged, len(members)),
         n=n,
         failed=sum(s.failed for s in members.values()),
         rounds=rounds,
@@ -901,19 +731,7 @@ def compared(first: PromptSet, second: PromptSet) -> Comparison:
     both = [(first.summaries[p], second.summaries[p]) for p in first.summaries if p in second.summaries]
     only_first = sum(a.distinct_completions > 1 >= b.distinct_completions for a, b in both)
     only_second = sum(b.distinct_completions > 1 >= a.distinct_completions for a, b in both)
-    pairs = [(a.disagreement, b.disagreement) for a, b in both]
-    shares = [(x, y) for x, y in pairs if x is not None and y is not None]
-    return Comparison(
-        first=first.impl,
-        second=second.impl,
-        unit=first.unit,
-        prompts=len(both),
-        only_first=only_first,
-        only_second=only_second,
-        mcnemar=mcnemar(only_first, only_second),
-        permutation=paired_permutation([x for x, _ in shares], [y for _, y in shares]),
-        log_rank=log_rank({a.prompt: (_times(a), _times(b)) for a, b in both}, max(first.effect, second.effect)),
-    )
+    return Comparison(len(both), only_first, only_second, mcnemar(only_first, only_second))
 
 
 def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
@@ -931,9 +749,10 @@ def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, st
     subjects: dict[tuple[str, int], list[Completion]] = defaultdict(list)
     for c in run.completions:
         subjects[c.impl, c.prompt].append(c)
+    rates = {impl: statistics.median(mine.values()) for impl, mine in _rates(run).items()}
     batches = {impl: batch_totals(run, impl) for impl in dict.fromkeys(impl for impl, _ in subjects)}
     return [
-        _summarize(run, traces, pieces, mine, batches[impl])
+        _summarize(run, traces, pieces, mine, batches[impl], rates.get(impl, 0.0))
         for (impl, _), mine in subjects.items()
         if any(c.status == "ok" for c in mine)
     ]
@@ -948,41 +767,49 @@ def _summarize(
     pieces: Mapping[int, str],
     completions: Sequence[Completion],
     batches: Mapping[int, npt.NDArray[np.int64]],
+    rate: float,
 ) -> SampleSummary:
     """Of all completions of one prompt under one implementation; at least one succeeded."""
     impl, prompt = completions[0].impl, completions[0].prompt
     good = [c for c in completions if c.status == "ok"]
-    texts: dict[int, Counter[tuple[int, ...]]] = {}
+    rounds: dict[int, Counter[tuple[int, ...]]] = {}
     distinct: dict[tuple[int, ...], Group] = {}
-    for completion in good:
-        tokens = tuple(traces[completion.trace].token_ids)
-        texts.setdefault(completion.round, Counter())[tokens] += 1
+    for c in good:
+        tokens = tuple(traces[c.trace].token_ids)
+        rounds.setdefault(c.round, Counter())[tokens] += 1
         group = distinct.setdefault(tokens, Group(tokens))
         group.count += 1
-        group.traces[completion.trace] += 1
-    came = _first_seen(texts)
-    groups = sorted(distinct.values(), key=lambda g: (-g.count, came[g.tokens]))
+        group.traces[c.trace] += 1
+    seen = _first_seen(rounds)
+    groups = sorted(distinct.values(), key=lambda g: (-g.count, seen[g.tokens]))
     n, top, text = len(good), groups[0], run.header.plan["prompts"][prompt]["text"]
+    lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
     # a draw does not depend on the margin, but on its distance from a boundary
     drawn = bool(run.header.plan.get("sampling"))
-    grown = Grower(groups, traces, pieces, text, margins=not drawn).grow()
-    forks = grown.forks
+    forks, positions, spread = forks_of(groups, traces, pieces, text, drawn=drawn)
+    members = [  # every distinct trace of a completion has the same forks
+        Member(traces[digest], count, mine, lengths[g.tokens])
+        for g, mine in zip(groups, positions, strict=True)
+        for digest, count in g.traces.items()
+    ]
+    common = traces[top.traces.most_common(1)[0][0]]
+    others = [m for m in members if m.trace.digest != common.digest]
     # completions of one round share batches, so what changes one changes its neighbours. Rounds are therefore compared
     # with the round in which the most common completion first occurred, which itself does not count
-    begin = min(r for r in texts if top.tokens in texts[r])
-    held = [r for r in sorted(texts) if r > begin]
-    place = came[top.tokens]
-    confidence = 1.0 - (1.0 - CONFIDENCE) / (place * (place + 1))
-    low, high, method = _rate_interval(top, n, [texts[r] for r in held], confidence)
-    # every distinct trace of a completion has the same forks
-    members = [
-        (traces[d], count, places)
-        for g, places in zip(groups, grown.places, strict=True)
-        for d, count in g.traces.items()
-    ]
-    lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
-    relatives = {d: (traces[d], c, lengths[g.tokens]) for g in groups for d, c in g.traces.items()}
-    common = traces[top.traces.most_common(1)[0][0]]
+    begin = min(r for r in rounds if top.tokens in rounds[r])
+    held = [r for r in sorted(rounds) if r > begin]
+    tallies = {
+        r: RoundTally(
+            counts.total() - counts[top.tokens],
+            sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items()),
+            counts.total(),
+        )
+        for r, counts in rounds.items()
+    }
+    confidence = 1.0 - (1.0 - CONFIDENCE) / (seen[top.tokens] * (seen[top.tokens] + 1))
+    # completions that agree with exactly the first i tokens of the most common
+    agree = np.bincount([lengths[g.tokens] for g in groups], [g.count for g in groups], len(top.tokens) + 1)
+    sizes = {size for c in good for at, steps, _ in c.schedule for size in batches[c.round][at : at + steps].tolist()}
     return SampleSummary(
         impl=impl,
         prompt=prompt,
@@ -990,16 +817,11 @@ def _summarize(
         n=n,
         failed=len(completions) - n,
         distinct_completions=len(groups),
-        distinct_traces=len(relatives),
-        agree=Interval(top.count, n, 1.0 - high, 1.0 - low, method, len(held)),
-        rate=Interval(n - top.count, n, low, high, method, len(held)),
-        disagreement=pair_disagreement([g.count for g in groups]) if n > 1 else None,
-        new_share=new_share([g.count for g in groups]),
-        first_fork=forks[0] if forks else None,
+        distinct_traces=len(members),
+        rate=_rate_interval(n - top.count, n, [tallies[r] for r in held], confidence),
         forks=forks,
         completions=tuple(
             DistinctCompletion(
-                digest=tokens_digest(list(g.tokens)),
                 count=g.count,
                 token_ids=g.tokens,
                 pieces=tuple(pieces.get(t, "") for t in g.tokens),
@@ -1008,63 +830,41 @@ def _summarize(
             )
             for g in groups
         ),
-        tree=grown.tree,
-        survival=_survival(groups, lengths, n),
-        has_logprobs=any(trace.logprobs for trace, _, _ in members),
-        logprob_spread=grown.spread,
+        survival=tuple((np.cumsum(agree[::-1])[::-1] / n).tolist()),
+        has_logprobs=any(m.trace.logprobs for m in members),
+        logprob_spread=spread,
         batch_min=min(c.batch_min for c in good),
         batch_max=max(c.batch_max for c in good),
-        distinct_batches=len(batch_sizes(batches, good)),
-        tokens_per_second=median_rate(r for r in run.rounds if r.impl == impl),
-        rounds=len(texts),
-        held_rounds={r: tuple(sorted(lengths[tokens] for tokens in texts[r].elements())) for r in held},
+        distinct_batches=len(sizes),
+        tokens_per_second=rate,
+        disagreement=pair_disagreement([g.count for g in groups]) if n > 1 else None,
+        new_share=new_share([g.count for g in groups]),
+        rounds=len(rounds),
+        held_rounds={r: tuple(sorted(lengths[tokens] for tokens in rounds[r].elements())) for r in held},
         confidence=confidence,
         margins=flip_margins(members) if forks and not drawn else None,
         draws=flip_draws(members, forks[0].index) if forks else None,
-        flips=None if drawn else token_flips(common, relatives, _exposed(texts, top, lengths), held, confidence),
-        k3=k3_of(common, relatives),
+        flips=None if drawn else token_flips(len(top.tokens), tallies, held, confidence),
+        k3=k3_of(common, others),
     )
 
 
-def _first_seen(texts: _Rounds) -> dict[tuple[int, ...], int]:
+def _first_seen(rounds: _Rounds) -> dict[tuple[int, ...], int]:
     """Tokens -> their number, from 1, by round, then count, then tokens, so that the file's order does not matter."""
-    came: dict[tuple[int, ...], int] = {}
-    for _, counts in sorted(texts.items()):
+    seen: dict[tuple[int, ...], int] = {}
+    for _, counts in sorted(rounds.items()):
         for tokens in sorted(sorted(counts), key=counts.__getitem__, reverse=True):
-            came.setdefault(tokens, len(came) + 1)
-    return came
+            seen.setdefault(tokens, len(seen) + 1)
+    return seen
 
 
-def _rate_interval(
-    top: Group, n: int, held: Sequence[Counter[tuple[int, ...]]], confidence: float
-) -> tuple[float, float, str]:
-    """Bounds of the share that differs from the most common completion, and the method: see `Interval`."""
-    if top.count == n:
+def _rate_interval(k: int, n: int, held: Sequence[RoundTally], confidence: float) -> Interval:
+    """The share that differs from the most common completion."""
+    if k == 0:
         # if the most common has the probability p, all n are equal with a probability of at most p^(n-1): the first is
         # the reference, so that n of them make n - 1 comparisons
-        return 0.0, one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED
+        return Interval(k, n, 0.0, one_sided_bound(n - 1) if n > 1 else 1.0, ONE_SIDED, len(held))
     if not held:
-        return 0.0, 1.0, TOO_FEW
-    share, sizes = (n - top.count) / n, [counts.total() for counts in held]
-    low, high = round_interval([counts.total() - counts[top.tokens] for counts in held], sizes, confidence)
-    return min(low, share), max(high, share), ANYTIME
-
-
-def _exposed(texts: _Rounds, top: Group, lengths: Mapping[tuple[int, ...], int]) -> dict[int, tuple[int, int, int]]:
-    """Of each round the completions that differ from the most common, tokens compared, and completions."""
-    return {
-        r: (
-            counts.total() - counts[top.tokens],
-            sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items()),
-            counts.total(),
-        )
-        for r, counts in texts.items()
-    }
-
-
-def _survival(groups: Sequence[Group], lengths: Mapping[tuple[int, ...], int], n: int) -> tuple[float, ...]:
-    # completions that agree with exactly the first i tokens of the most common
-    agree = np.zeros(len(groups[0].tokens) + 1, dtype=np.int64)
-    for group in groups:
-        agree[lengths[group.tokens]] += group.count
-    return tuple((np.cumsum(agree[::-1])[::-1] / n).tolist())
+        return Interval(k, n, 0.0, 1.0, TOO_FEW)
+    low, high = round_interval([r.differ for r in held], [r.n for r in held], confidence)
+    return Interval(k, n, min(low, k / n), max(high, k / n), ANYTIME, len(held))

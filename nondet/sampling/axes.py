@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from nondet.errors import UnknownNameError, UserError, each_once, suggestion
 from nondet.sampling.orders import ORDERS
@@ -53,34 +53,11 @@ class Subject:
     grain: int = 0  # of vLLM, whose pages are multiples of it; 0 for nondet's own engine
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(NamedTuple):
     """Whether a value took effect, and the figures that show it."""
 
     holds: bool
     text: str
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis."""
-
-    name: str
-    changes: str  # what is varied, a phrase
-    value: Callable[[Subject], str]
-    # default values, in addition to the base's; () where the axis has none here
-    values: Callable[[Subject], Sequence[str]]
-    # the base conditions at another value; raises `UserError` for an invalid one
-    apply: Callable[[Subject, str], Conditions]
-    # whether a value took effect: (value, figures of its sessions, figures of the base's)
-    proof: Callable[[str, Seen, Seen], Proof]
-    # whether an invariant engine gives one trace over all values. Over dtypes, for example, it does not: only the
-    # completions at one value are then compared.
-    held: bool = True
-    held_by: tuple[str, ...] = ()  # implementations that should give one trace even though `held` is False
-    # why this device or engine has no such axis; "" where it does
-    lacking: Callable[[Subject], str] = field(default=lambda subject: "")
-    slow_on_cpu: str = ""  # why "all" leaves it out on a CPU, where it can be named; "" where it does not
 
 
 # What transformers' continuous batching takes without further packages; it refuses flex attention and others.
@@ -89,6 +66,158 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _REPLICAS = 3
 # The draft model recomputes the end of each text for every drafted token, so it drafts few.
 _DRAFTED = {"lookup": 4, "draft": 2, "model": 2, "edit": 4}
+_CHANGES = {
+    "sharing": "whether requests share the cached pages of a common prefix",
+    "chunk": "the most prompt tokens of one request in one step: a long prefill comes in pieces",
+    "budget": "the query tokens that one step may take",
+    "page": "the tokens in a page of the KV cache",
+    "scheduler": "which request is admitted first: by arrival, the shortest, longest prefix match, deficit round robin",
+    "preemption": "the cache's size: room for so many of the largest requests; others are evicted and recomputed",
+    "speculative": "where drafts come from: none, prompt lookup, half of the layers, another model, an edited text",
+    "routing": f"which of {_REPLICAS} replicas serves a request: in turn, by prefix and load, by prefix and deficit",
+    "graphs": "whether steps run as CUDA graphs, padded to a few sizes",
+    "dtype": "the dtype of weights and activations; the weights in hand are cast",
+    "attention": "the model's attention implementation",
+    "threads": "the CPU threads",
+    "ranks": "the number of ranks that the model is cut over by its tensor-parallel plan",
+}
+_VLLM = ("sharing", "chunk", "budget", "page", "graphs")  # axes that vLLM has as well
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: a field of the conditions, and the values that it takes."""
+
+    name: str
+    field: str  # of `Conditions`, such as "load.page"
+    tried: tuple[str, ...] = ()  # default values, see `values`
+    known: tuple[str, ...] = ()  # the values that there are; () for numbers
+    plain: str = ""  # what the field's default is called
+    most: int = 1_000_000
+    other: str = " is unknown"  # what is wrong with a value that is not known
+    # whether an invariant engine gives one trace over all values. Over dtypes, for example, it does not: only the
+    # completions at one value are then compared.
+    held: bool = True
+    held_by: tuple[str, ...] = ()  # implementations that should give one trace even though `held` is False
+
+    @property
+    def changes(self) -> str:
+        """What is varied, a phrase."""
+        return _CHANGES[self.name]
+
+    def value(self, subject: Subject) -> str:
+        """The base's."""
+        part, _, name = self.field.rpartition(".")
+        now = getattr(getattr(subject.base, part) if part else subject.base, name)
+        if isinstance(now, bool):
+            return "on" if now else "off"
+        return str(now or self.plain or subject.threads)
+
+    def values(self, subject: Subject) -> Sequence[str]:
+        """Default values, the base's among them or not; none where the axis has none here."""
+        s, budget = subject, subject.base.load.budget
+        left_out = {"draft": not s.halves, "model": not s.draft_model}
+        ranks_most = s.gpus if s.device == "cuda" else 4
+        return {
+            "budget": [str(n) for n in (budget // 4, budget // 2, 2 * budget) if n >= 8],
+            "page": [str(s.grain * n) for n in (1, 2, 4)] if s.grain else self.tried,
+            "speculative": [name for name in DRAFTERS if not left_out.get(name)],
+            "threads": [str(n) for n in (1, 2, 4) if n <= max(2, s.threads)],
+            "ranks": [str(n) for n in (2, 4) if n <= ranks_most and not s.heads % n],
+        }.get(self.name, self.tried)
+
+    def apply(self, subject: Subject, value: str) -> Conditions:
+        """The base conditions at another value; a `UserError` of an invalid one."""
+        part, _, name = self.field.rpartition(".")
+        new: Any = value
+        if value == self.plain:
+            new = "" if self.known else None
+        elif not self.known:
+            new = number(self.name, value, 4 if self.name == "page" else 1, self.most)
+        elif value not in self.known:
+            raise UserError(f"--vary: {self.name}={value}{self.other}", suggestion(value, [*self.known, self.plain]))
+        if self.known == ("on", "off"):
+            new = value == "on"
+        changes = {name: new} | _further(self.name, subject, new)
+        base = subject.base
+        return replace(base, **{part: replace(getattr(base, part), **changes)} if part else changes)
+
+    def proof(self, value: str, seen: Seen, base: Seen) -> Proof:
+        """Whether a value took effect, from the figures of its sessions and of the base's."""
+        s, n, prefix = seen, int(value) if value.isdigit() else 0, f"ran {self.name} "
+        ran = sorted(name.removeprefix(prefix) for name in seen if name.startswith(prefix))
+        used, largest = s["replicas_most"], s["piece_most"]
+        replicas = f"{used} replicas served completions, {s['cached']} positions came from their caches"
+        elsewhere = Proof(s["rerouted"] > 0, f"{replicas}; {s['rerouted']} requests went elsewhere than in turn")
+        turns = {"single": Proof(used <= 1, replicas), "round-robin": Proof(used > 1, replicas)}
+        over_ranks = Proof(
+            s["ranks_most"] == n and s["share_most"] > 0,
+            f"{s['ranks_most'] or 1} ranks came to the same ids and logprobs, the first with {s['share_most']:,} "
+            "parameters of the model",
+        )
+        proofs = {
+            "sharing": (
+                # where the base took nothing from the cache either, "off" changed nothing
+                s["hits"] > 0 if value == "on" else s["cached"] == 0 < base["cached"],
+                f"{s['cached']} positions came from the cache, {s['hits']} completions took some",
+            ),
+            "chunk": (
+                value == "none" or (s["in_pieces"] > 0 and largest <= n < base["piece_most"]),
+                f"{s['in_pieces']} prompts under study came in pieces, the largest piece had {largest} tokens "
+                f"({base['piece_most']} at the base)",
+            ),
+            "budget": (
+                s["step_most"] <= n and s["step_most"] != base["step_most"],
+                f"the largest step had {s['step_most']} tokens ({base['step_most']} at the base)",
+            ),
+            "page": (
+                s["page"] == n,
+                f"the engine's cache has pages of {s['page']} tokens; {s['cached']} positions came from it",
+            ),
+            "scheduler": (
+                s["reordered"] > 0,
+                f"requests were admitted in another order than at the base in {s['reordered']} of {s['rounds']} rounds",
+            ),
+            "preemption": (
+                s["preempted"] == 0 if value == "ample" else s["preempted_targets"] > 0 and s["recomputed"] > 0,
+                f"{s['preempted']} times a request lost its cache, {s['preempted_targets']} times one under study; "
+                f"{s['recomputed']} positions were computed again",
+            ),
+            "speculative": (
+                s["drafted"] == 0 if value == "none" else s["accepted"] > 0,
+                f"{s['accepted']} of {s['drafted']} drafted tokens were accepted",
+            ),
+            "routing": turns.get(value, elsewhere),
+            "graphs": (
+                s["graphs"] > 0 if value == "on" else s["graphs"] == 0 < base["graphs"],
+                "steps ran as CUDA graphs" if s["graphs"] else "steps ran one by one",
+            ),
+            "ranks": (s["ranks_most"] <= 1, "one process had the whole model") if n == 1 else over_ranks,
+        }
+        ran_with = ran == [value], f"the engine ran with {self.name} {', '.join(ran) or 'unknown'}"
+        return Proof(*proofs.get(self.name, ran_with))
+
+    def lacking(self, subject: Subject, every: bool) -> str:
+        """Why this device or engine has no such axis, or `--vary all` leaves it out; "" where neither holds."""
+        s, cuda = subject, subject.device == "cuda"
+        reasons = (
+            (s.grain and self.name not in _VLLM, self.name, f"vLLM is varied along {', '.join(_VLLM)}"),
+            (s.base.load.graphs, "speculative", "drafts can't be verified inside of CUDA graphs"),
+            (not cuda, "graphs", "CUDA graphs need a CUDA device"),
+            (cuda, "threads", "threads decide nothing on a CUDA device"),
+            (cuda and s.gpus < 2, "ranks", "there is one GPU here"),
+            (
+                importlib.util.find_spec("accelerate") is None,
+                "ranks",
+                "the package accelerate is missing, by which a model is loaded in shares",
+            ),
+            (
+                every and not cuda,
+                "ranks",
+                "on a CPU ranks are processes, and starting them takes longer than all other axes: name it",
+            ),
+        )
+        return next((reason for holds, name, reason in reasons if holds and name == self.name), "")
 
 
 def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
@@ -100,310 +229,56 @@ def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
     return int(text)
 
 
-def _known(axis: str, value: str, names: Iterable[str], why: str = " is unknown") -> str:
-    if value not in names:
-        raise UserError(f"--vary: {axis}={value}{why}", suggestion(value, names))
-    return value
-
-
-def _on(value: bool) -> str:
-    return "on" if value else "off"
-
-
-def _with_load(subject: Subject, **changes: Any) -> Conditions:
-    return replace(subject.base, load=replace(subject.base.load, **changes))
-
-
-def _with_setting(subject: Subject, **changes: Any) -> Conditions:
-    return replace(subject.base, setting=replace(subject.base.setting, **changes))
-
-
-def _switch(name: str, **more: Any) -> Axis:
-    def apply(subject: Subject, value: str) -> Conditions:
-        if value not in ("on", "off"):
-            raise UserError(f"--vary: {name}={value} makes no sense", f"Write {name}=on or {name}=off.")
-        return _with_load(subject, **{name: value == "on"})
-
-    return Axis(
-        name=name,
-        value=lambda s: _on(getattr(s.base.load, name)),
-        values=lambda s: (_on(not getattr(s.base.load, name)),),
-        apply=apply,
-        **more,
-    )
-
-
-def _sharing_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    cached, hits = seen["cached"], seen["hits"]
-    text = f"{cached} positions came from the cache, {hits} completions took some"
-    # where the base took nothing from the cache either, "off" changed nothing
-    return Proof(hits > 0 if value == "on" else cached == 0 < base["cached"], text)
-
-
-def _chunk_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    most, pieces, before = seen["piece_most"], seen["in_pieces"], base["piece_most"]
-    text = f"{pieces} prompts under study came in pieces, the largest piece had {most} tokens ({before} at the base)"
-    return Proof(value == "none" or (pieces > 0 and most <= int(value) < before), text)
-
-
-def _budget_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    most, before = seen["step_most"], base["step_most"]
-    return Proof(most <= int(value) and most != before, f"the largest step had {most} tokens ({before} at the base)")
-
-
-def _page_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    page, cached = seen["page"], seen["cached"]
-    return Proof(page == int(value), f"the engine's cache has pages of {page} tokens; {cached} positions came from it")
-
-
-def _page(subject: Subject, value: str) -> Conditions:
-    page = number("page", value, 4)
-    if subject.grain and page % subject.grain:
-        what = f"--vary: page={value}: vLLM's pages are multiples of {subject.grain} here"
+def _further(axis: str, subject: Subject, new: Any) -> dict[str, Any]:
+    """What follows for the conditions from a value; a `UserError` where it does not go with the subject."""
+    if axis == "page" and subject.grain and new % subject.grain:
+        what = f"--vary: page={new}: vLLM's pages are multiples of {subject.grain} here"
         raise UserError(what, f"Write page={subject.grain}:{2 * subject.grain}, say.")
-    return _with_load(subject, page=page)
+    if axis == "preemption" and new:
+        page = subject.base.load.page
+        largest = max((ceil((len(r.prompt) + r.max_new_tokens) / page) + 1 for r in subject.requests), default=1)
+        return {"pages": new * largest + 4}
+    if axis == "routing":
+        return {"replicas": _REPLICAS if new else 1}
+    if axis == "speculative" and new:
+        if new == "draft" and not subject.halves:
+            what = "--vary: speculative=draft: the model's layers are not where a draft model could be made of them"
+            raise UserError(what, "Leave it out: --vary speculative=lookup:edit.")
+        if new == "model" and not subject.draft_model:
+            raise UserError("--vary: speculative=model needs a draft model", "Name it: --draft-model FOLDER.")
+        draft_model = subject.draft_model if new == "model" else ""
+        return {"draft_tokens": _DRAFTED[new], "draft_model": draft_model, "earlier": subject.earlier}
+    if axis == "ranks":
+        from nondet.ranks.group import check_ranks
+
+        if new > 1:
+            check_ranks([new], subject.device, subject.gpus)
+        if subject.heads % new:
+            what = f"--vary: ranks={new}: the model's heads and key heads can be cut by {subject.heads} at most"
+            raise UserError(what, "Give a number that divides them.")
+    return {}
 
 
-def _graphs_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    ran = seen["graphs"]
-    holds = ran > 0 if value == "on" else ran == 0 < base["graphs"]
-    return Proof(holds, "steps ran as CUDA graphs" if ran else "steps ran one by one")
-
-
-def _ran(what: str) -> Callable[[str, Seen, Seen], Proof]:
-    def proof(value: str, seen: Seen, base: Seen) -> Proof:
-        prefix = f"ran {what} "
-        ran = sorted(name.removeprefix(prefix) for name in seen if name.startswith(prefix))
-        return Proof(ran == [value], f"the engine ran with {what} {', '.join(ran) or 'unknown'}")
-
-    return proof
-
-
-def _dtype(subject: Subject, value: str) -> Conditions:
-    return replace(subject.base, dtype=_known("dtype", value, _DTYPES, " is not one that models run in here"))
-
-
-def _attention(subject: Subject, value: str) -> Conditions:
-    why = f": transformers' continuous batching takes {' and '.join(ATTENTIONS)} here"
-    return _with_setting(subject, attention=_known("attention", value, ATTENTIONS, why))
-
-
-def _ranks(subject: Subject, value: str) -> Conditions:
-    from nondet.ranks.group import check_ranks
-    from nondet.sampling.ranks import check_loader
-
-    check_loader()
-    world = number("ranks", value, 1, 64)
-    if world > 1:
-        check_ranks([world], subject.device, subject.gpus)
-    if subject.heads % world:
-        raise UserError(
-            f"--vary: ranks={value}: the model's heads and key heads can be cut by {subject.heads} at most",
-            "Give a number that divides them.",
-        )
-    return replace(subject.base, ranks=world)
-
-
-def _ranks_tried(subject: Subject) -> list[str]:
-    most = subject.gpus if subject.device == "cuda" else 4
-    return [str(world) for world in (2, 4) if world <= most and not subject.heads % world]
-
-
-def _no_ranks(subject: Subject) -> str:
-    if subject.device == "cuda" and subject.gpus < 2:
-        return "there is one GPU here"
-    if importlib.util.find_spec("accelerate") is None:
-        return "the package accelerate is missing, by which a model is loaded in shares"
-    return ""
-
-
-def _ranks_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    world, share = seen["ranks_most"] or 1, seen["share_most"]
-    if value == "1":
-        return Proof(world == 1, "one process had the whole model")
-    text = f"{world} ranks came to the same ids and logprobs, the first with {share:,} parameters of the model"
-    return Proof(world == int(value) and share > 0, text)
-
-
-def _scheduler_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    other, rounds = seen["reordered"], seen["rounds"]
-    return Proof(other > 0, f"requests were admitted in another order than at the base in {other} of {rounds} rounds")
-
-
-def _preemption(subject: Subject, value: str) -> Conditions:
-    if value == "ample":
-        return _with_setting(subject, pages=None)
-    room = number("preemption", value, 1, 10_000)
-    page = subject.base.load.page
-    largest = max((ceil((len(r.prompt) + r.max_new_tokens) / page) + 1 for r in subject.requests), default=1)
-    return _with_setting(subject, pages=room * largest + 4)
-
-
-def _preemption_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    times, targets = seen["preempted"], seen["preempted_targets"]
-    text = (
-        f"{times} times a request lost its cache, {targets} times one under study; "
-        f"{seen.get('recomputed', 0)} positions were computed again"
-    )
-    return Proof(times == 0 if value == "ample" else targets > 0 and seen["recomputed"] > 0, text)
-
-
-def _routing(subject: Subject, value: str) -> Conditions:
-    if value == "single":
-        return replace(subject.base, replicas=1, routing="")
-    _known("routing", value, ["single", *POLICIES])
-    return replace(subject.base, replicas=_REPLICAS, routing=value)
-
-
-def _routing_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    used, elsewhere = seen["replicas_most"], seen["rerouted"]
-    text = f"{used} replicas served completions, {seen.get('cached', 0)} positions came from their caches"
-    if value == "single":
-        return Proof(used <= 1, text)
-    if value == "round-robin":
-        return Proof(used > 1, text)
-    return Proof(elsewhere > 0, f"{text}; {elsewhere} requests went elsewhere than in turn")
-
-
-def _speculative(subject: Subject, value: str) -> Conditions:
-    if value == "none":
-        return _with_setting(subject, drafts="")
-    _known("speculative", value, ["none", *DRAFTERS])
-    if value == "draft" and not subject.halves:
-        raise UserError(
-            "--vary: speculative=draft: the model's layers are not where a draft model could be made of them",
-            "Leave it out: --vary speculative=lookup:edit.",
-        )
-    if value == "model" and not subject.draft_model:
-        raise UserError("--vary: speculative=model needs a draft model", "Name it: --draft-model FOLDER.")
-    if subject.base.load.graphs:
-        raise UserError("--vary: speculative does not go with --load graphs=on", "Leave graphs=on out.")
-    draft_model = subject.draft_model if value == "model" else ""
-    return _with_setting(
-        subject, drafts=value, draft_tokens=_DRAFTED[value], draft_model=draft_model, earlier=subject.earlier
-    )
-
-
-def _speculative_proof(value: str, seen: Seen, base: Seen) -> Proof:
-    drafted, accepted = seen["drafted"], seen["accepted"]
-    text = f"{accepted} of {drafted} drafted tokens were accepted"
-    return Proof(drafted == 0 if value == "none" else accepted > 0, text)
-
-
+_ON_OFF, _OTHER_SWITCH = ("on", "off"), " makes no sense"
+_OTHER_ATTENTION = f": transformers' continuous batching takes {' and '.join(ATTENTIONS)} here"
+_OTHER_DTYPE = " is not one that models run in here"
 _AXES = (
-    _switch(
-        "sharing",
-        changes="whether requests share the cached pages of a common prefix",
-        proof=_sharing_proof,
-    ),
-    Axis(
-        name="chunk",
-        changes="the most prompt tokens of one request in one step: a long prefill comes in pieces",
-        value=lambda s: str(s.base.setting.chunk or "none"),
-        values=lambda s: ("5", "16", "24"),
-        apply=lambda s, v: _with_setting(s, chunk=None if v == "none" else number("chunk", v, 1)),
-        proof=_chunk_proof,
-    ),
-    Axis(
-        name="budget",
-        changes="the query tokens that one step may take",
-        value=lambda s: str(s.base.load.budget),
-        values=lambda s: [str(b) for b in (s.base.load.budget * n // 4 for n in (1, 2, 8)) if b >= 8],
-        apply=lambda s, v: _with_load(s, budget=number("budget", v, 1)),
-        proof=_budget_proof,
-    ),
-    Axis(
-        name="page",
-        changes="the tokens in a page of the KV cache",
-        value=lambda s: str(s.base.load.page),
-        values=lambda s: [str(s.grain * n) for n in (1, 2, 4)] if s.grain else ("4", "8", "16", "32"),
-        apply=_page,
-        proof=_page_proof,
-    ),
-    Axis(
-        name="scheduler",
-        changes="which request is admitted first: by arrival, the shortest, longest prefix match, deficit round robin",
-        value=lambda s: s.base.setting.order,
-        values=lambda s: list(ORDERS),
-        apply=lambda s, v: _with_setting(s, order=_known("scheduler", v, ORDERS)),
-        proof=_scheduler_proof,
-    ),
-    Axis(
-        name="preemption",
-        changes="the cache's size: room for so many of the largest requests, so that others are evicted and recomputed",
-        value=lambda s: str(s.base.setting.pages or "ample"),
-        values=lambda s: ("2", "1"),
-        apply=_preemption,
-        proof=_preemption_proof,
-    ),
-    Axis(
-        name="speculative",
-        changes="where drafts come from: none, prompt lookup, a draft model (half of the layers; another), "
-        "an edited text",
-        value=lambda s: s.base.setting.drafts or "none",
-        values=lambda s: [n for n in DRAFTERS if {"draft": s.halves, "model": bool(s.draft_model)}.get(n, True)],
-        apply=_speculative,
-        proof=_speculative_proof,
-        lacking=lambda s: "drafts can't be verified inside of CUDA graphs" if s.base.load.graphs else "",
-    ),
-    Axis(
-        name="routing",
-        changes=f"which of {_REPLICAS} replicas serves a request: in turn, by prefix and load, by prefix and deficit",
-        value=lambda s: s.base.routing or "single",
-        values=lambda s: list(POLICIES),
-        apply=_routing,
-        proof=_routing_proof,
-    ),
-    _switch(
-        "graphs",
-        changes="whether steps run as CUDA graphs, padded to a few sizes",
-        proof=_graphs_proof,
-        lacking=lambda s: "" if s.device == "cuda" else "CUDA graphs need a CUDA device",
-    ),
-    Axis(
-        name="dtype",
-        changes="the dtype of weights and activations; the weights in hand are cast",
-        value=lambda s: s.base.dtype,
-        values=lambda s: _DTYPES,
-        apply=_dtype,
-        proof=_ran("dtype"),
-        held=False,
-    ),
-    Axis(
-        name="attention",
-        changes="the model's attention implementation",
-        value=lambda s: s.base.setting.attention or "sdpa",
-        values=lambda s: ATTENTIONS,
-        apply=_attention,
-        proof=_ran("attention"),
-        held=False,
-    ),
-    Axis(
-        name="threads",
-        changes="the CPU threads",
-        value=lambda s: str(s.base.threads or s.threads),
-        values=lambda s: [str(n) for n in (1, 2, 4) if n <= max(2, s.threads)],
-        apply=lambda s, v: replace(s.base, threads=number("threads", v, 1, max(2, os.cpu_count() or 1))),
-        proof=_ran("threads"),
-        held=False,
-        lacking=lambda s: "" if s.device == "cpu" else "threads decide nothing on a CUDA device",
-    ),
-    Axis(
-        name="ranks",
-        changes="the number of ranks that the model is cut over by its tensor-parallel plan",
-        value=lambda s: str(s.base.ranks),
-        values=_ranks_tried,
-        apply=_ranks,
-        proof=_ranks_proof,
-        held=False,
-        held_by=("rank-free",),
-        lacking=_no_ranks,
-        slow_on_cpu="on a CPU ranks are processes, and starting them takes longer than all other axes: name it",
-    ),
+    Axis("sharing", "load.sharing", _ON_OFF, _ON_OFF, other=_OTHER_SWITCH),
+    Axis("chunk", "setting.chunk", tried=("5", "16", "24"), plain="none"),
+    Axis("budget", "load.budget"),
+    Axis("page", "load.page", tried=("4", "8", "16", "32")),
+    Axis("scheduler", "setting.order", tried=tuple(ORDERS), known=tuple(ORDERS)),
+    Axis("preemption", "setting.pages", tried=("2", "1"), plain="ample", most=10_000),
+    Axis("speculative", "setting.drafts", known=DRAFTERS, plain="none"),
+    Axis("routing", "routing", tried=tuple(POLICIES), known=tuple(POLICIES), plain="single"),
+    Axis("graphs", "load.graphs", _ON_OFF, _ON_OFF, other=_OTHER_SWITCH),
+    Axis("dtype", "dtype", tried=_DTYPES, known=_DTYPES, other=_OTHER_DTYPE, held=False),
+    Axis("attention", "setting.attention", ATTENTIONS, ATTENTIONS, "sdpa", other=_OTHER_ATTENTION, held=False),
+    Axis("threads", "threads", most=max(2, os.cpu_count() or 1), held=False),
+    Axis("ranks", "ranks", most=64, held=False, held_by=("rank-free",)),
 )
 AXES: dict[str, Axis] = {axis.name: axis for axis in _AXES}
 ALL = "all"
-_VLLM = ("sharing", "chunk", "budget", "page", "graphs")  # axes that vLLM has as well
 
 
 @dataclass(frozen=True)
@@ -444,18 +319,14 @@ def plan_axes(wanted: dict[str, list[str]], subject: Subject) -> list[Varied]:
     varied = []
     for name in AXES if every else wanted:
         axis = AXES[name]
-        lacking = f"vLLM is varied along {', '.join(_VLLM)}" if subject.grain and name not in _VLLM else ""
-        lacking = lacking or axis.lacking(subject) or (axis.slow_on_cpu if every and subject.device == "cpu" else "")
-        if lacking and not every:
-            raise UserError(f"--vary {name}: {lacking}", "Leave it out here.")
-        base = axis.value(subject)
-        if lacking:
-            varied.append(Varied(axis, base, note=lacking))
-            continue
-        values = [v for v in (wanted.get(name) or axis.values(subject)) if v != base]
-        conditions = tuple((value, axis.apply(subject, value)) for value in dict.fromkeys(values))
-        note = "" if conditions else f"there is no other value than {base}"
-        if not conditions and not every:
-            raise UserError(f"--vary {name}: {note}", "Name other values, such as --vary chunk=8:16.")
+        base, note, hint = axis.value(subject), axis.lacking(subject, every), "Leave it out here."
+        conditions: tuple[tuple[str, Conditions], ...] = ()
+        if not note:
+            values = [v for v in (wanted.get(name) or axis.values(subject)) if v != base]
+            conditions = tuple((value, axis.apply(subject, value)) for value in dict.fromkeys(values))
+            note = "" if conditions else f"there is no other value than {base}"
+            hint = "Name other values, such as --vary chunk=8:16."
+        if note and not every:
+            raise UserError(f"--vary {name}: {note}", hint)
         varied.append(Varied(axis, base, conditions, note))
     return varied

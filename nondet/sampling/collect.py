@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from nondet.sampling.axes import Conditions, Proof, Seen, Varied
 from nondet.sampling.engine import TransformersEngine, pinned, warm_up
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, check_lengths, piece_of
-from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Sampling, Session, Span
+from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Sampling, Session
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.routing import route
 from nondet.sampling.schedule import admission_number, summed_figures
@@ -292,30 +292,20 @@ class _Rounds(RoundCollector):
     first: Session | None = None
 
     def begin(self) -> None:
-        """Find out what is left to do; if anything is, play the base of axes twice, or warm up."""
+        """Find out what is left to do; if anything is, run the first round once in advance."""
         survey, rounds = self.survey, self.survey.plan.rounds
         self.left = set(self.missing(range(survey.rounds)))
         self.again = replay.repeat_key(survey.loaded, self.impl) not in self.writer.done
         there = (survey.at(number)[1] for number in range(survey.rounds) if number not in self.left)
         self.done = sum(r.target for index in there for r in rounds[index])
-        if survey.axes:
-            self._check_base()
-        elif self.played is None and (self.left or self.again or self._open_rounds()):
+        if self.played is None and (self.left or self.again or self._open_rounds()):
             play = partial(self._play, survey.arms[0])
             report = None if self.notes is None else partial(self.notes.preparing, self.impl)
-            self.played = warm_up(self.host.layers, survey.plan, survey.loaded.device, play, report)
-
-    def _check_base(self) -> None:
-        """The same requests in the same batches must give the same bits, or no difference can be attributed to an axis:
-        in this process, and in the one that wrote the base's rounds."""
-        base = self.survey.arms[0]
-        if self.again:
-            started = time.perf_counter()
-            once, again = (self._play(base, self.survey.plan.rounds[0]) for _ in range(2))
-            self.writer.write(replay.repeat_row(self.survey.loaded, self.impl, once, again, started))
-        elif self.left and 0 not in self.left:
-            outcomes = self._play(base, self.survey.plan.rounds[0]).outcomes
-            self._completions([o for o in outcomes if o.request.target], 0)
+            layers = None if survey.axes else self.host.layers  # other arms' steps have other sizes
+            self.played = warm_up(layers, survey.plan, survey.loaded.device, play, report)
+            if survey.axes and 0 not in self.left:
+                # the process that wrote the base's rounds gave them these bits, or no difference is an axis' effect
+                self._check(self._records(self.played, 0), 0)
 
     def play(self, number: int) -> None:
         """Run a round and write it, unless it is on disk."""
@@ -328,13 +318,14 @@ class _Rounds(RoundCollector):
         ran = dict(launched + (self.counted() - before))
         targets = [o for o in session.outcomes if o.request.target]
         others = [o for o in session.outcomes if not o.request.target]
-        records = self._completions(targets, number)
+        records = self._records(session, number)
+        self._check(records, number)
         # a failed request has no trace, and its completion names none
         pairs = zip(targets, records, strict=True)
         self.traces.write(self._trace(o, record.trace) for o, record in pairs if record.trace)
         self.write(*records)
         if not arm.name and not session.fatal:
-            self._write_tape(index, session)
+            self._write_recording(index, session)
         self.writer.write(
             Round(
                 impl=self.impl,
@@ -360,22 +351,22 @@ class _Rounds(RoundCollector):
                 self.notes.first_round(self.impl, self._recorded())
 
     def finish(self) -> None:
-        """Record the axes' proofs; without axes, compare the first round with the warm-up, and repeat others."""
-        survey = self.survey
-        if survey.axes:
-            self._judge_axes()
-            return
-        started, stored = time.perf_counter(), list[int]()
+        """Compare the first round with the one in advance, repeat others, and record the axes' proofs."""
+        survey, stored = self.survey, list[int]()
         if self.again and self.first is not None and self.played is not None:
-            self.writer.write(replay.repeat_row(survey.loaded, self.impl, self.played, self.first, started))
+            head = replay.repeated(survey.loaded, self.impl, 0, self.first, time.perf_counter())
+            self.writer.write(replay.with_session(head, self.played, self.first))
         elif self.again:
             stored = [0]  # a resumed run compares it with what is on disk
         for index in stored + self._open_rounds():
             started = time.perf_counter()
-            recorded = {c.key: c for c in self._recorded() if c.round == index}
             session = self.played if index == 0 else None
             session = session or self._play(survey.arms[0], survey.plan.rounds[index])
-            self.writer.write(replay.settling_row(survey.loaded, self.impl, index, recorded, session, started))
+            before = {c.key: c for c in self._recorded() if c.round == index}
+            head = replay.repeated(survey.loaded, self.impl, index, session, started)
+            self.writer.write(replay.with_records(head, before, self._records(session, index)))
+        if survey.axes:
+            self._judge_axes()
 
     def _judge_axes(self) -> None:
         """Record whether each value took effect, from its rounds and the base's."""
@@ -420,7 +411,7 @@ class _Rounds(RoundCollector):
 
     def _open_rounds(self) -> list[int]:
         """The rounds that are to be repeated in addition to the first, and have not been."""
-        settle = self.survey.settle
+        settle = 0 if self.survey.axes else self.survey.settle
         rounds = replay.rounds_to_settle(self._recorded(), settle) if settle else []
         return [r for r in rounds if replay.repeat_key(self.survey.loaded, self.impl, r) not in self.writer.done]
 
@@ -428,35 +419,38 @@ class _Rounds(RoundCollector):
         run = read_run(self.writer.path, allow_truncated=True)
         return [c for c in run.completions if c.impl == self.impl and c.status == "ok"]
 
-    def _completions(self, targets: Sequence[Outcome], number: int) -> list[Completion]:
-        """The records of a round's targets; those that are on disk must be the same, bit for bit."""
+    def _records(self, session: Session, number: int) -> list[Completion]:
+        """The records of a round's targets."""
         arm = self.survey.at(number)[0].name
-        records = [replay.completion_of(o, self.impl, number) for o in targets]
+        records = [replay.completion_of(o, self.impl, number) for o in session.outcomes if o.request.target]
+        if not arm:
+            return records
         # a request is there once per arm; thousands of schedules are left out, because plan and arm determine them
-        if arm:
-            records = [msgspec.structs.replace(r, request=f"{arm} {r.request}", schedule=[], arm=arm) for r in records]
-        if any(r.key in self.writer.done for r in records):  # cut off while it was being written, and run again
-            before = {c.key: c for c in read_run(self.writer.path, allow_truncated=True).completions}
-            for record in records:
-                if before.get(record.key, record) != record:
-                    raise UserError(
-                        f"{self.impl}, round {number}: {record.request} differs from before the stop",
-                        "This model is not run-to-run deterministic here: start again with --force, and don't stop it.",
-                    )
-        return records
+        return [msgspec.structs.replace(r, request=f"{arm} {r.request}", schedule=[], arm=arm) for r in records]
+
+    def _check(self, records: Sequence[Completion], number: int) -> None:
+        """Records that are on disk, because their round was cut off and is run again, must be the same bit for bit."""
+        if not any(r.key in self.writer.done for r in records):
+            return
+        before = {c.key: c for c in read_run(self.writer.path, allow_truncated=True).completions}
+        for record in records:
+            if before.get(record.key, record) != record:
+                raise UserError(
+                    f"{self.impl}, round {number}: {record.request} differs from before the stop",
+                    "This model is not run-to-run deterministic here: start again with --force, and don't stop it.",
+                )
 
     def _trace(self, outcome: Outcome, digest: str) -> Trace:
         same = ("token_ids", "logprobs", "margins", "runner_up", "border", "cut", "nucleus")
         figures = {name: getattr(outcome, name) for name in same}
-        return Trace(
-            digest=digest, text=self.survey.loaded.decode(outcome.token_ids), seed=replay.seed_of(outcome), **figures
-        )
+        text = self.survey.loaded.decode(outcome.token_ids)
+        return Trace(digest=digest, text=text, seed=replay.seed_of(outcome), **figures)
 
-    def _write_tape(self, index: int, session: Session) -> None:
+    def _write_recording(self, index: int, session: Session) -> None:
         plan, conditions = self.survey.plan, self.survey.arms[0].conditions
         named: dict[str, Any] = {"impl": self.impl, "round": index, "seed": self.survey.seed, "eos": []}
         named |= {"engine": self.host.describe(conditions), "weights": self.weights}
-        self.write(replay.make_tape(self._drawn(plan.rounds[index]), plan.load, session.packs, **named))
+        self.write(replay.recording(self._drawn(plan.rounds[index]), plan.load, session.packs, **named))
 
 
 def _beside_captures(session: Session) -> dict[str, int]:
@@ -482,37 +476,31 @@ def play_replicas(
     """Play a round on `count` replicas, one after the other: each has its requests and its own cache.
 
     Returns:
-        One session of all: outcomes in the order of the requests, seconds summed, steps numbered on from replica to
-            replica (except in the outcomes' schedules, whose steps are their replica's), and figures.
+        One session of all: outcomes in the order of the requests, seconds summed. Of several replicas it has neither
+            packs nor logits nor the pace of steps, because steps (also of schedules) are numbered by replica.
     """
     turns = [i % count for i in range(len(requests))]
     replicas = route(policy, requests, count) if count > 1 else turns
-    sessions = []
-    for replica in range(count):
-        mine = [r for r, chosen in zip(requests, replicas, strict=True) if chosen == replica]
-        if mine:
-            sessions.append(engine.run(mine, load, **options))
+    shares: dict[int, list[Request]] = {}
+    for request, replica in zip(requests, replicas, strict=True):
+        shares.setdefault(replica, []).append(request)
+    sessions = [engine.run(share, load, **options) for _, share in sorted(shares.items())]
     outcomes = {o.request.id: o for session in sessions for o in session.outcomes}
     admitted = [name for s in sessions for name in s.admitted]
-    figures = dict(summed_figures([s.figures for s in sessions]))
-    figures["replicas_most"] = len({c for r, c in zip(requests, replicas, strict=True) if r.target})
+    figures = summed_figures([s.figures for s in sessions])
+    figures["replicas_most"] = sum(any(r.target for r in share) for share in shares.values())
     figures["order"] = admission_number(admitted)
     if count > 1:
         figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
-    before = [0, *accumulate(s.steps for s in sessions)]
-    packs: dict[int, tuple[Span, ...]] = {}
-    for first, s in zip(before, sessions, strict=False):
-        packs |= {first + step: pack for step, pack in s.packs.items()}
+    if len(sessions) == 1:
+        return replace(sessions[0], figures=dict(figures))
     return Session(
         outcomes=[outcomes[r.id] for r in requests],
-        steps=before[-1],
+        steps=sum(s.steps for s in sessions),
         tokens=sum(s.tokens for s in sessions),
         seconds=sum(s.seconds for s in sessions),
         fatal=next((s.fatal for s in sessions if s.fatal), ""),
-        packs=packs,
-        tops={name: tops for s in sessions for name, tops in s.tops.items()},
-        figures=figures,
+        figures=dict(figures),
         admitted=admitted,
-        pace=[step for s in sessions for step in s.pace],
         first_use_seconds=sum(s.first_use_seconds for s in sessions),
     )

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.sampling.logprobs import largest, log_masses, nucleus_size, weights
 from nondet.sampling.orders import Order
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
-from nondet.sampling.schedule import SessionLog, TopRing, parts_of, run_lengths, session_figures
+from nondet.sampling.schedule import SessionLog, TopRing, parts_of, scheduled, session_figures
 from nondet.sampling.speculation import order_of
 
 
@@ -73,37 +74,39 @@ def batching_config(
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     known = {f.name for f in fields(ContinuousBatchingConfig)}
-    # pages for as many requests as a step takes, the longest ones: no more are ever alive, because running ones go
-    # first. With fewer the engine would preempt, which is an axis of its own
-    needed = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
-    groups = 1
-    if "page_size" not in known and model is not None:
-        from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+    groups, page_size = 1, "page_size"
+    if "page_size" not in known:  # transformers 5.17
+        page_size = "block_size"
+        if model is not None:
+            from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
-        groups = len(group_layers_by_attn_type(model.config)[0])
-    blocks = sum(needed[: min(load.requests, load.budget)])
+            groups = len(group_layers_by_attn_type(model.config)[0])
+    # pages for as many requests as a step takes, the longest ones: no more are ever running, because running ones go
+    # first. With fewer the engine would preempt, which is an axis of its own
+    most = min(load.requests, load.budget)
+    needed = sorted((ceil((len(r.prompt) + r.max_new_tokens) / load.page) + 1 for r in requests), reverse=True)
+    blocks = sum(needed[:most])
+    settings: dict[str, Any] = {}
     if load.graphs:  # so that a load's rounds have the same shapes: cuDNN plans for each, and for each cache size
         grain = _KEY_SHARE * _KEY_STEP
         blocks = ceil(ceil(blocks * load.page / grain) * grain / load.page)
-    settings: dict[str, Any] = {
-        ("page_size" if "page_size" in known else "block_size"): load.page,  # renamed after transformers 5.17
-        "num_blocks": groups * (pages or blocks),
-        "max_batch_tokens": load.budget,
-        "max_requests_per_batch": min(load.requests, load.budget),
-        "max_blocks_per_request": 0,  # the block-table path belongs to flash-attention packages
-        "allow_block_sharing": load.sharing,
-        "use_async_batching": False,
-        "use_cuda_graph": load.graphs,
-        "safety_margin": 0.0,
-        "return_logprobs": True,
-    }
-    if load.graphs:
-        room = settings["num_blocks"] * load.page
+        keys = groups * (pages or blocks) * load.page
         settings["q_padding_interval_size"] = query_step(load.requests, load.budget)
-        settings["kv_padding_interval_size"] = _KEY_STEP * ceil(room / _KEY_SHARE / _KEY_STEP)
+        settings["kv_padding_interval_size"] = _KEY_STEP * ceil(keys / _KEY_SHARE / _KEY_STEP)
     if "auto_switch_to_flash" in known:
         settings["auto_switch_to_flash"] = False  # 5.17 has no such switch, see `stock_attention`
-    return ContinuousBatchingConfig(**settings | more)
+    settings |= {page_size: load.page, "num_blocks": groups * (pages or blocks)} | more
+    return ContinuousBatchingConfig(
+        max_batch_tokens=load.budget,
+        max_requests_per_batch=most,
+        max_blocks_per_request=0,  # the block-table path belongs to flash-attention packages
+        allow_block_sharing=load.sharing,
+        use_async_batching=False,
+        use_cuda_graph=load.graphs,
+        safety_margin=0.0,
+        return_logprobs=True,
+        **settings,
+    )
 
 
 @contextmanager
@@ -115,9 +118,8 @@ def stock_attention(model: Any, name: str = "") -> Iterator[None]:
     if name:
         model.set_attn_implementation(name)
     if "auto_switch_to_flash" not in {f.name for f in fields(ContinuousBatchingConfig)}:
-        model.set_attn_implementation(
-            f"paged|{(name or before).removeprefix('paged|')}"
-        )  # transformers 5.17: "paged|" marks that the choice is made
+        # transformers 5.17: "paged|" marks that the choice is made
+        model.set_attn_implementation(f"paged|{(name or before).removeprefix('paged|')}")
     try:
         yield
     finally:
@@ -188,18 +190,16 @@ def write_mask(
         sliding_window: Keys that a query sees at most, its own included; 1 for all.
     """
     bounds: list[tuple[int, int]] = []
-    for i in range(len(cumulative_seqlens_q) - 1):
-        first, last = cumulative_seqlens_k[i], cumulative_seqlens_k[i + 1]
-        queries, keys = cumulative_seqlens_q[i + 1] - cumulative_seqlens_q[i], last - first
-        ahead = first + max(0, keys - queries) + 1
-        behind = first + keys - queries - sliding_window + 1
-        bounds += [
-            (max(first, behind + j) if sliding_window > 1 else first, min(last, ahead + j)) for j in range(queries)
-        ]
+    ranges = zip(pairwise(cumulative_seqlens_q), pairwise(cumulative_seqlens_k), strict=True)
+    for (query, last_query), (first, last) in ranges:
+        past = last - first - (last_query - query)
+        for j in range(last_query - query):
+            begin = max(first, first + past + j + 1 - sliding_window) if sliding_window > 1 else first
+            bounds.append((begin, min(last, first + max(0, past) + j + 1)))
     rows, columns = len(bounds), cumulative_seqlens_k[-1]
     own = torch.tensor(bounds, dtype=torch.int32).to(attention_mask.device)
-    place = torch.arange(columns, dtype=torch.int32, device=attention_mask.device)
-    hidden = (place < own[:, :1]) | (place >= own[:, 1:])
+    key = torch.arange(columns, dtype=torch.int32, device=attention_mask.device)
+    hidden = (key < own[:, :1]) | (key >= own[:, 1:])
     part = attention_mask[0, 0, :rows, :columns]
     part.zero_().masked_fill_(hidden, torch.finfo(attention_mask.dtype).min)
 
@@ -209,29 +209,25 @@ def write_mask(
 _LOOPS = ThreadPoolExecutor(8, "nondet-engine")
 
 
-class Loop:
+class _Loop:
     """An engine's loop on a thread that has run others before; its manager uses it as a `threading.Thread`."""
 
     def __init__(self, target: Callable[[], None]) -> None:
         self._target = target
-        self._running: Future[None] | None = None
+        self._running: list[Future[None]] = []
 
     def start(self) -> None:
-        """Begin, once."""
-        self._running = _LOOPS.submit(self._target)
+        self._running.append(_LOOPS.submit(self._target))
 
     def is_alive(self) -> bool:
-        """Whether it has begun and not ended."""
-        return self._running is not None and not self._running.done()
+        return any(not loop.done() for loop in self._running)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, `timeout` seconds at most."""
-        if self._running is not None:
-            wait([self._running], timeout)
+        wait(self._running, timeout)
 
 
 def start(manager: Any, device: torch.device) -> None:
-    """Start the engine's thread, on CUDA with a `Loop`; on a CPU only a new thread has the current thread count."""
+    """Start the engine's thread, on CUDA with a `_Loop`; on a CPU only a new thread has the current thread count."""
     if device.type != "cuda":
         manager.start()
         return
@@ -239,7 +235,7 @@ def start(manager: Any, device: torch.device) -> None:
     loop = manager._run_generation_loop
     if "use_inference_mode" in inspect.signature(loop).parameters:  # since 5.24
         loop = partial(loop, use_inference_mode=torch.is_inference_mode_enabled())
-    manager._generation_thread = Loop(loop)
+    manager._generation_thread = _Loop(loop)
     manager._generation_thread.start()
 
 
@@ -355,13 +351,12 @@ def draw_row(
     sums = np.cumsum(masses[:kept][order])
     mass = int(sums[-1])
     point = (uniform_bits(sampling.seed, position) * mass) >> _BITS
-    place = int(np.searchsorted(sums, point, side="right"))
+    index = int(np.searchsorted(sums, point, side="right"))
     # the outer ends are not boundaries, because nothing is beyond them
-    inner = [point - int(sums[place - 1])] if place else []
-    inner += [int(sums[place]) - point] if int(sums[place]) < mass else []
-    border = min(inner) / mass if inner else 1.0
-    chosen = int(order[place])
-    return Draw(int(ids[chosen]), float(logits[chosen]) - log_mass, border, cut, nucleus)
+    inner = [point - int(sums[index - 1])] if index else []
+    inner += [int(sums[index]) - point] if int(sums[index]) < mass else []
+    chosen = int(order[index])
+    return Draw(int(ids[chosen]), float(logits[chosen]) - log_mass, min(inner, default=mass) / mass, cut, nucleus)
 
 
 class Drawing:
@@ -384,22 +379,21 @@ class Drawing:
     def __call__(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The hook."""
         logits, wanted = output.logits[0], kwargs["logits_indices"]
-        # a model without logits_to_keep gives a row for every query token
-        every = logits.shape[0] != wanted.shape[0]
-        places = wanted if every else torch.arange(logits.shape[0], device=logits.device)
-        drawn: list[tuple[Sampling, int]] = []
+        settings: list[tuple[Sampling, int]] = []
         names = []
         for span in self._log.pack:
             sampling, prompt = self._of[span.request]
             if span.new and sampling is not None:
-                drawn.append((sampling, span.first + span.rows - prompt))
+                settings.append((sampling, span.first + span.rows - prompt))
                 names.append(span.request)
-        places = places[: len(drawn)].long()
-        draws = draw_rows(logits[places].float(), drawn)
+        # a model without logits_to_keep gives a row for every query token
+        rows = wanted if logits.shape[0] != wanted.shape[0] else torch.arange(logits.shape[0], device=logits.device)
+        rows = rows[: len(settings)].long()
+        draws = draw_rows(logits[rows].float(), settings)
         for name, draw in zip(names, draws, strict=True):
             self.drawn.setdefault(name, []).append(draw)
         chosen = torch.zeros_like(logits)
-        chosen[places, torch.tensor([d.token for d in draws], dtype=torch.long, device=logits.device)] = _CERTAIN
+        chosen[rows, torch.tensor([d.token for d in draws], dtype=torch.long, device=logits.device)] = _CERTAIN
         output.logits = chosen[None]
         return output
 
@@ -487,9 +481,8 @@ def run_session(
     by_id = {r.id: r for r in requests}
     found: dict[str, Any] = {}
     log.cut = lambda: until in found or (watcher is not None and watcher.done)
-    fatal = ""
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
-    wait = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
+    poll = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
@@ -501,19 +494,11 @@ def run_session(
         with interrupts_later():
             start(manager, model.device)
         attention = str(model.config._attn_implementation).removeprefix("paged|")  # as the engine has set it
-        for result in _finished(manager, len(requests), log.cut, wait):
+        for result in _finished(manager, len(requests), log.cut, poll):
             found[result.request_id] = result
             if on_token_count is not None:
                 on_token_count(by_id[result.request_id], len(result.generated_tokens))
-        error = manager.background_thread_status.fatal_error
-        if isinstance(error, MemoryError) and log.steps == 0:
-            raise UserError(
-                f"the engine's cache does not fit: {reason_of(error)}", "Use a smaller --load, prompt or --max-tokens."
-            ) from error
-        if isinstance(error, UserError):  # a smaller load would not help: the model is refused from inside
-            raise error
-        if error is not None:
-            fatal = f"the engine stopped in step {log.steps}: {reason_of(error)}"
+        fatal = _why_stopped(manager.background_thread_status.fatal_error, log.steps)
         cut = log.cut()
         if cut:
             stop_now(manager)  # a step may be running: it ends while its hooks are in place
@@ -522,20 +507,13 @@ def run_session(
         log.drain()
     dtype = str(model.dtype).removeprefix("torch.")
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
-    tops = log.tops()
-    parts, batch = parts_of(log.packs), {step: sum(span.rows for span in pack) for step, pack in log.packs.items()}
-    outcomes = []
-    for r in requests:
-        outcome = _outcome(r, found.get(r.id), tops.get(r.id, []), fatal, cut)
-        mine = parts.get(r.id, [])
-        sizes = [batch[step] for step, _ in mine]
-        schedule = run_lengths((step, span.rows) for step, span in mine)
-        most, least = max(sizes, default=0), min(sizes, default=0)
-        outcomes.append(replace(outcome, schedule=schedule, batch_min=least, batch_max=most))
+    tops, parts = log.tops(), parts_of(log.packs)
+    missing = "the session was cut short before it finished" if cut else "the engine ended without a result for it"
+    outcomes = [_outcome(r, found.get(r.id), tops.get(r.id, []), fatal or missing, cut) for r in requests]
     if drawing is not None:
         outcomes = [drawn_outcome(o, drawing.drawn.get(o.request.id, [])) for o in outcomes]
     return Session(
-        outcomes=outcomes,
+        outcomes=scheduled(outcomes, parts, log),
         steps=log.steps,
         tokens=sum(len(o.token_ids) for o in outcomes),
         seconds=log.spent(log.started, log.ended),
@@ -549,17 +527,26 @@ def run_session(
     )
 
 
+def _why_stopped(error: Any, steps: int) -> str:
+    """Why the engine stopped; "" where it did not. A `UserError` if its cache does not fit, or it refuses the model."""
+    if isinstance(error, MemoryError) and steps == 0:
+        raise UserError(
+            f"the engine's cache does not fit: {reason_of(error)}", "Use a smaller --load, prompt or --max-tokens."
+        ) from error
+    if isinstance(error, UserError):  # a smaller load would not help: the model is refused from inside
+        raise error
+    return "" if error is None else f"the engine stopped in step {steps}: {reason_of(error)}"
+
+
 def _finished(manager: Any, count: int, over: Callable[[], bool], wait: float) -> Iterator[Any]:
     """Yield `count` results of requests, as they finish; fewer where it is over, or the engine's thread has ended."""
     while count and not over():
         result = manager.get_result(timeout=wait)
-        if result is None:
-            if manager.is_running():
-                continue
+        if result is None and not manager.is_running():
             result = manager.get_result()  # what arrived between the last look and the thread's end
             if result is None:
                 return
-        if result.is_finished():
+        if result is not None and result.is_finished():
             count -= 1
             yield result
 
@@ -672,20 +659,12 @@ def _engine_of(
 
 
 def _outcome(
-    request: Request,
-    result: Any,
-    tops: list[tuple[float, float, int, int]],
-    fatal: str,
-    cut: bool,
+    request: Request, result: Any, tops: list[tuple[float, float, int, int]], missing: str, cut: bool
 ) -> Outcome:
-    tokens = list(result.generated_tokens) if result is not None else []
-    logprobs = np.asarray(result.logprobs if result is not None else [], dtype="<f4")
-    reason = ""
-    if result is None and cut and not fatal:
-        reason = "the session was cut short before it finished"
-    elif result is None:
-        reason = fatal or "the engine ended without a result for it"
-    elif result.error is not None:
+    if result is None:
+        return Outcome(request, finish="cut" if cut else "error", reason=missing)
+    tokens, logprobs, reason = list(result.generated_tokens), np.asarray(result.logprobs, dtype="<f4"), ""
+    if result.error is not None:
         reason = reason_of(result.error)
     elif len(logprobs) != len(tokens):
         reason = f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens"
@@ -698,7 +677,7 @@ def _outcome(
         logprobs=logprobs.tobytes(),
         margins=np.asarray([best - next_best for _, (best, next_best, _, _) in kept], dtype="<f4").tobytes(),
         runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
-        finish="cut" if cut and result is None else "error" if reason else "length",
+        finish="error" if reason else "length",
         reason=reason,
     )
 

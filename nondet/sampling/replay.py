@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
+import msgspec
+
 from nondet.core.compare import first_difference
 from nondet.core.measure import row_of
 from nondet.core.records import Completion, Replayed, Row, Run, Status, Tape, TapedRequest
@@ -17,23 +19,22 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, Span, is_sampling
 
 
-def make_tape(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple[Span, ...]], **named: Any) -> Tape:
+def recording(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple[Span, ...]], **named: Any) -> Tape:
     """The recording of a completed session; `named` as in `Tape`: impl, round, seed, eos, engine, weights."""
     prompts: dict[tuple[int, ...], int] = {}
-    for request in requests:
-        prompts.setdefault(request.prompt, len(prompts))
+    taken = [
+        TapedRequest(
+            id=r.id,
+            target=r.target,
+            prompt=prompts.setdefault(r.prompt, len(prompts)),
+            new=r.max_new_tokens,
+            arrival=r.arrival_step,
+            sampling=None if r.sampling is None else asdict(r.sampling),
+        )
+        for r in requests
+    ]
     return Tape(
-        requests=[
-            TapedRequest(
-                id=r.id,
-                target=r.target,
-                prompt=prompts[r.prompt],
-                new=r.max_new_tokens,
-                arrival=r.arrival_step,
-                sampling=None if r.sampling is None else asdict(r.sampling),
-            )
-            for r in requests
-        ],
+        requests=taken,
         prompts=[list(p) for p in prompts],
         load=asdict(load),
         steps=_run_lengths(packs, {r.id: i for i, r in enumerate(requests)}),
@@ -72,70 +73,64 @@ def load_of(tape: Tape) -> Load:
 
 def first_other_step(tape: Tape, requests: Sequence[Request], packs: Mapping[int, tuple[Span, ...]]) -> int | None:
     """The first step with other requests, or other positions, than in the recording; None where none has."""
-    played = _expand(_run_lengths(packs, {r.id: i for i, r in enumerate(requests)}))
-    taped = _expand(tape.steps)
-    return next((step for step in sorted(played.keys() | taped.keys()) if played.get(step) != taped.get(step)), None)
-
-
-def _expand(entries: Sequence[Sequence[Any]]) -> dict[int, list[list[int]]]:
-    return {
+    index = {r.id: i for i, r in enumerate(requests)}
+    played = {step: [[index[s.request], s.first, s.rows] for s in pack] for step, pack in packs.items()}
+    recorded = {
         first + n: [[i, at + n * rows, rows] for i, at, rows in spans]
-        for first, count, *spans in entries
+        for first, count, *spans in tape.steps
         for n in range(count)
     }
+    steps = sorted(played.keys() | recorded.keys())
+    return next((step for step in steps if played.get(step) != recorded.get(step)), None)
 
 
 def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
-    """The recorded completions of these requests; "divergent" means all whose trace is not the most common. Most common
-    in its prompt and arm. Raises UserError: no such request, or several implementations have it."""
+    """The recorded completions of these requests; "divergent" means all whose trace is not the most common of their
+    prompt and arm. Raises UserError: no such request, or several implementations have it."""
     impls = list(dict.fromkeys(c.impl for c in run.completions))
     if impl is not None and impl not in impls:
-        raise UserError(
-            f"{run.source} has no completions under --impl {impl}", f"It has: {', '.join(impls) or 'none'}."
-        )
+        what, hint = f"{run.source} has no completions under --impl {impl}", f"It has: {', '.join(impls) or 'none'}."
+        raise UserError(what, hint)
     chosen = impl or ("stock" if "stock" in impls else impls[0] if len(impls) == 1 else None)
     if chosen is None:
-        raise UserError(
-            f"{run.source} has completions under {', '.join(impls) or 'no implementation'}", "Name one with --impl."
-        )
+        what = f"{run.source} has completions under {', '.join(impls) or 'no implementation'}"
+        raise UserError(what, "Name one with --impl.")
     by_id = {c.request: c for c in run.completions if c.impl == chosen}
     out: dict[str, Completion] = {}
     for name in wanted:
         if name == "divergent":
-            groups: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
-            good = {i: c for i, c in by_id.items() if c.status == "ok"}
-            for c in good.values():
-                groups[c.prompt, c.arm][c.trace] += 1
-            # of equally common ones the first that was drawn
-            commonest = {key: max(traces, key=traces.__getitem__) for key, traces in groups.items()}
-            out.update({i: c for i, c in good.items() if c.trace != commonest[c.prompt, c.arm]})
-            continue
-        if name not in by_id:
-            ids = sorted(by_id)
-            raise UserError(
-                f"{run.source} has no request {name!r} under {chosen}", f"It has {ids[0]} to {ids[-1]}." if ids else ""
-            )
-        if by_id[name].status != "ok":
+            out |= _divergent(by_id)
+        elif name not in by_id:
+            hint = f"It has {min(by_id)} to {max(by_id)}." if by_id else ""
+            raise UserError(f"{run.source} has no request {name!r} under {chosen}", hint)
+        elif by_id[name].status != "ok":
             raise UserError(f"{name} failed in {run.source}: {by_id[name].reason}", "Name one that came to its end.")
-        out[name] = by_id[name]
+        else:
+            out[name] = by_id[name]
     return list(out.values())
 
 
-def tape_of(run: Run, completion: Completion) -> Tape:
+def _divergent(by_id: Mapping[str, Completion]) -> dict[str, Completion]:
+    good = {name: c for name, c in by_id.items() if c.status == "ok"}
+    groups: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+    for c in good.values():
+        groups[c.prompt, c.arm][c.trace] += 1
+    # of equally common ones the first that was drawn
+    most_common = {key: max(traces, key=traces.__getitem__) for key, traces in groups.items()}
+    return {name: c for name, c in good.items() if c.trace != most_common[c.prompt, c.arm]}
+
+
+def recording_of(run: Run, completion: Completion) -> Tape:
     """The recording of a completion's round; a `UserError` where the run has none."""
-    for tape in run.tapes:
-        if (tape.impl, tape.round) == (completion.impl, completion.round):
-            _check_whole(tape, completion, run.source)
-            if tape.engine.get("ranks", 1) != 1:
-                raise UserError(
-                    f"{completion.request} of {run.source} ran over {tape.engine['ranks']} ranks",
-                    "Rounds are replayed and traced on one rank only.",
-                )
-            return tape
-    raise UserError(
-        f"{run.source} has no tape of {completion.impl}, round {completion.round}",
-        "Runs hold tapes since nondet 0.2: sample again.",
-    )
+    tape = next((t for t in run.tapes if (t.impl, t.round) == (completion.impl, completion.round)), None)
+    if tape is None:
+        what = f"{run.source} has no tape of {completion.impl}, round {completion.round}"
+        raise UserError(what, "Runs hold tapes since nondet 0.2: sample again.")
+    _check_whole(tape, completion, run.source)
+    if tape.engine.get("ranks", 1) != 1:
+        what = f"{completion.request} of {run.source} ran over {tape.engine['ranks']} ranks"
+        raise UserError(what, "Rounds are replayed and traced on one rank only.")
+    return tape
 
 
 def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
@@ -245,7 +240,29 @@ def _case(index: int) -> str:
     return "the first round, twice" if index == 0 else f"round {index}, twice"
 
 
-def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, started: float) -> Row:
+def repeated(loaded: LoadedModel, impl: str, index: int, again: Session, started: float) -> Row:
+    """The row of a round that was run again, before it is compared."""
+    identity = loaded.identity
+    # only of the second time: every kernel is compiled, proven and planned by then
+    rate = again.tokens / again.seconds if again.seconds > 0 else 0.0
+    extra: dict[str, Any] = {"tokens": again.tokens, "steps": again.steps, "seconds_again": again.seconds}
+    return Row(
+        probe="sample",
+        case=_case(index),
+        operator="engine",
+        shape={k: identity[k] for k in ("layers", "hidden", "vocabulary") if isinstance(identity.get(k), int)},
+        dtype=loaded.dtype,
+        device=loaded.device,
+        inputs="prompts",
+        varied="run",
+        impl=impl,
+        status="",
+        extra=extra | {"tokens_per_second_again": rate} | ({"round": index} if index else {}),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def with_session(head: Row, once: Session, again: Session) -> Row:
     """The first round, twice: tokens, logprobs, margins and schedules of all requests, bit for bit.
 
     Under CUDA graphs the first step of each size runs without one, and then is captured: each session has an engine of
@@ -259,61 +276,21 @@ def repeat_row(loaded: LoadedModel, impl: str, once: Session, again: Session, st
             "CUDA graphs were captured in other steps the second time, so a replay would be compared with a plain step"
         )
     differ = sum(a != b for a, b in zip(once.outcomes, again.outcomes, strict=True))
-    return _row(loaded, impl, 0, again, len(once.outcomes), differ, failed, started)
+    return _compared(head, len(once.outcomes), differ, failed)
 
 
-def settling_row(
-    loaded: LoadedModel,
-    impl: str,
-    index: int,
-    before: Mapping[tuple[str, ...], Completion],
-    again: Session,
-    started: float,
-) -> Row:
-    """A round run again and compared with its completions on disk, `before` by key: traces and schedules. So is the
+def with_records(head: Row, before: Mapping[tuple[str, ...], Completion], records: Sequence[Completion]) -> Row:
+    """A round's completions, `records`, compared with those on disk, `before` by key: traces and schedules. So is the
     first one of a stopped run: a difference between two processes is not an effect of the batch."""
-    records = [completion_of(o, impl, index) for o in again.outcomes if o.request.target]
     failed = [r.reason for r in records if r.status != "ok"]
     differ = sum(r.key in before and before[r.key] != r for r in records)
-    return _row(loaded, impl, index, again, len(before), differ, failed, started)
+    return _compared(head, len(before), differ, failed)
 
 
-def _row(
-    loaded: LoadedModel,
-    impl: str,
-    index: int,
-    again: Session,
-    requests: int,
-    differ: int,
-    failed: Sequence[str],
-    started: float,
-) -> Row:
-    identity = loaded.identity
-    head = Row(
-        probe="sample",
-        case=_case(index),
-        operator="engine",
-        shape={k: identity[k] for k in ("layers", "hidden", "vocabulary") if isinstance(identity.get(k), int)},
-        dtype=loaded.dtype,
-        device=loaded.device,
-        inputs="prompts",
-        varied="run",
-        impl=impl,
-        status="",
-        extra={
-            "requests": requests,
-            "requests_parted": differ,
-            "tokens": again.tokens,
-            "steps": again.steps,
-            # only of the second time: every kernel is compiled, proven and planned by then
-            "seconds_again": again.seconds,
-            "tokens_per_second_again": again.tokens / again.seconds if again.seconds > 0 else 0.0,
-            **({"round": index} if index else {}),
-        },
-        reason=failed[0] if failed else "",
-        seconds=time.perf_counter() - started,
-    )
-    return row_of(head, [1, 2], [0, bool(differ)], **({"status": Status.ERROR} if failed else {}))
+def _compared(head: Row, requests: int, differ: int, failed: Sequence[str]) -> Row:
+    extra = {"requests": requests, "requests_parted": differ, **head.extra}
+    more = {"status": Status.ERROR, "reason": failed[0]} if failed else {}
+    return row_of(head, [1, 2], [0, bool(differ)], extra=extra, **more)
 
 
 T = TypeVar("T")
@@ -363,7 +340,13 @@ class Player:
             raise EngineStoppedError(f"round {self.tape.round}: {session.fatal}")
         return session
 
-    def as_recorded(self, completions: Sequence[Completion], traces: dict[str, Trace]) -> list[Replayed]:
+    def _others(self, name: str) -> list[str]:
+        return [r.id for r in self.tape.requests if r.id != name]
+
+    def _beside(self, others: Sequence[str], name: str, until: str | None = None) -> Outcome:
+        return _outcome(self.play([*others, name], until), name)
+
+    def as_recorded(self, completions: Sequence[Completion], traces: Mapping[str, Trace]) -> list[Replayed]:
         """The whole round once, and these completions' results in it."""
         started = time.perf_counter()
         session = self.play()
@@ -373,62 +356,55 @@ class Player:
         replays = []
         for completion in completions:
             name, outcome = completion.request, _outcome(session, completion.request)
-            apart = _apart(traces.get(completion.trace), outcome)
-            got = digest_of(outcome)
-            where = "" if apart[1] is None else f", from token {apart[1]} on"
-            sentence = f"{name}: trace {got} instead of {completion.trace}{where}; {steps}"
-            if got == completion.trace:
-                sentence = f"{name}: {len(outcome.token_ids)} tokens and logprobs, bit-identical to the record; {steps}"
-            others = [r.id for r in self.tape.requests if r.id != name]
-            took = {"sentence": sentence, "seconds": seconds, "sessions": 1}
-            replays.append(_replayed(completion, outcome, apart, how="as recorded", company=others, **took))
+            token, logprob = _difference(traces, completion, outcome)
+            where = "" if logprob is None else f", from token {logprob} on"
+            sentence = f"{name}: trace {digest_of(outcome)} instead of {completion.trace}{where}; {steps}"
+            if digest_of(outcome) == completion.trace:
+                count = len(outcome.token_ids)
+                sentence = f"{name}: {count} tokens and logprobs, bit-identical to the record; {steps}"
+            found = _replayed(completion, outcome, (token, logprob), self._others(name), sentence)
+            replays.append(msgspec.structs.replace(found, how="as recorded", seconds=seconds))
         return replays
 
-    def alone(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
+    def solo(self, completion: Completion, traces: Mapping[str, Trace]) -> Replayed:
         """The request without others, compared with the recorded completion."""
-        started = time.perf_counter()
-        outcome = _outcome(self.play([completion.request]), completion.request)
-        token, logprob = apart = _apart(traces.get(completion.trace), outcome)
+        started, name = time.perf_counter(), completion.request
+        outcome = self._beside([], name)
+        token, logprob = _difference(traces, completion, outcome)
+        what = "no token differs" if token is None else f"the first token that differs is token {token}"
+        sentence = f"{name} solo first differs from the recorded completion at token {logprob}; {what}"
         if logprob is None:
-            sentence = f"{completion.request} solo is bit-identical to the record under load"
-        else:
-            what = "no token differs" if token is None else f"the first token that differs is token {token}"
-            sentence = (
-                f"{completion.request} solo first differs from the recorded completion at token {logprob}; {what}"
-            )
-        took = {"sentence": sentence, "seconds": time.perf_counter() - started, "sessions": 1}
-        return _replayed(completion, outcome, apart, how="alone", company=[], **took)
+            sentence = f"{name} solo is bit-identical to the record under load"
+        found = _replayed(completion, outcome, (token, logprob), [], sentence)
+        return msgspec.structs.replace(found, how="alone", seconds=time.perf_counter() - started)
 
-    def shrunk(self, completion: Completion, traces: dict[str, Trace]) -> Replayed:
+    def shrunk(self, completion: Completion, traces: Mapping[str, Trace]) -> Replayed:
         """The smallest set of concurrent requests found with which the request differs from its solo completion. Tokens
         are compared where the recorded completion's tokens differ from the solo ones, else logprob bits. Raises
         UserError: the solo completion equals the recorded one, so that there is nothing to shrink."""
-        started, before = time.perf_counter(), self.sessions
-        name = completion.request
-        alone = _outcome(self.play([name]), name)
-        token, logprob = _apart(traces.get(completion.trace), alone)
+        started, before, name = time.perf_counter(), self.sessions, completion.request
+        solo = self._beside([], name)
+        token, logprob = _difference(traces, completion, solo)
         if logprob is None:
             raise UserError(f"{name} is bit-identical solo and under load", "Shrink one that differs.")
-        by_tokens = token is not None
-        others = [r.id for r in self.tape.requests if r.id != name]
+        by_tokens, others = token is not None, self._others(name)
         known: dict[tuple[str, ...], bool] = {}
 
         def differs(beside: Sequence[str]) -> bool:
             key = tuple(beside)
             if key not in known:
-                outcome = _outcome(self.play([*beside, name], until=name), name)
-                other_tokens = outcome.token_ids != alone.token_ids
-                known[key] = other_tokens or (not by_tokens and outcome.logprobs != alone.logprobs)
+                outcome = self._beside(beside, name, until=name)
+                other_tokens = outcome.token_ids != solo.token_ids
+                known[key] = other_tokens or (not by_tokens and outcome.logprobs != solo.logprobs)
             return known[key]
 
         if not differs(others):
-            raise UserError(
-                f"{name} does not differ when the whole round is replayed", "Leave --shrink out: its replay shows why."
-            )
+            what = f"{name} does not differ when the whole round is replayed"
+            raise UserError(what, "Leave --shrink out: its replay shows why.")
         fewest = minimal(others, differs)
         needed = [x for x in fewest if not differs([y for y in fewest if y != x])]
-        final = _outcome(self.play([*fewest, name], until=name), name)
-        token, logprob = first_difference(alone, final)
+        final = self._beside(fewest, name, until=name)
+        token, logprob = first_difference(solo, final)
         what = "tokens" if by_tokens else "logprob bits"
         named = ", ".join(fewest[:8]) + (", ..." if len(fewest) > 8 else "")
         tokens = "no token differs" if token is None else f"tokens from {token} on"
@@ -437,23 +413,28 @@ class Player:
             f"({named}): logprobs from token {logprob} on, {tokens}; "
             f"{'none of them' if needed == fewest else 'not every one'} can be left out"
         )
+        found = _replayed(completion, final, (token, logprob), fewest, sentence)
         took = {"sessions": self.sessions - before, "seconds": time.perf_counter() - started}
-        return _replayed(completion, final, (token, logprob), how="shrunk", company=fewest, sentence=sentence, **took)
+        return msgspec.structs.replace(found, how="shrunk", **took)
 
 
 def _replayed(
-    completion: Completion, outcome: Outcome, apart: tuple[int | None, int | None], **figures: Any
+    completion: Completion, outcome: Outcome, first: tuple[int | None, int | None], beside: list[str], sentence: str
 ) -> Replayed:
-    got = digest_of(outcome)
+    """Of one session; `first`: token and position of the first difference."""
     return Replayed(
         impl=completion.impl,
         request=completion.request,
+        how="",
+        company=beside,
         recorded=completion.trace,
-        got=got,
-        same=got == completion.trace,
-        first_token=apart[0],
-        first_logprob=apart[1],
-        **figures,
+        got=digest_of(outcome),
+        same=digest_of(outcome) == completion.trace,
+        first_token=first[0],
+        first_logprob=first[1],
+        sessions=1,
+        sentence=sentence,
+        seconds=0.0,
     )
 
 
@@ -464,6 +445,7 @@ def _outcome(session: Session, request: str) -> Outcome:
     return outcome
 
 
-def _apart(recorded: Trace | None, outcome: Outcome) -> tuple[int | None, int | None]:
+def _difference(traces: Mapping[str, Trace], completion: Completion, outcome: Outcome) -> tuple[int | None, int | None]:
     """`first_difference` from the recorded trace; (None, None) where none was kept."""
+    recorded = traces.get(completion.trace)
     return (None, None) if recorded is None else first_difference(recorded, outcome)

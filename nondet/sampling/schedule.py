@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -269,23 +269,37 @@ def parts_of(packs: Mapping[int, Sequence[Span]]) -> Parts:
     return parts
 
 
-def session_figures(outcomes: Sequence[Outcome], log: SessionLog, parts: Parts) -> dict[str, int]:
-    """Counts of one session; requests that failed or were cut are left out of the counts of tokens.
-
-    Returns:
-        "page": tokens in a page, as the engine's cache has it. "step_most": most query tokens of a step. "cached":
-            positions that were not computed for the request, because another request's page had them. "hits": requests
-            under study with such positions. "piece_most": most prompt tokens of one request in one step. "in_pieces":
-            requests under study whose prompt took several steps. "preempted": times that a request lost its cache.
-            "preempted_targets": requests under study that did. "recomputed": positions computed more than once because
-            of that. "drafted" and "accepted": speculated tokens. "graphs": 1 if steps ran as CUDA graphs. The engine
-            adds "ran dtype X", "ran attention X" and "ran threads N".
-    """
-    lost = set(log.preempted)
-    figures = dict.fromkeys(("cached", "hits", "piece_most", "in_pieces", "recomputed"), 0)
+def scheduled(outcomes: Sequence[Outcome], parts: Parts, log: SessionLog) -> list[Outcome]:
+    """The outcomes with their schedules, and with the sizes of the batches that they were in."""
+    batch = {step: sum(span.rows for span in pack) for step, pack in log.packs.items()}
+    made = []
     for outcome in outcomes:
-        if outcome.finish in ("error", "cut"):
-            continue
+        mine = parts.get(outcome.request.id, [])
+        sizes = [batch[step] for step, _ in mine] or [0]
+        schedule = run_lengths((step, span.rows) for step, span in mine)
+        made.append(replace(outcome, schedule=schedule, batch_min=min(sizes), batch_max=max(sizes)))
+    return made
+
+
+def session_figures(outcomes: Sequence[Outcome], log: SessionLog, parts: Parts) -> dict[str, int]:
+    """Counts of one session; requests that failed or were cut are left out of the counts of tokens. The engine adds
+    "ran dtype X", "ran attention X" and "ran threads N"."""
+    lost, good = set(log.preempted), [o for o in outcomes if o.finish not in ("error", "cut")]
+    figures = Counter(
+        page=log.page,  # tokens in a page, as the engine's cache has it
+        step_most=max((sum(span.rows for span in pack) for pack in log.packs.values()), default=0),  # query tokens
+        cached=0,  # positions that were not computed for the request, because another request's page had them
+        hits=0,  # requests under study with such positions
+        piece_most=0,  # prompt tokens of one request in one step
+        in_pieces=0,  # requests under study whose prompt took several steps
+        recomputed=0,  # positions computed more than once because their request lost its cache
+        preempted=len(log.preempted),  # times that one did
+        preempted_targets=sum(o.request.target and o.request.id in lost for o in outcomes),
+        drafted=log.drafted,
+        accepted=log.accepted,
+        graphs=int(log.graphs),
+    )
+    for outcome in good:
         request = outcome.request
         mine = [(span.first, span.rows) for _, span in parts.get(request.id, ())]
         needed = len(request.prompt) + len(outcome.token_ids) - 1  # the last token is never fed back
@@ -298,17 +312,8 @@ def session_figures(outcomes: Sequence[Outcome], log: SessionLog, parts: Parts) 
             figures["recomputed"] += sum(rows for _, rows in mine) - len(computed)
         if request.target:
             figures["hits"] += cached > 0
-            if request.id not in lost:
-                figures["in_pieces"] += len(prefill) > 1
-    return figures | {
-        "page": log.page,
-        "step_most": max((sum(span.rows for span in pack) for pack in log.packs.values()), default=0),
-        "preempted": len(log.preempted),
-        "preempted_targets": sum(o.request.target and o.request.id in lost for o in outcomes),
-        "drafted": log.drafted,
-        "accepted": log.accepted,
-        "graphs": int(log.graphs),
-    }
+            figures["in_pieces"] += len(prefill) > 1 and request.id not in lost
+    return dict(figures)
 
 
 def admission_number(admitted: Sequence[str]) -> int:

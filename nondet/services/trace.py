@@ -109,7 +109,7 @@ def _played(
     from nondet.core.traces import read_traces
     from nondet.sampling.engine import TransformersEngine
     from nondet.sampling.implementations import implementation
-    from nondet.sampling.replay import Player, check_weights, tape_of
+    from nondet.sampling.replay import Player, check_weights, recording_of
 
     traces, _ = read_traces(path)
     weights = weights_digest(loaded.model)
@@ -118,7 +118,7 @@ def _played(
         rounds.setdefault(completion.round, []).append(completion)
     with implementation(wanted[0].impl):
         for completions in rounds.values():
-            tape = tape_of(recorded, completions[0])
+            tape = recording_of(recorded, completions[0])
             check_weights(tape, loaded, weights, recorded.source)
             player = Player(TransformersEngine(loaded.model), tape)
             missing = [c for c in completions if ("replayed", c.impl, c.request, "as recorded") not in done]
@@ -126,7 +126,7 @@ def _played(
                 yield from player.as_recorded(missing, traces)
             for c in completions:
                 if request.solo and ("replayed", c.impl, c.request, "alone") not in done:
-                    yield player.alone(c, traces)
+                    yield player.solo(c, traces)
                 if request.shrink and ("replayed", c.impl, c.request, "shrunk") not in done:
                     yield player.shrunk(c, traces)
 
@@ -297,7 +297,7 @@ def _recorded(
 ) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any], dict[str, str]]:
     """A recorded completion solo and as recorded, or two recorded ones; arms with the traces that they must give."""
     from nondet.core.compare import weights_digest
-    from nondet.sampling.replay import check_weights, load_of, requests_of, select_completions, tape_of
+    from nondet.sampling.replay import check_weights, load_of, recording_of, requests_of, select_completions
     from nondet.trace.search import Arm
 
     recorded = read_run(path, allow_truncated=True)
@@ -311,7 +311,7 @@ def _recorded(
     arms = []
     expected = {}
     for completion in completions:
-        tape = tape_of(recorded, completion)
+        tape = recording_of(recorded, completion)
         load = load_of(tape)
         if load.graphs:
             sink.say(f"{completion.request} was recorded in CUDA graphs; it is traced step by step, without")

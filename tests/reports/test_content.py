@@ -227,7 +227,7 @@ def test_all_prompts_together_in_every_report(tmp_path: Path) -> None:
     (section,) = build([run]).runs
     assert section.sampled is not None
     stock, invariant = section.sampled.overall
-    assert (stock.prompts, stock.parted_traces, stock.parted_tokens, stock.rounds) == (6, 1, 1, 2)
+    assert (stock.prompts, stock.differing_traces, stock.differing_texts, stock.rounds) == (6, 1, 1, 2)
     assert invariant.bound_rounds == pytest.approx(0.95)
     assert invariant.bound_completions == pytest.approx(1 - 0.05 ** (1 / 54))
     facts = (

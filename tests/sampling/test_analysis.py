@@ -20,23 +20,20 @@ import pytest
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Completion, Header, Round, Run, Step
 from nondet.core.statistics import round_interval
 from nondet.core.traces import Trace, tokens_digest, trace_digest
-from nondet.reports.samples import flips_text, moves_text, rate_text
+from nondet.reports.samples import flips_text, rate_text
 from nondet.sampling.analysis import (
     Group,
-    Grower,
-    Grown,
     SampleSummary,
     SpeedRatio,
-    TreeNode,
     compared,
-    coverage_of,
     coverage_rows,
     coverage_text,
+    coverages,
     diagnosed_cost,
+    forks_of,
     prompt_sets,
     ratio_text,
     smallest_cures,
-    speed_ratio,
     speed_ratio_of,
     summarize_all,
 )
@@ -117,92 +114,71 @@ def in_rounds(*rounds: Sequence[Trace]) -> SampleSummary:
     return summarize(run, {t.digest: t for members in rounds for t in members})
 
 
-def leaves(node: TreeNode) -> list[TreeNode]:
-    return [leaf for child in node.children for leaf in leaves(child)] if node.children else [node]
-
-
 A = trace([1, 2, 3, 4], margins=[1.0, 0.5, 0.25, 2.0])
 A2 = trace([1, 2, 3, 4], [-0.5, -0.5, -0.25, -0.5], margins=[1.0, 0.5, 0.125, 2.0])
 B = trace([1, 2, 9, 4], margins=[1.0, 0.5, 0.0, 2.0])
 C = trace([1, 2, 9, 7], margins=[1.0, 0.5, 0.5, 1.5])
 
 
-def test_flips_and_moves_of_margins_are_counted_by_hand() -> None:
-    """Tokens compared end with the one that flips; margins only where the same two tokens came first and second."""
-    second = [5, 6, 7, 8]
-    a, a2, b, c = (msgspec.structs.replace(t, runner_up=second) for t in (A, A2, B, C))
-    flips = summary_of((a, 2), (a2, 1), (b, 2), (c, 1)).flips
+def test_flips_are_counted_by_hand() -> None:
+    """Tokens compared end with the one that flips."""
+    flips = summary_of((A, 2), (A2, 1), (B, 2), (C, 1)).flips
     assert flips is not None
-    # the other two of (1, 2, 3, 4) have 4 tokens each, three others 3: they part at the third
-    assert (flips.flips, flips.tokens, flips.low) == (3, 2 * 4 + 3 * 3, None)
-    # A2 has 4 places, B and C 2 each that they share; one margin moved, by 1/8, and all of 1, 1/2, 1/4 and 2 are larger
-    assert (flips.moved, flips.compared, flips.classes) == (1, 8, 2)
-    assert (flips.median, flips.largest, flips.near, flips.met) == (0.125, 0.125, 0, 4)
-    other = msgspec.structs.replace(a2, runner_up=[5, 6, 9, 8])
-    moved = summary_of((a, 2), (other, 1)).flips
-    assert moved is not None
-    assert (moved.moved, moved.compared) == (0, 3), "another runner-up: another margin"
+    # the other two of (1, 2, 3, 4) have 4 tokens each, three others 3, because they differ at the third
+    assert (flips.flips, flips.tokens, flips.interval) == (3, 2 * 4 + 3 * 3, None)
     assert summary_of((A, 1)).flips is None, "one completion is compared with nothing"
-    third = msgspec.structs.replace(
-        trace([1, 2, 3, 4], [-0.5, -0.5, -0.75, -0.5], [1.0, 0.5, 0.0, 2.0]), runner_up=second
-    )
-    several = summary_of((a, 2), (a2, 1), (third, 1)).flips
-    assert several is not None
-    assert (several.classes, several.largest, several.near) == (3, 0.25, 1), "as close as the move is near"
 
 
-@pytest.mark.parametrize("runs", tiers([60], [200]))
+@pytest.mark.parametrize("runs", tiers([30], [200]))
 def test_the_rate_of_flips_has_an_interval_by_round(runs: int) -> None:
     """What rounds share is what is drawn: of runs whose rounds flip together, the true rate is in 95% or more."""
     rng = random.Random(5)  # noqa: S311 - a simulation
-    ways = [trace([*([1] * k), *([2] * (k < 8)), *([1] * (7 - k))]) for k in range(9)]  # which parts at token k
+    ways = [trace([*([1] * k), *([2] * (k < 8)), *([1] * (7 - k))]) for k in range(9)]  # differs at token k
 
     def draw(chance: float) -> Trace:
         return ways[next((k for k in range(8) if rng.random() < chance), 8)]
 
     chances = (0.0, 0.08)  # of a token to flip, by round
-    parts = [1 - (1 - p) ** 8 for p in chances]
-    lengths = [sum((1 - p) ** k for k in range(8)) for p in chances]
-    true = sum(parts) / sum(lengths)
+    true = sum(1 - (1 - p) ** 8 for p in chances) / sum((1 - p) ** k for p in chances for k in range(8))
     inside, widths = 0, []
     for _ in range(runs):
         rounds = [[ways[8]], *([draw(p) for _ in range(12)] for p in rng.choices(chances, k=24))]
         flips = in_rounds(*rounds).flips
         assert flips is not None
-        assert flips.low is not None
-        assert flips.high is not None
-        assert flips.low <= flips.flips / flips.tokens <= flips.high
-        inside += flips.low <= true <= flips.high
-        widths.append(flips.high / max(flips.low, 1e-9))
+        assert flips.interval is not None
+        low, high = flips.interval
+        assert low <= flips.flips / flips.tokens <= high
+        inside += low <= true <= high
+        widths.append(high / max(low, 1e-9))
     assert inside >= 0.95 * runs
     assert median(widths) < 30, "an interval that holds everything says nothing"
-    empty = in_rounds([*[trace([])] * 4, trace([1])], [trace([])] * 4).flips
-    assert empty is not None
-    assert (empty.flips, empty.tokens, empty.high) == (1, 1, 1.0), "most completions are empty"
-    none = in_rounds(*[[ways[8]] * 4] * 3).flips
-    assert none is not None
-    assert (none.flips, none.tokens, none.low, none.rounds) == (0, 11 * 8, 0.0, 2)
-    assert none.high is not None
-    assert none.high > 0
+    empty, none = in_rounds([*[trace([])] * 4, trace([1])], [trace([])] * 4), in_rounds(*[[ways[8]] * 4] * 3)
+    assert empty.flips is not None
+    assert none.flips is not None
+    assert (empty.flips.flips, empty.flips.tokens) == (1, 1), "most completions are empty"
+    assert (none.flips.flips, none.flips.tokens, none.flips.rounds) == (0, 11 * 8, 2)
+    assert empty.flips.interval is not None
+    assert none.flips.interval is not None
+    assert (empty.flips.interval[1], none.flips.interval[0], none.flips.interval[1] > 0) == (1.0, 0.0, True)
 
 
-def test_flips_are_told_as_one_token_in_so_many() -> None:
-    """With the interval the same way round; none, and where too few rounds were played."""
+def test_flips_are_shown_as_one_token_in_so_many() -> None:
+    """With the interval the same way round; none, and where too few rounds were run."""
     s = in_rounds([A] * 4, [A, A, B, B])
     assert s.flips is not None
-    told = replace(s, flips=replace(s.flips, flips=2, tokens=109, low=0.004, high=0.03, rounds=24))
-    assert flips_text(told) == "2 of 109, 1 in 54 (95% 1 in 33 to 1 in 250 over 24 rounds)"
-    assert flips_text(replace(told, flips=replace(told.flips, low=0.0))).endswith(
-        "(95% 1 in 33 or fewer over 24 rounds)"
-    )
-    none = replace(told, flips=replace(told.flips, flips=0, low=0.0))
-    assert flips_text(none) == "none of 109 (95% 1 in 33 or fewer over 24 rounds)"
+    for flips, low, words in [
+        (2, 0.004, "2 of 109, 1 in 54 (95% 1 in 33 to 1 in 250 over 24 rounds)"),
+        (2, 0.0, "2 of 109, 1 in 54 (95% 1 in 33 or fewer over 24 rounds)"),
+        (0, 0.0, "none of 109 (95% 1 in 33 or fewer over 24 rounds)"),
+    ]:
+        shown = replace(s.flips, flips=flips, tokens=109, interval=(low, 0.03), rounds=24)
+        assert flips_text(replace(s, flips=shown)) == words
     assert flips_text(in_rounds([A, A, B])).endswith("(no interval: too few rounds)")
-    assert moves_text(s) == "", "no runner-up is known"
 
 
 def test_counts_and_forks_of_a_small_tree() -> None:
-    """Six completions, three of them distinct, four traces: every figure counted by hand."""
+    """Six completions, three of them distinct, four traces: every figure counted by hand. Of texts that are as common,
+    the file's order does not matter."""
     s = summary_of((A, 2), (A2, 1), (B, 2), (C, 1), failed=1)
     assert (s.n, s.failed, s.distinct_completions, s.distinct_traces) == (6, 1, 3, 4)
     assert [(d.count, d.parts_at) for d in s.completions] == [(3, None), (2, 2), (1, 2)]
@@ -218,25 +194,13 @@ def test_counts_and_forks_of_a_small_tree() -> None:
     assert s.logprob_spread == 0.25
     assert (s.agree.k, s.agree.n, s.rate.k) == (3, 6, 3)
     assert s.tokens_per_second == 20.0
-
-
-def test_the_tree_holds_everybody() -> None:
-    """The leaves' counts sum to n, lengths along a path to the completion's, and texts to its text; of texts that are
-    as common the file's order does not matter."""
-    s = summary_of((A, 2), (B, 2), (C, 1))
-    assert (s.tree.start, s.tree.length, s.tree.count, s.tree.text) == (0, 2, 5, " w1 w2")
-    assert sorted(leaf.count for leaf in leaves(s.tree)) == [1, 2, 2]
-    by_count = {child.count: child for child in s.tree.children}
-    assert by_count[2].text == " w3 w4"
-    assert by_count[3].text == " w9"
-    assert [(g.start, g.text) for g in by_count[3].children] == [(3, " w4"), (3, " w7")]
     run, traces = run_of((B, 2), (A, 2), (C, 2))
     backwards = msgspec.structs.replace(run, completions=run.completions[::-1])
     assert summarize(run, traces) == summarize(backwards, traces)
 
 
-def test_intervals_may_be_looked_at_whenever_one_likes() -> None:
-    """After a divergence the interval is the anytime-valid one, over rounds: one alone gives none."""
+def test_intervals_hold_whenever_they_are_looked_at() -> None:
+    """After a divergence the interval is the anytime-valid one, over rounds: a single round gives none."""
     s = summary_of((A, 90), (B, 10))
     assert (s.rate.method, s.rate.rounds, s.rate.low, s.rate.high) == ("no interval: too few rounds", 0, 0.0, 1.0)
     assert rate_text(s.rate) == "10 of 100 = 10.0% (no interval: too few rounds)"
@@ -252,21 +216,21 @@ def test_intervals_may_be_looked_at_whenever_one_likes() -> None:
     assert s.band(2) == round_interval([10] * 3, [10] * 3, 0.975)
 
 
-def test_the_commonest_is_held_against_rounds_after_its_first() -> None:
+def test_the_most_common_is_compared_with_rounds_after_its_first() -> None:
     """It is chosen by the data: the third text to come, over the two rounds after, at 1 - 0.05 / 12; of texts that are
     as common the one that came first."""
     s = in_rounds([B, B, C], [A] * 3, [A, B, A], [A] * 3)
-    assert (s.completions[0].token_ids, s.rate.k, s.rate.rounds) == (A.token_ids and tuple(A.token_ids), 4, 2)
+    assert (list(s.completions[0].token_ids), s.rate.k, s.rate.rounds) == (A.token_ids, 4, 2)
     low, high = round_interval([1, 0], [3, 3], 1 - 0.05 / 12)
     assert (s.rate.low, s.rate.high) == (low, max(high, 4 / 12))
     assert in_rounds([B], [A]).completions[0].token_ids == tuple(B.token_ids)
     assert in_rounds([B], [A, A]).rate.method == "no interval: too few rounds"
 
 
-@pytest.mark.parametrize("runs", tiers([20], [60]))
-def test_the_commonest_of_many_is_no_commoner_than_it_is(runs: int) -> None:
+@pytest.mark.parametrize("runs", tiers([12], [60]))
+def test_the_most_common_of_many_is_no_more_common_than_it_is(runs: int) -> None:
     """Forty texts, each as common: whoever looks at runs after 5, 10 and 20 rounds hardly ever finds an interval
-    without the truth, though the commonest is the luckiest of them."""
+    without the truth, though the most common is the luckiest of them."""
     texts = [trace([1, i + 3]) for i in range(40)]
     rng, missed = random.Random(5), 0  # noqa: S311 - a simulation
     for _ in range(runs):
@@ -288,44 +252,34 @@ def test_one_failed_request_leaves_the_others_figures() -> None:
     assert not summary_of((bare, 2)).has_logprobs
 
 
-def test_margins_where_they_part_are_held_against_the_others() -> None:
-    """The flip of B and of A is at token 3, margin 0 and 0.5; the other places of both are the rest."""
+def test_margins_at_forks_are_compared_with_the_others() -> None:
+    """The flip of B and of A is at token 3, margin 0 and 0.5; the other positions of both are the rest. K3 goes over
+    the three tokens that are shared, one of them 0.1 nats apart."""
     one = trace([1, 2, 3, 4], margins=[2.0, 2.0, 2.0, 0.5])
-    two = trace([1, 2, 3, 5], margins=[2.0, 0.25, 2.0, 0.0])
-    m = summary_of((one, 3), (two, 2)).margins
+    two = trace([1, 2, 3, 5], [-0.5, -0.6, -0.5, -9.0], margins=[2.0, 0.25, 2.0, 0.0])
+    s, m = summary_of((one, 3), (two, 2)), summary_of((one, 3), (two, 2)).margins
     assert m is not None
     assert (m.flips, m.median, m.largest, m.ties, m.elsewhere) == (2, 0.25, 0.5, 2, 6)
     assert m.as_close == pytest.approx(1 / 6)
-    assert m.apart == pytest.approx(11 / 12)  # of twelve pairs one is the other way round: 0.25 against 0.5
-    assert summary_of((one, 5)).margins is None
-
-
-def test_k3_goes_over_the_tokens_that_are_shared() -> None:
-    """Three tokens shared with the commonest trace, one of them 0.1 nats apart; the fourth is another token."""
-    one = trace([1, 2, 3, 4], [-0.5, -0.5, -0.5, -0.5])
-    two = trace([1, 2, 3, 5], [-0.5, -0.6, -0.5, -9.0])
-    s = summary_of((one, 3), (two, 2))
     assert s.k3 == pytest.approx((math.exp(-0.1) - 1 + 0.1) / 3, rel=1e-5)
-    assert summary_of((one, 5)).k3 is None
+    same = summary_of((one, 5))
+    assert (same.margins, same.k3) == (None, None)
 
 
 def test_overall_figures() -> None:
     """Kaplan-Meier counts equal texts as censored at their end, and every prompt is compared with itself."""
     s = summary_of((A, 8), (B, 2))
     (both,) = prompt_sets([replace(s, prompt=i) for i in range(3)], {"stock": 4})
-    assert (both.prompts, both.parted_tokens, both.n, both.rounds) == (3, 3, 30, 4)
+    assert (both.prompts, both.differing_texts, both.n, both.rounds) == (3, 3, 30, 4)
     assert both.curve[-1].survival == pytest.approx(24 / 30)
-    assert both.bound_rounds is None
-    assert both.effect == math.inf
+    assert (both.bound_rounds, both.effect) == (None, math.inf)
     assert (both.curve[-1].low, both.curve[-1].high) == (0.0, 1.0)  # one round: no interval
     clean = replace(summary_of((A, 8), impl="invariant"), held_rounds=dict.fromkeys(range(1, 5), (4, 4)))
     stock, invariant = prompt_sets([s, clean], {"stock": 4, "invariant": 4})
     assert invariant.bound_rounds == pytest.approx(1 - 0.05 ** (1 / 4))
     assert invariant.bound_completions == pytest.approx(1 - 0.05 ** (1 / 7))
     pair = compared(stock, invariant)
-    assert (pair.only_first, pair.only_second, pair.mcnemar) == (1, 0, 1.0)
-    assert pair.permutation == 1.0  # a single prompt says nothing of prompts
-    assert (pair.log_rank.observed, pair.log_rank.p) == (2, 1.0)
+    assert (pair.only_first, pair.only_second, pair.p) == (1, 0, 1.0)
     again = replace(s, held_rounds={1: (4, 4, 2), 2: (4, 2)})
     (twice,) = prompt_sets([again, replace(again, prompt=1)], {"stock": 3})
     assert twice.effect == pytest.approx(20 * 6 / 10)  # the largest round, of both prompts, is one trial
@@ -333,10 +287,8 @@ def test_overall_figures() -> None:
 
 
 def test_a_round_in_which_nothing_was_compared_is_in_no_bound() -> None:
-    """Ten prompts with a completion in each of two rounds: the first holds what the second is held against."""
-    run, traces = run_of((A, 2))
-    run.completions[1] = msgspec.structs.replace(run.completions[1], round=1)
-    s = summarize(run, traces)
+    """Ten prompts with a completion in each of two rounds: the second is compared with the first."""
+    s = in_rounds([A], [A])
     assert (s.held_rounds, summary_of((A, 2)).held_rounds) == ({1: (4,)}, {})
     (both,) = prompt_sets([replace(s, prompt=i) for i in range(10)], {"stock": 2})
     assert both.bound_rounds == pytest.approx(0.95)
@@ -349,156 +301,133 @@ def test_no_divergence_states_a_bound_and_nothing_more() -> None:
     assert (s.distinct_completions, s.distinct_traces, s.first_fork, s.forks) == (1, 1, None, ())
     assert (s.rate.k, s.rate.n, s.rate.low, s.rate.method) == (0, 60, 0.0, "0 of n, one-sided")
     assert s.rate.high == pytest.approx(1 - 0.05 ** (1 / 59))
-    assert s.survival == (1.0,) * 5
-    assert s.logprob_spread == 0.0
+    assert (s.survival, s.logprob_spread) == ((1.0,) * 5, 0.0)
     one, both = summary_of((A, 1)), summary_of((A, 5), (A2, 5))
     assert (one.n, one.rate.high, one.agree.k) == (1, 1.0, 1)
     assert (both.distinct_completions, both.distinct_traces, both.forks, both.logprob_spread) == (1, 2, (), 0.25)
 
 
-def test_a_prefix_parts_where_it_ends() -> None:
-    """A completion that ends where others go on parts there; its leaf is empty, and the leaves still sum to n."""
+def test_a_prefix_differs_where_it_ends() -> None:
+    """A completion that ends where others continue differs there, in a branch without a token."""
     short = trace([1, 2], margins=[1.0, 0.5])
     s = summary_of((A, 3), (short, 2))
     assert [(d.count, d.parts_at) for d in s.completions] == [(3, None), (2, 2)]
     assert [(b.token_id, b.text, b.count) for b in s.forks[0].branches] == [(3, " w3", 3), (-1, "", 2)]
     assert s.forks[0].branches[1].margin_min is None
-    assert [(leaf.start, leaf.length, leaf.count) for leaf in leaves(s.tree)] == [(2, 2, 3), (2, 0, 2)]
     assert s.survival == (1.0, 1.0, 1.0, 0.6, 0.6)
-    at_once = summary_of((A, 2), (trace([5, 6]), 1))
-    assert at_once.first_fork is not None
-    assert (at_once.first_fork.index, at_once.first_fork.before) == (0, "Once upon")
-    assert (at_once.tree.length, at_once.tree.text, len(at_once.tree.children)) == (0, "", 2)
+    at_once = summary_of((A, 2), (trace([5, 6]), 1)).first_fork
+    assert at_once is not None
+    assert (at_once.index, at_once.before) == (0, "Once upon")
     flipped = summary_of((A, 2), (short, 3))
     assert [(d.count, d.parts_at) for d in flipped.completions] == [(3, None), (2, 2)]
     assert flipped.survival == (1.0, 1.0, 1.0)
 
 
-def test_forks_nest_deeper_than_python_recurses() -> None:
-    """1,100 completions that part one after the other, at one token each."""
-    depth = 1100
-    members = [(trace([1] * i + [2]), 1) for i in range(depth)]
-    s = summary_of(*members)
-    assert len(s.forks) == depth - 1
-    node, count = s.tree, 0
-    while node.children:
-        count += 1
-        node = max(node.children, key=lambda child: child.count)
-    assert count == depth - 1
-
-
-def test_batches_are_summed_over_everybody() -> None:
+def test_batches_are_summed_over_all_requests() -> None:
     """Distinct batch sizes count what the steps held, background included; other rounds and implementations do not."""
     run, traces = run_of((A, 2), background={"b": [[0, 1, 10], [5, 1, 99]]})
     run.completions.append(completion(A, 9, "invariant"))
     s = summarize(run, traces)
     # step 0: 3 + 3 + 10; steps 1 and 2: 1 + 1; step 5 has no target
-    assert s.distinct_batches == 2
-    assert s.n == 2
+    assert (s.distinct_batches, s.n) == (2, 2)
     with pytest.raises(KeyError):  # a file of traces that is another run's
         summarize(run, {})
 
 
-def test_only_a_replacement_that_is_enough_alone_is_a_cure() -> None:
-    """Replacing attention alone removes it, matmul alone does not: attention is named, if stock diverged at all."""
+def test_only_a_replacement_that_is_enough_by_itself_is_a_cure() -> None:
+    """Replacing only attention removes it, only matmul does not: attention is named, if stock diverged at all."""
     stock = summary_of((A, 5), (B, 5))
     attention = replace(summary_of((A, 10)), impl="invariant:attention")
     matmul = replace(summary_of((A, 8), (A2, 2)), impl="invariant:matmul")
-    assert smallest_cures([stock, attention, matmul]) == ["attention"]
-    assert smallest_cures([stock, matmul]) == []
-    assert smallest_cures([replace(attention, impl="stock"), attention]) == []
-    assert smallest_cures([attention]) == []
     both = replace(attention, impl="invariant:attention+matmul")
-    assert smallest_cures([stock, matmul, both]) == ["attention+matmul"], "neither alone was enough"
-    assert smallest_cures([stock, both, attention]) == ["attention"], "a larger set says nothing that its part does not"
     few = replace(summary_of((A, 2)), impl="invariant:attention")
-    assert smallest_cures([stock, few]) == [], "two completions that agree prove little against ten"
+    for summaries, cures in [
+        ([stock, attention, matmul], ["attention"]),
+        ([stock, matmul], []),
+        ([replace(attention, impl="stock"), attention], []),
+        ([attention], []),
+        ([stock, matmul, both], ["attention+matmul"]),  # neither was enough by itself
+        ([stock, both, attention], ["attention"]),  # a larger set shows nothing that its part does not
+        ([stock, few], []),  # two completions that agree prove little against ten
+    ]:
+        assert smallest_cures(summaries) == cures
 
 
+@pytest.mark.slow
 def test_reading_a_run_needs_no_torch() -> None:
     """A report is made on another machine, without torch or the model."""
     code = "import sys, nondet.sampling.analysis; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# Coverage from a run file's rounds: grouped, counted over rounds, and never quiet about what is exposed.
+# Coverage and speed, from a run file's rounds.
 
 
-def covered_run(*rounds: tuple[str, dict[str, int]]) -> Run:
+def run_with(*rounds: Round, **plan: Any) -> Run:
     header = Header(
-        format=FORMAT, schema=SCHEMA_VERSION, command="sample", plan={"turns": True}, environment={}, started=""
+        format=FORMAT, schema=SCHEMA_VERSION, command="sample", plan={"turns": True} | plan, environment={}, started=""
     )
-    records = [
-        Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=1, seconds=1.0, ran=ran)
-        for i, (impl, ran) in enumerate(rounds)
+    return Run(header=header, rounds=list(rounds))
+
+
+def timed(*seconds: float, impl: str, **more: Any) -> list[Round]:
+    return [
+        Round(impl=impl, round=i, targets=1, others=0, steps=4, tokens=100, seconds=s, **more)
+        for i, s in enumerate(seconds)
     ]
-    return Run(header=header, rounds=records)
 
 
-def test_rounds_add_up_by_group() -> None:
+def test_calls_add_up_by_group() -> None:
     """What launchers launched is no coverage; stock has none; an operator at risk is named, and all is not well."""
-    run = covered_run(
-        ("stock", {}),
-        ("invariant", {"replaced: linear": 3, "matmul_chain[16x32x64]": 3}),
-        ("invariant", {"replaced: linear": 4, "certified stock: cumsum float32: each row as alone": 1}),
+    run = run_with(
+        *timed(1.0, impl="stock"),
+        *timed(1.0, impl="invariant", ran={"replaced: linear": 3, "matmul_chain[16x32x64]": 3}),
+        *timed(1.0, impl="invariant", ran={"replaced: linear": 4, "certified stock: cumsum: each row as solo": 1}),
     )
-    assert coverage_of(run, "invariant") == {
-        "replaced": {"linear": 7},
-        "certified stock": {"cumsum float32: each row as alone": 1},
+    assert coverages(run) == {
+        "stock": {},
+        "invariant": {"replaced": {"linear": 7}, "certified stock": {"cumsum: each row as solo": 1}},
     }
-    assert coverage_of(run, "stock") == {}
     assert coverage_rows(run)[0] == ("invariant", "replaced", "linear", 7)
-    [line] = coverage_text(run)
-    assert line.startswith("invariant: 7 calls replaced, 1 calls certified stock")
-    assert line.endswith("none left stock unproven or at risk")
-    exposed = covered_run(("invariant", {"replaced: linear": 3, "at risk: cumsum float32": 2}))
+    assert coverage_text(run) == [
+        "invariant: 7 calls replaced, 1 calls certified stock, none left stock unproven or at risk"
+    ]
+    exposed = run_with(*timed(1.0, impl="invariant", ran={"replaced: linear": 3, "at risk: cumsum float32": 2}))
     assert coverage_rows(exposed)[-1] == ("invariant", "at risk", "cumsum float32", 2)
     assert coverage_text(exposed) == ["invariant: 3 calls replaced, 2 calls at risk"]
 
 
 def test_there_is_one_speed_ratio() -> None:
-    """Invariant over the fastest stock, by the median over rounds: one that compiled or proved does not count."""
-    run = covered_run(("stock", {}), ("invariant", {}))
-    run.rounds.clear()
-    for impl, seconds in (("stock", [9.0, 4.0, 4.0]), ("stock-no-cudnn", [90.0, 2.0, 2.0]), ("invariant", [5, 1, 1])):
-        run.rounds += [
-            Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=100, seconds=s)
-            for i, s in enumerate(seconds)
-        ]
-    assert speed_ratio_of(run) == SpeedRatio("stock-no-cudnn", 50.0, 100.0, rounds=3)
-    del run.rounds[3:]
-    assert speed_ratio_of(run) is None
-
-
-def test_a_ratio_against_a_stock_that_waits_for_the_host_is_no_cost() -> None:
-    """On a GPU plain stock may be cuDNN's host side; without cuDNN, under CUDA graphs and on a CPU the ratio stands."""
-    run = covered_run(("stock", {}), ("invariant", {}))
+    """Invariant over the fastest stock, by the median over rounds: one that compiled or proved does not count. On a GPU
+    plain stock may wait for cuDNN's host side; without cuDNN, under CUDA graphs and on a CPU the ratio is a cost."""
+    stock, bare = timed(9.0, 4.0, 4.0, impl="stock"), timed(90.0, 2.0, 2.0, impl="stock-no-cudnn")
+    invariant = timed(5.0, 1.0, 1.0, impl="invariant")
+    fastest = SpeedRatio("stock-no-cudnn", 50.0, 100.0, rounds=3)
+    assert speed_ratio_of(run_with(*stock, *bare, *invariant)) == fastest
+    assert speed_ratio_of(run_with(*stock, *bare, *invariant, device="cuda")) == fastest
+    assert speed_ratio_of(run_with(*stock, *bare)) is None
+    run = run_with(*stock, *invariant)
     speed = speed_ratio_of(run)
-    assert speed is not None
-    assert not speed.host_bound
+    assert speed == SpeedRatio("stock", 25.0, 100.0, rounds=3)
+    assert "stock may run" not in ratio_text(speed)
     run.header.plan.update(device="cuda", load={"graphs": False})
     assert speed_ratio_of(run) == replace(speed, host_bound=True)
-    told = ratio_text(replace(speed, host_bound=True, interval=(0.5, 0.7)))
-    assert told.startswith("cost not measured: stock may run cuDNN's attention")
-    assert "0." not in told
+    shown = ratio_text(replace(speed, host_bound=True, interval=(0.5, 0.7)))
+    assert shown.startswith("cost not measured: stock may run cuDNN's attention")
+    assert "0." not in shown
     run.header.plan.update(load={"graphs": True})
     assert speed_ratio_of(run) == speed
-    assert "no cost" not in ratio_text(speed)
-    assert speed_ratio({"stock-no-cudnn": 2.0, "invariant": 1.0}, host_bound=True) == SpeedRatio(
-        "stock-no-cudnn", 2.0, 1.0
-    )
 
 
 def test_a_diagnosis_has_one_ratio() -> None:
     """That of its timed rounds, in its answer as in its tables; the sampled rounds proved and compiled."""
-    run = covered_run(("stock", {}), ("invariant", {}))
+    run = run_with(*timed(1.0, impl="stock"), *timed(1.0, impl="invariant"))
     figures = {"stock_tokens_per_second": 100.0, "invariant_tokens_per_second": 50.0, "invariant_ratio": 0.5}
     figures["invariant:attention_tokens_per_second"] = 60.0
     run.steps.append(Step(name="cost", outcome="yes", sentence="a warm round", figures=figures))
     speed = speed_ratio_of(run)
     assert speed is not None
-    assert speed.ratio == 0.5
-    assert speed.interval is None
+    assert (speed.ratio, speed.interval) == (0.5, None)
     rates = "50 against 100 tokens/s, warm; with only attention 60"
     assert diagnosed_cost(run) == f"Not measured: too few rounds were timed for an interval ({rates})."
     figures |= {"rounds": 2, "invariant_ratio_low": 0.45, "invariant_ratio_high": 0.55}
@@ -510,42 +439,21 @@ def test_a_diagnosis_has_one_ratio() -> None:
 
 
 def test_a_ratio_of_few_rounds_is_no_cost() -> None:
-    """Where not even the extremes of the rounds hold the median with 95% nothing is told but tokens per second."""
-    for rounds, interval in [(2, None), (5, None), (6, (0.5, 0.75)), (9, (0.5, 0.75))]:
-        run = covered_run(("stock", {}), ("invariant", {}))
-        run.rounds.clear()
-        for impl, seconds in (("stock", [2.0, 3.0]), ("invariant", [4.0])):
-            run.rounds += [
-                Round(impl=impl, round=i, targets=1, others=0, steps=1, tokens=100, seconds=seconds[i % len(seconds)])
-                for i in range(rounds)
-            ]
-        speed = speed_ratio_of(run)
+    """Where not even the extremes of the rounds hold the median with 95% only tokens per second are shown. A round with
+    other batches shows nothing about the kernels; what capturing took is in no rate."""
+    for count, interval in [(2, None), (5, None), (6, (0.5, 0.75)), (9, (0.5, 0.75))]:
+        stock = timed(*[2.0, 3.0] * 5, impl="stock")[:count]
+        speed = speed_ratio_of(run_with(*stock, *timed(*[4.0] * count, impl="invariant")))
         assert speed is not None
-        assert (speed.interval, speed.is_cost, speed.rounds) == (interval, interval is not None, rounds)
+        assert (speed.interval, speed.is_cost, speed.rounds) == (interval, interval is not None, count)
         assert ("not measured" in ratio_text(speed)) == (interval is None)
-
-
-def timed(*seconds: float, impl: str, **more: dict[str, int]) -> list[Round]:
-    return [
-        Round(impl=impl, round=i, targets=1, others=0, steps=4, tokens=100, seconds=s, **more)
-        for i, s in enumerate(seconds)
-    ]
-
-
-def test_a_ratio_is_of_rounds_with_equal_steps() -> None:
-    """A round whose batches were others says nothing of the kernels; what capturing took is in no rate."""
-    run = covered_run()
-    run.rounds[:] = [*timed(*[4.0] * 7, impl="stock"), *timed(*[2.0] * 7, impl="invariant")]
-    speed = speed_ratio_of(run)
-    assert speed is not None
-    assert (speed.ratio, speed.interval, speed.rounds) == (2.0, (2.0, 2.0), 7)
+    run = run_with(*timed(*[4.0] * 7, impl="stock"), *timed(*[2.0] * 7, impl="invariant"))
     run.rounds[7] = msgspec.structs.replace(run.rounds[7], steps=5)
     speed = speed_ratio_of(run)
     assert speed is not None
-    assert speed.rounds == 6
+    assert (speed.ratio, speed.interval, speed.rounds) == (2.0, (2.0, 2.0), 6)
     pace = [Pace(3.0, 10, True), Pace(0.5, 8, False), Pace(0.25, 8, False)]
-    captured = Session(outcomes=[], steps=3, tokens=26, seconds=3.75, pace=pace)
-    figures = _beside_captures(captured)
+    figures = _beside_captures(Session(outcomes=[], steps=3, tokens=26, seconds=3.75, pace=pace))
     run.rounds[:] = timed(*[3.75] * 7, impl="stock", figures=figures) + timed(*[1.0] * 7, impl="invariant")
     speed = speed_ratio_of(run)
     assert speed is not None
@@ -553,11 +461,11 @@ def test_a_ratio_is_of_rounds_with_equal_steps() -> None:
     assert _beside_captures(Session(outcomes=[], steps=1, tokens=8, seconds=0.5, pace=pace[1:])) == {}
 
 
-# The tree of completions by sorting and ranges, against the same figures by brute force.
+# Forks by sorting and ranges, against the same figures by brute force.
 
 
 def forest(seed: int) -> tuple[list[Group], dict[str, Trace]]:
-    """Few tokens, so that many texts share beginnings and some end where others go on; some traces lack figures."""
+    """Few tokens, so that many texts share beginnings and some end where others continue; some traces lack figures."""
     rng = random.Random(seed)  # noqa: S311 - an example, not a secret
     groups: dict[tuple[int, ...], Group] = {}
     traces: dict[str, Trace] = {}
@@ -576,10 +484,6 @@ def forest(seed: int) -> tuple[list[Group], dict[str, Trace]]:
     return sorted(groups.values(), key=lambda g: (-g.count, g.tokens)), traces
 
 
-def grown(groups: list[Group], traces: dict[str, Trace]) -> Grown:
-    return Grower(groups, traces, {0: "a", 1: "b"}, "P").grow()
-
-
 def widest(groups: list[Group], traces: dict[str, Trace]) -> float:
     """Over every pair of traces, every token up to the first that differs."""
     spread = 0.0
@@ -594,22 +498,21 @@ def widest(groups: list[Group], traces: dict[str, Trace]) -> float:
 
 
 def histories(groups: list[Group]) -> dict[tuple[int, ...], dict[int, int]]:
-    """Every history after which texts go on in several ways: token (-1: the end) -> completions."""
+    """Every history after which texts continue in several ways: token (-1: the end) -> completions."""
     ways: dict[tuple[int, ...], dict[int, int]] = {}
     for g in groups:
         for i in range(len(g.tokens) + 1):
             on = ways.setdefault(g.tokens[:i], {})
-            token = g.tokens[i] if i < len(g.tokens) else -1
-            on[token] = on.get(token, 0) + g.count
+            on[g.token(i)] = on.get(g.token(i), 0) + g.count
     return {history: on for history, on in ways.items() if len(on) > 1}
 
 
 def test_forks_and_spread_are_those_of_brute_force() -> None:
-    """300 small forests: each fork's place, ways, counts and margins, who takes part in it, and the widest spread."""
+    """150 small forests: each fork's index, ways, counts and margins, who takes part in it, and the widest spread."""
     forked = spread = 0
-    for seed in range(300):
+    for seed in range(150):
         groups, traces = forest(seed)
-        result = grown(groups, traces)
+        result = forks_of(groups, traces, {0: "a", 1: "b"}, "P")
         expected = histories(groups)
         shown = sorted((f.index, f.before, tuple((b.token_id, b.count) for b in f.branches)) for f in result.forks)
         text = {history: ("P" + "".join("ab"[t] for t in history))[-120:] for history in expected}
@@ -617,8 +520,8 @@ def test_forks_and_spread_are_those_of_brute_force() -> None:
             (len(h), text[h], tuple(sorted(on.items(), key=lambda way: (-way[1], way[0]))))
             for h, on in expected.items()
         )
-        for group, places in zip(groups, result.places, strict=True):
-            assert places.tolist() == sorted(len(h) for h in expected if group.tokens[: len(h)] == h)
+        for group, positions in zip(groups, result.positions, strict=True):
+            assert list(positions) == sorted(len(h) for h in expected if group.tokens[: len(h)] == h)
         assert result.spread == widest(groups, traces)
         for fork in result.forks:
             history = next(h for h in expected if text[h] == fork.before)
@@ -635,12 +538,13 @@ def test_forks_and_spread_are_those_of_brute_force() -> None:
                 assert branch.margin_median == (median(margins) if margins else None)
         forked += len(result.forks)
         spread += result.spread > 0
-    assert forked > 500
-    assert spread > 100
+    assert forked > 250
+    assert spread > 50
 
 
 def test_many_nested_forks_take_no_time() -> None:
-    """2,000 traces of 400 tokens that leave one text at 400 places: no step in Python for each token of each."""
+    """2,000 traces of 400 tokens that leave one text at 400 positions: no step in Python for each token of each. 1,100
+    texts that differ one after the other nest deeper than Python recurses."""
     groups, traces = [], {}
     for i in range(400):
         tokens = tuple([1] * i + [2] * (400 - i))
@@ -652,6 +556,8 @@ def test_many_nested_forks_take_no_time() -> None:
             group.traces[digest], group.count = 1, group.count + 1
         groups.append(group)
     before = time.process_time()
-    result = grown(groups, traces)
+    result = forks_of(groups, traces, {}, "")
     assert time.process_time() - before < 2.0
     assert (len(result.forks), result.spread) == (399, 4.0)
+    deep = [Group(tuple([1] * i + [2]), 1) for i in range(1100)]
+    assert len(forks_of(deep, {}, {}, "").forks) == 1099

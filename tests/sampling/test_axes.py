@@ -365,27 +365,28 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
 
 
 def test_a_round_of_several_engines_loses_nothing_of_theirs() -> None:
-    """First use, steps, packs, pace, logits and admissions of every replica are in the round's one session."""
+    """First use, steps, figures and admissions of every replica are in the round's one session; the requests of a
+    single one have its whole session."""
 
     def run(requests: list[Request], *_: Any, **__: Any) -> Session:
-        told = [Outcome(r, [7], b"\0\0\0\0", b"", [], "length", [[1, 1, 1]], 1, 1) for r in requests]
+        made = [Outcome(r, [7], b"\0\0\0\0", b"", [], "length", [[1, 1, 1]], 1, 1) for r in requests]
         ids = [r.id for r in requests]
         return Session(
-            told, steps=2, tokens=len(told), seconds=1.0, packs={1: (), 2: (Span(ids[0], 0, 1, True),)},
-            tops={name: [(2.0, 1.0, 7, 8)] for name in ids}, figures={"hits": 1}, admitted=ids,
-            pace=[Pace(0.5, 1, False), Pace(0.5, 1, True)], first_use_seconds=1.5,
+            made, steps=2, tokens=len(made), seconds=1.0, packs={1: (), 2: (Span(ids[0], 0, 1, True),)},
+            figures={"hits": 1}, admitted=ids, pace=[Pace(0.5, 1, True)], first_use_seconds=1.5,
         )  # fmt: skip
 
     requests = [Request(f"t{i}", True, (1, 2, 3), 1, 0) for i in range(3)]
     engine: Any = SimpleNamespace(run=run)
     session = play_replicas(engine, requests, parse_load(LOAD), 3, "round-robin")
-    assert session.first_use_seconds == 4.5
-    assert (session.steps, session.seconds, session.tokens) == (6, 3.0, 3)
-    assert sorted(session.packs) == [1, 2, 3, 4, 5, 6]
-    assert [session.packs[step][0].request for step in (2, 4, 6)] == session.admitted
-    assert sorted(session.admitted) == sorted(session.tops) == ["t0", "t1", "t2"]
-    assert [step.captured for step in session.pace] == [False, True] * 3
-    assert (session.figures["hits"], session.figures["replicas_most"]) == (3, 3)
+    assert (session.steps, session.seconds, session.tokens, session.first_use_seconds) == (6, 3.0, 3, 4.5)
+    assert [o.request for o in session.outcomes] == requests
+    assert session.admitted == ["t0", "t1", "t2"]
+    assert (session.figures["hits"], session.figures["replicas_most"], session.figures["rerouted"]) == (3, 3, 0)
+    one = play_replicas(engine, requests, parse_load(LOAD), 1, "")
+    assert (sorted(one.packs), [step.captured for step in one.pace], one.admitted) == ([1, 2], [True], session.admitted)
+    kept = play_replicas(engine, requests, parse_load(LOAD), 3, "prefix-load")
+    assert (kept.figures["replicas_most"], kept.figures["rerouted"]) == (1, 2), "one prefix: all go to one replica"
 
 
 @pytest.mark.parametrize("drafts", tiers(["draft"], ["lookup", "model", "edit"]))

@@ -22,7 +22,7 @@ from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request, Session, build_plan
 from nondet.sampling.ranks import RanksEngine
-from nondet.sampling.replay import tape_of
+from nondet.sampling.replay import recording_of
 from tests.build import needs_accelerate
 from tests.sampling.conftest import sampled_into
 
@@ -122,7 +122,7 @@ def test_sample_over_ranks(over_two, tiny_folder, tmp_path, monkeypatch):
     assert {c.trace for c in run.completions if c.status == "ok"}
     assert {tape.engine["ranks"] for tape in run.tapes} == {2}
     with pytest.raises(UserError, match="ran over 2 ranks"):
-        tape_of(run, run.completions[0])
+        recording_of(run, run.completions[0])
 
 
 def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPathFactory, monkeypatch):

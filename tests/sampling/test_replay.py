@@ -25,11 +25,12 @@ from nondet.sampling.replay import (
     first_other_step,
     load_of,
     minimal,
-    repeat_row,
+    recording_of,
+    repeated,
     requests_of,
     rounds_to_settle,
     select_completions,
-    tape_of,
+    with_session,
 )
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
@@ -50,7 +51,7 @@ def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 
 
 def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player:
-    return Player(TransformersEngine(loaded.model), tape_of(recorded, completion))
+    return Player(TransformersEngine(loaded.model), recording_of(recorded, completion))
 
 
 def test_divergent_completions_come_again_bit_for_bit(
@@ -94,7 +95,7 @@ def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]], 
         select_completions(run, ["t000000"], "invariant")
     bare = Run(header=run.header, completions=run.completions, source="old.jsonl")
     with pytest.raises(UserError, match=r"old.jsonl has no tape of stock, round 0"):
-        tape_of(bare, run.completions[0])
+        recording_of(bare, run.completions[0])
 
 
 def test_divergent_is_of_its_own_prompt_and_arm(recorded: tuple[Run, dict[str, Trace]]) -> None:
@@ -121,7 +122,7 @@ def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(
     run, traces = recorded
     (completion,) = select_completions(run, ["divergent"], None)[:1]
     playing = player(run, completion, tiny_float32)
-    alone = playing.alone(completion, traces)
+    alone = playing.solo(completion, traces)
     assert not alone.same
     shrunk = playing.shrunk(completion, traces)
     assert 1 <= len(shrunk.company) < 11
@@ -242,6 +243,7 @@ def test_steps_before_a_capture_are_held_against_their_like(tiny_float32: Loaded
         ((False, True), bytes(4), Status.ERROR),
         ((False, False), bytes([0, 0, 0, 1]), Status.ERROR),
     ):
-        made = repeat_row(tiny_float32, "stock", once, session(captured, logprobs), 0.0)
+        again = session(captured, logprobs)
+        made = with_session(repeated(tiny_float32, "stock", 0, again, 0.0), once, again)
         assert made.status == status
         assert ("captured in other steps" in made.reason) == (status == Status.ERROR)

@@ -18,7 +18,7 @@ from nondet.sampling.engine import Draw, TransformersEngine, draw_rows, drawn_ou
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Sampling, check_sampling, is_sampling
-from nondet.sampling.replay import Player, digest_of, select_completions, tape_of
+from nondet.sampling.replay import Player, digest_of, recording_of, select_completions
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import tiers
@@ -188,11 +188,11 @@ def test_a_drawn_completion_is_played_again(drawn: Run, tiny_float32: LoadedMode
     for impl in ("stock", "invariant"):
         completion = select_completions(drawn, ["t000003"], impl)[0]
         with implementation(impl):
-            player = Player(TransformersEngine(tiny_float32.model), tape_of(drawn, completion))
+            player = Player(TransformersEngine(tiny_float32.model), recording_of(drawn, completion))
             (again,) = player.as_recorded([completion], traces)
             assert again.same
             if impl == "invariant":
-                assert player.alone(completion, traces).same
+                assert player.solo(completion, traces).same
 
 
 def test_tokens_that_were_not_drawn_are_an_error(drawn: Run, tiny_float32: LoadedModel) -> None:
