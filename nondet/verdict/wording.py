@@ -181,13 +181,15 @@ WORDS: dict[str, str] = {
     "cache-unknown": "What the server had cached is not known: the cause may be the prefix cache.",
     "cache-split": "Answers with equal numbers of cached prompt tokens agree: the cause may be the prefix cache.",
     "cache-differs": "The server had not cached the same in both arms: the cause may be the prefix cache.",
-    "base-unsteady": "{base:capital} does not agree with itself either: the cause may be the run or {arm}.",
+    "base-unsteady": "{base:capital} does not agree with itself either: the cause may be the {cause}, or a change from "
+    "run to run.",
     "arm-unsteady": "{arm:capital} does not agree with itself.",
     "not-shown": "It is unproven that {arm} was {arm}: {proof}.",
     "chance": "If the answers that differ fell at random, the {n:#answer} of {base} would hold none of them in "
-    "{share:near} of cases: the cause may be the run or {arm}. A larger --arms {base}= would separate the two.",
+    "{share:near} of cases: the cause may be the {cause}, or a change from run to run. Compare more with nondet sample "
+    "--endpoint URL --arms {base}=N,{arm}.",
     # what shows that an arm was what it is called
-    "none-among": "{proof}, but none of these is known to have been among them",
+    "none-among": "{proof}, but none of the compared requests is known to have been among them",
     "cached": "the server had {low}{high} prompt tokens cached",
     "up-to": " to {n}",
     "counter": "the server's counter shows {hits:g} cached prompt tokens",
