@@ -200,7 +200,7 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
         return None
     if is_endpoint(run):
         return Power(impl, *proven_tries(run, impl), rate, confidence, by)
-    tried = [counts for counts, batches in subjects(run) if counts.impl == impl and batches.varied]
+    tried = [counts for counts in subjects(run) if counts.impl == impl and counts.batches.varied]
     loads = {number for counts in tried for number in counts.rounds.keys() - {min(counts.rounds)}}
     return Power(impl, sum(counts.n - 1 for counts in tried), len(loads), rate, confidence, by)
 

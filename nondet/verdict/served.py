@@ -405,12 +405,10 @@ def _judge(subject: Subject, first: Subject | None) -> Verdict:
         counts = [reason("too-few" if whole.n < 2 else "no-tokens", n=whole.n)]
         counts += stated((whole.n < 2 and whole.failed, reason("failed-beside", n=whole.failed.total())))
         verdict = Verdict(server.impl, (Finding.UNTESTED,), tuple(counts), tuple(reasons), subject.prompt)
-    wrong = stated((whole.nonfinite, reason("nonfinite", n=whole.nonfinite, of=whole.n)))
+    verdict = whole.checked(verdict)
     for question in ("tempered", "independent"):
         if server.drawn and server.answer(question) == "no":
-            wrong.append(reason(question, evidence=server.contract[question].evidence))
-    for why in wrong:
-        verdict = verdict.called_wrong(why)
+            verdict = verdict.called_wrong(reason(question, evidence=server.contract[question].evidence))
     return verdict
 
 

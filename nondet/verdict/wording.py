@@ -45,7 +45,6 @@ def plural(count: int, noun: str, many: str = "") -> str:
 WORDS: dict[str, str] = {
     # what was counted
     "nonfinite": "{n:#completion} of {of:,} hold NaN or infinite logprobs: wrong",
-    "nonfinite-values": "{n:#completion} hold NaN or infinite logprobs: wrong",
     "all-failed": "nothing was compared: {n:#request} failed and none succeeded",
     "too-few": "{n:#completion}, so nothing was compared",
     "no-tokens": "{n:#completion} without a token, so nothing was compared",
