@@ -146,56 +146,53 @@ def judge_mismatch(run: Run) -> list[Verdict]:
 
 
 def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
-    failed = [reason("mm-failed", n=len(pair.failed), why=pair.failed[0].reason)] if pair.failed else []
-    figures = pair.figures
-    if figures is None:
-        return Verdict(pair.impl, (Finding.UNTESTED,), (reason("mm-none"),), tuple(failed))
-    counted = {"tokens": figures.tokens, "rollouts": len(figures.lengths)}
+    notes = [reason("mm-failed", n=len(pair.failed), why=pair.failed[0].reason)] if pair.failed else []
+    f = pair.figures
+    if f is None:
+        return Verdict(pair.impl, (Finding.UNTESTED,), (reason("mm-none"),), tuple(notes))
+    counted = {"tokens": f.tokens, "rollouts": len(f.lengths)}
     rows = _rows(pair)
-    if not figures.differ and not pair.rows_differ:
-        bound = reason("rl-bound", rate=figures.bound)
-        zero = (reason("mm-zero", **counted),)
-        return Verdict(pair.impl, (Finding.CLEAN,), zero, (*failed, *rows), bounds=(bound,))
-    if not figures.differ:
-        only = reason("mm-rows-only", **counted, rows=pair.rows_differ, n=len(pair.whole.differ) if pair.whole else 0)
-        return Verdict(pair.impl, (Finding.MISMATCH,), (only,), (*failed, *rows, *_where(pair)))
-    ends = figures.k3_interval
-    interval = reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
-    seen = reason("mm-apart", **counted, differ=figures.differ, k3=figures.k3, interval=interval)
-    least, most = figures.ratios
-    tails = reason("mm-tails", outside=figures.outside / figures.tokens, least=least, most=most)
-    deviation, share = figures.long
-    long = reason("mm-long", share=share, deviation=deviation)
-    notes = [*failed, *_kind(pair), *_where(pair), tails, *rows, long, *_so_what(pair, arms)]
+    if not f.differ and not pair.rows_differ:
+        bounds = (reason("rl-bound", rate=f.bound),)
+        return Verdict(pair.impl, (Finding.CLEAN,), (reason("mm-zero", **counted),), (*notes, rows), bounds=bounds)
+    if not f.differ:
+        seen = reason("mm-rows-only", **counted, rows=pair.rows_differ, n=len(pair.whole.differ) if pair.whole else 0)
+        notes += [rows, *_where(pair)]
+    else:
+        seen = reason("mm-apart", **counted, differ=f.differ, k3=f.k3, interval=_interval(f.k3_interval))
+        tails = reason("mm-tails", outside=f.outside / f.tokens, least=f.ratios[0], most=f.ratios[1])
+        long = reason("mm-long", share=f.long[1])
+        notes += [*_kind(pair), *_where(pair), tails, rows, long, *_so_what(pair, arms)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen,), tuple(notes))
 
 
-def _rows(pair: Pair) -> list[Reason]:
+def _interval(ends: tuple[float, float] | None) -> Reason | None:
+    return reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
+
+
+def _rows(pair: Pair) -> Reason:
     """The whole vocabulary, where it was compared; a note that it was not, where sides gave only logprobs."""
     if (w := pair.whole) is None or not w.differ:
-        return [reason("mm-rows-none")]
+        return reason("mm-rows-none")
     numbers = {"n": len(w.differ), "size": w.size}
     if not pair.rows_differ:
-        return [reason("mm-rows-zero", **numbers)]
-    ends = pair.kl_interval
-    interval = reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
-    return [reason("mm-rows", **numbers, rows=pair.rows_differ, kl=pair.kl, most=max(w.kl), interval=interval)]
+        return reason("mm-rows-zero", **numbers)
+    interval = _interval(pair.kl_interval)
+    return reason("mm-rows", **numbers, rows=pair.rows_differ, kl=pair.kl, most=max(w.kl), interval=interval)
 
 
 def _kind(pair: Pair) -> list[Reason]:
-    reasons: list[Reason] = []
     if (k := pair.named) is not None:
-        reasons.append(reason("mm-exact" if k.exactly >= NAMED else "mm-named", **asdict(k)))
-    elif pair.floor is not None and pair.floor.tokens < FEWEST:
-        reasons.append(reason("mm-few", n=pair.floor.tokens, least=FEWEST))
-    elif (f := pair.floor) is not None:
-        reasons.append(reason("mm-unexplained" if pair.off else "mm-numeric", sides=tuple(pair.off), **asdict(f)))
-        reasons += [why for why in _without_model(pair) if why.code == "mm-shifted"] if pair.off else []
-        for k in pair.shown[:2]:
-            cause, share = k.cause.capitalize(), min(1.0, removed(k))
-            reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
-    else:
-        reasons += [*_without_model(pair), reason("mm-unasked")]
+        return [reason("mm-exact" if k.exactly >= NAMED else "mm-named", **asdict(k))]
+    if (f := pair.floor) is None:
+        return [*_without_model(pair), reason("mm-unasked")]
+    if f.tokens < FEWEST:
+        return [reason("mm-few", n=f.tokens, least=FEWEST)]
+    reasons = [reason("mm-unexplained" if pair.off else "mm-numeric", sides=tuple(pair.off), **asdict(f))]
+    reasons += [why for why in _without_model(pair) if why.code == "mm-shifted"] if pair.off else []
+    for k in pair.shown[:2]:
+        cause, share = k.cause.capitalize(), min(1.0, removed(k))
+        reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
     return reasons
 
 
@@ -206,15 +203,13 @@ def _without_model(pair: Pair) -> list[Reason]:
     """
     if (f := pair.figures) is None or f.differ < FEWEST:
         return []
+    sides = (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler))
     grids = {"sampler": coarse(f.sampler), "trainer": coarse(f.trainer)}
-    reasons = [
-        reason("mm-rounded", side=side, name=grids[side])
-        for side, other in (("sampler", "trainer"), ("trainer", "sampler"))
-        if grids[side] and not grids[other]
-    ]
+    reasons = [reason("mm-rounded", side=side, name=grids[side]) for side in grids if grids[side]]
+    reasons = reasons if len(reasons) == 1 else []  # where both sides are coarse, they were computed so
     later = np.setdiff1d(np.arange(f.tokens), np.cumsum([0, *f.lengths])[:-1])  # all but the first of each rollout
     here = float(np.median(np.abs(f.distance[later]))) if len(later) >= FEWEST else 0.0
-    for side, one, other in (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler)):
+    for side, one, other in sides:
         moved = float(np.median(np.abs(one[later - 1] - other[later]))) if here else 0.0
         if moved < _MOVED * here:
             return [*reasons, reason("mm-shifted", side=side, here=here, moved=moved)]
@@ -228,18 +223,14 @@ def _without_model(pair: Pair) -> list[Reason]:
 def _where(pair: Pair) -> list[Reason]:
     if (p := pair.place) is None:
         return []
-    numbers = {
-        name: getattr(p, name) for name in ("rollout", "position", "layer", "module", "call", "after", "unsteady")
-    }
     if p.unsteady:
-        return [reason("mm-unsteady", **numbers)]
+        return [reason("mm-unsteady", **asdict(p))]
     if p.layer == "formula":
-        return [reason("mm-formula", **numbers)]
-    if not p.call or p.difference is None:
-        return [reason("mm-nowhere", **numbers, compared=p.compared)]
-    d, rows = p.difference, dict(zip(("sampled", "trained"), p.rows, strict=False))
-    far = {"differ": d.mismatched, "of": d.compared, "ulp": d.max_ulp}
-    return [reason("mm-where", **numbers, **far, **rows)]
+        return [reason("mm-formula")]
+    if not p.call or (d := p.difference) is None:
+        return [reason("mm-nowhere", **asdict(p))]
+    rows = dict(zip(("sampled", "trained"), p.rows, strict=False))
+    return [reason("mm-where", **asdict(p), **rows, differ=d.mismatched, of=d.compared, ulp=d.max_ulp)]
 
 
 def _so_what(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
@@ -249,11 +240,10 @@ def _so_what(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
         reasons.append(reason("mm-effect", moved=moved, cosine=e.cosine, other=e.other, rollouts=e.rollouts))
     for cured in arms if pair.impl == "stock" and pair.cost else ():
         base, colon, families = cured.impl.partition(":")
-        if base == "invariant" and cured.figures and cured.cost:
+        if base == "invariant" and (f := cured.figures) and cured.cost:
             seconds = [p.cost.sample_seconds + p.cost.train_seconds for p in (cured, pair) if p.cost]
             times = seconds[0] / seconds[1] if seconds[1] else 0.0
             only = reason("mm-only", families=tuple(families.split("+"))) if colon else None
-            f = cured.figures
             reasons.append(reason("mm-cure", only=only, differ=f.differ, tokens=f.tokens, k3=f.k3, times=times))
     return reasons
 

@@ -352,7 +352,8 @@ def test_verdicts_say_in_how_many_steps() -> None:
     invariant = [step("invariant", i) for i in range(10)]
     mine, theirs = judge(run_of(*stock, *invariant))
     assert mine.text == (
-        "mismatched: 200 of 1,000 tokens in 10 steps have other logprob bits, K3 0.0e+00 to 1.0e-04; KL 0 in 5 steps"
+        "sampler and trainer disagree in the logprob bits of 200 of 1,000 tokens in 10 steps, K3 0.0e+00 to 1.0e-04; "
+        "KL 0 in 5 steps"
     )
     assert mine.notes[-1] == "Ratios: 0.900 to 1.100."
     assert theirs.text == (
@@ -465,7 +466,7 @@ def test_a_report_shows_reward_kl_and_entropy_together(tmp_path: Path, capsys: p
     assert "Sampler and trainer differ" in html
     said = text.read_text()
     assert "`invariant` 0 | 6 of 6 | 0 of 600 | 0 | 0 |" in said
-    assert "Mean rewards of the arms differ by no more than seeds do (0.00 between arms" in said
+    assert "Mean rewards differ by 0.00 between arms, no more than seeds do" in said
     assert "<b>" not in said.replace("`<b>evil</b>`", "")
     assert main(["report", str(path)]) == 0
     shown = capsys.readouterr().out
