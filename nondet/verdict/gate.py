@@ -13,13 +13,11 @@ import msgspec
 from nondet.core.records import RECORDS, Conclusion, Neighbours, Role, Run, Status
 from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
-from nondet.verdict import mismatch, training
 from nondet.verdict.findings import Effect, Finding, Verdict
-from nondet.verdict.mismatch import Thresholds, judge_mismatch
+from nondet.verdict.mismatch import KINDS, Thresholds, held, judge_mismatch, judge_training
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
 from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
-from nondet.verdict.training import judge_training
 from nondet.verdict.wording import Reason, phrase, reason, stated, words
 
 
@@ -37,7 +35,7 @@ CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT
 
 
 # Reasons that a headline has as well, the first of each group: the kind of mismatch, where it begins, the rewards.
-TELLING = (mismatch.KINDS, ("mm-where",), ("rl-spread",))
+TELLING = (KINDS, ("mm-where",), ("rl-spread",))
 
 
 def judge(run: Run) -> list[Verdict]:
@@ -289,8 +287,7 @@ def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) 
         hint = "Gate a run of `nondet mismatch` or `nondet rl`, or leave --mismatch-bits, --k3 and the like out."
         raise UserError(what, hint)
     above, within = dict[str, list[Reason]](), list[Reason]()
-    of = training.held if run.training_steps else mismatch.held
-    for impl, name, value, where, limit in of(run, limits):
+    for impl, name, value, where, limit in held(run, limits):
         seen = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
         numbers = {"impl": impl, "name": name, "where": where, "value": seen, "limit": f"{limit:.9g}"}
         if value > limit:

@@ -1,10 +1,12 @@
-"""The sampler compared with the trainer: whether they differ, the kind, what fixes it, and its effect."""
+"""The sampler compared with the trainer, once and by step of training: whether they differ, the kind, the effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -20,10 +22,13 @@ from nondet.core.records import (
     MismatchRollout,
     MismatchVocabulary,
     Run,
+    TrainingStep,
 )
+from nondet.core.statistics import one_sided_bound
+from nondet.errors import UserError
 from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
 from nondet.verdict.findings import Finding, Verdict
-from nondet.verdict.wording import Reason, reason
+from nondet.verdict.wording import Reason, reason, stated
 
 NAMED, SHOWN = 0.9, 0.1  # shares of the mismatch above rounding, for a hypothesis to be named and to be shown
 KINDS = (  # reasons that name the kind
@@ -32,6 +37,10 @@ KINDS = (  # reasons that name the kind
 _LEFT = 10.0  # times rounding: a hypothesis that reproduces the bits of most tokens may leave this much in the others
 _MOVED = 0.1  # of the middle |d|, where each logprob is compared with the next token's: then it is that token's
 FEWEST = 16  # tokens for a kind to be named: one fitted value explains a few, and two formulas agree on them
+
+_SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that have figures: a tenth, and three at least
+_WINDOW = 5  # steps whose mean reward is an arm's best
+_FELL = 0.5  # of its best: an arm that ended lower has collapsed
 
 _R = TypeVar("_R", bound=ImplementationRecord)
 
@@ -153,8 +162,7 @@ def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
     counted = {"tokens": f.tokens, "rollouts": len(f.lengths)}
     rows = _rows(pair)
     if not f.differ and not pair.rows_differ:
-        bounds = (reason("rl-bound", rate=f.bound),)
-        return Verdict(pair.impl, (Finding.CLEAN,), (reason("mm-zero", **counted),), (*notes, rows), bounds=bounds)
+        return _clean(pair.impl, reason("mm-zero", **counted), [*notes, rows], f.tokens)
     if not f.differ:
         seen = reason("mm-rows-only", **counted, rows=pair.rows_differ, n=len(pair.whole.differ) if pair.whole else 0)
         notes += [rows, *_where(pair)]
@@ -164,6 +172,11 @@ def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
         long = reason("mm-long", share=f.long[1])
         notes += [*_kind(pair), *_where(pair), tails, rows, long, *_so_what(pair, arms)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen,), tuple(notes))
+
+
+def _clean(impl: str, count: Reason, notes: Sequence[Reason], tokens: int) -> Verdict:
+    bound = reason("rl-bound", rate=one_sided_bound(tokens))
+    return Verdict(impl, (Finding.CLEAN,), (count,), tuple(notes), bounds=(bound,))
 
 
 def _interval(ends: tuple[float, float] | None) -> Reason | None:
@@ -248,6 +261,119 @@ def _so_what(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
     return reasons
 
 
+# Reinforcement learning, step by step: in how many steps the KL of sampler and trainer was 0, and how rewards compare.
+
+
+@dataclass(frozen=True)
+class Course:
+    """One arm under one seed: its steps in order, and why it ended early, where it did."""
+
+    impl: str
+    seed: int
+    steps: Sequence[TrainingStep]
+    failed: str
+
+    @property
+    def ends(self) -> tuple[Sequence[TrainingStep], Sequence[TrainingStep]]:
+        """Its first and its last steps: a tenth of them, and three at least."""
+        few = max(_LEAST, len(self.steps) // _SHARE)
+        return self.steps[:few], self.steps[-few:]
+
+    def mean(self, name: str, steps: Sequence[TrainingStep] | None = None) -> float | None:
+        """The mean of a figure over its steps; None where none has it."""
+        values = [value for s in (self.steps if steps is None else steps) if (value := getattr(s, name)) is not None]
+        return fmean(values) if values else None
+
+    @cached_property
+    def fell(self) -> tuple[float, float] | None:
+        """The best mean reward of consecutive steps and that of the last ones, where these earned less than half."""
+        rewards, last = [s.reward for s in self.steps if s.reward is not None], self.mean("reward", self.ends[1])
+        if last is None:
+            return None
+        best = max(fmean(rewards[i : i + _WINDOW]) for i in range(max(1, len(rewards) - _WINDOW + 1)))
+        return (best, last) if last < _FELL * best else None
+
+
+def courses(run: Run) -> list[Course]:
+    """The courses of a run, arms in the order of the file, seeds within."""
+    found: dict[tuple[str, int], list[TrainingStep]] = {}
+    for step in run.training_steps:
+        found.setdefault((step.impl, step.seed), []).append(step)
+    arms, made = list(dict.fromkeys(impl for impl, _ in found)), []
+    for (impl, seed), steps in sorted(found.items(), key=lambda item: (arms.index(item[0][0]), item[0][1])):
+        done = sorted((s for s in steps if s.status == "ok"), key=lambda s: s.step)
+        made.append(Course(impl, seed, done, next((s.reason for s in steps if s.status != "ok"), "")))
+    return made
+
+
+class Line(NamedTuple):
+    """A figure by step: for one seed where `thin`, else the mean over an arm's seeds where all have the step."""
+
+    impl: str
+    thin: bool
+    points: Sequence[tuple[int, float]]
+
+
+def lines_of(arms: Sequence[Course], name: str) -> list[Line]:
+    """The lines of a figure: for each arm thin ones of its seeds, where there are several, then its own."""
+    made = []
+    for impl in dict.fromkeys(c.impl for c in arms):
+        seeds = [[(s.step, v) for s in c.steps if (v := getattr(s, name)) is not None] for c in arms if c.impl == impl]
+        at: dict[int, list[float]] = {}
+        for step, value in chain.from_iterable(seeds):
+            at.setdefault(step, []).append(value)
+        made += [Line(impl, True, points) for points in seeds if len(seeds) > 1]
+        made.append(Line(impl, False, [(i, fmean(v)) for i, v in sorted(at.items()) if len(v) == len(seeds)]))
+    return [line for line in made if len(line.points) > 1]
+
+
+def judge_training(run: Run) -> list[Verdict]:
+    """One verdict for each arm, over its seeds."""
+    arms = courses(run)
+    verdicts = [_judge_steps(impl, [c for c in arms if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in arms)]
+    # of all arms, so it appears once
+    return [replace(v, reasons=(*_spread(arms), *v.reasons)) for v in verdicts[:1]] + verdicts[1:]
+
+
+def _spread(arms: Sequence[Course]) -> list[Reason]:
+    """How far mean rewards are apart: of the arms, over their seeds, and of the seeds of the arm that varies most. None
+    where there is one arm, one seed, or an arm without rewards."""
+    rewards: dict[str, list[float]] = {}
+    for course in arms:
+        if (mean := course.mean("reward")) is not None:
+            rewards.setdefault(course.impl, []).append(mean)
+    if len(rewards) < 2 or min(map(len, rewards.values())) < 2:
+        return []
+    means = [fmean(values) for values in rewards.values()]
+    apart, seeds = max(means) - min(means), max(max(values) - min(values) for values in rewards.values())
+    return [reason("rl-spread", arms=apart, seeds=seeds, than="no more" if apart <= seeds else "more")]
+
+
+def _judge_steps(impl: str, mine: Sequence[Course]) -> Verdict:
+    steps = [step for course in mine for step in course.steps]
+    notes = [reason("rl-failed", n=len(c.steps), seed=c.seed, why=c.failed) for c in mine if c.failed]
+    if not steps:
+        return Verdict(impl, (Finding.UNTESTED,), (reason("rl-none"),), tuple(notes))
+    names = ("tokens", "differ", "groups", "flat", "alike")
+    tokens, differ, groups, flat, alike = (sum(getattr(s, name) for s in steps) for name in names)
+    notes += stated(
+        (flat, reason("rl-flat", n=flat, of=groups, alike=alike)),
+        (flat and flat == groups, reason("rl-nothing")),
+    )
+    notes += [reason("rl-fell", seed=c.seed, best=c.fell[0], last=c.fell[1]) for c in mine if c.fell]
+    zero = sum(s.differ == 0 for s in steps)
+    figures = {"n": zero, "of": len(steps), "differ": differ, "tokens": tokens}
+    if differ == 0:
+        return _clean(impl, reason("rl-zero", **figures), notes, tokens)
+    k3, least, most = [s.k3 for s in steps], min(s.ratio_least for s in steps), max(s.ratio_most for s in steps)
+    clauses = [
+        reason("rl-apart", **figures, low=min(k3), high=max(k3)),
+        *stated((zero, reason("rl-zero-steps", n=zero))),
+    ]
+    notes.append(reason("rl-ratios", least=least, most=most))
+    return Verdict(impl, (Finding.MISMATCH,), tuple(clauses), tuple(notes))
+
+
 class Thresholds(NamedTuple):
     """A user's own thresholds, or None: tokens with other bits, K3 in nats per token, NeMo RL's mean of exp |d|."""
 
@@ -267,10 +393,20 @@ Held = tuple[str, str, float, str, float]
 
 
 def held(run: Run, limits: Thresholds) -> Iterator[Held]:
-    """What a run of `nondet mismatch` holds for each of the thresholds that are set."""
+    """What a run holds for each of the thresholds that are set; of steps of training, differing bits over all of them,
+    and the worst step's means. Raises UserError: the steps have no such mean, because an older nondet made them."""
     for pair in pairs(run):
-        if (figures := pair.figures) is None:
-            continue
-        yield from ((pair.impl, name, getattr(figures, field), "", limit) for name, field, limit in limits.given)
-        if limits.bits == 0 and pair.whole:
-            yield pair.impl, "rows of other logits", pair.rows_differ, "", 0
+        if (figures := pair.figures) is not None:
+            yield from ((pair.impl, name, getattr(figures, field), "", limit) for name, field, limit in limits.given)
+            if limits.bits == 0 and pair.whole:
+                yield pair.impl, "rows of other logits", pair.rows_differ, "", 0
+    for impl in dict.fromkeys(s.impl for s in run.training_steps):
+        steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
+        for name, field, limit in limits.given if steps else ():
+            values = [getattr(s, field) for s in steps]
+            if None in values:
+                what = f"{run.source or 'the run'} holds no {name}: an older nondet made it"
+                raise UserError(what, "Gate it by --k3, or train again.")
+            worst, count = steps[values.index(max(values))], field == "differ"
+            where = f" ({'most in ' * count}step {worst.step}, seed {worst.seed})" * bool(max(values))
+            yield impl, name, sum(values) if count else max(values), where, limit
