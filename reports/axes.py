@@ -57,7 +57,9 @@ class AxisLine:
     def proofs(self) -> Iterator[tuple[str, AxisValue]]:
         """Each value, by implementation, those of the base first."""
         for impl, tally in self.tallies.items():
-            yield from ((impl, record) for record in (*(v.record for v in tally.values), *tally.unproven))
+            yield from (
+                (impl, record) for record in (*(v.record for v in tally.values), *(v.record for v in tally.idle))
+            )
 
     @property
     def values(self) -> str:

@@ -12,7 +12,7 @@ from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Ite
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, decades, linear, placed
 from nondet.reports.text import counted
 from nondet.verdict.findings import plural
-from nondet.verdict.training import Course, courses, lines_of
+from nondet.verdict.mismatch import Course, courses, lines_of
 
 HEALTH = "A small K3 is no sign of health: it falls with entropy, too, so the two stand beside each other."
 PLOTS = "Reward, K3 and entropy by step"

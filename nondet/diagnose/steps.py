@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from nondet.core.compare import first_difference
+from nondet.core.compare import first_difference, shared_length
 from nondet.core.records import AxisTried, Record, Run, Step
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.traces import nonfinite_logprobs, tokens_digest
@@ -32,7 +32,6 @@ from nondet.diagnose.verdict import (
     coverage_gaps,
     cure_step,
     differing_rounds,
-    margin_step,
     run_step,
     settled,
     steps_of,
@@ -64,24 +63,71 @@ def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], s
             ties += top == second
             if token != likeliest and top != second:
                 wrong.append(f"{o.request.id}, token {index}: {token} where {likeliest} has the top logit")
-    chosen, finite = len(margins), [m for m in margins if math.isfinite(m)]
+    chosen, smallest = len(margins), min(filter(math.isfinite, margins), default=-1.0)
     everywhere, sentence = f"{chosen:,} chosen tokens, solo and in batches,", "the engine gives no logits"
     if lost:
         sentence = f"{lost:,} of {everywhere} have a NaN or infinite logprob"
     elif wrong:
         sentence = f"{len(wrong):,} of {everywhere} do not have the largest logit ({wrong[0]})"
     elif chosen:
-        margin = f"by a margin of {min(finite):.4g} or more" if finite else "and no other is finite"
+        margin = f"by a margin of {smallest:.4g} or more" if smallest >= 0 else "and no other is finite"
         sentence = f"each of {everywhere} has the largest logit, {margin}; {ties:,} are exact ties"
-    figures = {"tokens": chosen, "ties": ties, "wrong": len(wrong), "nonfinite": lost}
+    figures = {"tokens": chosen, "ties": ties, "wrong": len(wrong), "nonfinite": lost, "smallest_margin": smallest}
     solo = sessions[0].outcomes[0]
-    facts = {"trace": digest_of(solo), "tokens": tokens_digest(solo.token_ids), "text": decode(solo.token_ids)}
     return Step(
         name="greedy",
         outcome="no" if wrong or lost else "yes" if chosen else "unknown",
         sentence=sentence,
-        figures={**figures, "smallest_margin": min(finite, default=-1.0)},
-        facts=facts,
+        figures=figures,
+        facts={"trace": digest_of(solo), "tokens": tokens_digest(solo.token_ids), "text": decode(solo.token_ids)},
+    )
+
+
+def margin_step(solo: Session, other: Session) -> Step:
+    """Whether the margins of flips are within the effect of concurrent requests on the logits, while tokens agree.
+
+    Compares the logits of the two largest tokens of each step, in the solo run and with concurrent requests. Contexts
+    are equal up to and including the first token that differs: its own logits are those of the flip, and the spread is
+    measured on the steps before it. Both logits may change, so a margin is within the noise up to twice the spread.
+    """
+    flips: list[tuple[int, float, float]] = []  # token; margin of the two largest logits, solo and with others
+    distances: list[float] = []
+    reference = solo.outcomes[0]
+    tops = solo.tops.get(reference.request.id, [])
+    for outcome in other.outcomes:
+        if not outcome.request.target or outcome.finish == "error":
+            continue
+        theirs = other.tops.get(outcome.request.id, [])
+        shared = shared_length(reference.token_ids, outcome.token_ids)
+        for one, two in zip(tops[:shared], theirs[:shared], strict=False):
+            logits = dict(zip(one[2:], one[:2], strict=True)), dict(zip(two[2:], two[:2], strict=True))
+            distances += [abs(logits[0][t] - logits[1][t]) for t in logits[0].keys() & logits[1].keys()]
+        if shared < min(map(len, (reference.token_ids, outcome.token_ids, tops, theirs))):
+            one, two = tops[shared], theirs[shared]
+            flips.append((shared, one[0] - one[1], two[0] - two[1]))
+    spread = max([0.0, *distances])  # max() ignores NaN
+    near = sum(first - second <= 2 * spread for first, second, _, _ in tops)
+    within = sum(margin <= 2 * spread for _, margin, _ in flips)
+    # two largest logits that are equal: then the choice depends on the order of token ids
+    ties = sum(0 in both for _, *both in flips)
+    largest, first_flip = (max((f[1] for f in flips), default=-1.0), min((f[0] for f in flips), default=-1))
+    moved = (
+        f"the logits of the top tokens differ by up to {spread:.4g} between the arms "
+        f"({sum(d > 0 for d in distances):,} of {len(distances):,} compared differ)"
+    )
+    sentence = f"no token flipped in the rounds that were compared; {moved}"
+    if flips:
+        sentence = (
+            f"{plural(len(flips), 'completion')} flipped, the first at token {first_flip}; solo, the two largest "
+            f"logits at a flip are at most {largest:.4g} apart; {moved}, so {within} of {len(flips)} flips are within "
+            f"it (at most twice that); {ties} of {len(flips)} are exact ties in one arm"
+        )
+    figures = {"flips": len(flips), "ties": ties, "within": within, "largest_margin": largest, "spread": spread}
+    return Step(
+        name="margin",
+        outcome=("yes" if within == len(flips) else "no") if flips else "unknown",
+        sentence=f"{sentence}; solo, {near} of {len(tops)} tokens have a margin of at most twice that",
+        figures=figures | {"near": near, "tokens": len(tops), "first_flip": first_flip},
     )
 
 
@@ -96,7 +142,7 @@ def cost_step(play: Callable[[], Session], times: int = 2) -> Step:
     stock, invariant = (max(seen) for seen in speeds.values())
     pairs = [ours / theirs for theirs, ours in zip(*speeds.values(), strict=True)]
     figures = {"stock_tokens_per_second": stock, "invariant_tokens_per_second": invariant, "rounds": times}
-    figures["invariant_ratio"] = invariant / stock
+    figures |= {"invariant_ratio": invariant / stock}
     figures |= {"invariant_ratio_low": min(pairs), "invariant_ratio_high": max(pairs)}
     sentence = f"warm rounds, the better of {times}: stock {stock:,.0f} tokens/s, invariant {invariant:,.0f}"
     return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
@@ -108,20 +154,19 @@ def cost_step(play: Callable[[], Session], times: int = 2) -> Step:
 
 _NEW = 8  # tokens of each completion: differences show in the first few
 _BATCHES = (2, 3, 4, 8, 16, 32)
-_LENGTHS, _ARRIVALS = (1, 7, 33, 120), (0, 5)
+_LENGTHS, _ARRIVALS = (1, 7, 33, 120), {"at once": 0, "5 steps later": 5}
 _CHUNKS = (1, 7, 16, 32)
 # tokens of a long prompt: attention takes its keys in tiles of 64 to 512, so a short one needs only one tile
 _FAR, _BESIDE = 640, 7
 
 
-@dataclass(frozen=True)
-class RequestAxis:
-    """One varied property of the other requests."""
+class RequestAxis(NamedTuple):
+    """One varied property of the other requests; `held` is what does not vary."""
 
     name: str
     held: str
     reference: Arm  # the session that the others are compared with
-    trials: tuple[Arm, ...]  # a session for each value; every request under study is compared
+    trials: Sequence[Arm]  # a session for each value; every request under study is compared
     shares: bool = False  # whether a trial counts only if the engine took keys from the cache
 
 
@@ -135,28 +180,29 @@ def make_axes(
         completion: The solo completion of the prompt: it makes a short prompt longer.
         context: Number of positions of the model.
     """
-    prompt = tuple(prompt)
-    long = long_prompt(prompt, completion, context)
+    prompt, long = tuple(prompt), long_prompt(prompt, completion, context)
     far = tuple(islice(cycle((*prompt, *completion)), max(len(long), min(_FAR, context - _NEW))))
-    new, new_long, new_far = (max(1, min(_NEW, len(completion), context - len(p))) for p in (prompt, long, far))
-    lengths = [n for n in _LENGTHS if n + new <= context]
+    lengths = [n for n in _LENGTHS if n < context]
     budget = max(_BATCHES) * len(prompt) + max([len(far), *lengths]) + max(_BATCHES) + _BESIDE * len(long)
     wide = replace(load, budget=budget, requests=max(_BATCHES), sharing=False, graphs=False)
+
+    def request(name: str, tokens: Iterable[int], arrival: int = 0) -> Request:
+        fed = tuple(tokens)
+        return Request(name, name == "t0", fed, max(1, min(_NEW, len(completion), context - len(fed))), arrival)
 
     def trial(name: str, *requests: Request, **limits: Any) -> Arm:
         return Arm(name, "t0", requests, replace(wide, **limits), seed)
 
-    one, long_one = Request("t0", True, prompt, new, 0), Request("t0", True, long, new_long, 0)
-    far_one = Request("t0", True, far, new_far, 0)
+    one, long_one, far_one = (request("t0", tokens) for tokens in (prompt, long, far))
     batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
-    ragged = []
-    for arrival in _ARRIVALS:
-        for length in lengths:
-            other = Request("b0", False, tuple(islice(cycle([*long[1:], long[0]]), length)), new, arrival)
-            name = f"{length} tokens, {f'{arrival} steps later' if arrival else 'at once'}"
-            ragged.append(trial(name, one, other))
+    other = [*long[1:], long[0]]
+    ragged = [
+        trial(f"{length} tokens, {when}", one, request("b0", islice(cycle(other), length), arrival))
+        for when, arrival in _ARRIVALS.items()
+        for length in lengths
+    ]
     chunks = [trial(f"chunks of {size}", long_one, budget=size) for size in _CHUNKS if size < len(long)]
-    beside = [Request(f"b{i}", False, long[i:], new_long, 0) for i in range(min(_BESIDE, len(long)))]
+    beside = [request(f"b{i}", long[i:]) for i in range(min(_BESIDE, len(long)))]
     late = [replace(r, arrival_step=2 + i) for i, r in enumerate(beside)]
     fars = [
         trial(f"{len(beside)} short requests at once", far_one, *beside),
@@ -168,18 +214,18 @@ def make_axes(
     # the engine only keeps pages of a request that has decoded
     later = replace(far_one, arrival_step=2 * len(far) + 8)
     shared = [trial(name, Request("b0", False, d, 2, 0), later, sharing=True) for name, d in donors.items()]
-    off = trial("nothing shared", *shared[0].requests)
-    solo, whole, far_solo = trial("alone", one), trial("in one piece", long_one), trial("alone", far_one)
+    unshared, solo = trial("nothing shared", *shared[0].requests), trial("alone", one)
     tokens, far_tokens, plain = (*(f"a prompt of {len(p)} tokens" for p in (long, far)), "no chunks, no sharing")
     same = f"all requests have the same prompt and begin at once; {plain}"
     other_length = f"one other request with a prompt of another length; {plain}"
     donor = f"no other request in its steps, {far_tokens}, no chunks; an earlier request shares the prefix"
+    whole = f"no other request, {tokens}, no sharing"
     return [
-        RequestAxis("batch size", same, solo, tuple(batches)),
-        RequestAxis("ragged company", other_length, solo, tuple(ragged)),
-        RequestAxis("long prompt", f"{far_tokens} beside short requests; {plain}", far_solo, tuple(fars)),
-        RequestAxis("chunked prefill", f"no other request, {tokens}, no sharing", whole, tuple(chunks)),
-        RequestAxis("prefix sharing", donor, off, tuple(shared), shares=True),
+        RequestAxis("batch size", same, solo, batches),
+        RequestAxis("ragged company", other_length, solo, ragged),
+        RequestAxis("long prompt", f"{far_tokens} beside short requests; {plain}", trial("alone", far_one), fars),
+        RequestAxis("chunked prefill", whole, trial("in one piece", long_one), chunks),
+        RequestAxis("prefix sharing", donor, unshared, shared, shares=True),
     ]
 
 
@@ -200,20 +246,19 @@ def try_axis(
         else:
             differences[trial.name] = [first_difference(target, o) for o in session.outcomes if o.request.target]
     differences = dict(reversed(differences.items()))
-    seen = [pair for pairs in differences.values() for pair in pairs]
-    differing = [at for _, at in seen if at is not None]
-    note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
+    differing = {value: [at for _, at in pairs if at is not None] for value, pairs in differences.items()}
+    places, note = sum(differing.values(), list[int]()), "" if axis.trials else "the prompt is too short for this"
     return AxisTried(
         axis=axis.name,
         impl=impl,
         held=axis.held,
         values=list(differences),
-        parted=[value for value, pairs in differences.items() if any(at is not None for _, at in pairs)],
-        tried=len(seen),
-        traces=len(differing),
-        tokens=sum(token is not None for token, _ in seen),
-        first=min(differing, default=None),
-        note=note if axis.trials else "the prompt is too short for this",
+        parted=[value for value, found in differing.items() if found],
+        tried=sum(map(len, differences.values())),
+        traces=len(places),
+        tokens=sum(token is not None for pairs in differences.values() for token, _ in pairs),
+        first=min(places, default=None),
+        note=f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else note,
     )
 
 
@@ -221,8 +266,7 @@ def _session(engine: Engine, arm: Arm) -> Session:
     session = engine.run(arm.requests, arm.load, seed=arm.seed)
     failed = [f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error"]
     if session.fatal or failed:
-        where = f"{arm.name}: " if arm.name else ""
-        raise EngineStoppedError(where + (session.fatal or failed[0]))
+        raise EngineStoppedError((f"{arm.name}: " if arm.name else "") + (session.fatal or failed[0]))
     return session
 
 
@@ -235,7 +279,7 @@ _FOR_ROUNDS, _FOR_TRACE = 0.5, 0.7  # of the limit, by when the rounds of stock,
 
 @dataclass
 class Diagnoser:
-    """One diagnosis."""
+    """One diagnosis. Each of `QUESTIONS` is answered by the method of its name, from the records so far."""
 
     loaded: LoadedModel
     plan: Plan  # rounds of completions of one prompt among others
@@ -252,39 +296,38 @@ class Diagnoser:
 
     def run(self) -> None:
         """Every step that the run file lacks, then the verdict; raises as `try_axis`, and finished steps are kept."""
-        takes = (
-            self._greedy, self._run_to_run, self._batch, self._axes, self._operator, self._margin, self._cure,
-            self._cost,
-        )  # fmt: skip
         self._began = self.clock() - sum(step.seconds for step in self._so_far().steps)
         if self.loaded.device == "cuda":  # while stock's sessions wait for cuDNN's plans, outside of Python
             threading.Thread(target=make_ready, name="nondet-ready", daemon=True).start()
         with pinned(self.threads):
-            for number, ((name, question), take) in enumerate(zip(QUESTIONS.items(), takes, strict=True), 1):
-                so_far = self._so_far()
+            for number, (name, question) in enumerate(QUESTIONS.items(), 1):
+                so_far, title = self._so_far(), f"[{number}/{len(QUESTIONS)}] {question}"
                 known = next((s for s in so_far.steps if s.name == name), None)
                 if known is None:
-                    self.say(f"[{number}/{len(QUESTIONS)}] {question}")
-                    self.writer.write(known := self._timed(name, take, so_far))
+                    self.say(title)
+                    self.writer.write(known := self._answer(name, so_far))
                 # the answer that a user waits for, and why a step has none; the report has the others
-                shown = known.name == "batch" or known.outcome in ("skipped", "unknown")
-                why = f": {known.sentence}" if shown else ""
-                self.say(f"[{number}/{len(QUESTIONS)}] {question} {known.outcome}{why}")
+                shown = name == "batch" or known.outcome in ("skipped", "unknown")
+                self.say(f"{title} {known.outcome}" + (f": {known.sentence}" if shown else ""))
         self._write(conclude(self._so_far()))
 
-    def _timed(self, name: str, step: Callable[[Run], Step], so_far: Run) -> Step:
-        started = self.clock()
-        reason = settled(so_far, name)
+    def _answer(self, name: str, so_far: Run) -> Step:
+        started, reason = self.clock(), settled(so_far, name)
         if not reason and name not in ("greedy", "run", "batch") and self._over(self.bound):
-            reason = f"of {self.within_s:.0f} s none are left {ALL}"
+            reason = self._none_left
         if reason:
             return Step(name=name, outcome="skipped", sentence=reason)
-        return msgspec.structs.replace(step(so_far), seconds=self.clock() - started)
+        step: Step = getattr(self, f"_{name}")(so_far)
+        return msgspec.structs.replace(step, seconds=self.clock() - started)
 
     @property
     def _left(self) -> float:
         """Seconds of the limit that are left, those of an earlier process counted; below 0 after an overrun."""
         return self._began + self.within_s - self.clock() if self.within_s else math.inf
+
+    @property
+    def _none_left(self) -> str:
+        return f"of {self.within_s:.0f} s none are left {ALL}"
 
     def _over(self, limited: bool = True) -> bool:
         return limited and self._left <= 0
@@ -292,11 +335,11 @@ class Diagnoser:
     def _greedy(self, _: Run) -> Step:
         return greedy_step((self._known(None), self._known(0)), self.loaded.decode)
 
-    def _run_to_run(self, so_far: Run) -> Step:
+    def _run(self, so_far: Run) -> Step:
         """Two more solo runs, and the first round twice."""
         traces = [digest_of(self._session(None).outcomes[0]) for _ in range(2)]
         self._collect(STOCK, lambda number: number == 0)
-        return run_step(self._so_far(), STOCK, [steps_of(so_far)["greedy"].facts["trace"], *traces])
+        return run_step(self._so_far(), STOCK, [_solo(so_far)["trace"], *traces])
 
     def _batch(self, so_far: Run) -> Step:
         seconds, few = max(self._known(0).seconds, 1e-9), self._is_proven(so_far)
@@ -307,7 +350,7 @@ class Diagnoser:
             return number < _FEWEST or self._left - seconds > (1 - _FOR_ROUNDS) * self.within_s
 
         self._collect(STOCK, wanted)
-        step, planned = batch_step(self._so_far(), STOCK, steps_of(so_far)["greedy"].facts), len(self.plan.rounds)
+        step, planned = batch_step(self._so_far(), STOCK, _solo(so_far)), len(self.plan.rounds)
         ran = int(step.figures["rounds"])
         why = "the first round differs from the solo run, which is proof: " if few else ""
         return _with_less(step, f"{why}{plural(ran, 'round')} of {planned} run {ALL}" if ran < planned else "")
@@ -315,33 +358,30 @@ class Diagnoser:
     def _is_proven(self, so_far: Run) -> bool:
         """Whether, under a limit, the first round, repeated with equal bits, differs from the solo run: which proves
         that the batch matters, so that more of the load or of an axis cannot change the answer."""
-        steps = steps_of(so_far)
-        differ = batch_step(so_far, STOCK, steps["greedy"].facts).figures["repeated_round_traces"]
-        return bool(self.within_s and differ) and steps["run"].outcome == "yes"
+        differ = batch_step(so_far, STOCK, _solo(so_far)).figures["repeated_round_traces"]
+        return bool(self.within_s and differ) and steps_of(so_far)["run"].outcome == "yes"
 
     def _axes(self, so_far: Run) -> Step:
-        tried, late, ran, planned = [], [], 0, 0
+        counts, differing, late, ran, planned = list[str](), list[str](), list[str](), 0, 0
         few, known = self._is_proven(so_far), {a.axis: a for a in so_far.axes if a.impl == STOCK}
         for axis in self._all_axes:
             record, title = known.get(axis.name), axis_title(axis.name)
             if record is None and self._over(self.bound):
-                late.append(f"{title} not tried: of {self.within_s:.0f} s none are left {ALL}")
+                late.append(f"{title} not tried: {self._none_left}")
                 continue
             if record is None:
                 last = [t.name for t in axis.trials[-1:]] if few and not axis.shares else ()
                 record = try_axis(self.engine, axis, STOCK, last, self._over)
                 self._write(record)
             differ = f"{record.traces} of {record.tried} traces, {record.tokens} of {record.tried} completions"
-            tried.append((f"{title}: {differ if record.tried else 'not met'}", record))
+            counts.append(f"{title}: {differ if record.tried else 'not met'}")
+            differing += [axis.name] if record.traces else []
             ran, planned = ran + max(1, len(record.values)), planned + max(1, len(axis.trials))
-            self.say(f"  {tried[-1][0]}")
-        differing = [record.axis for _, record in tried if record.traces]
-        counts = "; ".join(text for text, _ in tried)
-        sentence = f"differ from the solo run, one property changed at a time: {counts}"
-        answer = "yes" if differing else "no" if tried else "unknown"
+            self.say(f"  {counts[-1]}")
+        late += [f"{ran} of {planned} values of the axes run {ALL}"] if ran < planned else []
+        sentence = f"differ from the solo run, one property changed at a time: {'; '.join(counts)}"
+        answer = "yes" if differing else "no" if counts else "unknown"
         step = Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(differing)})
-        if ran < planned:
-            late.append(f"{ran} of {planned} values of the axes run {ALL}")
         return _with_less(step, "; ".join(late))
 
     def _operator(self, so_far: Run) -> Step:
@@ -355,29 +395,29 @@ class Diagnoser:
         )  # fmt: skip
         verdict = search.run()
         self._write(verdict)
-        named = [c for c in self._so_far().culprits if c.call]
-        outcome = "yes" if named else "no" if verdict.finding == "no divergence observed" else "unknown"
-        sentence = "; ".join(verdict.sentences)
-        met = verdict.finding == "run-to-run" or blamed(self._so_far(), Finding.RUN_TO_RUN)
+        run, sentence = self._so_far(), "; ".join(verdict.sentences)
+        clean = verdict.finding == Finding.CLEAN
+        outcome = "yes" if any(c.call for c in run.culprits) else "no" if clean else "unknown"
+        met = verdict.finding == "run-to-run" or blamed(run, Finding.RUN_TO_RUN)
         if steps_of(so_far)["run"].outcome == "no" and not met:
             outcome, sentence = "unknown", f"{NOT_MET}: {sentence}"
         facts = {"families": "+".join(verdict.families or [])}
         return _with_less(Step(name="operator", outcome=outcome, sentence=sentence, facts=facts), search.late)
 
     def _margin(self, so_far: Run) -> Step:
-        first = (differing_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts) or [0])[0]
+        first = (differing_rounds(so_far, STOCK, _solo(so_far)) or [0])[0]
         return margin_step(self._known(None), self._known(first))
 
     def _cure(self, so_far: Run) -> Step:
         """The same load under the invariant implementation, the solo request, and the axes that differed."""
         again = settled(so_far, "batch") != ""  # run-to-run: only one round, run twice, can be compared
         # one round proves that stock differs; that the fix does not takes all
-        most, late = 1 if again else len(self.plan.rounds), []
+        most, late = 1 if again else len(self.plan.rounds), list[str]()
         self._collect(INVARIANT, lambda number: number < min(most, _FEWEST) or not (again or self._over(self.bound)))
         self._warm = True
+        tried = {a.axis: a.values for a in so_far.axes if a.impl == STOCK and a.traces}
         with implementation(INVARIANT):
-            solo = self._session(None).outcomes[0]
-            tried = {a.axis: a.values for a in so_far.axes if a.impl == STOCK and a.traces}
+            solo = digest_of(self._session(None).outcomes[0])
             for axis in self._all_axes:
                 if axis.name not in tried or ("axis", INVARIANT, axis.name) in self.writer.done:
                     continue
@@ -386,7 +426,7 @@ class Diagnoser:
                 else:
                     self._write(try_axis(self.engine, axis, INVARIANT, tried[axis.name]))
         run = self._so_far()
-        step = cure_step(run, INVARIANT, digest_of(solo), coverage_gaps(run, INVARIANT))
+        step = cure_step(run, INVARIANT, solo, coverage_gaps(run, INVARIANT))
         if step.figures["rounds"] < most:
             late.insert(0, f"{plural(int(step.figures['rounds']), 'round')} of {most} run under the cure")
         return _with_less(step, f"{'; '.join(late)} {ALL}" if late else "")
@@ -408,8 +448,7 @@ class Diagnoser:
 
     @cached_property
     def _all_axes(self) -> list[RequestAxis]:
-        solo = self._known(None).outcomes[0]
-        context = self.loaded.context or 2**31
+        solo, context = self._known(None).outcomes[0], self.loaded.context or 2**31
         return make_axes(self.plan.load, self._target.prompt, solo.token_ids, context, self.seed)
 
     def _known(self, number: int | None) -> Session:
@@ -429,9 +468,8 @@ class Diagnoser:
         collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
-        rounds = differing_rounds(so_far, STOCK, steps_of(so_far)["greedy"].facts)
-        unsteady = steps_of(so_far)["run"].outcome == "no"
-        if rounds or unsteady:
+        rounds = differing_rounds(so_far, STOCK, _solo(so_far))
+        if rounds or steps_of(so_far)["run"].outcome == "no":
             requests = self.plan.rounds[rounds[0] if rounds else 0]
             target = next(r for r in requests if r.target)
             return self._arm("alone", [target]), self._arm("in company", requests)
@@ -451,6 +489,11 @@ class Diagnoser:
         """Write the record, unless a killed run already did."""
         if record.key not in self.writer.done:
             self.writer.write(record)
+
+
+def _solo(so_far: Run) -> Mapping[str, str]:
+    """The digests of the solo run, as the first step kept them."""
+    return steps_of(so_far)["greedy"].facts
 
 
 def _with_less(step: Step, less: str) -> Step:

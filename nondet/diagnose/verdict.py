@@ -18,59 +18,8 @@ from nondet.core.records import (
 )
 from nondet.core.statistics import one_sided_bound, percent, percent_range, round_interval
 from nondet.sampling.analysis import coverages
-from nondet.sampling.plan import Session
 from nondet.verdict.findings import Effect, Finding, change_of, plural, successful
 from nondet.verdict.samples import replays
-
-
-def margin_step(solo: Session, other: Session) -> Step:
-    """Whether the margins of flips are within the effect of concurrent requests on the logits, while tokens agree.
-
-    Compares the logits of the two largest tokens of each step, in the solo run and with concurrent requests. Contexts
-    are equal up to and including the first token that differs: its own logits are those of the flip, and the spread is
-    measured on the steps before it. Both logits may change, so a margin is within the noise up to twice the spread.
-    """
-    flips: list[tuple[int, float, float]] = []  # token; margin of the two largest logits, solo and with others
-    distances: list[float] = []
-    reference = solo.outcomes[0]
-    tops = solo.tops.get(reference.request.id, [])
-    for outcome in other.outcomes:
-        if not outcome.request.target or outcome.finish == "error":
-            continue
-        theirs = zip(outcome.token_ids, other.tops.get(outcome.request.id, []), strict=False)
-        pairs = zip(zip(reference.token_ids, tops, strict=False), theirs, strict=False)
-        for index, ((token, one), (second_token, two)) in enumerate(pairs):
-            if token != second_token:
-                flips.append((index, one[0] - one[1], two[0] - two[1]))
-                break
-            logits = dict(zip(one[2:], one[:2], strict=True)), dict(zip(two[2:], two[:2], strict=True))
-            distances += [abs(logits[0][t] - logits[1][t]) for t in logits[0].keys() & logits[1].keys()]
-    spread = max([0.0, *distances])  # max() ignores NaN
-    near = sum(first - second <= 2 * spread for first, second, _, _ in tops)
-    within = sum(margin <= 2 * spread for _, margin, _ in flips)
-    # two largest logits that are equal: then the choice depends on the order of token ids
-    ties = sum(0 in both for _, *both in flips)
-    largest, first_flip = (max((f[1] for f in flips), default=-1.0), min((f[0] for f in flips), default=-1))
-    moved = (
-        f"the logits of the top tokens differ by up to {spread:.4g} between the arms "
-        f"({sum(d > 0 for d in distances):,} of {len(distances):,} compared differ)"
-    )
-    sentence = f"no token flipped in the rounds that were compared; {moved}"
-    if flips:
-        sentence = (
-            f"{plural(len(flips), 'completion')} flipped, the first at token {first_flip}; solo, the two largest "
-            f"logits at a flip are at most {largest:.4g} apart; {moved}, so {within} of {len(flips)} flips are within "
-            f"it (at most twice that); {ties} of {len(flips)} are exact ties in one arm"
-        )
-    return Step(
-        name="margin",
-        outcome=("yes" if within == len(flips) else "no") if flips else "unknown",
-        sentence=f"{sentence}; solo, {near} of {len(tops)} tokens have a margin of at most twice that",
-        figures={
-            "flips": len(flips), "ties": ties, "within": within, "largest_margin": largest, "spread": spread,
-            "near": near, "tokens": len(tops), "first_flip": first_flip,
-        },
-    )  # fmt: skip
 
 
 def run_step(run: Run, impl: str, solo: Sequence[str]) -> Step:
@@ -97,29 +46,34 @@ def batch_step(run: Run, impl: str, solo: Mapping[str, str]) -> Step:
     sizes = list(map(len, rounds))
     traces = [sum(c.trace != solo["trace"] for c in cs) for cs in rounds]
     tokens = [sum(c.tokens_digest != solo["tokens"] for c in cs) for cs in rounds]
-    in_rounds = [sum(k > 0 for k in hits) for hits in (traces, tokens)]
-    figures: dict[str, float] = {"n": len(good), "rounds": len(rounds), "traces": sum(traces), "tokens": sum(tokens)}
-    figures |= {"rounds_traces": in_rounds[0], "rounds_tokens": in_rounds[1]}
-    # of the round whose repetition was equal: differences there are attributed to the batch already
-    figures["repeated_round_traces"] = traces[0] if traces else 0
-    figures["distinct_traces"] = len({c.trace for c in good})
-    figures["distinct_completions"] = len({c.tokens_digest for c in good})
+    hit_traces, hit_tokens = (sum(k > 0 for k in hits) for hits in (traces, tokens))
+    figures: dict[str, float] = {
+        "n": len(good),
+        "rounds": len(rounds),
+        "traces": sum(traces),
+        "tokens": sum(tokens),
+        "rounds_traces": hit_traces,
+        "rounds_tokens": hit_tokens,
+        # of the round whose repetition was equal: differences there are attributed to the batch already
+        "repeated_round_traces": traces[0] if traces else 0,
+        "distinct_traces": len({c.trace for c in good}),
+        "distinct_completions": len({c.tokens_digest for c in good}),
+    }
     if not good:
         return Step(name="batch", outcome="unknown", sentence="no completion finished", figures=figures)
-    of_rounds = f"of {plural(len(rounds), 'round')}"
+    in_rounds = plural(len(rounds), "round")
     sentence = (
-        f"of {plural(len(good), 'completion')} in {plural(len(rounds), 'round')}, {sum(traces)} have other logprob "
-        f"bits than the same prompt solo ({_share(traces, sizes)}), in {in_rounds[0]} {of_rounds}; {sum(tokens)} have "
-        f"other tokens ({_share(tokens, sizes)}), in {in_rounds[1]} {of_rounds}"
+        f"of {plural(len(good), 'completion')} in {in_rounds}, {sum(traces)} have other logprob bits than the same "
+        f"prompt solo ({_share(traces, sizes)}), in {hit_traces} of {in_rounds}; {sum(tokens)} have other tokens "
+        f"({_share(tokens, sizes)}), in {hit_tokens} of {in_rounds}"
     )
     return Step(name="batch", outcome="yes" if sum(traces) else "no", sentence=sentence, figures=figures)
 
 
 def cure_step(run: Run, impl: str, solo: str, gaps: Sequence[str]) -> Step:
     """What is left of the divergence under `impl`, whose solo trace is `solo` and which left `gaps` stock."""
-    good = _completions(run, impl)
-    traces = {c.trace for c in good} | {solo}
-    rows = replays(run).get(impl, [])
+    good, rows = _completions(run, impl), replays(run).get(impl, [])
+    traces, rounds = {c.trace for c in good} | {solo}, len({c.round for c in good})
     unsteady = any(row.parted for row in rows)
     axes = [a for a in run.axes if a.impl == impl]
     tried, differ = sum(a.tried for a in axes), sum(a.traces for a in axes)
@@ -129,28 +83,23 @@ def cure_step(run: Run, impl: str, solo: str, gaps: Sequence[str]) -> Step:
     # a sample with failures, or without a round whose repetition was equal, shows neither that the fix works nor that
     # it fails
     cured = not diverged and bool(good) and bool(rows) and not failed
-    rounds = len({c.round for c in good})
-    parts = [
-        f"{plural(len(traces), 'distinct trace')} in {plural(len(good), 'completion')} under load and the solo one"
-        f"{f' ({_excluded(rounds, len(good))})' if cured else ''}"
-    ]
+    bound = f" ({_bounds(rounds, len(good))})" if cured else ""
+    counted = f"{plural(len(traces), 'distinct trace')} in {plural(len(good), 'completion')}"
+    parts = [f"{counted} under load and the solo one{bound}"]
     if axes:
         parts.append(f"on the axes where stock differs, {differ} of {tried} completions differ from the solo run")
-    if failed:
-        parts.append(f"{plural(failed, 'completion')} failed")
-    if lost:
-        parts.append(f"{plural(lost, 'completion')} hold NaN or infinite logprobs")
-    again = "the first round, repeated, " + ("differs from itself" if unsteady else "is bit-identical")
-    parts.append(again if rows else "no round was repeated")
+    parts += [f"{plural(failed, 'completion')} failed"] if failed else []
+    parts += [f"{plural(lost, 'completion')} hold NaN or infinite logprobs"] if lost else []
+    again = f"the first round, repeated, {'differs from itself' if unsteady else 'is bit-identical'}"
     coverage = "complete: no call was left stock without proof, none is at risk"
-    if gaps:
-        coverage = f"not complete: {', '.join(gaps)}"
+    coverage = f"not complete: {', '.join(gaps)}" if gaps else coverage
+    parts += [again if rows else "no round was repeated", f"its coverage is {coverage}"]
     figures: dict[str, float] = {"n": len(good), "rounds": rounds, "traces": len(traces), "gaps": len(gaps)}
     figures |= {"axes_tried": tried, "axes_traces": differ, "unsteady": int(unsteady)}
     return Step(
         name="cure",
         outcome="no" if diverged else "yes" if cured else "unknown",
-        sentence="; ".join([*parts, f"its coverage is {coverage}"]),
+        sentence="; ".join(parts),
         figures=figures,
         facts={"gaps": "; ".join(gaps)},
     )
@@ -170,21 +119,16 @@ def _completions(run: Run, impl: str) -> list[Completion]:
 
 def _share(hits: Sequence[int], sizes: Sequence[int]) -> str:
     """The interval of a rate over rounds; where none or all differed, the bound per round and per completion."""
-    if not any(hits):
-        return _excluded(len(sizes), sum(sizes))
-    if list(hits) != list(sizes):
+    if any(hits) and list(hits) != list(sizes):
         return f"95%: {percent_range(*round_interval(hits, sizes))}"
-    by_round, by_completion = (percent(1.0 - one_sided_bound(n), "down") for n in (len(sizes), sum(sizes)))
-    return _one_sided("above", by_round, by_completion)
+    return _bounds(len(sizes), sum(sizes), none=not any(hits))
 
 
-def _excluded(rounds: int, completions: int) -> str:
-    return _one_sided("below", *(percent(one_sided_bound(n), "up") for n in (rounds, completions)))
-
-
-def _one_sided(side: str, by_round: str, by_completion: str) -> str:
-    rates = f"{side} {by_round} of rounds, {side} {by_completion} of completions"
-    return f"at 95%, one-sided: {rates} if they were independent"
+def _bounds(rounds: int, completions: int, *, none: bool = True) -> str:
+    """What is excluded where none differed, or all did."""
+    rates = map(one_sided_bound, (rounds, completions))
+    a, b = (f"below {percent(rate, 'up')}" if none else f"above {percent(1.0 - rate, 'down')}" for rate in rates)
+    return f"at 95%, one-sided: {a} of rounds, {b} of completions if they were independent"
 
 
 NOT_GREEDY, DEFECT, UNKNOWN = "not greedy", "a defect", "unknown"
@@ -216,12 +160,12 @@ def steps_of(run: Run) -> dict[str, Step]:
 def settled(run: Run, name: str) -> str:
     """Why the step of that name is not needed after the steps before it; "" where it is."""
     outcome = {s.name: s.outcome for s in run.steps}
+    unsteady, both = outcome.get("run") == "no", (outcome.get("batch", "yes"), outcome.get("axes", "yes"))
+    clean = "yes" not in both and not unsteady  # without an answer there is nothing to trace
     if outcome.get("greedy") == "no":
         return "" if name == "greedy" else "tokens are not chosen by their logits, which has to be understood first"
-    if outcome.get("run") == "no" and name in ("batch", "axes", "margin"):
+    if unsteady and name in ("batch", "axes", "margin"):
         return "equal batches already give other bits, so nothing can be attributed to the batch"
-    both = (outcome.get("batch", "yes"), outcome.get("axes", "yes"))
-    clean = "yes" not in both and outcome.get("run") != "no"  # without an answer there is nothing to trace
     if clean and name in ("operator", "margin", "cure", "cost"):
         return "nothing diverged" if both == ("no", "no") else "nothing that was tested diverged"
     if name == "margin" and outcome.get("batch") != "yes":
@@ -250,16 +194,12 @@ def coverage_gaps(run: Run, impl: str) -> list[str]:
 
 def cause_of(run: Run) -> str:
     """The cause in a trace's records: a `Finding`, or that other requests' values or a wrong sum are in the result."""
-    if not run.trace_verdicts:
-        return UNKNOWN
-    finding = run.trace_verdicts[-1].finding
+    finding = run.trace_verdicts[-1].finding if run.trace_verdicts else UNKNOWN
     if finding in (Finding.CLEAN, UNKNOWN):
         return finding
     if finding == "run-to-run" or _replay(run.culprits, "repeat"):
         return Finding.RUN_TO_RUN
-    if _replay(run.culprits, "values") or _replay(run.culprits, "exact"):
-        return DEFECT
-    return Finding.BATCH
+    return DEFECT if _replay(run.culprits, "values") or _replay(run.culprits, "exact") else Finding.BATCH
 
 
 def blamed(run: Run, finding: str) -> list[Culprit]:
@@ -275,20 +215,19 @@ def conclude(run: Run) -> Diagnosis:
     """The verdict on the steps of the run."""
     step = steps_of(run)
     axes = [a for a in run.axes if a.impl == "stock"]
-    finding = _finding(run, step)
+    finding, limits = _finding(run, step), _limits(run, step)
     if finding == Finding.CLEAN:
-        return Diagnosis(finding=finding, whether=_clean(step, axes), limits=_limits(run, step))
+        return Diagnosis(finding=finding, whether=_clean(step, axes), limits=limits)
+    greedy, batch = step["greedy"].sentence, step["batch"].sentence
     how = "not in the load as sampled, but where one property of the batch was changed"
-    if step["batch"].outcome == "yes":
-        how = step["batch"].sentence
     whether = {
-        NOT_GREEDY: f"Decoding is not greedy: {step['greedy'].sentence}.",
-        Finding.WRONG: f"Wrong: {step['greedy'].sentence}. Whether the batch matters was not tested.",
+        NOT_GREEDY: f"Decoding is not greedy: {greedy}.",
+        Finding.WRONG: f"Wrong: {greedy}. Whether the batch matters was not tested.",
         Finding.RUN_TO_RUN: f"Run-to-run nondeterministic: {_unsteady(run, step)}. Whether the batch matters too is "
         "not known.",
         UNKNOWN: "Not known: a step that is needed has no answer.",
-        Finding.UNATTRIBUTED: f"Divergent, because of the batch or from run to run: {step['batch'].sentence}.",
-    }.get(finding, f"Batch-dependent: {how}.")
+        Finding.UNATTRIBUTED: f"Divergent, because of the batch or from run to run: {batch}.",
+    }.get(finding, f"Batch-dependent: {batch if step['batch'].outcome == 'yes' else how}.")
     return Diagnosis(
         finding=finding,
         whether=whether,
@@ -296,19 +235,19 @@ def conclude(run: Run) -> Diagnosis:
         why=_why(run, finding),
         cure=_cure(step, finding),
         cost=_cost(step),
-        limits=_limits(run, step),
+        limits=limits,
     )
 
 
-def _finding(run: Run, step: dict[str, Step]) -> str:
+def _finding(run: Run, step: Mapping[str, Step]) -> str:
     """The finding in a word. The batch is blamed only where equal batches have been seen to give equal bits."""
     if step["greedy"].outcome == "no":
         return Finding.WRONG if step["greedy"].figures.get("nonfinite") else NOT_GREEDY
-    cause = cause_of(run)
+    cause, both = cause_of(run), (step["batch"].outcome, step["axes"].outcome)
     if step["run"].outcome == "no" or cause == Finding.RUN_TO_RUN:
         return Finding.RUN_TO_RUN
-    if not (step["batch"].outcome == "yes" or step["axes"].outcome == "yes"):
-        return Finding.CLEAN if step["batch"].outcome == "no" and step["axes"].outcome == "no" else UNKNOWN
+    if "yes" not in both:
+        return Finding.CLEAN if both == ("no", "no") else UNKNOWN
     if cause in (DEFECT, Finding.BATCH):
         return cause
     repeated = step["batch"].figures.get("repeated_round_traces", 0)
@@ -337,7 +276,7 @@ def traced_effect(run: Run, verdict: TraceVerdict) -> Effect:
     return Effect.LOGPROBS if first.get("first_logprob", -1) >= 0 and beside else Effect.MODEL
 
 
-def _unsteady(run: Run, step: dict[str, Step]) -> str:
+def _unsteady(run: Run, step: Mapping[str, Step]) -> str:
     if step["run"].outcome == "no" or not run.trace_verdicts:
         return step["run"].sentence
     unsteady = _replay(run.culprits, "repeat")
@@ -347,72 +286,61 @@ def _unsteady(run: Run, step: dict[str, Step]) -> str:
     return "; ".join(run.trace_verdicts[-1].sentences)
 
 
-def _clean(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
-    figures = step["batch"].figures
-    n, rounds = int(figures["n"]), int(figures["rounds"])
+def _clean(step: Mapping[str, Step], axes: Sequence[AxisTried]) -> str:
+    n, rounds = (int(step["batch"].figures[name]) for name in ("n", "rounds"))
     tried = ", ".join(f"{axis_title(a.axis)} {a.tried}" for a in axes if a.tried)
     return (
         f"No divergence observed: {plural(n, 'completion')} in {plural(rounds, 'round')} have the tokens and "
-        f"logprob bits of the same prompt solo ({_excluded(rounds, n)}), and so do all completions with one property "
+        f"logprob bits of the same prompt solo ({_bounds(rounds, n)}), and so do all completions with one property "
         f"changed ({tried}). This is an observation on this load, not a proof."
     )
 
 
-def _where(step: dict[str, Step], axes: Sequence[AxisTried]) -> str:
-    parts = []
-    flip = step["margin"].figures.get("first_flip", -1)
-    if flip >= 0:
-        parts.append(f"the first token that flips is token {int(flip)}")
+def _where(step: Mapping[str, Step], axes: Sequence[AxisTried]) -> str:
+    flip = int(step["margin"].figures.get("first_flip", -1))
     differing = [f"{axis_title(a.axis)} ({a.traces} of {a.tried} traces)" for a in axes if a.traces]
     clean = [f"{axis_title(a.axis)} (0 of {a.tried})" for a in axes if a.tried and not a.traces]
-    if differing:
-        parts.append(f"changing only one property changes the logprobs: {', '.join(differing)}")
-    if clean:
-        parts.append(f"no difference seen from changing {', '.join(clean)}")
+    parts = [f"the first token that flips is token {flip}"] if flip >= 0 else []
+    parts += [f"changing only one property changes the logprobs: {', '.join(differing)}"] if differing else []
+    parts += [f"no difference seen from changing {', '.join(clean)}"] if clean else []
     return _sentence("; ".join(parts))
 
 
 def _why(run: Run, finding: str) -> str:
     """The first responsible call, the list if there are more, what the replays found, and the flips."""
     culprits = blamed(run, finding)
-    named = [c for c in culprits if c.call]
-    parts = []
+    named, parts = [c for c in culprits if c.call], list[str]()
     if named:
-        parts.append(_sentence(f"The first operator to differ: {named[0].sentence}"))
-        if len(named) > 1:
-            parts.append(_sentence("after it " + ", ".join(f"`{c.call}` of {c.module}" for c in named[1:])))
-        shown = [r for r in named[0].replays if r.name in ("repeat", "rows only", "values", "exact", "tree")]
-        parts += [_sentence(r.sentence) for r in shown if r.status != "error"]
-    elif run.culprits or run.trace_verdicts:
-        unnamed = culprits[0].sentence if culprits else NOT_MET
-        if not run.culprits:
-            unnamed = "; ".join(run.trace_verdicts[-1].sentences)
-        parts.append(_sentence(f"No operator could be named: {unnamed}"))
+        parts.append(f"the first operator to differ: {named[0].sentence}")
+        parts += ["after it " + ", ".join(f"`{c.call}` of {c.module}" for c in named[1:])] if named[1:] else []
+        shown = ("repeat", "rows only", "values", "exact", "tree")
+        parts += [r.sentence for r in named[0].replays if r.name in shown and r.status != "error"]
+    elif run.culprits:
+        parts.append(f"no operator could be named: {culprits[0].sentence if culprits else NOT_MET}")
+    elif run.trace_verdicts:
+        parts.append(f"no operator could be named: {'; '.join(run.trace_verdicts[-1].sentences)}")
     margin = next((s for s in run.steps if s.name == "margin" and s.outcome in ("yes", "no")), None)
-    if margin is not None:
-        parts.append(_sentence(margin.sentence))
-        if margin.outcome == "no":
-            parts.append("A flip beyond the measured noise is more than this rounding explains.")
-    return " ".join(parts)
+    parts += [margin.sentence] if margin is not None else []
+    if margin is not None and margin.outcome == "no":
+        parts.append("a flip beyond the measured noise is more than this rounding explains")
+    return " ".join(map(_sentence, parts))
 
 
-def _cure(step: dict[str, Step], finding: str) -> str:
-    cure, families = step["cure"], step["operator"].facts.get("families", "")
-    parts = []
+def _cure(step: Mapping[str, Step], finding: str) -> str:
+    cure, families, parts = step["cure"], step["operator"].facts.get("families", ""), list[str]()
     if families and finding != Finding.RUN_TO_RUN:  # what changes by itself may be equal in one pair
         named = " and ".join(families.split("+"))
         parts.append(f"Replacing {named} by the invariant implementation removes the divergence of the pair traced.")
-    if cure.outcome in ("", "skipped"):
-        return " ".join(parts)
     leads = {
         "yes": "batch_invariant() left no divergence",
+        "no": "batch_invariant() is no cure here",
         "unknown": "Whether batch_invariant() is a cure here is not known",
     }
-    lead = leads.get(cure.outcome, "batch_invariant() is no cure here")
-    return " ".join([*parts, f"{lead}: {cure.sentence}."])
+    parts += [f"{leads[cure.outcome]}: {cure.sentence}."] if cure.outcome in leads else []
+    return " ".join(parts)
 
 
-def _cost(step: dict[str, Step]) -> str:
+def _cost(step: Mapping[str, Step]) -> str:
     cost = step["cost"]
     if cost.outcome == "yes":
         return _sentence(cost.sentence)
@@ -420,7 +348,7 @@ def _cost(step: dict[str, Step]) -> str:
     return f"Not measured: {cost.sentence}." if cured else ""
 
 
-def _limits(run: Run, step: dict[str, Step]) -> list[str]:
+def _limits(run: Run, step: Mapping[str, Step]) -> list[str]:
     lines = [f"{QUESTIONS[name]} Not tested: {s.sentence}." for name, s in step.items() if s.outcome == "skipped"]
     lines += [f"{QUESTIONS[name]} No answer: {s.sentence}." for name, s in step.items() if s.outcome == "unknown"]
     lines += [f"{axis_title(a.axis)}: {a.note}." for a in run.axes if a.note]
@@ -431,10 +359,7 @@ def _limits(run: Run, step: dict[str, Step]) -> list[str]:
 
 
 def _replay(culprits: Sequence[Culprit], name: str) -> tuple[Culprit, Replay] | None:
-    return next(
-        ((c, r) for c in culprits for r in c.replays if r.name == name and r.status == "divergent"),
-        None,
-    )
+    return next(((c, r) for c in culprits for r in c.replays if r.name == name and r.status == "divergent"), None)
 
 
 def _sentence(text: str) -> str:

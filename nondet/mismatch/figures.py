@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nondet.core.statistics import CONFIDENCE, one_sided_bound
+from nondet.core.statistics import CONFIDENCE
 
 Logprobs = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
@@ -75,11 +75,6 @@ class Figures:
     def differ(self) -> int:
         """Tokens whose two logprobs are not the same 32 bits."""
         return int(np.count_nonzero(self.sampler.view(np.uint32) != self.trainer.view(np.uint32)))
-
-    @property
-    def bound(self) -> float:
-        """The bound on the rate of differing tokens if none of n differs: 95%, about 3/n, for independent tokens."""
-        return one_sided_bound(self.tokens)
 
     @cached_property
     def k3(self) -> float:

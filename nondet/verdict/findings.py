@@ -31,8 +31,7 @@ class Finding(StrEnum):
     @property
     def is_divergence(self) -> bool:
         """Whether bits differ that a user would want equal."""
-        named = (Finding.RUN_TO_RUN, Finding.BATCH, Finding.CACHE, Finding.UNATTRIBUTED, Finding.OTHER)
-        return self in (*named, Finding.MISMATCH)
+        return self not in (Finding.WRONG, Finding.ORDER, Finding.CLEAN, Finding.UNPROVEN, Finding.UNTESTED)
 
     @property
     def is_fault(self) -> bool:
@@ -219,12 +218,8 @@ class Tally:
         )
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            completions=self.completions + other.completions,
-            answers=self.answers + other.answers,
-            failed=self.failed + other.failed,
-            nonfinite=self.nonfinite + other.nonfinite,
-        )
+        names = ("completions", "answers", "failed", "nonfinite")
+        return Tally(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def n(self) -> int:
@@ -234,20 +229,25 @@ class Tally:
     @property
     def traces(self) -> Counter[str]:
         """Trace, the tokens with the bits of their logprobs -> completions."""
-        return _summed((trace, n) for (trace, _), n in self.answers.items())
+        return Counter(trace for trace, _ in self.answers.elements())
 
     @property
     def ends(self) -> Counter[str]:
         """Reason why they ended -> completions."""
-        return _summed((end, n) for (_, end), n in self.answers.items())
+        return Counter(end for _, end in self.answers.elements())
 
     @property
     def ended_otherwise(self) -> int:
         """Completions that ended for another reason than most of those with the same tokens and logprobs."""
-        most: Counter[str] = Counter()
-        for (trace, _), n in self.answers.items():
-            most[trace] = max(most[trace], n)
-        return self.n - most.total()
+        most = {
+            trace: n for (trace, _), n in reversed(self.answers.most_common())
+        }  # the last of a trace is its largest
+        return self.n - sum(most.values())
+
+    def checked(self, verdict: Verdict) -> Verdict:
+        """The verdict on these completions, wrong if any holds a logprob that is no number."""
+        lost = reason("nonfinite", n=self.nonfinite, of=self.n)
+        return verdict.called_wrong(lost) if self.nonfinite else verdict
 
     def changes(self, findings: Iterable[str]) -> Effect:
         """What their divergence changes for a user."""
@@ -277,10 +277,3 @@ class Tally:
             (traces != completions, reason("one-but" if same_tokens else "traces", n=traces)),
             (odd, reason("ended-otherwise", n=odd)),
         )
-
-
-def _summed(counts: Iterable[tuple[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for name, n in counts:
-        total[name] += n
-    return total

@@ -6,20 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 
 import msgspec
 
-from nondet.core.records import RECORDS, Diagnosis, Neighbours, Role, Run, Status, TraceVerdict
+from nondet.core.records import RECORDS, Conclusion, Neighbours, Role, Run, Status
 from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
-from nondet.verdict import mismatch, training
 from nondet.verdict.findings import Effect, Finding, Verdict
-from nondet.verdict.mismatch import Thresholds, judge_mismatch
+from nondet.verdict.mismatch import KINDS, Thresholds, held, judge_mismatch, judge_training
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
 from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
-from nondet.verdict.training import judge_training
-from nondet.verdict.wording import Reason, phrase, reason, words
+from nondet.verdict.wording import Reason, phrase, reason, stated, words
 
 
 class Outcome(StrEnum):
@@ -36,7 +35,7 @@ CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT
 
 
 # Reasons that a headline has as well, the first of each group: the kind of mismatch, where it begins, the rewards.
-TELLING = (mismatch.KINDS, ("mm-where",), ("rl-spread",))
+TELLING = (KINDS, ("mm-where",), ("rl-spread",))
 
 
 def judge(run: Run) -> list[Verdict]:
@@ -57,12 +56,11 @@ def _of_vectors(verdict: Verdict, vectors: Sequence[Neighbours]) -> Verdict:
     if verdict.finding == Finding.CLEAN or not worst.parted:
         arms = len({n.arm for n in vectors})
         return replace(verdict, counts=(reason("vectors-alike", findings=findings, n=worst.texts, arms=arms),))
-    far, top1, topk = (
-        max(getattr(n, of) for n in vectors) for of in ("cosine_distance", "top1_changed", "topk_changed")
-    )
-    numbers = {"n": worst.parted, "of": worst.texts, "far": far, "top1": top1, "k": worst.k, "topk": topk}
-    changes = Effect.NEIGHBOURS if top1 or topk else Effect.VECTORS
-    return replace(verdict, counts=(reason("vectors", findings=findings, **numbers),), changes=changes)
+    figures = {"far": "cosine_distance", "top1": "top1_changed", "topk": "topk_changed"}
+    most = {name: max(getattr(n, of) for n in vectors) for name, of in figures.items()}
+    counts = reason("vectors", findings=findings, n=worst.parted, of=worst.texts, k=worst.k, **most)
+    changes = Effect.NEIGHBOURS if most["top1"] or most["topk"] else Effect.VECTORS
+    return replace(verdict, counts=(counts,), changes=changes)
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
@@ -72,8 +70,8 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
     script should not take that for an answer. Raises UserError: the records contradict each other.
     """
     if fail_on is not None:
-        conclusions: list[Diagnosis | TraceVerdict] = [*run.diagnoses[-1:], *run.trace_verdicts[-1:]]
-        outcome, why = answer(run, judge(run), conclusion=conclusions[0] if conclusions else None)
+        conclusion = next(iter([*run.diagnoses[-1:], *run.trace_verdicts[-1:]]), None)
+        outcome, why = answer(run, judge(run), conclusion=conclusion)
         line = words(reason("fail-on", option=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
         return CODES[outcome], line
     every = run.statuses + [timed.status for cell in run.cells for timed in cell.timed]
@@ -83,11 +81,7 @@ def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
 
 
 def answer(
-    run: Run,
-    verdicts: Sequence[Verdict],
-    *,
-    drawn: Mapping[str, str] | None = None,
-    conclusion: Diagnosis | TraceVerdict | None = None,
+    run: Run, verdicts: Sequence[Verdict], drawn: Mapping[str, str] | None = None, conclusion: Conclusion | None = None
 ) -> tuple[Outcome, tuple[Reason, ...]]:
     """The decision of every gate, and why.
 
@@ -102,8 +96,7 @@ def answer(
     drawn = drawn or {}
     faults = [v for v in verdicts if _faults(v, drawn)]
     if faults or (conclusion is not None and conclusion.is_fault):
-        more = [reason("more", n=len(faults) - _FIRST)] if len(faults) > _FIRST else []
-        return Outcome.SHUT, (*_first(faults), *more)
+        return Outcome.SHUT, (*_first(faults), *stated((len(faults) > _FIRST, reason("more", n=len(faults) - _FIRST))))
     why = _no_answer(run, verdicts, drawn, conclusion)
     return (Outcome.NO_ANSWER, (why,)) if why else (Outcome.OPEN, _first(verdicts))
 
@@ -121,7 +114,7 @@ def _first(verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
 
 
 def _no_answer(
-    run: Run, verdicts: Sequence[Verdict], drawn: Mapping[str, str], conclusion: Diagnosis | TraceVerdict | None
+    run: Run, verdicts: Sequence[Verdict], drawn: Mapping[str, str], conclusion: Conclusion | None
 ) -> Reason | None:
     if drawn:
         return reason("drawn", each=tuple(reason("unseeded", impl=i, evidence=why) for i, why in drawn.items()))
@@ -131,13 +124,12 @@ def _no_answer(
         return reason("cases", n=failed, what="failed")
     if conclusion is not None:
         return reason("inconclusive") if conclusion.is_fault is None else None
-    unproven = tuple(dict.fromkeys(v.impl for v in verdicts if v.finding == Finding.UNPROVEN))
-    if unproven:
+    if unproven := tuple(dict.fromkeys(v.impl for v in verdicts if v.finding == Finding.UNPROVEN)):
         return reason("axis-untested" if is_varied(run) else "load-unproven", impls=unproven)
     untested = [v for v in verdicts if v.finding == Finding.UNTESTED]
     # a backend that "stock" includes may be missing here; one that was requested by its own name is an untested stock
-    named = run.header.plan.get("impls")
-    named = named if isinstance(named, list) else []
+    impls = run.header.plan.get("impls")
+    named = impls if isinstance(impls, list) else []
     missing = tuple(dict.fromkeys(v.impl for v in untested if v.role != Role.BACKEND or v.impl in named))
     if missing or len(untested) == len(verdicts):
         of = reason("of-impls", impls=missing) if missing and len(missing) < len(verdicts) else None
@@ -200,7 +192,7 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
         return None
     if is_endpoint(run):
         return Power(impl, *proven_tries(run, impl), rate, confidence, by)
-    tried = [counts for counts, batches in subjects(run) if counts.impl == impl and batches.varied]
+    tried = [counts for counts in subjects(run) if counts.impl == impl and counts.batches.varied]
     loads = {number for counts in tried for number in counts.rounds.keys() - {min(counts.rounds)}}
     return Power(impl, sum(counts.n - 1 for counts in tried), len(loads), rate, confidence, by)
 
@@ -231,27 +223,24 @@ def of_impls(run: Run, impls: Sequence[str]) -> Run:
     """The run without other implementations' records; all of it where none is named. Raises UnknownNameError."""
     if not impls:
         return run
-    names = {getattr(r, "impl", "") for r in (*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts)}
+    names = {r.impl for r in (*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts)}
     for impl in impls:
         if impl not in names:
-            raise UnknownNameError("implementation in this run", impl, names - {""})
-    kept = {
-        field: [r for r in getattr(run, field) if getattr(r, "impl", None) in (None, *impls)]
-        for field in RECORDS.values()
-    }
-    return msgspec.structs.replace(run, **kept)
+            raise UnknownNameError("implementation in this run", impl, names)
+    every = {field: getattr(run, field) for field in RECORDS.values()}
+    mine = {field: [r for r in rs if getattr(r, "impl", None) in (None, *impls)] for field, rs in every.items()}
+    return msgspec.structs.replace(run, **mine)
 
 
 def power_text(power: Power) -> str:
     """By both units: "a divergence in 1% of loads would have been seen with 95% (299 loads compared; ...)"."""
-    share = {"rate": power.rate, "confidence": power.confidence}
-    return phrase(
-        reason(
-            "power", by=by, tries=power.tries(by), seen=power.seen(by), bound=power.bound(by), **share,
-            independent=None if by == "load" else reason("if-independent"),
-        )
-        for by in BY
-    )  # fmt: skip
+    clauses = []
+    for by in BY:
+        numbers = {"tries": power.tries(by), "seen": power.seen(by), "bound": power.bound(by)}
+        independent = None if by == "load" else reason("if-independent")
+        share = {"rate": power.rate, "confidence": power.confidence, "independent": independent}
+        clauses.append(reason("power", by=by, **numbers, **share))
+    return phrase(clauses)
 
 
 def decide(
@@ -297,16 +286,17 @@ def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) 
         what = f"{run.source or 'the run'} compared no sampler with a trainer, which thresholds are of"
         hint = "Gate a run of `nondet mismatch` or `nondet rl`, or leave --mismatch-bits, --k3 and the like out."
         raise UserError(what, hint)
-    above, within, impls = list[Reason](), list[Reason](), set[str]()
-    of = training.held if run.training_steps else mismatch.held
-    for impl, name, value, where, limit in of(run, limits):
-        over = value > limit
-        numbers = {"value": f"{value:,}" if isinstance(value, int) else f"{value:.6g}", "limit": f"{limit:.9g}"}
-        judged = reason("mm-threshold" if over else "mm-within", impl=impl, name=name, where=where, **numbers)
-        (above if over else within).append(judged)
-        impls |= {impl} if over else set()
+    above, within = dict[str, list[Reason]](), list[Reason]()
+    for impl, name, value, where, limit in held(run, limits):
+        seen = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+        numbers = {"impl": impl, "name": name, "where": where, "value": seen, "limit": f"{limit:.9g}"}
+        if value > limit:
+            above.setdefault(impl, []).append(reason("mm-threshold", **numbers))
+        else:
+            within.append(reason("mm-within", **numbers))
     if above:
-        return Decision(Outcome.SHUT, tuple(above), verdicts, (), (Finding.MISMATCH,), frozenset(impls))
+        reasons = tuple(chain.from_iterable(above.values()))
+        return Decision(Outcome.SHUT, reasons, verdicts, (), (Finding.MISMATCH,), frozenset(above))
     why = _no_answer(run, verdicts, {}, None) or (None if within else reason("incomplete"))
     outcome = Outcome.NO_ANSWER if why else Outcome.OPEN
     return Decision(outcome, (why,) if why else tuple(within), verdicts, ())

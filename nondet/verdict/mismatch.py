@@ -1,10 +1,12 @@
-"""The sampler compared with the trainer: whether they differ, the kind, what fixes it, and its effect."""
+"""The sampler compared with the trainer, once and by step of training: whether they differ, the kind, the effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
+from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -19,10 +21,13 @@ from nondet.core.records import (
     MismatchRollout,
     MismatchVocabulary,
     Run,
+    TrainingStep,
 )
+from nondet.core.statistics import one_sided_bound
+from nondet.errors import UserError
 from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
 from nondet.verdict.findings import Finding, Verdict
-from nondet.verdict.wording import Reason, reason
+from nondet.verdict.wording import Reason, reason, stated
 
 NAMED, SHOWN = 0.9, 0.1  # shares of the mismatch above rounding, for a hypothesis to be named and to be shown
 KINDS = (  # reasons that name the kind
@@ -31,6 +36,10 @@ KINDS = (  # reasons that name the kind
 _LEFT = 10.0  # times rounding: a hypothesis that reproduces the bits of most tokens may leave this much in the others
 _MOVED = 0.1  # of the middle |d|, where each logprob is compared with the next token's: then it is that token's
 FEWEST = 16  # tokens for a kind to be named: one fitted value explains a few, and two formulas agree on them
+
+_SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that have figures: a tenth, and three at least
+_WINDOW = 5  # steps whose mean reward is an arm's best
+_FELL = 0.5  # of its best: an arm that ended lower has collapsed
 
 _R = TypeVar("_R", bound=ImplementationRecord)
 
@@ -144,56 +153,57 @@ def judge_mismatch(run: Run) -> list[Verdict]:
 
 
 def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
-    failed = [reason("mm-failed", n=len(pair.failed), why=pair.failed[0].reason)] if pair.failed else []
-    figures = pair.figures
-    if figures is None:
-        return Verdict(pair.impl, (Finding.UNTESTED,), (reason("mm-none"),), tuple(failed))
-    counted = {"tokens": figures.tokens, "rollouts": len(figures.lengths)}
+    notes = [reason("mm-failed", n=len(pair.failed), why=pair.failed[0].reason)] if pair.failed else []
+    f = pair.figures
+    if f is None:
+        return Verdict(pair.impl, (Finding.UNTESTED,), (reason("mm-none"),), tuple(notes))
+    counted = {"tokens": f.tokens, "rollouts": len(f.lengths)}
     rows = _rows(pair)
-    if not figures.differ and not pair.rows_differ:
-        bound = reason("rl-bound", rate=figures.bound)
-        zero = (reason("mm-zero", **counted),)
-        return Verdict(pair.impl, (Finding.CLEAN,), zero, (*failed, *rows), bounds=(bound,))
-    if not figures.differ:
-        only = reason("mm-rows-only", **counted, rows=pair.rows_differ, n=len(pair.whole.differ) if pair.whole else 0)
-        return Verdict(pair.impl, (Finding.MISMATCH,), (only,), (*failed, *rows, *_where(pair)))
-    ends = figures.k3_interval
-    interval = reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
-    seen = reason("mm-apart", **counted, differ=figures.differ, k3=figures.k3, interval=interval)
-    least, most = figures.ratios
-    tails = reason("mm-tails", outside=figures.outside / figures.tokens, least=least, most=most)
-    deviation, share = figures.long
-    long = reason("mm-long", share=share, deviation=deviation)
-    notes = [*failed, *_kind(pair), *_where(pair), tails, *rows, long, *_so_what(pair, arms)]
+    if not f.differ and not pair.rows_differ:
+        return _clean(pair.impl, reason("mm-zero", **counted), [*notes, rows], f.tokens)
+    if not f.differ:
+        seen = reason("mm-rows-only", **counted, rows=pair.rows_differ, n=len(pair.whole.differ) if pair.whole else 0)
+        notes += [rows, *_where(pair)]
+    else:
+        seen = reason("mm-apart", **counted, differ=f.differ, k3=f.k3, interval=_interval(f.k3_interval))
+        tails = reason("mm-tails", outside=f.outside / f.tokens, least=f.ratios[0], most=f.ratios[1])
+        long = reason("mm-long", share=f.long[1])
+        notes += [*_kind(pair), *_where(pair), tails, rows, long, *_so_what(pair, arms)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen,), tuple(notes))
 
 
-def _rows(pair: Pair) -> list[Reason]:
+def _clean(impl: str, count: Reason, notes: Sequence[Reason], tokens: int) -> Verdict:
+    bound = reason("rl-bound", rate=one_sided_bound(tokens))
+    return Verdict(impl, (Finding.CLEAN,), (count,), tuple(notes), bounds=(bound,))
+
+
+def _interval(ends: tuple[float, float] | None) -> Reason | None:
+    return reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
+
+
+def _rows(pair: Pair) -> Reason:
     """The whole vocabulary, where it was compared; a note that it was not, where sides gave only logprobs."""
     if (w := pair.whole) is None or not w.differ:
-        return [reason("mm-rows-none")]
+        return reason("mm-rows-none")
     numbers = {"n": len(w.differ), "size": w.size}
     if not pair.rows_differ:
-        return [reason("mm-rows-zero", **numbers)]
-    ends = pair.kl_interval
-    interval = reason("mm-interval", low=ends[0], high=ends[1]) if ends else None
-    return [reason("mm-rows", **numbers, rows=pair.rows_differ, kl=pair.kl, most=max(w.kl), interval=interval)]
+        return reason("mm-rows-zero", **numbers)
+    interval = _interval(pair.kl_interval)
+    return reason("mm-rows", **numbers, rows=pair.rows_differ, kl=pair.kl, most=max(w.kl), interval=interval)
 
 
 def _kind(pair: Pair) -> list[Reason]:
-    reasons: list[Reason] = []
     if (k := pair.named) is not None:
-        reasons.append(reason("mm-exact" if k.exactly >= NAMED else "mm-named", **asdict(k)))
-    elif pair.floor is not None and pair.floor.tokens < FEWEST:
-        reasons.append(reason("mm-few", n=pair.floor.tokens, least=FEWEST))
-    elif (f := pair.floor) is not None:
-        reasons.append(reason("mm-unexplained" if pair.off else "mm-numeric", sides=tuple(pair.off), **asdict(f)))
-        reasons += [why for why in _without_model(pair) if why.code == "mm-shifted"] if pair.off else []
-        for k in pair.shown[:2]:
-            cause, share = k.cause.capitalize(), min(1.0, removed(k))
-            reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
-    else:
-        reasons += [*_without_model(pair), reason("mm-unasked")]
+        return [reason("mm-exact" if k.exactly >= NAMED else "mm-named", **asdict(k))]
+    if (f := pair.floor) is None:
+        return [*_without_model(pair), reason("mm-unasked")]
+    if f.tokens < FEWEST:
+        return [reason("mm-few", n=f.tokens, least=FEWEST)]
+    reasons = [reason("mm-unexplained" if pair.off else "mm-numeric", sides=tuple(pair.off), **asdict(f))]
+    reasons += [why for why in _without_model(pair) if why.code == "mm-shifted"] if pair.off else []
+    for k in pair.shown[:2]:
+        cause, share = k.cause.capitalize(), min(1.0, removed(k))
+        reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
     return reasons
 
 
@@ -204,15 +214,13 @@ def _without_model(pair: Pair) -> list[Reason]:
     """
     if (f := pair.figures) is None or f.differ < FEWEST:
         return []
+    sides = (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler))
     grids = {"sampler": coarse(f.sampler), "trainer": coarse(f.trainer)}
-    reasons = [
-        reason("mm-rounded", side=side, name=grids[side])
-        for side, other in (("sampler", "trainer"), ("trainer", "sampler"))
-        if grids[side] and not grids[other]
-    ]
+    reasons = [reason("mm-rounded", side=side, name=grids[side]) for side in grids if grids[side]]
+    reasons = reasons if len(reasons) == 1 else []  # where both sides are coarse, they were computed so
     later = np.setdiff1d(np.arange(f.tokens), np.cumsum([0, *f.lengths])[:-1])  # all but the first of each rollout
     here = float(np.median(np.abs(f.distance[later]))) if len(later) >= FEWEST else 0.0
-    for side, one, other in (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler)):
+    for side, one, other in sides:
         moved = float(np.median(np.abs(one[later - 1] - other[later]))) if here else 0.0
         if moved < _MOVED * here:
             return [*reasons, reason("mm-shifted", side=side, here=here, moved=moved)]
@@ -226,31 +234,139 @@ def _without_model(pair: Pair) -> list[Reason]:
 def _where(pair: Pair) -> list[Reason]:
     if (p := pair.place) is None:
         return []
-    numbers = {
-        name: getattr(p, name) for name in ("rollout", "position", "layer", "module", "call", "after", "unsteady")
-    }
     if p.unsteady:
-        return [reason("mm-unsteady", **numbers)]
+        return [reason("mm-unsteady", **asdict(p))]
     if p.layer == "formula":
-        return [reason("mm-formula", **numbers)]
-    if not p.call or p.difference is None:
-        return [reason("mm-nowhere", **numbers, compared=p.compared)]
-    d, rows = p.difference, dict(zip(("sampled", "trained"), p.rows, strict=False))
-    far = {"differ": d.mismatched, "of": d.compared, "ulp": d.max_ulp}
-    return [reason("mm-where", **numbers, **far, **rows)]
+        return [reason("mm-formula")]
+    if not p.call or (d := p.difference) is None:
+        return [reason("mm-nowhere", **asdict(p))]
+    rows = dict(zip(("sampled", "trained"), p.rows, strict=False))
+    return [reason("mm-where", **asdict(p), **rows, differ=d.mismatched, of=d.compared, ulp=d.max_ulp)]
 
 
 def _so_what(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
     reasons: list[Reason] = []
     for cured in arms if pair.impl == "stock" and pair.cost else ():
         base, colon, families = cured.impl.partition(":")
-        if base == "invariant" and cured.figures and cured.cost:
+        if base == "invariant" and (f := cured.figures) and cured.cost:
             seconds = [p.cost.sample_seconds + p.cost.train_seconds for p in (cured, pair) if p.cost]
             times = seconds[0] / seconds[1] if seconds[1] else 0.0
             only = reason("mm-only", families=tuple(families.split("+"))) if colon else None
-            f = cured.figures
             reasons.append(reason("mm-cure", only=only, differ=f.differ, tokens=f.tokens, k3=f.k3, times=times))
     return reasons
+
+
+# Reinforcement learning, step by step: in how many steps the KL of sampler and trainer was 0, and how rewards compare.
+
+
+@dataclass(frozen=True)
+class Course:
+    """One arm under one seed: its steps in order, and why it ended early, where it did."""
+
+    impl: str
+    seed: int
+    steps: Sequence[TrainingStep]
+    failed: str
+
+    @property
+    def ends(self) -> tuple[Sequence[TrainingStep], Sequence[TrainingStep]]:
+        """Its first and its last steps: a tenth of them, and three at least."""
+        few = max(_LEAST, len(self.steps) // _SHARE)
+        return self.steps[:few], self.steps[-few:]
+
+    def mean(self, name: str, steps: Sequence[TrainingStep] | None = None) -> float | None:
+        """The mean of a figure over its steps; None where none has it."""
+        values = [value for s in (self.steps if steps is None else steps) if (value := getattr(s, name)) is not None]
+        return fmean(values) if values else None
+
+    @cached_property
+    def fell(self) -> tuple[float, float] | None:
+        """The best mean reward of consecutive steps and that of the last ones, where these earned less than half."""
+        rewards, last = [s.reward for s in self.steps if s.reward is not None], self.mean("reward", self.ends[1])
+        if last is None:
+            return None
+        best = max(fmean(rewards[i : i + _WINDOW]) for i in range(max(1, len(rewards) - _WINDOW + 1)))
+        return (best, last) if last < _FELL * best else None
+
+
+def courses(run: Run) -> list[Course]:
+    """The courses of a run, arms in the order of the file, seeds within."""
+    found: dict[tuple[str, int], list[TrainingStep]] = {}
+    for step in run.training_steps:
+        found.setdefault((step.impl, step.seed), []).append(step)
+    arms, made = list(dict.fromkeys(impl for impl, _ in found)), []
+    for (impl, seed), steps in sorted(found.items(), key=lambda item: (arms.index(item[0][0]), item[0][1])):
+        done = sorted((s for s in steps if s.status == "ok"), key=lambda s: s.step)
+        made.append(Course(impl, seed, done, next((s.reason for s in steps if s.status != "ok"), "")))
+    return made
+
+
+class Line(NamedTuple):
+    """A figure by step: for one seed where `thin`, else the mean over an arm's seeds where all have the step."""
+
+    impl: str
+    thin: bool
+    points: Sequence[tuple[int, float]]
+
+
+def lines_of(arms: Sequence[Course], name: str) -> list[Line]:
+    """The lines of a figure: for each arm thin ones of its seeds, where there are several, then its own."""
+    made = []
+    for impl in dict.fromkeys(c.impl for c in arms):
+        seeds = [[(s.step, v) for s in c.steps if (v := getattr(s, name)) is not None] for c in arms if c.impl == impl]
+        at: dict[int, list[float]] = {}
+        for step, value in chain.from_iterable(seeds):
+            at.setdefault(step, []).append(value)
+        made += [Line(impl, True, points) for points in seeds if len(seeds) > 1]
+        made.append(Line(impl, False, [(i, fmean(v)) for i, v in sorted(at.items()) if len(v) == len(seeds)]))
+    return [line for line in made if len(line.points) > 1]
+
+
+def judge_training(run: Run) -> list[Verdict]:
+    """One verdict for each arm, over its seeds."""
+    arms = courses(run)
+    verdicts = [_judge_steps(impl, [c for c in arms if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in arms)]
+    # of all arms, so it appears once
+    return [replace(v, reasons=(*_spread(arms), *v.reasons)) for v in verdicts[:1]] + verdicts[1:]
+
+
+def _spread(arms: Sequence[Course]) -> list[Reason]:
+    """How far mean rewards are apart: of the arms, over their seeds, and of the seeds of the arm that varies most. None
+    where there is one arm, one seed, or an arm without rewards."""
+    rewards: dict[str, list[float]] = {}
+    for course in arms:
+        if (mean := course.mean("reward")) is not None:
+            rewards.setdefault(course.impl, []).append(mean)
+    if len(rewards) < 2 or min(map(len, rewards.values())) < 2:
+        return []
+    means = [fmean(values) for values in rewards.values()]
+    apart, seeds = max(means) - min(means), max(max(values) - min(values) for values in rewards.values())
+    return [reason("rl-spread", arms=apart, seeds=seeds, than="no more" if apart <= seeds else "more")]
+
+
+def _judge_steps(impl: str, mine: Sequence[Course]) -> Verdict:
+    steps = [step for course in mine for step in course.steps]
+    notes = [reason("rl-failed", n=len(c.steps), seed=c.seed, why=c.failed) for c in mine if c.failed]
+    if not steps:
+        return Verdict(impl, (Finding.UNTESTED,), (reason("rl-none"),), tuple(notes))
+    names = ("tokens", "differ", "groups", "flat", "alike")
+    tokens, differ, groups, flat, alike = (sum(getattr(s, name) for s in steps) for name in names)
+    notes += stated(
+        (flat, reason("rl-flat", n=flat, of=groups, alike=alike)),
+        (flat and flat == groups, reason("rl-nothing")),
+    )
+    notes += [reason("rl-fell", seed=c.seed, best=c.fell[0], last=c.fell[1]) for c in mine if c.fell]
+    zero = sum(s.differ == 0 for s in steps)
+    figures = {"n": zero, "of": len(steps), "differ": differ, "tokens": tokens}
+    if differ == 0:
+        return _clean(impl, reason("rl-zero", **figures), notes, tokens)
+    k3, least, most = [s.k3 for s in steps], min(s.ratio_least for s in steps), max(s.ratio_most for s in steps)
+    clauses = [
+        reason("rl-apart", **figures, low=min(k3), high=max(k3)),
+        *stated((zero, reason("rl-zero-steps", n=zero))),
+    ]
+    notes.append(reason("rl-ratios", least=least, most=most))
+    return Verdict(impl, (Finding.MISMATCH,), tuple(clauses), tuple(notes))
 
 
 class Thresholds(NamedTuple):
@@ -272,10 +388,20 @@ Held = tuple[str, str, float, str, float]
 
 
 def held(run: Run, limits: Thresholds) -> Iterator[Held]:
-    """What a run of `nondet mismatch` holds for each of the thresholds that are set."""
+    """What a run holds for each of the thresholds that are set; of steps of training, differing bits over all of them,
+    and the worst step's means. Raises UserError: the steps have no such mean, because an older nondet made them."""
     for pair in pairs(run):
-        if (figures := pair.figures) is None:
-            continue
-        yield from ((pair.impl, name, getattr(figures, field), "", limit) for name, field, limit in limits.given)
-        if limits.bits == 0 and pair.whole:
-            yield pair.impl, "rows of other logits", pair.rows_differ, "", 0
+        if (figures := pair.figures) is not None:
+            yield from ((pair.impl, name, getattr(figures, field), "", limit) for name, field, limit in limits.given)
+            if limits.bits == 0 and pair.whole:
+                yield pair.impl, "rows of other logits", pair.rows_differ, "", 0
+    for impl in dict.fromkeys(s.impl for s in run.training_steps):
+        steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
+        for name, field, limit in limits.given if steps else ():
+            values = [getattr(s, field) for s in steps]
+            if None in values:
+                what = f"{run.source or 'the run'} holds no {name}: an older nondet made it"
+                raise UserError(what, "Gate it by --k3, or train again.")
+            worst, count = steps[values.index(max(values))], field == "differ"
+            where = f" ({'most in ' * count}step {worst.step}, seed {worst.seed})" * bool(max(values))
+            yield impl, name, sum(values) if count else max(values), where, limit

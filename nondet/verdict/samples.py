@@ -30,15 +30,6 @@ from nondet.verdict.wording import Reason, reason, stated, words
 REPLAY = "engine"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleCounts(Tally):
-    """The completions of one prompt under one implementation; `rounds`: round -> its traces."""
-
-    impl: str
-    prompt: int
-    rounds: Mapping[int, Set[str]]
-
-
 def is_replay(row: Row) -> bool:
     """Whether the row compares a round of completions with its repetition."""
     return row.operator == REPLAY and row.varied == "run"
@@ -60,10 +51,8 @@ def repeated(again: Sequence[Row]) -> str:
 
 def _repetition(again: Sequence[Row]) -> Reason:
     """A repetition is one trial, however many requests were in it."""
-    if not again:
-        return reason("again-none")
     requests, other = (sum(int(r.extra.get(key, 0)) for r in again) for key in ("requests", "requests_parted"))
-    code = "again-differs" if any(r.parted for r in again) else "again-equal"
+    code = "again-none" if not again else "again-differs" if any(r.parted for r in again) else "again-equal"
     return reason(code, n=other, of=requests, rounds=len(again))
 
 
@@ -101,32 +90,40 @@ class BatchEvidence:
         return self.known > 0 and self.different == 1 and self.alone == self.known
 
 
-def batch_evidence(
-    completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool = False
+def _batches(
+    completions: Iterable[Completion], totals: Mapping[int, Steps], tokens: int, padded: bool
 ) -> BatchEvidence:
-    """The batches of these successful completions of one prompt under one implementation. `totals`: round -> query
-    tokens of the whole batch at each step, for rounds that ended."""
+    """The batches of these successful completions of one prompt, of so many tokens. `totals`: round -> query tokens of
+    the whole batch at each step, for rounds that ended."""
     patterns: list[bytes] = []
-    traces_alone: dict[bytes, set[str]] = {}
-    alone = 0
+    traces_alone: dict[bytes, list[str]] = {}
     for completion in completions:
         total = totals.get(completion.round)
         if total is None or not completion.schedule:
             continue
         own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
         whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
-        pattern = hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest()
-        patterns.append(pattern)
+        patterns.append(hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest())
         # the last token is never fed back; a smaller sum means that pages were shared
-        shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
+        shared_nothing = int(own.sum()) == tokens + completion.n_tokens - 1
         if shared_nothing and np.array_equal(own, whole):
-            alone += 1
-            traces_alone.setdefault(pattern, set()).add(completion.trace)
-    differ = any(len(traces) > 1 for traces in traces_alone.values())
+            traces_alone.setdefault(patterns[-1], []).append(completion.trace)
+    alone = sum(map(len, traces_alone.values()))
+    differ = any(len(set(traces)) > 1 for traces in traces_alone.values())
     return BatchEvidence(len(patterns), len(set(patterns)), alone, differ, padded)
 
 
-def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts(Tally):
+    """The completions of one prompt under one implementation."""
+
+    impl: str
+    prompt: int
+    rounds: Mapping[int, Set[str]]  # round -> its traces
+    batches: BatchEvidence
+
+
+def subjects(run: Run) -> Iterator[SampleCounts]:
     """Each prompt under each implementation, prompt by prompt, stock first; in one pass: a set has thousands."""
     order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
     members: dict[tuple[int, int, str], list[Completion]] = {}
@@ -142,8 +139,8 @@ def subjects(run: Run) -> Iterator[tuple[SampleCounts, BatchEvidence]]:
         rounds: dict[int, set[str]] = {}
         for c in good:
             rounds.setdefault(c.round, set()).add(c.trace)
-        counts = SampleCounts.of(mine, impl=impl, prompt=prompt, rounds=rounds)
-        yield counts, batch_evidence(good, totals[impl], run.header.plan["prompts"][prompt]["tokens"], padded)
+        batches = _batches(good, totals[impl], run.header.plan["prompts"][prompt]["tokens"], padded)
+        yield SampleCounts.of(mine, impl=impl, prompt=prompt, rounds=rounds, batches=batches)
 
 
 def judge_samples(run: Run) -> list[Verdict]:
@@ -151,51 +148,38 @@ def judge_samples(run: Run) -> list[Verdict]:
     again = replays(run)
     unseeded = UNSEEDED if run.header.plan.get("sampling") else ()
     verdicts = []
-    for counts, batches in subjects(run):
-        verdict = judge_counts(counts, batches, again.get(counts.impl, []))
-        if counts.impl in unseeded:
-            verdict = replace(verdict, reasons=(*verdict.reasons, reason("unseeded-engine")))
-        verdicts.append(verdict)
+    for counts in subjects(run):
+        verdict = judge_counts(counts, again.get(counts.impl, []))
+        more = stated((counts.impl in unseeded, reason("unseeded-engine")))
+        verdicts.append(replace(verdict, reasons=(*verdict.reasons, *more)))
     return verdicts
 
 
-def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row] = ()) -> Verdict:
-    """The verdict on the completions of one prompt under one implementation.
-
-    Args:
-        again: The rows of rounds that were run again, in equal batches.
-
-    Raises:
-        UserError: the counts contradict each other.
-    """
-    failed = counts.failed.total()
-    reasons = stated((failed, reason("requests-failed", n=failed)))
-    if counts.n < 2:
-        clause = reason("all-failed", n=failed) if failed and not counts.n else reason("too-few", n=counts.n)
-        verdict = Verdict(counts.impl, (Finding.UNTESTED,), (clause,), tuple(reasons), counts.prompt)
-    elif len(counts.completions) > len(counts.traces) == 1:
+def judge_counts(counts: SampleCounts, again: Sequence[Row] = ()) -> Verdict:
+    """The verdict on the completions of one prompt under one implementation; `again` are the rows of rounds that were
+    run again, in equal batches. Raises UserError: the counts contradict each other."""
+    if len(counts.completions) > len(counts.traces) == 1:
         # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself
         raise UserError(
             f"the run contradicts itself: {counts.impl} has {len(counts.completions)} completions in one trace",
             "Was it edited by hand?",
         )
+    failed, finding, bounds = counts.failed.total(), Finding.UNTESTED, tuple[Reason, ...]()
+    reasons = stated((failed, reason("requests-failed", n=failed)))
+    if counts.n < 2:
+        clauses = [reason("all-failed", n=failed) if failed and not counts.n else reason("too-few", n=counts.n)]
     else:
-        finding, limits = _attribute(counts, batches, again)
-        clean = finding == Finding.CLEAN
-        reasons += counts.notes_on_ends()
-        reasons += [*stated((again, reason("again", what=_repetition(again)))), *limits]
-        reasons += stated((clean and counts.nonfinite, reason("nan-agrees")))
-        verdict = Verdict(
-            counts.impl,
-            (finding,),
-            (*counts.clauses(), reason("finding", findings=finding)),
-            tuple(reasons),
-            counts.prompt,
-            (_bound(counts),) if clean else (),
-            counts.changes((finding,)),  # one trace is one text: if it diverged, its end differs or a repeated run
-        )
-    lost = reason("nonfinite", n=counts.nonfinite, of=counts.n)
-    return verdict.called_wrong(lost) if counts.nonfinite else verdict
+        finding, limits = _attribute(counts, again)
+        clauses = [*counts.clauses(), reason("finding", findings=finding)]
+        repetition = stated((again, reason("again", what=_repetition(again))))
+        reasons += [*counts.notes_on_ends(), *repetition, *limits]
+        if finding == Finding.CLEAN:
+            reasons += stated((counts.nonfinite, reason("nan-agrees")))
+            bounds = (_bound(counts),)
+    # one trace is one text: if it diverged, its end differs or a repeated run
+    changes = counts.changes((finding,))
+    verdict = Verdict(counts.impl, (finding,), tuple(clauses), tuple(reasons), counts.prompt, bounds, changes)
+    return counts.checked(verdict)
 
 
 def _bound(counts: SampleCounts) -> Reason:
@@ -207,9 +191,9 @@ def _bound(counts: SampleCounts) -> Reason:
     return reason("bounds", rounds=one_sided_bound(rounds), n=rounds, completions=rate)
 
 
-def _attribute(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row]) -> tuple[Finding, list[Reason]]:
+def _attribute(counts: SampleCounts, again: Sequence[Row]) -> tuple[Finding, list[Reason]]:
     """The possible cause where completions differ, what agreement leaves open, and why: the first line that holds."""
-    traces = len(counts.traces)
+    traces, batches = len(counts.traces), counts.batches
     agree, differ = traces == 1, traces > 1
     # rows from before schema 3 are about the first round
     repeated_rounds = {int(row.extra.get("round", 0)) for row in again}
@@ -287,11 +271,6 @@ class AxisTally:
         return tuple(v for v in self.values if v.record.arm != BASE_ARM)
 
     @property
-    def unproven(self) -> tuple[AxisValue, ...]:
-        """The records of the values that are not counted."""
-        return tuple(v.record for v in self.idle)
-
-    @property
     def moved(self) -> int:
         """Requests whose trace followed the axis."""
         return sum(v.moved for v in self.tried)
@@ -315,12 +294,11 @@ def tally_axes(run: Run, impl: str) -> list[AxisTally]:
             axes.setdefault(record.axis, []).append(record)
     tallies = []
     for axis, records in axes.items():
-        values = tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.proven)
-        idle = tuple(_tally(r, by_arm.get(r.arm, []), base) for r in records if r.arm and not r.proven)
+        every = [_tally(r, by_arm.get(r.arm, []), base) for r in records if r.arm or r.proven]
+        values, idle = (tuple(v for v in every if v.record.proven == proven) for proven in (True, False))
         note = next((r.note for r in records if r.note), "")
-        texts = _distinct([v.completions for v in values])
-        traces = _distinct([v.traces for v in values])
-        tallies.append(AxisTally(axis, records[0].held, values, idle, note, *texts, *traces))
+        counts = (*_distinct([v.completions for v in values]), *_distinct([v.traces for v in values]))
+        tallies.append(AxisTally(axis, records[0].held, values, idle, note, *counts))
     return tallies
 
 
@@ -346,16 +324,15 @@ def judge_axes(run: Run) -> list[Verdict]:
     verdicts = []
     for impl in sort_impls(c.impl for c in run.completions):
         whole = Tally.of(c for c in run.completions if c.impl == impl)
-        verdict = _judge_values(run, impl, whole.failed.total(), again.get(impl, []))
-        lost = reason("nonfinite-values", n=whole.nonfinite)
-        verdicts.append(verdict.called_wrong(lost) if whole.nonfinite else verdict)
+        verdicts.append(whole.checked(_judge_values(run, impl, whole.failed.total(), again.get(impl, []))))
     return verdicts
 
 
 def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Verdict:
     axes = [t for t in tally_axes(run, impl) if not t.note]
     tested = [t for t in axes if any(v.comparisons for v in t.values)]
-    reasons = [reason("value-unproven", axis=t.axis, value=r.value, proof=r.proof) for t in axes for r in t.unproven]
+    unproven = ((t.axis, v.record) for t in axes for v in t.idle)
+    reasons = [reason("value-unproven", axis=axis, value=r.value, proof=r.proof) for axis, r in unproven]
     reasons += stated((failed, reason("requests-failed", n=failed)))
     # where bits differ though the value is not shown to have taken effect, the cause is unknown
     idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.differs)
@@ -380,18 +357,15 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
             clauses += [unexplained, unattributed]
         else:
             clauses.append(reason("finding", findings=Finding.CLEAN))
-            untested = _untested(axes, tested)
+            without = tuple(t.axis for t in axes if not t.tried)
+            lone = tuple(t.axis for t in axes if t.tried and t not in tested)
+            untested = tuple(
+                stated((without, reason("idle-axes", axes=without)), (lone, reason("lone-axes", axes=lone)))
+            )
             findings = (Finding.UNPROVEN if untested else Finding.CLEAN,)
-            bounds = (_value_bound(run, impl, tested), *([reason("but", what=untested)] if untested else []))
+            bounds = (_value_bound(run, impl, tested), *stated((untested, reason("but", what=untested))))
         reasons += [reason("again", what=_repetition(again)) if again else reason("base-once"), *limits]
     return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds, change_of(_texts(axes), findings))
-
-
-def _untested(axes: Sequence[AxisTally], tested: Sequence[AxisTally]) -> tuple[Reason, ...]:
-    """The axes of which nothing was compared, and why."""
-    idle = tuple(t.axis for t in axes if not t.tried)
-    lone = tuple(t.axis for t in axes if t.tried and t not in tested)
-    return tuple(reason(code, axes=names) for code, names in (("idle-axes", idle), ("lone-axes", lone)) if names)
 
 
 def _texts(axes: Sequence[AxisTally]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nondet.core.records import Completion, ContractAnswer, Round, Run, ServerSeen, Traffic
+from nondet.core.records import Completion, Round, Run, Traffic
 from nondet.core.statistics import one_sided_bound
 from nondet.sampling.plan import KEYS_LEAST
 from nondet.verdict.findings import Finding, Tally, Verdict, sort_impls, strongest_first, successful
@@ -41,12 +41,12 @@ class ArmEvidence(Tally):
     texts: Counter[str]  # text -> completions; "" for those of older files, which don't have it
     # prompt tokens that the server had cached -> the answers; None where it does not report them
     by_cache: Mapping[int | None, Counter[tuple[str, str]]]
-    proof: str  # "metrics" by the server's counters, "streams" where answers streamed at the same time, else ""
+    proof: bool  # whether anything shows that the arm was what it is called
     shown: Reason  # the proof, or lack of proof, with figures
-    in_company: int  # completions that are known to have run concurrently with another request: at least this many
+    concurrent: int  # completions that are known to have run beside another request: at least this many
     rounds: int  # rounds whose end is on record; under load those in which a request under study ran with others
     fingerprints: Set[str]
-    opening: tuple[str, str, str]  # of its earliest completion: digest of the tokens, trace, reason why it ended
+    opening: Completion | None  # the earliest one
 
     @property
     def steady(self) -> bool:
@@ -83,7 +83,8 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
     numbers = dict.fromkeys((c.impl, c.round) for c in completions)
     rounds = [known[number] for number in numbers if number in known]
     traffic = [r.traffic for r in rounds if r.traffic is not None]
-    hits = _hits(traffic)
+    counted = [[v for name, v in t.counters.items() if any(h in name for h in _HITS)] for t in traffic]
+    hits = sum(map(sum, counted)) if counted and all(counted) else None
     by_cache: dict[int | None, Counter[tuple[str, str]]] = {}
     for c in good:
         cached = c.served.cached_tokens if c.served else None
@@ -91,13 +92,12 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         by_cache.setdefault(0 if cached is None and hits == 0 else cached, Counter())[c.trace, c.finish] += 1
     # it is not on record which of a round's targets ran solo: they may all have been this prompt's
     good_in = Counter(c.round for c in good)
-    opening = min(good, key=lambda c: (c.round, c.request), default=None)
-    beside_others = sum(
+    concurrent = sum(
         max(0, good_in[r.round] - max(0, r.targets - t.in_company)) for r, t in zip(rounds, traffic, strict=True)
     )
     proof, shown = _proof(arm, traffic, list(by_cache), hits)
-    if proof and arm not in ALONE and not beside_others:
-        proof, shown = "", reason("none-among", proof=shown)
+    if proof and arm not in ALONE and not concurrent:
+        proof, shown = False, reason("none-among", proof=shown)
     return ArmEvidence.of(
         completions,
         arm=arm,
@@ -106,88 +106,80 @@ def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, 
         by_cache=by_cache,
         proof=proof,
         shown=shown,
-        in_company=beside_others,
+        concurrent=concurrent,
         rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
         fingerprints={name for t in traffic for name in t.fingerprints},
-        opening=(opening.tokens_digest, opening.trace, opening.finish) if opening else ("", "", ""),
+        opening=min(good, key=lambda c: (c.round, c.request), default=None),
     )
 
 
 def proven_tries(run: Run, impl: str) -> tuple[int, int]:
     """(requests that ran with others, loads that formed) over all prompts: the tries of a bound. Without a solo arm the
     others are compared with the first of each, so it does not count."""
-    requests = without = 0
-    for (name, _), arms in evidence(run).items():
-        if name == impl:
-            loaded = sum(a.in_company for a in arms.values() if a.arm not in ALONE and a.proof)
-            requests += loaded if "solo" in arms else max(0, loaded - 1)
-            without += "solo" not in arms
-    loads = sum(
-        r.traffic is not None and r.arm not in ALONE and _formed(r.traffic) for r in run.rounds if r.impl == impl
-    )
-    return requests, max(0, loads - 1) if without else loads
+    requests, first = 0, False
+    for arms in (arms for (name, _), arms in evidence(run).items() if name == impl):
+        lone = "solo" not in arms
+        requests += max(0, sum(a.concurrent for a in arms.values() if a.arm not in ALONE and a.proof) - lone)
+        first = first or lone
+    mine = [r for r in run.rounds if r.impl == impl and r.arm not in ALONE]
+    return requests, max(0, sum(r.traffic is not None and _formed(r.traffic) for r in mine) - first)
 
 
 def _formed(traffic: Traffic) -> bool:
     """Whether a round is known to have run requests concurrently, one under study among them."""
-    together = traffic.decoding_most >= 2 or (traffic.running_most is not None and traffic.running_most >= 2)
-    return together and traffic.in_company > 0
-
-
-def _hits(traffic: Sequence[Traffic]) -> float | None:
-    moved = [[v for name, v in t.counters.items() if any(h in name for h in _HITS)] for t in traffic]
-    return sum(map(sum, moved)) if moved and all(moved) else None
+    return max(traffic.decoding_most, traffic.running_most or 0) >= 2 and traffic.in_company > 0
 
 
 def _proof(
     arm: str, traffic: Sequence[Traffic], cached: Sequence[int | None], hits: float | None
-) -> tuple[str, Reason]:
-    """What shows that the arm was what it is called, as in `ArmEvidence.proof`, and with figures."""
+) -> tuple[bool, Reason]:
+    """Whether anything shows that the arm was what it is called, and what, with figures."""
     if arm in ("cold", "warm"):
         known = [tokens for tokens in cached if tokens is not None]
         if known and None not in cached:
             low, high = min(known), max(known)
-            fits = high == 0 if arm == "cold" else low > 0
+            fits = low > 0 if arm == "warm" else high == 0
             shown = reason("cached", low=low, high=None if low == high else reason("up-to", n=high))
         elif hits is not None:
             fits, shown = (hits > 0) == (arm == "warm"), reason("counter", hits=hits)
         else:
-            return "", reason("cached-unsaid")
-        return ("metrics", shown) if fits else ("", reason("was-not", proof=shown, arm=arm))
-    polls = sum(t.polls for t in traffic)
-    running = max((t.running_most for t in traffic if t.running_most is not None), default=None)
+            return False, reason("cached-unsaid")
+        return fits, shown if fits else reason("was-not", proof=shown, arm=arm)
+    polls, decoding = sum(t.polls for t in traffic), max((t.decoding_most for t in traffic), default=0)
+    running, waiting = -1.0, 0.0  # the most that the server reported; it may report neither
+    for t in traffic:
+        running = running if t.running_most is None else max(running, t.running_most)
+        waiting = max(waiting, t.waiting_most or 0)
+    reported = running >= 0 and polls > 0
     if arm in ALONE:
-        if running is None or not polls:
-            return "", reason("one-at-a-time")
-        if running <= 1:
-            return "metrics", reason("ran-most", running=running, polls=polls)
-        return "", reason("others-too", running=running)
-    if running is not None and running >= 2:
-        waiting = max((t.waiting_most for t in traffic if t.waiting_most is not None), default=0)
-        queued = reason("waiting", n=waiting) if waiting else None
-        return "metrics", reason("ran-at-once", running=running, waiting=queued, polls=polls)
-    decoding = max((t.decoding_most for t in traffic), default=0)
-    if decoding >= 2:
-        return "streams", reason("streamed", n=decoding)
-    if running is not None and polls:
-        return "", reason("not-formed", running=running)
-    return "", reason("not-streamed")
+        code = "one-at-a-time" if not reported else "ran-most" if running <= 1 else "others-too"
+    elif running >= 2 or decoding >= 2:
+        code = "ran-at-once" if running >= 2 else "streamed"
+    else:
+        code = "not-formed" if reported else "not-streamed"
+    queued = reason("waiting", n=waiting) if waiting else None
+    proven = code in ("ran-most", "ran-at-once", "streamed")
+    return proven, reason(code, running=running, waiting=queued, polls=polls, n=decoding)
 
 
 # Contract questions without whose "yes" a comparison means less; their codes explain a "no".
 _BROKEN = ("greedy", "max-tokens", "sums", "repeatable", "repeatable-bits")
 
 
-@dataclass(frozen=True)
 class Server:
     """What is known of a server besides its completions."""
 
-    impl: str
-    contract: Mapping[str, ContractAnswer]
-    seen: ServerSeen | None  # what it reported of itself; None where that is not on record
-    drawn: bool
-    loads: tuple[str, ...]  # planned arms under load
-    keys: int | None  # largest number of tokens of a request, prompt and answer; None where that is not known
+    def __init__(self, run: Run, impl: str) -> None:
+        good = successful(c for c in run.completions if c.impl == impl)
+        lengths = [(c.served.prompt_tokens, c.served.completion_tokens) for c in good if c.served]
+        self.impl = impl
+        self.contract = {a.question: a for a in run.contract if a.impl == impl}
+        # what it reported of itself; None where that is not on record
+        self.seen = next((s for s in run.servers if s.impl == impl), None)
+        self.drawn = bool(run.header.plan.get("temperature"))
+        self.loads = [name for name in LOADED if name in run.header.plan.get("arms", {})]  # planned arms under load
+        # largest number of tokens of a request, prompt and answer; None where that is not known
+        self.keys = max((p + a for p, a in lengths if p is not None and a is not None), default=None)
 
     def answer(self, question: str) -> str:
         """The contract's answer; "" where the question was not tested."""
@@ -198,25 +190,11 @@ class Server:
         return [name for name in self.loads if name not in arms or not arms[name].n]
 
 
-def server_of(run: Run, impl: str) -> Server:
-    """The server with that name."""
-    good = successful(c for c in run.completions if c.impl == impl)
-    lengths = [(c.served.prompt_tokens, c.served.completion_tokens) for c in good if c.served]
-    return Server(
-        impl=impl,
-        contract={a.question: a for a in run.contract if a.impl == impl},
-        seen=next((s for s in run.servers if s.impl == impl), None),
-        drawn=bool(run.header.plan.get("temperature")),
-        loads=tuple(name for name in LOADED if name in run.header.plan.get("arms", {})),
-        keys=max((p + a for p, a in lengths if p is not None and a is not None), default=None),
-    )
-
-
 def unseeded(run: Run) -> dict[str, str]:
     """Servers that drew tokens and are not shown to respect a seed -> the contract's evidence."""
     found: dict[str, str] = {}
     for impl in dict.fromkeys(c.impl for c in run.completions) if is_endpoint(run) else ():
-        server = server_of(run, impl)
+        server = Server(run, impl)
         if server.drawn and server.answer("seed") != "yes":
             found[impl] = server.contract["seed"].evidence if "seed" in server.contract else "it was not tested"
     return found
@@ -237,39 +215,6 @@ def _differing(n: int, traces_off: int, tokens_off: int) -> Reason:
     return reason("differ" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens)
 
 
-def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
-    """What no divergence excludes, by loads and by requests; only for proven loads."""
-    proven = [a for a in (arms.get("loaded"), arms.get("chunked")) if a is not None and a.proof]
-    first = "solo" not in arms  # then the others are compared with the first
-    n, rounds = sum(a.in_company for a in proven) - first, sum(a.rounds for a in proven) - first
-    if n < 1 or rounds < 1:
-        return ()
-    return (reason("bounds-loads", rate=one_sided_bound(rounds), n=rounds, requests=one_sided_bound(n), of=n),)
-
-
-def _reasons(server: Server, arms: Mapping[str, ArmEvidence], whole: Tally) -> list[Reason]:
-    reasons = whole.notes_on_ends()
-    reasons += stated((whole.failed, reason("kinds-failed", n=whole.failed.total(), kinds=whole.failed)))
-    for question, answer in sorted(server.contract.items(), key=lambda item: item[0] == "seed"):  # that one last
-        code = question if question in _BROKEN and answer.answer == "no" else ""
-        code = f"seed-{answer.answer}" if question == "seed" and server.drawn else code
-        reasons += [reason("contract", what=reason(code), evidence=answer.evidence)] if code else []
-    if server.answer("greedy") == "unknown" and not server.drawn:
-        reasons.append(reason("greedy-unknown"))
-    for arm in arms.values():
-        if arm.arm in (*LOADED, "cold", "warm") and not arm.proof:
-            reasons.append(reason("arm-unproven", arm=arm.arm, proof=arm.shown))
-        elif arm.arm in LOADED:
-            alone = arm.n - arm.in_company
-            beside = reason("arm-unshown", n=alone) if alone else None
-            reasons.append(reason("arm-shown", arm=arm.arm, proof=arm.shown, unshown=beside))
-    reasons += [reason("arm-unanswered", arm=name) for name in server.unanswered(arms)]
-    return reasons + stated(
-        (not any(name in arms for name in LOADED), reason("no-load")),
-        (server.seen is not None and not server.seen.fingerprint, reason("no-fingerprint")),
-    )
-
-
 # If chance puts the differing answers in one of two arms with a higher probability, they are not attributed.
 _CHANCE = 0.01
 
@@ -284,19 +229,29 @@ class Comparison:
     # `traces_off`, `tokens_off`: those whose trace, or whose tokens, the other arm does not have
     traces_off: int
     tokens_off: int
-    finding: Finding
-    reasons: tuple[Reason, ...] = ()  # why the cause can't be named; empty where it is named or nothing differed
+    cause: Finding  # the finding where something differed, and nothing speaks against this cause
+    doubts: tuple[Reason, ...] = ()  # what does
+    clean: Finding = Finding.CLEAN  # the finding where nothing differed
+
+    @property
+    def finding(self) -> Finding:
+        """What the comparison shows."""
+        return self.clean if not self.traces_off else Finding.UNATTRIBUTED if self.doubts else self.cause
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why the cause of a difference can't be named."""
+        return self.doubts if self.traces_off else ()
 
     @property
     def seen(self) -> Reason:
         """The counts of what differed."""
-        return reason(
-            "against", arm=self.arm, base=self.base, seen=_differing(self.n, self.traces_off, self.tokens_off)
-        )
+        seen = _differing(self.n, self.traces_off, self.tokens_off)
+        return reason("against", arm=self.arm, base=self.base, seen=seen)
 
     @property
     def text(self) -> str:
-        """ "loaded against solo: 180 of 200 part, 3 in tokens"."""
+        """ "loaded compared with solo: 180 of 200 differ, 3 in tokens"."""
         return words(self.seen)
 
     @property
@@ -318,7 +273,7 @@ class Subject:
 def subjects(run: Run) -> list[Subject]:
     """Every prompt of every server, in the order of the run."""
     known = evidence(run)
-    servers = {impl: server_of(run, impl) for impl, _ in known}
+    servers = {impl: Server(run, impl) for impl, _ in known}
     # one prompt may be too few to decide, and all of them together enough
     odds = {impl: pooled_odds(known, impl) for impl in servers}
     return [
@@ -336,54 +291,51 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
         (len(fingerprints) > 1, reason("servers", n=len(fingerprints))),
     )
     some = {name: arm for name, arm in arms.items() if arm.n}
-    first, solo, cold, warm = (some.get(name) for name in ("first", "solo", "cold", "warm"))
-    caches_agree = False
-    if first is not None and (opened := _opening(first, [arm for arm in (solo, cold, warm) if arm], doubts)):
-        yield opened
-    if solo is not None and solo.n > 1:
-        yield _itself(solo, doubts)
-    if cold is not None and warm is not None:
-        yield _against(warm, cold, doubts, Finding.CACHE, pooled=odds.get("warm"))
-        caches_agree = bool(cold.proof and warm.proof) and set(cold.answers) == set(warm.answers)
-    for arm in (some[name] for name in LOADED if name in some):
-        if solo is not None:
-            base = _base_of(some, "solo")
-            yield _against(arm, base, doubts, Finding.BATCH, caches_agree, odds.get(arm.arm))
-        elif arm.n > 1:
+    pairs = _pairs(arms)
+    cold, warm = some.get("cold"), some.get("warm")
+    caches_agree = bool(cold and warm and cold.proof and warm.proof and set(cold.answers) == set(warm.answers))
+    yield from _opening(some, doubts)
+    if "solo" in some and some["solo"].n > 1:
+        yield _itself(some["solo"], doubts)
+    for name, (arm, base) in pairs.items():
+        yield _against(arm, base, doubts, caches_agree, odds.get(name))
+    for arm in (some[name] for name in LOADED if name in some and name not in pairs):
+        if arm.n > 1:
             yield _itself(arm, [*doubts, reason("no-solo")])
 
 
-def _base_of(arms: Mapping[str, ArmEvidence], name: str) -> ArmEvidence:
-    """The base of an arm; the base of the load also has the answers of the cold and warm arms."""
-    return arms[name].beside(arms.get("cold"), arms.get("warm")) if name == "solo" else arms[name]
+def _pairs(arms: Mapping[str, ArmEvidence]) -> dict[str, tuple[ArmEvidence, ArmEvidence]]:
+    """Arm -> the arm and its base, where both have answers; the base of a load also has those of cold and warm."""
+    pairs = {}
+    for name, base in (("warm", "cold"), ("chunked", "solo"), ("loaded", "solo")):
+        if name in arms and base in arms and arms[name].n and arms[base].n:
+            others = (arms.get("cold"), arms.get("warm")) if base == "solo" else ()
+            pairs[name] = (arms[name], arms[base].beside(*others))
+    return pairs
 
 
-def _opening(first: ArmEvidence, alone: Sequence[ArmEvidence], doubts: Sequence[Reason]) -> Comparison | None:
-    """The first answer, compared with all others that came one at a time; None where there is no other."""
-    digest, trace, finish = first.opening
-    later = sum((arm.answers for arm in alone), first.answers - Counter([(trace, finish)]))
-    if not later:
-        return None
-    if (trace, finish) in later:
-        return Comparison("first", "solo", 1, 0, 0, Finding.CLEAN)
-    texts = sum((arm.completions for arm in alone), first.completions - Counter([digest]))
-    why = reason("first-alone") if len(later) == 1 else reason("first-unsteady")
-    return Comparison("first", "solo", 1, 1, int(digest not in texts), Finding.UNATTRIBUTED, (*doubts, why))
+def _opening(some: Mapping[str, ArmEvidence], doubts: Sequence[Reason]) -> Iterator[Comparison]:
+    """The first answer, compared with all others that came one at a time, if there are any."""
+    if "first" not in some or (opening := some["first"].opening) is None:
+        return
+    answer, arms = (opening.trace, opening.finish), [some[name] for name in ALONE if name in some]
+    later = sum((arm.answers for arm in arms), Counter[tuple[str, str]]()) - Counter([answer])
+    texts = sum((arm.completions for arm in arms), Counter[str]()) - Counter([opening.tokens_digest])
+    if later:
+        differs = answer not in later
+        why = reason("first-alone" if len(later) == 1 else "first-unsteady")
+        apart = (int(differs), int(differs and opening.tokens_digest not in texts))
+        yield Comparison("first", "solo", 1, *apart, Finding.UNATTRIBUTED, (*doubts, why))
 
 
 def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
-    traces_off, tokens_off = arm.n - max(arm.answers.values()), arm.n - max(arm.completions.values())
-    if not traces_off:
-        return Comparison(arm.arm, "itself", arm.n, 0, 0, Finding.CLEAN)
-    split = all(len(answers) == 1 for answers in arm.by_cache.values())
+    apart = (arm.n - max(arm.answers.values()), arm.n - max(arm.completions.values()))
     why = stated(
         (not arm.proof or arm.arm != "solo", reason("others-unknown")),
         (None in arm.by_cache, reason("cache-unknown")),
-        (None not in arm.by_cache and split, reason("cache-split")),
+        (None not in arm.by_cache and arm.steady, reason("cache-split")),
     )
-    why = [*doubts, *why]
-    finding = Finding.UNATTRIBUTED if why else Finding.RUN_TO_RUN
-    return Comparison(arm.arm, "itself", arm.n, traces_off, tokens_off, finding, tuple(why))
+    return Comparison(arm.arm, "itself", arm.n, *apart, Finding.RUN_TO_RUN, (*doubts, *why))
 
 
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
@@ -402,46 +354,84 @@ def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl
     An arm whose base is inconsistent at some prompt has none: the prompts with a consistent base would be picked by
     luck, and a product of probabilities over such a choice is too small.
     """
-    odds: dict[str, float] = {}
-    for arm, base in (("warm", "cold"), ("chunked", "solo"), ("loaded", "solo")):
-        mine = [arms for (name, _), arms in known.items() if name == impl and {arm, base} <= {*arms}]
-        pairs = [(arms[arm], _base_of(arms, base)) for arms in mine if arms[arm].n and arms[base].n]
-        if pairs and all(b.steady for _, b in pairs):
-            odds[arm] = math.prod(chance_of(a, b) for a, b in pairs)
-    return odds
+    every: dict[str, list[tuple[ArmEvidence, ArmEvidence]]] = {}
+    for name, pair in (item for (i, _), arms in known.items() if i == impl for item in _pairs(arms).items()):
+        every.setdefault(name, []).append(pair)
+    return {
+        name: math.prod(chance_of(*pair) for pair in pairs)
+        for name, pairs in every.items()
+        if all(base.steady for _, base in pairs)
+    }
 
 
 def _against(
-    arm: ArmEvidence,
-    base: ArmEvidence,
-    doubts: Sequence[Reason],
-    cause: Finding,
-    caches_agree: bool = False,
-    pooled: float | None = None,
+    arm: ArmEvidence, base: ArmEvidence, doubts: Sequence[Reason], caches_agree: bool, pooled: float | None
 ) -> Comparison:
     """The arm's answers that its base does not have, and whether the cause may be named."""
-    traces_off, tokens_off = _apart(arm, base)
-    if not traces_off:
-        return Comparison(arm.arm, base.arm, arm.n, 0, 0, Finding.CLEAN if arm.proof else Finding.UNPROVEN)
-    chance = chance_of(arm, base)
+    of_cache, unknown, chance = arm.arm == "warm", None in arm.by_cache, chance_of(arm, base)
     if pooled is not None and base.steady:
         chance = min(chance, pooled)
-    names = {"arm": arm.arm, "base": base.arm}
-    of_cache, unknown = cause == Finding.CACHE, None in arm.by_cache
+    names = {"arm": arm.arm, "base": base.arm, "cause": "prefix cache" if of_cache else "load"}
     other_cache = not of_cache and not caches_agree and (unknown or set(arm.by_cache) - set(base.by_cache))
-    why = [
-        *doubts,
-        *stated(
-            (not base.steady, reason("base-unsteady", **names)),
-            (not arm.proof, reason("not-shown", arm=arm.arm, proof=arm.shown)),
-            (of_cache and len(arm.answers) > 1, reason("arm-unsteady", **names)),
-            (of_cache and not base.proof, reason("not-shown", arm=base.arm, proof=base.shown)),
-            (other_cache, reason("cache-unknown" if unknown else "cache-differs")),
-            (chance > _CHANCE, reason("chance", n=base.n, share=chance, **names)),
-        ),
-    ]
-    finding = Finding.UNATTRIBUTED if why else cause
-    return Comparison(arm.arm, base.arm, arm.n, traces_off, tokens_off, finding, tuple(why))
+    why = stated(
+        (not base.steady, reason("base-unsteady", **names)),
+        (not arm.proof, reason("not-shown", arm=arm.arm, proof=arm.shown)),
+        (of_cache and len(arm.answers) > 1, reason("arm-unsteady", **names)),
+        (of_cache and not base.proof, reason("not-shown", arm=base.arm, proof=base.shown)),
+        (other_cache, reason("cache-unknown" if unknown else "cache-differs")),
+        (chance > _CHANCE, reason("chance", n=base.n, share=chance, **names)),
+    )
+    cause = Finding.CACHE if of_cache else Finding.BATCH
+    clean = Finding.CLEAN if arm.proof else Finding.UNPROVEN
+    return Comparison(arm.arm, base.arm, arm.n, *_apart(arm, base), cause, (*doubts, *why), clean)
+
+
+def judge_served(run: Run) -> list[Verdict]:
+    """A verdict for each prompt and server."""
+    order = sort_impls(c.impl for c in run.completions)
+    known = sorted(subjects(run), key=lambda s: (s.prompt, order.index(s.server.impl)))
+    first = {s.prompt: s for s in known if s.server.impl == "server"}
+    return [_judge(subject, first.get(subject.prompt)) for subject in known]
+
+
+def _judge(subject: Subject, first: Subject | None) -> Verdict:
+    """The verdict on one prompt's answers. `first`: the same prompt on the first server."""
+    server, arms = subject.server, subject.arms
+    whole = sum(arms.values(), Tally.of(()))
+    reasons = _reasons(server, arms, whole) + ([_beside(subject, first)] if server.impl != "server" else [])
+    if whole.n > 1 and any(arm.tokens for arm in arms.values()):
+        verdict = _judge_bits(subject, whole, reasons)
+    else:
+        counts = [reason("too-few" if whole.n < 2 else "no-tokens", n=whole.n)]
+        counts += stated((whole.n < 2 and whole.failed, reason("failed-beside", n=whole.failed.total())))
+        verdict = Verdict(server.impl, (Finding.UNTESTED,), tuple(counts), tuple(reasons), subject.prompt)
+    verdict = whole.checked(verdict)
+    for question in ("tempered", "independent"):
+        if server.drawn and server.answer(question) == "no":
+            verdict = verdict.called_wrong(reason(question, evidence=server.contract[question].evidence))
+    return verdict
+
+
+def _reasons(server: Server, arms: Mapping[str, ArmEvidence], whole: Tally) -> list[Reason]:
+    reasons = whole.notes_on_ends()
+    reasons += stated((whole.failed, reason("kinds-failed", n=whole.failed.total(), kinds=whole.failed)))
+    for question, answer in sorted(server.contract.items(), key=lambda item: item[0] == "seed"):  # that one last
+        code = question if question in _BROKEN and answer.answer == "no" else ""
+        code = f"seed-{answer.answer}" if question == "seed" and server.drawn else code
+        reasons += [reason("contract", what=reason(code), evidence=answer.evidence)] if code else []
+    reasons += stated((server.answer("greedy") == "unknown" and not server.drawn, reason("greedy-unknown")))
+    for arm in arms.values():
+        if arm.arm in (*LOADED, "cold", "warm") and not arm.proof:
+            reasons.append(reason("arm-unproven", arm=arm.arm, proof=arm.shown))
+        elif arm.arm in LOADED:
+            solo = arm.n - arm.concurrent
+            unshown = reason("arm-unshown", n=solo) if solo else None
+            reasons.append(reason("arm-shown", arm=arm.arm, proof=arm.shown, unshown=unshown))
+    reasons += [reason("arm-unanswered", arm=name) for name in server.unanswered(arms)]
+    return reasons + stated(
+        (not any(name in arms for name in LOADED), reason("no-load")),
+        (server.seen is not None and not server.seen.fingerprint, reason("no-fingerprint")),
+    )
 
 
 def _beside(subject: Subject, first: Subject | None) -> Reason:
@@ -458,54 +448,27 @@ def _beside(subject: Subject, first: Subject | None) -> Reason:
     return reason("by-texts", seen=reason("differ-texts" if odd_texts else "alike", n=mine.n, traces=odd_texts))
 
 
-def judge_served(run: Run) -> list[Verdict]:
-    """A verdict for each prompt and server."""
-    order = sort_impls(c.impl for c in run.completions)
-    known = sorted(subjects(run), key=lambda s: (s.prompt, order.index(s.server.impl)))
-    first = {s.prompt: s for s in known if s.server.impl == "server"}
-    return [_judge(subject, first.get(subject.prompt)) for subject in known]
-
-
-def _judge(subject: Subject, first: Subject | None) -> Verdict:
-    """The verdict on one prompt's answers. `first`: the same prompt on the first server."""
-    server, arms = subject.server, subject.arms
-    whole = sum(arms.values(), Tally.of(()))
-    reasons = _reasons(server, arms, whole) + ([_beside(subject, first)] if server.impl != "server" else [])
-    verdict = Verdict(server.impl, (Finding.UNTESTED,), (), tuple(reasons), subject.prompt)
-    if whole.n < 2:
-        failed = [reason("failed-beside", n=whole.failed.total())] if whole.failed else []
-        verdict = replace(verdict, counts=(reason("too-few", n=whole.n), *failed))
-    elif not any(arm.tokens for arm in arms.values()):
-        verdict = replace(verdict, counts=(reason("no-tokens", n=whole.n),))
-    else:
-        verdict = _judge_bits(subject, whole, verdict)
-    if whole.nonfinite:
-        verdict = verdict.called_wrong(reason("nonfinite", n=whole.nonfinite, of=whole.n))
-    for question in ("tempered", "independent"):
-        if server.drawn and server.answer(question) == "no":
-            verdict = verdict.called_wrong(reason(question, evidence=server.contract[question].evidence))
-    return verdict
-
-
-def _judge_bits(subject: Subject, whole: Tally, verdict: Verdict) -> Verdict:
-    server, comparisons = subject.server, subject.comparisons
-    seen = server.seen
+def _judge_bits(subject: Subject, whole: Tally, reasons: Sequence[Reason]) -> Verdict:
+    server, comparisons, bounds = subject.server, subject.comparisons, tuple[Reason, ...]()
+    seen, keys = server.seen, server.keys
     by = None if seen is None or seen.known_by == "ids" else reason("compared-by", known_by=seen.known_by)
-    clauses = whole.clauses(by, of_server=True, logprobs=seen is None or seen.logprobs)
+    counts = whole.clauses(by, of_server=True, logprobs=seen is None or seen.logprobs)
     if len(whole.answers) == 1:
-        finding, keys = _undiverged(subject), server.keys
-        few = [reason("few-keys", n=keys)] if keys is not None and keys <= KEYS_LEAST and server.loads else []
-        counts = (*clauses, reason("finding", findings=finding))
-        reasons = (*few, *verdict.reasons)
-        return replace(verdict, findings=(finding,), counts=counts, reasons=reasons, bounds=_bounds(subject.arms))
-    doubts = [reason("doubt", arm=c.arm, base=c.base, why=why) for c in comparisons for why in c.reasons]
-    findings = strongest_first(c.finding for c in comparisons if c.finding.is_divergence)
-    if not findings:
-        findings, doubts = (Finding.UNATTRIBUTED,), [reason("arms-apart"), *doubts]
-    clauses += [reason("arms", comparisons=tuple(c.seen for c in comparisons))] if comparisons else []
-    counts = (*clauses, reason("findings", findings=findings))
-    reasons, changes = (*verdict.reasons, *doubts), whole.changes(findings)
-    return replace(verdict, findings=findings, counts=counts, reasons=reasons, changes=changes)
+        findings, bounds = (_undiverged(subject),), _bounds(subject.arms)
+        counts.append(reason("finding", findings=findings))
+        few = keys is not None and keys <= KEYS_LEAST and server.loads
+        reasons = [*stated((few, reason("few-keys", n=keys))), *reasons]
+    else:
+        findings = strongest_first(c.finding for c in comparisons if c.finding.is_divergence)
+        counts += stated((comparisons, reason("arms", comparisons=tuple(c.seen for c in comparisons))))
+        counts.append(reason("findings", findings=findings or Finding.UNATTRIBUTED))
+        # that an arm is unproven is among the reasons already
+        doubts = ((c, why) for c in comparisons for why in c.reasons if why.code != "not-shown")
+        apart = stated((not findings, reason("arms-apart")))
+        reasons = [*reasons, *apart, *(reason("doubt", arm=c.arm, base=c.base, why=why) for c, why in doubts)]
+        findings = findings or (Finding.UNATTRIBUTED,)
+    changes = whole.changes(findings)
+    return Verdict(server.impl, findings, tuple(counts), tuple(reasons), subject.prompt, bounds, changes)
 
 
 def _undiverged(subject: Subject) -> Finding:
@@ -516,3 +479,13 @@ def _undiverged(subject: Subject) -> Finding:
     of_load = [c.finding for c in comparisons if c.arm in LOADED]
     deciding = of_load or [c.finding for c in comparisons if c.arm == "warm"]
     return Finding.CLEAN if not deciding or Finding.CLEAN in deciding else Finding.UNPROVEN
+
+
+def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
+    """What no divergence excludes, by loads and by requests; only for proven loads."""
+    proven = [a for a in arms.values() if a.arm in LOADED and a.proof]
+    first = "solo" not in arms  # then the others are compared with the first
+    n, rounds = sum(a.concurrent for a in proven) - first, sum(a.rounds for a in proven) - first
+    if n < 1 or rounds < 1:
+        return ()
+    return (reason("bounds-loads", rate=one_sided_bound(rounds), n=rounds, requests=one_sided_bound(n), of=n),)

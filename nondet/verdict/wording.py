@@ -45,7 +45,6 @@ def plural(count: int, noun: str, many: str = "") -> str:
 WORDS: dict[str, str] = {
     # what was counted
     "nonfinite": "{n:#completion} of {of:,} hold NaN or infinite logprobs: wrong",
-    "nonfinite-values": "{n:#completion} hold NaN or infinite logprobs: wrong",
     "all-failed": "nothing was compared: {n:#request} failed and none succeeded",
     "too-few": "{n:#completion}, so nothing was compared",
     "no-tokens": "{n:#completion} without a token, so nothing was compared",
@@ -102,8 +101,8 @@ WORDS: dict[str, str] = {
     "kinds-failed": "{n:#failed request is|failed requests are} counted in no other figure: {kinds}.",
     "ends": "Completions ended for different reasons: {named}{odd}.",
     "ends-odd": "; {n:,} of them for another reason than most with the same tokens and logprobs",
-    "ends-alone": "Completions that ended for different reasons agree in all else: these may be batch or "
-    "run-to-run effects.",
+    "ends-alone": "Completions that ended for different reasons agree in all else: these may be batch or run-to-run "
+    "effects.",
     "unseeded-engine": "The engine draws from one generator for the whole batch, so no request has a seed of its own: "
     "the other requests change what it draws, whatever its logits.",
     "again": "Run again: {what}.",
@@ -115,8 +114,7 @@ WORDS: dict[str, str] = {
     "other bits than a graph, the order of requests in the round shows as a batch effect.",
     "graphs-padded": "Steps ran as CUDA graphs, padded to a few sizes: matrix products ran at no others.",
     "constant": "Every completion ran solo, in equal batches: batch dependence was not tested.",
-    "hardly-tested": "No two completions are known to have run in different batches: batch dependence was hardly "
-    "tested.",
+    "hardly-tested": "No two completions are known to have had different batches: batch dependence was hardly tested.",
     "nan-agrees": "NaN equals NaN whatever was computed: that nothing diverged shows nothing here.",
     "alone-differ": "Completions that ran solo, in equal batches at every step, differ: the batch did not change.",
     "batches-unknown": "These completions are not known to have run in different batches: their differences may be "
@@ -153,8 +151,7 @@ WORDS: dict[str, str] = {
     "seed-unknown": "whether the server respects a seed is not known",
     "tempered": "the server ignores the temperature: wrong ({evidence})",
     "independent": "requests of one batch share a draw: wrong ({evidence})",
-    "few-keys": "No request had more than {n:,} tokens, prompt and answer together: attention over more keys was not "
-    "tested.",
+    "few-keys": "No request had more than {n:,} tokens with its answer: attention over more keys was not tested.",
     "first-alone": "The very first answer is unlike all later ones, which agree: something that a server does once (an "
     "empty cache, a warm-up, a compilation), and not the load. Restart it and compare the two runs.",
     "first-unsteady": "The very first answer is unlike all later ones, which do not agree with each other either.",
@@ -165,8 +162,8 @@ WORDS: dict[str, str] = {
     "arm-unanswered": "The arm {arm} was planned under load, and got no answer.",
     "no-load": "No arm put the server under load: batch dependence was not tested.",
     "no-fingerprint": "The server gives no fingerprint: whether it stayed the same is not known.",
-    "arms-apart": "The arms that differ were not compared with one another: the cause may be the run, the cache "
-    "or the load.",
+    "arms-apart": "The arms that differ were not compared with one another: the cause may be the run, the cache or the "
+    "load.",
     "doubt": "{arm:capital} compared with {base}: {why}",
     "not-held": "It was not compared with server: one of them has no solo answers.",
     "by-texts": "Solo answers compared with those of server, by text only: {seen}.",
@@ -176,18 +173,20 @@ WORDS: dict[str, str] = {
     "seed-not-shown": "At this temperature nothing shows that the server respects a seed: the cause may be sampling.",
     "servers": "By their fingerprints {n} servers answered: that may be the cause.",
     "no-solo": "There is no solo arm to compare it with.",
-    "others-unknown": "Whether the server ran other requests meanwhile is not known: these may be batch or "
-    "run-to-run effects.",
+    "others-unknown": "Whether the server ran other requests meanwhile is not known: these may be batch or run-to-run "
+    "effects.",
     "cache-unknown": "What the server had cached is not known: the cause may be the prefix cache.",
     "cache-split": "Answers with equal numbers of cached prompt tokens agree: the cause may be the prefix cache.",
     "cache-differs": "The server had not cached the same in both arms: the cause may be the prefix cache.",
-    "base-unsteady": "{base:capital} does not agree with itself either: the cause may be the run or {arm}.",
+    "base-unsteady": "{base:capital} does not agree with itself either: the cause may be the {cause}, or a change from "
+    "run to run.",
     "arm-unsteady": "{arm:capital} does not agree with itself.",
     "not-shown": "It is unproven that {arm} was {arm}: {proof}.",
     "chance": "If the answers that differ fell at random, the {n:#answer} of {base} would hold none of them in "
-    "{share:near} of cases: the cause may be the run or {arm}. A larger --arms {base}= would separate the two.",
+    "{share:near} of cases: the cause may be the {cause}, or a change from run to run. Compare more with nondet sample "
+    "--endpoint URL --arms {base}=N,{arm}.",
     # what shows that an arm was what it is called
-    "none-among": "{proof}, but none of these is known to have been among them",
+    "none-among": "{proof}, but none of the compared requests is known to have been among them",
     "cached": "the server had {low}{high} prompt tokens cached",
     "up-to": " to {n}",
     "counter": "the server's counter shows {hits:g} cached prompt tokens",
@@ -205,54 +204,48 @@ WORDS: dict[str, str] = {
     "rl-none": "no step was made",
     "rl-zero": "no divergence observed: KL 0 in {n:,} of {of:#step} ({differ} of {tokens:#token})",
     "rl-bound": " (at 95%, one-sided: below {rate:up} of tokens if they were independent)",
-    "rl-apart": "mismatched: {differ:,} of {tokens:#token} in {of:#step} have other logprob bits, K3 {low:.1e} to "
-    "{high:.1e}",
+    "rl-apart": "sampler and trainer disagree in the logprob bits of {differ:,} of {tokens:#token} in {of:#step}, K3 "
+    "{low:.1e} to {high:.1e}",
     "rl-ratios": "Ratios: {least:.3f} to {most:.3f}.",
     "rl-zero-steps": "KL 0 in {n:#step}",
     "rl-failed": "Seed {seed} ended after {n:#step}: {why}.",
-    "rl-flat": "{n:#group} of {of:,} had one reward for all rollouts, so the advantage 0, and taught nothing; in "
-    "{alike:,} of them all rollouts were one text.",
+    "rl-flat": "In {n:#group} of {of:,} all rollouts had one reward, which teaches nothing; in {alike:,} one text.",
     "rl-nothing": "No group had two rewards: nothing could be learnt, and what the arms earned shows nothing.",
-    "rl-spread": "Mean rewards of the arms differ by {than} than seeds do ({arms:.2f} between arms, up to {seeds:.2f} "
-    "between the seeds of one).",
+    "rl-spread": "Mean rewards differ by {arms:.2f} between arms, {than} than seeds do (up to {seeds:.2f} in one arm).",
     "rl-fell": "Seed {seed} fell: {best:.2f} at its best over five steps, {last:.2f} at its end.",
     # of a sampler and a trainer
     "mm-none": "no rollout was compared",
     "mm-zero": "no divergence observed: 0 of {tokens:#token} in {rollouts:#rollout} have other logprob bits",
-    "mm-apart": "mismatched: {differ:,} of {tokens:#token} in {rollouts:#rollout} have other logprob bits, K3 "
-    "{k3:.1e}{interval}",
-    "mm-rows-only": "mismatched: {tokens:#token} in {rollouts:#rollout} have the same logprob bits, and {rows:,} of "
-    "{n:#row} of logits differ elsewhere in the vocabulary",
+    "mm-apart": "sampler and trainer disagree in the logprob bits of {differ:,} of {tokens:#token} "
+    "({rollouts:#rollout}), K3 {k3:.1e}{interval}",
+    "mm-rows-only": "sampler and trainer agree in the logprob bits of {tokens:#token} ({rollouts:#rollout}), and "
+    "{rows:,} of {n:#row} of logits differ elsewhere in the vocabulary",
     "mm-rows-zero": "Whole rows: at {n:#position} drawn by seed all {size:,} logits are the same, so KL is 0 there.",
     "mm-rows": "Whole rows: at {rows:,} of {n:#position} drawn by seed logits differ; KL over the vocabulary of "
     "{size:,} is {kl:.1e} nats a token{interval}, at most {most:.1e}.",
     "mm-rows-none": "The logprobs of the sampled tokens were compared, not the whole vocabulary.",
     "mm-interval": " (95%, by sequence: {low:.1e} to {high:.1e})",
     "mm-tails": "Ratios: {outside:near} outside 0.99 to 1.01, {least:.3f} to {most:.3f}.",
-    "mm-long": "If tokens went on so, a rollout of 4,096 would have a ratio between 0.5 and 2 with a chance of "
-    "{share:near} (its logarithm scatters by {deviation:.2g}).",
-    "mm-named": "Kind: {layer}. The {side} has {cause} ({fitted}): without it K3 is {left:.1e}, where rounding "
-    "explains {floor:.1e}.",
-    "mm-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): it gives the very bits of {exactly:near} of tokens, "
-    "and K3 without it is {left:.1e}.",
-    "mm-numeric": "Kind: numeric. No hypothesis names a cause, and neither side is farther from a forward in {wide} "
-    "than rounding takes the model's own (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
-    "mm-unexplained": "Kind: unexplained. No hypothesis names a cause. Farther from a forward in {wide} than "
-    "rounding takes the model's own: {sides} (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other "
-    "weights look so, which --older computes, and logprobs of other tokens.",
-    "mm-shown": "{cause} ({fitted}) on the {side}'s side takes away {removed:near} of what stands above rounding and "
-    "leaves K3 {left:.1e}: not enough to be named.",
+    "mm-long": "If others differed like these, 4,096 tokens would have a ratio of 0.5 to 2 in {share:near} of cases.",
+    "mm-named": "Kind: {layer}. The {side} has {cause} ({fitted}): K3 is {left:.1e} without, {floor:.1e} by rounding.",
+    "mm-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): that gives exactly the bits of {exactly:near} of "
+    "tokens, and K3 without it is {left:.1e}.",
+    "mm-numeric": "Kind: numeric. No known cause explains the mismatch. Both sides are as close to a {wide} forward "
+    "pass as rounding allows (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
+    "mm-unexplained": "Kind: unexplained. No known cause explains the mismatch. Farther from a {wide} forward pass "
+    "than rounding allows: {sides} (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other weights, which "
+    "--older computes, look so, and logprobs of other tokens.",
+    "mm-shown": "{cause} ({fitted}) in the {side} explains {removed:near}, too little to be named (K3 left: "
+    "{left:.1e}).",
     "mm-where": "First diverging call: {call} of {module}, {layer:layer}, at position {position} of {rollout}: its "
     "inputs are equal bit for bit and {differ:,} of {of:,} outputs differ by at most {ulp:,} ULP, at {sampled:#row} in "
     "the sampler's step and {trained:#row} in the trainer's batch.",
     "mm-nowhere": "The first difference is in {layer:layer}, at position {position} of {rollout}; none of "
     "{compared:#call} compared there has equal inputs and other outputs.",
-    "mm-formula": "Hidden states and logits of all rollouts agree bit for bit: what differs is how logprobs are "
-    "computed from them.",
+    "mm-formula": "Hidden states and logits agree bit for bit: only how logprobs are computed from them differs.",
     "mm-unsteady": "Where it begins was not found: the {unsteady} gave other bits when it ran again.",
     "mm-few": "Kind: not said of {n:#token}; any one value fits so few. It takes {least}.",
-    "mm-rounded": "Kind: format. The {side}'s logprobs are all numbers of {name}, and the other side's are not: they "
-    "were rounded.",
+    "mm-rounded": "Kind: format. Only the {side}'s logprobs are all numbers of {name}: they were rounded.",
     "mm-shifted": "Kind: semantic. The {side}'s logprobs stand one token early: shifted by one, their middle |d| is "
     "{moved:.1e}, where it is {here:.1e}.",
     "mm-one-sided": "Kind: not rounding, which has no side: of the {n:,} tokens that differ most the {side} gives each "

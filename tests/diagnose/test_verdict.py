@@ -11,8 +11,8 @@ import numpy as np
 
 from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Replay, Run, Step, TraceVerdict
 from nondet.core.statistics import percent_range, round_interval
-from nondet.diagnose.steps import greedy_step
-from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, cure_step, margin_step, settled
+from nondet.diagnose.steps import greedy_step, margin_step
+from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, cure_step, settled
 from nondet.reports.traces import story
 from nondet.sampling.plan import Outcome, Request, Session
 from tests.build import header, replayed

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from nondet.commands.output import PipedConsole, put, say

@@ -65,7 +65,9 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     assert main(["mismatch", "--rollouts", str(path), "--out", str(out), "--quiet"]) == 0
     [verdict] = judge(read_run(out))
     assert (verdict.impl, verdict.finding) == ("file", Finding.MISMATCH)
-    assert verdict.text.startswith("mismatched: 48 of 48 tokens in 6 rollouts have other logprob bits, K3 ")
+    assert verdict.text.startswith(
+        "sampler and trainer disagree in the logprob bits of 48 of 48 tokens (6 rollouts), K3 "
+    )
     assert "Hypotheses were not tested: that takes --model." in verdict.notes
     assert "The logprobs of the sampled tokens were compared, not the whole vocabulary." in verdict.notes
     made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
@@ -99,7 +101,7 @@ for _line in SHIFTED:
     _line["sampler_logprobs"] = [*_line["sampler_logprobs"][1:], -0.7]
 SEEN: dict[str, tuple[list[dict[str, Any]], str]] = {
     "rounding": (sides(even()), ""),
-    "rounded": (sides(even(), rounded=True), "The sampler's logprobs are all numbers of bfloat16"),
+    "rounded": (sides(even(), rounded=True), "Only the sampler's logprobs are all numbers of bfloat16"),
     # what top-p leaves out, by up to 0.105, and rounding
     "cut": (
         sides(-0.105 * np.random.default_rng(4).random(240) + even(scale=1e-3)),
@@ -378,7 +380,9 @@ def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
     [verdict] = judge(run)
     assert pairs(run)[0].figures.differ == 0
     assert verdict.finding == Finding.MISMATCH
-    assert verdict.text.startswith("mismatched: 24 tokens in 4 rollouts have the same logprob bits, and 24 of 24 rows")
+    assert verdict.text.startswith(
+        "sampler and trainer agree in the logprob bits of 24 tokens (4 rollouts), and 24 of 24 rows"
+    )
     assert main(["gate", str(out), "--quiet", "--mismatch-bits", "0"]) == 3
     assert main(["gate", str(out), "--quiet"]) == 3
     assert "rows of other logits" in capsys.readouterr().out

@@ -25,7 +25,6 @@ def test_equal_bits_leave_nothing_but_a_bound() -> None:
     same = Figures(sampler, sampler.copy(), [len(sampler)])
     assert (same.differ, same.k3, same.outside, same.ratios, same.mult_prob_error) == (0, 0.0, 0, (1.0, 1.0), 1.0)
     assert same.long == (0.0, 1.0)
-    assert same.bound == pytest.approx(3 / len(sampler), rel=0.01)
 
 
 def test_one_bit_counts_and_a_sign_of_zero_is_a_bit() -> None:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from nondet.probes.base import Options
 from nondet.probes.additions import add_compensated, add_plainly
+from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
 from tests.probes.toys import measure, statuses
 

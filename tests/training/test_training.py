@@ -23,8 +23,7 @@ from nondet.reports import gate
 from nondet.sampling.model import load_model
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import decide, exit_code, judge
-from nondet.verdict.mismatch import Thresholds
-from nondet.verdict.training import courses, spread
+from nondet.verdict.mismatch import Thresholds, courses
 from tests.build import tiers
 
 SMALL = "--steps 3 --prompts 2 --group 3 --tokens 6 --lr 1e-2 --threads 1 --device cpu --quiet".split()  # noqa: SIM905
@@ -352,7 +351,8 @@ def test_verdicts_say_in_how_many_steps() -> None:
     invariant = [step("invariant", i) for i in range(10)]
     mine, theirs = judge(run_of(*stock, *invariant))
     assert mine.text == (
-        "mismatched: 200 of 1,000 tokens in 10 steps have other logprob bits, K3 0.0e+00 to 1.0e-04; KL 0 in 5 steps"
+        "sampler and trainer disagree in the logprob bits of 200 of 1,000 tokens in 10 steps, K3 0.0e+00 to 1.0e-04; "
+        "KL 0 in 5 steps"
     )
     assert mine.notes[-1] == "Ratios: 0.900 to 1.100."
     assert theirs.text == (
@@ -419,13 +419,13 @@ def test_arms_are_held_against_seeds() -> None:
         seeds = [(arm, seed, reward) for arm, rewards in both for seed, reward in enumerate(rewards)]
         return run_of(*(step(arm, i, seed=seed, reward=reward) for arm, seed, reward in seeds for i in range(4)))
 
-    near, far = spread(courses(arms([0.5, 0.7], [0.6, 0.65]))), spread(courses(arms([0.5, 0.52], [0.9, 0.91])))
-    assert near is not None
-    assert near.arms <= near.seeds
-    assert near.seeds == pytest.approx(0.2)
-    assert far is not None
-    assert far.arms > far.seeds
-    assert spread(courses(arms([0.5], [0.9]))) is None
+    for run, said in [
+        (arms([0.5, 0.7], [0.6, 0.65]), "differ by 0.03 between arms, no more than seeds do (up to 0.20 in one arm)."),
+        (arms([0.5, 0.52], [0.9, 0.91]), "differ by 0.40 between arms, more than seeds do (up to 0.02 in one arm)."),
+        (arms([0.5], [0.9]), ""),
+    ]:
+        notes = [note for verdict in judge(run) for note in verdict.notes if note.startswith("Mean rewards")]
+        assert notes == ([f"Mean rewards {said}"] if said else [])
     fallen = run_of(*(step("stock", i, reward=0.9 if i < 12 else 0.1) for i in range(20)))
     assert courses(fallen)[0].fell
     assert "Seed 0 fell: 0.90 at its best over five steps, 0.10 at its end." in judge(fallen)[0].notes
@@ -465,7 +465,7 @@ def test_a_report_shows_reward_kl_and_entropy_together(tmp_path: Path, capsys: p
     assert "Sampler and trainer differ" in html
     said = text.read_text()
     assert "`invariant` 0 | 6 of 6 | 0 of 600 | 0 | 0 |" in said
-    assert "Mean rewards of the arms differ by no more than seeds do (0.00 between arms" in said
+    assert "Mean rewards differ by 0.00 between arms, no more than seeds do" in said
     assert "<b>" not in said.replace("`<b>evil</b>`", "")
     assert main(["report", str(path)]) == 0
     shown = capsys.readouterr().out

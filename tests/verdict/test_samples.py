@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,25 @@ from nondet.errors import UserError
 from nondet.reports.content import build
 from nondet.reports.document import Details, Table
 from nondet.reports.samples import sample_blocks
-from nondet.verdict.findings import Finding
+from nondet.verdict import samples
+from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.gate import exit_code, judge
-from nondet.verdict.samples import BatchEvidence, SampleCounts, judge_counts, subjects, tally_axes
+from nondet.verdict.samples import BatchEvidence, SampleCounts, subjects, tally_axes
 from tests.build import header, replayed, sampled
 
 VARIED = BatchEvidence(known=60, different=60, alone=0, alone_differ=False)
 CONSTANT = BatchEvidence(known=60, different=1, alone=60, alone_differ=False)
 
 
-def subject(run: Run, impl: str) -> tuple[SampleCounts, BatchEvidence]:
-    """The only prompt under one implementation."""
-    [only] = [(counts, batches) for counts, batches in subjects(run) if counts.impl == impl]
+def subject(run: Run, impl: str) -> SampleCounts:
+    """The only prompt under one implementation, with the batches that its schedules show."""
+    [only] = [counts for counts in subjects(run) if counts.impl == impl]
     return only
 
 
-def batch_evidence(run: Run, impl: str) -> BatchEvidence:
-    return subject(run, impl)[1]
+def judge_counts(counts: SampleCounts, batches: BatchEvidence, again: Sequence[Row] = ()) -> Verdict:
+    """The verdict on the counts, had they run in these batches."""
+    return samples.judge_counts(replace(counts, batches=batches), again)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleCounts]:
     plain = sampled(folder)
     quiet = sampled(folder, impls=("quiet",), variants=variants, name="quiet.jsonl")
     runs = {"stock": plain, "invariant": plain, "quiet": quiet}
-    return {impl: subject(run, impl)[0] for impl, run in runs.items()}
+    return {impl: subject(run, impl) for impl, run in runs.items()}
 
 
 def test_distinct_completions_under_changing_batches_are_batch_dependence(counts: dict[str, SampleCounts]) -> None:
@@ -104,27 +107,27 @@ def test_parting_alone_is_run_to_run(counts: dict[str, SampleCounts]) -> None:
 
 def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
     """Requests among others met different batches; requests one after the other met equal ones, alone."""
-    mixed = batch_evidence(sampled(tmp_path), "stock")
+    mixed = subject(sampled(tmp_path), "stock").batches
     assert mixed.varied
     assert not mixed.constant
     assert mixed.known == 60
-    alone = batch_evidence(sampled(tmp_path, alone=True, impls=("invariant",)), "invariant")
+    alone = subject(sampled(tmp_path, alone=True, impls=("invariant",)), "invariant").batches
     assert alone == BatchEvidence(known=60, different=1, alone=60, alone_differ=False)
     assert alone.constant
 
 
 def test_parting_alone_is_seen_in_the_schedules(tmp_path: Path) -> None:
     """The same requests one after the other, with stock's divergence: other traces in equal batches."""
-    evidence = batch_evidence(sampled(tmp_path, alone=True), "stock")
+    evidence = subject(sampled(tmp_path, alone=True), "stock").batches
     assert evidence.alone_differ
 
 
 def test_keys_of_a_shared_prefix_are_company(tmp_path: Path) -> None:
     """Pages computed in somebody else's batch bring its bits along: parting on them is no run-to-run nondeterminism."""
     run = sampled(tmp_path, alone=True)
-    assert batch_evidence(run, "stock").alone_differ
+    assert subject(run, "stock").batches.alone_differ
     run.header.plan["prompts"][0]["tokens"] = 20  # of which each request computed 4, and took 16 from the cache
-    shared = batch_evidence(run, "stock")
+    shared = subject(run, "stock").batches
     assert (shared.alone, shared.alone_differ, shared.constant) == (0, False, False)
 
 
@@ -132,7 +135,7 @@ def test_a_round_cut_short_has_no_batches(tmp_path: Path) -> None:
     """Without the round's record the company is unknown: no completion of it may be called alone."""
     run = sampled(tmp_path, alone=True)
     run.rounds.clear()
-    assert batch_evidence(run, "stock") == BatchEvidence(known=0, different=0, alone=0, alone_differ=False)
+    assert subject(run, "stock").batches == BatchEvidence(known=0, different=0, alone=0, alone_differ=False)
 
 
 def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
@@ -177,7 +180,7 @@ def test_noise_in_a_round_that_nobody_ran_again_is_not_blamed_on_the_batch() -> 
     answers = Counter({("a", "length"): 179, ("b", "length"): 1})
     rare = SampleCounts(
         impl="stock", prompt=0, completions=Counter(a=179, b=1), answers=answers, failed=Counter(), nonfinite=0,
-        rounds={0: {"a"}, 1: {"a"}, 2: {"a", "b"}},
+        rounds={0: {"a"}, 1: {"a"}, 2: {"a", "b"}}, batches=VARIED,
     )  # fmt: skip
     verdict = judge_counts(rare, VARIED, [replay(0)])
     assert verdict.finding == Finding.UNATTRIBUTED
@@ -268,7 +271,7 @@ def test_nan_that_agrees_with_itself_is_wrong() -> None:
         assert verdict.finding == Finding.WRONG
         assert (Finding.OTHER in verdict.findings) == (other == "BBBB")
         assert verdict.text.startswith(
-            f"{8 if other == 'AAAA' else 4} completions hold NaN or infinite logprobs: wrong"
+            f"{8 if other == 'AAAA' else 4} completions of 8 hold NaN or infinite logprobs: wrong"
         )
         sound = judge(varied(BASE | {"chunk=5": other}))[0]
         kept = sound.counts[:-1] if other == "AAAA" else sound.counts  # what else was counted is told as well
