@@ -192,46 +192,28 @@ def attention(
     return _attend(q, k, v, causal, scale)
 
 
-def attention_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """`attention`, with only torch's flash backend, on a CPU another kernel; RuntimeError: it can't take the inputs."""
-    return _attend_by(SDPBackend.FLASH_ATTENTION, q, k, v, causal, scale)
-
-
-def attention_efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """`attention`, with only torch's memory-efficient backend; errors as `attention_flash`.
-
-    It does not support GQA: keys and values are repeated for each query head first, as transformers does.
-    """
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return _attend_by(SDPBackend.EFFICIENT_ATTENTION, q, k, v, causal, scale)
-
-
-def attention_cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """`attention`, with only cuDNN's kernels; errors as `attention_flash`."""
-    return _attend_by(SDPBackend.CUDNN_ATTENTION, q, k, v, causal, scale)
-
-
-def attention_math(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """`attention`, as two products and a softmax in torch."""
-    return _attend_by(SDPBackend.MATH, q, k, v, causal, scale)
-
-
 def _attend_by(
-    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
+    backend: SDPBackend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
 ) -> torch.Tensor:
+    """`attention` by only one of torch's backends; RuntimeError: it can't take the inputs."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no GQA: repeated, as transformers does
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     note(f"torch.scaled_dot_product_attention[{backend.name.lower()}]")
     with sdpa_kernel(backend):
         return _attend(q, k, v, causal, scale)
+
+
+attention_flash = partial(_attend_by, SDPBackend.FLASH_ATTENTION)  # on a CPU another kernel than on a GPU
+attention_efficient = partial(_attend_by, SDPBackend.EFFICIENT_ATTENTION)
+attention_cudnn = partial(_attend_by, SDPBackend.CUDNN_ATTENTION)
+attention_math = partial(_attend_by, SDPBackend.MATH)  # two products and a softmax
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:

@@ -194,10 +194,10 @@ def together(apart: str, evidence: str, device: torch.device, group: dist.Proces
     vote = torch.tensor([1 if apart else 0], dtype=torch.int32, device=device)
     votes = torch.empty(world, dtype=torch.int32, device=device)
     gather_into(votes, vote, group)
-    parted = votes.tolist()
-    if not any(parted):
+    failed = votes.tolist()
+    if not any(failed):
         return True, evidence
-    where = ", ".join(str(r) for r, v in enumerate(parted) if v)
+    where = ", ".join(str(r) for r, v in enumerate(failed) if v)
     return False, f"not the bits of the anchor on rank {where}{': ' + apart if apart else ''}"
 
 
@@ -270,11 +270,6 @@ def _run(
         return name
     members[names[-1]](*operands)
     return names[-1]
-
-
-def choice(x: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
-    """The members that would be tried for x, fastest first; equal on all ranks."""
-    return [*_preferences(x, dist.get_world_size(group)), ANCHOR]
 
 
 def _preferences(x: torch.Tensor, world: int) -> tuple[str, ...]:

@@ -250,8 +250,8 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
         return
     given: tuple[Any, ...] = (q, k, v, out, call.cu_q, call.cu_k, call.key_index) if packed else (q, k, v)
     ends = (4, 5, -1, 6) if packed else (-1,) * 4
-    rooms = [*(() if packed else (out.transpose(1, 2),)), *(() if part is None else (part,))]
-    at = -1 if part is None else len(given) + len(rooms) - 1
+    buffers = [*(() if packed else (out.transpose(1, 2),)), *(() if part is None else (part,))]
+    at = -1 if part is None else len(given) + len(buffers) - 1
     steps = [Step(launched, (0, 1, 2, 3, at, *ends))]
     if way.tiles:
         rows = (packed and call.page) or plan.block_n
@@ -259,7 +259,7 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
         steps = [Step(launched, (0, 1, 2, 3, at, *ends[:2], ends[3]), boxes)]
     if part is not None:
         steps.append(Step(merged, (at, 3, *ends[: 2 if way.lanes else 3])))
-    remember(what, given, (*rooms,), label, *steps)
+    remember(what, given, (*buffers,), label, *steps)
 
 
 # The proof at first use that a way to launch attention has, on this machine, the bits of the one plan.
@@ -559,14 +559,14 @@ def _check(
     require("attention", _DTYPES, q, k, v)
 
 
-def compute(call: Call, way: Way, *, asked: bool = False, what: object = None) -> bool:
+def compute(call: Call, way: Way, *, forced: bool = False, what: object = None) -> bool:
     """Compute call.out in this way where it is proven on this machine, else by the one plan; whether it was this way,
     proven.
 
-    `asked`: use this way even where it is not proven. `what`: as in `launch`, for what is proven. Raises
+    `forced`: use this way even where it is not proven. `what`: as in `launch`, for what is proven. Raises
     NotImplementedError: the one plan itself gave a row different bits at another position.
     """
-    if asked or INTERPRETED:  # NumPy's products there: they show nothing about the hardware
+    if forced or INTERPRETED:  # NumPy's products there: they show nothing about the hardware
         launch(call, way, what=what)
         return False
     one = one_plan(call.q.shape[3], call.q.dtype)
@@ -646,7 +646,7 @@ def attention(
     call = Call(*operands, batch, tq, k.shape[2], scale, causal, window, softcap)
     way = quickest(call, split)
     whole = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    compute(call, way, asked=split is not None, what=what if whole else None)
+    compute(call, way, forced=split is not None, what=what if whole else None)
     return out
 
 
@@ -661,6 +661,9 @@ def attention_by_one_plan(
         call = Call(*operands, q.shape[0], q.shape[2], k.shape[2], scale, causal, None, None)
         launch(call, one_plan(q.shape[3], q.dtype))
     return out
+
+
+attention_split = partial(attention, split=True)
 
 
 def attention_varlen(
@@ -737,5 +740,5 @@ def attention_varlen(
         positions=positions,
         key_index=None if key_index is None else key_index.contiguous(),
     )
-    compute(call, quickest(call, split), asked=split is not None)
+    compute(call, quickest(call, split), forced=split is not None)
     return out

@@ -49,7 +49,7 @@ from nondet.kernels.matmul.triton_kernels import (
     tiles,
     tma_takes,
 )
-from nondet.kernels.triton_common import INTERPRETED, Room, empty_strided, on_device, room_of
+from nondet.kernels.triton_common import INTERPRETED, Buffer, buffer_of, empty_strided, on_device
 
 # Tables of measured times choose the fastest member of class "chain"; a rule chooses for all other shapes.
 # A table changes only speed: the member that it names must be proven to have the class's bits before it is used. Tables
@@ -438,7 +438,7 @@ _MAX_PLANS = 16384
 
 class _Plan(NamedTuple):
     launch: Launch | None  # None: there is nothing to compute
-    room: Room
+    buffer: Buffer
     label: str
     device_index: int  # the CUDA device that has to be the current one; -1 in the interpreter
 
@@ -531,7 +531,7 @@ def _launched(plan: _Plan, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     if plan.device_index >= 0 and torch._C._cuda_getDevice() != plan.device_index:
         with torch.cuda.device(plan.device_index):
             return _launched(plan, a, b, bias)
-    out = empty_strided(*plan.room)
+    out = empty_strided(*plan.buffer)
     if plan.launch is not None:
         if plan.label:
             note(plan.label)
@@ -552,12 +552,12 @@ def _choose(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], alignment: int
 ) -> tuple[_Plan, bool]:
     """The plan for a [B, M, K] x b [B, K, N], and whether it may be kept (a proof may be pending)."""
-    index, room = a.device.index if a.is_cuda else -1, room_of(shape, a.dtype)
+    index, buffer = a.device.index if a.is_cuda else -1, buffer_of(shape, a.dtype)
     (batch, m, k), n = a.shape, b.shape[2]
     if 0 in (batch, m, n):
-        return _Plan(None, room, "", index), True
+        return _Plan(None, buffer, "", index), True
     if k == 0 or alignment < 16 or INTERPRETED:
-        return _Plan(_any_layout(a, b), room, "", index), True
+        return _Plan(_any_layout(a, b), buffer, "", index), True
     tf32 = class_of(a.dtype) == "chain-tf32"
     lasting = True
     names: list[str] = []
@@ -572,7 +572,7 @@ def _choose(
         holds = stands(bound, a, b, bias, tf32=tf32, alignment=alignment)
         lasting = lasting and holds is not None
         if holds:
-            return _Plan(bound.launch, room, bound.label, index), lasting
+            return _Plan(bound.launch, buffer, bound.label, index), lasting
     raise AssertionError("the anchor takes every problem")
 
 

@@ -224,12 +224,7 @@ def sum_parts(x: torch.Tensor, how: Plan, *, square: bool) -> torch.Tensor:
         (m, how.chunks), device=x.device, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
     )
     sum_parts_kernel[(m * how.chunks,)](
-        x,
-        parts,
-        m,
-        width,
-        *x.stride(),
-        how.chunks,
+        *(x, parts, m, width, *x.stride(), how.chunks),
         SQUARE=square,
         **how.tree(),
         ACC=accumulator(x.dtype),
@@ -620,9 +615,9 @@ def takes(rows: torch.Tensor, how: Plan) -> bool:
 def held(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool) -> None:
     """Launch for rows [M, V] of several chunks that `takes` accepts; `out`, of their size and dtype, is contiguous."""
     m, width = rows.shape
-    room = torch.zeros(m * how.chunks + 1, device=rows.device, dtype=torch.int64)
+    pairs = torch.zeros(m * how.chunks + 1, device=rows.device, dtype=torch.int64)
     held_kernel[(m * how.chunks,)](
-        *(rows.view(torch.int32), out.view(-1, width).view(torch.int32), room, room[-1:].view(torch.int32)),
+        *(rows.view(torch.int32), out.view(-1, width).view(torch.int32), pairs, pairs[-1:].view(torch.int32)),
         *(width // 2, rows.stride(0) // 2, how.chunks),
         LOG=log,
         BF16=rows.dtype == torch.bfloat16,

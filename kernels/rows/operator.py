@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from nondet.core.operator import (
     ANY,
     AccuracyBound,
@@ -18,6 +20,7 @@ from nondet.core.operator import (
     row_cells,
     row_questions,
 )
+from nondet.kernels.matmul.operator import implementations
 
 _FOLDER = "nondet.kernels.rows"
 _REPLACE = "nondet.kernels.dispatch.replacements"
@@ -59,12 +62,7 @@ CPU_ROWS = OrderClass(
 _CLAIMS = (Claim(order=LANES), Claim(order=CPU_ROWS))
 
 
-def _implementations(name: str, *others: Implementation, **entries: dict[str, str]) -> tuple[Implementation, ...]:
-    stock = Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"})
-    targets = {"cuda": f"{_FOLDER}.cuda:{name}", "cpu": f"{_FOLDER}.cpu:{name}"}
-    return stock, *others, Implementation(name="invariant", invariant=True, targets=targets, entries=entries)
-
-
+_implementations = partial(implementations, _FOLDER)
 _VOCABULARY = 151936
 _LOGITS = (
     (1, _VOCABULARY),

@@ -12,7 +12,7 @@ from nondet.core.compare import error_against, identical
 from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul import split_k_cpu, split_k_cuda
-from nondet.kernels.matmul.triton_kernels import matmul
+from nondet.kernels.matmul.cuda import matmul
 from tests.build import DEVICE, accuracy_bound
 from tests.kernels.tiers import at_length
 
