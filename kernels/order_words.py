@@ -180,7 +180,8 @@ def _lines(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str]
     if len(kinds) == 1:
         yield depth, _alike(reader, split)
         if reader.size(kinds[0][0]) > 1 and reader.shape(kinds[0][0])[1] == 0:
-            yield from _deeper(reader, kinds[0][0], depth + 1)
+            part, deep = kinds[0][0], depth + 1 < _DEEP
+            yield from _lines(reader, part, depth + 1) if deep else [(depth + 1, f"a sum of {reader.size(part):,}")]
         return
     whole = reader.size(kinds[0][0]) == 1 or reader.shape(kinds[0][0])[1]  # a chain of elements goes on as this sum
     count = len(split.parts) - (len(kinds[0]) - 1 if whole else 0)
@@ -196,13 +197,6 @@ def _lines(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str]
         yield from inner[1:]
     if len(kinds) > _KINDS:
         yield depth + 1, f"and {sum(map(len, kinds[_KINDS:])):,} more"
-
-
-def _deeper(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str]]:
-    if depth < _DEEP:
-        yield from _lines(reader, part, depth)
-    else:
-        yield depth, f"a sum of {reader.size(part):,}"
 
 
 def _alike(reader: _Reader, split: _Split) -> str:

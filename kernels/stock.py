@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nondet.core.launch import note
-from nondet.kernels.reference import autograd
+from nondet.kernels.reference import autograd, by_expert
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,13 +42,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
         note("torch._grouped_mm")
         return torch._grouped_mm(x, weight, offs=offsets)
     note("torch.mm for each expert")
-    out = x.new_zeros((x.shape[0], weight.shape[2]))
-    start = 0
-    for expert, end in enumerate(offsets.tolist()):
-        if start < end:
-            out[start:end] = torch.mm(x[start:end], weight[expert])
-        start = end
-    return out
+    return by_expert(torch.mm, x, weight, offsets)
 
 
 def scaled_matmul(

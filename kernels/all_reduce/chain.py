@@ -38,9 +38,7 @@ def ordered_gather(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Flat `out` [W * n] from every rank's flat x [n], in the order of ranks."""
-    name = (
-        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    )  # torch 2.13: renamed
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # renamed in 2.13
     getattr(dist, name)(out, x, group=group)
 
 

@@ -1,21 +1,14 @@
 """Attention with fixed KV segments on CUDA: prefill, chunked prefill and decode of a position give equal bits.
 
-The order of reduction, for one query of one head at position p (the number of keys before it):
-
-  1. keys 0 ... p are cut into segments of SEGMENT keys, and each segment into tiles of `tile_keys` keys, both anchored
-  at key 0 and so independent of how many queries, requests, cached tokens or chunks there are;
-  2. within a segment, an online softmax over its tiles in order, in float32: scores by one dot over the head dim, the
-      maximum in units of scores, probabilities exp2(fma(score, c, -maximum * c)) with c = scale * log2(e), their sums
-      in eight partial sums by a tree of halves, then rounded to the input's dtype for one dot with the values;
-  3. the segments' (m, l, acc) merged in order in float32, then acc / l, rounded once to the input's dtype.
-
-Only the position and the head enter. How many segments a program processes (all, some, or one: split-KV decode) and how
-many rows it holds changes only speed. A fixed segment *size* instead of a number of splits is what He & Thinking
-Machines Lab (2025, doi 10.64434/tml.20250910) propose; the merge is that of flash decoding. FMA contraction is off
-(enable_fp_fusion=False), because next to a merge it would depend on the kernel; every fused multiply-add is in the
-source. That narrow mma.sync and wide wgmma tiles accumulate alike is a property of the hardware. So each way to launch
-is proven by bits at its first use on a machine, against the one plan that supports every call. That plan runs where a
-way is not proven, or can't be while a CUDA graph is captured.
+The order of reduction is `SEGMENTS` of operator.py: segments of SEGMENT keys and tiles of `tile_keys` keys, both
+anchored at key 0, an online softmax over a segment's tiles, the segments merged in order, one rounding. Only the
+position and the head enter, not how many queries, requests, cached tokens or chunks there are. How many segments a
+program processes (all, some, or one: split-KV decode) and how many rows it holds changes only speed. A fixed segment
+*size* instead of a number of splits is what He & Thinking Machines Lab (2025, doi 10.64434/tml.20250910) propose; the
+merge is that of flash decoding. FMA contraction is off (enable_fp_fusion=False), because next to a merge it would
+depend on the kernel; every fused multiply-add is in the source. That narrow mma.sync and wide wgmma tiles accumulate
+alike is a property of the hardware. So each way to launch is proven by bits at its first use on a machine, against the
+one plan that supports every call. That plan runs where a way is not proven, or can't be while a CUDA graph is captured.
 
 Long prefills of half precision on Hopper go to `hopper.prefill`, a faster member of the same class.
 

@@ -151,13 +151,13 @@ def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatc
 @pytest.mark.usefixtures("chained_dot", "one_alignment")
 def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
     """An exclusion is written where the dispatcher looks: at the tile, the shape and the layout."""
-    from nondet.kernels.matmul.cuda import member
+    from nondet.kernels.matmul.cuda import Operands, member
 
     x, weight = (torch.ones(size, dtype=torch.float16, device=DEVICE) for size in ((16, 64), (24, 64)))
     one = _linear({"K": 64, "N": 24}, "nt", (1, 16))
     tiles = members.triton_tiles_linear("float16")
     tile = next(iter(tiles))
-    asked = member(tile, x[None], weight.T[None], alignment=16)
+    asked = member(tile, Operands(x[None], weight.T[None]))
     assert asked is not None
 
     class Wrong:

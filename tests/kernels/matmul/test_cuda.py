@@ -17,7 +17,20 @@ from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as choice
 from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cublaslt import BlasError, Problem, problem_of
-from nondet.kernels.matmul.cuda import Member, Row, Table, bmm, choices, linear, matmul, member, mm, rule, write
+from nondet.kernels.matmul.cuda import (
+    Member,
+    Operands,
+    Row,
+    Table,
+    bmm,
+    choices,
+    linear,
+    matmul,
+    member,
+    mm,
+    rule,
+    write,
+)
 from nondet.kernels.matmul.triton_kernels import anchor, tile_named
 from tests.build import DEVICE, accuracy_bound, bell, error
 from tests.kernels.tiers import at_length
@@ -51,9 +64,10 @@ def steered(monkeypatch: pytest.MonkeyPatch, book: Certificates) -> dict[str, ob
         assert isinstance(names, list)
         return names
 
-    def made_up(name: str, a: torch.Tensor, b: torch.Tensor, bias: object = None, **options: object) -> Member | None:
+    def made_up(name: str, given: Operands) -> Member | None:
+        a, b = given[:2]
         if name == anchor(a.dtype).name:
-            return member(name, a, b, bias)  # type: ignore[arg-type] # a tensor or None
+            return member(name, given)
         if name == "absent":
             return None
         (batch, m, _), n = a.shape, b.shape[2]
@@ -227,7 +241,8 @@ def test_proof_inputs_keep_shape_and_strides():
 @pytest.mark.skipif(DEVICE == "cuda", reason="a small proof, for the interpreter")
 def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
     """Shape, strides and bias of the proof are those of the product; another tile order is excluded there."""
-    a, b, bias = bell(1, 70, 5).mT, bell(1, 70, 9, seed=1), bell(9, seed=2)
+    given = Operands(bell(1, 70, 5).mT, bell(1, 70, 9, seed=1), bell(9, seed=2))
+    a, b, _ = given[:3]
     assert a.stride(2) != 1
     seen: list[tuple[object, ...]] = []
     right = choice.bind_chain
@@ -246,12 +261,12 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
         return noted
 
     monkeypatch.setattr(choice, "bind_chain", watched)
-    good, split = (member(name, a, b, bias) for name in ("16x64x32w4s3", "32x64x32w4s3"))
+    good, split = (member(name, given) for name in ("16x64x32w4s3", "32x64x32w4s3"))
     assert good is not None
     assert split is not None
-    assert choice.stands(good, a, b, bias) is True
+    assert choice.stands(good, given) is True
     assert set(seen) == {(a.shape, a.stride(), b.shape, b.stride(), True)}
-    assert choice.stands(split, a, b, bias) is False
+    assert choice.stands(split, given) is False
     assert [(c.member, c.holds) for c in book.all()] == [("triton 16x64x32w4s3", True), ("triton 32x64x32w4s3", False)]
     assert {c.key for c in book.all()} == {good.key}
     assert "float32[1,5,70]/0,1,5@16" in good.key
@@ -263,11 +278,11 @@ def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
     def fail(*unused: object) -> None:
         raise cublaslt.BlasError("status 7")
 
-    a, b = bell(1, 4, 16), bell(1, 16, 8, seed=1)
-    assert choice.prove([Member("bad", "k", "bad", fail, False)], a, b) == [None]
+    given = Operands(bell(1, 4, 16), bell(1, 16, 8, seed=1))
+    assert choice.prove([Member("bad", "k", "bad", fail, False)], given) == [None]
     assert book.all() == []
     assert "status 7" in book.aside()["bad", "k"]
-    assert choice.stands(Member("bad", "k", "bad", fail, False), a, b) is False
+    assert choice.stands(Member("bad", "k", "bad", fail, False), given) is False
 
 
 def test_tf32_is_a_class_that_is_asked_for():
@@ -314,7 +329,7 @@ def test_refuses_what_it_has_no_kernel_for():
         (matmul, (bell(2, 2), bell(2, 2).half()), "float16"),
         (matmul, (bell(2, 3), bell(2, 3)), "takes"),
         (linear, (bell(2, 3), bell(4, 3), bell(3)), "bias"),
-        (member, ("16 by 16", bell(1, 2, 2), bell(1, 2, 2)), "tile"),
+        (member, ("16 by 16", Operands(bell(1, 2, 2), bell(1, 2, 2))), "tile"),
     ):
         with pytest.raises(NotImplementedError if words == "int32" else ValueError, match=words):
             operator(*given)
