@@ -80,8 +80,7 @@ def block_scales(scale_a: torch.Tensor, scale_b: torch.Tensor, step: int = 4) ->
 
 # How torch reports that it has no such product, as opposed to a failure.
 _REFUSED = re.compile(
-    "nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED|create a primitive",
-    re.I,
+    "nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED|create a primitive", re.I
 )
 
 

@@ -139,11 +139,7 @@ def forget() -> None:
 
 
 def agreed(
-    member: str,
-    key: str,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    prove: Callable[[], tuple[bool, str]],
+    member: str, key: str, device: torch.device, group: dist.ProcessGroup, prove: Callable[[], tuple[bool, str]]
 ) -> bool:
     """Whether the member is proven at the key on all ranks; proven now where one of them has no proof.
 

@@ -31,15 +31,7 @@ from nondet.core.proof import Claim, established, operands_key, prove
 from nondet.kernels.attention import hopper, triton_kernels
 from nondet.kernels.attention.masks import starts
 from nondet.kernels.attention.triton_kernels import SEGMENT as SEGMENT
-from nondet.kernels.attention.triton_kernels import (
-    Form,
-    Way,
-    attend_kernel,
-    has_pdl,
-    merge_kernel,
-    one_plan,
-    plan_for,
-)
+from nondet.kernels.attention.triton_kernels import Form, Way, attend_kernel, has_pdl, merge_kernel, one_plan, plan_for
 from nondet.kernels.triton_common import HALF, INTERPRETED, Step, again, on_device, remember, require
 from nondet.kernels.triton_common import forget as forget_calls
 from nondet.kernels.triton_common import launch as triton_launch
@@ -215,10 +207,7 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
                 rows,
                 segments,
                 (part, out, call.cu_q, call.cu_k),
-                (
-                    *(call.tq, call.tk, heads, call.tq * heads, segments, rows_per_start, slots, qk_scale),
-                    *strides[9:],
-                ),
+                (*(call.tq, call.tk, heads, call.tq * heads, segments, rows_per_start, slots, qk_scale), *strides[9:]),
                 head_dim=head_dim,
                 pdl=way.pdl,
                 VARLEN=packed,

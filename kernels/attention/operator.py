@@ -146,11 +146,7 @@ ATTENTION = Operator(
             members={"invariant": INVARIANT, "varlen": f"{_FOLDER}.cpu:blocks_varlen"},
         ),
     ),
-    operands=(
-        Operand(("B", "Hq", "Tq", "D")),
-        Operand(("B", "Hkv", "Tk", "D")),
-        Operand(("B", "Hkv", "Tk", "D")),
-    ),
+    operands=(Operand(("B", "Hq", "Tq", "D")), Operand(("B", "Hkv", "Tk", "D")), Operand(("B", "Hkv", "Tk", "D"))),
     bench=Bench(cells=_cells, work=_work, group=("Tk",)),
     drawn_by="nondet.core.operands:of_attention",
     questions=_questions,

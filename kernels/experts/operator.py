@@ -112,10 +112,7 @@ _BOUND = AccuracyBound("nondet.core.watch:of_scattered", "gamma_n sum|x| of n ad
 INDEX_ADD = Operator(
     name="index_add",
     reference="nondet.kernels.reference:index_add",
-    implementations=_implementations(
-        "index_add",
-        index_add_=on_both(_FOLDER, "index_add_"),
-    ),
+    implementations=_implementations("index_add", index_add_=on_both(_FOLDER, "index_add_")),
     family=EXPERTS,  # experts are added onto the sequence with it
     aten=(
         AtenOperator(name="index_add_", replacement=f"{_REPLACE}:index_add_"),

@@ -210,10 +210,7 @@ MATMUL = Operator(
     name="matmul",
     reference="nondet.kernels.reference:matmul",
     implementations=implementations(  # separate entries for two and three dimensions, and with a bias
-        _FOLDER,
-        "matmul",
-        mm=on_both(_FOLDER, "mm"),
-        bmm=on_both(_FOLDER, "bmm"),
+        _FOLDER, "matmul", mm=on_both(_FOLDER, "mm"), bmm=on_both(_FOLDER, "bmm")
     ),
     family=PRODUCTS,
     aten=tuple(_in_all_forms(name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),

@@ -27,8 +27,7 @@ _REPLACE = "nondet.kernels.dispatch.replacements"
 _GRADIENTS = "nondet.kernels.dispatch.gradients"
 
 NORMS = Family(
-    "norm",
-    "mean over axes, which transformers' RMSNorm is made of; those modules as a whole; rms_norm and layer_norm",
+    "norm", "mean over axes, which transformers' RMSNorm is made of; those modules as a whole; rms_norm and layer_norm"
 )
 SOFTMAXES = Family("softmax", "softmax, log_softmax and logsumexp")
 SUMS = Family("reduction", "sum over axes")
@@ -103,8 +102,7 @@ RMS_NORM = Operator(
     name="rms_norm",
     reference="nondet.kernels.reference:rms_norm",
     implementations=_implementations(
-        "rms_norm",
-        Implementation(name="stock-hf", stock=True, targets={ANY: "nondet.kernels.stock:rms_norm_hf"}),
+        "rms_norm", Implementation(name="stock-hf", stock=True, targets={ANY: "nondet.kernels.stock:rms_norm_hf"})
     ),
     family=NORMS,
     aten=(AtenOperator(name="rms_norm", replacement=f"{_REPLACE}:rms_norm", composed=True),),

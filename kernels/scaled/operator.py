@@ -86,10 +86,7 @@ def _work(s: Shape) -> tuple[int, int]:
 
 
 _TESTED = {"cuda": ((4096, 4096), (12288, 1024), (1000, 777)), "cpu": ((1024, 192), (333, 217))}  # K, N
-_BATCHES = {
-    "cuda": (1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 512, 1024, 4096),
-    "cpu": (1, 2, 7, 16, 17, 33, 64),
-}
+_BATCHES = {"cuda": (1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 512, 1024, 4096), "cpu": (1, 2, 7, 16, 17, 33, 64)}
 
 
 def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
