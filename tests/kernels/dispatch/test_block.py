@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,14 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPUTES, FAMILIES, OPERATORS, variants
 from nondet.kernels.matmul import cpu as cpu_matmul
 from tests.build import rand
+
+
+@pytest.fixture
+def entered() -> Iterator[None]:
+    """Blocks in another one are entered sooner."""
+    with batch_invariant([]):
+        yield
+
 
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
@@ -61,7 +69,7 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 }
 
 
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("entered")
 @pytest.mark.parametrize(
     ("device", "mode"),
     [
@@ -131,7 +139,7 @@ def test_a_block_is_entered_once_at_a_time() -> None:
     assert block.coverage().replaced["linear"] == 2
 
 
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("entered")
 def test_one_family_leaves_the_others_stock() -> None:
     """A subset replaces its own operators and no other, and the others are counted as at risk: an ablation."""
     called = {name for _, name in CALLS.values()}
@@ -205,7 +213,7 @@ LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 }
 
 
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("entered")
 def test_what_a_kernel_cannot_take_is_left_and_said() -> None:
     """It goes to the original kernel, bit for bit, and the coverage names operator, dtype and reason."""
     for case, (function, words) in LEFT.items():
@@ -255,7 +263,7 @@ def test_stock_is_left_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> No
     assert block.coverage().at_risk == {"cumsum float32: a row's bits are not those that it has alone": 1}
 
 
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("entered")
 def test_certificates_take_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the last axis and another, each of these finds its axis, and its proof runs."""
     kept = Certificates({}, None)
