@@ -463,8 +463,8 @@ def _joined(
     """
     wide = [(t, part) for t, parts in enumerate(parts_of) for part in parts if len(groups[part]) > 1]
     # a part's pivot is added to the last of its own parts in its root
-    asked = [Mask(pivots[p], groups[parts_of[p][-1]][:1], np.array([pivots[t]])) for t, p in wide]
-    one_step = {part for (_, part), left in zip(wide, survivors(asked), strict=True) if not left[0]}
+    masks = [Mask(pivots[p], groups[parts_of[p][-1]][:1], np.array([pivots[t]])) for t, p in wide]
+    one_step = {part for (_, part), left in zip(wide, survivors(masks), strict=True) if not left[0]}
     nodes: list[tuple[int, ...]] = []
     made: dict[int, int] = {}
     for t in reversed(range(len(groups))):

@@ -122,7 +122,7 @@ class _Reader:
             return ", of each two the second first"
         return f", in the order {_listed(firsts)}"
 
-    def told(self, part: _Part, depth: int = 0) -> bool:
+    def is_described(self, part: _Part, depth: int = 0) -> bool:
         """Whether the words determine the part: it is regular, and all of it is described."""
         if part.leaves or self.size(part) == 1 or self.is_step(part.node):
             return bool(part.leaves) or self.size(part) == 1 or depth < _DEEP
@@ -139,7 +139,7 @@ class _Reader:
                 return False
             if "..." in order or "each two" in order or (order and i and count == 2):
                 return False
-            if (size > 1 and len({self.ranked(one) for one in run}) > 1) or not self.told(run[0], depth + 1):
+            if (size > 1 and len({self.ranked(one) for one in run}) > 1) or not self.is_described(run[0], depth + 1):
                 return False
             start = stop
         return len(runs) <= _KINDS and depth < _DEEP
@@ -180,7 +180,8 @@ def _lines(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str]
     if len(kinds) == 1:
         yield depth, _alike(reader, split)
         if reader.size(kinds[0][0]) > 1 and reader.shape(kinds[0][0])[1] == 0:
-            yield from _deeper(reader, kinds[0][0], depth + 1)
+            part, deep = kinds[0][0], depth + 1 < _DEEP
+            yield from _lines(reader, part, depth + 1) if deep else [(depth + 1, f"a sum of {reader.size(part):,}")]
         return
     whole = reader.size(kinds[0][0]) == 1 or reader.shape(kinds[0][0])[1]  # a chain of elements goes on as this sum
     count = len(split.parts) - (len(kinds[0]) - 1 if whole else 0)
@@ -189,20 +190,13 @@ def _lines(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str]
         inner = list(_lines(reader, run[0], depth + 1)) if depth + 1 < _DEEP else []
         if len(run) > 1:
             alone = reader.size(run[0]) == 1 or reader.shape(run[0])[1]
-            told = [(depth + 1, _alike(reader, _Split(run, binary=False)))]
-            inner = told + [(d + 1, line) for d, line in inner if not alone]
+            own = [(depth + 1, _alike(reader, _Split(run, binary=False)))]
+            inner = own + [(d + 1, line) for d, line in inner if not alone]
         inner = inner or [(depth + 1, f"a sum of {reader.size(run[0]):,}")]
         yield inner[0][0], f"{'then' if i else 'first'} {inner[0][1]}"
         yield from inner[1:]
     if len(kinds) > _KINDS:
         yield depth + 1, f"and {sum(map(len, kinds[_KINDS:])):,} more"
-
-
-def _deeper(reader: _Reader, part: _Part, depth: int) -> Iterator[tuple[int, str]]:
-    if depth < _DEEP:
-        yield from _lines(reader, part, depth)
-    else:
-        yield depth, f"a sum of {reader.size(part):,}"
 
 
 def _alike(reader: _Reader, split: _Split) -> str:
@@ -233,9 +227,9 @@ def words(tree: Tree) -> str:
     ]
     line = "; each ".join(said) if all(b == a + 1 for (a, _), (b, _) in pairwise(lines)) else "; ".join(said)
     dropped = tree.dropped
-    told = len(dropped) <= _NUMBERS or dropped == list(range(dropped[0], dropped[-1] + 1))
+    listed = len(dropped) <= _NUMBERS or dropped == list(range(dropped[0], dropped[-1] + 1))
     root = _Part(tree.leaves + len(tree.nodes) - 1 if tree.nodes else 0)
-    return line if told and _Reader(tree).told(root) else f"{line} (digest {tree.digest[:8]})"
+    return line if listed and _Reader(tree).is_described(root) else f"{line} (digest {tree.digest[:8]})"
 
 
 def compared(one: Tree, other: Tree) -> str:

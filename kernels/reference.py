@@ -25,10 +25,21 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Rows offsets[g - 1] ... offsets[g] - 1 of x [R, K] times weight[g] of [G, K, N] -> [R, N]; later rows: zeros."""
-    out = x.new_zeros((x.shape[0], weight.shape[2]), dtype=torch.float64)
+    return by_expert(torch.mm, x.double(), weight.double(), offsets)
+
+
+def by_expert(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
+    """`grouped_matmul` by one product(rows, weight) for each expert that has rows."""
+    out = x.new_zeros((x.shape[0], weight.shape[2]))
     start = 0
     for expert, end in enumerate(offsets.tolist()):
-        out[start:end] = x[start:end].double() @ weight[expert].double()
+        if start < end:
+            out[start:end] = product(x[start:end], weight[expert])
         start = end
     return out
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nondet.core.launch import note
-from nondet.kernels.reference import autograd
+from nondet.kernels.reference import autograd, by_expert
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -42,13 +42,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
         note("torch._grouped_mm")
         return torch._grouped_mm(x, weight, offs=offsets)
     note("torch.mm for each expert")
-    out = x.new_zeros((x.shape[0], weight.shape[2]))
-    start = 0
-    for expert, end in enumerate(offsets.tolist()):
-        if start < end:
-            out[start:end] = torch.mm(x[start:end], weight[expert])
-        start = end
-    return out
+    return by_expert(torch.mm, x, weight, offsets)
 
 
 def scaled_matmul(
@@ -86,8 +80,7 @@ def block_scales(scale_a: torch.Tensor, scale_b: torch.Tensor, step: int = 4) ->
 
 # How torch reports that it has no such product, as opposed to a failure.
 _REFUSED = re.compile(
-    "nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED|create a primitive",
-    re.I,
+    "nvalid scaling|upport|xpected|only|require|must be|should be|Could not run|NOT_SUPPORTED|create a primitive", re.I
 )
 
 
@@ -192,46 +185,28 @@ def attention(
     return _attend(q, k, v, causal, scale)
 
 
-def attention_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """`attention`, with only torch's flash backend, on a CPU another kernel; RuntimeError: it can't take the inputs."""
-    return _attend_by(SDPBackend.FLASH_ATTENTION, q, k, v, causal, scale)
-
-
-def attention_efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """`attention`, with only torch's memory-efficient backend; errors as `attention_flash`.
-
-    It does not support GQA: keys and values are repeated for each query head first, as transformers does.
-    """
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return _attend_by(SDPBackend.EFFICIENT_ATTENTION, q, k, v, causal, scale)
-
-
-def attention_cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """`attention`, with only cuDNN's kernels; errors as `attention_flash`."""
-    return _attend_by(SDPBackend.CUDNN_ATTENTION, q, k, v, causal, scale)
-
-
-def attention_math(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """`attention`, as two products and a softmax in torch."""
-    return _attend_by(SDPBackend.MATH, q, k, v, causal, scale)
-
-
 def _attend_by(
-    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
+    backend: SDPBackend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
 ) -> torch.Tensor:
+    """`attention` by only one of torch's backends; RuntimeError: it can't take the inputs."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no GQA: repeated, as transformers does
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     note(f"torch.scaled_dot_product_attention[{backend.name.lower()}]")
     with sdpa_kernel(backend):
         return _attend(q, k, v, causal, scale)
+
+
+attention_flash = partial(_attend_by, SDPBackend.FLASH_ATTENTION)  # on a CPU another kernel than on a GPU
+attention_efficient = partial(_attend_by, SDPBackend.EFFICIENT_ATTENTION)
+attention_cudnn = partial(_attend_by, SDPBackend.CUDNN_ATTENTION)
+attention_math = partial(_attend_by, SDPBackend.MATH)  # two products and a softmax
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:

@@ -27,10 +27,10 @@ HALF = (torch.float16, torch.bfloat16)
 _guards: Any = torch._C._dynamo.guards
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 empty_strided = _guards._empty_strided_cpu if INTERPRETED else _guards._empty_strided_cuda
-Room = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Buffer = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-def room_of(shape: tuple[int, ...], dtype: torch.dtype) -> Room:
+def buffer_of(shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
     """The arguments of `empty_strided` for a contiguous tensor."""
     return (*shape,), torch.empty(shape, dtype=dtype, device="meta").stride(), dtype
 
@@ -159,7 +159,7 @@ class Step(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    rooms: tuple[Room, ...]
+    buffers: tuple[Buffer, ...]
     steps: tuple[Any, ...]
     label: str
     device: int
@@ -194,12 +194,12 @@ def _kind(what: object, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple
 
 
 def remember(
-    what: object, tensors: tuple[torch.Tensor | None, ...], rooms: tuple[torch.Tensor, ...], label: str, *steps: Step
+    what: object, tensors: tuple[torch.Tensor | None, ...], buffers: tuple[torch.Tensor, ...], label: str, *steps: Step
 ) -> None:
     """Cache the launches for calls with the same `what` and tensors of these shapes, strides, dtypes and device.
 
     `what`: the operator and all its arguments except `tensors`, which the launches read in place, without copies.
-    `rooms`: its results and intermediate buffers, contiguous. `label`: what is noted.
+    `buffers`: its results and intermediate buffers, contiguous. `label`: what is noted.
     """
     if torch.compiler.is_compiling() or any(step.launch is None for step in steps):
         return
@@ -207,8 +207,8 @@ def remember(
     if kind is not None:
         if len(_kept) >= _FOUND_MOST:
             _kept.clear()
-        device = next(x.get_device() for x in (*rooms, *tensors) if x is not None)
-        _kept[kind[0]] = _Kept(tuple(((*x.shape,), x.stride(), x.dtype) for x in rooms), steps, label, device)
+        device = next(x.get_device() for x in (*buffers, *tensors) if x is not None)
+        _kept[kind[0]] = _Kept(tuple(((*x.shape,), x.stride(), x.dtype) for x in buffers), steps, label, device)
 
 
 def forget() -> None:
@@ -248,10 +248,10 @@ def _on_current_device(tensors: Sequence[torch.Tensor | None]) -> bool:
 def _replayed(kept: _Kept, tensors: Sequence[torch.Tensor | None], places: list[Any]) -> list[torch.Tensor]:
     """`places`: what a launch takes of the tensors, their addresses, in the interpreter themselves."""
     made = []
-    for wanted in kept.rooms:
-        room = empty_strided(*wanted)
-        made.append(room)
-        places.append(room if INTERPRETED else room.data_ptr())  # aligned to 16 bytes by all of torch's allocators
+    for wanted in kept.buffers:
+        buffer = empty_strided(*wanted)
+        made.append(buffer)
+        places.append(buffer if INTERPRETED else buffer.data_ptr())  # aligned to 16 bytes by all of torch's allocators
     places.append(None)
     note(kept.label)
     for launch, order, boxes in kept.steps:

@@ -30,7 +30,7 @@ from nondet.core.runfile import disk_errors
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as matmul_tables
-from nondet.kernels.matmul.cuda import Member, Row, Table, member, prove, stands
+from nondet.kernels.matmul.cuda import Member, Operands, Row, Table, member, prove, stands
 from nondet.kernels.matmul.hopper import HOPPER_TILES
 from nondet.kernels.matmul.triton_kernels import TMA_TILES, tiles
 from nondet.probes.models import preset as preset_sizes
@@ -118,14 +118,15 @@ def _cell(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> R
 
 def _proven(names: Sequence[str], x: torch.Tensor, weight: torch.Tensor) -> dict[str, Member]:
     """The candidates that there are for this product and that have the class's bits."""
-    offered = ((name, member(name, x, weight, alignment=256)) for name in names)
+    given = Operands(x, weight, alignment=256)
+    offered = ((name, member(name, given)) for name in names)
     members = {name: bound for name, bound in offered if bound is not None}
 
     def standing(name: str) -> bool | None:
-        return stands(members[name], x, weight, may_prove=False)
+        return stands(members[name], given, may_prove=False)
 
     unknown = [name for name in members if standing(name) is None]
-    proven = prove([members[name] for name in unknown], x, weight, alignment=256)  # all on the same inputs
+    proven = prove([members[name] for name in unknown], given)  # all on the same inputs
     holds = dict(zip(unknown, proven, strict=True))
     return {name: bound for name, bound in members.items() if holds.get(name, standing(name))}
 

@@ -64,7 +64,7 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch:
 def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A small table, made for real: every row's members have the class's bits, and times are positive."""
     from nondet.core.certificates import certificates
-    from nondet.kernels.matmul.cuda import member
+    from nondet.kernels.matmul.cuda import Operands, member
 
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
     device = torch.device("cuda", torch.cuda.current_device())
@@ -77,7 +77,7 @@ def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pyt
         x = torch.empty(1, m, k, dtype=torch.bfloat16, device=device)
         weight = torch.empty(n, k, dtype=torch.bfloat16, device=device).T[None]
         for name in (row.choice, row.triton):
-            found = member(name, x, weight, alignment=256)
+            found = member(name, Operands(x, weight, alignment=256))
             assert found is not None
             assert found.is_anchor or certificates().standing(found.name, found.key)
 

@@ -38,9 +38,7 @@ def ordered_gather(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Flat `out` [W * n] from every rank's flat x [n], in the order of ranks."""
-    name = (
-        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    )  # torch 2.13: renamed
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # renamed in 2.13
     getattr(dist, name)(out, x, group=group)
 
 
@@ -141,11 +139,7 @@ def forget() -> None:
 
 
 def agreed(
-    member: str,
-    key: str,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    prove: Callable[[], tuple[bool, str]],
+    member: str, key: str, device: torch.device, group: dist.ProcessGroup, prove: Callable[[], tuple[bool, str]]
 ) -> bool:
     """Whether the member is proven at the key on all ranks; proven now where one of them has no proof.
 
@@ -194,10 +188,10 @@ def together(apart: str, evidence: str, device: torch.device, group: dist.Proces
     vote = torch.tensor([1 if apart else 0], dtype=torch.int32, device=device)
     votes = torch.empty(world, dtype=torch.int32, device=device)
     gather_into(votes, vote, group)
-    parted = votes.tolist()
-    if not any(parted):
+    failed = votes.tolist()
+    if not any(failed):
         return True, evidence
-    where = ", ".join(str(r) for r, v in enumerate(parted) if v)
+    where = ", ".join(str(r) for r, v in enumerate(failed) if v)
     return False, f"not the bits of the anchor on rank {where}{': ' + apart if apart else ''}"
 
 
@@ -270,11 +264,6 @@ def _run(
         return name
     members[names[-1]](*operands)
     return names[-1]
-
-
-def choice(x: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
-    """The members that would be tried for x, fastest first; equal on all ranks."""
-    return [*_preferences(x, dist.get_world_size(group)), ANCHOR]
 
 
 def _preferences(x: torch.Tensor, world: int) -> tuple[str, ...]:

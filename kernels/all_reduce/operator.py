@@ -10,24 +10,13 @@ ALL_REDUCES = Family(
 )
 
 
-def _implementations() -> tuple[Implementation, ...]:
-    return (
-        Implementation(name="stock", stock=True, targets={ANY: "nondet.ranks.operators:stock"}),
-        Implementation(name="invariant", invariant=True, targets={ANY: "nondet.ranks.operators:invariant"}),
-    )
-
-
+_REFERENCE = "nondet.ranks.operators:reference"
+_IMPLEMENTATIONS = (
+    Implementation(name="stock", stock=True, targets={ANY: "nondet.ranks.operators:stock"}),
+    Implementation(name="invariant", invariant=True, targets={ANY: "nondet.ranks.operators:invariant"}),
+)
 # Under batch_invariant() the family is registered for c10d's operators, which are not aten's: see
 # `nondet.kernels.dispatch.replacements`.
-ALL_REDUCE = Operator(
-    name="all_reduce",
-    reference="nondet.ranks.operators:reference",
-    implementations=_implementations(),
-    family=ALL_REDUCES,
-)
-REDUCE_SCATTER = Operator(
-    name="reduce_scatter", reference="nondet.ranks.operators:reference", implementations=_implementations()
-)
-ALL_GATHER = Operator(
-    name="all_gather", reference="nondet.ranks.operators:reference", implementations=_implementations()
-)
+ALL_REDUCE = Operator(name="all_reduce", reference=_REFERENCE, implementations=_IMPLEMENTATIONS, family=ALL_REDUCES)
+REDUCE_SCATTER = Operator(name="reduce_scatter", reference=_REFERENCE, implementations=_IMPLEMENTATIONS)
+ALL_GATHER = Operator(name="all_gather", reference=_REFERENCE, implementations=_IMPLEMENTATIONS)

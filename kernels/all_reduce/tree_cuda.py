@@ -167,21 +167,8 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, chunks: int, target: torch.Te
         )
     with on_device(x):
         _chunk_products_kernel[grid](
-            *operands,
-            target,
-            m,
-            n,
-            size,
-            *x.stride(),
-            weight.stride(1),
-            weight.stride(0),
-            tile.block_m,
-            tile.block_n,
-            tile.block_k,
-            8,
-            size % tile.block_k == 0,
-            tile.tma,
-            chunks // tile.splits,
+            *(*operands, target, m, n, size, *x.stride(), weight.stride(1), weight.stride(0)),
+            *(tile.block_m, tile.block_n, tile.block_k, 8, size % tile.block_k == 0, tile.tma, chunks // tile.splits),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -512,42 +512,9 @@ def _prove_once(dim: int, capped: bool) -> None:
         raise failure
 
 
-# Anchors and members of attention that are adapters of kernel modules' functions.
-# Every function has the operator's signature (`nondet.kernels.reference`) and raises NotImplementedError where it does
-# not apply; `nondet.core.registry` names them. CUDA, except `blocks_varlen`; forward only.
-
-
-def segments_anchor(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """The one plan that supports every call: a program processes a query's segments in order."""
-    from nondet.kernels.attention.cuda import attention_by_one_plan
-
-    return attention_by_one_plan(q, k, v, causal=causal, scale=scale)
-
-
-def segments_hopper(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """The warp-specialized prefill kernel, also where it is slower."""
-    from nondet.kernels.attention.hopper import prefill, supports
-
-    reason = supports(q, k, v, causal, None, None)
-    if reason is not None:
-        raise NotImplementedError(reason)
-    return prefill(q, k, v, causal=causal, scale=scale)
-
-
-def segments_split(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
-    """A program for each segment, merged afterwards: split-KV, also where it is slower."""
-    from nondet.kernels.attention.cuda import attention
-
-    return attention(q, k, v, causal=causal, scale=scale, split=True)
-
-
 class _Varlen:
+    """Packed attention with the operator's signature (`nondet.kernels.reference`), for `nondet.core.registry`."""
+
     def __init__(self, target: str) -> None:
         self.target = target
 

@@ -1,21 +1,14 @@
 """Attention with fixed KV segments on CUDA: prefill, chunked prefill and decode of a position give equal bits.
 
-The order of reduction, for one query of one head at position p (the number of keys before it):
-
-  1. keys 0 ... p are cut into segments of SEGMENT keys, and each segment into tiles of `tile_keys` keys, both anchored
-  at key 0 and so independent of how many queries, requests, cached tokens or chunks there are;
-  2. within a segment, an online softmax over its tiles in order, in float32: scores by one dot over the head dim, the
-      maximum in units of scores, probabilities exp2(fma(score, c, -maximum * c)) with c = scale * log2(e), their sums
-      in eight partial sums by a tree of halves, then rounded to the input's dtype for one dot with the values;
-  3. the segments' (m, l, acc) merged in order in float32, then acc / l, rounded once to the input's dtype.
-
-Only the position and the head enter. How many segments a program processes (all, some, or one: split-KV decode) and how
-many rows it holds changes only speed. A fixed segment *size* instead of a number of splits is what He & Thinking
-Machines Lab (2025, doi 10.64434/tml.20250910) propose; the merge is that of flash decoding. FMA contraction is off
-(enable_fp_fusion=False), because next to a merge it would depend on the kernel; every fused multiply-add is in the
-source. That narrow mma.sync and wide wgmma tiles accumulate alike is a property of the hardware. So each way to launch
-is proven by bits at its first use on a machine, against the one plan that supports every call. That plan runs where a
-way is not proven, or can't be while a CUDA graph is captured.
+The order of reduction is `SEGMENTS` of operator.py: segments of SEGMENT keys and tiles of `tile_keys` keys, both
+anchored at key 0, an online softmax over a segment's tiles, the segments merged in order, one rounding. Only the
+position and the head enter, not how many queries, requests, cached tokens or chunks there are. How many segments a
+program processes (all, some, or one: split-KV decode) and how many rows it holds changes only speed. A fixed segment
+*size* instead of a number of splits is what He & Thinking Machines Lab (2025, doi 10.64434/tml.20250910) propose; the
+merge is that of flash decoding. FMA contraction is off (enable_fp_fusion=False), because next to a merge it would
+depend on the kernel; every fused multiply-add is in the source. That narrow mma.sync and wide wgmma tiles accumulate
+alike is a property of the hardware. So each way to launch is proven by bits at its first use on a machine, against the
+one plan that supports every call. That plan runs where a way is not proven, or can't be while a CUDA graph is captured.
 
 Long prefills of half precision on Hopper go to `hopper.prefill`, a faster member of the same class.
 
@@ -38,15 +31,7 @@ from nondet.core.proof import Claim, established, operands_key, prove
 from nondet.kernels.attention import hopper, triton_kernels
 from nondet.kernels.attention.masks import starts
 from nondet.kernels.attention.triton_kernels import SEGMENT as SEGMENT
-from nondet.kernels.attention.triton_kernels import (
-    Form,
-    Way,
-    attend_kernel,
-    has_pdl,
-    merge_kernel,
-    one_plan,
-    plan_for,
-)
+from nondet.kernels.attention.triton_kernels import Form, Way, attend_kernel, has_pdl, merge_kernel, one_plan, plan_for
 from nondet.kernels.triton_common import HALF, INTERPRETED, Step, again, on_device, remember, require
 from nondet.kernels.triton_common import forget as forget_calls
 from nondet.kernels.triton_common import launch as triton_launch
@@ -222,10 +207,7 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
                 rows,
                 segments,
                 (part, out, call.cu_q, call.cu_k),
-                (
-                    *(call.tq, call.tk, heads, call.tq * heads, segments, rows_per_start, slots, qk_scale),
-                    *strides[9:],
-                ),
+                (*(call.tq, call.tk, heads, call.tq * heads, segments, rows_per_start, slots, qk_scale), *strides[9:]),
                 head_dim=head_dim,
                 pdl=way.pdl,
                 VARLEN=packed,
@@ -250,8 +232,8 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
         return
     given: tuple[Any, ...] = (q, k, v, out, call.cu_q, call.cu_k, call.key_index) if packed else (q, k, v)
     ends = (4, 5, -1, 6) if packed else (-1,) * 4
-    rooms = [*(() if packed else (out.transpose(1, 2),)), *(() if part is None else (part,))]
-    at = -1 if part is None else len(given) + len(rooms) - 1
+    buffers = [*(() if packed else (out.transpose(1, 2),)), *(() if part is None else (part,))]
+    at = -1 if part is None else len(given) + len(buffers) - 1
     steps = [Step(launched, (0, 1, 2, 3, at, *ends))]
     if way.tiles:
         rows = (packed and call.page) or plan.block_n
@@ -259,7 +241,7 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
         steps = [Step(launched, (0, 1, 2, 3, at, *ends[:2], ends[3]), boxes)]
     if part is not None:
         steps.append(Step(merged, (at, 3, *ends[: 2 if way.lanes else 3])))
-    remember(what, given, (*rooms,), label, *steps)
+    remember(what, given, (*buffers,), label, *steps)
 
 
 # The proof at first use that a way to launch attention has, on this machine, the bits of the one plan.
@@ -559,14 +541,14 @@ def _check(
     require("attention", _DTYPES, q, k, v)
 
 
-def compute(call: Call, way: Way, *, asked: bool = False, what: object = None) -> bool:
+def compute(call: Call, way: Way, *, forced: bool = False, what: object = None) -> bool:
     """Compute call.out in this way where it is proven on this machine, else by the one plan; whether it was this way,
     proven.
 
-    `asked`: use this way even where it is not proven. `what`: as in `launch`, for what is proven. Raises
+    `forced`: use this way even where it is not proven. `what`: as in `launch`, for what is proven. Raises
     NotImplementedError: the one plan itself gave a row different bits at another position.
     """
-    if asked or INTERPRETED:  # NumPy's products there: they show nothing about the hardware
+    if forced or INTERPRETED:  # NumPy's products there: they show nothing about the hardware
         launch(call, way, what=what)
         return False
     one = one_plan(call.q.shape[3], call.q.dtype)
@@ -646,7 +628,7 @@ def attention(
     call = Call(*operands, batch, tq, k.shape[2], scale, causal, window, softcap)
     way = quickest(call, split)
     whole = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    compute(call, way, asked=split is not None, what=what if whole else None)
+    compute(call, way, forced=split is not None, what=what if whole else None)
     return out
 
 
@@ -661,6 +643,9 @@ def attention_by_one_plan(
         call = Call(*operands, q.shape[0], q.shape[2], k.shape[2], scale, causal, None, None)
         launch(call, one_plan(q.shape[3], q.dtype))
     return out
+
+
+attention_split = partial(attention, split=True)
 
 
 def attention_varlen(
@@ -737,5 +722,5 @@ def attention_varlen(
         positions=positions,
         key_index=None if key_index is None else key_index.contiguous(),
     )
-    compute(call, quickest(call, split), asked=split is not None)
+    compute(call, quickest(call, split), forced=split is not None)
     return out

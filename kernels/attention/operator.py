@@ -21,6 +21,7 @@ from nondet.core.operator import (
     Shape,
     Sizes,
 )
+from nondet.kernels.matmul.operator import implementations, on_both
 
 _FOLDER = "nondet.kernels.attention"
 _STOCK = "nondet.kernels.stock"
@@ -105,29 +106,17 @@ def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
 ATTENTION = Operator(
     name="attention",
     reference="nondet.kernels.reference:attention",
-    implementations=(
-        Implementation(name="stock", stock=True, targets={ANY: f"{_STOCK}:attention"}),
+    implementations=implementations(
+        _FOLDER,
+        "attention",
         Implementation(name="stock-flash", stock=True, targets={ANY: f"{_STOCK}:attention_flash"}),
         Implementation(name="stock-efficient", stock=True, targets={"cuda": f"{_STOCK}:attention_efficient"}),
         Implementation(name="stock-cudnn", stock=True, targets={"cuda": f"{_STOCK}:attention_cudnn"}),
         # writes every score to memory, so a long prefill takes seconds
         Implementation(name="stock-math", stock=True, slow=True, targets={ANY: f"{_STOCK}:attention_math"}),
-        Implementation(
-            name="invariant",
-            invariant=True,
-            targets={"cuda": f"{_FOLDER}.cuda:attention", "cpu": f"{_FOLDER}.cpu:attention"},
-            entries={
-                "attention_varlen": {
-                    "cuda": f"{_FOLDER}.cuda:attention_varlen",
-                    "cpu": f"{_FOLDER}.cpu:attention_varlen",
-                },
-                "attention_backward": {
-                    "cuda": f"{_FOLDER}_backward.cuda:attention_backward",
-                    "cpu": f"{_FOLDER}_backward.cpu:attention_backward",
-                },
-                "max_head_dim": {"cuda": f"{_FOLDER}.cuda:MAX_HEAD_DIM", "cpu": f"{_FOLDER}.cpu:MAX_HEAD_DIM"},
-            },
-        ),
+        attention_varlen=on_both(_FOLDER, "attention_varlen"),
+        attention_backward=on_both(f"{_FOLDER}_backward", "attention_backward"),
+        max_head_dim=on_both(_FOLDER, "MAX_HEAD_DIM"),
     ),
     family=Family(
         "attention", "scaled_dot_product_attention, and the paged attention of transformers' continuous batching"
@@ -143,11 +132,11 @@ ATTENTION = Operator(
     claims=(
         Claim(
             order=SEGMENTS,
-            anchor=f"{_FOLDER}.cpu:segments_anchor",
+            anchor=f"{_FOLDER}.cuda:attention_by_one_plan",
             members={
                 "invariant": INVARIANT,
-                "hopper": f"{_FOLDER}.cpu:segments_hopper",
-                "split": f"{_FOLDER}.cpu:segments_split",
+                "hopper": f"{_FOLDER}.hopper:prefill",
+                "split": f"{_FOLDER}.cuda:attention_split",
                 "varlen": f"{_FOLDER}.cpu:segments_varlen",
             },
         ),
@@ -157,11 +146,7 @@ ATTENTION = Operator(
             members={"invariant": INVARIANT, "varlen": f"{_FOLDER}.cpu:blocks_varlen"},
         ),
     ),
-    operands=(
-        Operand(("B", "Hq", "Tq", "D")),
-        Operand(("B", "Hkv", "Tk", "D")),
-        Operand(("B", "Hkv", "Tk", "D")),
-    ),
+    operands=(Operand(("B", "Hq", "Tq", "D")), Operand(("B", "Hkv", "Tk", "D")), Operand(("B", "Hkv", "Tk", "D"))),
     bench=Bench(cells=_cells, work=_work, group=("Tk",)),
     drawn_by="nondet.core.operands:of_attention",
     questions=_questions,

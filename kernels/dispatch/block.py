@@ -152,7 +152,10 @@ def decided() -> _Functions:
 
 def _of_families(device: str) -> _Functions:
     made: _Functions = {}
-    kernels = partial(_kernels, device.lower())
+
+    def kernels() -> Kernels:
+        return kernels_for(device.lower())
+
     for family, operators in OPERATORS.items():
         if family == "pointwise" and device != "CPU":
             continue
@@ -164,10 +167,6 @@ def _of_families(device: str) -> _Functions:
                 binder = BINDERS[device].get(name)
                 made[f"aten::{name}", key] = functions.replacing(name, family, kernels, original, replacement, binder)
     return made
-
-
-def _kernels(device: str) -> Kernels:
-    return kernels_for(device)
 
 
 def _originals(name: str, keys: Iterable[str]) -> Iterator[tuple[str, Any]]:

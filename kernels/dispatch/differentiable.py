@@ -8,6 +8,7 @@ without atomics (`nondet.kernels.attention_backward`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,20 +170,17 @@ class _Linear(torch.autograd.Function):
 # in the forward's order, the rest is elementwise, and nothing is computed from another row or another request.
 
 
-def softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """p (g - sum of g p) of x [M, V]; p is the forward's, in x's dtype, as autograd keeps it."""
-    from nondet.kernels.dispatch.gradients import softmax_backward
+def _of_softmax(name: str, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """p (g - sum of g p), or g - exp(y) (sum of g), of x [M, V]; p and y are the forward's, as autograd keeps them."""
+    from nondet.kernels.dispatch import gradients
 
     kernels = kernels_for(x.device.type)
-    return guarded(softmax_backward)(kernels, gradient, kernels.softmax(x), -1, x.dtype)
+    output = getattr(kernels, name)(x)
+    result: torch.Tensor = guarded(getattr(gradients, f"{name}_backward"))(kernels, gradient, output, -1, x.dtype)
+    return result
 
 
-def log_softmax_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """g - exp(y) (sum of g) of x [M, V]; y is the forward's, in x's dtype."""
-    from nondet.kernels.dispatch.gradients import log_softmax_backward
-
-    kernels = kernels_for(x.device.type)
-    return guarded(log_softmax_backward)(kernels, gradient, kernels.log_softmax(x), -1, x.dtype)
+softmax_gradient, log_softmax_gradient = partial(_of_softmax, "softmax"), partial(_of_softmax, "log_softmax")
 
 
 def silu_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -473,7 +473,7 @@ def _why(error: Exception) -> tuple[str, Exception | None]:
     if isinstance(error, (Leave, NotImplementedError)):  # launchers raise the latter for what they lack
         return str(error), None
     # of bad arguments the original raises, too
-    return f"{type(error).__name__} in our kernel: {_line(error)}", error
+    return f"{type(error).__name__} in our kernel: {one_line(str(error), 200)}", error
 
 
 def _not_dense(name: str, stock: Callable[..., Any], keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -488,10 +488,6 @@ def _resolved(value: Any) -> Any:
     return value.resolve_neg() if isinstance(value, torch.Tensor) else value
 
 
-def _line(error: Exception) -> str:
-    return one_line(str(error), 200)
-
-
 def _warn_of(qualified: str, error: Exception) -> None:
     """Once per operator and error: stock accepted what our kernel failed at, so it is our fault, or memory."""
     said = (qualified, type(error).__name__)
@@ -499,7 +495,7 @@ def _warn_of(qualified: str, error: Exception) -> None:
         _warned.add(said)
         warnings.warn(
             f"nondet: {qualified} was left to torch, since the batch-invariant kernel failed: "
-            f"{type(error).__name__}: {_line(error)}",
+            f"{type(error).__name__}: {one_line(str(error), 200)}",
             RuntimeWarning,
             stacklevel=3,
         )

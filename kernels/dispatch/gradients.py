@@ -173,12 +173,7 @@ def index_put(
 
 
 def nll_loss(
-    kernels: Kernels,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignored: int,
+    kernels: Kernels, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, sum of weights) of x [N, C]: the targets' elements, weighted, and added up as one row of N."""
     require(x)

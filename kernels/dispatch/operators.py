@@ -241,16 +241,9 @@ def _in_place(replacement: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 # Operators over one axis without a kernel here. At its first use each (shape, dtype) is proven: does stock give every
 # row its solo bits? If so it is left, as certified; if not it is at risk.
-CERTIFIABLE: tuple[str, ...] = (
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "_logcumsumexp",
-    "prod.dim_int",
-    "sort.stable",
-    "std.correction",
-    "var.correction",
-    "var_mean.correction",
+CERTIFIABLE = (
+    *("cumprod", "cumsum", "linalg_vector_norm", "_logcumsumexp", "prod.dim_int", "sort.stable"),
+    *("std.correction", "var.correction", "var_mean.correction"),
 )
 
 
@@ -289,14 +282,9 @@ ORDERED_BY_SIZES: dict[str, Callable[..., bool]] = {
 
 # Operators that torch registers as if composed of others, but that compute past the dispatcher: nothing else would
 # notice them.
-COMPUTES: tuple[str, ...] = (
-    "_convolution",
-    "_foreach_mm",
-    "_grid_sampler_2d_cpu_fallback",
-    "_grid_sampler_2d_cpu_fallback_backward",
-    "_nnpack_spatial_convolution",
-    "conv_tbc",
-    "convolution",
-    "convolution_backward",
-    "mkldnn_convolution",
+COMPUTES = _names(
+    """
+    _convolution _foreach_mm _grid_sampler_2d_cpu_fallback _grid_sampler_2d_cpu_fallback_backward
+    _nnpack_spatial_convolution conv_tbc convolution convolution_backward mkldnn_convolution
+    """
 )

@@ -322,13 +322,7 @@ def topk(
 
 
 def index_add_(
-    kernels: Kernels,
-    target: torch.Tensor,
-    dim: int,
-    index: torch.Tensor,
-    source: torch.Tensor,
-    *,
-    alpha: float = 1,
+    kernels: Kernels, target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
 ) -> torch.Tensor:
     """alpha times source added to the target's slices at index, in place and in the order of index."""
     require(target, source)
@@ -346,13 +340,7 @@ def index_add_(
 
 
 def index_add(
-    kernels: Kernels,
-    target: torch.Tensor,
-    dim: int,
-    index: torch.Tensor,
-    source: torch.Tensor,
-    *,
-    alpha: float = 1,
+    kernels: Kernels, target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
 ) -> torch.Tensor:
     """`index_add_` into a copy."""
     return index_add_(kernels, target.clone(memory_format=torch.contiguous_format), dim, index, source, alpha=alpha)

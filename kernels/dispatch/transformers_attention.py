@@ -175,12 +175,7 @@ def _kernels_taking(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 def _paged(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cache: Any,
-    kwargs: dict[str, Any],
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: Any, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """query [1, Hq, T, D], key and value [1, Hkv, T, D], requests in sequence -> [1, T, Hq, D].
 

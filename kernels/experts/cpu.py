@@ -17,6 +17,7 @@ import torch
 from nondet.core.launch import note
 from nondet.kernels.experts.topk import check_shapes
 from nondet.kernels.matmul import cpu as cpu_matmul
+from nondet.kernels.reference import by_expert
 
 _ALIGNMENT = 64
 
@@ -31,11 +32,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     ends = [0, *offsets.tolist()]
     if any(end < start for start, end in itertools.pairwise(ends)) or ends[-1] > x.shape[0]:
         raise ValueError(f"grouped_matmul takes offsets that ascend from 0 to at most {x.shape[0]}, got {ends[1:]}")
-    out = x.new_zeros((x.shape[0], weight.shape[2]))
-    for g, (start, end) in enumerate(itertools.pairwise(ends)):
-        if start < end:
-            out[start:end] = cpu_matmul.matmul(x[start:end], _aligned(weight[g]))
-    return out
+    return by_expert(lambda rows, one: cpu_matmul.matmul(rows, _aligned(one)), x, weight, offsets)
 
 
 def _aligned(weight: torch.Tensor) -> torch.Tensor:
@@ -139,13 +136,7 @@ def grouped_anchor(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     """Each expert's rows by the anchor of class chain, one plain product after another."""
     from nondet.kernels.matmul.cuda import chain_anchor_matmul
 
-    out = x.new_zeros((x.shape[0], weight.shape[2]))
-    start = 0
-    for group, end in enumerate(offsets.tolist()):
-        if start < end:
-            out[start:end] = chain_anchor_matmul(x[start:end], weight[group])
-        start = end
-    return out
+    return by_expert(chain_anchor_matmul, x, weight, offsets)
 
 
 def grouped_tiles(dtype: str) -> dict[str, Call]:
@@ -169,13 +160,9 @@ def _grouped_tma(tile: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torc
 
 def each_row_by_cpu_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Each row by itself times its expert's weight, on a 64-byte boundary, as the class requires."""
-    from nondet.kernels.matmul.cpu import matmul
 
-    aligned = [w if w.data_ptr() % 64 == 0 else w.clone() for w in weight]
-    out = x.new_zeros((x.shape[0], weight.shape[2]))
-    start = 0
-    for group, end in enumerate(offsets.tolist()):
-        for row in range(start, end):
-            out[row : row + 1] = matmul(x[row : row + 1], aligned[group])
-        start = end
-    return out
+    def product(rows: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+        aligned = _aligned(one)
+        return torch.cat([cpu_matmul.matmul(row, aligned) for row in rows.split(1)])
+
+    return by_expert(product, x, weight, offsets)

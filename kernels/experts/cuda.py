@@ -193,16 +193,8 @@ def index_add_(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor, 
     note(f"routing_index_add[{block}]")
     with on_device(target):
         _index_add_kernel[(index.shape[0], triton.cdiv(columns, block))](
-            target,
-            row,
-            order,
-            source,
-            index.shape[0],
-            target.shape[0],
-            columns,
-            float(alpha),
-            *target.stride(),
-            *source.stride(),
+            *(target, row, order, source, index.shape[0], target.shape[0], columns, float(alpha)),
+            *(*target.stride(), *source.stride()),
             BLOCK=block,
             ACC=accumulator(target.dtype),
             num_warps=4,
@@ -472,16 +464,7 @@ def grouped_chain(
             _grouped_tma_kernel[grid](x_desc, weight_desc, out, offsets, rows, columns, depth, groups, **common)
         else:
             _grouped_pointer_kernel[grid](
-                x,
-                weight,
-                out,
-                offsets,
-                rows,
-                columns,
-                depth,
-                groups,
-                *x.stride(),
-                *weight.stride(),
+                *(x, weight, out, offsets, rows, columns, depth, groups, *x.stride(), *weight.stride()),
                 EVEN_K=depth % tile.block_k == 0,
                 ACC=accumulator(x.dtype),
                 **common,
@@ -494,7 +477,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
     float16, bfloat16 and float32 (accumulated in float32, in IEEE arithmetic) or float64 (in float64). The order is a
     chain over K in one accumulator, rounded once: the bits of a row are those of
-    `nondet.kernels.matmul.triton_kernels.matmul(row, weight[g])`, so they depend only on the row and its weight. Rows
+    `nondet.kernels.matmul.cuda.matmul(row, weight[g])`, so they depend only on the row and its weight. Rows
     after the last offset belong to no weight and give zeros. Offsets are read only on the device: they have to ascend,
     and what is beyond R is cut. Forward only. NotImplementedError also where no kernel is proven (see `proven`).
     """

@@ -21,7 +21,7 @@ from nondet.core.operator import (
     Shape,
     Sizes,
 )
-from nondet.kernels.matmul.operator import BATCHES, CPU_TILES, PRODUCTS_SOURCE
+from nondet.kernels.matmul.operator import BATCHES, CPU_TILES, PRODUCTS_SOURCE, implementations, on_both
 
 _FOLDER = "nondet.kernels.experts"
 _REPLACE = "nondet.kernels.dispatch.replacements"
@@ -63,14 +63,7 @@ def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
 GROUPED_MATMUL = Operator(
     name="grouped_matmul",
     reference="nondet.kernels.reference:grouped_matmul",
-    implementations=(
-        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:grouped_matmul"}),
-        Implementation(
-            name="invariant",
-            invariant=True,
-            targets={"cuda": f"{_FOLDER}.cuda:grouped_matmul", "cpu": f"{_FOLDER}.cpu:grouped_matmul"},
-        ),
-    ),
+    implementations=implementations(_FOLDER, "grouped_matmul"),
     family=EXPERTS,
     aten=(AtenOperator(name="_grouped_mm", replacement=f"{_REPLACE}:grouped_mm"),),
     accuracy=AccuracyBound("nondet.core.watch:of_grouped", PRODUCTS_SOURCE),
@@ -119,14 +112,11 @@ _BOUND = AccuracyBound("nondet.core.watch:of_scattered", "gamma_n sum|x| of n ad
 INDEX_ADD = Operator(
     name="index_add",
     reference="nondet.kernels.reference:index_add",
-    implementations=_implementations(
-        "index_add",
-        index_add_={"cpu": "nondet.kernels.experts.cpu:index_add_", "cuda": "nondet.kernels.experts.cuda:index_add_"},
-    ),
+    implementations=_implementations("index_add", index_add_=on_both(_FOLDER, "index_add_")),
     family=EXPERTS,  # experts are added onto the sequence with it
     aten=(
-        AtenOperator(name="index_add_", replacement="nondet.kernels.dispatch.replacements:index_add_"),
-        AtenOperator(name="index_add", replacement="nondet.kernels.dispatch.replacements:index_add"),
+        AtenOperator(name="index_add_", replacement=f"{_REPLACE}:index_add_"),
+        AtenOperator(name="index_add", replacement=f"{_REPLACE}:index_add"),
         # of an embedding's gradient, and of a gather's
         AtenOperator(
             name="embedding_dense_backward", replacement="nondet.kernels.dispatch.gradients:embedding_backward"
@@ -141,12 +131,7 @@ SCATTER_ADD = Operator(
     implementations=_implementations("scatter_add"),
     family=EXPERTS,
     aten=(
-        AtenOperator(
-            name="scatter_add",
-            replacement="nondet.kernels.dispatch.replacements:scatter_add",
-            out="scatter_add.out",
-            in_place=True,
-        ),
+        AtenOperator(name="scatter_add", replacement=f"{_REPLACE}:scatter_add", out="scatter_add.out", in_place=True),
     ),
     accuracy=_BOUND,
 )

@@ -176,9 +176,9 @@ def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
 
 def _beside(weight: torch.Tensor) -> torch.Tensor:
     size = weight.element_size()
-    room = torch.empty(weight.numel() + _ALIGNMENT // size, dtype=weight.dtype)
-    first = (weight.data_ptr() - room.data_ptr()) % _ALIGNMENT // size
-    return room[first : first + weight.numel()].view(weight.shape)
+    space = torch.empty(weight.numel() + _ALIGNMENT // size, dtype=weight.dtype)
+    first = (weight.data_ptr() - space.data_ptr()) % _ALIGNMENT // size
+    return space[first : first + weight.numel()].view(weight.shape)
 
 
 def _prove_onednn(what: str, weight: torch.Tensor, with_bias: bool, base: int) -> Tiles:

@@ -16,6 +16,7 @@ each call start on 64-byte boundaries, as they did when it was certified (MKL's 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -111,13 +112,8 @@ def padded(x: torch.Tensor, start: int, size: int) -> torch.Tensor:
 
 
 def _runs(sizes: Iterable[int]) -> list[str]:
-    out: list[tuple[int, int]] = []
-    for size in sizes:
-        if out and out[-1][1] == size:
-            out[-1] = (out[-1][0] + 1, size)
-        else:
-            out.append((1, size))
-    return [f"{n}x{size}" if n > 1 else str(size) for n, size in out]
+    runs = [(len([*run]), size) for size, run in itertools.groupby(sizes)]
+    return [f"{n}x{size}" if n > 1 else str(size) for n, size in runs]
 
 
 def listed(tiles: Tiles) -> tuple[str, dict[str, list[int]]]:
@@ -170,12 +166,7 @@ def sizes_for(work: float) -> tuple[int, ...]:
     return _SPARSE
 
 
-def prove(
-    what: str,
-    cases: Sequence[Case],
-    sizes: Sequence[int],
-    bases: Sequence[int] = _BASES,
-) -> Tiles:
+def prove(what: str, cases: Sequence[Case], sizes: Sequence[int], bases: Sequence[int] = _BASES) -> Tiles:
     """Find the row counts of one numerics class.
 
     Args:
@@ -207,11 +198,8 @@ def prove(
     )
 
 
-def _agrees(
-    cases: Sequence[Case],
-    right: Sequence[torch.Tensor],
-    size: int,
-) -> float | None:
+def _agrees(cases: Sequence[Case], right: Sequence[torch.Tensor], size: int) -> float | None:
+    """Seconds of the fastest call at that row count; None where it gives other bits in a case."""
     spent = []
     for (call, inputs), expected in zip(cases, right, strict=True):
         tiles = [x[:size] if x.shape[0] >= size else padded(x, 0, size) for x in inputs]
@@ -227,14 +215,8 @@ def same_bits_at(
     sizes: Sequence[int], rows: torch.Tensor, right: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[int, float]:
     """Row counts at which call(the first of `rows`) gives the first of `right`, bit for bit, and their seconds."""
-    agreed = {}
-    for size in sizes:
-        began = time.perf_counter()
-        out = call(rows[:size])
-        spent = time.perf_counter() - began
-        if _same_bits(out, right[:size]):
-            agreed[size] = spent
-    return agreed
+    seconds = {size: _agrees([(call, (rows,))], [right], size) for size in sizes}
+    return {size: spent for size, spent in seconds.items() if spent is not None}
 
 
 def _expected(

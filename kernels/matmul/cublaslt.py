@@ -222,14 +222,8 @@ descriptors = functools.cache(Descriptors)
 
 def _setting(found: Heuristic, attribute: int) -> int:
     value, written = ctypes.c_uint32(0), SIZE(0)
-    do(
-        "cublasLtMatmulAlgoConfigGetAttribute",
-        ctypes.addressof(found),  # the algorithm is its first field
-        attribute,
-        ctypes.addressof(value),
-        ctypes.sizeof(value),
-        ctypes.byref(written),
-    )
+    at = ctypes.addressof(found), attribute, ctypes.addressof(value)  # the algorithm is its first field
+    do("cublasLtMatmulAlgoConfigGetAttribute", *at, ctypes.sizeof(value), ctypes.byref(written))
     return value.value
 
 
@@ -261,16 +255,8 @@ def algorithms(problem: Problem, index: int, count: int = 1, alignment_bytes: in
         with torch.cuda.device(index):
             do(
                 "cublasLtMatmulAlgoGetHeuristic",
-                handle_of(index),
-                of.desc,
-                of.b,
-                of.a,
-                of.out,
-                of.out,
-                preference,
-                count,
-                ctypes.addressof(found),
-                ctypes.byref(returned),
+                *(handle_of(index), of.desc, of.b, of.a, of.out, of.out, preference, count),
+                *(ctypes.addressof(found), ctypes.byref(returned)),
             )
     except BlasError:  # "not supported" is the usual one: no algorithm for this problem
         return []
@@ -295,13 +281,10 @@ class Product:
         self._problem = problem
         self._of = of = descriptors(problem)
         self._index = index
-        self._room = algorithm.workspace_bytes
+        self._workspace_bytes = algorithm.workspace_bytes
         self._matmul = loaded.cublasLtMatmul
-        self._kept = (
-            ctypes.create_string_buffer(algorithm.state, len(algorithm.state)),
-            ctypes.c_float(1.0),
-            ctypes.c_float(0.0),
-        )
+        state = ctypes.create_string_buffer(algorithm.state, len(algorithm.state))
+        self._kept = (state, ctypes.c_float(1.0), ctypes.c_float(0.0))
         algo, one, zero = (ctypes.c_void_p(ctypes.addressof(x)) for x in self._kept)
         self._fixed = (handle_of(index), of.desc, one, of.b, of.a, zero, of.out, algo)
 
@@ -317,8 +300,8 @@ class Product:
     def _launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         handle, desc, one, b_desc, a_desc, zero, out_desc, algo = self._fixed
         # From the caching allocator, so it belongs to the stream, and to a graph that captures this
-        room = empty_strided((self._room,), (1,), torch.uint8) if self._room else None
-        room_at = None if room is None else room.data_ptr()
+        space = empty_strided((self._workspace_bytes,), (1,), torch.uint8) if self._workspace_bytes else None
+        space_at = None if space is None else space.data_ptr()
         a_at, b_at, at = a.data_ptr(), b.data_ptr(), out.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         status = self._matmul(
@@ -335,8 +318,8 @@ class Product:
             at,
             out_desc,
             algo,
-            room_at,
-            self._room,
+            space_at,
+            self._workspace_bytes,
             stream,
         )
         if status:

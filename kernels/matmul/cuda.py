@@ -49,7 +49,7 @@ from nondet.kernels.matmul.triton_kernels import (
     tiles,
     tma_takes,
 )
-from nondet.kernels.triton_common import INTERPRETED, Room, empty_strided, on_device, room_of
+from nondet.kernels.triton_common import INTERPRETED, Buffer, buffer_of, empty_strided, on_device
 
 # Tables of measured times choose the fastest member of class "chain"; a rule chooses for all other shapes.
 # A table changes only speed: the member that it names must be proven to have the class's bits before it is used. Tables
@@ -218,56 +218,47 @@ def alignment_of(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = N
     return 256 if not low & 255 else 16 if not low & 15 else 1
 
 
-def member(
-    choice: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    tf32: bool = False,
-    alignment: int = 16,
-) -> Member | None:
-    """The member called `choice` (see `KINDS`) for a [B, M, K] x b [B, K, N] + bias [N]; None: not for it.
+class Operands(NamedTuple):
+    """One product, a [B, M, K] x b [B, K, N] + bias [N], as members are bound to it."""
 
-    `alignment`: of all operands at launch, in bytes: 16, or 256, which gives cuBLASLt more choices. Raises ValueError:
-    no such name.
-    """
-    key = operands_key("chain-tf32" if tf32 else "chain", (a, b, bias), alignment=alignment)
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None = None
+    tf32: bool = False
+    alignment: int = 16  # of all operands at launch, in bytes: 16, or 256, which gives cuBLASLt more choices
+
+
+def member(choice: str, given: Operands) -> Member | None:
+    """The member called `choice` (see `KINDS`); None: not for these operands. Raises ValueError: no such name."""
+    key = operands_key("chain-tf32" if given.tf32 else "chain", given[:3], alignment=given.alignment)
     prefix, _, name = choice.rpartition(":")
     if prefix not in KINDS:
         raise ValueError(f"no member of class chain is called {choice!r}")
-    return KINDS[prefix].bind(name, key, a, b, bias, tf32, alignment)
+    return KINDS[prefix].bind(name, key, given)
 
 
-def _triton(
-    name: str, key: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool, alignment: int
-) -> Member | None:
+def _triton(name: str, key: str, given: Operands) -> Member | None:
+    tile, dtype = tile_named(name), given.a.dtype
+    launch = bind_chain(*given[:3], tile, tf32=given.tf32)
+    return Member(f"triton {tile.name}", key, f"matmul_chain[{tile}]", launch, tile == anchor(dtype))
+
+
+def _tma(name: str, key: str, given: Operands) -> Member | None:
     tile = tile_named(name)
-    launch = bind_chain(a, b, bias, tile, tf32=tf32)
-    return Member(f"triton {tile.name}", key, f"matmul_chain[{tile}]", launch, tile == anchor(a.dtype))
-
-
-def _tma(
-    name: str, key: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool, alignment: int
-) -> Member | None:
-    tile = tile_named(name)
-    if tf32 or not tma_takes(a, b):
+    if given.tf32 or not tma_takes(given.a, given.b):
         return None
-    return Member(f"tma {tile.name}", key, f"matmul_chain_tma[{tile}]", bind_tma(a, b, bias, tile), False)
+    return Member(f"tma {tile.name}", key, f"matmul_chain_tma[{tile}]", bind_tma(*given[:3], tile), False)
 
 
-def _hopper(
-    name: str, key: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool, alignment: int
-) -> Member | None:
+def _hopper(name: str, key: str, given: Operands) -> Member | None:
     tile = tile_named(name)
-    if tf32 or not hopper_takes(a, b, tile):
+    if given.tf32 or not hopper_takes(given.a, given.b, tile):
         return None
-    return Member(f"hopper {tile.name}", key, f"matmul_chain_hopper[{tile}]", bind_hopper(a, b, bias, tile), False)
+    return Member(f"hopper {tile.name}", key, f"matmul_chain_hopper[{tile}]", bind_hopper(*given[:3], tile), False)
 
 
-def _cublaslt(
-    name: str, key: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tf32: bool, alignment: int
-) -> Member | None:
+def _cublaslt(name: str, key: str, given: Operands) -> Member | None:
+    a, b, bias, tf32, alignment = given
     rank, problem = int(name), cublaslt.problem_of(a, b, bias, tf32) if cublaslt.available() else None
     if problem is None or not a.is_cuda:
         return None
@@ -283,8 +274,8 @@ class Kind(NamedTuple):
     """Members of one kind, called "PREFIX:NAME"."""
 
     pattern: str  # of NAME
-    # bind(NAME, key, a, b, bias, tf32, alignment) -> the member; None where it is not for these operands
-    bind: Callable[[str, str, torch.Tensor, torch.Tensor, torch.Tensor | None, bool, int], Member | None]
+    # bind(NAME, key, operands) -> the member; None where it is not for these operands
+    bind: Callable[[str, str, Operands], Member | None]
     dtypes: tuple[str, ...]  # that it takes
     # certified(dtype) -> each NAME that `nondet certify` tests, in addition to a library's first choice
     certified: Callable[[torch.dtype], Iterable[str]]
@@ -337,25 +328,18 @@ def _bound(choice: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | N
     alignment = alignment_of(a, b, bias)
     if alignment < 16 or not (a.shape[0] and a.shape[1] and b.shape[2]):
         return None
-    return member(choice, a, b, bias, tf32=tf32, alignment=alignment)
+    return member(choice, Operands(a, b, bias, tf32, alignment))
 
 
-def prove(
-    members: Sequence[Member],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    tf32: bool = False,
-    alignment: int = 16,
-) -> list[bool | None]:
-    """Whether each member has the anchor's bits on hard inputs of the shapes and strides of a, b and bias.
+def prove(members: Sequence[Member], given: Operands) -> list[bool | None]:
+    """Whether each member has the anchor's bits on hard inputs of the operands' shapes and strides.
 
-    See `nondet.core.proof.prove`. Inputs start at multiples of `alignment` bytes and, below 256, at none of a larger
-    power of two.
+    See `nondet.core.proof.prove`. Inputs start at multiples of the operands' alignment and, below 256, at none of a
+    larger power of two.
     """
     if not members:
         return []
+    a, b, bias, tf32, _ = given
     shape = (a.shape[0], a.shape[1], b.shape[2])
 
     def called(launch: Launch) -> Callable[..., torch.Tensor]:
@@ -370,28 +354,18 @@ def prove(
         return prove_by_bits(
             [Claim(bound.name, bound.key, called(bound.launch)) for bound in members],
             called(bind_chain(a, b, bias, anchor(a.dtype), tf32=tf32)),
-            proof_inputs(a, b, bias, alignment),
+            proof_inputs(given),
             certificates(),
         )
 
 
-def stands(
-    bound: Member,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    tf32: bool = False,
-    alignment: int = 16,
-    may_prove: bool = True,
-) -> bool | None:
-    """Whether the member, bound to a, b and bias, is proven; proven now if that is unknown and allowed."""
+def stands(bound: Member, given: Operands, *, may_prove: bool = True) -> bool | None:
+    """Whether the member, bound to these operands, is proven; proven now if that is unknown and allowed."""
     if bound.is_anchor:
         return True
     if not may_prove:
         return certificates().standing(bound.name, bound.key)
-    proof = partial(prove, [bound], a, b, bias, tf32=tf32, alignment=alignment)
-    return established(bound.name, bound.key, certificates(), lambda: proof()[0])
+    return established(bound.name, bound.key, certificates(), lambda: prove([bound], given)[0])
 
 
 # The first two have an exact result of zero, so only the rounding errors of the order are left.
@@ -399,10 +373,9 @@ PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
 _PIECE = 2**22
 
 
-def proof_inputs(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, alignment: int
-) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
+def proof_inputs(given: Operands) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
     """(kind, operands like these) of each case of a proof."""
+    a, b, bias, _, alignment = given
     for kind in PROOFS:
         left = hard_operand(a, kind, negate=True, alignment=alignment)
         right = hard_operand(b.mT, kind, negate=False, alignment=alignment).mT
@@ -438,7 +411,7 @@ _MAX_PLANS = 16384
 
 class _Plan(NamedTuple):
     launch: Launch | None  # None: there is nothing to compute
-    room: Room
+    buffer: Buffer
     label: str
     device_index: int  # the CUDA device that has to be the current one; -1 in the interpreter
 
@@ -531,7 +504,7 @@ def _launched(plan: _Plan, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor 
     if plan.device_index >= 0 and torch._C._cuda_getDevice() != plan.device_index:
         with torch.cuda.device(plan.device_index):
             return _launched(plan, a, b, bias)
-    out = empty_strided(*plan.room)
+    out = empty_strided(*plan.buffer)
     if plan.launch is not None:
         if plan.label:
             note(plan.label)
@@ -552,27 +525,27 @@ def _choose(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], alignment: int
 ) -> tuple[_Plan, bool]:
     """The plan for a [B, M, K] x b [B, K, N], and whether it may be kept (a proof may be pending)."""
-    index, room = a.device.index if a.is_cuda else -1, room_of(shape, a.dtype)
+    index, buffer = a.device.index if a.is_cuda else -1, buffer_of(shape, a.dtype)
     (batch, m, k), n = a.shape, b.shape[2]
     if 0 in (batch, m, n):
-        return _Plan(None, room, "", index), True
+        return _Plan(None, buffer, "", index), True
     if k == 0 or alignment < 16 or INTERPRETED:
-        return _Plan(_any_layout(a, b), room, "", index), True
-    tf32 = class_of(a.dtype) == "chain-tf32"
+        return _Plan(_any_layout(a, b), buffer, "", index), True
+    given = Operands(a, b, bias, class_of(a.dtype) == "chain-tf32", alignment)
     lasting = True
     names: list[str] = []
     if distinct(a) and distinct(b):  # a proof's inputs can't fit where elements overlap in memory
         names = choices(batch, m, n, k, a.dtype, torch.cuda.get_device_name(index))
     for choice in (*names, anchor(a.dtype).name):
-        if tf32 and choice.startswith("cublaslt:"):
+        if given.tf32 and choice.startswith("cublaslt:"):
             continue
-        bound = member(choice, a, b, bias, tf32=tf32, alignment=alignment)
+        bound = member(choice, given)
         if bound is None:
             continue
-        holds = stands(bound, a, b, bias, tf32=tf32, alignment=alignment)
+        holds = stands(bound, given)
         lasting = lasting and holds is not None
         if holds:
-            return _Plan(bound.launch, room, bound.label, index), lasting
+            return _Plan(bound.launch, buffer, bound.label, index), lasting
     raise AssertionError("the anchor takes every problem")
 
 

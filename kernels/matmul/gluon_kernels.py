@@ -153,8 +153,8 @@ def _multiply(
     if EARLY:
         gdc_launch_dependents()
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    told = gl.full([64, BLOCK_N], 0, gl.int32, ACC) + steps
-    words = gl.inline_asm_elementwise(LOOP, OPERANDS, [told], gl.int32, is_pure=False, pack=BLOCK_N // 2)
+    given = gl.full([64, BLOCK_N], 0, gl.int32, ACC) + steps
+    words = gl.inline_asm_elementwise(LOOP, OPERANDS, [given], gl.int32, is_pure=False, pack=BLOCK_N // 2)
     acc = words.to(gl.float32, bitcast=True)
     here = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     rows = row + here

@@ -65,8 +65,8 @@ def _held_bytes(tile: Tile) -> int:
 def tile_fits(tile: Tile) -> bool:
     """No more columns than rows, because Triton puts the larger operand first, and `loop` expects `a` there."""
     shapes = tile.block_m in (8, 16, 32, 64) and tile.block_n in (8, 16, 32, 64) and tile.block_k % _PIECE == 0
-    room = _held_bytes(tile) + 16 * tile.stages + 256 <= _SHARED_BYTES  # barriers, and the loading warp's arguments
-    return shapes and tile.block_n <= tile.block_m and tile.warps == _WARPS and room
+    held = _held_bytes(tile) + 16 * tile.stages + 256 <= _SHARED_BYTES  # barriers, and the loading warp's arguments
+    return shapes and tile.block_n <= tile.block_m and tile.warps == _WARPS and held
 
 
 def hopper_tile(m: int, n: int, k: int) -> Tile | None:

@@ -67,6 +67,20 @@ CPU_TILES = OrderClass(
 )
 
 
+def on_both(folder: str, name: str) -> dict[str, str]:
+    """What is called so in the folder's cuda.py and cpu.py."""
+    return {device: f"{folder}.{device}:{name}" for device in ("cuda", "cpu")}
+
+
+def implementations(
+    folder: str, name: str, *others: Implementation, **entries: dict[str, str]
+) -> tuple[Implementation, ...]:
+    """torch's own, `others`, and the invariant one: the functions of that name `on_both` devices."""
+    stock = Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"})
+    ours = Implementation(name="invariant", invariant=True, targets=on_both(folder, name), entries=entries)
+    return stock, *others, ours
+
+
 def _claims(operator: str) -> tuple[Claim, ...]:
     members = f"{_FOLDER}.cuda"
     chain = Claim(
@@ -182,12 +196,7 @@ PRODUCTS_SOURCE = "gamma_K ||x|| ||w|| of a sum over K in any order (Higham 2002
 LINEAR = Operator(
     name="linear",
     reference="nondet.kernels.reference:linear",
-    implementations=(
-        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:linear"}),
-        Implementation(
-            name="invariant", invariant=True, targets={"cuda": f"{_FOLDER}.cuda:linear", "cpu": f"{_FOLDER}.cpu:linear"}
-        ),
-    ),
+    implementations=implementations(_FOLDER, "linear"),
     family=PRODUCTS,
     aten=(AtenOperator(name="linear", replacement=f"{_REPLACE}:linear", composed=True),),
     accuracy=AccuracyBound("nondet.core.watch:of_linear", PRODUCTS_SOURCE),
@@ -200,17 +209,8 @@ LINEAR = Operator(
 MATMUL = Operator(
     name="matmul",
     reference="nondet.kernels.reference:matmul",
-    implementations=(
-        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:matmul"}),
-        Implementation(
-            name="invariant",
-            invariant=True,
-            targets={"cuda": f"{_FOLDER}.cuda:matmul", "cpu": f"{_FOLDER}.cpu:matmul"},
-            entries={  # separate entries for two and three dimensions, and with a bias
-                "mm": {"cuda": f"{_FOLDER}.cuda:mm", "cpu": f"{_FOLDER}.cpu:mm"},
-                "bmm": {"cuda": f"{_FOLDER}.cuda:bmm", "cpu": f"{_FOLDER}.cpu:bmm"},
-            },
-        ),
+    implementations=implementations(  # separate entries for two and three dimensions, and with a bias
+        _FOLDER, "matmul", mm=on_both(_FOLDER, "mm"), bmm=on_both(_FOLDER, "bmm")
     ),
     family=PRODUCTS,
     aten=tuple(_in_all_forms(name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),

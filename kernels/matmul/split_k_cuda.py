@@ -106,17 +106,7 @@ def _launch_chunks(
 ) -> None:
     (m, k), n = a.shape, b.shape[1]
     _chunks_kernel[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), workers)](
-        a,
-        b,
-        partial,
-        m,
-        n,
-        k,
-        chunk,
-        chunks,
-        workers,
-        *a.stride(),
-        *b.stride(),
+        *(a, b, partial, m, n, k, chunk, chunks, workers, *a.stride(), *b.stride()),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -135,7 +125,7 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
     """a [M, K] times b [K, N] -> [M, N], with K cut into `splits` equal parts (the last may be shorter). Any strides.
 
     float16, bfloat16 or float32; each part is a chain in float32, the parts are added in float32, one rounding at the
-    end; empty parts are left out. The bits depend on `splits`: splits=1 is the serial chain of `triton_kernels.matmul`,
+    end; empty parts are left out. The bits depend on `splits`: splits=1 is the serial chain of `matmul.cuda.matmul`,
     and a library that picks the number by M is not batch-invariant. With ordered=False atomics add the parts in the
     order in which programs finish, so even the same call may give different bits.
     """

@@ -285,7 +285,7 @@ def matmul_chain(
 
 
 def matmul_operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a and b of `matmul` as [B, M, K] and [B, K, N], refused where the kernels can't take them; see `matmul`."""
+    """a and b of `matmul` as [B, M, K] and [B, K, N], refused where the kernels can't take them."""
     if a.ndim != b.ndim or a.ndim not in (2, 3) or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
         raise ValueError(
             f"matmul takes [M, K] x [K, N] or [B, M, K] x [B, K, N], got {tuple(a.shape)} x {tuple(b.shape)}"
@@ -307,22 +307,6 @@ def linear_operands(
         bias = bias.contiguous()
     require("linear", _DTYPES, x, weight)
     return x.reshape(1, x.shape[:-1].numel(), x.shape[-1]), weight.T[None], bias
-
-
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] times b [K, N] -> [M, N], or batched, a [B, M, K] times b [B, K, N] -> [B, M, N]. Any strides.
-
-    float16, bfloat16 and float32 (accumulated in float32) or float64 (in float64); both operands of one dtype. The
-    order is a chain over K in one accumulator, rounded once, so the result is batch- and position-invariant. Forward
-    only.
-    """
-    out = matmul_chain(*matmul_operands(a, b))
-    return out[0] if a.ndim == 2 else out
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] before the rounding -> [..., N]; else as `matmul`."""
-    return matmul_chain(*linear_operands(x, weight, bias))[0].view(*x.shape[:-1], weight.shape[0])
 
 
 # Class "chain" with operands loaded by the tensor memory accelerator: the Triton member for many rows on Hopper.

@@ -124,28 +124,14 @@ def rotary(
     if not batch * tokens:
         return q_out, k_out
     many = batch > 1  # the one entry's stride grows with T and is not used: without it one compiled kernel serves all T
-    strides = (
-        *_strides(q, many),
-        *_strides(k, many),
-        cos.stride(0) if many and cos.shape[0] > 1 else 0,
-        cos.stride(1),
-        *_strides(q_out, many),
-        *_strides(k_out, many),
-    )
+    of_cos = (cos.stride(0) if many and cos.shape[0] > 1 else 0, cos.stride(1))
+    strides = (*_strides(q, many), *_strides(k, many), *of_cos, *_strides(q_out, many), *_strides(k_out, many))
     note("rotary")
     constants = {"HEADS_Q": heads_q, "HEADS_K": heads_k, "BLOCK_Q": triton.next_power_of_2(heads_q)}
     constants |= {"BLOCK_K": triton.next_power_of_2(heads_k), "HALF": half}
-    tensors = (q, k, cos, sin, q_out, k_out)
+    tensors, numbers = (q, k, cos, sin, q_out, k_out), (tokens, *strides)
     with on_device(q):
-        launch(
-            _rotary_kernel,
-            (batch * tokens,),
-            tensors,
-            (tokens, *strides),
-            constants,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        launch(_rotary_kernel, (batch * tokens,), tensors, numbers, constants, num_warps=4, enable_fp_fusion=False)
     return q_out, k_out
 
 

@@ -41,7 +41,7 @@ _guards: Any = torch._C._dynamo.guards
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, sums: Reduction | None = None) -> torch.Tensor:
     """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
     rows = wide(x)
-    out = _room_for(rows)
+    out = _space_for(rows)
     numbers, normed = _numbers(rows, rows), out.numpy()
     np.multiply(numbers, numbers, out=normed)
     np.divide(numbers, _roots(out, eps, sums or reduction("sum", rows)), out=normed)
@@ -63,7 +63,7 @@ def layer_norm(
     """
     rows = wide(x)
     sums = sums or reduction("sum", rows)
-    mean, out = sums(rows).numpy()[:, None], _room_for(rows)
+    mean, out = sums(rows).numpy()[:, None], _space_for(rows)
     normed = out.numpy()
     mean /= rows.shape[1]
     np.subtract(_numbers(rows, rows), mean, out=normed)
@@ -85,7 +85,7 @@ def module_norm(
     if x.dtype not in _MODULES or weight.dtype is not x.dtype or weight.shape != x.shape[-1:] or not x.numel():
         return None
     rows = wide(x)
-    out = _room_for(rows)
+    out = _space_for(rows)
     numbers, normed = _numbers(rows, rows), out.numpy()
     np.multiply(numbers, numbers, out=normed)
     np.multiply(numbers, 1.0 / _roots(out, eps, reduction("sum", rows)), out=normed)
@@ -104,7 +104,7 @@ def _roots(squares: torch.Tensor, eps: float, sums: Reduction) -> np.ndarray[Any
     return np.sqrt(scale, out=scale)
 
 
-def _room_for(rows: torch.Tensor) -> torch.Tensor:
+def _space_for(rows: torch.Tensor) -> torch.Tensor:
     """Uninitialized memory for a result of [M, width], from torch's allocator, past its dispatcher."""
     count, width = rows.shape
     out: torch.Tensor = _guards._empty_strided_cpu((count, width), (width, 1), rows.dtype)

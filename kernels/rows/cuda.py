@@ -144,14 +144,7 @@ def _norm(
         with on_device(x):
             parts = sum_parts(rows, how, square=True)
             _scale_kernel[(m * how.chunks,)](
-                rows,
-                parts,
-                weight,
-                out,
-                m,
-                width,
-                *rows.stride(),
-                how.chunks,
+                *(rows, parts, weight, out, m, width, *rows.stride(), how.chunks),
                 EPS=eps,
                 SPAN=how.span,
                 **how.merging(),

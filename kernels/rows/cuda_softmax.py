@@ -43,24 +43,13 @@ from nondet.kernels.triton_common import (
     require,
 )
 
-# The class "lanes": an order of additions that is in the source, not in the compiler's layout. Only the width decides
-# on three powers of two:
-#
-#   CHUNK   a row is cut into chunks of CHUNK elements, from element 0; a row of at most 16384 is one chunk
-#   SPAN    the chunk's length, filled up with zeros to a power of two
-#   LANES   a quarter of SPAN, but at least 256 and at most 2048; SPAN if that is less
-#
-# and a row is added up as follows.
-#
-#   1. In a chunk: element j is added to element j + n/2, for n = SPAN, SPAN/2, ... until LANES are left; then element
-#      2j to element 2j + 1, again and again, until one is left.
-#   2. Over chunks: the chunks' results, filled up to a power of two, 2j to 2j + 1 until one is left.
-#
+# The class "lanes" (`LANES` in operator.py says the order) is in the source, not in the compiler's layout: only the
+# width decides. Step 1 adds up a chunk, of SPAN elements with its zeros: by halves until LANES are left, then by
+# neighbours. Step 2 adds up the chunks' results by neighbours.
 # Every step adds exactly two numbers, and floating addition commutes. So no bit depends on the number of rows, the
 # row's position, alignment or strides, the number of warps or of rows in a program, nor on whether the chunks of a row
 # run in one program or in many. (`tl.sum` over a whole block would leave the order to the layout, which follows the
-# alignment of the pointer.) Maxima are exact in any order. Multiplications are not contracted into additions
-# (enable_fp_fusion=False), so the rounding is in the source too.
+# alignment of the pointer.) Multiplications are not contracted into additions (enable_fp_fusion=False).
 # Step 1 suits the hardware: a thread holds eight neighbours of every LANES, adds its own first, then with the threads
 # of its warp, then over warps. A tree is also more accurate than a chain. Sums are kept in float32, in float64 for
 # float64.
@@ -70,9 +59,8 @@ from nondet.kernels.triton_common import (
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ONE_CHUNK = (
-    16384  # the widest row that a program holds in registers: 64 elements a thread of 8 warps, in half precision
-)
+# the widest row that a program holds in registers: 64 elements a thread of 8 warps, in half precision
+_ONE_CHUNK = 16384
 _CHUNK = 4096  # of wider rows: short enough to spread one row of a vocabulary over many SMs
 _MIN_LANES, _MAX_LANES = 256, 2048
 _FILLED = 1024  # programs that fill a GPU several times over; beyond this, programs of more rows save instructions
@@ -220,16 +208,10 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 def sum_parts(x: torch.Tensor, how: Plan, *, square: bool) -> torch.Tensor:
     """Launch step 1 over rows x [M, K] -> parts [M, chunks] in the accumulator's dtype."""
     m, width = x.shape
-    parts = torch.empty(
-        (m, how.chunks), device=x.device, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
-    )
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    parts = torch.empty((m, how.chunks), device=x.device, dtype=wide)
     sum_parts_kernel[(m * how.chunks,)](
-        x,
-        parts,
-        m,
-        width,
-        *x.stride(),
-        how.chunks,
+        *(x, parts, m, width, *x.stride(), how.chunks),
         SQUARE=square,
         **how.tree(),
         ACC=accumulator(x.dtype),
@@ -620,9 +602,9 @@ def takes(rows: torch.Tensor, how: Plan) -> bool:
 def held(rows: torch.Tensor, out: torch.Tensor, how: Plan, *, log: bool) -> None:
     """Launch for rows [M, V] of several chunks that `takes` accepts; `out`, of their size and dtype, is contiguous."""
     m, width = rows.shape
-    room = torch.zeros(m * how.chunks + 1, device=rows.device, dtype=torch.int64)
+    pairs = torch.zeros(m * how.chunks + 1, device=rows.device, dtype=torch.int64)
     held_kernel[(m * how.chunks,)](
-        *(rows.view(torch.int32), out.view(-1, width).view(torch.int32), room, room[-1:].view(torch.int32)),
+        *(rows.view(torch.int32), out.view(-1, width).view(torch.int32), pairs, pairs[-1:].view(torch.int32)),
         *(width // 2, rows.stride(0) // 2, how.chunks),
         LOG=log,
         BF16=rows.dtype == torch.bfloat16,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from nondet.core.operator import (
     ANY,
     AccuracyBound,
@@ -18,14 +20,14 @@ from nondet.core.operator import (
     row_cells,
     row_questions,
 )
+from nondet.kernels.matmul.operator import implementations
 
 _FOLDER = "nondet.kernels.rows"
 _REPLACE = "nondet.kernels.dispatch.replacements"
 _GRADIENTS = "nondet.kernels.dispatch.gradients"
 
 NORMS = Family(
-    "norm",
-    "mean over axes, which transformers' RMSNorm is made of; those modules as a whole; rms_norm and layer_norm",
+    "norm", "mean over axes, which transformers' RMSNorm is made of; those modules as a whole; rms_norm and layer_norm"
 )
 SOFTMAXES = Family("softmax", "softmax, log_softmax and logsumexp")
 SUMS = Family("reduction", "sum over axes")
@@ -59,12 +61,7 @@ CPU_ROWS = OrderClass(
 _CLAIMS = (Claim(order=LANES), Claim(order=CPU_ROWS))
 
 
-def _implementations(name: str, *others: Implementation, **entries: dict[str, str]) -> tuple[Implementation, ...]:
-    stock = Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"})
-    targets = {"cuda": f"{_FOLDER}.cuda:{name}", "cpu": f"{_FOLDER}.cpu:{name}"}
-    return stock, *others, Implementation(name="invariant", invariant=True, targets=targets, entries=entries)
-
-
+_implementations = partial(implementations, _FOLDER)
 _VOCABULARY = 151936
 _LOGITS = (
     (1, _VOCABULARY),
@@ -105,8 +102,7 @@ RMS_NORM = Operator(
     name="rms_norm",
     reference="nondet.kernels.reference:rms_norm",
     implementations=_implementations(
-        "rms_norm",
-        Implementation(name="stock-hf", stock=True, targets={ANY: "nondet.kernels.stock:rms_norm_hf"}),
+        "rms_norm", Implementation(name="stock-hf", stock=True, targets={ANY: "nondet.kernels.stock:rms_norm_hf"})
     ),
     family=NORMS,
     aten=(AtenOperator(name="rms_norm", replacement=f"{_REPLACE}:rms_norm", composed=True),),

@@ -278,7 +278,7 @@ def library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None)
     if _aligned(a, b) != 16 or a.stride() != (len(b), 1) or b.stride() != (1, len(b)):  # as a proof's inputs
         return None
     about = (form, rows, None if bias is None else bias.dtype, torch._C._get_sm_carveout_experimental())
-    key = _written(a.dtype, b.dtype, dtype, *b.shape, 1, *b.stride(), 16, *about, *_room())
+    key = _written(a.dtype, b.dtype, dtype, *b.shape, 1, *b.stride(), 16, *about, *_workspace())
     for step in (1,) if form != "block" else _STEPS if rows < _STEPS[1] else _STEPS[:1]:
         products = (partial(scaled_matmul, tile=ANCHOR), partial(library, step=step))
         plain, torchs = (partial(_with_bias, product, dtype, bias) for product in products)
@@ -288,7 +288,7 @@ def library_step(given: Operands, dtype: torch.dtype, bias: torch.Tensor | None)
 
 
 @functools.cache
-def _room() -> tuple[str | None, ...]:
+def _workspace() -> tuple[str | None, ...]:
     """The settings of the library's workspace, which torch reads once and which decide the algorithms."""
     return tuple(
         map(os.environ.get, ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"))

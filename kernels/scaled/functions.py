@@ -141,10 +141,10 @@ def checked(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
         raise NotImplementedError(f"scales of {scale_a.dtype} and {scale_b.dtype}, not of float32")
     (M, K), N = a.shape, b.shape[1]
     stretches = -(-K // BLOCK)
-    asked = (scale_a, (M,), (1, stretches)), (scale_b, (1, stretches), (N, -(-N // BLOCK)))
+    fitting = (scale_a, (M,), (1, stretches)), (scale_b, (1, stretches), (N, -(-N // BLOCK)))
     if not all(
         scale.numel() == 1 or (scale.dim() == 2 and scale.shape[0] in rows and scale.shape[1] in columns)
-        for scale, rows, columns in asked
+        for scale, rows, columns in fitting
     ):
         raise ValueError(
             f"scales of {tuple(scale_a.shape)} and {tuple(scale_b.shape)} do not fit [{M}, {K}] and [{K}, {N}]: one "

@@ -21,6 +21,7 @@ from nondet.core.operator import (
     Shape,
     Sizes,
 )
+from nondet.kernels.matmul.operator import implementations
 
 _FOLDER, _REPLACE = "nondet.kernels.scaled", "nondet.kernels.dispatch.replacements"
 
@@ -85,10 +86,7 @@ def _work(s: Shape) -> tuple[int, int]:
 
 
 _TESTED = {"cuda": ((4096, 4096), (12288, 1024), (1000, 777)), "cpu": ((1024, 192), (333, 217))}  # K, N
-_BATCHES = {
-    "cuda": (1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 512, 1024, 4096),
-    "cpu": (1, 2, 7, 16, 17, 33, 64),
-}
+_BATCHES = {"cuda": (1, 2, 8, 16, 17, 33, 64, 65, 128, 129, 512, 1024, 4096), "cpu": (1, 2, 7, 16, 17, 33, 64)}
 
 
 def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
@@ -101,14 +99,10 @@ def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
 SCALED_MATMUL = Operator(
     name="scaled_matmul",
     reference="nondet.kernels.reference:scaled_matmul",
-    implementations=(
-        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:scaled_matmul"}),
+    implementations=implementations(
+        _FOLDER,
+        "scaled_matmul",
         Implementation(name="stock-padded", stock=True, targets={"cuda": f"{_FOLDER}.cuda:padded"}),
-        Implementation(
-            name="invariant",
-            invariant=True,
-            targets={"cuda": f"{_FOLDER}.cuda:scaled_matmul", "cpu": f"{_FOLDER}.cpu:scaled_matmul"},
-        ),
     ),
     family=SCALED,
     aten=(
@@ -147,14 +141,7 @@ SCALED_GROUPED_MATMUL = Operator(
         AtenOperator(name="_scaled_grouped_mm_v2", replacement=f"{_REPLACE}:scaled_grouped_mm_v2"),
     ),
     reference="nondet.kernels.reference:scaled_grouped_matmul",
-    implementations=(
-        Implementation(name="stock", stock=True, targets={ANY: "nondet.kernels.stock:scaled_grouped_matmul"}),
-        Implementation(
-            name="invariant",
-            invariant=True,
-            targets={device: f"{_FOLDER}.{device}:scaled_grouped_matmul" for device in ("cuda", "cpu")},
-        ),
-    ),
+    implementations=implementations(_FOLDER, "scaled_grouped_matmul"),
     accuracy=AccuracyBound(f"{_FOLDER}.functions:bound_grouped", _SOURCE),
 )
 QUANTIZE = Operator(

@@ -146,7 +146,7 @@ def test_the_cpus_classes_hold_on_this_machine(run: Any, operator: str) -> None:
 def test_the_chain_holds_on_this_gpu_and_splits_do_not(run: Any, tmp_path: Path) -> None:
     """Tiles and the dispatcher stay in class chain; cutting K in two, through the same kernel, does not."""
     (tmp_path / "users_kernel_2.py").write_text(
-        "from nondet.kernels.matmul.triton_kernels import linear as chain\n"
+        "from nondet.kernels.matmul.cuda import chain_anchor_linear as chain\n"
         "def split(x, weight, bias=None):\n"
         "    h = x.shape[1] // 2\n"
         "    a, b = (chain(x[:, s].contiguous().float(), weight[:, s].contiguous().float())"

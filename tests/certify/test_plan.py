@@ -16,7 +16,8 @@ from nondet.core.operator import INVARIANT, ONE_ROW
 from nondet.core.records import Row, Status
 from nondet.core.registry import classes, classes_for, load_object
 from nondet.errors import UnknownNameError, UserError
-from nondet.kernels.attention.cpu import segments_anchor, segments_split, segments_varlen
+from nondet.kernels.attention.cpu import segments_varlen
+from nondet.kernels.attention.cuda import attention_by_one_plan, attention_split
 from nondet.kernels.experts.cpu import grouped_anchor, grouped_tiles
 from nondet.kernels.matmul import cuda as members
 from nondet.kernels.rows.cuda import lanes_sum
@@ -100,8 +101,8 @@ def test_every_form_of_attention_is_compared_with_the_same_prefill(kept: Certifi
         out = p[..., :h] @ w[..., :h, :] + p[..., h:] @ w[..., h:, :]
         return out / (p[..., :h].sum(-1, keepdim=True) + p[..., h:].sum(-1, keepdim=True))
 
-    found = {"split": segments_split, "varlen": segments_varlen, "halves": halves}
-    rows = {r.impl: r for r in ask(one, found, segments_anchor, kept)}
+    found = {"split": attention_split, "varlen": segments_varlen, "halves": halves}
+    rows = {r.impl: r for r in ask(one, found, attention_by_one_plan, kept)}
     assert rows["split"].status == rows["varlen"].status == Status.IDENTICAL
     assert rows["halves"].status == Status.DIVERGENT
     assert rows["halves"].error is None
@@ -150,13 +151,13 @@ def test_the_dispatcher_finds_what_certify_proved(kept: Certificates, monkeypatc
 @pytest.mark.usefixtures("chained_dot", "one_alignment")
 def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certificates) -> None:
     """An exclusion is written where the dispatcher looks: at the tile, the shape and the layout."""
-    from nondet.kernels.matmul.cuda import member
+    from nondet.kernels.matmul.cuda import Operands, member
 
     x, weight = (torch.ones(size, dtype=torch.float16, device=DEVICE) for size in ((16, 64), (24, 64)))
     one = _linear({"K": 64, "N": 24}, "nt", (1, 16))
     tiles = members.triton_tiles_linear("float16")
     tile = next(iter(tiles))
-    asked = member(tile, x[None], weight.T[None], alignment=16)
+    asked = member(tile, Operands(x[None], weight.T[None]))
     assert asked is not None
 
     class Wrong:

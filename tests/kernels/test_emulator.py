@@ -7,10 +7,7 @@ import ctypes.util
 import gzip
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -216,25 +213,3 @@ def test_digests_tell_orders_apart() -> None:
     orders = [chain(8), chain(8, reversed(range(8))), chain(8, terms=2), chain(8, terms=4), chain(7)]
     assert len({tree.digest for tree in orders}) == len(orders)
     assert chain(8).digest == chain(8, [1, 0, 2, 3, 4, 5, 6, 7]).digest, "a + b is b + a"
-
-
-@pytest.mark.nightly
-def test_the_script_for_a_gpu_runs_where_there_is_none(tmp_path: Path) -> None:
-    """In Triton's interpreter, whose arithmetic is NumPy's: it must find differences, and none for integers."""
-    pytest.importorskip("triton")
-    out, few = tmp_path / "emulator.jsonl", {"TRITON_INTERPRET": "1", "EMULATOR_SUMS": "2048"}
-    command = [sys.executable, str(ROOT / "lab" / "emulator_gpu.py"), str(out)]
-    done = subprocess.run(command, env=os.environ | few, capture_output=True, text=True, check=False)
-    head, *lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
-    if head["environment"]["device"] != "interpreter":
-        pytest.skip("a GPU is here: what it says of the emulator is no test of the script")
-    assert done.returncode == 1
-    assert len(lines) == 20
-    of_float16 = [line for line in lines if line["dtype"] == "float16" and line["asked"] == "mma"]
-    for line in of_float16:
-        assert line["differences"] > 0
-        assert line["by_kind"]["integers"] == 0
-        assert line["best_fit"]
-        assert len(line["examples"]) == 20
-    again = subprocess.run(command, env=os.environ | few, capture_output=True, text=True, check=False)
-    assert again.returncode == 2, "it must not write over a file"

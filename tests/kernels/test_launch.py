@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from nondet.kernels import triton_common
 from nondet.kernels.triton_common import launch
@@ -101,79 +100,6 @@ def test_constants_out_of_their_order_are_not_launched_by_place(kernel: Kernel) 
     for _ in range(3):
         launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), {"LOG": False, "SPAN": 16})
     assert kernel.compiled == 3
-
-
-class _Driver:
-    """As Triton 3.6 has its driver's launcher: room for what a kernel spills or profiles, and the launch beneath."""
-
-    global_scratch_size, profile_scratch_size = 0, 0
-    launch_cooperative_grid, launch_pdl = False, True
-
-    def __init__(self, called: list[tuple[Any, ...]]) -> None:
-        self.launch = lambda *arguments: called.append(arguments)
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *arguments: Any) -> None:
-        rooms = ("room" if size else None for size in (self.global_scratch_size, self.profile_scratch_size))
-        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, *rooms, *arguments)
-
-
-class _Loaded(_Compiled):
-    """As Triton's compiled kernel, with the launcher of its driver beneath."""
-
-    function, packed_metadata = 77, (4, 1, 0)
-
-    def __init__(self, kernel: Kernel, run: Any) -> None:
-        super().__init__(kernel)
-        self.run = run
-
-
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1000 + device, raising=False)
-    return []
-
-
-def test_a_launch_again_is_the_drivers_alone(called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grid, stream, function, what nobody listens to, and arguments: in the places that Triton's driver has them."""
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
-    loaded = _Loaded(Kernel(), lambda *arguments: called.append(arguments))
-    triton_common.Launched(loaded, (3, 2), (33, 0.5, 16))(1, (4096, None))
-    assert called == [(3, 2, 1, 1001, 77, (4, 1, 0), None, None, None, 4096, None, 33, 0.5, 16)]
-
-
-@pytest.mark.parametrize("spills", [False, True])
-def test_a_launch_of_triton_3_6_goes_without_its_launcher(
-    called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, spills: bool
-) -> None:
-    """As its launcher would launch it, and by that launcher where a kernel needs room."""
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    driver = _Driver(called)
-    driver.global_scratch_size = int(spills)
-    straight = triton_common.Launched(_Loaded(Kernel(), driver), (3, 2), (33, 0.5, 16))
-    if not spills:
-        monkeypatch.setattr(_Driver, "__call__", None)
-    straight(1, (4096, None))
-    room = "room" if spills else None
-    assert called == [
-        (3, 2, 1, 1001, 77, False, True, room, None, (4, 1, 0), None, None, None, 4096, None, 33, 0.5, 16)
-    ]
-
-
-@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_who_listens_to_launches_is_told(
-    called: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, hook: str
-) -> None:
-    """A profiler's hook, and its end: Triton's own way while it listens."""
-    kernel = Kernel()
-    loaded = _Loaded(kernel, _Driver(called))
-    launched = triton_common.Launched(loaded, (3,), (0.5, 16, False))
-    with monkeypatch.context() as patch:
-        patch.setattr(triton.knobs.runtime, hook, lambda metadata: None)
-        launched(0, (4096, 33))
-    assert not called
-    assert kernel.launched == [((3, 1, 1), (4096, 33, 0.5), {"SPAN": 16, "LOG": False})]
-    launched(0, (4096, 33))
-    assert len(called) == len(kernel.launched) == 1
 
 
 @pytest.mark.parametrize(("interpreted", "device", "place"), [(True, "cuda", "cpu"), (False, "cpu", "cuda")])

@@ -837,7 +837,7 @@ def test_experts_go_by_the_token_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch
 def test_experts_have_the_bits_of_their_class(toy: Toy) -> None:
     """Each of a token's experts by plain products in class chain; and the values of float64, within its rounding."""
     from nondet.kernels.experts import cuda
-    from nondet.kernels.matmul.triton_kernels import matmul
+    from nondet.kernels.matmul.cuda import matmul
 
     torch.manual_seed(4)
     layer = toys.RoutedExperts(16, 32, 8, 3)

@@ -146,20 +146,6 @@ class _Group:
 
 
 @pytest.mark.nightly
-def test_a_value_belongs_to_the_group_that_was_met():
-    """Another object under the name is another group, whose value is made of the last one's."""
-    made = []
-    kept = ByGroup(lambda last: made.append(last) or len(made))
-    first = _Group()
-    assert [kept.of(first), kept.of(first)] == [1, 1]
-    second = _Group()
-    assert [kept.of(second), kept.of(second)] == [2, 2]
-    del first, second
-    assert kept.of(_Group()) == 3
-    assert made == [None, 1, 2]
-
-
-@pytest.mark.nightly
 def test_a_later_group_of_a_name_has_no_symmetric_memory(monkeypatch):
     """torch would meet the old group's ranks: with a workspace under the name on any rank, all ranks go without."""
     monkeypatch.setattr(symmetric, "SPACES", ByGroup(symmetric.Spaces))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from nondet.core.compare import identical
 from nondet.core.inputs import generator
 from nondet.core.launch import listen
-from nondet.kernels.attention.cuda import attention
 from nondet.kernels.dispatch.again import BINDERS, Binder
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.functions import call_key, replacing
@@ -209,60 +208,6 @@ def test_gradients_are_not_decided() -> None:
                 F.linear(x, weight)
     assert identical(gradients[0], gradients[1])
     assert identical(gradients[0], gradients[2])
-
-
-@pytest.mark.slow
-def test_what_is_bound_on_a_gpu_is_the_launches_remembered() -> None:
-    """Run in Triton's interpreter: what fits is the launcher's result again, and nothing is bound for anything else."""
-    if DEVICE != "cpu":
-        pytest.skip("on a GPU the operators themselves are run, above")
-    forget()
-    x, weight, bias = drawn(2, 3, 84), drawn(84, seed=2), drawn(84, seed=3)
-    q, k, v = (drawn(2, heads, 9, 16, seed=heads) for heads in (4, 2, 6))
-    v = v[:, :2].contiguous()
-    asked: list[tuple[str, Callable[[], Any], tuple[Any, ...], dict[str, Any], list[tuple[Any, ...]]]] = [
-        ("_softmax", lambda: cuda.softmax(x), (x, -1, False), {}, [(x, 0, False), (x, -1, True)]),
-        ("_log_softmax", lambda: cuda.log_softmax(x), (x, 2, False), {}, [(x, 3, False)]),
-        ("mean.dim", lambda: cuda.mean(x)[..., None], (x, [-1], True), {}, [(x, [0, 2], False), (x, [0], True)]),
-        ("sum.dim_IntList", lambda: cuda.sum(x), (x, [2]), {}, [(x, None), (x, [])]),
-        ("rms_norm", lambda: cuda.rms_norm(x, weight, 0.1), (x, [84], weight, 0.1), {}, [(x, [84], weight, 0.2)]),
-        (
-            "native_layer_norm",
-            lambda: cuda.layer_norm(x, weight, bias, 0.1),
-            (x, [84], weight, bias, 0.1),
-            {},
-            [(x, [3, 84], weight, bias, 0.1), (x, [84], weight, None, 0.1)],
-        ),
-        (
-            "scaled_dot_product_attention",
-            lambda: attention(q, k, v, causal=True, scale=0.3),
-            (q, k, v, None, 0.0, True),
-            {"scale": 0.3, "enable_gqa": True},
-            [(q, k, v, None, 0.5, True), (q, k, v, None, 0.0, False), (q[:, :, :1], k, v)],
-        ),
-    ]
-    for name, launcher, args, kwargs, others in asked:
-        bind = BINDERS["CUDA"][name].bind
-        assert bind(*args, **kwargs) is None, name  # nothing is remembered yet
-        with listen() as expected:
-            wanted = launcher()
-        with listen() as notes:
-            compute = bind(*args, **kwargs)
-            assert compute is not None
-            made = compute(*args, **kwargs)
-        assert notes == expected
-        for got, out in zip(*(x if isinstance(x, tuple) else (x,) for x in (made, wanted)), strict=True):
-            assert identical(got, out)
-            assert (got.shape, got.stride()) == (out.shape, out.stride())
-        assert all(bind(*other, **kwargs) is None for other in others), name
-    differing_heads = BINDERS["CUDA"]["scaled_dot_product_attention"].bind(q, k, v, None, 0.0, True, scale=0.3)
-    assert differing_heads is None
-    softmax = BINDERS["CUDA"]["_softmax"].bind(x, -1, False)
-    assert softmax is not None
-    for spread in (1.0, 1e3):
-        with batch_invariant() as block:
-            assert softmax(x * spread, -1, False) is not None
-            assert any("hidden" in line for line in block.coverage().lines()) == (spread > 1)
 
 
 class Tagged(torch.Tensor):

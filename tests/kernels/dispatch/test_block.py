@@ -24,6 +24,14 @@ from nondet.kernels.dispatch.operators import CERTIFIABLE, COMPUTES, FAMILIES, O
 from nondet.kernels.matmul import cpu as cpu_matmul
 from tests.build import rand
 
+
+@pytest.fixture
+def entered() -> Iterator[None]:
+    """Blocks in another one are entered sooner."""
+    with batch_invariant([]):
+        yield
+
+
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
@@ -61,13 +69,6 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 }
 
 
-@pytest.fixture
-def entered() -> Iterator[None]:
-    """Blocks in another one are entered sooner."""
-    with batch_invariant([]):
-        yield
-
-
 @pytest.mark.usefixtures("entered")
 @pytest.mark.parametrize(
     ("device", "mode"),
@@ -88,7 +89,7 @@ def test_what_a_model_calls_is_replaced(device: str, mode: Any, monkeypatch: pyt
         triton_kernels = blocks.kernels_for("cuda")
         monkeypatch.setattr(blocks, "kernels_for", lambda device: triton_kernels)
     elif device == "cuda":
-        monkeypatch.setitem(globals(), "rand", lambda *shape: _on_cpu(*shape).cuda())
+        monkeypatch.setitem(globals(), "rand", lambda *shape, plain=rand: plain(*shape).cuda())
     most = 1e-4 if device == "cuda" else 1e-5
     calls = {name: call for name, call in CALLS.items() if name != "silu" or device == "cpu"}  # torch's own on a GPU
     with mode():
@@ -101,21 +102,6 @@ def test_what_a_model_calls_is_replaced(device: str, mode: Any, monkeypatch: pyt
         assert not block.coverage().left or device == "cuda", name
         assert (got.shape, got.dtype, got.device) == (stock.shape, stock.dtype, stock.device), name
         torch.testing.assert_close(got, stock, rtol=most, atol=most)
-
-
-_on_cpu = rand
-
-
-def test_stock_bits_come_back() -> None:
-    """After the context, and after an exception inside it, every call has the bits it had before."""
-    with torch.no_grad():
-        before = {name: function() for name, (function, _) in CALLS.items()}
-        block = batch_invariant()
-        with pytest.raises(ZeroDivisionError), block:
-            raise ZeroDivisionError
-        for name, (function, _) in CALLS.items():
-            assert identical(function(), before[name]), name
-    assert not block.coverage().replaced
 
 
 def test_blocks_nest() -> None:
@@ -131,9 +117,8 @@ def test_blocks_nest() -> None:
                 both()
             both()
         both()
-    assert (outer.coverage().replaced["sum.dim_IntList"], outer.coverage().replaced["linear"]) == (3, 2)
-    assert (middle.coverage().replaced["sum.dim_IntList"], middle.coverage().replaced["linear"]) == (2, 2)
-    assert (inner.coverage().replaced["sum.dim_IntList"], inner.coverage().replaced["linear"]) == (1, 1)
+    counts = [block.coverage().replaced for block in (outer, middle, inner)]
+    assert [(found["sum.dim_IntList"], found["linear"]) for found in counts] == [(3, 2), (2, 2), (1, 1)]
     assert outer.coverage().at_risk["mm float32"] == 1
 
 
@@ -166,17 +151,6 @@ def test_one_family_leaves_the_others_stock() -> None:
         assert called & own <= set(block.coverage().replaced) <= own, family
         # what linear is made of is counted in its place
         assert called - own - {"linear"} <= {name.split()[0] for name in block.coverage().at_risk}, family
-
-
-def test_what_is_put_under_torch_is_made_once() -> None:
-    """However often it is prepared, entered and left."""
-    made: list[int] = []
-    registration = blocks.Registration(lambda: made.append(1) or {})  # type: ignore[func-returns-value]
-    for _ in range(2):
-        registration.prepare()
-        registration.put()
-        registration.take_away()
-    assert made == [1]
 
 
 def test_each_kind_of_layer_is_prepared_once_at_each_size() -> None:
@@ -216,29 +190,22 @@ def test_an_fp8_layer_is_prepared_in_the_models_dtype_and_one_without_a_kernel_i
     assert block.coverage().replaced["linear"] == 2
 
 
+MASKED = "scaled_dot_product_attention float32: a mask of holes, a window or a bias"
+BARE = "rms_norm float32: not over one axis with a weight and an eps"
+
+
+def attend(**how: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, **how)
+
+
 LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "float64": (lambda: rand(3, 4).double() @ rand(4, 5).double(), "mm float64"),
     "all elements": (lambda: rand(3, 4).mean(), "mean.dim float32: over all elements"),
-    "dropout": (
-        lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, dropout_p=1.0),
-        "scaled_dot_product_attention float32: dropout",
-    ),
-    "a bias as mask": (
-        lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, attn_mask=rand(1, 1, 4, 4)),
-        "scaled_dot_product_attention float32: a mask of holes, a window or a bias",
-    ),
-    "a mask's one column for all keys": (
-        lambda: F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, attn_mask=rand(1, 1, 4, 1) < 9),
-        "scaled_dot_product_attention float32: a mask of holes, a window or a bias",
-    ),
-    "rms_norm without a weight": (
-        lambda: F.rms_norm(rand(3, 4), (4,)),
-        "rms_norm float32: not over one axis with a weight and an eps",
-    ),
-    "rms_norm without an eps": (
-        lambda: F.rms_norm(rand(3, 4), (4,), rand(4)),
-        "rms_norm float32: not over one axis with a weight and an eps",
-    ),
+    "dropout": (lambda: attend(dropout_p=1.0), "scaled_dot_product_attention float32: dropout"),
+    "a bias as mask": (lambda: attend(attn_mask=rand(1, 1, 4, 4)), MASKED),
+    "a mask's one column for all keys": (lambda: attend(attn_mask=rand(1, 1, 4, 1) < 9), MASKED),
+    "rms_norm without a weight": (lambda: F.rms_norm(rand(3, 4), (4,)), BARE),
+    "rms_norm without an eps": (lambda: F.rms_norm(rand(3, 4), (4,), rand(4)), BARE),
     "a scalar's places": (
         lambda: torch.zeros(()).index_add(0, torch.tensor([0]), torch.tensor(1.0)),
         "index_add float32: a scalar",
@@ -305,9 +272,6 @@ def test_certificates_take_every_operator(monkeypatch: pytest.MonkeyPatch) -> No
         "linalg_vector_norm": lambda x, d: torch.linalg.vector_norm(x, dim=d),
         "_logcumsumexp": torch.logcumsumexp,
         "sort.stable": lambda x, d: torch.sort(x, dim=d, stable=True),
-        "std.correction": lambda x, d: torch.std(x, dim=d),
-        "var.correction": lambda x, d: torch.var(x, dim=d, keepdim=True),
-        "var_mean.correction": lambda x, d: torch.var_mean(x, dim=(d,)),
     }
     for name in CERTIFIABLE:
         call = calls.get(name, lambda x, d, name=name: getattr(torch, name.partition(".")[0])(x, d))
@@ -382,7 +346,7 @@ def test_transformers_imported_inside_of_a_block() -> None:
     Before it a block on a CPU has loaded neither triton nor transformers.
     """
     code = """if True:
-        import inspect, sys, threading, torch
+        import sys, threading, torch
         from nondet import batch_invariant
         with batch_invariant():
             torch.rand(3, 4) @ torch.rand(4, 5)
@@ -392,16 +356,13 @@ def test_transformers_imported_inside_of_a_block() -> None:
             while not ended.wait(0.002):
                 with batch_invariant(["norm"]):
                     pass
-        thread = threading.Thread(target=beside)
         with torch.no_grad(), batch_invariant() as block:
-            thread.start()
+            threading.Thread(target=beside).start()
             from transformers import Qwen2Config, Qwen2ForCausalLM
             ended.set()
-            thread.join()
             sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
             config = Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=99, attn_implementation="eager")
             Qwen2ForCausalLM(config).eval()(torch.arange(1, 41)[None])
-        assert "class Qwen2Config" in inspect.getsource(Qwen2Config)
         lines = block.coverage().lines()
         assert any("transformers eager attention" in line for line in lines), lines
         assert not any("at risk:" in line and "attention" in line for line in lines), lines

@@ -42,9 +42,7 @@ EMPTY: dict[str, Callable[[], Any]] = {
     "logsumexp of nothing": lambda: torch.logsumexp(rand(3, 0), -1),
     "rms_norm without rows": lambda: F.rms_norm(rand(0, 4), (4,), rand(4), 1e-6),
     "layer_norm without rows": lambda: F.layer_norm(rand(0, 4), (4,)),
-    "attention without queries": lambda: F.scaled_dot_product_attention(
-        rand(1, 2, 0, 8), rand(1, 2, 3, 8), rand(1, 2, 3, 8)
-    ),
+    "attention without queries": lambda: F.scaled_dot_product_attention(rand(1, 2, 0, 8), *[rand(1, 2, 3, 8)] * 2),
     "attention without requests": lambda: F.scaled_dot_product_attention(*[rand(0, 2, 3, 8)] * 3),
     "silu of nothing": lambda: F.silu(rand(0, 3)),
     "topk of no rows": lambda: torch.topk(rand(0, 5), 2),
@@ -130,9 +128,9 @@ def test_a_fault_of_ours_is_said_and_not_hidden(monkeypatch: pytest.MonkeyPatch)
     def broken(*args: Any) -> torch.Tensor:
         raise SlipError("a slip of ours")
 
-    _ = kernels.softmax, kernels.linear  # set, so that they can be put back
-    monkeypatch.setitem(vars(kernels), "softmax", broken)
-    monkeypatch.setitem(vars(kernels), "linear", broken)
+    for name in ("softmax", "linear"):
+        getattr(kernels, name)  # set, so that it can be put back
+        monkeypatch.setitem(vars(kernels), name, broken)
     x = rand(3, 83)  # as wide as nothing before: a call like an earlier one asks no kernel of ours again
     with torch.no_grad(), batch_invariant() as block:
         with pytest.warns(RuntimeWarning, match="_softmax was left to torch.*a slip of ours"):
@@ -152,16 +150,13 @@ def test_a_number_in_the_place_of_a_tensor_is_torchs() -> None:
     """Of a watched operator: stock's bits and dtypes, and the call is at risk as it is with tensors."""
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         x = (rand(7, 5).abs() * 8 + 1).to(dtype)
-        calls: list[Callable[[], torch.Tensor]] = [
-            lambda x=x: x % 0.3,
-            lambda x=x: x % 300,
-            lambda x=x: x // 2.5,
-            lambda x=x: 2.5**x,
-            lambda x=x: torch.xlogy(x, 0.7),
-        ]
-        stock = [call() for call in calls]
+
+        def computed(x: torch.Tensor = x) -> list[torch.Tensor]:
+            return [x % 0.3, x % 300, x // 2.5, 2.5**x, torch.xlogy(x, 0.7)]
+
+        stock = computed()
         with torch.no_grad(), batch_invariant() as block:
-            got = [call() for call in calls]
+            got = computed()
         for mine, right in zip(got, stock, strict=True):
             assert mine.dtype == right.dtype
             assert identical(mine, right), dtype
@@ -251,19 +246,17 @@ def test_strides_are_torchs() -> None:
     """What a caller may view or hand to C: a root's, a norm's with and without a gradient, a softmax's."""
     for layout, made in LAYOUTS.items():
         x, given, width = made(), made().requires_grad_(), made().shape[-1]
-        calls: list[Callable[[], torch.Tensor]] = [
-            lambda x=x: x.rsqrt(),
-            lambda x=x, width=width: F.layer_norm(x, (width,), torch.ones(width)),
-            lambda x=given, width=width: F.layer_norm(x, (width,), torch.ones(width)),
-            lambda x=x: torch.softmax(x, -1),
-            lambda x=x: F.silu(x),
-        ]
-        stock = [call() for call in calls]
+
+        def computed(x: torch.Tensor = x, given: torch.Tensor = given, width: int = width) -> list[torch.Tensor]:
+            norms = [F.layer_norm(one, (width,), torch.ones(width)) for one in (x, given)]
+            return [x.rsqrt(), *norms, torch.softmax(x, -1), F.silu(x)]
+
+        stock = computed()
         with batch_invariant() as block:
-            ours = [call() for call in calls]
+            ours = computed()
         assert [(y.shape, y.stride()) for y in ours] == [(y.shape, y.stride()) for y in stock], layout
         torch.testing.assert_close(ours[-1], stock[-1])
-        assert block.coverage().replaced.total() == len(calls)
+        assert block.coverage().replaced.total() == len(ours)
 
 
 # Stock operators proven at first use: the certificate says the layout that was computed, and no other.
@@ -355,10 +348,9 @@ def test_scatter_add_under_the_block(axis: int, dtype: torch.dtype) -> None:
         whole = torch.scatter_add(target, axis, index, source)
         assert identical(target.clone().scatter_add_(axis, index, source).contiguous(), whole.contiguous())
         assert identical(torch.scatter_add(target, axis, index, source, out=torch.empty_like(whole)), whole)
-        some = torch.scatter_add(
-            target[:2] if axis else target[:, :2], axis, *(x[:2] if axis else x[:, :2] for x in (index, source))
-        )
-    assert identical(some.contiguous(), (whole[:2] if axis else whole[:, :2]).contiguous())
+        few = [x[:2] if axis else x[:, :2] for x in (target, index, source, whole)]
+        some = torch.scatter_add(few[0], axis, *few[1:3])
+    assert identical(some.contiguous(), few[3].contiguous())
     rows = [x.movedim(axis, 2).flatten(0, 1) for x in (target, index, kept, whole)]
     for start, where, added, got in zip(*rows, strict=True):
         assert identical(ordered_scatter.scatter_add(start, where, added), got.contiguous())

@@ -8,7 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -55,7 +55,7 @@ def together(works: list[Callable[[], None]], meanwhile: Callable[[], None]) -> 
 
 
 def test_nested_blocks_come_and_go_while_threads_compute() -> None:
-    """200 nested enters of other families against 4 computing threads: no crash, right bits, every call counted.
+    """60 nested enters of other families against 4 computing threads: no crash, right bits, every call counted.
 
     (Registering anew at each enter, and destroying what was there, ended in a segmentation fault within a few.)
     """
@@ -66,7 +66,7 @@ def test_nested_blocks_come_and_go_while_threads_compute() -> None:
         assert identical(X.sum(-1), rows)
 
     def nest() -> None:
-        for i in range(200):
+        for i in range(60):
             with batch_invariant(["matmul", "norm"] if i % 2 else ["pointwise"]) as inner:
                 product = F.linear(X, W)
             assert inner.families <= {"matmul", "norm", "pointwise"}
@@ -77,23 +77,18 @@ def test_nested_blocks_come_and_go_while_threads_compute() -> None:
         counts, errors = together([work] * 4, nest)
     assert not errors, errors[0]
     assert outer.coverage().replaced["_softmax"] == outer.coverage().replaced["sum.dim_IntList"] >= sum(counts) > 0
-    assert outer.coverage().replaced["linear"] == 100  # the nested blocks' calls are the outer one's, too
+    assert outer.coverage().replaced["linear"] == 30  # the nested blocks' calls are the outer one's, too
 
 
 def test_no_count_is_lost() -> None:
     """Four threads that count at once end with the sum of their counts."""
     coverage = state.Coverage()
-
-    def work() -> None:
-        for _ in range(20000):
-            coverage.add("replaced", "mm")
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: [coverage.add("replaced", "mm") for _ in range(5000)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert coverage.replaced == {"mm": 80000}
+    assert coverage.replaced == {"mm": 20000}
 
 
 def test_outermost_blocks_come_and_go_while_threads_compute() -> None:
@@ -106,7 +101,7 @@ def test_outermost_blocks_come_and_go_while_threads_compute() -> None:
         assert any(identical(got, bits) for bits in right)
 
     def come_and_go() -> None:
-        for _ in range(12):
+        for _ in range(6):
             with batch_invariant(["softmax"]):
                 pass
 
@@ -129,15 +124,7 @@ def test_a_nested_enter_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.undo()
 
 
-STOCK: dict[str, Callable[[], torch.Tensor]] = {
-    "mm": lambda: X @ X.T,
-    "_softmax": lambda: torch.softmax(X, -1),
-    "sum.dim_IntList": lambda: X.sum(-1),
-    "linear": lambda: F.linear(X, W),
-    "cumsum": lambda: X.cumsum(0),
-    "scatter_add": lambda: X.scatter_add(0, torch.zeros_like(X, dtype=torch.int64), X),
-    "silu": lambda: F.silu(X),
-}
+STOCK = ("mm", "_softmax", "sum.dim_IntList", "linear", "cumsum", "silu")
 
 
 def kernels() -> list[str]:
@@ -147,7 +134,7 @@ def kernels() -> list[str]:
 
 def stock() -> list[torch.Tensor]:
     with torch.no_grad():
-        return [call() for call in STOCK.values()]
+        return [X @ X.T, torch.softmax(X, -1), X.sum(-1), F.linear(X, W), X.cumsum(0), F.silu(X)]
 
 
 def test_nothing_stays_behind() -> None:
@@ -155,12 +142,11 @@ def test_nothing_stays_behind() -> None:
     before, bits = kernels(), stock()
     assert not any(block.__file__ in table for table in before)
     with batch_invariant(), batch_invariant(["matmul"]):
-        assert all(
-            block.__file__ in table for name, table in zip(STOCK, kernels(), strict=True) if name != "add.Tensor"
-        )
+        assert all(block.__file__ in table for table in kernels())
     left = batch_invariant()
     with pytest.raises(ZeroDivisionError), left:
-        raise ZeroDivisionError
+        state.guarded(lambda: 1 // 0)()  # a kernel that raises leaves its thread as it was
+    assert not state.inside.active
     assert kernels() == before
     assert all(identical(got, was) for got, was in zip(stock(), bits, strict=True))
     assert state.current() == state.Active()
@@ -213,12 +199,10 @@ def test_an_interrupt_at_any_step_of_a_block_leaves_the_next_one_whole(monkeypat
     def interrupted() -> None:
         nonlocal steps
         steps, tracing = 0, sys.gettrace()
+        sys.settrace(trace)
         try:
-            sys.settrace(trace)
-            with batch_invariant():
+            with suppress(KeyboardInterrupt), batch_invariant():
                 pass
-        except KeyboardInterrupt:
-            pass
         finally:
             sys.settrace(tracing)
 
@@ -248,21 +232,6 @@ def test_what_came_between_two_blocks_is_watched() -> None:
         finally:
             library._destroy()
     assert seen == [{f"at risk: nondet_in_its_place::{n} float32": 1, "replaced: _softmax": 1} for n in "abb"]
-
-
-def test_a_kernel_that_raises_leaves_its_thread_as_it_was() -> None:
-    """A guard inside another keeps the outer one's word, also when it is left by an exception."""
-
-    def fails() -> None:
-        raise ZeroDivisionError
-
-    def outer() -> bool:
-        with pytest.raises(ZeroDivisionError):
-            state.guarded(fails)()
-        return state.inside.active
-
-    assert state.guarded(outer)()
-    assert not state.inside.active
 
 
 NORM = torch.rand((64, 1000), generator=torch.Generator().manual_seed(3)) * 2 - 1
@@ -322,24 +291,30 @@ def test_a_norm_under_way_is_not_finished_by_an_outermost_block(monkeypatch: pyt
     monkeypatch.setattr(block, "time", grace, raising=False)
     library = torch.library.Library("aten", "IMPL")
     library.impl("pow.Tensor_Scalar", stop_at_the_square, "CPU", with_keyset=True, allow_override=True)
+    switching = sys.getswitchinterval()
     try:
         thread.start()
         assert half.wait(30)
-        switching = sys.getswitchinterval()
         sys.setswitchinterval(30)  # the thread gets Python's lock where it is given away, and not before
-        try:
-            with batch_invariant(PARTS):
-                thread.join(30)
-                assert not identical(norm(), stock)
-        finally:
-            sys.setswitchinterval(switching)
+        with batch_invariant(PARTS):
+            thread.join(30)
+            assert not identical(norm(), stock)
     finally:
+        sys.setswitchinterval(switching)
         library._destroy()
     assert identical(got[0], stock)
 
 
 def fails(*args: Any, **kwargs: Any) -> None:
     raise MemoryError("here")
+
+
+def stand_ins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(block, "_STAND_INS", (block._STAND_INS[0], (fails, block._STAND_INS[1][1])))
+
+
+def snapshot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(block, "replace_now", lambda now: fails() if now.families else None)
 
 
 def half_the_operators(patch: pytest.MonkeyPatch) -> None:
@@ -351,14 +326,8 @@ def half_the_operators(patch: pytest.MonkeyPatch) -> None:
 STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
     "operators": (half_the_operators, False),
     "compiler": (lambda patch: patch.setattr(functions, "_forget_graphs", fails), False),
-    "snapshot": (
-        lambda patch: patch.setattr(block, "replace_now", lambda now: fails() if now.families else None),
-        True,
-    ),
-    "stand-ins": (
-        lambda patch: patch.setattr(block, "_STAND_INS", (block._STAND_INS[0], (fails, block._STAND_INS[1][1]))),
-        True,
-    ),
+    "snapshot": (snapshot, True),
+    "stand-ins": (stand_ins, True),
 }
 
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
@@ -22,7 +22,6 @@ from nondet.errors import UserError
 from nondet.kernels.dispatch import block as dispatch_block
 from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.dispatch.state import Coverage
 from nondet.sampling.engine import run_session
 from nondet.sampling.model import load_model
 from nondet.sampling.plan import Load, Request
@@ -74,11 +73,6 @@ def built(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
     return transformers.AutoModelForCausalLM.from_config(config, **how).eval().to(device, dtype)
 
 
-@pytest.fixture(scope="module")
-def model_of() -> Callable[[torch.dtype, str], Any]:
-    return functools.partial(built, "qwen3")
-
-
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -116,44 +110,36 @@ def right_padded(model: Any) -> torch.Tensor:
     return model(ids, attention_mask=mask).logits[0, :LENGTH]
 
 
+def cached(
+    model: Any, keys: Any, ids: torch.Tensor, borders: Iterable[int], mask: Any = None, places: Any = None
+) -> torch.Tensor:
+    """The first row's logits, in steps that end at the borders."""
+    out, ids = [], ids.to(model.device)
+    for start, end in pairwise((0, *borders, ids.shape[1])):
+        position = torch.arange(start, end, device=model.device)
+        more = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": places[:, start:end]}
+        step = model(ids[:, start:end], past_key_values=keys, use_cache=True, cache_position=position, **more)
+        out.append(step.logits[0])
+    return torch.cat(out)
+
+
 def chunked(*borders: int, dropping: bool = False) -> Callable[[Any], torch.Tensor]:
     """From a cache that keeps all keys, or drops those that have left a window."""
 
     def run(model: Any) -> torch.Tensor:
-        keys, out = transformers.DynamicCache(**({"config": model.config} if dropping else {})), []
-        for start, end in zip((0, *borders), (*borders, LENGTH), strict=True):
-            out.append(model(ROW[:, start:end].to(model.device), past_key_values=keys, use_cache=True).logits[0])
-        return torch.cat(out)
+        return cached(model, transformers.DynamicCache(**({"config": model.config} if dropping else {})), ROW, borders)
 
     return run
 
 
 def static_cache(model: Any) -> torch.Tensor:
-    keys, out = transformers.StaticCache(config=model.config, max_cache_len=128), []
-    for start, end in ((0, 20), (20, 60), (60, 61), (61, LENGTH)):
-        position = torch.arange(start, end, device=model.device)
-        out.append(
-            model(
-                ROW[:, start:end].to(model.device), past_key_values=keys, use_cache=True, cache_position=position
-            ).logits[0]
-        )
-    return torch.cat(out)
+    return cached(model, transformers.StaticCache(config=model.config, max_cache_len=128), ROW, (20, 60, 61))
 
 
 def left_padded_decode(model: Any) -> torch.Tensor:
     ids, mask, position = padded_on_the_left(model.device)
-    keys, out = transformers.DynamicCache(), []
-    borders = (0, *range(LENGTH + PADDING - 3, LENGTH + PADDING + 1))
-    for start, end in pairwise(borders):
-        step = model(
-            ids[:, start:end],
-            attention_mask=mask[:, :end],
-            position_ids=position[:, start:end],
-            past_key_values=keys,
-            use_cache=True,
-        )
-        out.append(step.logits[0])
-    return torch.cat(out)[PADDING:]
+    end = LENGTH + PADDING
+    return cached(model, transformers.DynamicCache(), ids, range(end - 3, end), mask, position)[PADDING:]
 
 
 WAYS: dict[str, Callable[[Any], torch.Tensor]] = {
@@ -256,7 +242,7 @@ def generate(
     try:
         found = model.generate_batch(
             prompts,
-            generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=8),
+            generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6),
             continuous_batching_config=config,
             progress_bar=False,
         )
@@ -266,66 +252,61 @@ def generate(
     return [(o.generated_tokens, o.logprobs) for o in ordered]
 
 
-def under_load(model: Any) -> list[Any]:
-    """The target's tokens and logprobs: alone, and among others."""
-    return [
-        generate(model, [_TARGET], budget=64)[0],
-        generate(model, [*_PROMPTS, _TARGET], budget=64)[-1],
-    ]
+# a model, its attention in the engine, device and dtype
+LOADED = [
+    ("qwen3", "sdpa", "cpu", torch.float32),
+    ("windows", "sdpa", "cpu", torch.float32),  # a paged cache drops keys that have left the window
+    ("eager gemma2", "eager", "cpu", torch.float32),  # paged caches of a window and of all keys, and a soft cap
+    *at_length(*((name, "sdpa", "cpu", torch.bfloat16) for name in ("qwen3", "windows"))),
+    *(
+        pytest.param(name, how, "cuda", dtype, marks=pytest.mark.gpu)
+        for name, how, dtypes in (
+            ("qwen3", "sdpa", (torch.bfloat16, torch.float32)),
+            ("windows", "sdpa", (torch.bfloat16, torch.float32)),
+            ("eager gemma2", "eager", (torch.float32,)),
+        )
+        for dtype in dtypes
+    ),
+]
 
 
-def under_other_loads(model: Any) -> list[Any]:
-    """With another budget, so other chunks; and twice, so that a prefix is shared."""
-    return [
-        generate(model, [_TARGET, *_PROMPTS], budget=33)[0],
-        *(generate(model, [_TARGET, *_PROMPTS[:2], _TARGET], sharing=True, budget=48)[i] for i in (0, -1)),
-    ]
-
-
-@pytest.mark.parametrize(("device", "dtype"), EACH)
-def test_a_request_has_one_answer_under_load(model_of: Callable[..., Any], dtype: torch.dtype, device: str) -> None:
-    """Tokens and logprobs are equal bit for bit, whatever runs alongside; stock logprobs are not, on most machines."""
-    model = model_of(dtype, device)
+@pytest.mark.parametrize(("name", "how", "device", "dtype"), LOADED)
+def test_a_request_has_one_answer_under_load(name: str, how: str, device: str, dtype: torch.dtype) -> None:
+    """Tokens and logprobs are equal bit for bit: alone, among others, in other chunks, with a prefix that is shared."""
+    model, sharing = built(name, dtype, device), name == "qwen3"
     with batch_invariant() as block:
-        right, *others = [*under_load(model), *under_other_loads(model)]
-    assert [other == right for other in others] == [True] * len(others)
-    coverage: Coverage = block.coverage()
-    assert sum(n for name, n in coverage.replaced.items() if name.endswith("paged")) > 0
+        right = generate(model, [_TARGET], budget=64, implementation=how)[0]
+        loaded = generate(model, [*_PROMPTS, _TARGET], budget=64, implementation=how)[-1]
+        again = [_TARGET, *_PROMPTS[:2], _TARGET]
+        others = generate(model, again, budget=33, sharing=sharing, implementation=how)
+    assert [x == right for x in (loaded, others[0], others[-1])] == [True] * 3
+    coverage = block.coverage()
+    assert any(name.startswith("transformers attention") and name.endswith("paged") for name in coverage.replaced)
     assert "scaled_dot_product_attention" not in coverage.replaced  # nothing slipped past the stand-in
     assert coverage.at_risk == {}
-    stock, loaded = under_load(model)
-    if loaded == stock:
-        pytest.skip(f"the invariant half held; stock kernels gave one answer too, in {dtype} on {device} here")
+    if how == "eager":  # whether there is a cap under pages follows the version of transformers
+        stock = generate(model, [_TARGET], budget=64, implementation=how)[0]
+        assert right[0][0] == stock[0][0]
+        assert right[1][0] == pytest.approx(stock[1][0], abs=1e-4)
 
 
-def test_without_the_stand_in_the_mask_is_read(model_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers may be imported inside the block, past the stand-in: then the pack's mask tells the requests."""
-    model = model_of(torch.float32, "cpu")
-    with batch_invariant():
-        right = under_load(model)
-    others = [pair for pair in dispatch_block._STAND_INS if pair[0] is not hf_attention.install]
-    monkeypatch.setattr(dispatch_block, "_STAND_INS", others)
-    with batch_invariant() as block:
-        assert under_load(model) == right
-    assert not any("transformers" in name for name in block.coverage().replaced)
-    assert not block.coverage().left
-
-
-def test_it_is_attention_that_is_stock_without_the_family(model_of: Callable[..., Any]) -> None:
-    """With matmul alone the engine's attention stays stock, and the coverage says so."""
-    with batch_invariant(["matmul"]) as block:
-        generate(model_of(torch.float32, "cpu"), [_TARGET], budget=64)
-    assert not any("transformers" in name for name in block.coverage().replaced)
-    assert block.coverage().at_risk["scaled_dot_product_attention float32"] > 0
-
-
-def test_eager_paged_attention_is_replaced_too(model_of: Callable[..., Any]) -> None:
-    """Under its own name the engine's eager attention has the same stand-in, so the same answer."""
-    model = model_of(torch.float32, "cpu")
+def test_without_the_stand_in_the_mask_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers may be imported inside the block, past the stand-in: then the pack's mask shows the requests. With
+    matmul alone the engine's attention stays stock, and the coverage says so; its eager attention is replaced, too."""
+    model = built("qwen3")
     with batch_invariant() as block:
         right = generate(model, [_TARGET], budget=64)
         assert generate(model, [_TARGET], budget=64, implementation="eager") == right
     assert block.coverage().replaced["transformers attention 'paged|eager', paged"] > 0
+    others = [pair for pair in dispatch_block._STAND_INS if pair[0] is not hf_attention.install]
+    monkeypatch.setattr(dispatch_block, "_STAND_INS", others)
+    with batch_invariant() as block:
+        assert generate(model, [_PROMPTS[0], _TARGET], budget=64)[-1:] == right
+    assert not any("transformers" in name for name in block.coverage().replaced)
+    assert not block.coverage().left
+    with batch_invariant(["matmul"]) as block:
+        generate(model, [_TARGET], budget=64)
+    assert block.coverage().at_risk["scaled_dot_product_attention float32"] > 0
 
 
 def test_the_table_of_functions_is_put_back() -> None:
@@ -340,17 +321,6 @@ def test_the_table_of_functions_is_put_back() -> None:
     with pytest.raises(ZeroDivisionError), block:
         raise ZeroDivisionError
     assert dict(AttentionInterface()) == before
-
-
-@pytest.mark.parametrize(("device", "dtype"), EACH)
-def test_a_request_has_one_answer_in_a_paged_window(dtype: torch.dtype, device: str) -> None:
-    """Continuous batching drops keys that have left the window; the anchor, and so the bits, stay."""
-    model = built("windows", dtype, device)
-    with batch_invariant() as block:
-        right, loaded = under_load(model)
-        other = generate(model, [_TARGET, *_PROMPTS], budget=33)[0]
-    assert [loaded == right, other == right] == [True, True]
-    assert block.coverage().at_risk == {}
 
 
 def test_the_cache_of_transformers_5_17_is_written_by_its_indices() -> None:
@@ -464,25 +434,6 @@ def test_a_copy_with_other_code_is_not_guessed_at(monkeypatch: pytest.MonkeyPatc
         assert other.eager_attention_forward(None, None, None, None, None) == "its own"
     assert block.coverage().at_risk == {AT_RISK: 1}
     assert other.eager_attention_forward is original
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_continuous_batching_of_both_kinds_of_layers(device: str) -> None:
-    """Paged caches of a window and of all keys in one model, with a soft cap: a request has one answer under load."""
-    model = built("eager gemma2", torch.float32, device)
-    target = tokens(40, seed=40).tolist()
-    others = [tokens(n, seed=n).tolist() for n in (50, 3, 33, 17)]
-    with batch_invariant() as block:
-        right = generate(model, [target], budget=64, implementation="eager")[0]
-        loaded = generate(model, [*others, target], budget=64, implementation="eager")[-1]
-        chunked = generate(model, [target, *others], budget=23, implementation="eager")[0]
-    assert [loaded == right, chunked == right] == [True, True]
-    # not of a plain forward pass: whether there is a cap under pages follows the version of transformers
-    stock = generate(model, [target], budget=64, implementation="eager")[0]
-    assert right[0][0] == stock[0][0]
-    assert right[1][0] == pytest.approx(stock[1][0], abs=1e-4)
-    assert block.coverage().replaced["transformers attention 'paged|eager', paged"] > 0
-    assert block.coverage().at_risk == {}
 
 
 # Soft caps and hybrid windows under `batch_invariant()`: the stand-ins compute the model that the originals do.

@@ -18,7 +18,8 @@ from nondet.kernels.experts import cuda as grouped
 from nondet.kernels.experts import cuda as triton_routing
 from nondet.kernels.experts import topk as ordered_topk
 from nondet.kernels.experts.cuda import grouped_chain, grouped_matmul, takes_tma, tile_for, tiles
-from nondet.kernels.matmul.triton_kernels import anchor, matmul
+from nondet.kernels.matmul.cuda import matmul
+from nondet.kernels.matmul.triton_kernels import anchor
 from tests.build import DEVICE, accuracy_bound, bell
 from tests.kernels.experts.test_cpu import OFFSETS
 from tests.kernels.tiers import at_length

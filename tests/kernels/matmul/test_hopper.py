@@ -8,7 +8,7 @@ import torch
 from nondet.core import compare, inputs
 from nondet.core.launch import listen
 from nondet.kernels.matmul import hopper
-from nondet.kernels.matmul.cuda import linear, member, proof_inputs
+from nondet.kernels.matmul.cuda import Operands, linear, member, proof_inputs
 from nondet.kernels.matmul.gluon_kernels import barriers_of
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, matmul_chain
@@ -40,7 +40,7 @@ def run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile)
 def test_every_tile_has_the_bits_of_the_class(m, k, n, dtype):
     """On inputs that show any other order, at sizes that fill no tile, there with a bias as well."""
     a, weight, bias = bell(1, m, k, dtype=dtype), bell(n, k, dtype=dtype), bell(n, dtype=dtype)
-    cases = list(proof_inputs(a, weight.T[None], bias if n == 777 else None, 256))
+    cases = list(proof_inputs(Operands(a, weight.T[None], bias if n == 777 else None, alignment=256)))
     assert cases
     assert HOPPER_TILES
     for _, (left, right, added) in cases:
@@ -120,10 +120,10 @@ def test_takes_what_it_can_read():
     assert not hopper_takes(a.float(), b.float(), tile)
     assert not hopper_takes(bell(2, 8, 64), bell(2, 32, 64).mT, tile)
     assert not hopper_takes(bell(1, 8, 72)[:, :, 1:65], b, tile)
-    bound = member(f"hopper:{tile.name}", a, b)
+    bound = member(f"hopper:{tile.name}", Operands(a, b))
     assert bound is not None
     assert not bound.is_anchor
-    assert member(f"hopper:{tile.name}", a, b, tf32=True) is None
+    assert member(f"hopper:{tile.name}", Operands(a, b, tf32=True)) is None
 
 
 @pytest.mark.gpu

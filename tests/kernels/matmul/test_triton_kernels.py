@@ -15,8 +15,6 @@ from nondet.kernels.matmul.triton_kernels import (
     Tile,
     anchor,
     bind_tma,
-    linear,
-    matmul,
     matmul_chain,
     tile_for,
     tiles,
@@ -26,6 +24,12 @@ from tests.build import DEVICE, accuracy_bound, bell, error
 from tests.kernels.tiers import at_length, untouched
 
 pytestmark = pytest.mark.slow
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return matmul_chain(x[None], weight.T[None], bias)[0]
+
+
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
 DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
@@ -42,12 +46,12 @@ def test_bias_is_added_before_the_one_rounding():
 def test_batched_equals_one_by_one():
     """A product in a batch has the bits of the product alone, whatever its neighbours; another operand has not."""
     a, b = bell(3, 5, 40), bell(3, 40, 9, seed=1)
-    together = matmul(a, b.mT.contiguous().mT)
+    together = matmul_chain(a, b.mT.contiguous().mT)
     for i in range(3):
-        assert identical(together[i], matmul(a[i], b[i]))
-    assert not identical(together[0], matmul(a[0], b[1]))
-    shared = matmul(a, b[:1].expand(3, 40, 9))
-    assert identical(shared[2], matmul(a[2], b[0]))
+        assert identical(together[i], matmul_chain(a[i : i + 1], b[i : i + 1])[0])
+    assert not identical(together[:1], matmul_chain(a[:1], b[1:2]))
+    shared = matmul_chain(a, b[:1].expand(3, 40, 9))
+    assert identical(shared[2:], matmul_chain(a[2:], b[:1]))
 
 
 def test_every_shape_gets_a_tile_of_its_class():

@@ -38,19 +38,6 @@ def test_every_element_takes_the_same_formula(
     assert identical(vectors_only(operator, x[:15_000].view(100, 150).t()), body[:15_000].view(100, 150).t())
 
 
-def test_stock_takes_two() -> None:
-    """At least one of these operators ends a loop by another formula on this CPU, or the test above shows nothing."""
-    x = torch.rand(1 << 14, generator=torch.Generator().manual_seed(2)) * 8.0 + 0.1
-    # these inputs show another formula, on any CPU
-    assert any(not identical(operator(x.double()).float(), operator(x)) for operator, _ in CASES)
-    for operator, dtype in CASES:
-        body = operator(x.to(dtype))
-        rest = torch.cat([operator(piece) for piece in x.to(dtype).split(7)])
-        if not identical(rest, body):
-            return
-    pytest.skip("torch's vector loops and their scalar rest agree on this CPU, for all operators tried")
-
-
 def test_where_no_element_is_left_over() -> None:
     """A call goes through as it is only where every thread's share is whole registers."""
     assert in_vectors(32768 + 64)
