@@ -102,7 +102,7 @@ def margin_step(solo: Session, other: Session) -> Step:
         for one, two in zip(tops[:shared], theirs[:shared], strict=False):
             logits = dict(zip(one[2:], one[:2], strict=True)), dict(zip(two[2:], two[:2], strict=True))
             distances += [abs(logits[0][t] - logits[1][t]) for t in logits[0].keys() & logits[1].keys()]
-        if shared < min(map(len, (reference.token_ids, outcome.token_ids, tops, theirs))):
+        if shared < min(len(reference.token_ids), len(outcome.token_ids), len(tops), len(theirs)):
             one, two = tops[shared], theirs[shared]
             flips.append((shared, one[0] - one[1], two[0] - two[1]))
     spread = max([0.0, *distances])  # max() ignores NaN

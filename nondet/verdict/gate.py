@@ -223,7 +223,8 @@ def of_impls(run: Run, impls: Sequence[str]) -> Run:
     """The run without other implementations' records; all of it where none is named. Raises UnknownNameError."""
     if not impls:
         return run
-    names = {r.impl for r in (*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts)}
+    judged: list[Any] = [*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts]
+    names = {record.impl for record in judged}
     for impl in impls:
         if impl not in names:
             raise UnknownNameError("implementation in this run", impl, names)

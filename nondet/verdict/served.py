@@ -453,6 +453,7 @@ def _judge_bits(subject: Subject, whole: Tally, reasons: Sequence[Reason]) -> Ve
     seen, keys = server.seen, server.keys
     by = None if seen is None or seen.known_by == "ids" else reason("compared-by", known_by=seen.known_by)
     counts = whole.clauses(by, of_server=True, logprobs=seen is None or seen.logprobs)
+    findings: tuple[Finding, ...]
     if len(whole.answers) == 1:
         findings, bounds = (_undiverged(subject),), _bounds(subject.arms)
         counts.append(reason("finding", findings=findings))

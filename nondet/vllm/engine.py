@@ -273,8 +273,9 @@ class VllmEngine:
             if count:
                 note(f"vLLM's {name}", count)
         session = session_of(played, requests)
-        for outcome in session.outcomes if on_token_count is not None else ():
-            on_token_count(outcome.request, len(outcome.token_ids))
+        if on_token_count is not None:
+            for outcome in session.outcomes:
+                on_token_count(outcome.request, len(outcome.token_ids))
         return session
 
     def _hear(self, limit_s: float) -> tuple[str, Any]:
