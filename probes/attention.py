@@ -258,7 +258,7 @@ class _Maker(NamedTuple):
         elements = batch * heads.dim * (2 * heads.key * keys + 2 * heads.query * queries)
         # numbers are drawn in float32; the oracle holds a float64 score for each pair of a query and a key
         needed = elements * (base.element_bytes(self.dtype) + 16) + batch * heads.query * queries * keys * 8 * 3
-        base.require_memory(self.options.device, needed, f"attention of {keys} keys, {heads.query} heads")
+        base.require_memory(self.options.device, needed, f"attention of {keys} keys, Hq={heads.query}")
         return self._of(f"{name}, {{heads}}, {kind}", varied, batch, queries, keys, kind, data=data)
 
     def decode(

@@ -42,7 +42,7 @@ BUDGET = {
     "services": 2741,
     "testing": 475,
     "trace": 2920,
-    "verdict": 2409,
+    "verdict": 2410,
     "vllm": 2256,
 }
 _NAME = re.compile(r"(?:nondet|tests)(?:\.\w+)+")

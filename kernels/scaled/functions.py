@@ -194,7 +194,7 @@ def bound_grouped(t: Any, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> 
 
 
 def _allowed(t: Any, k: int, size: torch.Tensor) -> torch.Tensor:
-    epsilon = t.epsilon if t.device == "cpu" else 2.0**-13
+    epsilon = t.epsilon if t.reference.device.type == "cpu" else 2.0**-13
     terms = (k + 4) * epsilon
     allowed: torch.Tensor = t.rounded + (size * (terms / (1 - terms)) if terms < 0.5 else torch.inf)
     return allowed
