@@ -279,6 +279,8 @@ def decode(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
         return decoder.decode(line)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start})") from error
     except msgspec.ValidationError as error:
         why, _, field = str(error).partition(" - at `$")
         raise ValueError(f"{field[1:-1]}: {why}{_value_at(line, field[1:-1])}" if field else why) from error

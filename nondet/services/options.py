@@ -83,7 +83,7 @@ class Range:
         """Refuse, as a `UserError`, another number."""
         if not self.least <= value <= self.most:
             number = f"{value:g}" if isinstance(value, float) else value
-            raise UserError(f"{option} {number} makes no sense", self.hint or f"Give {self.least:g} to {self.most:,g}.")
+            raise UserError(f"{option} {number} makes no sense", self.hint or f"Give {self.least:,} to {self.most:,}.")
 
 
 @dataclass(frozen=True)
