@@ -61,7 +61,7 @@ def collect(seed: int | None = None) -> dict[str, Any]:
     return {
         "nondet": VERSION,
         "commit": _commit(),
-        "sources": _sources(),
+        "sources": sources_digest(),
         "argv": safe_argv(sys.argv),
         "seed": seed,
         "os": f"{platform.system()} {platform.release()}",
@@ -231,14 +231,15 @@ def _commit() -> str | None:
 
 
 @functools.cache
-def _sources() -> str:
-    """First 16 hex digits of the SHA-256 over our own source files, each once, by its path in the package. Two trees of
-    one commit with changes differ; a checkout and an installation from it do not."""
+def sources_digest(*names: str) -> str:
+    """First 16 hex digits of the SHA-256 over our own source files, or those of the folders and files of these names,
+    each once, by its path in the package. A checkout and an installation from it have one digest."""
     root = Path(__file__).resolve().parent.parent
     files: dict[str, Path] = {}
-    for name in ("", "kernels", "probes", "reports"):  # symbolic links in a checkout, which "**" need not follow
-        folder = (root / name).resolve()
-        files |= {(Path(name) / path.relative_to(folder)).as_posix(): path for path in folder.rglob("*.py")}
+    for name in names or ("", "kernels", "probes", "reports"):  # links in a checkout, which "**" need not follow
+        at = (root / name).resolve()
+        found = [at] if at.is_file() else at.rglob("*.py")
+        files |= {(Path(name) / path.relative_to(at)).as_posix(): path for path in found}
     sha = hashlib.sha256()
     for name, path in sorted(files.items()):
         sha.update(f"{name}:".encode() + hashlib.sha256(path.read_bytes()).digest())

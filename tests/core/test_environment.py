@@ -69,7 +69,7 @@ def test_sources_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pyte
 
     def digest(root: Path) -> object:
         monkeypatch.setattr(environment, "__file__", str(root / "core" / "environment.py"))
-        environment._sources.cache_clear()
+        environment.sources_digest.cache_clear()
         return collect()["sources"]
 
     try:
@@ -80,4 +80,4 @@ def test_sources_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pyte
         (real / "moved").rename(real / "b" / "x.py")
         assert digest(real) != before
     finally:
-        environment._sources.cache_clear()
+        environment.sources_digest.cache_clear()
