@@ -102,9 +102,8 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite. float64 values of
-    opposite sign can be further apart than int64 holds: such a distance is clamped to the largest. Raises ValueError:
-    not two tensors of one unpacked real floating dtype."""
+    """Distance in representable numbers, int64; -1 where either side is NaN or infinite. A distance between float64
+    values of opposite sign may be clamped. Raises ValueError: not two tensors of one unpacked real floating dtype."""
     if not (a.dtype.is_floating_point and b.dtype == a.dtype and a.dtype not in _PACKED):
         raise ValueError(f"no ULP between {a.dtype} and {b.dtype}")
     left, right = _ordered(a), _ordered(b)
@@ -118,9 +117,8 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """How `b` differs from `a`, reduced on the device. Complex tensors are compared by parts: a last axis is added,
-    real before imaginary, also to `first_mismatch`. Integers have an absolute difference and no ULP; packed float4 has
-    neither, only mismatching bytes. Raises ValueError: as `same`."""
+    """How `b` differs from `a`, reduced on the device. Complex tensors are compared by parts, along a last axis.
+    Integers have an absolute difference and no ULP; packed float4 has neither. Raises ValueError: as `same`."""
     mismatch = ~same(a, b)
     if a.dtype.is_complex:
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
@@ -179,12 +177,9 @@ _CLASSES_LISTED = 12  # most classes whose errors are listed one by one
 
 
 def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
-    """Accuracy of `out` against a float64 reference of the same shape.
-
-    Elements that are NaN or infinite both in `out` and in the reference rounded to out's dtype, alike, are right and
-    left out. Where only one side is, the error is not a number: `max_abs` and `relative_norm` are None. Raises
-    ValueError: the reference is not float64, or the shapes differ.
-    """
+    """Accuracy of `out` against a float64 reference of the same shape. Elements that are NaN or infinite both in `out`
+    and in the reference rounded to out's dtype, alike, are right and left out. Where only one side is, `max_abs` and
+    `relative_norm` are None. Raises ValueError: the reference is not float64, or the shapes differ."""
     return errors_against([out], reference)[0]
 
 
@@ -379,13 +374,10 @@ def _flat(results: torch.Tensor) -> torch.Tensor:
     return bits(results).unsqueeze(-1).flatten(1)
 
 
-# Hashes of rows, on the device, that do not depend on the batch.
-#
 # The hash of a row is the sum over its elements of w_i * x_i mod 2^64, where x_i are the bits of the elements as
 # integers and w_i fixed odd numbers. Integer sums are exact in any order, so neither the batch nor the device can
-# change a hash; the weights detect an exchange of two elements, which an XOR would not. Two rows of equal bits have
-# equal hashes. Rows that differ in one element never collide, because an odd factor is invertible; others collide about
-# once in 2^64, which is why the responsible call is confirmed on full bits.
+# change a hash; the weights detect an exchange of two elements. Rows that differ in one element never collide, because
+# an odd factor is invertible; others about once in 2^64, so the responsible call is confirmed on full bits.
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import functools
 import hashlib
 import os
@@ -179,21 +178,20 @@ def _version(package: str) -> str | None:
 
 
 def _cublas() -> str | None:
-    """The version that the loaded library reports, because the wheel's version may be another one's. PyTorch's own CUDA
-    library comes first: the system may have another one, which computes nothing here."""
-    library = _cuda_library("cublas") or _cuda_library("cublas", ctypes.util.find_library("cublas"))
+    """The version that the loaded library reports, because the wheel's version may be another one's."""
+    library = _cuda_library("cublas")
     parts = [ctypes.c_int() for _ in range(3)]  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
     if library is None or any(library.cublasGetProperty(i, ctypes.byref(value)) for i, value in enumerate(parts)):
         return None
     return ".".join(str(value.value) for value in parts)
 
 
-def _cuda_library(name: str, path: str | None = "") -> ctypes.CDLL | None:
-    """The library of PyTorch's own CUDA, or the one at a path; None of a CPU build, or where there is none."""
-    if torch.version.cuda is None or path is None:
+def _cuda_library(name: str) -> ctypes.CDLL | None:
+    """The library of PyTorch's own CUDA, as the system may have another one; None of a CPU build."""
+    if torch.version.cuda is None:
         return None
     try:
-        return ctypes.CDLL(path or f"lib{name}.so.{torch.version.cuda.partition('.')[0]}")
+        return ctypes.CDLL(f"lib{name}.so.{torch.version.cuda.partition('.')[0]}")
     except OSError:
         return None
 

@@ -209,7 +209,6 @@ def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch, cuda: st
 
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setattr(environment.ctypes, "CDLL", load)
-    monkeypatch.setattr(environment.ctypes.util, "find_library", lambda name: None)
     assert environment._cublas() is None
     assert asked == ([] if loaded is None else [loaded])
 
