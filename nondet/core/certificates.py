@@ -143,10 +143,8 @@ class Certificates:
         self, member: str, key: str, holds: bool, evidence: str, numbers: dict[str, list[int]] | None = None
     ) -> None:
         """Remember a proof and append it to the file. If the folder can't be written, warn once and use memory only."""
-        proof = Certificate(
-            member=member, key=key, holds=bool(holds), evidence=evidence, numbers=numbers or {},
-            proven=datetime.now(UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        proof = Certificate(member=member, key=key, holds=holds, evidence=evidence, proven=now, numbers=numbers or {})
         with self._lock:
             if self._remember(proof) and self.path is not None:
                 self._append(self.path, proof)

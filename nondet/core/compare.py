@@ -14,10 +14,9 @@ import functools
 import hashlib
 import itertools
 import random
-import struct
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -150,21 +149,15 @@ def numbers(*scalars: torch.Tensor) -> list[float]:
     device = next((x.device for x in scalars if x.device.type != "cpu"), "cpu")
     flat = [x.reshape(()).to(device) for x in scalars]
     wide = [x.view(torch.int64) if x.is_floating_point() else x.to(torch.int64) for x in flat]
-    words: list[int] = torch.stack(wide).tolist() if wide else []
-    return [
-        struct.unpack("<d", struct.pack("<q", word))[0] if x.is_floating_point() else word
-        for x, word in zip(scalars, words, strict=True)
-    ]
+    words = torch.stack(wide).cpu().unbind() if wide else ()
+    return [(w.view(torch.float64) if x.is_floating_point() else w).item() for x, w in zip(flat, words, strict=True)]
 
 
 def _bits_at(place: list[int], *tensors: torch.Tensor) -> list[str]:
     """The bits of each tensor's element at this index, as hex: "0x3f800000". Of bools and integers, their bytes."""
-    words = []
-    for x in tensors:
-        element = x.detach()[tuple(place)].cpu().contiguous().reshape(1)
-        raw = bytes(element.view(torch.uint8).tolist())  # little-endian, as every machine that torch runs on
-        words.append(f"0x{raw[::-1].hex()}")
-    return words
+    elements = [x.detach()[tuple(place)].cpu().contiguous().reshape(1).view(torch.uint8) for x in tensors]
+    # little-endian, as every machine that torch runs on
+    return [f"0x{bytes(element.flip(0).tolist()).hex()}" for element in elements]
 
 
 def _storable(x: float) -> float:
@@ -248,18 +241,9 @@ def _error_terms(out: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tens
     return (finite | alike).all(), gap.abs().max(), relative, ulp_distance(out, rounded).max().clamp_min(0)
 
 
-class _Answer(Protocol):
-    """A completion, from an engine or from a file; `logprobs` are float32, empty where there are none."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> bytes: ...
-
-
-def first_difference(a: _Answer, b: _Answer) -> tuple[int | None, int | None]:
-    """(first token that differs, first position where tokens or logprob bits differ); None where none does. Where one
-    has fewer tokens or logprobs than the other, they differ at its end."""
+def first_difference(a: Any, b: Any) -> tuple[int | None, int | None]:
+    """(first token that differs, first position where tokens or logprob bits differ) of two completions, from an engine
+    or a file; None where none does. Where one has fewer tokens or logprobs than the other, they differ at its end."""
     token = _first_unequal(a.token_ids, b.token_ids)
     logprob = _first_unequal(memoryview(a.logprobs).cast("I"), memoryview(b.logprobs).cast("I"))
     return token, min((place for place in (token, logprob) if place is not None), default=None)

@@ -32,21 +32,15 @@ def nvml() -> Iterator[ctypes.CDLL | None]:
         library.nvmlShutdown()
 
 
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t, in bytes."""
-
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
 def free_gpu_memory(uuid: str) -> int | None:
     """Free bytes of the GPU with torch's UUID; None where the library doesn't report it, as for a part of a GPU."""
-    handle, memory = ctypes.c_void_p(), _Memory()
+    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used, in bytes
     with nvml() as driver, suppress(AttributeError, UnicodeEncodeError):
         name = f"GPU-{uuid.removeprefix('GPU-')}".encode("ascii")
         if driver is None or driver.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) != 0:
             return None
         if driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
-            return int(memory.free)
+            return int(memory[1])
     return None
 
 

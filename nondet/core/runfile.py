@@ -389,7 +389,7 @@ def _header(path: Path, lines: Iterator[tuple[int, bytes, bool]]) -> Header:
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-_PROMPTS_MOST = 16 * 2**20  # bytes of all prompts in a header; beyond, each is cut and the side file has it whole
+_PROMPTS_MOST = 16 * 2**20  # bytes of all prompts in a header; beyond, each is cut
 _CUTS = (1000, 200, 0)  # characters that are left of each, the most that fits
 
 
@@ -399,7 +399,6 @@ class RunWriter:
     def __init__(self, path: Path, stream: IO[bytes], header: Header, run: Run | None = None) -> None:
         self.path, self.resumed = path, run is not None
         self.done: set[tuple[str, ...]] = set()  # keys of the records in the file
-        self.long_prompts: list[str] = []  # whole texts of prompts that the header has cut, for the side file
         self._stream, self._started = stream, time.perf_counter()
         self._checks = RunChecks(header)
         for record in run.records() if run is not None else ():
@@ -474,14 +473,10 @@ def open_run(
     except ValueError as error:
         raise UserError(f"no run file can hold this plan: {one_line(str(error), 200)}", "Give less of it.") from None
     if resume and path.exists():
-        writer = _resume(path, header)
-    else:
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        writer = RunWriter(path, create_locked(path, force=force), header)
-    kept = {p["text"] for p in header.plan.get("prompts", [])}
-    writer.long_prompts = [t for t in dict.fromkeys(p["text"] for p in plan.get("prompts", [])) if t not in kept]
-    return writer
+        return _resume(path, header)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return RunWriter(path, create_locked(path, force=force), header)
 
 
 def is_run(path: Path) -> bool:

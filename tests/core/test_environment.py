@@ -14,10 +14,10 @@ from nondet.core.certificates import machine
 from nondet.core.environment import collect
 
 EXPECTED = {
-    "gpu", "driver", "cpu", "cpu_isa", "num_threads", "os", "python", "torch", "triton", "transformers", "cuda",
-    "cublas", "cudnn", "nccl", "commit", "argv", "seed", "float32_matmul_precision", "allow_tf32_matmul",
-    "allow_bf16_reduced_precision_reduction", "variables",
-}  # fmt: skip
+    *("gpu", "driver", "cpu", "cpu_isa", "num_threads", "os", "python", "torch", "triton", "transformers", "cuda"),
+    *("cublas", "cudnn", "nccl", "commit", "argv", "seed", "float32_matmul_precision", "allow_tf32_matmul"),
+    *("allow_bf16_reduced_precision_reduction", "variables"),
+}
 
 
 def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
