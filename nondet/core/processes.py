@@ -120,9 +120,7 @@ def obituary(process: Any) -> str:
     """How a process ended that sent nothing more: "was killed by SIGKILL", "ended with exit code 1"."""
     process.join(2.0)
     code = process.exitcode
-    if code is not None and code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-    return f"ended with exit code {code}"
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
