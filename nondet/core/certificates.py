@@ -2,8 +2,7 @@
 
 A certificate states that a member of a numerics class gave the class's bits at a key (a shape, dtype and layout), or
 that it did not and is excluded there. It is valid for one machine key (`machine`: GPU, driver, torch, Triton, cuBLAS
-and cuDNN versions, the digest of the prover's sources), until the sources of its class's kernels change
-(`kernels_digest`).
+and cuDNN versions, the digest of the code that computes and proves).
 
 The file is JSON lines in the user's cache folder, one file per machine key. Each line carries a checksum; what is not a
 whole line of this machine is ignored, with one warning. Each proof is one appended write that begins a line, so
@@ -16,7 +15,6 @@ after one warning, and kept in memory.
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import os
@@ -43,26 +41,13 @@ _CPU = ("cpu", "cpu_isa", "aten_cpu_capability", "mkl", "onednn", "num_threads",
 # Recorded by `nondet.core.environment`, but no numeric library or compiler picks an order by them.
 _HARMLESS = {"CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO"}
 _COMPILER = ("DISABLE_PTXAS_OPT", "TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH")
-
-_ROOT = Path(__file__).resolve().parent.parent
-# The code that proves: a stricter proof makes earlier results invalid.
-_PROVER = ("certify", "core/certificates.py", "core/proof.py", "core/inputs.py", "core/compare.py")
-# Folder of kernels/ -> how the keys begin whose class is computed and proven by it; the first that fits counts. Any
-# other key (what other operators' stock kernels gave row by row, ...) depends on all folders.
-_FAMILIES = {
-    "scaled": ("chain-fp8", "cpu-fp8"),
-    "matmul": ("chain", "cpu-tiles cpu_matmul"),
-    "attention": ("cpu-tiles cpu_attention", "segments", "cpu-blocks"),
-    "rows": ("cpu-tiles cpu_rows", "lanes", "cpu-rows"),
-    "experts": ("grouped",),
-    "all_reduce": ("ranks-", "reduce-scatter"),
-}
-_IMPORTS = re.compile(r"ImportFrom\(module='(nondet\.kernels[\w.]*)', names=\[(.*?)\], level")
+# A change of these makes every earlier result invalid.
+_SOURCES = ("kernels", "certify", "core/certificates.py", "core/proof.py", "core/inputs.py", "core/compare.py")
 
 
 def machine(device: str) -> dict[str, Any]:
     """What proofs on this device ("cuda": the current one) hold for, as JSON-able data; unknown things are None."""
-    from nondet.core.environment import cublaslt_version, numerics, variables
+    from nondet.core.environment import cublaslt_version, numerics, sources_digest, variables
 
     environment, on_gpu = numerics(), device == "cuda"
     found: dict[str, Any] = {"device": device}
@@ -70,63 +55,13 @@ def machine(device: str) -> dict[str, Any]:
     if on_gpu:
         found["cublaslt"] = cublaslt_version() or None  # of the library that computes the products
     steering = {k: v for k, v in environment["variables"].items() if k not in _HARMLESS}
-    return found | {"variables": steering | variables(_COMPILER if on_gpu else ()), "sources": prover_digest()}
+    steering |= variables(_COMPILER if on_gpu else ())
+    return found | {"variables": steering, "sources": sources_digest(*_SOURCES)}
 
 
 def machine_digest(described: dict[str, Any]) -> str:
     """First 16 hex digits of the SHA-256 over `machine`'s answer: the machine key of a proof."""
     return digest_of(msgspec.json.encode(described, order="deterministic"))
-
-
-@functools.cache
-def prover_digest() -> str:
-    """First 16 hex digits of the SHA-256 over the code that proves, file names included: part of the machine key."""
-    paths = [path for name in _PROVER for path in (_ROOT.glob(name) if "." in name else (_ROOT / name).rglob("*.py"))]
-    return _digest_of({path.relative_to(_ROOT).as_posix(): _code(path.read_bytes())[0] for path in paths})
-
-
-def kernels_digest(key: str) -> str:
-    """First 16 hex digits of the SHA-256 over the code of the kernels that a proof under this key rests on."""
-    return _kernels_digest(next((folder for folder, begin in _FAMILIES.items() if key.startswith(begin)), ""))
-
-
-@functools.cache
-def _kernels_digest(folder: str) -> str:
-    return _digest_of(sources(folder))
-
-
-def sources(folder: str) -> dict[str, str]:
-    """Name -> digest of the code of every file in this folder of kernels/ ("": in all), and of what they import of
-    others there. Comments, docstrings and line numbers don't count."""
-    tree = (_ROOT / "kernels").resolve()  # in a checkout a symbolic link, which "**" need not follow
-    found: dict[str, str] = {}
-    left = list((tree / folder).rglob("*.py"))
-    while left:
-        path = left.pop()
-        name = path.relative_to(tree).as_posix()
-        if name in found:
-            continue
-        found[name], imports = _code(path.read_bytes())
-        for module, names in imports:
-            place = tree.joinpath(*module.split(".")[2:])
-            modules = [place, *(place / one for one in re.findall(r"alias\(name='(\w+)'", names))]
-            left += [file for one in modules if (file := one.with_suffix(".py")).is_file() and one != tree]
-    return found
-
-
-@functools.cache
-def _code(source: bytes) -> tuple[str, list[tuple[str, str]]]:
-    """The digest of a file's code, and what it imports of the kernels: (module, names as `ast` writes them)."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = node.body[ast.get_docstring(node, clean=False) is not None :]
-    code = ast.dump(tree)
-    return digest_of(code.encode()), _IMPORTS.findall(code)
-
-
-def _digest_of(files: dict[str, str]) -> str:
-    return digest_of("\n".join(f"{name}:{digest}" for name, digest in sorted(files.items())).encode())
 
 
 def digest_of(data: bytes) -> str:
@@ -135,8 +70,7 @@ def digest_of(data: bytes) -> str:
 
 
 FORMAT = "nondet-certificate"
-# 1 had keys that no dispatcher looked up, and wrong strides; 2 did not name kernels' code
-SCHEMA = 3
+SCHEMA = 4  # 3 had each proof's own kernels, and a line for the machine
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +81,6 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool  # True: it gave the class's bits. False: it did not, and is excluded at this key.
     evidence: str  # what was compared, or where it differed, in words
     proven: str  # UTC, ISO 8601
-    sources: str  # `kernels_digest` of the key as it was proven
     # further findings, where a member is not a yes or no: the row counts of a CPU's tiles
     numbers: dict[str, list[int]] = {}
 
@@ -210,10 +143,8 @@ class Certificates:
         self, member: str, key: str, holds: bool, evidence: str, numbers: dict[str, list[int]] | None = None
     ) -> None:
         """Remember a proof and append it to the file. If the folder can't be written, warn once and use memory only."""
-        proof = Certificate(
-            member=member, key=key, holds=bool(holds), evidence=evidence, sources=kernels_digest(key),
-            proven=datetime.now(UTC).isoformat(timespec="seconds"), numbers=numbers or {},
-        )  # fmt: skip
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        proof = Certificate(member=member, key=key, holds=holds, evidence=evidence, proven=now, numbers=numbers or {})
         with self._lock:
             if self._remember(proof) and self.path is not None:
                 self._append(self.path, proof)
@@ -256,8 +187,7 @@ class Certificates:
         for line in filter(None, data.split(b"\n")):
             proof = _opened(line, self.machine)
             ignored += proof is None
-            # of kernels that have changed since: proven again when needed
-            if proof is not None and proof.sources == kernels_digest(proof.key):
+            if proof is not None:
                 self._remember(proof)
         if ignored:
             _warn(

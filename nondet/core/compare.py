@@ -14,10 +14,9 @@ import functools
 import hashlib
 import itertools
 import random
-import struct
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -102,9 +101,8 @@ def _ordered(x: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Distance in representable numbers, int64, saturating; -1 where either side is NaN or infinite. float64 values of
-    opposite sign can be further apart than int64 holds: such a distance is clamped to the largest. Raises ValueError:
-    not two tensors of one unpacked real floating dtype."""
+    """Distance in representable numbers, int64; -1 where either side is NaN or infinite. A distance between float64
+    values of opposite sign may be clamped. Raises ValueError: not two tensors of one unpacked real floating dtype."""
     if not (a.dtype.is_floating_point and b.dtype == a.dtype and a.dtype not in _PACKED):
         raise ValueError(f"no ULP between {a.dtype} and {b.dtype}")
     left, right = _ordered(a), _ordered(b)
@@ -118,9 +116,8 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """How `b` differs from `a`, reduced on the device. Complex tensors are compared by parts: a last axis is added,
-    real before imaginary, also to `first_mismatch`. Integers have an absolute difference and no ULP; packed float4 has
-    neither, only mismatching bytes. Raises ValueError: as `same`."""
+    """How `b` differs from `a`, reduced on the device. Complex tensors are compared by parts, along a last axis.
+    Integers have an absolute difference and no ULP; packed float4 has neither. Raises ValueError: as `same`."""
     mismatch = ~same(a, b)
     if a.dtype.is_complex:
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
@@ -152,21 +149,15 @@ def numbers(*scalars: torch.Tensor) -> list[float]:
     device = next((x.device for x in scalars if x.device.type != "cpu"), "cpu")
     flat = [x.reshape(()).to(device) for x in scalars]
     wide = [x.view(torch.int64) if x.is_floating_point() else x.to(torch.int64) for x in flat]
-    words: list[int] = torch.stack(wide).tolist() if wide else []
-    return [
-        struct.unpack("<d", struct.pack("<q", word))[0] if x.is_floating_point() else word
-        for x, word in zip(scalars, words, strict=True)
-    ]
+    words = torch.stack(wide).cpu().unbind() if wide else ()
+    return [(w.view(torch.float64) if x.is_floating_point() else w).item() for x, w in zip(flat, words, strict=True)]
 
 
 def _bits_at(place: list[int], *tensors: torch.Tensor) -> list[str]:
     """The bits of each tensor's element at this index, as hex: "0x3f800000". Of bools and integers, their bytes."""
-    words = []
-    for x in tensors:
-        element = x.detach()[tuple(place)].cpu().contiguous().reshape(1)
-        raw = bytes(element.view(torch.uint8).tolist())  # little-endian, as every machine that torch runs on
-        words.append(f"0x{raw[::-1].hex()}")
-    return words
+    elements = [x.detach()[tuple(place)].cpu().contiguous().reshape(1).view(torch.uint8) for x in tensors]
+    # little-endian, as every machine that torch runs on
+    return [f"0x{bytes(element.flip(0).tolist()).hex()}" for element in elements]
 
 
 def _storable(x: float) -> float:
@@ -179,12 +170,9 @@ _CLASSES_LISTED = 12  # most classes whose errors are listed one by one
 
 
 def error_against(out: torch.Tensor, reference: torch.Tensor) -> ErrorFigures:
-    """Accuracy of `out` against a float64 reference of the same shape.
-
-    Elements that are NaN or infinite both in `out` and in the reference rounded to out's dtype, alike, are right and
-    left out. Where only one side is, the error is not a number: `max_abs` and `relative_norm` are None. Raises
-    ValueError: the reference is not float64, or the shapes differ.
-    """
+    """Accuracy of `out` against a float64 reference of the same shape. Elements that are NaN or infinite both in `out`
+    and in the reference rounded to out's dtype, alike, are right and left out. Where only one side is, `max_abs` and
+    `relative_norm` are None. Raises ValueError: the reference is not float64, or the shapes differ."""
     return errors_against([out], reference)[0]
 
 
@@ -253,18 +241,9 @@ def _error_terms(out: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tens
     return (finite | alike).all(), gap.abs().max(), relative, ulp_distance(out, rounded).max().clamp_min(0)
 
 
-class _Answer(Protocol):
-    """A completion, from an engine or from a file; `logprobs` are float32, empty where there are none."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> bytes: ...
-
-
-def first_difference(a: _Answer, b: _Answer) -> tuple[int | None, int | None]:
-    """(first token that differs, first position where tokens or logprob bits differ); None where none does. Where one
-    has fewer tokens or logprobs than the other, they differ at its end."""
+def first_difference(a: Any, b: Any) -> tuple[int | None, int | None]:
+    """(first token that differs, first position where tokens or logprob bits differ) of two completions, from an engine
+    or a file; None where none does. Where one has fewer tokens or logprobs than the other, they differ at its end."""
     token = _first_unequal(a.token_ids, b.token_ids)
     logprob = _first_unequal(memoryview(a.logprobs).cast("I"), memoryview(b.logprobs).cast("I"))
     return token, min((place for place in (token, logprob) if place is not None), default=None)
@@ -379,13 +358,10 @@ def _flat(results: torch.Tensor) -> torch.Tensor:
     return bits(results).unsqueeze(-1).flatten(1)
 
 
-# Hashes of rows, on the device, that do not depend on the batch.
-#
 # The hash of a row is the sum over its elements of w_i * x_i mod 2^64, where x_i are the bits of the elements as
 # integers and w_i fixed odd numbers. Integer sums are exact in any order, so neither the batch nor the device can
-# change a hash; the weights detect an exchange of two elements, which an XOR would not. Two rows of equal bits have
-# equal hashes. Rows that differ in one element never collide, because an odd factor is invertible; others collide about
-# once in 2^64, which is why the responsible call is confirmed on full bits.
+# change a hash; the weights detect an exchange of two elements. Rows that differ in one element never collide, because
+# an odd factor is invertible; others about once in 2^64, so the responsible call is confirmed on full bits.
 
 
 @functools.cache

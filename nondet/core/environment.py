@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import functools
 import hashlib
 import os
@@ -25,15 +24,22 @@ from nondet.version import VERSION
 
 # Environment variables that change bits (which library path or order is taken). No other variable is recorded.
 _VARIABLES = (
-    "ATEN_CPU_CAPABILITY", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES",
-    "DNNL_CPU_ISA_HINTS", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "GLIBC_TUNABLES",
-    "KMP_DETERMINISTIC_REDUCTION", "KMP_FORCE_REDUCTION", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC",
-    "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO", "NPY_DISABLE_CPU_FEATURES",
-    "NVIDIA_TF32_OVERRIDE", "OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_CPU_ISA_HINTS",
-    "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT",
-    "TORCH_CUDNN_SDPA_ENABLED", "TRITON_INTERPRET",
-)  # fmt: skip
+    *("ATEN_CPU_CAPABILITY", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
+    *("TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_CUDNN_SDPA_ENABLED", "TRITON_INTERPRET", "NPY_DISABLE_CPU_FEATURES"),
+    *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE"),
+    *(
+        "DNNL_CPU_ISA_HINTS",
+        "DNNL_DEFAULT_FPMATH_MODE",
+        "DNNL_MAX_CPU_ISA",
+        "GLIBC_TUNABLES",
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+    ),
+    *("ONEDNN_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE"),
+    *("MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS"),
+    *("NCCL_ALGO", "NCCL_PROTO"),
+    *("KMP_DETERMINISTIC_REDUCTION", "KMP_FORCE_REDUCTION", "OMP_DYNAMIC", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
+)
 # The instruction sets by which numeric libraries choose their kernels.
 _ISA = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx_vnni|avx512\w*|amx_\w+|asimd\w*|sve\w*|bf16|i8mm)$")
 # What may differ between the parts of a resumed run; everything else in `collect` may change bits.
@@ -61,7 +67,7 @@ def collect(seed: int | None = None) -> dict[str, Any]:
     return {
         "nondet": VERSION,
         "commit": _commit(),
-        "sources": _sources(),
+        "sources": sources_digest(),
         "argv": safe_argv(sys.argv),
         "seed": seed,
         "os": f"{platform.system()} {platform.release()}",
@@ -179,21 +185,20 @@ def _version(package: str) -> str | None:
 
 
 def _cublas() -> str | None:
-    """The version that the loaded library reports, because the wheel's version may be another one's. PyTorch's own CUDA
-    library comes first: the system may have another one, which computes nothing here."""
-    library = _cuda_library("cublas") or _cuda_library("cublas", ctypes.util.find_library("cublas"))
+    """The version that the loaded library reports, because the wheel's version may be another one's."""
+    library = _cuda_library("cublas")
     parts = [ctypes.c_int() for _ in range(3)]  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of libraryPropertyType
     if library is None or any(library.cublasGetProperty(i, ctypes.byref(value)) for i, value in enumerate(parts)):
         return None
     return ".".join(str(value.value) for value in parts)
 
 
-def _cuda_library(name: str, path: str | None = "") -> ctypes.CDLL | None:
-    """The library of PyTorch's own CUDA, or the one at a path; None of a CPU build, or where there is none."""
-    if torch.version.cuda is None or path is None:
+def _cuda_library(name: str) -> ctypes.CDLL | None:
+    """The library of PyTorch's own CUDA, as the system may have another one; None of a CPU build."""
+    if torch.version.cuda is None:
         return None
     try:
-        return ctypes.CDLL(path or f"lib{name}.so.{torch.version.cuda.partition('.')[0]}")
+        return ctypes.CDLL(f"lib{name}.so.{torch.version.cuda.partition('.')[0]}")
     except OSError:
         return None
 
@@ -231,14 +236,15 @@ def _commit() -> str | None:
 
 
 @functools.cache
-def _sources() -> str:
-    """First 16 hex digits of the SHA-256 over our own source files, each once, by its path in the package. Two trees of
-    one commit with changes differ; a checkout and an installation from it do not."""
+def sources_digest(*names: str) -> str:
+    """First 16 hex digits of the SHA-256 over our own source files, or those of the folders and files of these names,
+    each once, by its path in the package. A checkout and an installation from it have one digest."""
     root = Path(__file__).resolve().parent.parent
     files: dict[str, Path] = {}
-    for name in ("", "kernels", "probes", "reports"):  # symbolic links in a checkout, which "**" need not follow
-        folder = (root / name).resolve()
-        files |= {(Path(name) / path.relative_to(folder)).as_posix(): path for path in folder.rglob("*.py")}
+    for name in names or ("", "kernels", "probes", "reports"):  # links in a checkout, which "**" need not follow
+        at = (root / name).resolve()
+        found = [at] if at.is_file() else at.rglob("*.py")
+        files |= {(Path(name) / path.relative_to(at)).as_posix(): path for path in found}
     sha = hashlib.sha256()
     for name, path in sorted(files.items()):
         sha.update(f"{name}:".encode() + hashlib.sha256(path.read_bytes()).digest())

@@ -118,14 +118,9 @@ def order_revealing(
 
     The second half of a row holds the numbers of the first half at other positions, negated with `negate`. The sum of
     such a row, or its product with an unnegated one, cancels term by term, but not next to each other: a float32
-    accumulator is left with its own rounding errors.
-
-    Args:
-        rows: Number of rows; every row has numbers of its own.
-        width: Terms of the sum. An odd width ends with one number 2^-12 times smaller.
-        seed: Fixes the positions, and with `rows` and `width` the numbers.
-        binades: Exponents are spread evenly over this many. By default odd seeds take 6, where rounding errors are of
-            many sizes; even ones 20, where the sum of a few terms has some too.
+    accumulator is left with its own rounding errors. An odd width ends with one number 2^-12 times smaller. Exponents
+    are spread evenly over `binades`; by default over 6 of odd seeds, where rounding errors are of many sizes, and over
+    20 of even ones, where the sum of a few terms has some too.
     """
     rng = generator(seed, device)
     half = width // 2
@@ -172,15 +167,9 @@ def product_operands(
     seed: int,
     weight_kind: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operands of a product over the last axis of both, made for each other: x of `left`, weight of `right`.
-
-    Args:
-        left: [M, K].
-        right: [N, K].
-        kind: A key of `KINDS`. Order-revealing rows, those of `mixed` too, cancel with their weight, and so do the
-            pairs of `cancel`.
-        weight_kind: The kind of the weight where the two are not made for each other; None: that of x.
-    """
+    """The operands of a product over the last axis of both: x of the shape `left`, [M, K], weight of `right`, [N, K].
+    Rows of order-revealing kinds and of `mixed`, and the pairs of `cancel`, cancel with their weight; of other kinds
+    the weight is of `weight_kind`, by default that of x."""
     if kind in (*ORDER, "mixed"):
         named = 2 * seed + (2 if kind == "order-wide" else 1)  # the parity decides how far apart exponents are
         x = order_revealing(*left, dtype, named, negate=True, device=device)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,13 +65,9 @@ class FirstUses:
         return self.within(-math.inf, math.inf)
 
 
-class _Depth(threading.local):
-    proving = 0
-
-
 _listeners_first_use: list[FirstUses] = []
 _lock = threading.Lock()  # of the list, and of what its members count
-_depth = _Depth()
+_proving = ContextVar("proving", default=False)  # in this thread
 
 
 @contextmanager
@@ -89,16 +86,16 @@ def first_uses(on_change: Callable[[FirstUses], None] | None = None) -> Iterator
 @contextmanager
 def proving() -> Iterator[None]:
     """Prove something inside. A GPU's earlier work is waited for first: its time is not part of the proof."""
-    if _depth.proving or not _listeners_first_use:
+    if _proving.get() or not _listeners_first_use:
         yield
         return
     wait_for_device()
     begin = time.perf_counter()
-    _depth.proving += 1
+    before = _proving.set(True)
     try:
         yield
     finally:
-        _depth.proving -= 1
+        _proving.reset(before)
         wait_for_device()
         _report((begin, time.perf_counter()), proofs=1)
 
@@ -118,7 +115,7 @@ def listen_to_triton() -> None:
         if not event.get("cache_hit") and _listeners_first_use:
             end = time.perf_counter()
             begin = end - event["times"].total * 1e-6
-            _report(None if _depth.proving else (begin, end), compiled=1)
+            _report(None if _proving.get() else (begin, end), compiled=1)
 
     compilation.listener = compiled
 

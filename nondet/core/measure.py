@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,12 +38,17 @@ class VariantProfile:
         self._marked: list[int] = []
         self._elsewhere: dict[int, list[str]] = {}
 
-    def variant(self, index: int) -> AbstractContextManager[Any]:
+    @contextmanager
+    def variant(self, index: int) -> Iterator[None]:
         """Run one variant inside this block."""
         global _under_way
         self._marked.append(index)
         _under_way = self
-        return nullcontext() if self._mark is None else _between(self._mark)
+        if self._mark is not None:
+            torch.nextafter(self._mark, self._mark)
+        yield
+        if self._mark is not None:
+            torch.nextafter(self._mark, self._mark)
 
     def kernels(self, variants: int) -> list[list[str]]:
         """Distinct kernel names of each variant, in launch order; [] where nothing was profiled."""
@@ -71,13 +76,6 @@ def launched_elsewhere(names: Sequence[str]) -> None:
     """Add the kernels that the current variant launched in other processes, which the profiler here does not see."""
     if names and _under_way is not None:
         _under_way._elsewhere.setdefault(_under_way._marked[-1], list(names))
-
-
-@contextmanager
-def _between(mark: torch.Tensor) -> Iterator[None]:
-    torch.nextafter(mark, mark)
-    yield
-    torch.nextafter(mark, mark)
 
 
 def between_marks(names: Sequence[str]) -> list[list[str]]:
@@ -125,10 +123,6 @@ class Trial(NamedTuple):
     # the others count up from it (positions); a string names them all (shuffles).
     many: bool = False
 
-    def joined(self, join: Callable[[Any], torch.Tensor] | None) -> Trial:
-        """The variant with one tensor made of its parts; itself if `join` is None."""
-        return self if join is None else self._replace(compute=lambda: join(self.compute()))
-
 
 def measure(
     head: Row,
@@ -152,8 +146,8 @@ def measure(
         watch: The operator that the variants call, if they call one: results are checked while variants are replayed.
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does that already.
-        warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class,
-            with thousands of kernels that are not the variant's. One call repeated is computed once.
+        warm: Compute all variants once before, unprofiled, because a first use may compile, or prove a member of its
+            class. One call repeated is computed once.
         enough: Stop after so many variants if two of them differ; 0: never.
         reference: What the first variant should be, in float64.
         extra: Called with one result of each class; its entries go into the row's `extra`.
@@ -182,7 +176,7 @@ def measure(
         return _finished(head, started, status=Status.SKIPPED, reason=reason)
     replays = differing = 0
     if replay:
-        replays, differing = _replay([trial.joined(join) for trial in trials], starts, book, watch)
+        replays, differing = _replay(trials, starts, book, watch, join)
     elif watch is not None:
         _checked(trials[0], watch)
         replays = differing = int(False in looked_at(watch.repeated()))
@@ -248,13 +242,17 @@ def _values(trial: Trial, result: torch.Tensor) -> list[Value]:
     return [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(len(result))]
 
 
-def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, watch: Watch | None) -> tuple[int, int]:
-    """Compute some variants again: (how many, how many differed from their first result, or between two calls).
-
-    A class that only noise made does not recur when its variant is repeated. So the first and the last variant of each
-    class are repeated, the smallest classes first, and the first and the last of the sweep. `starts` is where the
-    results of each trial begin in the book's labels, and the number of labels.
-    """
+def _replay(
+    trials: Sequence[Trial],
+    starts: Sequence[int],
+    book: ClassBook,
+    watch: Watch | None,
+    join: Callable[[Any], torch.Tensor] | None,
+) -> tuple[int, int]:
+    """Compute some variants again: (how many, how many differed from their first result, or between two calls). A class
+    that only noise made does not recur: so the first and the last variant of each class are repeated, the smallest
+    classes first, and those of the sweep. `starts` is where the results of each trial begin in the book's labels, and
+    the number of labels."""
     owner = [i for i, (start, stop) in enumerate(itertools.pairwise(starts)) for _ in range(start, stop)]
     members: dict[int, list[int]] = {}
     for place, label in enumerate(book.labels):
@@ -267,22 +265,22 @@ def _replay(trials: Sequence[Trial], starts: Sequence[int], book: ClassBook, wat
     for i in sorted(again_at, key=lambda at: (at != len(trials) - 1, at)):  # the last is the largest, mostly
         labels = book.labels[starts[i] : starts[i + 1]]
         again = _checked(trials[i], watch)
+        again = again if join is None else join(again)
         results = again if trials[i].many else again[None]
         flags += [book.come_again(results, labels), *(watch.repeated() if watch is not None else ())]
         of += [i] * (len(flags) - len(of))
     return len(again_at), len({i for i, alike in zip(of, looked_at(flags), strict=True) if not alike})
 
 
-def _checked(trial: Trial, watch: Watch | None) -> torch.Tensor:
+def _checked(trial: Trial, watch: Watch | None) -> Any:
     if watch is not None:
         watch.next_variant()
         watch.checking = True
     try:
-        result: torch.Tensor = trial.compute()
+        return trial.compute()
     finally:
         if watch is not None:
             watch.checking = False
-    return result
 
 
 def _fault(watch: Watch | None, errors: Sequence[ErrorFigures], details: Mapping[str, Any]) -> str:
@@ -346,8 +344,8 @@ Fingerprint = dict[str, tuple[torch.Tensor, ...]]
 
 
 def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
-    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show. The
-    inputs are read, not copied. Names are the keys of a mapping, or positions in a sequence."""
+    """Sums of the bits of every tensor in nested inputs, on its device: by row and by column, so that moves show. Names
+    are the keys of a mapping, or positions in a sequence."""
     if isinstance(inputs, torch.Tensor):
         raw = inputs.detach()
         if raw.dtype.is_complex:

@@ -32,21 +32,15 @@ def nvml() -> Iterator[ctypes.CDLL | None]:
         library.nvmlShutdown()
 
 
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t, in bytes."""
-
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
 def free_gpu_memory(uuid: str) -> int | None:
     """Free bytes of the GPU with torch's UUID; None where the library doesn't report it, as for a part of a GPU."""
-    handle, memory = ctypes.c_void_p(), _Memory()
+    handle, memory = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used, in bytes
     with nvml() as driver, suppress(AttributeError, UnicodeEncodeError):
         name = f"GPU-{uuid.removeprefix('GPU-')}".encode("ascii")
         if driver is None or driver.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) != 0:
             return None
         if driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
-            return int(memory.free)
+            return int(memory[1])
     return None
 
 
@@ -126,9 +120,7 @@ def obituary(process: Any) -> str:
     """How a process ended that sent nothing more: "was killed by SIGKILL", "ended with exit code 1"."""
     process.join(2.0)
     code = process.exitcode
-    if code is not None and code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-    return f"ended with exit code {code}"
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"

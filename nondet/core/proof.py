@@ -39,10 +39,9 @@ class Claim(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One computation compared with the anchor's result, which is None where it failed; `failure` is what was
-    raised."""
+    """One computation compared with the anchor's result."""
 
-    result: torch.Tensor | None
+    result: torch.Tensor | None  # None where it failed
     equal: bool
     failure: Exception | None
 
@@ -50,16 +49,11 @@ class Attempt(NamedTuple):
 def operands_key(
     cls: str, operands: Iterable[Any], options: Iterable[str] = (), *, alignment: int | None = None
 ) -> str:
-    """The key of a proof: the class, and of every operand what may change the bits.
+    """The key of a proof: the class, of every operand what may change the bits, and whatever else decides.
 
     "chain | bfloat16[1,16,4096]/0,4096,1@256 bfloat16[1,4096,512]/0,1,4096@256 | bias". An operand is its dtype, shape,
     strides (0 along an axis of at most one element, because no step is taken) and the alignment of its first element in
-    bytes, up to 256 (on a CPU, 64). Numbers and None are written as they are.
-
-    Args:
-        operands: Tensors, numbers, None, or lists and tuples of these.
-        options: Whatever else decides: settings, a mask, a form.
-        alignment: Of all operands, where a member requires one; else each one's own.
+    bytes, up to 256 (on a CPU, 64), or the one that a member requires. Other things are written as they are.
     """
     words = " ".join(_operand(x, alignment) for x in operands)
     return " | ".join(part for part in (cls, words, " ".join(options)) if part)
@@ -211,8 +205,7 @@ def product_inputs(
     seed: int = 0,
 ) -> Iterable[tuple[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
     """Operands of a product of sizes (m, n, k), over k, one kind after another: (kind, (x [m, k], weight [n, k], bias
-    [n] or None)). With batch > 1 x is [batch, m, k] and weight [batch, n, k]. Both are contiguous: for another layout
-    the caller converts them (weight.T for "tn"). Made on the device, one kind at a time."""
+    [n] or None)), contiguous. With batch > 1 x is [batch, m, k] and weight [batch, n, k]."""
     m, n, k = sizes
     for kind in kinds:
         x, weight = product_operands(kind, (batch * m, k), (batch * n, k), dtype, device, seed)

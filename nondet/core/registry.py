@@ -203,13 +203,6 @@ def misfit(function: Callable[..., Any], operator: str, who: str, operands: Sequ
     return MisfitError(what, form_of(operator, reference))
 
 
-def _row_probes() -> dict[str, tuple[str, str]]:
-    """Probes of operators over rows that have none of their own: their declarations say what to test."""
-    names = [operator.name for operator in operators().values() if operator.probe is not None]
-    words = "one row of {} while the number of rows changes"
-    return {name.replace("_", "-"): ("nondet.probes.rows:RowProbe", words.format(name)) for name in names}
-
-
 PROBES: dict[str, tuple[str, str]] = {
     "float-sum": ("nondet.probes.additions:FloatSum", "only the order of a sum: 102 results from one list of numbers"),
     "matmul": ("nondet.probes.matmul:Matmul", "matmul rows while batch size, position, neighbours and call order vary"),
@@ -229,7 +222,11 @@ PROBES: dict[str, tuple[str, str]] = {
         "nondet.probes.attention:Attention",
         "decode in a batch, prefill, chunks and other concurrent requests, per backend",
     ),
-    **_row_probes(),
+    **{  # of operators over rows that have none of their own: their declarations say what to test
+        name.replace("_", "-"): ("nondet.probes.rows:RowProbe", f"one row of {name} while the number of rows changes")
+        for name, operator in operators().items()
+        if operator.probe is not None
+    },
     "reduction-order": (
         "nondet.probes.reduction_order:ReductionOrder",
         "in which order row 0 of a sum or product is added: its reduction tree, proven by predicting bits",

@@ -326,12 +326,10 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
         checks.header(run.header)
         for number, line, whole in lines:
             if not whole:
-                if not allow_truncated:
-                    raise UserError(
-                        f"{path} is cut off in line {number}: the run was killed while writing",
-                        "Repeat its command with --resume, or read what is whole with --allow-truncated.",
-                    )
-                break
+                if allow_truncated:
+                    break
+                hint = "Repeat its command with --resume, or read what is whole with --allow-truncated."
+                raise UserError(f"{path} is cut off in line {number}: the run was killed while writing", hint)
             record = decode(LINE, line)
             if run.complete:
                 raise ContradictionError("it comes after the end of the run")
@@ -351,47 +349,38 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
     return run
 
 
-def _not_ours(path: Path) -> UserError:
-    return UserError(f"{path} is not a nondet run file", f"Give {_OURS}.")
-
-
 def _header(path: Path, lines: Iterator[tuple[int, bytes, bool]]) -> Header:
+    foreign = UserError(f"{path} is not a nondet run file", f"Give {_OURS}.")
     try:
         _, line, whole = next(lines, (0, b"", True))
     except FileNotFoundError:
         raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
     if not line.strip():
-        if not any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
-            raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
-        raise _not_ours(path)
+        if any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
+            raise foreign
+        raise UserError(f"{path} is empty", "Its run never started: repeat its command with --resume.")
     if _torn(line, whole):
-        raise UserError(
-            f"{path} is cut off in line 1: the run was killed while it began", "Repeat its command with --resume."
-        )
-    try:
+        what = f"{path} is cut off in line 1: the run was killed while it began"
+        raise UserError(what, "Repeat its command with --resume.")
+    raw: Any = None
+    with suppress(ValueError):
         raw = decode(msgspec.json.Decoder(), line)
-    except ValueError as error:
-        raise _not_ours(path) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise _not_ours(path)
+        raise foreign
     schema = raw.get("schema")
     if schema != SCHEMA_VERSION:
         older = isinstance(schema, int) and schema < SCHEMA_VERSION
-        raise UserError(
-            f"{path} has schema {str(schema)[:40]}, and this nondet reads {SCHEMA_VERSION}",
-            "It is from before 0.3.0: read it with nondet 0.3.0." if older else "Upgrade nondet.",
-        )
+        what = f"{path} has schema {str(schema)[:40]}, and this nondet reads {SCHEMA_VERSION}"
+        raise UserError(what, "It is from before 0.3.0: read it with nondet 0.3.0." if older else "Upgrade nondet.")
     try:
-        header = decode(LINE, line)
+        header: Header = decode(msgspec.json.Decoder(Header), line)
     except ValueError as error:
         raise UserError(f"{path} is malformed in line 1: {one_line(str(error), 300)}", _EDITED) from error
-    if not isinstance(header, Header):
-        raise _not_ours(path)
     return header
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-_PROMPTS_MOST = 16 * 2**20  # bytes of all prompts in a header; beyond, each is cut and the side file has it whole
+_PROMPTS_MOST = 16 * 2**20  # bytes of all prompts in a header; beyond, each is cut
 _CUTS = (1000, 200, 0)  # characters that are left of each, the most that fits
 
 
@@ -401,7 +390,6 @@ class RunWriter:
     def __init__(self, path: Path, stream: IO[bytes], header: Header, run: Run | None = None) -> None:
         self.path, self.resumed = path, run is not None
         self.done: set[tuple[str, ...]] = set()  # keys of the records in the file
-        self.long_prompts: list[str] = []  # whole texts of prompts that the header has cut, for the side file
         self._stream, self._started = stream, time.perf_counter()
         self._checks = RunChecks(header)
         for record in run.records() if run is not None else ():
@@ -422,10 +410,9 @@ class RunWriter:
             try:
                 line = self._checked(record)
             except ValueError:
-                raise UnrecordableError(
-                    f"{self.path}: a record ({one_line(' '.join(record.key), 100)}) that no reader would take: {why}",
-                    "What was written before it is whole; report this, with the command.",
-                ) from None
+                what = f"{self.path}: a record ({one_line(' '.join(record.key), 100)}) that no reader would take: {why}"
+                hint = "What was written before it is whole; report this, with the command."
+                raise UnrecordableError(what, hint) from None
         self._bytes(line)
         self.done.add(record.key)
         return record
@@ -476,14 +463,10 @@ def open_run(
     except ValueError as error:
         raise UserError(f"no run file can hold this plan: {one_line(str(error), 200)}", "Give less of it.") from None
     if resume and path.exists():
-        writer = _resume(path, header)
-    else:
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        writer = RunWriter(path, create_locked(path, force=force), header)
-    kept = {p["text"] for p in header.plan.get("prompts", [])}
-    writer.long_prompts = [t for t in dict.fromkeys(p["text"] for p in plan.get("prompts", [])) if t not in kept]
-    return writer
+        return _resume(path, header)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return RunWriter(path, create_locked(path, force=force), header)
 
 
 def is_run(path: Path) -> bool:

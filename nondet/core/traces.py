@@ -24,7 +24,6 @@ from nondet.errors import UnrecordableError, UserError, one_line, shortened
 _TOKEN_MOST = 2**31 - 1
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=_TOKEN_MOST)]
 _TEXT_MOST = 2**20  # characters kept of a completion's text; only its ids are compared
-_PROMPT_MOST = 4 * 2**20
 PIECE_MOST, _PIECES_AT_ONCE = 1000, 4096  # characters of a token's text; tokens in one line
 
 
@@ -64,13 +63,7 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces", kw_only=True):
     pieces: dict[str, str]
 
 
-class WholePrompt(msgspec.Struct, frozen=True, tag="prompt", kw_only=True):
-    """A prompt that the run file's header has cut."""
-
-    text: str
-
-
-_LINE: msgspec.json.Decoder[Trace | Pieces | WholePrompt] = msgspec.json.Decoder(Trace | Pieces | WholePrompt)
+_LINE: msgspec.json.Decoder[Trace | Pieces] = msgspec.json.Decoder(Trace | Pieces)
 
 
 def tokens_digest(token_ids: list[int]) -> str:
@@ -167,10 +160,9 @@ def _token_id(name: str) -> int:
 
 class TraceWriter:
     """Appends to the side file: each distinct trace and each token's text once. With `resume` an existing file is
-    continued, without it the file is emptied. `prompts` are whole texts of prompts that the header has cut. Raises
-    UserError: it can't be written, or read back."""
+    continued, without it the file is emptied. Raises UserError: it can't be written, or read back."""
 
-    def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str], prompts: Iterable[str] = ()) -> None:
+    def __init__(self, run: Path, *, resume: bool, piece: Callable[[int], str]) -> None:
         self.path = traces_path(run)
         self._piece = piece
         traces, self.pieces = read_traces(run) if resume else ({}, {})
@@ -182,8 +174,6 @@ class TraceWriter:
                 os.truncate(self.path, data.rfind(b"\n") + 1)  # a line that a killed run left unfinished
             # a resumed run's side file may be a link, as its run file may; a new one follows no link
             self._stream = open(self.path, "ab" if resume else "wb", opener=None if resume else no_link)  # noqa: SIM115 - until close()
-        if not resume:
-            self._append(encoded(WholePrompt(text=shortened(text, _PROMPT_MOST)), _LINE)[0] for text in prompts)
 
     def write(self, traces: Iterable[Trace]) -> None:
         """Write the new ones, and flush, so that a completion can name them. Raises UserError: the disk is full or the
@@ -222,7 +212,7 @@ def open_traces(writer: RunWriter, piece: Callable[[int], str]) -> TraceWriter:
     kinds of record need none."""
     begun = any(key[0] in ("completion", "round") for key in writer.done)
     resume = begun or (writer.resumed and traces_path(writer.path).exists())
-    return TraceWriter(writer.path, resume=resume, piece=piece, prompts=writer.long_prompts)
+    return TraceWriter(writer.path, resume=resume, piece=piece)
 
 
 @dataclass

@@ -21,11 +21,9 @@ from nondet.core.records import Accuracy
 from nondet.core.registry import load_object, operators
 from nondet.errors import WrongResultError
 
-# How far a result may be from the float64 oracle, element by element.
-#
-# Identical is not right: a kernel that gives zeros gives the same zeros at every batch size. The bounds below hold in
-# the worst case for a correct implementation, whatever its order of additions, so what exceeds one is wrong and not
-# another rounding. The price is that an error of the size of a reordering is not detected.
+# How far a result may be from the float64 oracle, element by element, in the worst case for a correct implementation,
+# whatever its order of additions: what exceeds a bound is wrong and not another rounding. The price is that an error of
+# the size of a reordering is not detected.
 #
 # The bounds are those of Higham, Accuracy and Stability of Numerical Algorithms (2nd ed., 2002), section 3.1: a sum of
 # n products errs by at most gamma_n * sum |x||w|, with gamma_n = n u / (1 - n u), whatever its order. Here u is twice
@@ -321,13 +319,9 @@ class _Held(NamedTuple):
 
 
 class Watch:
-    """Wraps an operator: `call` is passed through until `checking`; then results are checked.
-
-    While checking, the first calls of a variant are made twice in a row, with the same operands. So noise that occurs
-    every few calls shows as two results of one call, whatever the other variants do.
-
-    On a GPU nothing waits until `repeated`, `accuracy` or `fault` is called.
-    """
+    """Wraps an operator: `call` is passed through until `checking`; then results are checked, and the first calls of a
+    variant are made twice in a row: noise that occurs every few calls shows as two results of one call. On a GPU
+    nothing waits until `repeated`, `accuracy` or `fault` is called."""
 
     def __init__(self, call: Operator, answers: Answers) -> None:
         self.operator, self._call, self._answers = answers.operator, call, answers
@@ -408,12 +402,11 @@ class Watch:
         if len(results) != len(references):
             raise WrongResultError(f"{self.operator} gave {len(results)} results, not {len(references)}")
         self._calls += 1
+        wanted = next((x for x in arguments if isinstance(x, torch.dtype)), first.dtype)
         for result, reference in zip(results, references, strict=True):
             if result.shape != reference.shape:
-                raise WrongResultError(
-                    f"{self.operator} gave the shape {tuple(result.shape)}, not {tuple(reference.shape)}"
-                )
-            wanted = next((x for x in arguments if isinstance(x, torch.dtype)), first.dtype)
+                shapes = f"{tuple(result.shape)}, not {tuple(reference.shape)}"
+                raise WrongResultError(f"{self.operator} gave the shape {shapes}")
             if reference.dtype.is_floating_point and result.dtype != wanted:
                 raise WrongResultError(f"{self.operator} gave {result.dtype} for {wanted}")
             self._elements += result.numel()
@@ -437,21 +430,18 @@ class Watch:
         held, self._held = self._held, []
         if not held:
             return
-        figures = numbers(*(x for h in held for x in (h.missing, h.largest, h.over)))
-        for i, h in enumerate(held):
-            lost, largest, over = figures[3 * i : 3 * i + 3]
-            faults = [self._fault]
-            if lost:
-                faults.append(f"{lost} of {h.elements} elements are NaN or infinite where the oracle is not")
-            worst = min(largest, sys.float_info.max)
+        figures = iter(numbers(*(x for h in held for x in (h.missing, h.largest, h.over))))
+        for h in held:
+            lost, worst, over = next(figures), min(next(figures), sys.float_info.max), next(figures)
             if h.bounded:
                 self._worst = max(self._worst or 0.0, worst)
-            if h.bounded and worst > 1.0:
-                faults.append(
+            if not self._fault and lost:
+                self._fault = f"{lost} of {h.elements} elements are NaN or infinite where the oracle is not"
+            elif not self._fault and h.bounded and worst > 1.0:
+                self._fault = (
                     f"{over} of {h.elements} elements are off by more than any rounding explains, "
                     f"up to {worst:.3g} times the bound ({self._source})"
                 )
-            self._fault = next(filter(None, faults), "")
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:

@@ -16,7 +16,6 @@ import pytest
 from nondet.core import certificates as store
 from nondet.core import environment
 from nondet.core.certificates import Certificates, cache_folder
-from nondet.core.registry import classes, declared
 
 HERE: dict[str, Any] = {"device": "cuda", "gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "sources": "aa"}
 KEY = "chain bfloat16 M=16 N=4096 K=12288 nt"
@@ -73,8 +72,8 @@ def broken(data: bytes) -> dict[str, bytes]:
         "binary": b"\x00\xff" * 50,
         "other format": b'{"a": 1}\n',
         "key edited": data.replace(b"M=16", b"M=17"),
-        "newer schema": data.replace(b'"schema":3', b'"schema":9'),
-        "older schema": data.replace(b'"schema":3', b'"schema":1'),
+        "newer schema": data.replace(b'"schema":4', b'"schema":9'),
+        "older schema": data.replace(b'"schema":4', b'"schema":1'),
     }
 
 
@@ -210,96 +209,32 @@ def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch, cuda: st
 
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setattr(environment.ctypes, "CDLL", load)
-    monkeypatch.setattr(environment.ctypes.util, "find_library", lambda name: None)
     assert environment._cublas() is None
     assert asked == ([] if loaded is None else [loaded])
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Kernels of two families, one of which imports a file of the other, behind the link of a checkout."""
-    root, tree = tmp_path / "nondet", tmp_path / "kernels"
-    (tree / "matmul").mkdir(parents=True)
-    (tree / "rows").mkdir()
-    root.mkdir()
+def test_a_changed_kernel_or_prover_is_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file that computes or proves counts, behind the link of a checkout as well; a report does not."""
+    root = tmp_path / "nondet"
+    for name in (*store._SOURCES, "core/environment.py", "reports/html.py"):
+        file = root / name if name.endswith(".py") else root / name / "rows" / "cpu.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("BLOCK = 1\n")
+    (root / "kernels").rename(tmp_path / "kernels")
     (root / "kernels").symlink_to("../kernels")
-    (tree / "matmul" / "cuda.py").write_text("BLOCK = 1\n")
-    (tree / "matmul" / "tiles.py").write_text("SIZE = 1\n")
-    (tree / "rows" / "cpu.py").write_text("from nondet.kernels.matmul import tiles\n")
-    monkeypatch.setattr(store, "_ROOT", root)
-    store._kernels_digest.cache_clear()
-    yield tree
-    store._kernels_digest.cache_clear()
+    monkeypatch.setattr(environment, "__file__", str(root / "core" / "environment.py"))
 
+    def key() -> str:
+        environment.sources_digest.cache_clear()
+        return store.machine_digest(store.machine("cpu"))
 
-ROW_KEY = "lanes | float32[1,64]"
-
-
-def digests() -> tuple[str, str, str]:
-    """Of matmul's certificates, of the rows' and of those that rest on all kernels."""
-    store._kernels_digest.cache_clear()
-    return store.kernels_digest(KEY), store.kernels_digest(ROW_KEY), store.kernels_digest("row-alone sum")
-
-
-def test_a_changed_kernel_voids_the_proofs_of_its_family(kernels: Path) -> None:
-    """One changed token, or another name: its family's certificates, and those of whoever imports it."""
-    before = digests()
-    (kernels / "matmul" / "cuda.py").write_text("BLOCK = 2\n")
-    after = digests()
-    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, False]
-    (kernels / "matmul" / "tiles.py").write_text("SIZE = 2\n")
-    shared = digests()
-    assert [a == b for a, b in zip(after, shared, strict=True)] == [False, False, False]
-    (kernels / "rows" / "cpu.py").rename(kernels / "rows" / "cuda.py")
-    renamed = digests()
-    assert [a == b for a, b in zip(shared, renamed, strict=True)] == [True, False, False]
-
-
-def test_what_no_machine_reads_of_a_kernel_voids_nothing(kernels: Path) -> None:
-    """Comments, docstrings, blank lines; a string that is no docstring is code."""
-    source = kernels / "matmul" / "cuda.py"
-    source.write_text("def f():\n    return 1\n")
-    before = digests()
-    source.write_text('"""Words."""\n\n# more\ndef f():\n    """What it gives."""\n    return 1  # one\n')
-    assert digests() == before
-    source.write_text('def f():\n    return "1"\n')
-    assert digests() != before
-
-
-def test_a_certificate_of_other_sources_is_not_found(kernels: Path, tmp_path: Path) -> None:
-    """In silence, and alone: the other family's stands; the old sources have theirs again."""
-    source = kernels / "matmul" / "cuda.py"
-    kept = quiet(HERE, tmp_path)
-    kept.record("cublaslt", KEY, False, "differs")
-    kept.record("triton", ROW_KEY, True, "equal")
-    source.write_text("BLOCK = 2\n")
-    digests()
-    again = quiet(HERE, tmp_path)
-    assert [again.standing("cublaslt", KEY), again.standing("triton", ROW_KEY)] == [None, True]
-    again.record("cublaslt", KEY, True, "equal")
-    assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is True
-    source.write_text("BLOCK = 1\n")
-    digests()
-    assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is False
-
-
-def test_the_digests_cover_every_kernel_and_the_prover(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each source below kernels/ is of some family; a class's family has all folders that its operators are of."""
-    tree = (Path(store.__file__).parent.parent / "kernels").resolve()
-    on_disk = {p.relative_to(tree).as_posix() for p in tree.rglob("*.py")}
-    assert len(on_disk) > 40
-    assert store.sources("").keys() == on_disk
-    assert "matmul/triton_kernels.py" in store.sources("experts")
-    for name, cls in classes().items():
-        folders = {declared()[operator].invariant_on(cls.device).target(cls.device) for operator in cls.members}
-        modules = {target.partition(":")[0].removeprefix("nondet.kernels.") for target in folders}
-        files = {module.replace(".", "/") + ".py" for module in modules}
-        own = next((folder for folder, begin in store._FAMILIES.items() if f"{name} | ".startswith(begin)), "")
-        assert files
-        assert files <= store.sources(own).keys()
-    before = store.prover_digest.__wrapped__()
-    monkeypatch.setattr(store, "_PROVER", [name for name in store._PROVER if name != "core/inputs.py"])
-    assert store.prover_digest.__wrapped__() != before
+    before = key()
+    for file in sorted(path for path in [*root.rglob("*.py"), tmp_path / "kernels" / "rows" / "cpu.py"]):
+        file.write_text("BLOCK = 2\n")
+        assert (key() != before) == (file.name not in ("environment.py", "html.py")), file
+        file.write_text("BLOCK = 1\n")
+    assert key() == before
+    environment.sources_digest.cache_clear()
 
 
 def planted(tmp_path: Path) -> Path:
@@ -395,7 +330,7 @@ def test_a_hostile_line_is_one_line_ignored(tmp_path_factory: pytest.TempPathFac
     for line in [
         b"[" * 100_000,
         b'{"format":"nondet-certificate","schema":1,"x":' + b"[" * 100_000,
-        b'{"format":"nondet-certificate","schema":3,"machine":"\\ud800","certificate":' + b"9" * 40 + b"}",
+        b'{"format":"nondet-certificate","schema":4,"machine":"\\ud800","certificate":' + b"9" * 40 + b"}",
         b"1" * (2**20 + 1),
     ]:
         tmp_path = tmp_path_factory.mktemp("case")

@@ -14,10 +14,10 @@ from nondet.core.certificates import machine
 from nondet.core.environment import collect
 
 EXPECTED = {
-    "gpu", "driver", "cpu", "cpu_isa", "num_threads", "os", "python", "torch", "triton", "transformers", "cuda",
-    "cublas", "cudnn", "nccl", "commit", "argv", "seed", "float32_matmul_precision", "allow_tf32_matmul",
-    "allow_bf16_reduced_precision_reduction", "variables",
-}  # fmt: skip
+    *("gpu", "driver", "cpu", "cpu_isa", "num_threads", "os", "python", "torch", "triton", "transformers", "cuda"),
+    *("cublas", "cudnn", "nccl", "commit", "argv", "seed", "float32_matmul_precision", "allow_tf32_matmul"),
+    *("allow_bf16_reduced_precision_reduction", "variables"),
+}
 
 
 def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_sources_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pyte
 
     def digest(root: Path) -> object:
         monkeypatch.setattr(environment, "__file__", str(root / "core" / "environment.py"))
-        environment._sources.cache_clear()
+        environment.sources_digest.cache_clear()
         return collect()["sources"]
 
     try:
@@ -80,4 +80,4 @@ def test_sources_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pyte
         (real / "moved").rename(real / "b" / "x.py")
         assert digest(real) != before
     finally:
-        environment._sources.cache_clear()
+        environment.sources_digest.cache_clear()

@@ -337,7 +337,7 @@ def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, sta
         return status
 
     def memory(_: Any, at: Any) -> int:
-        at._obj.free = 5 * 2**30
+        at._obj[1] = 5 * 2**30
         return 0
 
     library = SimpleNamespace(

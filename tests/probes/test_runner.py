@@ -236,7 +236,8 @@ def test_many_results_of_one_variant_share_its_kernels():
     results = SimpleNamespace(events=lambda: list(reversed(events)))
     profile = VariantProfile(SimpleNamespace(kineto_results=results))
     for index in (0, 1):
-        profile.variant(index)
+        with profile.variant(index):
+            pass
     assert profile.kernels(4) == [["one"], ["two"], ["two"], ["two"]]
 
 
