@@ -147,15 +147,11 @@ def test_flips_are_held_against_what_company_does_to_the_logits() -> None:
     unfit = [session("222", near.tops["r"], finish="error"), session("222", near.tops["r"], target=False)]
     step = margin_step(alone, together(near, same, *unfit))
     assert step.outcome == "yes"
-    assert step.figures == {
-        "flips": 1, "ties": 1, "within": 1, "largest_margin": 0.5, "spread": 0.25, "near": 2, "tokens": 3,
-        "first_flip": 1,
-    }  # fmt: skip
+    assert step.figures == {"flips": 1, "within": 1, "largest_margin": 0.5, "spread": 0.25, "first_flip": 1}
     assert step.sentence == (
         "1 completion flipped, the first at token 1; solo, the two largest logits at a flip are at most 0.5 apart; the "
-        "logits of the top tokens differ by up to 0.25 between the arms (1 of 7 compared differ), so 1 of 1 flips are "
-        "within it (at most twice that); 1 of 1 are exact ties in one arm; solo, 2 of 3 tokens have a margin of at "
-        "most twice that"
+        "logits of the top tokens differ by up to 0.25 between the arms, so 1 of 1 flips are within it (at most twice "
+        "that)"
     )
     assert margin_step(alone, session("111", [(5.0, 3.0, 1, 2), (4.0, 3.0, 1, 2)])).outcome == "no"
     quiet = margin_step(alone, same)
