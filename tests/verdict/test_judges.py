@@ -19,11 +19,11 @@ from nondet.probes.functions import check
 from nondet.sampling.plan import Outcome, Request, Session
 from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.gate import decide, exit_code, judge, power_text
-from tests.build import cell, failed, header, replayed, row, run_of, timed
+from tests.build import beside, cell, failed, header, replayed, row, run_of, timed
 from tests.diagnose.test_verdict import IMPL, under_the_cure
 from tests.verdict.test_gate import loads
 from tests.verdict.test_samples import BASE, varied
-from tests.verdict.test_served import beside, changed, completion, ended, made, simple
+from tests.verdict.test_served import changed, completion, ended, made, simple, traffic
 
 
 def logprobs(value: float) -> bytes:
@@ -195,24 +195,13 @@ def seen(run: Run, **fields: Any) -> Run:
     return with_(run, servers=[msgspec.structs.replace(s, **fields) for s in run.servers])
 
 
-def traffic(run: Run, arm: str, **fields: Any) -> Run:
-    """With these fields in the traffic of an arm's rounds."""
-    rounds = [
-        msgspec.structs.replace(r, traffic=msgspec.structs.replace(r.traffic, **fields))
-        if r.arm == arm and r.traffic
-        else r
-        for r in run.rounds
-    ]
-    return with_(run, rounds=rounds)
-
-
 def servers() -> Iterator[tuple[str, Run]]:
     """Runs of servers."""
     part = simple(trace="B", loads=3)
     yield "proven loads", with_(simple(loads=3))
     yield "loads that part", with_(part)
     yield "one load against four alone is chance", with_(simple(trace="B", loads=1))
-    yield "some of them were alone", with_(simple(loads=3, company=3))
+    yield "some of them were alone", with_(simple(loads=3, concurrent=3))
     for temperature in (0.0, 0.7):
         for answer in ("yes", "no", "unknown"):
             kept = answered(part, temperature, greedy=answer, seed=answer, sums=answer)
@@ -239,17 +228,17 @@ def servers() -> Iterator[tuple[str, Run]]:
     yield "nor is its cache known", changed(noisy, lambda c: {"served": Served()})
     split = changed(noisy, lambda c: {"served": Served(cached_tokens=8 if c.trace == "C" else 0)})
     yield "another answer where more was cached", split
-    yield "one alone", with_(made([completion(0, "solo", round_=0)], [ended(0, "solo", 1, 0)]))
-    yield "two alone", with_(made([completion(i, "solo", round_=i) for i in range(2)], []))
-    gone = [completion(i, "solo", round_=i, status="error") for i in range(2)]
-    yield "none alone", with_(made([completion(2, "solo", round_=2), *gone], []))
+    yield "one alone", with_(made([completion(0, "solo", round=0)], [ended(0, "solo", 1, 0)]))
+    yield "two alone", with_(made([completion(i, "solo", round=i) for i in range(2)], []))
+    gone = [completion(i, "solo", round=i, status="error") for i in range(2)]
+    yield "none alone", with_(made([completion(2, "solo", round=2), *gone], []))
     cached = changed(part, lambda c: {"served": Served(cached_tokens=4 if c.arm == "loaded" else 0)})
     yield "another cache under load", cached
     unsaid = changed(part, lambda c: {"served": Served(cached_tokens=None)})
     yield "a cache that is not said", unsaid
     for name, warm in (("alike", "A"), ("parted", "B")):
-        cold = [completion(100 + i, "cold", round_=50 + i) for i in range(8)]
-        more = [completion(200 + i, "warm", warm, round_=60 + i, cached=4) for i in range(8)]
+        cold = [completion(100 + i, "cold", round=50 + i) for i in range(8)]
+        more = [completion(200 + i, "warm", warm, round=60 + i, cached=4) for i in range(8)]
         yield f"cold and warm {name}, and a load", with_(part, completions=[*part.completions, *cold, *more])
         yield f"cold and warm {name} alone", with_(made([*cold, *more], []))
         counted = changed(
@@ -264,9 +253,9 @@ def servers() -> Iterator[tuple[str, Run]]:
                 changed(simple(loads=3, trace=trace), lambda _, served=served: served)  # type: ignore[misc] # bound now
                 for trace in "AD"
             )
-            yield f"a second server known by {name} {text}", with_(beside(first, seen(second, **fields)))
+            yield f"a second server known by {name} {text}", with_(beside(first, seen(second, **fields), "server-2"))
     lone = simple(loads=3)
-    yield "a second server without solo", with_(beside(lone, with_(lone, completions=lone.completions[4:])))
+    yield "a second server without solo", with_(beside(lone, with_(lone, completions=lone.completions[4:]), "server-2"))
     yield "a load alone", with_(lone, completions=lone.completions[4:])
     yield "drawn, and wrong", answered(changed(simple(loads=3), lambda c: {"nonfinite": 1}), 0.7, seed="no")
 
@@ -282,11 +271,11 @@ def answers() -> Iterator[tuple[str, Run]]:
             run.completions[i] = msgspec.structs.replace(run.completions[i], finish="eos")
         yield f"{arm} ended otherwise", with_(run)
     run = simple()
-    run.completions[-1] = completion(999, "loaded", round_=39, status="error")
+    run.completions[-1] = completion(999, "loaded", round=39, status="error")
     yield "one failed", with_(run)
-    run.completions[4:5] = [completion(0, "loaded", "B", round_=10)]
+    run.completions[4:5] = [completion(0, "loaded", "B", round=10)]
     yield "a load that does not agree with itself", with_(run, completions=run.completions[4:])
-    apart = [*run.completions[:4], *(completion(i, "cold", "B", round_=50 + i) for i in range(4))]
+    apart = [*run.completions[:4], *(completion(i, "cold", "B", round=50 + i) for i in range(4))]
     yield "arms apart, neither the other's base", with_(made(apart, run.rounds[:4]))
 
 
