@@ -386,7 +386,7 @@ def summaries_of(run: Run) -> list[SampleSummary]:
 def completion(request: str = "t0", trace: str = "a", **fields: Any) -> Completion:
     """Under stock, in round 0; one without a trace failed."""
     usual: dict[str, Any] = {"impl": "stock", "round": 0, "prompt": 0, "arrival_step": 0, "schedule": [], "n_tokens": 8}
-    usual |= {"tokens_digest": "t", "finish": "length", "batch_min": 1, "batch_max": 9}
+    usual |= {"tokens_digest": "0" * 16, "finish": "length", "batch_min": 1, "batch_max": 9}
     lost = {"tokens_digest": "", "finish": "error", "status": "error", "reason": "it stopped", "n_tokens": 0}
     return Completion(**(usual | ({} if trace else lost) | {"request": request, "trace": trace} | fields))
 
