@@ -383,6 +383,21 @@ def summaries_of(run: Run) -> list[SampleSummary]:
     return [summary for sample in build([run]).runs[0].samples for summary in sample.summaries]
 
 
+def completion(request: str = "t0", trace: str = "a", **fields: Any) -> Completion:
+    """Under stock, in round 0; one without a trace failed."""
+    usual: dict[str, Any] = {"impl": "stock", "round": 0, "prompt": 0, "arrival_step": 0, "schedule": [], "n_tokens": 8}
+    usual |= {"tokens_digest": "0" * 16, "finish": "length", "batch_min": 1, "batch_max": 9}
+    lost = {"tokens_digest": "", "finish": "error", "status": "error", "reason": "it stopped", "n_tokens": 0}
+    return Completion(**(usual | ({} if trace else lost) | {"request": request, "trace": trace} | fields))
+
+
+def beside(first: Run, second: Run, impl: str = "invariant") -> Run:
+    """Both in one file, what is the second's under that name."""
+    fields = ("completions", "rounds", "axis_values", "rows", "servers", "contract")
+    moved = {name: [msgspec.structs.replace(r, impl=impl) for r in getattr(second, name)] for name in fields}
+    return msgspec.structs.replace(first, **{name: getattr(first, name) + moved[name] for name in fields})
+
+
 def replayed(impl: str, requests: int, parted: int = 0, number: int = 0) -> Row:
     """Round `number` of so many requests, run twice; `parted` of them came out otherwise."""
     return row(

@@ -90,8 +90,7 @@ def margin_step(solo: Session, other: Session) -> Step:
     are equal up to and including the first token that differs: its own logits are those of the flip, and the spread is
     measured on the steps before it. Both logits may change, so a margin is within the noise up to twice the spread.
     """
-    flips: list[tuple[int, float, float]] = []  # token; margin of the two largest logits, solo and with others
-    distances: list[float] = []
+    flips, spread = list[tuple[int, float]](), 0.0  # token, and the solo margin of its two largest logits
     reference = solo.outcomes[0]
     tops = solo.tops.get(reference.request.id, [])
     for outcome in other.outcomes:
@@ -100,34 +99,25 @@ def margin_step(solo: Session, other: Session) -> Step:
         theirs = other.tops.get(outcome.request.id, [])
         shared = shared_length(reference.token_ids, outcome.token_ids)
         for one, two in zip(tops[:shared], theirs[:shared], strict=False):
-            logits = dict(zip(one[2:], one[:2], strict=True)), dict(zip(two[2:], two[:2], strict=True))
-            distances += [abs(logits[0][t] - logits[1][t]) for t in logits[0].keys() & logits[1].keys()]
+            mine, its = (dict(zip(top[2:], top[:2], strict=True)) for top in (one, two))
+            spread = max([spread, *(abs(mine[token] - its[token]) for token in mine.keys() & its.keys())])  # not NaN
         if shared < min(len(reference.token_ids), len(outcome.token_ids), len(tops), len(theirs)):
-            one, two = tops[shared], theirs[shared]
-            flips.append((shared, one[0] - one[1], two[0] - two[1]))
-    spread = max([0.0, *distances])  # max() ignores NaN
-    near = sum(first - second <= 2 * spread for first, second, _, _ in tops)
-    within = sum(margin <= 2 * spread for _, margin, _ in flips)
-    # two largest logits that are equal: then the choice depends on the order of token ids
-    ties = sum(0 in both for _, *both in flips)
-    largest, first_flip = (max((f[1] for f in flips), default=-1.0), min((f[0] for f in flips), default=-1))
-    moved = (
-        f"the logits of the top tokens differ by up to {spread:.4g} between the arms "
-        f"({sum(d > 0 for d in distances):,} of {len(distances):,} compared differ)"
-    )
-    sentence = f"no token flipped in the rounds that were compared; {moved}"
+            flips.append((shared, tops[shared][0] - tops[shared][1]))
+    first, largest = min((f[0] for f in flips), default=-1), max((f[1] for f in flips), default=-1.0)
+    within = sum(margin <= 2 * spread for _, margin in flips)
+    figures = {"flips": len(flips), "within": within, "first_flip": first}
+    sentence = f"the logits of the top tokens differ by up to {spread:.4g} between the arms"
     if flips:
+        flipped = f"{plural(len(flips), 'completion')} flipped, the first at token {first}"
+        apart = f"solo, the two largest logits at a flip are at most {largest:.4g} apart"
         sentence = (
-            f"{plural(len(flips), 'completion')} flipped, the first at token {first_flip}; solo, the two largest "
-            f"logits at a flip are at most {largest:.4g} apart; {moved}, so {within} of {len(flips)} flips are within "
-            f"it (at most twice that); {ties} of {len(flips)} are exact ties in one arm"
+            f"{flipped}; {apart}; {sentence}, so {within} of {len(flips)} flips are within it (at most twice that)"
         )
-    figures = {"flips": len(flips), "ties": ties, "within": within, "largest_margin": largest, "spread": spread}
     return Step(
         name="margin",
         outcome=("yes" if within == len(flips) else "no") if flips else "unknown",
-        sentence=f"{sentence}; solo, {near} of {len(tops)} tokens have a margin of at most twice that",
-        figures=figures | {"near": near, "tokens": len(tops), "first_flip": first_flip},
+        sentence=sentence if flips else f"no token flipped in the rounds that were compared; {sentence}",
+        figures=figures | {"largest_margin": largest, "spread": spread},
     )
 
 

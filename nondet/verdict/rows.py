@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nondet.core.records import Axis, Row, Status
@@ -41,7 +41,7 @@ def judge_rows(rows: Sequence[Row]) -> list[Verdict]:
 def _judge_all(impl: str, rows: list[Row]) -> Verdict:
     """Demonstrations are judged only where there is nothing else or the implementation claims to be invariant."""
     apart = [r for r in rows if r.demonstration and not r.claims_invariance and not r.wrong]
-    if not apart or len(apart) == len(rows):
+    if len(apart) in (0, len(rows)):
         return _judge_impl(impl, rows)
     verdict = _judge_impl(impl, [r for r in rows if r not in apart])
     operators = tuple(sorted({r.operator for r in apart}))
@@ -50,52 +50,43 @@ def _judge_all(impl: str, rows: list[Row]) -> Verdict:
 
 
 def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
-    usable = [r for r in rows if _compared(r)]
-    left_out = _left_out(rows)
-    hits: list[tuple[Finding, Reason]] = []
-    if any(r.wrong for r in rows):
-        hits.append(_counted(Finding.WRONG, [r for r in rows if r.measured], lambda r: r.wrong))
-    if not usable and not hits:
-        return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), tuple(left_out))
+    usable = [r for r in rows if r.measured and (r.trials > 1 or r.parted)]  # one variant has nothing to differ from
     unsteady = {_family(r) for r in usable if _differs_again(r)}
+    tried = {_family(r) for r in usable if _repeated(r)}
     on = {axis: [r for r in usable if axis_of(r) == axis] for axis in Axis}
     # where results change from run to run anyway, a sweep over anything else shows nothing by itself
     steady = {axis: [r for r in on[axis] if _family(r) not in unsteady] for axis in Axis}
-    hits += _divergences(usable, steady)
-    reasons = (*_reasons(usable, on, steady, unsteady), *left_out)
-    if hits:
-        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in hits)), tuple(c for _, c in hits), reasons)
+    table = (
+        (Finding.WRONG, tuple((r.operator, r.wrong) for r in rows if r.measured or r.wrong)),
+        (Finding.RUN_TO_RUN, tuple((r.operator, _differs_again(r)) for r in usable if _repeated(r))),
+        (Finding.BATCH, _cases([r for r in steady[Axis.BATCH] if _family(r) in tried])),
+        (Finding.UNATTRIBUTED, _cases([r for r in steady[Axis.BATCH] if _family(r) not in tried])),
+    )
+    found = [
+        (finding, reason("rows", finding=finding, hits=hits)) for finding, hits in table if any(h for _, h in hits)
+    ]
+    for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if r.parted):
+        # "class": compared with the reference kernel of a numerics class, by `nondet certify`
+        hits = _cases([r for r in steady[Axis.OTHER] if r.varied == varied])
+        code = "rows-class" if varied == "class" else "rows-depend"
+        found.append((Finding.OTHER, reason(code, varied=varied.replace("_", " "), hits=hits)))
+    if not usable and not found:
+        return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), tuple(_left_out(rows)))
+    reasons = (*_reasons(usable, on, steady, unsteady), *_left_out(rows))
+    if found:
+        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in found)), tuple(c for _, c in found), reasons)
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
         return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean),), reasons)
     if any(r.parted for r in on[Axis.ORDER]):  # its own count already says the first reason
-        finding, counts = _counted(Finding.ORDER, on[Axis.ORDER])
-        return Verdict(impl, (finding,), (counts, reason("no-fault")), reasons[1:])
+        counts = reason("rows", finding=Finding.ORDER, hits=_cases(on[Axis.ORDER]))
+        return Verdict(impl, (Finding.ORDER,), (counts, reason("no-fault")), reasons[1:])
     return Verdict(impl, (Finding.CLEAN,), (_clean_rows(on[Axis.ORDER]), reason("order-changed")), reasons)
 
 
-def _divergences(usable: list[Row], steady: dict[Axis, list[Row]]) -> list[tuple[Finding, Reason]]:
-    hits = []
-    if any(_differs_again(r) for r in usable):
-        hits.append(_counted(Finding.RUN_TO_RUN, [r for r in usable if _repeated(r)], _differs_again))
-    tried = {_family(r) for r in usable if _repeated(r)}
-    for finding, rows in (
-        (Finding.BATCH, [r for r in steady[Axis.BATCH] if _family(r) in tried]),
-        (Finding.UNATTRIBUTED, [r for r in steady[Axis.BATCH] if _family(r) not in tried]),
-    ):
-        if any(r.parted for r in rows):
-            hits.append(_counted(finding, rows))
-    for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if r.parted):
-        # "class": compared with the reference kernel of a numerics class, by `nondet certify`
-        rows = [r for r in steady[Axis.OTHER] if r.varied == varied]
-        code = "rows-class" if varied == "class" else "rows-depend"
-        hits.append((Finding.OTHER, reason(code, varied=varied.replace("_", " "), hits=_hits(rows))))
-    return hits
-
-
-def _compared(row: Row) -> bool:
-    """Whether the row compares anything: a single variant has nothing to differ from."""
-    return row.measured and (row.trials > 1 or row.parted)
+def _cases(rows: Sequence[Row]) -> tuple[tuple[str, bool], ...]:
+    """The operator of each case, and whether its variants differ."""
+    return tuple((r.operator, r.parted) for r in rows)
 
 
 def _left_out(rows: Sequence[Row]) -> list[Reason]:
@@ -111,7 +102,7 @@ def _left_out(rows: Sequence[Row]) -> list[Reason]:
 
 
 def _repeated(row: Row) -> bool:
-    return axis_of(row) == Axis.RUN or row.replays > 0
+    return axis_of(row) == Axis.RUN or row.replays > 0 or row.replays_parted > 0
 
 
 def _differs_again(row: Row) -> bool:
@@ -121,16 +112,6 @@ def _differs_again(row: Row) -> bool:
 def _family(row: Row) -> tuple[str, str, str]:
     """Rows that share kernels closely enough for run-to-run nondeterminism in one to cast doubt on the others."""
     return (row.operator, row.dtype, row.device)
-
-
-def _counted(
-    finding: Finding, tried: Sequence[Row], is_hit: Callable[[Row], bool] = lambda row: row.parted
-) -> tuple[Finding, Reason]:
-    return finding, reason("rows", finding=finding, hits=_hits(tried, is_hit))
-
-
-def _hits(tried: Sequence[Row], is_hit: Callable[[Row], bool] = lambda row: row.parted) -> tuple[tuple[str, bool], ...]:
-    return tuple((r.operator, is_hit(r)) for r in tried)
 
 
 def _clean_rows(rows: Sequence[Row]) -> Reason:
@@ -156,7 +137,7 @@ def _reasons(
     dependent = {_family(r) for r in steady[Axis.BATCH] if r.parted}
     untried = tuple(sorted({operator for operator, *_ in dependent - {_family(r) for r in usable if _repeated(r)}}))
     return stated(
-        (any(r.parted for r in steady[Axis.ORDER]), reason("order", hits=_hits(steady[Axis.ORDER]))),
+        (any(r.parted for r in steady[Axis.ORDER]), reason("order", hits=_cases(steady[Axis.ORDER]))),
         (mixed, reason("unsteady", n=len(mixed), operators=operators)),
         (not on[Axis.BATCH] and on[Axis.RUN], reason("batch-not-varied")),
         (untried, reason("not-repeated", operators=untried)),

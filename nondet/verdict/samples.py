@@ -337,34 +337,32 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
     # where bits differ though the value is not shown to have taken effect, the cause is unknown
     idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.differs)
     unexplained = reason("differ-idly", values=idle)
-    unattributed = reason("findings", findings=Finding.UNATTRIBUTED)
+    findings, only_once = _followed(run, impl, tested, bool(again))
     bounds: tuple[Reason, ...] = ()
-    findings: tuple[Finding, ...]
-    if not tested:
-        clauses = [reason("no-pair" if any(t.tried for t in axes) else "no-effect")]
-        clauses += [reason("but", what=unexplained), unattributed] if idle else [reason("so-nothing")]
-        findings = (Finding.UNATTRIBUTED if idle else Finding.UNTESTED,)
+    if tested:
+        clauses = _axis_clauses(tested)
+        reasons.append(reason("again", what=_repetition(again)) if again else reason("base-once"))
     else:
-        clauses, limits = _axis_clauses(tested), list[Reason]()
-        if any(r.parted for r in again):
-            findings = (Finding.RUN_TO_RUN,)
-            clauses.append(reason("finding", findings=findings))
-        elif attributed := _attribute_axes(run, impl, tested, bool(again)):
-            findings, limits = attributed
-            clauses.append(reason("findings", findings=findings))
-        elif idle:
+        clauses = [reason("no-pair" if any(t.tried for t in axes) else "no-effect")]
+    if tested and any(r.parted for r in again):
+        findings = (Finding.RUN_TO_RUN,)
+        clauses.append(reason("finding", findings=findings))
+    elif findings or idle:
+        reasons += stated((only_once, reason("followed-once")))
+        if not findings:
             findings = (Finding.UNATTRIBUTED,)
-            clauses += [unexplained, unattributed]
-        else:
-            clauses.append(reason("finding", findings=Finding.CLEAN))
-            without = tuple(t.axis for t in axes if not t.tried)
-            lone = tuple(t.axis for t in axes if t.tried and t not in tested)
-            untested = tuple(
-                stated((without, reason("idle-axes", axes=without)), (lone, reason("lone-axes", axes=lone)))
-            )
-            findings = (Finding.UNPROVEN if untested else Finding.CLEAN,)
-            bounds = (_value_bound(run, impl, tested), *stated((untested, reason("but", what=untested))))
-        reasons += [reason("again", what=_repetition(again)) if again else reason("base-once"), *limits]
+            clauses.append(unexplained if tested else reason("but", what=unexplained))
+        clauses.append(reason("findings", findings=findings))
+    elif not tested:
+        findings = (Finding.UNTESTED,)
+        clauses.append(reason("so-nothing"))
+    else:
+        clauses.append(reason("finding", findings=Finding.CLEAN))
+        without = tuple(t.axis for t in axes if not t.tried)
+        lone = tuple(t.axis for t in axes if t.tried and t not in tested)
+        untested = tuple(stated((without, reason("idle-axes", axes=without)), (lone, reason("lone-axes", axes=lone))))
+        findings = (Finding.UNPROVEN if untested else Finding.CLEAN,)
+        bounds = (_value_bound(run, impl, tested), *stated((untested, reason("but", what=untested))))
     return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds, change_of(_texts(axes), findings))
 
 
@@ -385,22 +383,18 @@ def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
     return [*clauses, reason("within", n=within) if within > 1 else reason("within-one")]
 
 
-def _attribute_axes(
-    run: Run, impl: str, tested: Sequence[AxisTally], again: bool
-) -> tuple[tuple[Finding, ...], list[Reason]] | None:
-    """What the bits followed, where the repeated round was bit-identical; None where they did not change."""
-    findings, reasons = list[Finding](), list[Reason]()
+def _followed(run: Run, impl: str, tested: Sequence[AxisTally], again: bool) -> tuple[tuple[Finding, ...], bool]:
+    """What the bits followed, where the repeated round was bit-identical, () where they did not change; and whether
+    they followed an axis only in rounds that were run once: there the run itself may have changed them."""
+    findings = list[Finding]()
     if any(t.traces_within > 1 for t in tested):
         good = successful(run.completions)
         first = {c.trace for c in good if (c.impl, c.arm, c.round) == (impl, BASE_ARM, 0)}
         findings.append(Finding.BATCH if again and len(first) > 1 else Finding.UNATTRIBUTED)
     moved = [v for t in tested if t.held for v in t.tried if v.moved]
-    if moved:
-        # a later round was run once: there the run itself may have changed the bits
-        at_first = any(v.moved_first for v in moved)
-        findings.append(Finding.OTHER if again and at_first else Finding.UNATTRIBUTED)
-        reasons += [reason("followed-once")] if again and not at_first else []
-    return (strongest_first(findings), reasons) if findings else None
+    shown = again and any(v.moved_first for v in moved)
+    findings += [Finding.OTHER if shown else Finding.UNATTRIBUTED] if moved else []
+    return strongest_first(findings), bool(moved) and again and not shown
 
 
 def _value_bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> Reason:

@@ -38,17 +38,20 @@ def embedded() -> LoadedModel:
     return load_model(None, "bfloat16", "cpu")
 
 
-def plan_of(loaded: LoadedModel, n: int = 10) -> tuple[Plan, dict[str, Any]]:
+def plan_of(loaded: LoadedModel, n: int = 5) -> tuple[Plan, dict[str, Any]]:
+    """Rounds of five completions."""
     text = "For example, the"
-    tokens = loaded.encode(text)
     plan = planned(loaded, _LOAD, text, n=n, new=8)
-    prompts = [{"text": text, "tokens": len(tokens)}]
+    prompts = [{"text": text, "tokens": len(loaded.encode(text))}]
     return plan, describe(loaded, plan, prompts, 8, 0, ["stock"])
 
 
-def diagnosed(loaded: LoadedModel, path: Path, *, stop_at: str = "", resume: bool = False) -> Run:
-    """A diagnosis; `stop_at` kills it as the step of that name is to be written."""
-    plan, described = plan_of(loaded)
+def diagnosed(
+    loaded: LoadedModel, path: Path, *, n: int = 5, within_s: float = 1e6, stop_at: str = "", resume: bool = False
+) -> Run:
+    """A diagnosis. With a limit, if an ample one, one value of each property is enough where the first round differs;
+    `stop_at` kills it as the step of that name is to be written."""
+    plan, described = plan_of(loaded, n)
     writer = open_run(path, command="diagnose", plan=described, environment={}, resume=resume)
     write = writer.write
 
@@ -59,7 +62,7 @@ def diagnosed(loaded: LoadedModel, path: Path, *, stop_at: str = "", resume: boo
 
     writer.write = write_or_die  # type: ignore[method-assign] # a process that is killed there
     try:
-        Diagnoser(loaded, plan, writer, 0, 1, lambda _: None).run()
+        Diagnoser(loaded, plan, writer, 0, 1, lambda _: None, within_s).run()
         writer.finish()
     except KeyboardInterrupt:
         writer.close()
@@ -109,7 +112,7 @@ def test_stock_attention_is_named_and_the_cure_holds(whole: Run) -> None:
 def test_a_model_that_does_not_differ_gets_a_clean_verdict(tiny_folder: Path, tmp_path: Path) -> None:
     """Under the invariant implementation the same load and questions show nothing, and nothing is blamed."""
     with implementation("invariant"):
-        run = diagnosed(load_model(str(tiny_folder), "bfloat16", "cpu"), tmp_path / "run.jsonl")
+        run = diagnosed(load_model(str(tiny_folder), "bfloat16", "cpu"), tmp_path / "run.jsonl", n=10, within_s=0.0)
     verdict = run.diagnoses[0]
     assert verdict.finding == "no divergence observed"
     assert "not a proof" in verdict.whether

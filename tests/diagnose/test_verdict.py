@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from nondet.core.records import AxisTried, Completion, Culprit, Diagnosis, Replay, Run, Step, TraceVerdict
+from nondet.core.records import AxisTried, Culprit, Diagnosis, Replay, Run, Step, TraceVerdict
 from nondet.core.statistics import percent_range, round_interval
 from nondet.diagnose.steps import greedy_step, margin_step
 from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, cure_step, settled
 from nondet.reports.traces import story
 from nondet.sampling.plan import Outcome, Request, Session
-from tests.build import header, replayed
+from tests.build import completion, header, replayed
 
 
 def run_of(outcomes: dict[str, str], *, repeated: int = 1, steps: Sequence[Step] = (), **more: Any) -> Run:
@@ -98,36 +98,37 @@ def test_settled_questions_are_not_asked() -> None:
         assert settled(run_of(CLEAN | unanswered), "operator")
 
 
-def test_logprobs_that_are_no_numbers_are_wrong() -> None:
-    """A model that computes NaN is not called greedy, nor clean; one that computes numbers is."""
-    for logprob in [float("nan"), float("inf"), -0.5]:
-        prompt = Request("r0", True, (1, 2), 1, 0)
-        told = Outcome(
-            request=prompt, token_ids=[7], logprobs=np.asarray([logprob], "<f4").tobytes(), margins=b"", runner_up=[],
-            finish="length", schedule=[], batch_min=1, batch_max=1,
-        )  # fmt: skip
-        top = 2.0 if logprob == -0.5 else logprob
-        session = Session(outcomes=[told], steps=1, tokens=1, seconds=1.0, tops={"r0": [(top, 1.0, 7, 8)]})
-        step = greedy_step((session,), str)
-        assert msgspec.json.decode(msgspec.json.encode(step), type=Step) == step
-        run = run_of({}, steps=[step])
-        verdict = conclude(run)
-        if logprob == -0.5:
-            assert (step.outcome, verdict.finding) == ("yes", "unknown")
-        else:
-            assert (step.outcome, verdict.finding) == ("no", "wrong")
-            assert "1 of 1 chosen tokens, solo and in batches, have a NaN or infinite logprob" in verdict.whether
-            assert settled(run, "batch")
-
-
 def session(
-    tokens: str, tops: list[tuple[float, float, int, int]], finish: str = "length", target: bool = True
+    tokens: str,
+    tops: list[tuple[float, float, int, int]],
+    finish: str = "length",
+    target: bool = True,
+    value: float = 0.0,
 ) -> Session:
+    """One request's, whose logprobs have this value."""
     mine = Outcome(
-        request=Request("r", target, (1,), 9, 0), token_ids=list(map(int, tokens)), logprobs=b"", margins=b"",
-        runner_up=[], finish=finish, schedule=[], batch_min=1, batch_max=1,
+        request=Request("r", target, (1,), 9, 0), token_ids=list(map(int, tokens)), margins=b"", runner_up=[],
+        logprobs=np.full(len(tokens), value, "<f4").tobytes(), finish=finish, schedule=[], batch_min=1, batch_max=1,
     )  # fmt: skip
     return Session(outcomes=[mine], steps=1, tokens=1, seconds=1.0, tops={"r": tops})
+
+
+def test_logprobs_that_are_no_numbers_are_wrong() -> None:
+    """A model that computes NaN is neither greedy nor clean, whatever the batch, and completions that agree in NaN show
+    no cure; one that computes numbers is."""
+    for value in [float("nan"), float("inf"), float("-inf")]:
+        step = greedy_step((session("7", [(value, 1.0, 7, 8)], value=value),), str)
+        assert msgspec.json.decode(msgspec.json.encode(step), type=Step) == step
+        run = run_of({}, steps=[step])
+        assert (step.outcome, conclude(run).finding) == ("no", "wrong")
+        assert "1 of 1 chosen tokens, solo and in batches, have a NaN or infinite logprob" in conclude(run).whether
+        assert settled(run, "batch")
+    sound = greedy_step((session("7", [(2.0, 1.0, 7, 8)], value=-0.5),), str)
+    assert (sound.outcome, conclude(run_of({}, steps=[sound])).finding) == ("yes", "unknown")
+    run = under_the_cure()
+    run.completions[0] = msgspec.structs.replace(run.completions[0], nonfinite=1)
+    cure = cure_step(run, IMPL, "a", ())
+    assert (cure.outcome, "1 completion hold NaN or infinite logprobs" in cure.sentence) == ("no", True)
 
 
 def together(*sessions: Session) -> Session:
@@ -147,15 +148,11 @@ def test_flips_are_held_against_what_company_does_to_the_logits() -> None:
     unfit = [session("222", near.tops["r"], finish="error"), session("222", near.tops["r"], target=False)]
     step = margin_step(alone, together(near, same, *unfit))
     assert step.outcome == "yes"
-    assert step.figures == {
-        "flips": 1, "ties": 1, "within": 1, "largest_margin": 0.5, "spread": 0.25, "near": 2, "tokens": 3,
-        "first_flip": 1,
-    }  # fmt: skip
+    assert step.figures == {"flips": 1, "within": 1, "largest_margin": 0.5, "spread": 0.25, "first_flip": 1}
     assert step.sentence == (
         "1 completion flipped, the first at token 1; solo, the two largest logits at a flip are at most 0.5 apart; the "
-        "logits of the top tokens differ by up to 0.25 between the arms (1 of 7 compared differ), so 1 of 1 flips are "
-        "within it (at most twice that); 1 of 1 are exact ties in one arm; solo, 2 of 3 tokens have a margin of at "
-        "most twice that"
+        "logits of the top tokens differ by up to 0.25 between the arms, so 1 of 1 flips are within it (at most twice "
+        "that)"
     )
     assert margin_step(alone, session("111", [(5.0, 3.0, 1, 2), (4.0, 3.0, 1, 2)])).outcome == "no"
     quiet = margin_step(alone, same)
@@ -190,14 +187,9 @@ def test_the_story_of_a_stopped_run_is_told_as_far_as_it_came() -> None:
 def test_the_story_tells_intervals_by_the_formulas_of_today() -> None:
     """A run file keeps the sentence of the version that made it; its completions say what is told of it. Five rounds of
     twelve, all other than the one alone, exclude no more of rounds than five rounds can."""
-    good = Completion(
-        impl="stock", request="", round=0, prompt=0, tokens_digest="t", trace="b", n_tokens=8, finish="length",
-        arrival_step=0, schedule=[[0, 1, 4]], batch_min=1, batch_max=9,
-    )  # fmt: skip
     run = run_of(PARTED)
     run.completions += [
-        msgspec.structs.replace(good, request=f"t{i}", round=i // 12, tokens_digest="t" if i % 12 else "u")
-        for i in range(60)
+        completion(f"t{i}", "b", round=i // 12, tokens_digest="t" if i % 12 else "u") for i in range(60)
     ]
     facts = {"trace": "a", "tokens": "t"}
     told = batch_step(run, "stock", facts)
@@ -222,36 +214,24 @@ IMPL = "invariant"
 
 def under_the_cure(count: int = 6, failed: int = 0, again: bool = True) -> Run:
     """So many completions of one trace, the last ones failed, and the round that came again."""
-    sound = Completion(
-        impl=IMPL, request="", round=0, prompt=0, tokens_digest="t", trace="a", n_tokens=8, finish="length",
-        arrival_step=0, schedule=[[0, 1, 4]], batch_min=1, batch_max=9,
-    )  # fmt: skip
-    lost = msgspec.structs.replace(sound, status="error", trace="", tokens_digest="", reason="it stopped")
-    completions = [
-        msgspec.structs.replace(lost if i >= count - failed else sound, request=f"t{i}") for i in range(count)
-    ]
+    completions = [completion(f"t{i}", "a" * (i < count - failed), impl=IMPL) for i in range(count)]
     run = Run(header=header("diagnose", {}), completions=completions)
     run.rows += [replayed(IMPL, count)] if again else []
     return run
 
 
-def test_equal_completions_and_a_round_that_came_again_are_a_cure() -> None:
-    """And a trace that is not the one alone is none, whatever came again."""
-    step = cure_step(under_the_cure(), IMPL, "a", ())
-    assert step.outcome == "yes"
-    assert "the first round, repeated, is bit-identical" in step.sentence
-    assert cure_step(under_the_cure(), IMPL, "b", ()).outcome == "no"
-    assert cure_step(under_the_cure(again=False), IMPL, "b", ()).outcome == "no"
-
-
-def test_what_was_not_seen_is_no_cure() -> None:
-    """No repetition on record, or completions that failed: neither a cure nor its absence is shown."""
-    for run, words in [
-        (under_the_cure(again=False), "no round was repeated"),
-        (under_the_cure(60, failed=59), "59 completions failed"),
-        (under_the_cure(failed=6), "6 completions failed"),
+def test_a_cure_is_only_what_was_seen() -> None:
+    """Equal completions and a round that was bit-identical are a cure; a trace that is not the solo one is none.
+    Without a repetition, or with completions that failed, neither a cure nor its absence is shown."""
+    for run, solo, outcome, words in [
+        (under_the_cure(), "a", "yes", "the first round, repeated, is bit-identical"),
+        (under_the_cure(), "b", "no", "2 distinct traces"),
+        (under_the_cure(again=False), "b", "no", "2 distinct traces"),
+        (under_the_cure(again=False), "a", "unknown", "no round was repeated"),
+        (under_the_cure(60, failed=59), "a", "unknown", "59 completions failed"),
+        (under_the_cure(failed=6), "a", "unknown", "6 completions failed"),
     ]:
-        step = cure_step(run, IMPL, "a", ())
-        assert step.outcome == "unknown"
+        step = cure_step(run, IMPL, solo, ())
+        assert step.outcome == outcome
         assert words in step.sentence
         assert ("is bit-identical" in step.sentence) == any(run.rows)

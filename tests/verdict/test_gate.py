@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
 from nondet.cli import main
-from nondet.core.records import Completion, Round, Run, Status
+from nondet.core.records import Round, Run, Status
 from nondet.core.runfile import open_run, read_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import gate
 from nondet.testing.assertions import assert_no_fault
 from nondet.verdict.gate import CODES, Decision, Outcome, Power, decide, exit_code, judge
-from tests.build import failed, header, replayed, row, run_of, sampled, tiers
+from tests.build import beside, completion, failed, header, replayed, row, run_of, sampled, tiers
 
 WRONG = row([0, 0], status=Status.WRONG, reason="the result is float32, not bfloat16")
 
@@ -104,8 +105,6 @@ def test_the_evidence_that_is_kept_can_still_be_judged(name: str) -> None:
 
 # A gate: it passes on what was compared enough, fails on divergence, and neither where that can't be said.
 
-LENGTH = 8
-
 
 def loads(
     count: int,
@@ -118,25 +117,16 @@ def loads(
 ) -> Run:
     """A sampled run of so many loads with so many completions of each prompt; those numbered in `parted` differ."""
     plan = {"prompts": [{"text": f"prompt {p}", "tokens": 4} for p in range(prompts)], "impls": [impl]}
-    run = Run(header=header("sample", plan))
+    run = Run(header=header("sample", plan), rows=[replayed(impl, each)])
+    figures: dict[str, Any] = {"targets": each * prompts, "others": 0, "steps": 99, "tokens": 9, "seconds": 1.0}
     for number in range(count):
         for i in range(each * prompts):
-            other = number * each * prompts + i in parted
-            start = (LENGTH + 1) * i if alone else i
-            run.completions.append(
-                Completion(
-                    impl=impl, request=f"t{number}-{i}", round=number, prompt=i % prompts, n_tokens=LENGTH,
-                    tokens_digest="0" * 16, trace=("f" if other else "0") * 15 + str(i % prompts), finish="length",
-                    arrival_step=0, schedule=[[start, 1, 4], [start + 1, LENGTH - 1, 1]], batch_min=1, batch_max=9,
-                )
-            )  # fmt: skip
-        run.rounds.append(
-            Round(
-                impl=impl, round=number, targets=each * prompts, others=0, steps=99, tokens=9, seconds=1.0,
-                background={} if alone else {"b": [[0, 2 + number % 5, 3]]},
-            )
-        )  # fmt: skip
-    run.rows.append(replayed(impl, each))
+            trace = ("f" if number * each * prompts + i in parted else "0") * 15 + str(i % prompts)
+            start = 9 * i if alone else i
+            fields = {"round": number, "prompt": i % prompts, "schedule": [[start, 1, 4], [start + 1, 7, 1]]}
+            run.completions.append(completion(f"t{number}-{i}", trace, impl=impl, **fields))
+        background = {} if alone else {"b": [[0, 2 + number % 5, 3]]}
+        run.rounds.append(Round(impl=impl, round=number, background=background, **figures))
     return run
 
 
@@ -203,10 +193,7 @@ def test_a_sweep_has_counts_and_no_rate() -> None:
 
 def test_implementations_are_judged_alone_where_they_are_named() -> None:
     """Invariant may be clean beside a stock that parts; an unknown one is no clean one."""
-    run = loads(30, parted=[3])
-    clean = loads(30, impl="invariant")
-    for field in ("completions", "rounds", "rows"):
-        getattr(run, field).extend(getattr(clean, field))
+    run = beside(loads(30, parted=[3]), loads(30))
     assert decision(run).outcome == Outcome.SHUT
     assert decision(run, impls=["invariant"]).outcome == Outcome.OPEN
     assert decision(run, impls=["stock", "invariant"]).outcome == Outcome.SHUT

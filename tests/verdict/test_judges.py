@@ -8,100 +8,51 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 import torch
 
 from nondet.core.records import ContractAnswer, Diagnosis, Run, Served, Status, TraceVerdict
 from nondet.core.traces import nonfinite_logprobs
-from nondet.diagnose.steps import greedy_step
-from nondet.diagnose.verdict import conclude, cure_step
 from nondet.probes.functions import check
-from nondet.sampling.plan import Outcome, Request, Session
-from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.findings import Finding
 from nondet.verdict.gate import decide, exit_code, judge, power_text
-from tests.build import cell, failed, header, replayed, row, run_of, timed
+from tests.build import beside, cell, failed, header, replayed, row, run_of, timed
 from tests.diagnose.test_verdict import IMPL, under_the_cure
 from tests.verdict.test_gate import loads
 from tests.verdict.test_samples import BASE, varied
-from tests.verdict.test_served import beside, changed, completion, ended, made, simple
-
-
-def logprobs(value: float) -> bytes:
-    return np.asarray([value, -0.25], "<f4").tobytes()
+from tests.verdict.test_served import changed, completion, ended, made, simple, traffic
 
 
 def computed(run: Run, value: float) -> Run:
     """As the collectors count it: completions that all hold this logprob."""
-    return changed(run, lambda _: {"nonfinite": nonfinite_logprobs(logprobs(value))})
+    nonfinite = nonfinite_logprobs(np.asarray([value, -0.25], "<f4").tobytes())
+    return with_(changed(run, lambda _: {"nonfinite": nonfinite}))
 
 
-def of_rows(value: float) -> Run:
-    return check(lambda x: x * value, lambda size: torch.ones(8, 16)[:size], [1, 2, 4])
-
-
-def of_samples(value: float) -> Run:
-    run = under_the_cure()
+def runs_of(value: float) -> tuple[Run, Run, Run, Run]:
+    """Rows, a sample, axes and a server that computed this."""
     plan = {"prompts": [{"text": "p", "tokens": 4}], "impls": [IMPL]}
-    return computed(msgspec.structs.replace(run, header=header("sample", plan), complete=True), value)
+    sample = msgspec.structs.replace(under_the_cure(), header=header("sample", plan))
+    rows = check(lambda x: x * value, lambda size: torch.ones(8, 16)[:size], [1, 2, 4])
+    return with_(rows), *(computed(run, value) for run in (sample, varied(BASE | {"chunk=5": "AAAA"}), simple()))
 
 
-def of_axes(value: float) -> Run:
-    return computed(varied(BASE | {"chunk=5": "AAAA"}), value)
-
-
-def of_servers(value: float) -> Run:
-    return computed(msgspec.structs.replace(simple(), complete=True), value)
-
-
-JUDGES: tuple[Callable[[float], Run], ...] = (of_rows, of_samples, of_axes, of_servers)
-VALUES = (float("nan"), float("inf"), float("-inf"))
-
-
-@pytest.mark.parametrize("made", JUDGES)
-@pytest.mark.parametrize("value", [*VALUES, -0.5])
-def test_every_judge_calls_it_wrong_and_the_gate_fails(made: Callable[[float], Run], value: float) -> None:
-    """With a number in its place the same run is clean and the gate passes."""
-    run = msgspec.structs.replace(made(value), complete=True)
-    sound = value == -0.5
-    [verdict] = judge(run)
-    assert verdict.findings == ((Finding.CLEAN,) if sound else (Finding.WRONG,))
-    assert exit_code(run, "divergent") == ((0, "") if sound else (3, ""))
-    assert (decide(run, rate=0.9, confidence=0.5, by="request").code == 3) == (not sound)
-
-
-def untested(run: Run) -> tuple[Verdict, int]:
-    [verdict] = judge(run)
-    return verdict, exit_code(run, "divergent")[0]
-
-
-def test_nothing_compared_hides_no_wrong_answer() -> None:
-    """One completion, an axis without effect, one answer of a server: wrong is said before that."""
-    for value in VALUES:
-        lone, sample = simple(loads=0), of_samples(value)
-        runs = [
-            msgspec.structs.replace(sample, completions=sample.completions[:1]),
-            computed(varied(BASE | {"chunk=5": "AAAA"}, "chunk=5"), value),
-            computed(msgspec.structs.replace(lone, completions=lone.completions[:1]), value),
-        ]
-        told = [untested(run) for run in runs]
-        assert [(verdict.findings, code) for verdict, code in told] == [((Finding.WRONG, Finding.UNTESTED), 3)] * 3
-        assert all("hold NaN or infinite logprobs: wrong; " in verdict.text for verdict, _ in told)
-
-
-def test_a_diagnosis_calls_it_wrong_and_no_cure() -> None:
-    """What the model computes comes before the batch; completions that agree in NaN show no cure."""
-    for value in VALUES:
-        mine = Outcome(
-            request=Request("r0", True, (1, 2), 2, 0), token_ids=[7, 7], logprobs=logprobs(value), margins=b"",
-            runner_up=[], finish="length", schedule=[], batch_min=1, batch_max=1,
-        )  # fmt: skip
-        session = Session(outcomes=[mine], steps=2, tokens=2, seconds=1.0, tops={"r0": [(value, 1.0, 7, 8)] * 2})
-        run = Run(header=header("diagnose", {}), steps=[greedy_step((session,), str)])
-        assert conclude(run).finding == Finding.WRONG
-        assert cure_step(under_the_cure(), IMPL, "a", ()).outcome == "yes"
-        cure = cure_step(computed(under_the_cure(), value), IMPL, "a", ())
-        assert cure.outcome == "no"
-        assert "6 completions hold NaN or infinite logprobs" in cure.sentence
+def test_every_judge_calls_it_wrong_and_the_gate_fails() -> None:
+    """With a number in its place the same run is clean and the gate passes. Where nothing was compared (one completion,
+    an axis without effect, one answer of a server) wrong is said before that."""
+    for value in (float("nan"), float("inf"), float("-inf"), -0.5):
+        sound = value == -0.5
+        for run in runs_of(value):
+            [verdict] = judge(run)
+            assert verdict.findings == ((Finding.CLEAN,) if sound else (Finding.WRONG,))
+            assert exit_code(run, "divergent") == ((0, "") if sound else (3, ""))
+            assert (decide(run, rate=0.9, confidence=0.5, by="request").code == 3) == (not sound)
+        _, sample, _, server = runs_of(value)
+        without = computed(varied(BASE | {"chunk=5": "AAAA"}, "chunk=5"), value)
+        for run in (*(with_(run, completions=run.completions[:1]) for run in (sample, server)), without):
+            [verdict] = judge(run)
+            assert verdict.findings == ((Finding.UNTESTED,) if sound else (Finding.WRONG, Finding.UNTESTED))
+            assert exit_code(run, "divergent")[0] == (1 if sound else 3)
+            assert ("hold NaN or infinite logprobs: wrong; " in verdict.text) == (not sound)
 
 
 # Whole verdicts and what a gate makes of them, word for word: no clause, no note and no reason goes unseen.
@@ -195,24 +146,13 @@ def seen(run: Run, **fields: Any) -> Run:
     return with_(run, servers=[msgspec.structs.replace(s, **fields) for s in run.servers])
 
 
-def traffic(run: Run, arm: str, **fields: Any) -> Run:
-    """With these fields in the traffic of an arm's rounds."""
-    rounds = [
-        msgspec.structs.replace(r, traffic=msgspec.structs.replace(r.traffic, **fields))
-        if r.arm == arm and r.traffic
-        else r
-        for r in run.rounds
-    ]
-    return with_(run, rounds=rounds)
-
-
 def servers() -> Iterator[tuple[str, Run]]:
     """Runs of servers."""
     part = simple(trace="B", loads=3)
     yield "proven loads", with_(simple(loads=3))
     yield "loads that part", with_(part)
     yield "one load against four alone is chance", with_(simple(trace="B", loads=1))
-    yield "some of them were alone", with_(simple(loads=3, company=3))
+    yield "some of them were alone", with_(simple(loads=3, concurrent=3))
     for temperature in (0.0, 0.7):
         for answer in ("yes", "no", "unknown"):
             kept = answered(part, temperature, greedy=answer, seed=answer, sums=answer)
@@ -239,17 +179,17 @@ def servers() -> Iterator[tuple[str, Run]]:
     yield "nor is its cache known", changed(noisy, lambda c: {"served": Served()})
     split = changed(noisy, lambda c: {"served": Served(cached_tokens=8 if c.trace == "C" else 0)})
     yield "another answer where more was cached", split
-    yield "one alone", with_(made([completion(0, "solo", round_=0)], [ended(0, "solo", 1, 0)]))
-    yield "two alone", with_(made([completion(i, "solo", round_=i) for i in range(2)], []))
-    gone = [completion(i, "solo", round_=i, status="error") for i in range(2)]
-    yield "none alone", with_(made([completion(2, "solo", round_=2), *gone], []))
+    yield "one alone", with_(made([completion(0, "solo", round=0)], [ended(0, "solo", 1, 0)]))
+    yield "two alone", with_(made([completion(i, "solo", round=i) for i in range(2)], []))
+    gone = [completion(i, "solo", round=i, status="error") for i in range(2)]
+    yield "none alone", with_(made([completion(2, "solo", round=2), *gone], []))
     cached = changed(part, lambda c: {"served": Served(cached_tokens=4 if c.arm == "loaded" else 0)})
     yield "another cache under load", cached
     unsaid = changed(part, lambda c: {"served": Served(cached_tokens=None)})
     yield "a cache that is not said", unsaid
     for name, warm in (("alike", "A"), ("parted", "B")):
-        cold = [completion(100 + i, "cold", round_=50 + i) for i in range(8)]
-        more = [completion(200 + i, "warm", warm, round_=60 + i, cached=4) for i in range(8)]
+        cold = [completion(100 + i, "cold", round=50 + i) for i in range(8)]
+        more = [completion(200 + i, "warm", warm, round=60 + i, cached=4) for i in range(8)]
         yield f"cold and warm {name}, and a load", with_(part, completions=[*part.completions, *cold, *more])
         yield f"cold and warm {name} alone", with_(made([*cold, *more], []))
         counted = changed(
@@ -264,9 +204,9 @@ def servers() -> Iterator[tuple[str, Run]]:
                 changed(simple(loads=3, trace=trace), lambda _, served=served: served)  # type: ignore[misc] # bound now
                 for trace in "AD"
             )
-            yield f"a second server known by {name} {text}", with_(beside(first, seen(second, **fields)))
+            yield f"a second server known by {name} {text}", with_(beside(first, seen(second, **fields), "server-2"))
     lone = simple(loads=3)
-    yield "a second server without solo", with_(beside(lone, with_(lone, completions=lone.completions[4:])))
+    yield "a second server without solo", with_(beside(lone, with_(lone, completions=lone.completions[4:]), "server-2"))
     yield "a load alone", with_(lone, completions=lone.completions[4:])
     yield "drawn, and wrong", answered(changed(simple(loads=3), lambda c: {"nonfinite": 1}), 0.7, seed="no")
 
@@ -282,11 +222,11 @@ def answers() -> Iterator[tuple[str, Run]]:
             run.completions[i] = msgspec.structs.replace(run.completions[i], finish="eos")
         yield f"{arm} ended otherwise", with_(run)
     run = simple()
-    run.completions[-1] = completion(999, "loaded", round_=39, status="error")
+    run.completions[-1] = completion(999, "loaded", round=39, status="error")
     yield "one failed", with_(run)
-    run.completions[4:5] = [completion(0, "loaded", "B", round_=10)]
+    run.completions[4:5] = [completion(0, "loaded", "B", round=10)]
     yield "a load that does not agree with itself", with_(run, completions=run.completions[4:])
-    apart = [*run.completions[:4], *(completion(i, "cold", "B", round_=50 + i) for i in range(4))]
+    apart = [*run.completions[:4], *(completion(i, "cold", "B", round=50 + i) for i in range(4))]
     yield "arms apart, neither the other's base", with_(made(apart, run.rounds[:4]))
 
 

@@ -10,18 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from nondet.core.records import (
-    FORMAT,
-    SCHEMA_VERSION,
-    Completion,
-    ContractAnswer,
-    Header,
-    Round,
-    Run,
-    Served,
-    ServerSeen,
-    Traffic,
-)
+from nondet.core.records import Completion, ContractAnswer, Round, Run, Served, ServerSeen, Traffic
 from nondet.endpoint.arms import Answer, KnownBy, Tokens
 from nondet.endpoint.client import HttpClient
 from nondet.endpoint.collect import Watcher
@@ -31,90 +20,42 @@ from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
 from nondet.verdict.served import chance_of, evidence, pooled_odds, proven_tries, subjects
 from nondet.verdict.wording import words
+from tests import build
+from tests.build import beside, header
 
 
 def completion(
-    number: int,
-    arm: str,
-    trace: str = "A",
-    prompt: int = 0,
-    *,
-    round_: int,
-    status: str = "ok",
-    n_tokens: int = 8,
-    cached: int = 0,
+    number: int, arm: str, trace: str = "A", prompt: int = 0, *, cached: int = 0, status: str = "ok", **fields: Any
 ) -> Completion:
     good = status == "ok"
-    return Completion(
-        impl="server",
-        request=f"{arm} {number}",
-        round=round_,
-        prompt=prompt,
-        tokens_digest=trace if good else "",
-        trace=trace if good else "",
-        n_tokens=n_tokens if good else 0,
-        finish="length" if good else "error",
-        arrival_step=0,
-        schedule=[],
-        batch_min=0,
-        batch_max=0,
-        status=status,
-        reason="" if good else "x",
-        arm=arm,
-        served=Served(cached_tokens=cached, kind="" if good else "http-500"),
-    )
+    served = Served(cached_tokens=cached, kind="" if good else "http-500")
+    fields = {"impl": "server", "prompt": prompt, "arm": arm, "served": served, "tokens_digest": trace * good} | fields
+    return build.completion(f"{arm} {number}", trace * good, **fields)
 
 
-def ended(number: int, arm: str, targets: int, company: int, impl: str = "server") -> Round:
+def ended(number: int, arm: str, targets: int, concurrent: int, impl: str = "server") -> Round:
     """A round; of a loaded one the streams overlapped, its neighbours' at least."""
-    alone = arm == "solo"
-    traffic = Traffic(
-        pattern="x",
-        concurrency=8,
-        decoding_most=0 if alone else 3,
-        in_company=company,
-        running_most=1 if alone else None,
-        polls=3,
-    )
-    return Round(
-        impl=impl, round=number, targets=targets, others=0, steps=0, tokens=1, seconds=1.0, arm=arm, traffic=traffic
-    )
+    solo = arm == "solo"
+    seen = {"decoding_most": 0 if solo else 3, "running_most": 1 if solo else None, "in_company": concurrent}
+    traffic = Traffic(pattern="x", concurrency=8, polls=3, **seen)  # type: ignore[arg-type] # of several types
+    figures: dict[str, Any] = {"targets": targets, "others": 0, "steps": 0, "tokens": 1, "seconds": 1.0}
+    return Round(impl=impl, round=number, arm=arm, traffic=traffic, **figures)
 
 
 def made(completions: list[Completion], rounds: list[Round]) -> Run:
     plan = {"endpoint": {}, "arms": {"solo": 4, "loaded": 8}, "temperature": 0.0}
     plan["prompts"] = [{"text": f"p{i}", "tokens": 5} for i in range(30)]
-    header = Header(format=FORMAT, schema=SCHEMA_VERSION, command="sample", plan=plan, environment={}, started="2026")
-    seen = ServerSeen(
-        impl="server",
-        number=0,
-        url="u",
-        protocol="p",
-        model="m",
-        answered_as="m",
-        listed=[],
-        fingerprint="f",
-        known_by="ids",
-        logprobs=True,
-    )
-    return Run(header=header, completions=completions, rounds=rounds, servers=[seen])
+    names = {"url": "u", "protocol": "p", "model": "m", "answered_as": "m", "fingerprint": "f", "known_by": "ids"}
+    seen = ServerSeen(impl="server", number=0, listed=[], logprobs=True, **names)
+    return Run(header=header("sample", plan), completions=completions, rounds=rounds, servers=[seen])
 
 
-def simple(
-    *, company: int = 4, trace: str = "A", status: str = "ok", n_tokens: int = 8, loads: int = 30, prompt: int = 0
-) -> Run:
-    """Four answers alone, and `loads` loads of four."""
-    solo = [completion(i, "solo", round_=i, n_tokens=n_tokens) for i in range(4)]
-    loaded = [
-        completion(i, "loaded", trace, prompt, round_=10 + i // 4, status=status, n_tokens=n_tokens)
-        for i in range(4 * loads)
-    ]
-    rounds = [ended(i, "solo", 1, 0) for i in range(4)] + [ended(10 + i, "loaded", 4, company) for i in range(loads)]
+def simple(*, concurrent: int = 4, trace: str = "A", prompt: int = 0, loads: int = 30, **fields: Any) -> Run:
+    """Four answers alone, and `loads` loads of four, of which so many ran beside others."""
+    solo = [completion(i, "solo", round=i, **fields | {"status": "ok"}) for i in range(4)]
+    loaded = [completion(i, "loaded", trace, prompt, round=10 + i // 4, **fields) for i in range(4 * loads)]
+    rounds = [ended(i, "solo", 1, 0) for i in range(4)] + [ended(10 + i, "loaded", 4, concurrent) for i in range(loads)]
     return made(solo + loaded, rounds)
-
-
-def told(run: Run) -> str:
-    return f"{judge(run)[0].text} {' '.join(judge(run)[0].notes)}"
 
 
 def test_a_load_in_company_is_clean_and_one_that_parts_is_named() -> None:
@@ -135,7 +76,7 @@ def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
             number, arm = len(rounds), "solo" if load < 4 else "loaded"
             for i in range(1 if arm == "solo" else 4):
                 trace = "B" if rng.random() < 0.1 else "A"
-                completions.append(completion(10 * number + i, arm, trace, prompt, round_=number))
+                completions.append(completion(10 * number + i, arm, trace, prompt, round=number))
             rounds.append(ended(number, arm, 1 if arm == "solo" else 4, 0 if arm == "solo" else 4))
     verdicts = judge(made(completions, rounds))
     assert len(verdicts) == 30
@@ -145,22 +86,22 @@ def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
 
 def test_neighbours_alone_prove_no_load() -> None:
     """They streamed together, and no request under study is known to have been among them."""
-    run = simple(company=0)
+    run = simple(concurrent=0)
     assert judge(run)[0].finding == Finding.UNPROVEN
-    assert "none of the compared requests is known to have been among them" in told(run)
+    assert "none of the compared requests is known to have been among them" in " ".join(judge(run)[0].notes)
     loaded = evidence(run)["server", 0]["loaded"]
     assert (loaded.proof, loaded.concurrent, loaded.rounds) == (False, 0, 0)
-    assert judge(simple(company=0, trace="B"))[0].finding == Finding.UNATTRIBUTED
-    assert evidence(simple(company=1))["server", 0]["loaded"].concurrent == 30
+    assert judge(simple(concurrent=0, trace="B"))[0].finding == Finding.UNATTRIBUTED
+    assert evidence(simple(concurrent=1))["server", 0]["loaded"].concurrent == 30
 
 
 def test_a_watcher_waits_for_every_prompt() -> None:
     """The power is reached by one prompt's loads; the other has met none yet."""
     watcher = Watcher(0.7, 0.95, "load", prompts=2)
     for number in range(5):
-        answers = [completion(4 * number + i, "loaded", round_=number) for i in range(4)]
+        answers = [completion(4 * number + i, "loaded", round=number) for i in range(4)]
         assert not watcher.enough(ended(number, "loaded", 4, 4), answers)
-    answers = [completion(20 + i, "loaded", prompt=1, round_=5) for i in range(4)]
+    answers = [completion(20 + i, "loaded", prompt=1, round=5) for i in range(4)]
     assert not watcher.enough(ended(5, "loaded", 4, 0), answers)
     assert watcher.enough(ended(6, "loaded", 4, 4), answers)
     assert not watcher.diverged
@@ -169,7 +110,7 @@ def test_a_watcher_waits_for_every_prompt() -> None:
 def test_each_server_has_its_own_loads() -> None:
     """Those of the first are no proof of the second."""
     watcher = Watcher(0.7, 0.95, "load")
-    answers = [completion(i, "loaded", round_=0) for i in range(4)]
+    answers = [completion(i, "loaded", round=0) for i in range(4)]
     assert [watcher.enough(ended(n, "loaded", 4, 4), answers) for n in range(3)] == [False, False, True]
     other = [msgspec.structs.replace(c, impl="server-2") for c in answers]
     rounds = [msgspec.structs.replace(ended(n, "loaded", 4, 4), impl="server-2") for n in range(3)]
@@ -212,40 +153,38 @@ def changed(run: Run, change: Callable[[Completion], dict[str, Any]]) -> Run:
     return msgspec.structs.replace(run, completions=[msgspec.structs.replace(c, **change(c)) for c in run.completions])
 
 
-def beside(first: Run, second: Run) -> Run:
-    """Two servers' answers in one file."""
-    fields = ("completions", "rounds", "servers", "contract")
-    moved = {name: [msgspec.structs.replace(r, impl="server-2") for r in getattr(second, name)] for name in fields}
-    return msgspec.structs.replace(first, **{name: getattr(first, name) + moved[name] for name in fields})
+def traffic(run: Run, arm: str, **fields: Any) -> Run:
+    """With these fields in the traffic of an arm's rounds."""
+    rounds = []
+    for r in run.rounds:
+        seen = msgspec.structs.replace(r.traffic, **fields) if r.arm == arm and r.traffic else r.traffic
+        rounds.append(msgspec.structs.replace(r, traffic=seen))
+    return msgspec.structs.replace(run, rounds=rounds, complete=True)
 
 
 def test_each_server_has_its_own_verdict() -> None:
     """NaN, bits that part under load, failures, a broken contract: nothing of one server's is the other's."""
-    clean = simple()
-    broken = msgspec.structs.replace(
-        simple(), contract=[ContractAnswer(impl="server", question="greedy", answer="no", evidence="seen")]
-    )
-    runs = [changed(simple(), lambda _: {"nonfinite": 1}), simple(trace="B"), simple(company=0), broken]
-    alone = [judge(run)[0] for run in runs]
-    assert [v.finding for v in alone] == [Finding.WRONG, Finding.BATCH, Finding.UNPROVEN, Finding.CLEAN]
-    for run, its in zip(runs, alone, strict=True):
-        first, second = judge(beside(run, clean))
-        assert (first.findings, first.text, first.notes) == (its.findings, its.text, its.notes)
-        assert (second.findings, second.text) == (judge(clean)[0].findings, judge(clean)[0].text)
-        first, second = judge(beside(clean, run))
-        assert (first.findings, first.text, first.notes) == tuple(getattr(judge(clean)[0], f) for f in _FIELDS)
-        assert (second.findings, second.text, second.notes[:-1]) == (its.findings, its.text, its.notes)
-        assert second.notes[-1] == "Solo answers compared with those of server: 4 identical."
-
-
-_FIELDS = ("findings", "text", "notes")
+    clean, answer = simple(), ContractAnswer(impl="server", question="greedy", answer="no", evidence="seen")
+    for run, finding in [
+        (changed(simple(), lambda _: {"nonfinite": 1}), Finding.WRONG),
+        (simple(trace="B"), Finding.BATCH),
+        (simple(concurrent=0), Finding.UNPROVEN),
+        (msgspec.structs.replace(simple(), contract=[answer]), Finding.CLEAN),
+    ]:
+        assert judge(run)[0].finding == finding
+        for both in ((run, clean), (clean, run)):
+            alone = [judge(one)[0] for one in both]
+            verdicts = judge(beside(*both, "server-2"))
+            assert [(v.findings, v.text) for v in verdicts] == [(v.findings, v.text) for v in alone]
+            last = "Solo answers compared with those of server: 4 identical."
+            assert [v.notes for v in verdicts] == [alone[0].notes, (*alone[1].notes, last)]
 
 
 def test_each_server_is_credited_with_its_own_loads() -> None:
     """Those of another server in the same file would overstate the power of a gate."""
     small, large = simple(loads=3), simple(loads=30)
     assert (proven_tries(small, "server"), proven_tries(large, "server")) == ((12, 3), (120, 30))
-    both = beside(small, large)
+    both = beside(small, large, "server-2")
     assert (proven_tries(both, "server"), proven_tries(both, "server-2")) == ((12, 3), (120, 30))
     alone = msgspec.structs.replace(large, completions=[c for c in large.completions if c.arm == "loaded"])
     assert proven_tries(alone, "server") == (119, 29)  # the first of each is what the others are held against
@@ -254,11 +193,7 @@ def test_each_server_is_credited_with_its_own_loads() -> None:
 def test_two_at_a_time_are_a_load_and_one_is_none() -> None:
     """At the limit, by streams and by what the server says it runs."""
     for decoding, running, loads in [(2, None, 30), (1, None, 0), (0, 2.0, 30), (0, 1.0, 0)]:
-        run = simple()
-        for i, r in enumerate(run.rounds):
-            if r.arm == "loaded" and r.traffic is not None:
-                traffic = msgspec.structs.replace(r.traffic, decoding_most=decoding, running_most=running)
-                run.rounds[i] = msgspec.structs.replace(r, traffic=traffic)
+        run = traffic(simple(), "loaded", decoding_most=decoding, running_most=running)
         loaded = evidence(run)["server", 0]["loaded"]
         assert (loaded.rounds, loaded.proof, proven_tries(run, "server")[1]) == (loads, loads > 0, loads)
         assert judge(run)[0].finding == (Finding.CLEAN if loads else Finding.UNPROVEN)
@@ -267,8 +202,8 @@ def test_two_at_a_time_are_a_load_and_one_is_none() -> None:
 def test_a_cache_is_named_where_what_it_gives_is_one_answer() -> None:
     """An arm that does not agree with itself may have parted by the run."""
     for warm, finding in [("BBBBBB", Finding.CACHE), ("BBBBBC", Finding.UNATTRIBUTED)]:
-        completions = [completion(i, "cold", round_=i) for i in range(6)]
-        completions += [completion(i, "warm", trace, round_=6 + i, cached=5) for i, trace in enumerate(warm)]
+        completions = [completion(i, "cold", round=i) for i in range(6)]
+        completions += [completion(i, "warm", trace, round=6 + i, cached=5) for i, trace in enumerate(warm)]
         [comparison] = subjects(made(completions, []))[0].comparisons
         assert (comparison.arm, comparison.base, comparison.finding) == ("warm", "cold", finding)
         assert comparison.why == (() if finding == Finding.CACHE else ("Warm does not agree with itself.",))
@@ -276,14 +211,14 @@ def test_a_cache_is_named_where_what_it_gives_is_one_answer() -> None:
 
 def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
     """And over none where one base does not: the others would be chosen by their luck."""
-    completions = [completion(i, "solo", prompt=p, round_=10 * p + i) for p in (0, 1) for i in range(3)]
-    completions += [completion(i, "loaded", "B", p, round_=10 * p + 5) for p in (0, 1) for i in range(3)]
+    completions = [completion(i, "solo", prompt=p, round=10 * p + i) for p in (0, 1) for i in range(3)]
+    completions += [completion(i, "loaded", "B", p, round=10 * p + 5) for p in (0, 1) for i in range(3)]
     known = evidence(made(completions, []))
     one = chance_of(known["server", 0]["loaded"], known["server", 0]["solo"])
     assert one == pytest.approx(1 / 20)
     assert pooled_odds(known, "server") == {"loaded": pytest.approx(one**2)}
     assert pooled_odds(known, "server-2") == {}
-    completions[0] = completion(0, "solo", "C", round_=0)
+    completions[0] = completion(0, "solo", "C", round=0)
     assert pooled_odds(evidence(made(completions, [])), "server") == {}
 
 
@@ -296,7 +231,7 @@ def test_a_cache_is_proven_by_every_answer() -> None:
         ("warm", (1, 5), True, "the server had 1 to 5 prompt tokens cached"),
         ("warm", (0, 5), False, "the server had 0 to 5 prompt tokens cached, so it was not warm"),
     ]:
-        run = made([completion(i, arm, round_=i, cached=n) for i, n in enumerate(cached)], [])
+        run = made([completion(i, arm, round=i, cached=n) for i, n in enumerate(cached)], [])
         seen = evidence(run)["server", 0][arm]
         assert (seen.proof, words(seen.shown)) == (proven, said)
 
@@ -304,12 +239,9 @@ def test_a_cache_is_proven_by_every_answer() -> None:
 def test_a_cache_is_proven_by_the_servers_counter() -> None:
     """Where its answers do not say; a counter that stood still says it of every answer."""
     for arm, hits, proven in [("cold", 0.0, True), ("cold", 3.0, False), ("warm", 3.0, True)]:
-        completions = [completion(i, arm, round_=i) for i in range(2)]
+        completions = [completion(i, arm, round=i) for i in range(2)]
         run = changed(made(completions, [ended(i, arm, 1, 0) for i in range(2)]), lambda c: {"served": Served()})
-        for i, r in enumerate(run.rounds):
-            assert r.traffic is not None
-            counted = msgspec.structs.replace(r.traffic, counters={"vllm:prefix_cache_hits_total": hits / 2})
-            run.rounds[i] = msgspec.structs.replace(r, traffic=counted)
+        run = traffic(run, arm, counters={"vllm:prefix_cache_hits_total": hits / 2})
         seen = evidence(run)["server", 0][arm]
         assert seen.proof == proven
         assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
@@ -318,11 +250,11 @@ def test_a_cache_is_proven_by_the_servers_counter() -> None:
 
 def cold_and_cached(alone: tuple[str, str], loaded: str) -> Run:
     """Six answers without and 16 with a cached prefix alone, and 40 of each under load, with these traces."""
-    solo = [completion(i, "solo", alone[1], round_=i, cached=16) for i in range(10)]
-    cold = [completion(i, "cold", alone[0], round_=10 + i) for i in range(6)]
-    warm = [completion(i, "warm", alone[1], round_=20 + i, cached=16) for i in range(6)]
+    solo = [completion(i, "solo", alone[1], round=i, cached=16) for i in range(10)]
+    cold = [completion(i, "cold", alone[0], round=10 + i) for i in range(6)]
+    warm = [completion(i, "warm", alone[1], round=20 + i, cached=16) for i in range(6)]
     traces = [(cached, loaded[i % len(loaded)] if cached else alone[0]) for cached in (0, 16) for i in range(40)]
-    under = [completion(i, "loaded", t, round_=30 + i % 20, cached=c) for i, (c, t) in enumerate(traces)]
+    under = [completion(i, "loaded", t, round=30 + i % 20, cached=c) for i, (c, t) in enumerate(traces)]
     rounds = [ended(number, "solo", 1, 0) for number in (*range(10), *range(10, 16), *range(20, 26))]
     rounds = [msgspec.structs.replace(r, arm={0: "solo", 1: "cold", 2: "warm"}[r.round // 10]) for r in rounds]
     return made([*solo, *cold, *warm, *under], [*rounds, *(ended(30 + i, "loaded", 4, 4) for i in range(20))])
