@@ -216,14 +216,14 @@ def collect_ranks(
 
 
 def _measured(group: Sequence[BenchCase], impls: Sequence[str], device: str, seed: int) -> Iterator[Record]:
-    told: list[dict[str, RankTimes]] = []  # of the first rank, case by case
+    firsts: list[dict[str, RankTimes]] = []  # of the first rank, case by case
     for case in group:
         began = time.perf_counter()
         answers = _ask(case, impls, device, seed)
-        told.append(answers[0])
+        firsts.append(answers[0])
         yield _cell(case, device, answers, began)
     for impl in impls:
-        yield _bits(group, impl, device, [times[impl] for times in told])
+        yield _bits(group, impl, device, [times[impl] for times in firsts])
 
 
 def _ask(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> list[dict[str, RankTimes]]:
