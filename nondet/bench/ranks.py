@@ -13,16 +13,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from nondet.bench.cells import (
-    BenchCase,
-    Failure,
-    Key,
-    groups_of,
-    interleave,
-    sizes_text,
-    stopwatch_for,
-    timed_of,
-)
+from nondet.bench.cells import BenchCase, Failure, Key, groups_of, interleave, sizes_text, stopwatch_for, timed_of
 from nondet.bench.work import ITEM_BYTES, RANK_OPERATORS
 from nondet.core.measure import row_of
 from nondet.core.records import Cell, Record, Row, Status

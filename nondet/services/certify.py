@@ -48,8 +48,7 @@ class CertifyRequest(o.Machine, Request):
     ] = None
     full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
     vllm: Annotated[
-        bool,
-        o.opt("Test each layer of --model as vLLM would run it, with up to --m tokens per step.", "--vllm"),
+        bool, o.opt("Test each layer of --model as vLLM would run it, with up to --m tokens per step.", "--vllm")
     ] = False
     show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
     forget: Annotated[bool, o.opt("Delete this machine's certificates.", "--forget")] = False

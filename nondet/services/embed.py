@@ -35,9 +35,7 @@ class EmbedRequest(o.Machine, Request):
         ),
     ] = None
     batch: Annotated[
-        int,
-        o.opt("Texts per batch.", shown=True),
-        o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts."),
+        int, o.opt("Texts per batch.", shown=True), o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts.")
     ] = 32
     dtype: Annotated[str, o.opt("float32, bfloat16 or float16.", shown=True), o.MODEL_DTYPES] = "float32"
 

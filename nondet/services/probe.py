@@ -32,8 +32,7 @@ class ProbeRequest(o.Machine, Request):
         ),
     ] = None  # fmt: skip
     from_trace: Annotated[
-        Path | None,
-        o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes."),
+        Path | None, o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes.")
     ] = None
     impl: o.IMPLS = None
     dtype: o.DTYPES = None
@@ -47,8 +46,7 @@ class ProbeRequest(o.Machine, Request):
     ranks: Annotated[str | None, o.opt('Numbers of ranks for all-reduce: "2,4".')] = None
     full: Annotated[bool, o.opt("The long sweep (M up to 4096) instead of the default list.", "--full")] = False
     map: Annotated[
-        str | None,
-        o.opt("Draw a map of bit classes for each M up to --m, against N (mn) or K (mk). Products only."),
+        str | None, o.opt("Draw a map of bit classes for each M up to --m, against N (mn) or K (mk). Products only.")
     ] = None
     workers: Annotated[
         int | None,
@@ -139,10 +137,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
         with output.recording("probe", plan, request.seed, len(jobs)) as writer:
             completed = sum(job.key in writer.done for job in jobs)
             count = request.workers or default_workers(target, impls, len(jobs) - completed, ahead)
-            with (
-                SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared,
-                sink.progress() as progress,
-            ):
+            with SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared, sink.progress() as progress:
                 if sink.shown:
                     importlib.import_module("nondet.reports.terminal")  # while others measure
                 task = progress.add_task("probing", total=len(jobs), completed=completed)
