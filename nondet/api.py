@@ -40,12 +40,7 @@ if TYPE_CHECKING:
 
 
 class LoadedRun:
-    """A run file: what was run, where, and the results.
-
-    Attributes:
-        records: The typed records, as the file has them (`nondet.core.records.Run`).
-        path: Where it was read from.
-    """
+    """A run file: what was run, where, and the results. `records`: as typed (`nondet.core.records.Run`)."""
 
     def __init__(self, records: Run, path: Path) -> None:
         self.records, self.path = records, path
@@ -79,27 +74,15 @@ class LoadedRun:
         return f"{headline(self.records, self.verdicts)}."
 
     def frame(self, kind: str | None = None) -> pd.DataFrame:
-        """Records as a pandas frame.
-
-        Args:
-            kind: "rows", "classes", "completions", "rounds", "training-steps" or "cells"; None where the run holds one
-                kind only.
-
-        Raises:
-            UnknownNameError: an unknown kind.
-            UserError: no kind was named, and the run holds several.
-        """
+        """Records of a kind as a pandas frame: "rows", "classes", "completions", "rounds", "training-steps" or "cells".
+        A `UserError` if no kind is named, and the run holds several, or if there is no such kind."""
         from nondet.export.frames import frame, only_kind
 
         return frame([self.records], kind or only_kind([self.records]))
 
     def figure(self, name: str) -> Figure:
-        """A matplotlib figure: class-map, speed, jigsaw, survival, training or tree.
-
-        Raises:
-            UnknownNameError: an unknown figure.
-            UserError: the run holds no data for it.
-        """
+        """A matplotlib figure: class-map, speed, jigsaw, survival, training or tree. A `UserError` for any other, or if
+        the run holds no data for it."""
         from nondet.export.figures import draw
 
         return draw(name, [self.records])
@@ -122,13 +105,9 @@ class LoadedRun:
 
 
 def load(path: str | Path, *, allow_truncated: bool = False) -> LoadedRun:
-    """Read a run file.
+    """Read a run file; `allow_truncated`: take the whole lines of a run that was killed while writing.
 
-    Args:
-        allow_truncated: Take the whole lines of a run that was killed while writing.
-
-    Raises:
-        UserError: missing, malformed, cut off or from a newer nondet; the message names the line.
+    Raises UserError: missing, malformed, cut off or from a newer nondet; the message names the line.
     """
     path = Path(path)
     return LoadedRun(read_run(path, allow_truncated=allow_truncated), path)

@@ -21,6 +21,7 @@ from nondet.core.runfile import RunWriter
 from nondet.errors import UserError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import (
+    LoadedModel,
     check_dtype,
     check_vocabulary,
     identity_of,
@@ -66,32 +67,18 @@ def _cut(order: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(order[start : start + size]) for start in range(0, len(order), size))
 
 
-@dataclass(frozen=True)
-class LoadedEncoder:
-    """An encoder on its device, and its description for a run's header: `context` is the most tokens of a text, special
-    ones included, `identity` what decides its bits; JSON-able."""
-
-    name: str
-    model: Any = field(repr=False)
-    tokenizer: Any = field(repr=False)
-    device: str
-    dtype: str
-    context: int
-    identity: dict[str, Any]
-
-    def encode(self, texts: Sequence[str]) -> tuple[list[list[int]], int]:
-        """(token ids of each text, how many texts were cut at the context); a `UserError` for a text without a
-        token."""
-        rows: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
-        if [] in rows:
-            raise UserError(f"text {rows.index([]) + 1} has no tokens", "Take it out, or give it some text.")
-        long = [i for i, ids in enumerate(rows) if len(ids) > self.context]
-        for i in long:
-            rows[i] = self.tokenizer(texts[i], truncation=True, max_length=self.context)["input_ids"]
-        return rows, len(long)
+def encode(loaded: LoadedModel, texts: Sequence[str]) -> tuple[list[list[int]], int]:
+    """(token ids of each text, how many texts were cut at the context); a `UserError` for a text without a token."""
+    rows = [loaded.encode(text) for text in texts]
+    if [] in rows:
+        raise UserError(f"text {rows.index([]) + 1} has no tokens", "Take it out, or give it some text.")
+    long = [i for i, ids in enumerate(rows) if len(ids) > (loaded.context or 0)]
+    for i in long:
+        rows[i] = loaded.tokenizer.encode(texts[i], truncation=True, max_length=loaded.context)
+    return rows, len(long)
 
 
-def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
+def load_encoder(where: str, dtype: str, device: str) -> LoadedModel:
     """Load an encoder, a model of transformers that reads whole texts, from a local folder or by its hub name. Raises
     UserError: it doesn't exist, is not an encoder, or can't be loaded here."""
     from transformers import AutoModel
@@ -108,18 +95,10 @@ def load_encoder(where: str, dtype: str, device: str) -> LoadedEncoder:
         options["dtype"] = torch_dtype
         model = read_weights(AutoModel, where, local, config, options, extra="pooler")  # no vector of ours needs one
     check_vocabulary(where, model, tokenizer)
-    return LoadedEncoder(
-        name=where,
-        model=model.to(device).eval(),
-        tokenizer=tokenizer,
-        device=device,
-        dtype=dtype,
-        context=_context(config, limit),
-        identity={
-            "name": where,
-            **identity_of(model, where, local, names, dtype),
-            "attention": getattr(model.config, "_attn_implementation", None),
-        },
+    attention = getattr(model.config, "_attn_implementation", None)
+    identity = {"name": where, **identity_of(model, where, local, names, dtype), "attention": attention}
+    return LoadedModel(
+        where, model.to(device).eval(), tokenizer, device, dtype, _context(config, limit), eos=(), identity=identity
     )
 
 
@@ -148,7 +127,7 @@ POOLINGS = ("mean", "cls")
 _ROWS = 1024  # of the matrix of similarities at a time
 
 
-def vectors(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], arm: Arm) -> torch.Tensor:
+def vectors(loaded: LoadedModel, ids: Sequence[Sequence[int]], arm: Arm) -> torch.Tensor:
     """[texts of the arm, poolings, hidden] in the model's dtype, in the order of the texts, whatever the batches. The
     mean runs over a text's own tokens, sum over the mask and then divided, as sentence encoders do; cls is the first
     token's."""
@@ -161,7 +140,7 @@ def vectors(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], arm: Arm) -> to
         return torch.cat(pooled)[order.argsort().to(loaded.device)]
 
 
-def _padded(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int], width: int) -> torch.Tensor:
+def _padded(loaded: LoadedModel, ids: Sequence[Sequence[int]], members: Sequence[int], width: int) -> torch.Tensor:
     width = max(width, *(len(ids[i]) for i in members))
     padding = getattr(loaded.tokenizer, "pad_token_id", None)
     tokens = torch.full((len(members), width), padding if isinstance(padding, int) else 0, dtype=torch.long)
@@ -179,7 +158,7 @@ def _pooled(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.stack([(hidden * weights).sum(1) / weights.sum(1), hidden[:, 0]], 1)
 
 
-def _packed(loaded: LoadedEncoder, ids: Sequence[Sequence[int]], members: Sequence[int]) -> torch.Tensor:
+def _packed(loaded: LoadedModel, ids: Sequence[Sequence[int]], members: Sequence[int]) -> torch.Tensor:
     """A batch in one row: positions restart with each text, and a mask of blocks separates the texts."""
     lengths = [len(ids[i]) for i in members]
     owner = torch.repeat_interleave(torch.arange(len(members)), torch.tensor(lengths))
@@ -226,7 +205,7 @@ Progress = Callable[[str, str], None]
 
 
 def describe(
-    loaded: LoadedEncoder, texts: Sequence[str], ids: Sequence[Sequence[int]], cut: int, **options: Any
+    loaded: LoadedModel, texts: Sequence[str], ids: Sequence[Sequence[int]], cut: int, **options: Any
 ) -> dict[str, Any]:
     """The plan of an embed run, for its header."""
     return {
@@ -243,7 +222,7 @@ def describe(
 
 
 def collect(
-    loaded: LoadedEncoder,
+    loaded: LoadedModel,
     ids: Sequence[Sequence[int]],
     impls: Sequence[str],
     writer: RunWriter,
@@ -275,7 +254,7 @@ def collect(
 
 @dataclass
 class _Implementation:
-    loaded: LoadedEncoder
+    loaded: LoadedModel
     ids: Sequence[Sequence[int]]
     arms: Sequence[Arm]
     impl: str

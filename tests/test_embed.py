@@ -17,17 +17,17 @@ from nondet.core.records import Run, Status
 from nondet.core.runfile import open_run, read_run
 from nondet.embed import (
     ALONE,
-    LoadedEncoder,
     build_arms,
     collect,
     cosine_distances,
     describe,
+    encode,
     load_encoder,
     nearest,
     rank_changes,
     vectors,
 )
-from nondet.sampling.model import embedded_folder
+from nondet.sampling.model import LoadedModel, embedded_folder
 
 WORDS = "the cat sat on a mat while other cats ran over hills and far away from every dog in town".split()  # noqa: SIM905
 TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 2 + (5 * i) % 11]) for i in range(8)]
@@ -55,12 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder(folder: Path) -> LoadedEncoder:
+def encoder(folder: Path) -> LoadedModel:
     return load_encoder(str(folder), "float32", "cpu")
 
 
-def measured(loaded: LoadedEncoder, path: Path, *impls: str) -> Run:
-    ids, cut = loaded.encode(TEXTS)
+def measured(loaded: LoadedModel, path: Path, *impls: str) -> Run:
+    ids, cut = encode(loaded, TEXTS)
     plan = describe(loaded, TEXTS, ids, cut, impls=list(impls), batch=4, seed=0)
     writer = open_run(path, command="embed", plan=plan, environment={"torch": "2"}, force=True)
     collect(loaded, ids, impls, writer, batch=4, seed=0)
@@ -68,9 +68,9 @@ def measured(loaded: LoadedEncoder, path: Path, *impls: str) -> Run:
     return read_run(path)
 
 
-def test_every_arm_computes_the_same_vectors_but_for_roundings(encoder: LoadedEncoder) -> None:
+def test_every_arm_computes_the_same_vectors_but_for_roundings(encoder: LoadedModel) -> None:
     """Mean over a text's own tokens and the first token, in whatever batch, padded or packed."""
-    ids, cut = encoder.encode(TEXTS)
+    ids, cut = encode(encoder, TEXTS)
     assert cut == 0
     arms = build_arms([len(row) for row in ids], 4, seed=0)
     assert arms[0].name == ALONE
@@ -94,7 +94,7 @@ def test_ranks_are_by_cosine_and_ties_by_index() -> None:
     assert cosine_distances(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])).tolist() == [1.0]
 
 
-def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedEncoder, tmp_path: Path) -> None:
+def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedModel, tmp_path: Path) -> None:
     """Faulty in batches of more than one: those arms part and nothing else; the encoder as it is, invariant: none."""
 
     def faulty(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedEncoder, t
     assert [name for name in ran if name.startswith(("at risk", "left stock"))] == []
 
 
-def test_neighbours_that_change_are_counted(encoder: LoadedEncoder, tmp_path: Path) -> None:
+def test_neighbours_that_change_are_counted(encoder: LoadedModel, tmp_path: Path) -> None:
     """A shuffle that is felt: vectors so far apart that other texts become the nearest."""
 
     def noisy(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_neighbours_that_change_are_counted(encoder: LoadedEncoder, tmp_path: Pa
 
 
 def test_a_model_that_cannot_pack_says_so(
-    encoder: LoadedEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    encoder: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes no positions, or lets packed texts see each other: the arm is left out, and never counted as parted."""
     forward = encoder.model.forward
@@ -155,9 +155,9 @@ def test_a_model_that_cannot_pack_says_so(
         assert len(run.rows[0].values) == 5
 
 
-def test_texts_beyond_the_context_are_cut_and_counted(encoder: LoadedEncoder) -> None:
+def test_texts_beyond_the_context_are_cut_and_counted(encoder: LoadedModel) -> None:
     """32 positions; and the special tokens are among them."""
-    ids, cut = encoder.encode(["cat " * 100, "dog"])
+    ids, cut = encode(encoder, ["cat " * 100, "dog"])
     assert (len(ids[0]), cut) == (32, 1)
     assert ids[0][-1] == 2
 

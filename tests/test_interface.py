@@ -49,6 +49,7 @@ def test_a_block_says_what_it_covers() -> None:
     block = nondet.batch_invariant(["matmul", "norm"])
     assert repr(block).startswith("<batch_invariant: not entered; matmul, norm on CPU")
     assert block.coverage().lines() == []
+    assert "no longer depend on the others in its batch" in (nondet.batch_invariant.__doc__ or "")
     with block:
         torch.nn.functional.linear(torch.ones(3, 8), torch.ones(4, 8))
         assert repr(block).startswith("<batch_invariant: open; matmul, norm on CPU")

@@ -387,7 +387,8 @@ def plan_cases(names: Iterable[str], sizes: Sizes, device: str, dtypes: tuple[st
             raise UserError(f"--{option} {size} makes no sense", f"Give a size from 1 to {MOST:,}.")
     options = {option for name in chosen for option in bench_of(name).options}
     if sizes.n is not None and "n" not in options:
-        raise UserError(f"--n {sizes.n} is a product's, and {', '.join(wanted)} has none", "Leave it out.")
+        what = f"--n {sizes.n} is for products, and does not apply to {', '.join(wanted)}"
+        raise UserError(what, "Give --k: the width of a row operator, the KV length of attention.")
     if sizes.jigsaw and "jigsaw" not in options:
         raise UserError(f"--jigsaw is about linear and matmul, and {', '.join(wanted)} was asked for", "Leave it out.")
     cases = []

@@ -13,16 +13,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from nondet.bench.cells import (
-    BenchCase,
-    Failure,
-    Key,
-    groups_of,
-    interleave,
-    sizes_text,
-    stopwatch_for,
-    timed_of,
-)
+from nondet.bench.cells import BenchCase, Failure, Key, groups_of, interleave, sizes_text, stopwatch_for, timed_of
 from nondet.bench.work import ITEM_BYTES, RANK_OPERATORS
 from nondet.core.measure import row_of
 from nondet.core.records import Cell, Record, Row, Status
@@ -216,14 +207,14 @@ def collect_ranks(
 
 
 def _measured(group: Sequence[BenchCase], impls: Sequence[str], device: str, seed: int) -> Iterator[Record]:
-    told: list[dict[str, RankTimes]] = []  # of the first rank, case by case
+    firsts: list[dict[str, RankTimes]] = []  # of the first rank, case by case
     for case in group:
         began = time.perf_counter()
         answers = _ask(case, impls, device, seed)
-        told.append(answers[0])
+        firsts.append(answers[0])
         yield _cell(case, device, answers, began)
     for impl in impls:
-        yield _bits(group, impl, device, [times[impl] for times in told])
+        yield _bits(group, impl, device, [times[impl] for times in firsts])
 
 
 def _ask(case: BenchCase, impls: Sequence[str], device: str, seed: int) -> list[dict[str, RankTimes]]:

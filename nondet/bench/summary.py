@@ -266,7 +266,7 @@ def check_runs(kept: Run, new: Run, factor: float | None = None) -> Check:
     of the kept run."""
     kept_cells, new_cells = cells_of(kept), cells_of(new)
     common = [key for key in new_cells if key in kept_cells]
-    regressions = _parted(kept, new)
+    regressions = _diverged(kept, new)
     moved = _moved(kept, new, coarse=factor is not None)
     notes = [f"checked against {kept.header.started}: {len(common)} of {len(new_cells)} cells are in both runs"]
     if moved:
@@ -342,7 +342,7 @@ def _moved(kept: Run, new: Run, *, coarse: bool) -> str:
     )
 
 
-def _parted(kept: Run, new: Run) -> list[str]:
+def _diverged(kept: Run, new: Run) -> list[str]:
     """Groups whose bits had one class and no longer have."""
 
     def key(row: Row) -> Key:

@@ -101,13 +101,6 @@ _PAGES: tuple[tuple[str, str, tuple[str, type], str], ...] = (
 # A server's entry for its models' owner -> the server whose page confirms it and has the version.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 _OPENAI = {"openai", "openai-internal", "system"}
-# Server -> the most informative form, and the one for a URL that ends in /v1/chat/completions.
-_NATIVE = {
-    "vllm": ("vllm", "vllm-chat"),
-    "sglang": ("sglang", "openai-chat"),
-    "llama.cpp": ("llama.cpp", "openai-chat"),
-    "transformers": ("transformers", "transformers-chat"),
-}
 # Paths that empty the prefix cache, by POST. llama.cpp erases slots only with --slot-save-path.
 _FLUSH = {
     "vllm": "/reset_prefix_cache",  # with VLLM_SERVER_DEV_MODE=1
@@ -274,8 +267,8 @@ class HttpClient:
         name = self.server.partition(" ")[0]
         if self.protocol == "auto":
             path = self._transport.address.protocol
-            native = _NATIVE[name][path == "openai-chat"] if name in _NATIVE else path
-            self.protocol = native or await self._openai(owners)
+            own = f"{name}-chat" if path == "openai-chat" else name  # its own form is the most informative one
+            self.protocol = own if own in FORMATS else path or await self._openai(owners)
         self.listed = [self._transport.key.reason(model.id) for model in listed]
         self.model = self._one_of(self.listed, strict=name != "transformers")  # which lists what it could load
 
@@ -348,8 +341,6 @@ class HttpClient:
                 self._take_event(event, parts, times)
             if parts.ended:
                 return
-        for event in events.close():
-            self._take_event(event, parts, times)
         if not parts.ended and not parts.finish:
             raise AttemptError("cut-off", "the stream ended in mid-answer")
         if not parts.ended:

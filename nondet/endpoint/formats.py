@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -55,12 +55,14 @@ class Parts:
         if what not in self.notes:
             self.notes.append(what)
 
-    def count(self, counts: Mapping[str, int | None]) -> None:
-        """Take token counts; a note if a value is not a count."""
-        for name, value in counts.items():
-            fits = value is not None and 0 <= value <= TOKENS_MOST
+    def count(self, counts: _Counts) -> None:
+        """Take token counts, of those that the server sends; a note if a value is not a count."""
+        for name in _Counts.__struct_fields__:
+            if (value := getattr(counts, name)) is None:
+                continue
+            fits = 0 <= value <= TOKENS_MOST
             setattr(self, name, value if fits else None)
-            if value is not None and not fits:
+            if not fits:
                 self.note(f"{name} of {str(value)[:40]} (not taken)")
 
     def add_ids(self, ids: list[int]) -> None:
@@ -208,10 +210,6 @@ class _Counts(Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-
-    @property
-    def counts(self) -> dict[str, int | None]:
-        return {name: getattr(self, name) for name in _Counts.__struct_fields__}
 
 
 class Format:
@@ -361,9 +359,9 @@ class OpenAi(Format):
         whole = read(document, _Document)
         parts.fingerprint = whole.system_fingerprint or parts.fingerprint
         parts.model = whole.model or parts.model
-        if (usage := whole.usage) is not None:
-            counts = {**usage.counts, "cached_tokens": (usage.prompt_tokens_details or _Counts()).cached_tokens}
-            parts.count({name: value for name, value in counts.items() if value is not None})
+        usage = whole.usage or _Usage()
+        cached = (usage.prompt_tokens_details or _Counts()).cached_tokens
+        parts.count(_Counts(usage.prompt_tokens, usage.completion_tokens, cached))
         if not whole.choices and parts.streamed:  # usage only
             return
         if len(whole.choices) != 1:
@@ -457,7 +455,7 @@ class SglangGenerate(Format):
     def _take(self, document: Any, parts: Parts) -> None:
         whole = read(document, _Generated)
         meta, ids = whole.meta_info, whole.output_ids
-        parts.count(meta.counts)
+        parts.count(meta)
         if not parts.ids or parts.completion_tokens == len(ids):  # not an incremental stream
             parts.ids, parts.text, parts.chosen, parts.top = [], [], [], []
         parts.add_ids(ids)
@@ -495,11 +493,8 @@ class _Event(Struct):
     content: str
     tokens: list[_Id] | None = None
     completion_probabilities: list[_Probability] | None = None
-    stop: Any = None  # of events
-
-
-class _Last(Struct):
-    stop_type: str
+    stop: Any = None  # of events; the last one has the following
+    stop_type: str = ""
     model: str | None = None
     tokens_evaluated: int | None = None
     tokens_predicted: int | None = None
@@ -537,13 +532,9 @@ class Completion(Format):
             parts.top.append([other.alternative for other in token.top_logprobs])
         if parts.streamed and not read(event.stop, bool):
             return
-        last = read(document, _Last)
-        parts.finish = last.stop_type
-        parts.ended = True
-        parts.model = last.model or parts.model
-        counts = {"prompt_tokens": last.tokens_evaluated, "completion_tokens": last.tokens_predicted}
-        counts["cached_tokens"] = last.timings.cache_n if last.timings is not None else None
-        parts.count(counts)
+        parts.finish, parts.model, parts.ended = event.stop_type, event.model or parts.model, True
+        cached = event.timings.cache_n if event.timings is not None else None
+        parts.count(_Counts(event.tokens_evaluated, event.tokens_predicted, cached))
         count = len(parts.ids or [])
         parts.ids_of_logprobs = parts.streamed
         if parts.chosen and len(parts.chosen) != count:

@@ -378,13 +378,12 @@ def float32_bytes(decimals: list[Any], key: str = "logprobs") -> bytes:
 class Events:
     """Collects pieces of a body and gives the data of each complete event, within `most_bytes` each and `most_events`.
 
-    Lines end with CR LF, LF or CR; `data:` lines of one event are joined by newlines; comments and other fields are
+    Lines end with LF or CR LF; `data:` lines of one event are joined by newlines; comments and other fields are
     skipped. An unfinished event at the end of the body is dropped, as the standard requires.
     """
 
     def __init__(self, most_bytes: int, most_events: int) -> None:
-        self._most = most_bytes
-        self._left, self._most_events = most_events, most_events
+        self._most, self._left, self._most_events = most_bytes, most_events, most_events
         self._rest: list[bytes] = []  # pieces of one line, joined once it ends, so that a drip of single bytes is cheap
         self._data: list[bytes] = []
         self._size = 0
@@ -394,17 +393,12 @@ class Events:
         self._size += len(piece)
         if self._size > self._most:
             raise AttemptError("too-large", f"an event of more than {self._most:,} bytes")
-        if b"\n" not in piece and b"\r" not in piece and not (self._rest and self._rest[-1].endswith(b"\r")):
-            self._rest.append(piece)
+        self._rest.append(piece)
+        if b"\n" not in piece:
             return []
-        # bytes.splitlines splits at LF, CR and CR LF only. A CR at the end may be half of a CR LF: it waits.
-        lines = b"".join([*self._rest, piece]).splitlines(keepends=True)
-        self._rest = [lines.pop()] if lines and not lines[-1].endswith(b"\n") else []
-        return [event for line in lines if (event := self._line(line.rstrip(b"\r\n"))) is not None]
-
-    def close(self) -> list[bytes]:
-        """The event that only the end of the body finishes: one whose last line end is a bare CR."""
-        return self.feed(b"\n") if self._rest and self._rest[-1].endswith(b"\r") else []
+        *lines, rest = b"".join(self._rest).split(b"\n")
+        self._rest = [rest]
+        return [event for line in lines if (event := self._line(line.removesuffix(b"\r"))) is not None]
 
     def _line(self, line: bytes) -> bytes | None:
         if not line:

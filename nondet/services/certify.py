@@ -48,8 +48,7 @@ class CertifyRequest(o.Machine, Request):
     ] = None
     full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
     vllm: Annotated[
-        bool,
-        o.opt("Test each layer of --model as vLLM would run it, with up to --m tokens per step.", "--vllm"),
+        bool, o.opt("Test each layer of --model as vLLM would run it, with up to --m tokens per step.", "--vllm")
     ] = False
     show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
     forget: Annotated[bool, o.opt("Delete this machine's certificates.", "--forget")] = False
@@ -151,10 +150,10 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     engine = VllmEngine(loaded, load, steps)
     try:
         plan = {"vllm": way, "model": {"name": loaded.name, **loaded.identity}, "engine": engine.describe()}
-        with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as told:
-            told(f"vLLM starts as {way}")
+        with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as say:
+            say(f"vLLM starts as {way}")
             with engine.implementation(way):
-                told("each layer's kernel is tested")
+                say("each layer's kernel is tested")
                 look = Look()
                 session = engine.run([], load, look)
             if session.fatal:

@@ -35,9 +35,7 @@ class EmbedRequest(o.Machine, Request):
         ),
     ] = None
     batch: Annotated[
-        int,
-        o.opt("Texts per batch.", shown=True),
-        o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts."),
+        int, o.opt("Texts per batch.", shown=True), o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts.")
     ] = 32
     dtype: Annotated[str, o.opt("float32, bfloat16 or float16.", shown=True), o.MODEL_DTYPES] = "float32"
 
@@ -58,14 +56,14 @@ def embed(request: EmbedRequest, sink: Sink) -> Path:
     """Test whether an encoder's vectors depend on the batch, and what that does to nearest neighbours."""
     output, impls = Output(request, "embed", sink), request.impls
 
-    from nondet.embed import build_arms, collect, describe, load_encoder
+    from nondet.embed import build_arms, collect, describe, encode, load_encoder
 
     rows = load_prompts(Path(str(request.texts)), request.column)
     if len(rows) < 2:
         what = f"{request.texts} holds one text"
         raise UserError(what, "Give two or more: one text has no batch, and no neighbours.")
     loaded = load_encoder(str(request.model), request.dtype, pick_device(request.device, request.threads))
-    ids, cut = loaded.encode(rows)
+    ids, cut = encode(loaded, rows)
     if cut:
         sink.say(
             f"nondet: {cut} of {len(rows)} texts are longer than the {loaded.context} tokens of the model, and cut."

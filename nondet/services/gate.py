@@ -35,8 +35,7 @@ class GateRequest(e.Connection, o.Drawing, Request):
         Path | None, typer.Argument(metavar="[RUN]", help="Run file to judge.", show_default="the latest in runs/")
     ] = None
     impl: Annotated[
-        list[str] | None,
-        o.opt("Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run"),
+        list[str] | None, o.opt("Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run")
     ] = None
     rate: Annotated[
         str | None,
@@ -78,8 +77,7 @@ class GateRequest(e.Connection, o.Drawing, Request):
     seed: Annotated[int, o.opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=o.MACHINE)] = 0
     junit: Annotated[Path | None, o.opt("Write JUnit XML.", panel=o.OUTPUT)] = None
     summary: Annotated[
-        Path | None,
-        o.opt("Append a markdown summary to this file.", shown="$GITHUB_STEP_SUMMARY", panel=o.OUTPUT),
+        Path | None, o.opt("Append a markdown summary to this file.", shown="$GITHUB_STEP_SUMMARY", panel=o.OUTPUT)
     ] = None
 
     def _check(self) -> None:

@@ -32,8 +32,7 @@ class ProbeRequest(o.Machine, Request):
         ),
     ] = None  # fmt: skip
     from_trace: Annotated[
-        Path | None,
-        o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes."),
+        Path | None, o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes.")
     ] = None
     impl: o.IMPLS = None
     dtype: o.DTYPES = None
@@ -47,8 +46,7 @@ class ProbeRequest(o.Machine, Request):
     ranks: Annotated[str | None, o.opt('Numbers of ranks for all-reduce: "2,4".')] = None
     full: Annotated[bool, o.opt("The long sweep (M up to 4096) instead of the default list.", "--full")] = False
     map: Annotated[
-        str | None,
-        o.opt("Draw a map of bit classes for each M up to --m, against N (mn) or K (mk). Products only."),
+        str | None, o.opt("Draw a map of bit classes for each M up to --m, against N (mn) or K (mk). Products only.")
     ] = None
     workers: Annotated[
         int | None,
@@ -139,10 +137,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
         with output.recording("probe", plan, request.seed, len(jobs)) as writer:
             completed = sum(job.key in writer.done for job in jobs)
             count = request.workers or default_workers(target, impls, len(jobs) - completed, ahead)
-            with (
-                SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared,
-                sink.progress() as progress,
-            ):
+            with SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared, sink.progress() as progress:
                 if sink.shown:
                     importlib.import_module("nondet.reports.terminal")  # while others measure
                 task = progress.add_task("probing", total=len(jobs), completed=completed)
@@ -154,12 +149,12 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
 
 def _probe_names(names: list[str]) -> list[str]:
     """The probes, each once, in the registry's order if "all" is given. An operator's name means its probe."""
-    asked = [OPERATOR_PROBES.get(name.replace("-", "_"), name) for name in names]
-    asked = [name.replace("_", "-") if name not in PROBES else name for name in asked]
-    for name, given in zip(asked, names, strict=True):
+    probes = [OPERATOR_PROBES.get(name.replace("-", "_"), name) for name in names]
+    probes = [name.replace("_", "-") if name not in PROBES else name for name in probes]
+    for name, given in zip(probes, names, strict=True):
         if name != "all" and name not in PROBES:
             raise UnknownNameError("probe", given, [*PROBES, *OPERATOR_PROBES, "all"])
-    return list(PROBES) if "all" in asked else list(dict.fromkeys(asked))
+    return list(PROBES) if "all" in probes else list(dict.fromkeys(probes))
 
 
 def _as_operator(names: list[str], impls: list[str]) -> list[str]:

@@ -31,7 +31,7 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
     from nondet.sampling.replay import select_completions
 
     output = Output(request, "replay", sink)
-    recorded = read_run(path, allow_truncated=True)
+    recorded = _read(path)
     wanted = select_completions(recorded, request.request or [], request.impl)[: request.most]
     if not wanted:
         raise UserError(f"no completion of {path} has a rarer trace", "Name one with --request.")
@@ -62,6 +62,13 @@ def _replay(request: TraceRequest, path: Path, sink: Sink) -> Path:
         if count > 1:
             sink.say(f"{count - 1} more: {same}")
     return output.present(code=int(not all(again)))
+
+
+def _read(path: Path) -> Run:
+    recorded = read_run(path, allow_truncated=True)
+    if recorded.servers:
+        raise UserError(f"{path} is a run of a server, which can't be traced", "Name a model's run with --run.")
+    return recorded
 
 
 def _load_recorded(recorded: Run, request: TraceRequest) -> LoadedModel:
@@ -118,9 +125,9 @@ def _played(
         rounds.setdefault(completion.round, []).append(completion)
     with implementation(wanted[0].impl):
         for completions in rounds.values():
-            tape = recording_of(recorded, completions[0])
-            check_weights(tape, loaded, weights, recorded.source)
-            player = Player(TransformersEngine(loaded.model), tape)
+            record = recording_of(recorded, completions[0])
+            check_weights(record, loaded, weights, recorded.source)
+            player = Player(TransformersEngine(loaded.model), record)
             missing = [c for c in completions if ("replayed", c.impl, c.request, "as recorded") not in done]
             if missing:
                 yield from player.as_recorded(missing, traces)
@@ -300,7 +307,7 @@ def _recorded(
     from nondet.sampling.replay import check_weights, load_of, recording_of, requests_of, select_completions
     from nondet.trace.search import Arm
 
-    recorded = read_run(path, allow_truncated=True)
+    recorded = _read(path)
     completions = select_completions(recorded, names, None)
     if len(completions) != len(names):
         raise UserError(f"--request {' '.join(names)}: not {len(names)} completions", "Name each once.")
@@ -311,14 +318,15 @@ def _recorded(
     arms = []
     expected = {}
     for completion in completions:
-        tape = recording_of(recorded, completion)
-        load = load_of(tape)
+        record = recording_of(recorded, completion)
+        load = load_of(record)
         if load.graphs:
             sink.say(f"{completion.request} was recorded in CUDA graphs; it is traced step by step, without")
             load = replace(load, graphs=False)
-        check_weights(tape, loaded, weights, recorded.source)
-        expected[f"{completion.request} as recorded"] = completion.trace
-        arms.append(Arm(f"{completion.request} as recorded", completion.request, requests_of(tape), load, tape.seed))
+        check_weights(record, loaded, weights, recorded.source)
+        name = f"{completion.request} as recorded"
+        expected[name] = completion.trace
+        arms.append(Arm(name, completion.request, requests_of(record), load, record.seed))
     if len(arms) == 1:
         own = [r for r in arms[0].requests if r.id == arms[0].request]
         arms.insert(0, Arm("alone", arms[0].request, own, arms[0].load, arms[0].seed))

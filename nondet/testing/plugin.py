@@ -84,12 +84,7 @@ class Endpoint:
     _numbers: Any = field(default_factory=itertools.count, repr=False)
 
     def assert_batch_invariant(
-        self,
-        *prompts: str,
-        rate: float = 0.1,
-        confidence: float = 0.95,
-        by: str = "load",
-        **options: Any,
+        self, *prompts: str, rate: float = 0.1, confidence: float = 0.95, by: str = "load", **options: Any
     ) -> Run:
         """Test the server until it diverges or the power is reached, and fail where a gate would not pass.
 

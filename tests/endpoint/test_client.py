@@ -232,26 +232,6 @@ def asks(**fields: Any) -> list[Ask]:
 
 
 @awaited
-async def test_an_honest_server_gives_one_answer_under_any_load() -> None:
-    """Tokens and logprobs, with and without a cache hit; requests did overlap. One that cheats does not."""
-
-    async def answers(**cheats: Any) -> tuple[set[Any], set[Any]]:
-        async with Honest("vllm", **cheats) as server, HttpClient(server.url) as client:
-            solo = [await client.complete(ask) for ask in asks()]
-            loaded = list(await asyncio.gather(*(client.complete(ask) for ask in asks())))
-            assert server.most_running > 8
-        return tuple({(a.ask[0], a.token_ids, a.logprobs) for a in some} for some in (solo, loaded))  # type: ignore[return-value]
-
-    solo, loaded = await answers()
-    assert len(solo) == len(PROMPTS)
-    assert solo == loaded
-    for cheat, flips in (({"batch_noise": 0.02}, True), ({"batch_scale": 1e-6}, False)):
-        alone, beside = await answers(**cheat)
-        assert alone == solo != beside
-        assert ({a[:2] for a in beside} != {a[:2] for a in solo}) == flips
-
-
-@awaited
 async def test_a_cache_hit_changes_answers_if_it_cheats_so() -> None:
     """The first answer is cold, the second has hits; asked not to use the cache, or flushed, it is cold again."""
     for dialect in ("vllm", "sglang", "llama.cpp"):

@@ -203,7 +203,7 @@ def test_an_invariant_server_opens_it_as_soon_as_that_is_valid_and_a_stopped_one
     """
     path = tmp_path / "g.jsonl"
     resumed = ["gate", "--out", str(path), "--rate", "70%", "--json", "--resume", *LOAD]
-    with serving("vllm", token_s=0.002) as server:
+    with serving("vllm", token_s=0.001) as server:
         code = gate(server.url, tmp_path, "--rate", "70%", "--junit", str(tmp_path / "g.xml"))
         told = json.loads(capsys.readouterr().out)
         assert (code, told["outcome"]) == (0, "open"), told
@@ -237,7 +237,7 @@ def test_a_server_that_depends_on_its_batch_shuts_it_at_once_and_for_good(
 ) -> None:
     """One divergence is proof: the loads that were planned for a rate of 1% are never asked, nor when it is resumed."""
     path = tmp_path / "g.jsonl"
-    with serving("vllm", token_s=0.002, batch_noise=1e-6) as server:
+    with serving("vllm", token_s=0.001, batch_noise=1e-6) as server:
         assert gate(server.url, tmp_path, "--rate", "1%") == 3
         assert json.loads(capsys.readouterr().out)["outcome"] == "shut"
         loads = sum(r.arm == "loaded" for r in read_run(path).rounds)
@@ -256,7 +256,7 @@ DRAWN = ("--temperature", "0.8", "--seeds", "2", "--top-p", "0.9", "--top-k", "2
 
 def test_seeds_at_a_temperature_open_it_or_shut_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each seed is asked for and compared with itself alone; a load that changes its answer shuts the gate."""
-    with serving("vllm", token_s=0.002) as server:
+    with serving("vllm", token_s=0.001) as server:
         assert gate(server.url, tmp_path, *DRAWN) == 0
         sent = [body for body in server.requests if body["temperature"] == 0.8]
     run = read_run(tmp_path / "g.jsonl")
@@ -267,7 +267,7 @@ def test_seeds_at_a_temperature_open_it_or_shut_it(tmp_path: Path, capsys: pytes
     assert len(first) == len(second) == 1
     assert first != second
     capsys.readouterr()
-    with serving("vllm", token_s=0.002, batch_noise=0.02) as server:
+    with serving("vllm", token_s=0.001, batch_noise=0.02) as server:
         assert gate(server.url, tmp_path, *DRAWN) == 3
     assert json.loads(capsys.readouterr().out)["outcome"] == "shut"
 

@@ -267,21 +267,6 @@ def test_where_nothing_listens_there_is_no_connection() -> None:
         assert asyncio.run(asked(f"http://{host}:1")).kind == "connect"
 
 
-def test_kinds_of_failures() -> None:
-    """Each by the word that run files count it by."""
-    for answer, kind in [
-        (b"", "reset"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", "cut-off"),
-        (b"220 mail.example ESMTP\r\n\r\n", "protocol"),
-        (b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "redirect"),
-        (response(200, b"{}", extra="Content-Encoding: gzip\r\n"), "malformed"),
-        (response(200, b" " * (1 << 21)), "too-large"),
-        (response(300, b"{}"), "http-300"),
-        (response(400, b"no"), "http-400"),
-    ]:
-        assert failure(answer).kind == kind
-
-
 def test_a_server_that_is_silent_is_left() -> None:
     """At the limit that ran out first, which is named."""
 
