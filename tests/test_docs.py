@@ -332,7 +332,6 @@ STAYS: dict[str, tuple[tuple[str, str], ...]] = {
     "nondet/embed.py": (("alone, padded to {}", _ARM), ("{} texts, each alone and in batches", _CASE)),
     "nondet/services/trace.py": (("in company", _ARM),),
     "nondet/trace/search.py": (("in company", _ARM),),
-    "nondet/trace/vllm.py": (("in company", _ARM),),
     "probes/attention.py": (("alone, {} keys", "the name of a value in the records"),),
     "probes/grouped_matmul.py": (("one row at every place", _CASE),),
     "probes/matmul.py": (("{} rows at every place", _CASE),),
