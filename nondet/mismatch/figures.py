@@ -89,7 +89,8 @@ class Figures:
     @cached_property
     def ratios(self) -> tuple[float, float]:
         """The smallest and the largest ratio."""
-        return math.exp(float(self.distance.min())), _exp(float(self.distance.max()))
+        least, most = float(self.distance.min()), float(self.distance.max())
+        return math.exp(least), math.exp(min(most, 700.0))
 
     @cached_property
     def outside(self) -> int:
@@ -190,7 +191,3 @@ def coarse(values: Logprobs) -> str:
     with np.errstate(over="ignore"):
         narrow = {"bfloat16": (values.view(np.uint32) & 0xFFFF) == 0, "float16": values.astype(np.float16) == values}
     return next((name for name, same in narrow.items() if len(values) >= 8 and same.all()), "")
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))

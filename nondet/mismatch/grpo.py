@@ -40,7 +40,7 @@ from nondet.sampling.plan import Request
 _CLIP, _GRADIENT_MOST, _BETAS = 0.2, 1.0, (0.9, 0.95)
 _LAYOUT = Spec()  # padded on the right
 _SOFTENED = 1e-4  # of the deviation of a group's rewards, so that it is never 0
-_ENTROPY_ELEMENTS = 2**24  # of logits for the entropy of a step: with a large vocabulary every k-th row
+_ENTROPY_ELEMENTS = 2**24  # of logits for the entropy of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,12 +175,6 @@ def advantages_of(
     return advantages.flatten(), fields | {"flat": int(flat.sum()), "alike": alike}
 
 
-def entropy_of(logits: torch.Tensor) -> float:
-    """Nats per token, the mean over rows of logits [N, V]; with a large vocabulary over every k-th row."""
-    rows = logits[:: max(1, logits.numel() // _ENTROPY_ELEMENTS)].float().log_softmax(-1)
-    return float(-(rows.exp() * rows).sum(-1).mean())
-
-
 def compared(sampler: torch.Tensor, trainer: torch.Tensor) -> dict[str, Any]:
     """The fields of a record that measure how far logprobs [N] float32 of the two sides differ. Raises ArithmeticError
     where one of them is NaN or infinite: then nothing can be compared or learned."""
@@ -221,8 +215,9 @@ def learn(
                 if arm.weighted:
                     least = least * (before[rows] - sampled[rows]).exp().clamp(max=settings.cap)
                 (-least.sum() / (settings.tokens * len(rollouts))).backward()
-            if epoch == 0:
-                entropy += entropy_of(logits.detach()) * len(logprobs) / len(before)
+            if epoch == 0:  # the mean over rows; with a large vocabulary over every k-th
+                shares = logits.detach()[:: max(1, logits.numel() // _ENTROPY_ELEMENTS)].float().log_softmax(-1)
+                entropy -= float((shares.exp() * shares).sum(-1).mean()) * len(logprobs) / len(before)
         if epoch == 0:
             figures = compared(sampled, before) | {"entropy": entropy}
         norm = policy.update()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,7 +24,17 @@ import torch
 from nondet.core.records import MismatchFloor, MismatchKind
 from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse, margin
 from nondet.mismatch.rollouts import Rollout, by_rollout
-from nondet.mismatch.trainer import FORMULAS, Fault, Formula, Spec, rounded_to_fp8, score, widened, widths
+from nondet.mismatch.trainer import (
+    FORMULAS,
+    Fault,
+    Formula,
+    Spec,
+    rounded_to_fp8,
+    score,
+    weights_changed,
+    widened,
+    widths,
+)
 
 _TOKENS, _ROLLOUTS = 1024, 24  # that hypotheses are computed for, at least one rollout
 _LIKE = 1.5  # times their K3: up to this K3 of all rollouts they represent all
@@ -367,10 +378,10 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found
         "its last 2 tokens are missing": Fault(back=2),
     }.items():  # fmt: skip
         yield from sides("semantic", "template", name, exact(fault), seen.exact)
-    for scale in ("row", "tensor", "block", ""):  # and the model's own weights return
-        _copy_weights(wide, model, scale)
-        if scale:
-            yield from sides("weights", "fp8 weights", f"a scale a {scale}", exact(), seen.exact)
+    for scale in ("row", "tensor", "block"):
+        with weights_changed(wide, partial(rounded_to_fp8, scale=scale)):
+            coarser = exact()
+        yield from sides("weights", "fp8 weights", f"a scale a {scale}", coarser, seen.exact)
     narrow = _format_of(model) in ("bfloat16", "float16")
     cast, single = (_format_of(model), wide) if narrow else ("bfloat16", model)
     mixed = rounded(single, replace(plain, autocast=cast))
@@ -381,14 +392,6 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found
     if older is not None:
         cause, what = difference_of(model, older)
         yield from sides("weights", cause, what, rounded(older), seen.own)
-
-
-@torch.no_grad()
-def _copy_weights(wide: Any, model: Any, scale: str) -> None:
-    """Give the wider copy the model's weights, rounded to float8 if a scale is named."""
-    for weight, own in zip(wide.parameters(), model.parameters(), strict=True):
-        rounded = rounded_to_fp8("", own, scale) if scale else None
-        weight.copy_(own if rounded is None else rounded)
 
 
 def difference_of(model: Any, older: Any) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -50,11 +50,6 @@ class Spec:
     micro: int = 0  # rollouts of one forward; 0: all
     formula: str = "log_softmax"  # a key of `FORMULAS`
     head: str = ""  # "float32" where logits are computed from the last hidden state in float32
-
-    def casts(self, model: Any) -> AbstractContextManager[Any]:
-        """The block in which its products run."""
-        device = next(model.parameters()).device.type
-        return torch.autocast(device, DTYPES[self.autocast]) if self.autocast else nullcontext()
 
 
 def parse_spec(text: str) -> Spec:
@@ -135,7 +130,8 @@ def score(
     formula, found = formula or FORMULAS[spec.formula], []
     lengths = micro_batches(padded or widths(rollouts, spec.micro), spec.micro)
     model.train(gradients)
-    with torch.set_grad_enabled(gradients), spec.casts(model):
+    cast = torch.autocast(_device(model).type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
+    with torch.set_grad_enabled(gradients), cast:
         for part, wide in zip(micro_batches(rollouts, spec.micro), lengths, strict=True):
             rows, tokens, counts = predicting_rows(model, part, spec, wide, fault or NO_FAULT)
             for rollout, logits, ids in zip(part, rows.split(counts), tokens.split(counts), strict=True):
@@ -146,6 +142,11 @@ def score(
                     keep(logits.detach(), ids)
                 found.append(formula(logits, ids).detach().float().cpu().numpy())
     return np.concatenate(found)
+
+
+def _device(model: Any) -> torch.device:
+    device: torch.device = next(model.parameters()).device
+    return device
 
 
 def layout(lengths: Sequence[int], padding: str, padded: Sequence[int] = ()) -> tuple[list[int], int]:
@@ -172,7 +173,10 @@ def predicting_rows(
     for i, ((text, drawn), start) in enumerate(zip(known, starts, strict=True)):
         row, columns = 0 if packed else i, slice(start, start + len(text))
         ids[row, columns], mask[row, columns] = torch.tensor(text), 1
-        positions[row, columns] = torch.tensor(_position_ids(len(text), drawn[0], fault))
+        place = torch.arange(len(text))
+        after = (place >= drawn[0]).long()
+        moved = {"gap": after, "restart": -drawn[0] * after, "double": place, "shift": 1}
+        positions[row, columns] = place + moved.get(fault.positions, 0)
         rows += [row * width + start + i - 1 for i in drawn]
         tokens += [text[i] for i in drawn]
     inputs = {"input_ids": ids, "position_ids": positions}
@@ -183,24 +187,11 @@ def predicting_rows(
                 "attention_mask": torch.ones_like(mask),
                 "position_ids": torch.arange(width)[None].expand_as(ids),
             }
-    device = next(model.parameters()).device
+    device = _device(model)
     logits = _forward(model, {name: x.to(device) for name, x in inputs.items()}, spec.head)
     # index_select, because its gradient is added in the order of the rows
     logits = logits.flatten(0, 1).index_select(0, torch.tensor(rows, device=device))
     return logits, torch.tensor(tokens, device=device), [0 if text is None else len(text[1]) for text in texts]
-
-
-def _position_ids(length: int, start: int, fault: Fault) -> list[int]:
-    match fault.positions:
-        case "gap":
-            return [i + (i >= start) for i in range(length)]
-        case "restart":
-            return [i - start * (i >= start) for i in range(length)]
-        case "double":
-            return [2 * i for i in range(length)]
-        case "shift":
-            return [i + 1 for i in range(length)]
-    return list(range(length))
 
 
 def _forward(model: Any, inputs: dict[str, torch.Tensor], head: str) -> torch.Tensor:

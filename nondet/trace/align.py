@@ -19,6 +19,8 @@ from nondet.core.compare import difference, identical
 from nondet.core.records import Difference
 from nondet.trace.capture import Event, Sizes, Slot, StepRecord
 
+# (module, call, occurrence, path) -> the shapes that it had at which sizes
+Shapes = dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]]
 Roles = tuple[str, ...]  # for each axis "tokens", "keys", "predicted" or "": one that no step changed
 # Their integer operands are read positions, which differ between packs; what was read is compared.
 _INDEXING = ("getitem", "index_select", "gather", "take", "index", "embedding", "Tensor.index_select", "Tensor.gather")
@@ -63,7 +65,11 @@ def first_responsible(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]
     bits, because bookkeeping always differs between packs.
     """
     events_a, events_b = list(canonical(a)), list(canonical(b))
-    seen = _observations([a, b, *shapes])
+    seen: Shapes = {}
+    for record in (a, b, *shapes):
+        for event in canonical(record):
+            for slot in (*event.inputs, *event.outputs):
+                seen.setdefault((*event.key, slot.path), []).append((record.sizes, slot.shape))
     finding = Finding()
     pairs: list[Pair] = []
     for one, two in _aligned(events_a, events_b, finding.unmatched):
@@ -129,19 +135,6 @@ def _ungrouped(slot: Slot, kv_heads: int) -> Slot:
             return slot
         value = kept
     return replace(slot, shape=(slot.shape[0], kv_heads, *slot.shape[2:]), value=value)
-
-
-Shapes = dict[tuple[str, str, int, str], list[tuple[Sizes, tuple[int, ...]]]]
-
-
-def _observations(records: Sequence[StepRecord]) -> Shapes:
-    """(module, call, occurrence, path) -> the shapes that it had at which sizes."""
-    seen: Shapes = {}
-    for record in records:
-        for event in canonical(record):
-            for slot in (*event.inputs, *event.outputs):
-                seen.setdefault((*event.key, slot.path), []).append((record.sizes, slot.shape))
-    return seen
 
 
 def roles_of(observations: Sequence[tuple[Sizes, tuple[int, ...]]]) -> Roles | None:

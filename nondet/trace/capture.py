@@ -549,7 +549,9 @@ class FineCapture(TorchFunctionMode):
             return func(*args, **kwargs)
         given = [t for _, t in tensors_in((args, kwargs))]
         before = {memory_of(t) for t in given}
-        made = sorted({type(t).__name__ for t in given if _of_others(t)})
+        # another package computes with it, as torchao with its weights; torch's DTensor holds plain numbers
+        foreign = {type(t) for t in given if is_traceable_wrapper_subclass(t)}
+        made = sorted(kind.__name__ for kind in foreign if not kind.__module__.startswith("torch."))
         copies: dict[int, torch.Tensor] = {}
         inputs = self._slots((*args, *([kwargs] if kwargs else [])), copies)
         out = func(*args, **kwargs)
@@ -593,11 +595,6 @@ def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
     engine = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "logits_indices", "logits_to_keep",
               "cache", "block_table", "logits_processor_args")  # fmt: skip
     return {k: v for k, v in kwargs.items() if k not in engine}
-
-
-def _of_others(tensor: torch.Tensor) -> bool:
-    """Whether another package computes with it, as torchao with its weights; torch's DTensor holds plain numbers."""
-    return is_traceable_wrapper_subclass(tensor) and not type(tensor).__module__.startswith("torch.")
 
 
 @functools.cache

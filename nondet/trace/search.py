@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -272,23 +272,6 @@ def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
     return "; ".join([*parts, " compared with ".join(arms)])
 
 
-def substitution_sentence(families: Sequence[str], site: Site | None, before: Culprit | None) -> str:
-    """Where the arms differ with families replaced; with `before`, where they differed until then."""
-    named = " and ".join(families)
-    if site is None:
-        return f"with {named} invariant {AGREE}: the divergence is gone"
-    sentence = f"with {named} invariant the arms differ at position {site.position}, {site_in_words(site)}"
-    return sentence if before is None else f"{sentence}; before that at position {before.position}, {_where(before)}"
-
-
-def late_sentence(families: Collection[str]) -> str:
-    """What a trace that ran out of time has not tested; `families`: the fewest replacements with equal arms."""
-    if families:
-        named = " and ".join(sorted(families))
-        return f"with {named} invariant the arms agree; whether fewer do was not fully tested, for lack of time"
-    return "which replacements make the arms agree was not fully tested, for lack of time"
-
-
 def verdict_sentences(
     finding: str, culprits: Sequence[Culprit], families: Sequence[str] | None, notes: Sequence[str], late: str = ""
 ) -> list[str]:
@@ -333,19 +316,6 @@ class NamedCall:
 
     culprit: Culprit
     calls: list[RecordedCall] = field(default_factory=list)
-
-
-def unnamed_culprit(site: Site, prompt: int, note: str, number: int = 1, replaced: Sequence[str] = ()) -> Culprit:
-    """A position without a responsible call, which has another cause: `note`. `prompt`: number of its tokens."""
-    return Culprit(
-        number=number,
-        replaced=list(replaced),
-        position=site.position,
-        token=max(-1, site.position - prompt + 1),
-        layer=site.region,
-        requests=list(site.owners),
-        sentence=f"position {site.position}, {site_in_words(site)}: {note}" if site.position >= 0 else note,
-    )
 
 
 def _agrees(record: StepRecord, coarse: RowHashes, owner: str, site: Site) -> bool:
@@ -596,7 +566,10 @@ class Search:
             return self._fixed(site)
         except OutOfTimeError:
             fixes = [families for families, where in self._tried.items() if where is None]
-            self.late = late_sentence(min(fixes, key=len, default=()))
+            self.late = "which replacements make the arms agree was not fully tested, for lack of time"
+            if fixes:
+                agree = f"with {' and '.join(sorted(min(fixes, key=len)))} invariant the arms agree"
+                self.late = f"{agree}; whether fewer do was not fully tested, for lack of time"
             return self._end("batch-dependent")
 
     def _fixed(self, site: Site) -> TraceVerdict:
@@ -653,7 +626,17 @@ class Search:
         """
 
         def unnamed(note: str) -> NamedCall:
-            return NamedCall(unnamed_culprit(site, len(self.a.prompt), note, number, self._families))
+            return NamedCall(
+                Culprit(
+                    number=number,
+                    replaced=list(self._families),
+                    position=site.position,
+                    token=max(-1, site.position - len(self.a.prompt) + 1),
+                    layer=site.region,
+                    requests=list(site.owners),
+                    sentence=f"position {site.position}, {site_in_words(site)}: {note}",
+                )
+            )
 
         if site.record == "logprob":
             return unnamed(_SAMPLER)
@@ -727,12 +710,17 @@ class Search:
             self._tried[tried] = None if record.agree else Site(("", ""), record.position, record.layer)
             return self._tried[tried]
         self.pace.check()
-        self.say(f"substitution: {' and '.join(families)} invariant in both arms, the whole run again")
-        with self.pace.timed(), self._replaced(families) as coverage:
+        replaced = f"{' and '.join(families)} invariant"
+        self.say(f"substitution: {replaced} in both arms, the whole run again")
+        with self.pace.timed(), self._replaced(families) as block:
             runs = [self._coarse(arm, None) for arm in (self.a, self.b)]
-            left = sorted({*coverage().at_risk, *coverage().left})
-        site = self._least(runs)
-        sentence = substitution_sentence(families, site, self._culprits[-1] if role == "search" else None)
+        coverage, site = block.coverage(), self._least(runs)
+        sentence = f"with {replaced} {AGREE}: the divergence is gone"
+        if site is not None:
+            sentence = f"with {replaced} the arms differ at position {site.position}, {site_in_words(site)}"
+            if role == "search":
+                before = self._culprits[-1]
+                sentence += f"; before that at position {before.position}, {_where(before)}"
         self.keep(
             Substitution(
                 role=role,
@@ -741,21 +729,18 @@ class Search:
                 position=-1 if site is None else site.position,
                 layer="" if site is None else site.region,
                 sentence=sentence,
-                at_risk=left,
+                at_risk=sorted({*coverage.at_risk, *coverage.left}),
             )
         )
         self.say(sentence)
         self._tried[tried] = site
         return site
 
-    @contextmanager
-    def _replaced(self, families: Sequence[str]) -> Iterator[Callable[[], Any]]:
-        """Replace families in both arms; yields a function that gives the dispatcher's counts."""
+    def _replaced(self, families: Sequence[str]) -> AbstractContextManager[Any]:
+        """The block that replaces families in both arms."""
         from nondet.kernels.dispatch.block import batch_invariant
 
-        with ExitStack() as stack:
-            block = stack.enter_context(batch_invariant(list(families))) if families else None
-            yield lambda: block.coverage() if block is not None else None
+        return batch_invariant(list(families)) if families else nullcontext()
 
     # --- records ------------------------------------------------------------------------------------------------
 

@@ -20,58 +20,46 @@ def made(seed: int = 0, sequences: int = 40, length: int = 64, sd: float = 0.01)
     return Figures(sampler, trainer, [length] * sequences)
 
 
-def test_equal_bits_leave_nothing_but_a_bound() -> None:
+def test_equal_bits_leave_nothing_but_a_bound_and_one_bit_counts() -> None:
     sampler = made().sampler
     same = Figures(sampler, sampler.copy(), [len(sampler)])
     assert (same.differ, same.k3, same.outside, same.ratios, same.mult_prob_error) == (0, 0.0, 0, (1.0, 1.0), 1.0)
     assert same.long == (0.0, 1.0)
-
-
-def test_one_bit_counts_and_a_sign_of_zero_is_a_bit() -> None:
     sampler = np.array([-1.0, 0.0, -2.0], dtype=np.float32)
     other = np.array([np.nextafter(np.float32(-1), np.float32(0)), -0.0, -2.0], dtype=np.float32)
-    assert Figures(sampler, other, [3]).differ == 2
+    assert Figures(sampler, other, [3]).differ == 2  # a sign of zero is a bit
 
 
 def test_figures_are_those_of_their_definitions() -> None:
-    told = made()
-    d = told.trainer.astype(np.float64) - told.sampler.astype(np.float64)
-    assert told.k3 == pytest.approx(k3(told.sampler, told.trainer), rel=1e-12)
-    assert told.mult_prob_error == pytest.approx(np.exp(np.abs(d)).mean(), rel=1e-12)
-    assert told.ratios == pytest.approx((np.exp(d.min()), np.exp(d.max())))
-    assert told.outside == sum((r < 0.99) or (r > 1.01) for r in np.exp(d))
-    assert told.tails[0.5] == pytest.approx(np.median(np.abs(d)))
-    assert told.sequences == pytest.approx([d[i : i + 64].sum() for i in range(0, len(d), 64)])
-
-
-@pytest.mark.parametrize("name", ["positions", "probabilities"])
-def test_bins_hold_every_token_once_and_add_up_to_k3(name: str) -> None:
-    told = made(length=50)
-    bins = getattr(told, name)
-    assert sum(b.tokens for b in bins) == told.tokens
-    assert sum(b.tokens * b.k3 for b in bins) / told.tokens == pytest.approx(told.k3, rel=1e-12)
-
-
-def test_a_certain_token_is_in_the_last_bin() -> None:
-    told = Figures(np.zeros(3, dtype=np.float32), np.zeros(3, dtype=np.float32), [3])
-    assert [(b.low, b.tokens) for b in told.probabilities] == [(0.9, 3)]
+    """Bins hold every token once, one of probability 1 in the last, and add up to K3."""
+    found = made(length=50)
+    d = found.trainer.astype(np.float64) - found.sampler.astype(np.float64)
+    assert found.k3 == pytest.approx(k3(found.sampler, found.trainer), rel=1e-12)
+    assert found.mult_prob_error == pytest.approx(np.exp(np.abs(d)).mean(), rel=1e-12)
+    assert found.ratios == pytest.approx((np.exp(d.min()), np.exp(d.max())))
+    assert found.outside == sum((r < 0.99) or (r > 1.01) for r in np.exp(d))
+    assert found.tails[0.5] == pytest.approx(np.median(np.abs(d)))
+    assert found.sequences == pytest.approx([d[i : i + 50].sum() for i in range(0, len(d), 50)])
+    for bins in (found.positions, found.probabilities):
+        assert sum(b.tokens for b in bins) == found.tokens
+        assert sum(b.tokens * b.k3 for b in bins) / found.tokens == pytest.approx(found.k3, rel=1e-12)
+    certain = Figures(np.zeros(3, dtype=np.float32), np.zeros(3, dtype=np.float32), [3])
+    assert [(b.low, b.tokens) for b in certain.probabilities] == [(0.9, 3)]
 
 
 def test_the_interval_goes_by_sequence_and_covers() -> None:
     """Sequences that are off by an amount of their own: tokens are not independent, and 95% must hold all the same."""
     rng = np.random.default_rng(7)
-    hit, trials, m, n = 0, 200, 40, 30
-    truth = 0.0
+    hit, trials, m, n = 0, 60, 40, 30
+    truth = float(np.exp(2 * -4.0 + 2 * 0.25) / 2)  # E d^2 / 2
     for _ in range(trials):
         scale = np.exp(rng.normal(-4.0, 0.5, m))
         sampler = np.full(m * n, -1.0, dtype=np.float32)
         d = np.repeat(scale, n) * np.tile([1.0, -1.0], m * n // 2)
-        truth = float(np.exp(2 * -4.0 + 2 * 0.25) / 2)  # E d^2 / 2
         low, high = Figures(sampler, (sampler + d).astype(np.float32), [n] * m).k3_interval or (0.0, 0.0)
         hit += low <= truth <= high
     assert 0.8 < hit / trials <= 1.0  # skewed sums of 40 sequences: percentiles fall a little short of 95%
-    few = made(sequences=4)
-    assert few.k3_interval is None
+    assert made(sequences=4).k3_interval is None
 
 
 def test_a_long_sequence_is_what_long_sequences_do() -> None:
@@ -82,19 +70,16 @@ def test_a_long_sequence_is_what_long_sequences_do() -> None:
     assert share == pytest.approx(np.mean(np.abs(sums) < math.log(2)), abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "trainer", "lengths"),
-    [
+def test_what_is_no_pair_is_refused() -> None:
+    for sampler, trainer, lengths in [
         ([], [], []),
         ([-1.0], [-1.0, -2.0], [1]),
         ([-1.0], [-1.0], [2]),
         ([math.nan], [-1.0], [1]),
         ([-1.0, 0.0], [-1.0, 0.0], [2, 0]),
-    ],
-)
-def test_what_is_no_pair_is_refused(sampler: list[float], trainer: list[float], lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match="logprob"):
-        Figures(np.array(sampler, dtype=np.float32), np.array(trainer, dtype=np.float32), lengths)
+    ]:
+        with pytest.raises(ValueError, match="logprob"):
+            Figures(np.array(sampler, dtype=np.float32), np.array(trainer, dtype=np.float32), lengths)
 
 
 def test_an_interval_takes_no_memory_by_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,14 +40,15 @@ def loaded() -> LoadedModel:
 def drawn(seed: int, kind: str = "") -> list[Rollout]:
     """Rollouts of the engine, from the model or from what the sampler has in its place."""
     model = loaded().model
-    plan = RolloutPlan(PROMPTS, 4, 24, seed)
-    if kind == "fp8":
-        with weights_changed(model, lambda name, weight: rounded_to_fp8(name, weight, "row")):
-            return sample_rollouts(loaded(), plan)
-    if kind:
-        with weights_changed(model, lambda name, _: dict(other(seed, kind).named_parameters())[name]):
-            return sample_rollouts(loaded(), plan)
-    return sample_rollouts(loaded(), plan)
+    plan = RolloutPlan(PROMPTS, 3, 24, seed)
+
+    def changed(name: str, weight: torch.Tensor) -> torch.Tensor | None:
+        if kind == "fp8":
+            return rounded_to_fp8(name, weight, "row")
+        return dict(other(seed, kind).named_parameters())[name] if kind else None
+
+    with weights_changed(model, changed):
+        return sample_rollouts(loaded(), plan)
 
 
 @cache
@@ -147,6 +148,9 @@ def test_what_is_planted_is_named(name: str, seed: int) -> None:
     assert pair.named is not None, [(k.cause, k.side, k.left, k.k3) for k in pair.kinds[:4]]
     assert (pair.named.cause, pair.named.side) == (cause, side)
     assert pair.named.exactly >= 0.9 or removed(pair.named) >= 0.9
+    if name == "stale weights":  # without --older they are unexplained, and the side is known
+        pair = judged(drawn(seed, "stale"), score(loaded().model, drawn(seed, "stale"), PLAIN))
+        assert (pair.named, pair.off) == (None, ["sampler"])
 
 
 def sound(spec: Spec, fault: Fault | None = None) -> Callable[[int], Pair]:
@@ -170,13 +174,6 @@ def test_what_is_sound_has_no_cause_named(name: str, seed: int) -> None:
     assert pair.figures.differ > 0  # other kernels, so that there is something to explain
     assert pair.named is None, pair.named
     assert pair.off == []
-
-
-@pytest.mark.slow
-def test_other_weights_that_nobody_suspects_are_unexplained() -> None:
-    texts = drawn(0, "stale")
-    pair = judged(texts, score(loaded().model, texts, PLAIN))
-    assert (pair.named, pair.off) == (None, ["sampler"])
 
 
 @pytest.mark.parametrize(("fault", "seed"), tiers(("one token", "shifted by one", "invented"), ()))

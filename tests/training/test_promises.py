@@ -198,9 +198,10 @@ def same(rollouts: Rollouts, trained: Trained) -> bool:
 @pytest.mark.parametrize(("name", "dtype", "device"), cases("llama bfloat16", "gemma3 float32"))
 def test_a_the_trainer_has_the_sampler_s_bits_in_every_layout(name: str, dtype: str, device: str) -> None:
     """Each sampled token's logprob, and every fifth position's row of logits over the whole vocabulary."""
-    rollouts = sampled(name, dtype, device)
+    sequences, prompts, logprobs, rows = sampled(name, dtype, device)
+    rollouts = Rollouts(sequences[:5], prompts[:5], logprobs[:5], rows)
     with pinned(1):
-        for layout, micro in (("packed", 8), ("wide", 5), ("right", 1), ("left", 3)):
+        for layout, micro in (("packed", 5), ("wide", 3), ("right", 1), ("left", 2)):
             trained = train(make(name, dtype, device), rollouts, layout, micro, nondet.batch_invariant(training=True))
             assert same(rollouts, trained), (layout, micro)
             assert trained.rows_known == trained.rows > 0, (layout, micro)

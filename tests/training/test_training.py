@@ -118,8 +118,8 @@ def test_kl_is_0_whatever_the_trainer_s_batches(dtype: str, tiny_folder: Path) -
     loaded = load_model(str(tiny_folder), dtype, "cpu")
     policy, seen = grpo.Policy(loaded.model, 1e-3), set()
     for seed, step, micro in ((0, 1, 1), (1, 2, 4)):
-        asked = settings(lr=1e-3, epochs=1 + step % 2, micro=micro)
-        record = grpo.step_of(policy, loaded, asked, "invariant", seed, step)
+        given = settings(lr=1e-3, epochs=1 + step % 2, micro=micro, tokens=4)
+        record = grpo.step_of(policy, loaded, given, "invariant", seed, step)
         assert (record.differ, record.k3) == (0, 0.0)
         seen.add(record.weights_digest)
     assert len(seen) == 2

@@ -179,27 +179,22 @@ def test_a_refusal_is_one_line_where_nobody_catches_it(
 
 
 def test_two_plugins_do_not_fight(toy: Toy) -> None:
+    """functools.wraps gives a wrapper vLLM's module and parameters; ours would end it in silence. torch's may wrap."""
     toys.OVERRIDES[toys.AttentionBackendEnum.CUSTOM] = "theirs.Backend"
     with pytest.raises(UserError, match=r"CUSTOM is theirs\.Backend already"):
         plugin.register()
     toys.OVERRIDES.clear()
+    theirs = method(toy).apply
 
     def apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:
         return x
 
-    method(toy).apply = apply
-    with pytest.raises(UserError, match=r"was replaced by .*test_plugin"):
-        plugin.register()
-    assert method(toy).apply is apply
-
-
-def test_a_plugin_that_wraps_a_function_is_seen_behind_its_names(toy: Toy) -> None:
-    """functools.wraps gives a wrapper vLLM's module and parameters; ours would end it in silence. torch's may wrap."""
-    theirs = method(toy).apply
-    method(toy).apply = functools.wraps(theirs)(lambda *args, **more: theirs(*args, **more))
-    with pytest.raises(UserError, match=r"LinearMethod\.apply was replaced by .*test_plugin"):
-        plugin.register()
-    assert not toys.OVERRIDES
+    for other in (apply, functools.wraps(theirs)(lambda *args, **more: theirs(*args, **more))):
+        method(toy).apply = other
+        with pytest.raises(UserError, match=r"LinearMethod\.apply was replaced by .*test_plugin"):
+            plugin.register()
+        assert method(toy).apply is other
+        assert not toys.OVERRIDES
     method(toy).apply = torch.inference_mode()(theirs)
     plugin.register()
     assert not untouched(toy)
@@ -957,40 +952,39 @@ def sources(
     return str(folder)
 
 
-def test_functions_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every function as it is; then one that takes more and one that is gone; a folder without vLLM is refused."""
+def test_functions_and_the_layout_of_a_cache_are_read_from_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every function as it is; then one that takes more and one that is gone. Parameters alone say nothing of a cache's
+    layout: 0.26 changed what the function returns, and later the layout has a name."""
     assert vllm_seams.main([sources(tmp_path / "fits")]) == 0
     assert f"fits: {len(plugin.PATCHED)} of {len(plugin.PATCHED)} functions fit" in capsys.readouterr().out
-    moved = sources(
-        tmp_path / "moved",
-        lambda t: t.replace("(self, level)", "(self, level, tags)").replace("register_backend", "put"),
-    )
-    assert vllm_seams.main([moved]) == 1
+
+    def changed(text: str) -> str:
+        text = text.replace("(self, level)", "(self, level, tags)").replace("register_backend", "put")
+        claims = "    def supports_sink(cls): ...\n    def supports_time_travel(cls): ...\n"
+        return text.replace("class FlashAttentionBackend:\n", f"class FlashAttentionBackend:\n{claims}")
+
+    assert vllm_seams.main([sources(tmp_path / "changed", changed)]) == 1
     said = capsys.readouterr().out
-    assert f"moved: {len(plugin.PATCHED) - 2} of {len(plugin.PATCHED)} functions fit" in said
-    assert "Worker.sleep: takes (self level tags), not (self level)" in said
-    assert "registry:register_backend: not there" in said
-    backend = "class FlashAttentionBackend:\n"
-    claims = f"{backend}    def supports_sink(cls): ...\n    def supports_time_travel(cls): ...\n"
-    assert vllm_seams.main([sources(tmp_path / "claims", lambda text: text.replace(backend, claims))]) == 1
-    said = capsys.readouterr().out
-    assert "FlashAttentionBackend.supports_time_travel: not reviewed" in said
+    for line in (
+        f"changed: {len(plugin.PATCHED) - 2} of {len(plugin.PATCHED)} functions fit",
+        "Worker.sleep: takes (self level tags), not (self level)",
+        "registry:register_backend: not there",
+        "FlashAttentionBackend.supports_time_travel: not reviewed",
+    ):
+        assert line in said
     assert "supports_sink" not in said
     with pytest.raises(SystemExit, match="holds no sources of vLLM"):
         vllm_seams.main([str(tmp_path)])
-
-
-def test_the_layout_of_a_cache_is_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parameters alone say nothing of it: 0.26 changed what the function returns. Later the layout has a name."""
     assert vllm_seams.main([sources(tmp_path / "rows", shape="rows")]) == 0
     assert vllm_seams.main([sources(tmp_path / "other", shape="other")]) == 1
     assert "another layout of the KV cache: (num_blocks, block_size, num_kv_heads, 2" in capsys.readouterr().out
+    later = [plugin.MOVED.get(patched.path, patched) for patched in plugin.PATCHED]
     for axes, code in (("(0, 1, 3, 2, 4)", 0), ("(0, 1, 2, 3, 4)", 1)):
-        later = Path(
-            sources(tmp_path / axes, functions=[plugin.MOVED.get(patched.path, patched) for patched in plugin.PATCHED])
-        )
-        (later / "vllm/v1/kv_cache_layout.py").write_text(f"class KVCacheLayout:\n    LBNHC = {axes}\n")
-        assert vllm_seams.main([str(later)]) == code
+        folder = Path(sources(tmp_path / axes, functions=later))
+        (folder / "vllm/v1/kv_cache_layout.py").write_text(f"class KVCacheLayout:\n    LBNHC = {axes}\n")
+        assert vllm_seams.main([str(folder)]) == code
 
 
 # Products.

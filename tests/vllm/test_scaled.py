@@ -97,10 +97,7 @@ def fp8(kernel: Any, parts: int, bias: bool = False, scales: str = "row", **give
 
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rows": (CutlassFP8ScaledMMLinearKernel(), {}),
-    "rows, a limit, a bias": (
-        CutlassFP8ScaledMMLinearKernel(),
-        {"bias": True, "input_scale_ub": torch.tensor([2.0])},
-    ),
+    "rows, a limit, a bias": (CutlassFP8ScaledMMLinearKernel(), {"bias": True, "input_scale_ub": torch.tensor([2.0])}),
     "tensor, static": (
         CutlassFP8ScaledMMLinearKernel(static=True),
         {"scales": "tensor", "input_scale": torch.tensor([0.01])},

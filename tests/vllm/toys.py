@@ -250,15 +250,8 @@ class FlashAttentionMetadataBuilder:
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         c = common_attn_metadata
-        return FlashAttentionMetadata(
-            c.num_actual_tokens,
-            c.max_query_len,
-            c.query_start_loc,
-            c.max_seq_len,
-            c.seq_lens,
-            c.block_table_tensor,
-            None,
-        )  # type: ignore[arg-type] # the toy writes the cache itself
+        lengths = c.query_start_loc, c.max_seq_len, c.seq_lens
+        return FlashAttentionMetadata(c.num_actual_tokens, c.max_query_len, *lengths, c.block_table_tensor, None)  # type: ignore[arg-type] # the toy writes the cache itself
 
 
 class FlashAttentionImpl:
@@ -283,16 +276,6 @@ class FlashAttentionImpl:
         page = k.shape[1]
         for i, slot in enumerate(slot_mapping.tolist()):
             k[slot // page, slot % page], v[slot // page, slot % page] = key[i], value[i]
-
-
-class CUDAGraphMode(Enum):
-    PIECEWISE = 1
-    NONE = 0
-    FULL_DECODE_ONLY = (2, 0)
-    FULL_AND_PIECEWISE = (2, 1)
-
-    def mixed_mode(self) -> CUDAGraphMode:
-        return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
 
 class KVCacheLayout(Enum):
@@ -400,7 +383,6 @@ def config(**changes: Any) -> Any:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
         compilation_config=SimpleNamespace(
             cudagraph_capture_sizes=[1, 2, 4, 8, 16, 32, 64],
-            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
             static_forward_context={},
             pass_config=SimpleNamespace(fuse_norm_quant=False),
         ),
