@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,3 +35,11 @@ def in_full() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nondet.kernels.dispatch.functions.call_key", lambda *call: ())
         yield
+
+
+def captured(call: Callable[..., Any], *given: Any, **how: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of the call, and what it gives whenever the graph is replayed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(*given, **how)
+    return graph, out

@@ -21,7 +21,7 @@ from nondet.kernels.attention import cuda, masks, triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
 from nondet.kernels.attention.triton_kernels import Form, Plan, Way, one_plan
 from tests.build import DEVICE, accuracy_bound, error
-from tests.kernels.tiers import at_length, untouched
+from tests.kernels.tiers import at_length, captured, untouched
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 SHORT = 128 if DEVICE == "cuda" else 64  # keys of a segment in float32
@@ -268,9 +268,7 @@ def test_varlen_replays_from_a_graph_with_other_lengths(split):
     more = sizes((10, 700), (30, 1300), split=split) | {"max_seqlen_q": 40, "max_seqlen_k": 2000}
     before = attention_varlen(q, k, v, **more)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention_varlen(q, k, v, **more)
+    graph, out = captured(attention_varlen, q, k, v, **more)
     graph.replay()
     assert identical(out, before)
     for name, counts in (("cu_seqlens_q", [0, 39, 40]), ("cu_seqlens_k", [0, 40, 2000])):

@@ -109,21 +109,6 @@ def test_outermost_blocks_come_and_go_while_threads_compute() -> None:
     assert not errors, errors[0]
 
 
-def test_a_nested_enter_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on is looked up by each call: a nested block neither puts functions under operators nor takes them away.
-
-    (Registering anew took 4 ms and raced with threads that compute. How long an enter takes is for `nondet bench`.)
-    """
-    with batch_invariant():
-        for changes in ("put", "take_away"):
-            monkeypatch.setattr(
-                Registration, changes, lambda *args, **kwargs: pytest.fail("a nested block changed torch's table")
-            )
-        with batch_invariant(["matmul"]), batch_invariant(["softmax"]):
-            pass
-        monkeypatch.undo()
-
-
 STOCK = ("mm", "_softmax", "sum.dim_IntList", "linear", "cumsum", "silu")
 
 

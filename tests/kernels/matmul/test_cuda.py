@@ -33,7 +33,7 @@ from nondet.kernels.matmul.cuda import (
 )
 from nondet.kernels.matmul.triton_kernels import anchor, tile_named
 from tests.build import DEVICE, accuracy_bound, bell, error
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, captured
 
 pytestmark = pytest.mark.slow
 DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]
@@ -521,9 +521,7 @@ def test_a_captured_graph_replays_the_same_bits():
                 linear(rows, weight)
             else:
                 triton_matmul.matmul_chain(rows[None], weight.T[None], tile=anchor(rows.dtype))
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = linear(rows, weight)
+            graph, out = captured(linear, rows, weight)
             out.zero_()
             graph.replay()
             torch.cuda.synchronize()
