@@ -94,9 +94,7 @@ def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> tor
     return out[0].transpose(0, 1)
 
 
-def by_autograd(
-    case: Case, tensors: Sequence[torch.Tensor], attend: Callable[..., torch.Tensor] = plain
-) -> tuple[torch.Tensor, Gradients]:
+def by_autograd(case, tensors, attend=plain) -> tuple[torch.Tensor, Gradients]:
     """(what attention gives, gradients), request by request in the tensors' dtype."""
     q, k, v, g = (x.detach().requires_grad_() for x in tensors)
     outs, q0, k0 = [], 0, 0

@@ -192,9 +192,7 @@ def test_fbgemm_s_layers_are_replaced_and_a_request_keeps_its_bits(folders, monk
     assert block.coverage().at_risk["transformers FbgemmFp8Linear"] == 1
 
 
-def experts(
-    block: tuple[int, int] | None = (128, 128), intermediate: int = 128, **more: Any
-) -> tuple[Any, tuple[torch.Tensor, ...]]:
+def experts(block=(128, 128), intermediate=128, **more) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """FP8Experts of 8 weights, seeded, and what a router of 2 gives them for 11 rows."""
     config = SimpleNamespace(hidden_size=256, num_experts=8, moe_intermediate_size=intermediate, hidden_act="silu")
     config._experts_implementation = "eager"
