@@ -289,10 +289,3 @@ def test_index_add_is_a_chain_in_order(module, dtype):
     wide[:, ::2] = target
     module.index_add_(wide[:, ::2], index.int(), source, 0.5)
     assert compare.identical(wide[:, ::2].contiguous(), got)
-
-
-def test_cpu_index_add_refuses_other_rows():
-    """A row that is not there is an error, as for torch."""
-    for wrong in (-1, 4):
-        with pytest.raises(IndexError, match="4 rows"):
-            cpu_grouped_matmul.index_add_(torch.ones(4, 2), torch.tensor([0, wrong]), torch.ones(2, 2))
