@@ -58,9 +58,8 @@ def sizes(*lengths: tuple[int, int], **more: Any) -> dict[str, Any]:
     """Of packed requests of (queries, keys)."""
     queries, keys = ([*counts] for counts in zip(*lengths, strict=True))
     cu_q, cu_k = (masks.starts(counts, torch.device(DEVICE)) for counts in (queries, keys))
-    return {
-        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max(queries), "max_seqlen_k": max(keys)
-    } | more  # fmt: skip
+    longest = {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k} | longest | more
 
 
 def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:

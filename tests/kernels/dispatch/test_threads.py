@@ -55,10 +55,7 @@ def together(works: list[Callable[[], None]], meanwhile: Callable[[], None]) -> 
 
 
 def test_nested_blocks_come_and_go_while_threads_compute() -> None:
-    """60 nested enters of other families against 4 computing threads: no crash, right bits, every call counted.
-
-    (Registering anew at each enter, and destroying what was there, ended in a segmentation fault within a few.)
-    """
+    """60 nested enters of other families against 4 computing threads: no crash, right bits, every call counted once."""
     softmax, rows = cpu_rows.softmax(X), cpu_rows.sum(X)
 
     def work() -> None:
@@ -76,19 +73,8 @@ def test_nested_blocks_come_and_go_while_threads_compute() -> None:
     with torch.no_grad(), batch_invariant(["softmax", "reduction"]) as outer:
         counts, errors = together([work] * 4, nest)
     assert not errors, errors[0]
-    assert outer.coverage().replaced["_softmax"] == outer.coverage().replaced["sum.dim_IntList"] >= sum(counts) > 0
+    assert outer.coverage().replaced["_softmax"] == outer.coverage().replaced["sum.dim_IntList"] == sum(counts) > 0
     assert outer.coverage().replaced["linear"] == 30  # the nested blocks' calls are the outer one's, too
-
-
-def test_no_count_is_lost() -> None:
-    """Four threads that count at once end with the sum of their counts."""
-    coverage = state.Coverage()
-    threads = [threading.Thread(target=lambda: [coverage.add("replaced", "mm") for _ in range(5000)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert coverage.replaced == {"mm": 20000}
 
 
 def test_outermost_blocks_come_and_go_while_threads_compute() -> None:

@@ -17,20 +17,7 @@ from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as choice
 from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cublaslt import Problem, problem_of
-from nondet.kernels.matmul.cuda import (
-    Member,
-    Operands,
-    Row,
-    Table,
-    bmm,
-    choices,
-    linear,
-    matmul,
-    member,
-    mm,
-    rule,
-    write,
-)
+from nondet.kernels.matmul.cuda import Member, Operands, Row, Table, choices, linear, matmul, member, mm, rule
 from nondet.kernels.matmul.triton_kernels import anchor, tile_named
 from tests.build import DEVICE, accuracy_bound, bell, error
 from tests.kernels.tiers import at_length, captured
@@ -112,7 +99,7 @@ def test_products_are_within_the_accuracy_bound(dtype, m, k, n):
     assert error(linear(a, b.T.contiguous(), bias), reference.linear(a, b.T, bias)) <= bound
     stacked = bell(2, k, n, dtype=dtype, seed=3)
     both = torch.stack((a, a.flip(0)))
-    assert error(bmm(both, stacked), reference.matmul(both, stacked)) <= bound
+    assert error(choice.bmm(both, stacked), reference.matmul(both, stacked)) <= bound
 
 
 def test_layouts_do_not_change_bits(chained_dot):
@@ -349,7 +336,7 @@ def first(m: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, n: int = 
 @pytest.mark.usefixtures("tables")
 def test_round_trip(tmp_path):
     """A table comes back as it was written, one row a line."""
-    write(tmp_path / "new" / "t.json", table())
+    choice.write(tmp_path / "new" / "t.json", table())
     assert choice.read(tmp_path / "new" / "t.json") == table()
     assert (tmp_path / "new" / "t.json").read_text().count("\n") == len(ROWS) + 10
     (tmp_path / "bad.json").write_text('{"form": 99}')
@@ -365,7 +352,7 @@ def test_the_next_measured_m_decides(tables):
     """Between measured Ms a tile that was made for more rows serves; a rank means something at its own M alone. No
     table, another dtype, another weight, a batch, or far more rows than were measured: the rule."""
     assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
-    write(tables[1], table())
+    choice.write(tables[1], table())
     choice.forget_tables()
     assert [first(m) for m in (1, 16, 9, 200)] == ["16x32x128w4s7", "cublaslt:2", "cublaslt:0", "cublaslt:0"]
     assert choices(1, 16, 32, 64, torch.bfloat16, GPU)[1:3] == ["cublaslt:0", "16x32x128w4s4"]
@@ -383,22 +370,22 @@ def test_the_next_measured_m_decides(tables):
 def test_which_table_is_believed(tables):
     """Ranks are a library version's own, else its favourite is taken; a user's table comes first, shape by shape."""
     user, packaged = tables
-    write(packaged, table(version=129999))
+    choice.write(packaged, table(version=129999))
     assert (first(16), first(1)) == ("cublaslt:0", "16x32x128w4s7")
-    write(packaged, table(*ROWS, *(row._replace(n=48) for row in ROWS)))
-    write(user, table(ROWS[0]._replace(choice="16x64x64w4s6")))
+    choice.write(packaged, table(*ROWS, *(row._replace(n=48) for row in ROWS)))
+    choice.write(user, table(ROWS[0]._replace(choice="16x64x64w4s6")))
     choice.forget_tables()
     assert (first(1), first(1, n=48)) == ("16x64x64w4s6", "16x32x128w4s7")
 
 
 def test_a_broken_table_is_told_and_ignored(tables):
     """Inference goes on without it."""
-    write(tables[0], table())
+    choice.write(tables[0], table())
     tables[0].write_text("{")
     with pytest.warns(UserWarning, match="ignored"):
         assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
     for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
-        write(tables[0], table(ROWS[0]._replace(**change)))
+        choice.write(tables[0], table(ROWS[0]._replace(**change)))
         choice.forget_tables()
         with pytest.warns(UserWarning, match="ignored"):
             assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
@@ -527,4 +514,4 @@ def test_odd_sizes_batches_and_offsets(dtype):
     weight = bell(64, 1024, dtype=dtype, seed=1)
     assert compare.identical(linear(wide[:, 1:], weight), linear(wide[:, 1:].contiguous(), weight))
     a, b = bell(4, 24, 256, dtype=dtype), bell(4, 64, 256, dtype=dtype, seed=1)
-    assert compare.identical(bmm(a, b.mT), triton_matmul.matmul_chain(a, b.mT, tile=tile))
+    assert compare.identical(choice.bmm(a, b.mT), triton_matmul.matmul_chain(a, b.mT, tile=tile))

@@ -10,15 +10,7 @@ import torch
 from nondet.core import inputs
 from nondet.core.compare import identical
 from nondet.kernels import reference
-from nondet.kernels.matmul.triton_kernels import (
-    TMA_TILES,
-    Tile,
-    anchor,
-    bind_tma,
-    matmul_chain,
-    tiles,
-    tma_takes,
-)
+from nondet.kernels.matmul.triton_kernels import TMA_TILES, Tile, anchor, bind_tma, matmul_chain, tiles, tma_takes
 from tests.build import DEVICE, accuracy_bound, bell, error
 from tests.kernels.tiers import at_length, untouched
 
