@@ -275,12 +275,17 @@ def test_a_kernels_own_calls_are_not_replaced() -> None:
 
 
 def test_a_model_imported_inside_of_a_block_has_its_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the next block, nothing of it at risk; what looks for such modules is gone with the block."""
+    """In the next block, nothing of it at risk, though as many modules are there as before; what looks for such modules
+    is gone with the block."""
     name = "transformers.models.qwen2.modeling_qwen2"
     importlib.import_module(name)
     monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "goes", sys)
     with torch.no_grad(), batch_invariant():
+        before = len(sys.modules)
+        monkeypatch.delitem(sys.modules, "goes")
         module = importlib.import_module(name)
+        assert len(sys.modules) == before
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
         config = module.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=99, attn_implementation="eager")
         model = module.Qwen2ForCausalLM(config).eval()

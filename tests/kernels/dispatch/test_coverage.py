@@ -13,7 +13,7 @@ import transformers
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 from tests.build import rand
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, tiny
 
 pytestmark = pytest.mark.usefixtures("held")
 
@@ -135,8 +135,6 @@ def test_padding_in_front_is_told_from_what_looks_like_it() -> None:
 # Rotary embeddings that follow the longest request: what parts under `batch_invariant()` is said to be at risk.
 
 _ORIGINAL = 16  # positions that the model was made for
-_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-_PLACES = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 _LONG = {"original_max_position_embeddings": _ORIGINAL, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 # rope type -> model type, its configuration, its rope's parameters
 MODELS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
@@ -149,9 +147,7 @@ def logits_of_row_zero(kind: str, longest: int) -> tuple[bool, list[str]]:
     """A prompt of 7 tokens alone and beside one of `longest`: are its logits equal, and what the coverage says."""
     name, more, rope = MODELS[kind]
     rope = {"rope_type": kind, "rope_theta": 1e4} | rope
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **_SIZES, **_PLACES, **more, rope_parameters=rope)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = tiny(name, num_hidden_layers=1, **more, rope_parameters=rope)
     ids, mask = torch.zeros(2, 2, longest, dtype=torch.long)
     ids[0, :7], mask[0, :7] = torch.arange(1, 8), 1
     ids[1], mask[1] = torch.arange(1, longest + 1), 1

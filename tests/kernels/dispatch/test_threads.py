@@ -322,23 +322,3 @@ def test_an_entry_that_fails_half_way_leaves_nothing(outer: list[str], monkeypat
             norm()
         assert again.coverage().replaced == {"rms_norm": 1}, where
         assert identical(norm(), own), where
-
-
-def test_stand_ins_look_at_modules_not_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is imported as another module goes has its stand-ins in the next nested block, too."""
-
-    class NewRotaryEmbedding(torch.nn.Module):
-        def forward(self) -> None: ...
-
-    name = "transformers.models.new.modeling_new"
-    NewRotaryEmbedding.__module__ = name
-    plain, module = NewRotaryEmbedding.forward, types.ModuleType(name)
-    module.NewRotaryEmbedding = NewRotaryEmbedding  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "goes", types.ModuleType("goes"))
-    with batch_invariant():
-        monkeypatch.delitem(sys.modules, "goes")
-        monkeypatch.setitem(sys.modules, name, module)
-        assert NewRotaryEmbedding.forward is plain
-        with batch_invariant():
-            assert NewRotaryEmbedding.forward is not plain
-    assert NewRotaryEmbedding.forward is plain

@@ -8,39 +8,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 import nondet
 from nondet.core.compare import identical, weights_digest
 from nondet.errors import UserError
 from tests.build import Wide
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, tiny
 
 pytestmark = pytest.mark.usefixtures("held")
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {"model_type": "qwen3"},
-    "llama": {"model_type": "llama"},
-    "gemma3, windows": {"model_type": "gemma3_text", "sliding_window": 8},
-    "gemma2, windows and soft caps": {"model_type": "gemma2", "sliding_window": 8},
-    "experts": {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3": {"kind": "qwen3"},
+    "llama": {"kind": "llama"},
+    "gemma3, windows": {"kind": "gemma3_text", "sliding_window": 8},
+    "gemma2, windows and soft caps": {"kind": "gemma2", "sliding_window": 8},
+    "experts": {"kind": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
 }
 DTYPES = [torch.bfloat16, torch.float32]
 WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def built(name: str, dtype: torch.dtype, device: str) -> Any:
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**SIZES, **MODELS[name])
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).to(device).train()
+    return tiny(**MODELS[name], vocab_size=256).to(dtype).to(device).train()
 
 
 def batch(device: str) -> dict[str, torch.Tensor]:

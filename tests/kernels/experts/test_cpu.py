@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers.integrations import moe
 
 from nondet.core import compare, inputs
@@ -20,7 +18,7 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.matmul import cpu as cpu_matmul
 from tests.build import DEVICE, accuracy_bound
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, tiny
 
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
@@ -175,19 +173,15 @@ def test_the_stand_in_goes_with_the_block() -> None:
 # Mixtures of experts under `batch_invariant()`: each way of computing experts, alone and in company, bit for bit.
 
 WAYS = ("eager", "batched_mm", "grouped_mm")
-SIZES = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 40, "num_experts": 8, "norm_topk_prob": True}
-MODELS = {
-    "qwen3-moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**SIZES, **QWEN3_MOE)),
-    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**SIZES, num_local_experts=5)),
-}
+QWEN3_MOE = {"moe_intermediate_size": 40, "num_experts": 8, "norm_topk_prob": True}
+MODELS = {"qwen3-moe": ("qwen3_moe", QWEN3_MOE), "mixtral": ("mixtral", {"num_local_experts": 5})}
 
 
 def model_of(name: str, way: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of weights large enough for experts, and their neighbours' rounding errors, to matter."""
-    kind, config = MODELS[name]
-    model = kind._from_config(copy.deepcopy(config), experts_implementation=way, dtype=dtype).eval().to(DEVICE)
+    kind, more = MODELS[name]
+    how = {"experts_implementation": way, "dtype": dtype}
+    model = tiny(kind, how, num_hidden_layers=1, num_experts_per_tok=2, **more).to(DEVICE)
     assert model.config._experts_implementation == way
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():

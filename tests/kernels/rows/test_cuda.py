@@ -21,7 +21,7 @@ from nondet.kernels.rows import cuda_softmax
 from nondet.kernels.rows.cuda import module_norm
 from nondet.kernels.rows.cuda_softmax import plan, takes
 from tests.build import DEVICE, accuracy_bound, error, rand
-from tests.kernels.tiers import at_length, untouched
+from tests.kernels.tiers import at_length, needs_hopper, untouched
 
 # NumPy, which the interpreter computes with, warns of the NaN that some tests ask for.
 pytestmark = [
@@ -361,10 +361,6 @@ def test_known_modules_are_recognized_by_their_text() -> None:
 
 
 # Wide softmax that holds its chunks and waits: the bits of the launches that read a row twice; every wait ends.
-
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="held rows need compute capability 9.0")
 
 
 def logits(m: int, width: int, dtype: torch.dtype) -> torch.Tensor:
