@@ -16,19 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from nondet.kernels.emulator import (
-    FORMATS,
-    UNITS,
-    Arithmetic,
-    Tree,
-    Unit,
-    chain,
-    find_tree,
-    fused_chain,
-    fused_step,
-    predict,
-    round_to,
-)
+from nondet.kernels import emulator
+from nondet.kernels.emulator import UNITS, Arithmetic, Tree, Unit, chain, find_tree, fused_chain, fused_step, predict
 from tests.kernels.tiers import at_length
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +30,7 @@ def exponent_of(x: float, smallest: int) -> int:
 
 def step_in_fractions(a: Array, b: Array, c: float, dtype: str, unit: Unit) -> float:
     """One fused step, term by term, in rational numbers: written from the description, not from the emulator."""
-    form = FORMATS[dtype]
+    form = emulator.FORMATS[dtype]
     terms = [
         (Fraction(float(p)) * Fraction(float(q)), exponent_of(p, form.smallest) + exponent_of(q, form.smallest))
         for p, q in zip(a, b, strict=True)
@@ -66,7 +55,7 @@ def operands(rng: Any, shape: tuple[int, ...], dtype: str, kind: str) -> Array:
     if kind == "wide":
         x = x * 2.0 ** rng.integers(-8, 9, shape)
     elif kind == "tiny":
-        low = -70 if FORMATS[dtype].smallest == -126 else FORMATS[dtype].smallest
+        low = -70 if emulator.FORMATS[dtype].smallest == -126 else emulator.FORMATS[dtype].smallest
         x = np.where(rng.random(shape) < 0.3, 0.0, x) * 2.0 ** rng.integers(low - 3, low + 5, shape)
     if dtype == "tf32":  # the last 13 bits of a float32 are dropped
         return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
@@ -145,7 +134,7 @@ def test_roundings_are_torch_s(dtype: str) -> None:
     rng = np.random.default_rng(4)
     x = (rng.standard_normal(50_000) * 2.0 ** rng.integers(-30, 20, 50_000)).astype(np.float32)
     expected = torch.from_numpy(x).to(getattr(torch, dtype)).double().numpy()
-    assert (round_to(x.astype(np.float64), dtype) == expected).all()
+    assert (emulator.round_to(x.astype(np.float64), dtype) == expected).all()
 
 
 def test_sums_that_an_h200_gave_are_predicted() -> None:

@@ -103,9 +103,7 @@ def test_constants_out_of_their_order_are_not_launched_by_place(kernel: Kernel) 
 
 
 @pytest.mark.parametrize(("interpreted", "device", "place"), [(True, "cuda", "cpu"), (False, "cpu", "cuda")])
-def test_no_tensors_where_rooms_are_not(
-    monkeypatch: pytest.MonkeyPatch, interpreted: bool, device: str, place: str
-) -> None:
+def test_no_tensors_where_rooms_are_not(monkeypatch, interpreted, device, place) -> None:
     """Rooms are of the CPU in the interpreter, of the current GPU else: tensors of elsewhere are refused."""
     monkeypatch.setattr(triton_common, "INTERPRETED", interpreted)
     x: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,18 @@ needs_hopper = pytest.mark.skipif(
 def at_length(*values: Any) -> list[Any]:
     """These only in a run at length (`nightly`); a tuple stands for several arguments."""
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.nightly) for v in values]
+
+
+def tiny(kind: str, how: dict[str, Any] | None = None, **own: Any) -> Any:
+    """A transformers model of random weights, small unless `own` says otherwise; `how` it computes."""
+    import transformers  # seconds, which most tests of kernels need not wait
+
+    sizes = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **(sizes | ends | own))
+    return transformers.AutoModelForCausalLM.from_config(config, **(how or {})).eval()
 
 
 def untouched(count: int) -> torch.Tensor:
@@ -35,3 +47,11 @@ def in_full() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nondet.kernels.dispatch.functions.call_key", lambda *call: ())
         yield
+
+
+def captured(call: Callable[..., Any], *given: Any, **how: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of the call, and what it gives whenever the graph is replayed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(*given, **how)
+    return graph, out

@@ -23,9 +23,7 @@ HEADS = [(4, 2), (6, 6), (8, 1)]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def inputs(
-    dtype: torch.dtype, heads: tuple[int, int] = (4, 2), dim: int = 64, kind: str = "bell", batch: int = 2
-) -> Three:
+def inputs(dtype, heads=(4, 2), dim=64, kind="bell", batch=2) -> Three:
     rng = generator(4, "cpu")
     q, k, v = (make(kind, (batch, h, LENGTH, dim), dtype, "cpu", rng) for h in (heads[0], heads[1], heads[1]))
     return q, k, v

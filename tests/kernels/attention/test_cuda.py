@@ -21,7 +21,7 @@ from nondet.kernels.attention import cuda, masks, triton_kernels
 from nondet.kernels.attention.cuda import attention, attention_varlen
 from nondet.kernels.attention.triton_kernels import Form, Plan, Way, one_plan
 from tests.build import DEVICE, accuracy_bound, error
-from tests.kernels.tiers import at_length, untouched
+from tests.kernels.tiers import at_length, captured, untouched
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 SHORT = 128 if DEVICE == "cuda" else 64  # keys of a segment in float32
@@ -58,9 +58,8 @@ def sizes(*lengths: tuple[int, int], **more: Any) -> dict[str, Any]:
     """Of packed requests of (queries, keys)."""
     queries, keys = ([*counts] for counts in zip(*lengths, strict=True))
     cu_q, cu_k = (masks.starts(counts, torch.device(DEVICE)) for counts in (queries, keys))
-    return {
-        "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max(queries), "max_seqlen_k": max(keys)
-    } | more  # fmt: skip
+    longest = {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k} | longest | more
 
 
 def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
@@ -268,9 +267,7 @@ def test_varlen_replays_from_a_graph_with_other_lengths(split):
     more = sizes((10, 700), (30, 1300), split=split) | {"max_seqlen_q": 40, "max_seqlen_k": 2000}
     before = attention_varlen(q, k, v, **more)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention_varlen(q, k, v, **more)
+    graph, out = captured(attention_varlen, q, k, v, **more)
     graph.replay()
     assert identical(out, before)
     for name, counts in (("cu_seqlens_q", [0, 39, 40]), ("cu_seqlens_k", [0, 40, 2000])):

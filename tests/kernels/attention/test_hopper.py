@@ -17,7 +17,7 @@ from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan
 from nondet.kernels.attention.hopper import prefill, supports
 from nondet.kernels.attention.masks import starts
 from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
-from tests.kernels.tiers import needs_hopper
+from tests.kernels.tiers import captured, needs_hopper
 
 
 def half(*shape):
@@ -118,9 +118,7 @@ def test_neighbours_layout_and_a_graph_change_no_bit():
         assert compare.identical(of(*alone), batch[i : i + 1])
     cache = [torch.nn.functional.pad(x, (0, 0, 0, 100), value=math.nan)[:, :, :900] for x in (k, v)]
     assert compare.identical(of(q, *cache), batch)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = of(q, k, v)
+    graph, out = captured(of, q, k, v)
     q.copy_(q.flip(0))
     graph.replay()
     assert compare.identical(out, of(q, k, v))
@@ -322,9 +320,7 @@ def test_a_step_that_starts_early_waits_for_what_it_reads(tokens: int, packed: b
         return out
 
     steps(step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = steps(step)
+    graph, result = captured(steps, step)
     for _ in range(4):
         first.copy_(torch.randn_like(first))
         graph.replay()

@@ -60,7 +60,6 @@ def test_spans_mean_what_the_mask_says() -> None:
         last = np.minimum(np.maximum(rng.integers(-1, 3) + np.arange(q_len) * rng.integers(0, 2), -1), k_len - 1)
         visible = (np.arange(k_len) >= first) & (np.arange(k_len) <= last[:, None])
         spans = spans_of(visible[None], q_len)
-        assert spans is not None
         said = np.zeros_like(visible)
         for span in spans:
             for i in range(span.q_start, span.q_end):
@@ -104,7 +103,6 @@ def test_dropped_and_hidden_first_keys_have_the_bits_of_the_prefill() -> None:
         part, keys, values = q[:, :, -q_len:], k[:, :, cut:], v[:, :, cut:]
         mask = torch.from_numpy(sliding(q_len, 150 - cut, 0, window))[None, None]
         packings = packing_of(mask, 1, q_len, anchored=False)
-        assert packings is not None
         position = torch.arange(150 - q_len, 150)
         arguments = (cpu_attention.attention_varlen, part, keys, values, packings, None)
         assert identical(attend_packed(*arguments, positions=position, window=window), expected[:, :, -q_len:])
@@ -118,7 +116,6 @@ def test_float_masks_and_shapes() -> None:
         for low in (torch.finfo(dtype).min, float("-inf")):
             mask = torch.zeros(1, 1, 5, 5, dtype=dtype).masked_fill(~visible, low)
             found = packing_of(mask, 2, 5)
-            assert found is not None
             assert [p.cu_k.tolist() for p in found] == [[0, 4, 8]]
     assert packing_of(torch.zeros(1, 1, 5, 5).masked_fill(~visible, -1.0), 1, 5) is None
     assert packing_of(visible.expand(1, 2, 5, 5), 1, 5) is None
@@ -133,6 +130,4 @@ def test_a_mask_that_is_written_to_is_read_again() -> None:
     assert first is packing_of(mask, 1, 4)
     mask[..., 0] = False
     second = packing_of(mask, 1, 4)
-    assert first is not None
-    assert second is not None
     assert (first[0].cu_k.tolist(), second[0].cu_k.tolist()) == ([0, 4], [0, 3])

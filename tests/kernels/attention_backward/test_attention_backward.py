@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nondet.core.compare import identical
+from nondet.kernels.attention.masks import starts
 from nondet.kernels.attention_backward import cpu
 from tests.build import DEVICE
 from tests.kernels.tiers import at_length
@@ -48,10 +49,6 @@ CASES = {
     "many heads of one": Case(heads=6, kv_heads=1, dim=32),
     "more blocks than one": Case(lengths=((200, 200), (3, 170))),
 }
-
-
-def starts(lengths: Sequence[int], device: str) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def drawn(case: Case, dtype: torch.dtype, device: str, seed: int = 3) -> tuple[torch.Tensor, ...]:
@@ -94,9 +91,7 @@ def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> tor
     return out[0].transpose(0, 1)
 
 
-def by_autograd(
-    case: Case, tensors: Sequence[torch.Tensor], attend: Callable[..., torch.Tensor] = plain
-) -> tuple[torch.Tensor, Gradients]:
+def by_autograd(case, tensors, attend=plain) -> tuple[torch.Tensor, Gradients]:
     """(what attention gives, gradients), request by request in the tensors' dtype."""
     q, k, v, g = (x.detach().requires_grad_() for x in tensors)
     outs, q0, k0 = [], 0, 0
@@ -122,8 +117,8 @@ def gradients(case: Case, tensors: Sequence[torch.Tensor], out: torch.Tensor, de
     queries, keys = zip(*case.lengths, strict=True)
     return backward_of(device)(
         *(q, k, v, out, g),
-        cu_seqlens_q=starts(queries, str(q.device)),
-        cu_seqlens_k=starts(keys, str(q.device)),
+        cu_seqlens_q=starts(queries, q.device),
+        cu_seqlens_k=starts(keys, q.device),
         max_seqlen_q=max(queries),
         max_seqlen_k=max(keys),
         scale=case.scale,

@@ -195,21 +195,6 @@ def test_a_binders_settings_are_those_that_change_what_it_binds(monkeypatch: pyt
             assert len({usual, other, binder.settings()}) == 3, name
 
 
-@pytest.mark.gpu
-def test_gradients_are_not_decided() -> None:
-    """What autograd records is the operator: a second call has its gradient as the first."""
-    x, weight = drawn(5, 77).cuda(), drawn(48, 77, seed=4).cuda().requires_grad_()
-    gradients = []
-    with batch_invariant():
-        for _ in range(3):
-            (gradient,) = torch.autograd.grad(F.linear(x, weight).sum(), weight)
-            gradients.append(gradient)
-            with torch.no_grad():
-                F.linear(x, weight)
-    assert identical(gradients[0], gradients[1])
-    assert identical(gradients[0], gradients[2])
-
-
 class Tagged(torch.Tensor):
     """A tensor with a type of its own, as users make them."""
 

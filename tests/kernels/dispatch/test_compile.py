@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 from tests.build import rand
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, captured
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -175,9 +175,7 @@ def test_a_cuda_graph_replays_the_bits() -> None:
             with torch.cuda.stream(stream):
                 layer(x, *weights)
             torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = layer(x, *weights)
+            graph, out = captured(layer, x, *weights)
             x.copy_(rand(9, 96)[:rows])
             out.zero_()
             graph.replay()

@@ -13,7 +13,7 @@ import transformers
 from nondet.core.compare import identical
 from nondet.kernels.dispatch.block import batch_invariant
 from tests.build import rand
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, tiny
 
 pytestmark = pytest.mark.usefixtures("held")
 
@@ -135,35 +135,19 @@ def test_padding_in_front_is_told_from_what_looks_like_it() -> None:
 # Rotary embeddings that follow the longest request: what parts under `batch_invariant()` is said to be at risk.
 
 _ORIGINAL = 16  # positions that the model was made for
-_SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-_PLACES = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 _LONG = {"original_max_position_embeddings": _ORIGINAL, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-# rope type -> model type, its configuration
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "longrope": (
-        "phi3",
-        {
-            "max_position_embeddings": 64,
-            "original_max_position_embeddings": _ORIGINAL,
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG},
-        },
-    ),
-    "dynamic": (
-        "llama",
-        {
-            "max_position_embeddings": _ORIGINAL,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-        },
-    ),
+# rope type -> model type, its configuration, its rope's parameters
+MODELS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "longrope": ("phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": _ORIGINAL}, _LONG),
+    "dynamic": ("llama", {"max_position_embeddings": _ORIGINAL}, {"factor": 4.0}),
 }
 
 
 def logits_of_row_zero(kind: str, longest: int) -> tuple[bool, list[str]]:
     """A prompt of 7 tokens alone and beside one of `longest`: are its logits equal, and what the coverage says."""
-    name, more = MODELS[kind]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **_SIZES, **_PLACES, **more)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    name, more, rope = MODELS[kind]
+    rope = {"rope_type": kind, "rope_theta": 1e4} | rope
+    model = tiny(name, num_hidden_layers=1, **more, rope_parameters=rope)
     ids, mask = torch.zeros(2, 2, longest, dtype=torch.long)
     ids[0, :7], mask[0, :7] = torch.arange(1, 8), 1
     ids[1], mask[1] = torch.arange(1, longest + 1), 1
@@ -189,25 +173,19 @@ def test_frequencies_of_the_longest_request_are_said(kind: str) -> None:
 LENGTHS, WIDTH = (5, 23, 11), 37
 PLACES = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT = {"n_embd": 64, "n_head": 4, "n_layer": 1, "n_positions": 64}
+NEO = {"hidden_size": 64, "num_heads": 4, "num_layers": 2, "max_position_embeddings": 64, "window_size": 8}
+NEO |= {"attention_types": [[["global", "local"], 1]]}
 # model type -> (its class, its configuration)
 WRITTEN_OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": 1, "max_seq_len": 64}),
     "gptj": ("GPTJForCausalLM", {**GPT, "rotary_dim": 8}),
-    "gpt_neo": (
-        "GPTNeoForCausalLM",
-        {
-            "hidden_size": 64, "num_heads": 4, "num_layers": 2, "max_position_embeddings": 64, "window_size": 8,
-            "attention_types": [[["global", "local"], 1]],
-        },
-    ),
-}  # fmt: skip
+    "gpt_neo": ("GPTNeoForCausalLM", NEO),
+}
 
 
 def model_of(name: str, dtype: torch.dtype) -> Any:
     class_name, sizes = WRITTEN_OUT[name]
-    cls = getattr(transformers, class_name, None)
-    if cls is None:
-        pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
+    cls = getattr(transformers, class_name)
     torch.manual_seed(0)
     return cls(cls.config_class(**PLACES, **sizes)).to(dtype).eval()
 

@@ -14,7 +14,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,34 +31,12 @@ from tests.kernels.tiers import at_length
 
 TIMES = 7
 SAMPLES = 4
-# What a database of everything cannot be asked here, with the reason.
-NOT_ASKED = {
-    "empty": "uninitialized memory",
-    "empty_like": "uninitialized memory",
-    "empty_permuted": "uninitialized memory",
-    "empty_strided": "uninitialized memory",
-    "new_empty": "uninitialized memory",
-    "new_empty_strided": "uninitialized memory",
-    "native_batch_norm": "writes past running_mean where it has fewer channels than the input",
-    "_native_batch_norm_legit": "as native_batch_norm",
-    "torch.ops.aten._batch_norm_with_update": "as native_batch_norm",
-    "_batch_norm_with_update": "as native_batch_norm",
-}
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+# They write past running_mean where it has fewer channels than the input.
+NORMS = {"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"}
+NOT_ASKED = UNINITIALIZED | NORMS | {"torch.ops.aten._batch_norm_with_update"}
 # Not watched on a CPU: with `alpha`, and on complex numbers (docs/limits.md).
 ARITHMETIC = {"abs", "add", "div", "mul", "rsub", "sub", "true_divide", "__radd__", "__rdiv__", "__rmul__", "__rsub__"}
-
-
-@dataclass
-class Found:
-    """What the sweep saw of one operator.
-
-    Attributes:
-        judged: Calls whose rows stand alone, and whose bits were compared.
-        silent: Those that gave other bits with nothing said: "float32 sample 3: row 0 of 7 rows".
-    """
-
-    judged: int = 0
-    silent: list[str] = field(default_factory=list)
 
 
 def tensors_mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -132,11 +109,13 @@ def row_wise(function: Callable[..., Any], batches: Batches) -> list[int]:
     return places
 
 
-def ask(op: Any, dtype: torch.dtype, found: Found) -> None:
+def ask(op: Any, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """How many calls of its rows stand alone, and those of them that gave other bits with nothing said."""
+    judged, silent = 0, []
     try:
         samples = list(itertools.islice(op.sample_inputs("cpu", dtype), SAMPLES))
     except Exception:  # noqa: BLE001 - a sample that this build can't make
-        return
+        return judged, silent
     forms = [op.op] + ([op.inplace_variant] if op.inplace_variant is not None else [])
     for number, sample in enumerate(samples):
         if op.name in ARITHMETIC and (dtype.is_complex or sample.kwargs.get("alpha", 1) != 1):
@@ -157,13 +136,14 @@ def ask(op: Any, dtype: torch.dtype, found: Found) -> None:
                 continue
             with batch_invariant() as block:
                 small, large, alone = (call(function, batches.of(rows)) for rows in sizes)
-            found.judged += 1
+            judged += 1
             exposed = [*block.coverage().left, *block.coverage().at_risk]
             for place in places:
                 a, b, c = (x[place].contiguous() for x in (small, large, alone))
                 if not exposed and not (identical(a, b[: len(a)].contiguous()) and identical(a[:1].contiguous(), c)):
-                    found.silent.append(f"{op.name} {function.__name__} {dtype} sample {number} output {place}")
+                    silent.append(f"{op.name} {function.__name__} {dtype} sample {number} output {place}")
             break
+    return judged, silent
 
 
 @functools.cache
@@ -195,16 +175,15 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys.modules[f"torch.testing._internal.{module}"], "extract_test_fn", lambda: None)
 
 
-def sweep(names: set[str] | None = None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> dict[str, Found]:
-    results: dict[str, Found] = {}
-    with warnings.catch_warnings(), torch.no_grad(), batch_invariant():
-        warnings.simplefilter("ignore")
+def sweep(names: set[str] | None = None, dtype: torch.dtype = torch.float32) -> tuple[int, list[str]]:
+    """How many operators were judged, and the calls that gave other bits with nothing said."""
+    judged, silent = 0, []
+    with warnings.catch_warnings(action="ignore"), torch.no_grad(), batch_invariant():
         for op in asked_of(names):
-            found = results.setdefault(op.name, Found())
-            for dtype in dtypes:
-                if dtype in op.dtypes:
-                    ask(op, dtype, found)
-    return results
+            calls, found = ask(op, dtype) if dtype in op.dtypes else (0, [])
+            judged += calls > 0
+            silent += found
+    return judged, silent
 
 
 FEW = 8  # of the database by default: each so many-th operator, and all in a run at length
@@ -217,12 +196,9 @@ FEW = 8  # of the database by default: each so many-th operator, and all in a ru
 )
 def test_every_operator_is_invariant_or_said_not_to_be(dtype: torch.dtype, every: int, in_memory: None) -> None:
     """No operator of the database gives a row other bits in another batch with nothing in left or at risk."""
-    results = sweep({op.name for op in [*asked_of()][::every]}, dtypes=(dtype,))
-    judged = [name for name, found in results.items() if found.judged]
-    silent = [line for found in results.values() for line in found.silent]
-
+    judged, silent = sweep({op.name for op in [*asked_of()][::every]}, dtype)
     assert not silent, "\n".join(silent)
-    assert len(judged) > (100 if dtype == torch.complex64 else 200) // every
+    assert judged > (100 if dtype == torch.complex64 else 200) // every
 
 
 def test_a_wrong_entry_of_the_list_is_caught(in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +217,8 @@ def test_a_wrong_entry_of_the_list_is_caught(in_memory: None, monkeypatch: pytes
         name="atan2", op=planted, inplace_variant=None, dtypes=atan2.dtypes, sample_inputs=atan2.sample_inputs
     )
     monkeypatch.setattr(sys.modules[__name__], "database", lambda: [faulty])
-    found = sweep()["atan2"]
-    assert found.judged
-    assert not found.silent  # it is at risk, and said to be
+    assert sweep() == (1, [])  # it is at risk, and said to be
     wrong = {**operators.EXACT, "wrong": frozenset({"atan2"})}
     monkeypatch.setattr(operators, "EXACT", wrong)
     monkeypatch.setattr(dispatch_block, "_registration", Registration(dispatch_block.decided))
-    assert sweep()["atan2"].silent
+    assert sweep()[1]

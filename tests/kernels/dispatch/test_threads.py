@@ -55,10 +55,7 @@ def together(works: list[Callable[[], None]], meanwhile: Callable[[], None]) -> 
 
 
 def test_nested_blocks_come_and_go_while_threads_compute() -> None:
-    """60 nested enters of other families against 4 computing threads: no crash, right bits, every call counted.
-
-    (Registering anew at each enter, and destroying what was there, ended in a segmentation fault within a few.)
-    """
+    """60 nested enters of other families against 4 computing threads: no crash, right bits, every call counted once."""
     softmax, rows = cpu_rows.softmax(X), cpu_rows.sum(X)
 
     def work() -> None:
@@ -76,19 +73,8 @@ def test_nested_blocks_come_and_go_while_threads_compute() -> None:
     with torch.no_grad(), batch_invariant(["softmax", "reduction"]) as outer:
         counts, errors = together([work] * 4, nest)
     assert not errors, errors[0]
-    assert outer.coverage().replaced["_softmax"] == outer.coverage().replaced["sum.dim_IntList"] >= sum(counts) > 0
+    assert outer.coverage().replaced["_softmax"] == outer.coverage().replaced["sum.dim_IntList"] == sum(counts) > 0
     assert outer.coverage().replaced["linear"] == 30  # the nested blocks' calls are the outer one's, too
-
-
-def test_no_count_is_lost() -> None:
-    """Four threads that count at once end with the sum of their counts."""
-    coverage = state.Coverage()
-    threads = [threading.Thread(target=lambda: [coverage.add("replaced", "mm") for _ in range(5000)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert coverage.replaced == {"mm": 20000}
 
 
 def test_outermost_blocks_come_and_go_while_threads_compute() -> None:
@@ -107,21 +93,6 @@ def test_outermost_blocks_come_and_go_while_threads_compute() -> None:
 
     _, errors = together([work] * 2, come_and_go)
     assert not errors, errors[0]
-
-
-def test_a_nested_enter_registers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is on is looked up by each call: a nested block neither puts functions under operators nor takes them away.
-
-    (Registering anew took 4 ms and raced with threads that compute. How long an enter takes is for `nondet bench`.)
-    """
-    with batch_invariant():
-        for changes in ("put", "take_away"):
-            monkeypatch.setattr(
-                Registration, changes, lambda *args, **kwargs: pytest.fail("a nested block changed torch's table")
-            )
-        with batch_invariant(["matmul"]), batch_invariant(["softmax"]):
-            pass
-        monkeypatch.undo()
 
 
 STOCK = ("mm", "_softmax", "sum.dim_IntList", "linear", "cumsum", "silu")
@@ -351,23 +322,3 @@ def test_an_entry_that_fails_half_way_leaves_nothing(outer: list[str], monkeypat
             norm()
         assert again.coverage().replaced == {"rms_norm": 1}, where
         assert identical(norm(), own), where
-
-
-def test_stand_ins_look_at_modules_not_at_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is imported as another module goes has its stand-ins in the next nested block, too."""
-
-    class NewRotaryEmbedding(torch.nn.Module):
-        def forward(self) -> None: ...
-
-    name = "transformers.models.new.modeling_new"
-    NewRotaryEmbedding.__module__ = name
-    plain, module = NewRotaryEmbedding.forward, types.ModuleType(name)
-    module.NewRotaryEmbedding = NewRotaryEmbedding  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "goes", types.ModuleType("goes"))
-    with batch_invariant():
-        monkeypatch.delitem(sys.modules, "goes")
-        monkeypatch.setitem(sys.modules, name, module)
-        assert NewRotaryEmbedding.forward is plain
-        with batch_invariant():
-            assert NewRotaryEmbedding.forward is not plain
-    assert NewRotaryEmbedding.forward is plain

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as transformers_module
 from transformers.models.llama import modeling_llama as modeling
 
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.kernels.dispatch.block import batch_invariant
+from tests.kernels.tiers import tiny
 
 
 def rows(count: int) -> torch.Tensor:
@@ -38,15 +38,6 @@ def test_autocast_chooses_the_dtype_before_and_after_a_first_call() -> None:
 # another order of sums (2e-4 in logits of 21).
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def model_of() -> Any:
-    torch.manual_seed(0)
-    config = transformers_module.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=300, max_position_embeddings=128, initializer_range=0.2,
-    )  # fmt: skip
-    return transformers_module.LlamaForCausalLM(config).eval()
 
 
 def doubled(function: Any) -> Any:
@@ -85,7 +76,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_what_stands_in_a_functions_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """With functools.wraps or without, put there before a block, inside of one or after one has ended."""
-    model = model_of()
+    model = tiny("llama", num_hidden_layers=1, initializer_range=0.2)
     plain = logits(model)
     for name, put in PATCHES.items():
         with monkeypatch.context() as patch:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers.integrations import moe
 
 from nondet.core import compare, inputs
@@ -20,7 +18,7 @@ from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.experts import cpu as cpu_grouped_matmul
 from nondet.kernels.matmul import cpu as cpu_matmul
 from tests.build import DEVICE, accuracy_bound
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, tiny
 
 # Rows of each expert: empty ones at both ends and between, one row, more than a tile; rows after the last offset.
 OFFSETS = ([0, 3, 3, 21, 22, 22], [0, 0, 0, 40, 40, 40], [7, 14, 21, 28, 35, 42], [0, 0, 0, 0, 0, 0])
@@ -42,16 +40,6 @@ def test_cpu_bits_are_those_of_the_row_alone(dtype):
                 assert compare.identical(out[row : row + 1], cpu_matmul.matmul(x[row : row + 1], weight[expert]))
 
 
-def test_cpu_experts_share_one_order_wherever_they_lie():
-    """Weights of odd sizes start at any alignment: one expert's weight under another's number gives the same bits."""
-    rng = inputs.generator(0, "cpu")
-    x = inputs.make("cancel", (40, 129), torch.float32, "cpu", rng)
-    weight = inputs.make("bell", (1, 35, 129), torch.float32, "cpu", rng).expand(5, -1, -1).contiguous().mT
-    assert len({w.data_ptr() % 64 for w in weight}) > 1
-    rows = [cpu_grouped_matmul.grouped_matmul(x, weight, torch.tensor([0] * e + [40] * (5 - e))) for e in range(5)]
-    assert all(compare.identical(rows[0], other) for other in rows)
-
-
 @pytest.mark.parametrize("n", [35, *at_length(32)])
 def test_cpu_gathered_weights_give_the_grouped_bits(n):
     """A batched product with vectors, as decoding has it, and the grouped product of prefill are one class."""
@@ -62,19 +50,25 @@ def test_cpu_gathered_weights_give_the_grouped_bits(n):
     gathered = weight[torch.tensor([0] * 20 + [1] + [2] * 19)]
     assert compare.identical(cpu_matmul.vectors_by_weights(gathered, x), grouped)
     assert compare.identical(cpu_matmul.vectors_by_weights(gathered[7:9], x[7:9]), grouped[7:9])
+    same = weight[:1].expand(5, -1, -1).contiguous().mT  # one expert's weight under other numbers, at any alignment
+    assert n == 32 or len({w.data_ptr() % 64 for w in same}) > 1
+    rows = [cpu_grouped_matmul.grouped_matmul(x, same, torch.tensor([0] * e + [40] * (5 - e))) for e in range(5)]
+    assert all(compare.identical(rows[0], other) for other in rows)
 
 
 def test_cpu_refuses_offsets_that_make_no_sense():
-    """On a CPU the offsets can be read, so wrong ones are an error; so are shapes that do not fit."""
-    for offsets in ([3, 2], [3, 9], [-1, 4]):
-        with pytest.raises(ValueError, match="ascend"):
-            cpu_grouped_matmul.grouped_matmul(torch.ones(4, 8), torch.ones(2, 8, 3), torch.tensor(offsets))
-    with pytest.raises(ValueError, match="takes"):
-        cpu_grouped_matmul.grouped_matmul(torch.ones(4, 7), torch.ones(2, 8, 3), torch.tensor([1, 2]))
-    with pytest.raises(UserError):
-        cpu_grouped_matmul.grouped_matmul(
-            torch.ones(4, 8, dtype=torch.int32), torch.ones(2, 8, 3, dtype=torch.int32), torch.tensor([1, 2])
-        )
+    """On a CPU the offsets can be read, so wrong ones are an error; so are shapes that do not fit, and places."""
+    x, weight = torch.ones(4, 8), torch.ones(2, 8, 3)
+    for given, offsets, words in (
+        *(((x, weight), wrong, "ascend") for wrong in ([3, 2], [3, 9], [-1, 4])),
+        ((x[:, :7], weight), [1, 2], "takes"),
+        ((x.int(), weight.int()), [1, 2], "int32"),
+    ):
+        with pytest.raises((ValueError, UserError), match=words):
+            cpu_grouped_matmul.grouped_matmul(*given, torch.tensor(offsets))
+    for wrong in (-1, 4):
+        with pytest.raises(IndexError, match="4 rows"):
+            cpu_grouped_matmul.index_add_(x, torch.tensor([0, wrong]), torch.ones(2, 8))
 
 
 # Batched products with vectors on a CPU: no row's bits by the rows or batches beside it, and transformers' experts.
@@ -156,10 +150,18 @@ def test_transformers_vectors_have_the_grouped_bits(dtype: torch.dtype) -> None:
 
 
 def test_the_stand_in_goes_with_the_block() -> None:
-    """Outside of a block transformers' function is its own, and inside a plain bmm is not taken for an expert's."""
+    """Outside of a block transformers' function is its own, and inside a plain bmm is not taken for an expert's.
+
+    Where torch has no grouped kernel, transformers multiplies into slices of one tensor: mm with out=.
+    """
     original = moe._batched_linear
     matrices, vectors = operands(129, torch.float32)
-    with torch.no_grad(), batch_invariant():
+    out = torch.zeros(BATCHES, BATCHES)
+    with torch.no_grad(), batch_invariant() as block:
+        for part in (slice(1), slice(1, None)):
+            torch.mm(vectors[part], vectors.t(), out=out[part])
+        assert identical(out, torch.mm(vectors, vectors.t()))
+        assert block.coverage().replaced["mm.out"] == 2
         assert moe._batched_linear is not original
         plain = torch.bmm(matrices, vectors[:, :, None])[:, :, 0]
         by_weights = moe._batched_linear(vectors, matrices)
@@ -171,19 +173,15 @@ def test_the_stand_in_goes_with_the_block() -> None:
 # Mixtures of experts under `batch_invariant()`: each way of computing experts, alone and in company, bit for bit.
 
 WAYS = ("eager", "batched_mm", "grouped_mm")
-SIZES = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 40, "num_experts": 8, "norm_topk_prob": True}
-MODELS = {
-    "qwen3-moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**SIZES, **QWEN3_MOE)),
-    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**SIZES, num_local_experts=5)),
-}
+QWEN3_MOE = {"moe_intermediate_size": 40, "num_experts": 8, "norm_topk_prob": True}
+MODELS = {"qwen3-moe": ("qwen3_moe", QWEN3_MOE), "mixtral": ("mixtral", {"num_local_experts": 5})}
 
 
 def model_of(name: str, way: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of weights large enough for experts, and their neighbours' rounding errors, to matter."""
-    kind, config = MODELS[name]
-    model = kind._from_config(copy.deepcopy(config), experts_implementation=way, dtype=dtype).eval().to(DEVICE)
+    kind, more = MODELS[name]
+    how = {"experts_implementation": way, "dtype": dtype}
+    model = tiny(kind, how, num_hidden_layers=1, num_experts_per_tok=2, **more).to(DEVICE)
     assert model.config._experts_implementation == way
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -238,16 +236,6 @@ def test_decoding_and_prefill_are_one_class(model):
         for position in range(14, 20):
             step = decode(ids[:, position : position + 1], past_key_values=cache)
             assert identical(step.logits[:, 0], whole[:, position])
-
-
-def test_products_into_slices_are_invariant():
-    """Where torch has no grouped kernel, transformers multiplies into slices of one tensor: mm with out=."""
-    x, weight, out = torch.rand(40, 129), torch.rand(129, 24), torch.zeros(40, 24)
-    with torch.no_grad(), batch_invariant() as block:
-        torch.mm(x[:1], weight, out=out[:1])
-        torch.mm(x[1:], weight, out=out[1:])
-        assert identical(out, torch.mm(x, weight))
-    assert block.coverage().replaced["mm.out"] == 2
 
 
 def test_a_tie_of_experts_is_decided_by_the_row():

@@ -19,9 +19,7 @@ from tests.kernels.tiers import at_length
 MODULES = pytest.mark.parametrize("module", [split_k_cpu, pytest.param(split_k_cuda, marks=pytest.mark.slow)])
 
 
-def operands(
-    module: ModuleType, m: int = 4, k: int = 700, n: int = 40, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
+def operands(module, m=4, k=700, n=40, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     device = DEVICE if module is split_k_cuda else "cpu"
     rng = inputs.generator(0, device)
     return inputs.make("wide", (m, k), dtype, device, rng), inputs.make("bell", (k, n), dtype, device, rng)

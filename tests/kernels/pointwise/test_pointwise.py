@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -25,9 +23,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("operator", "dtype"), CASES)
-def test_every_element_takes_the_same_formula(
-    operator: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-) -> None:
+def test_every_element_takes_the_same_formula(operator, dtype) -> None:
     """Slices of every length and start have the bits of a long stretch: those of stock torch's vector body."""
     x = (torch.rand(40_000, generator=torch.Generator().manual_seed(1)) * 8.0 + 0.1).to(dtype)
     body = operator(x[:16_384])
@@ -58,9 +54,7 @@ DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_avai
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads_q", "heads_k", "dim"), [(1, 9, 6, 3, 64), *at_length((2, 1, 4, 4, 128))]
 )
-def test_one_launch_has_stocks_bits(
-    batch: int, tokens: int, heads_q: int, heads_k: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_one_launch_has_stocks_bits(batch, tokens, heads_q, heads_k, dim, dtype) -> None:
     """Products rounded, then their sum, for queries and keys as the engine and as generate lay them out."""
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
@@ -69,14 +63,12 @@ def test_one_launch_has_stocks_bits(
     angles = rand(1, tokens, dim).to(DEVICE)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     got, stock = cuda_rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin)
-    assert got is not None
     for ours, theirs in zip(got, stock, strict=True):
         assert [s for s, n in zip(ours.stride(), ours.shape, strict=True) if n > 1] == [
             s for s, n in zip(theirs.stride(), theirs.shape, strict=True) if n > 1
         ]
         assert identical(ours.contiguous(), theirs.contiguous())
     other = cuda_rotary(q, k, sin, cos)
-    assert other is not None
     assert not identical(other[0].contiguous(), stock[0].contiguous())
 
 
@@ -118,7 +110,6 @@ def test_silu_times_a_gate_is_that_of_each_element() -> None:
     """Against float64, rounded twice; rows by themselves, and what this kernel does not do."""
     x = torch.randn(7, 2 * 1300, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.float16)
     out = silu_mul(x)
-    assert out is not None
     wide, gate = x.double().chunk(2, -1)
     exact = (wide / (1 + torch.exp(-wide))).half().double() * gate
     assert ((out.double() - exact).abs() <= 2.0**-10 * exact.abs() + 2.0**-24).all()  # two roundings of 11 digits

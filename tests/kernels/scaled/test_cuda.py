@@ -67,23 +67,15 @@ def test_scales_belong_to_their_stretch_row_and_column(how):
     after = cuda.scaled_matmul(a, b, row, scale_b, torch.float32)
     assert identical(after[5], before[5] * 2)
     assert identical(torch.cat([after[:5], after[6:]]), torch.cat([before[:5], before[6:]]))
-    if how == "block":
+    if how == "block":  # the scale of a block serves each of its columns, repeated by the caller or not
+        each = scale_b.repeat_interleave(128, 1)[:, : SIZES[2]]
+        assert identical(cuda.scaled_matmul(a, b, scale_a, each, torch.float32), before)
         stretch = scale_b.clone()
         stretch[2, 1] = 0  # the last stretch of the last columns
         after = cuda.scaled_matmul(a, b, scale_a, stretch, torch.float32)
         assert identical(after[:, :128], before[:, :128])
         short = cuda.scaled_matmul(a[:, :256], b[:256], scale_a[:, :2], scale_b[:2], torch.float32)
         assert identical(after[:, 128:], short[:, 128:])
-
-
-@pytest.mark.parametrize("k", [300, *at_length(100, 128)])
-def test_a_block_s_scale_serves_each_of_its_columns(k):
-    """Of 128 columns, repeated by the caller or not; one stretch of k, or several."""
-    a, b, scale_a, scale_b = operands("integers", "block", (37, k, 300), (E4M3, E4M3), DEVICE, 0)
-    each = scale_b.repeat_interleave(128, 1)[:, :300]
-    got = cuda.scaled_matmul(a, b, scale_a, scale_b, torch.float32)
-    assert identical(got, cuda.scaled_matmul(a, b, scale_a, each, torch.float32))
-    assert identical(got, reference.scaled_matmul(a, b, scale_a, scale_b, torch.float32).float())
 
 
 @pytest.mark.parametrize("how", ["row", *at_length("tensor", "block")])
@@ -94,15 +86,6 @@ def test_many_rows_go_in_parts(how, monkeypatch):
     whole = cuda.scaled_matmul(*given, torch.float32, bias)
     monkeypatch.setattr(cuda, "MOST_ROWS", 16)
     assert identical(cuda.scaled_matmul(*given, torch.float32, bias), whole)
-
-
-def test_experts_rows_are_their_own_products():
-    """Expert by expert, through the same kernel."""
-    a, b, scale_a, scale_b = operands("integers", "row", (9, 256, 3 * 16), (E4M3, E4M3), DEVICE, 0)
-    weight, scales = b.mT.unflatten(0, (3, 16)).mT, scale_b[0].view(3, 16)
-    given = (a, weight, scale_a[:, 0], scales, torch.tensor([2, 2, 7], device=DEVICE))
-    right = reference.scaled_grouped_matmul(*given, torch.float32)
-    assert identical(cuda.scaled_grouped_matmul(*given, torch.float32), right.float())
 
 
 def test_what_has_no_kernel_is_refused(monkeypatch):
@@ -282,14 +265,27 @@ def test_scaled_mm_under_batch_invariant_on_a_gpu():
     assert any(name.startswith("scaled_matmul[") for name in ran)
 
 
+def grouped(kind: str, *sizes: int) -> tuple[torch.Tensor, ...]:
+    """What a grouped product of 3 experts takes: rows, weights, and the scales of each."""
+    m, k, n = sizes
+    a, b, scale_a, scale_b = operands(kind, "row", (m, k, 3 * n), (E4M3, E4M3), DEVICE, 0)
+    return a, b.mT.unflatten(0, (3, n)).mT, scale_a[:, 0].contiguous(), scale_b[0].view(3, n).contiguous()
+
+
+def test_experts_rows_are_their_own_products():
+    """Expert by expert, through the same kernel."""
+    given = (*grouped("integers", 9, 256, 16), torch.tensor([2, 2, 7], device=DEVICE))
+    right = reference.scaled_grouped_matmul(*given, torch.float32)
+    assert identical(cuda.scaled_grouped_matmul(*given, torch.float32), right.float())
+
+
 @pytest.mark.gpu
 def test_grouped_products_with_scales_are_replaced_on_a_gpu():
     """torch._scaled_grouped_mm under the block: each row as its own plain product."""
-    a, b, scale_a, scale_b = operands("wide", "row", (64, 512, 3 * 128), (E4M3, E4M3), "cuda", 0)
-    weight, scales = b.mT.unflatten(0, (3, 128)).mT, scale_b[0].view(3, 128).contiguous()
+    a, weight, scale_a, scales = grouped("wide", 64, 512, 128)
     ends = torch.tensor([16, 48, 64], device="cuda", dtype=torch.int32)
     with batch_invariant(["fp8"]) as block:
-        got = torch._scaled_grouped_mm(a, weight, scale_a[:, 0].contiguous(), scales, offs=ends)
-        one = torch._scaled_mm(a[17:18], weight[1], scale_a[17:18], scales[1][None], out_dtype=torch.bfloat16)
+        got = torch._scaled_grouped_mm(a, weight, scale_a, scales, offs=ends)
+        one = torch._scaled_mm(a[17:18], weight[1], scale_a[17:18, None], scales[1][None], out_dtype=torch.bfloat16)
     assert block.coverage().replaced == {"_scaled_grouped_mm": 1, "_scaled_mm": 1}
     assert identical(got[17:18], one)
