@@ -399,7 +399,7 @@ class _Rounds(RoundCollector):
         return self.host.play(self._drawn(requests), arm.conditions, self.impl, self.survey.seed, on_tokens)
 
     def _drawn(self, requests: Sequence[Request]) -> list[Request]:
-        seeded = not plans.draws_itself(self.impl)
+        seeded = self.impl not in plans.UNSEEDED
         return [r if r.sampling is None else replace(r, sampling=replace(r.sampling, seeded=seeded)) for r in requests]
 
     def _count(self, arm: str, request: Request, new: int) -> None:

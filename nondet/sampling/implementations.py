@@ -12,7 +12,7 @@ import torch
 
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.dispatch.transformers_attention import is_paged, longest, update_cache
-from nondet.sampling.plan import kernels_of
+from nondet.sampling.plan import DRAWN
 
 # Stock with torch's own FlashAttention over each request's keys, under transformers' continuous batching.
 #
@@ -92,7 +92,7 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
     request's keys. Yields a function that gives the dispatcher's counts: "replaced: mm", "left stock: mm float64" or
     "at risk: mm bfloat16" -> calls. Raises UserError: no such implementation or family.
     """
-    name = kernels_of(name)
+    name = DRAWN.get(name, name)
     stocks: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "stock": nullcontext,
         STOCK_NO_CUDNN: _no_cudnn_attention,

@@ -16,7 +16,7 @@ from nondet.core.runfile import read_whole
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import parse_ranks
-from nondet.sampling.plan import DRAWN, draws_itself, load_prompts, long_prompts, parse_load
+from nondet.sampling.plan import DRAWN, UNSEEDED, load_prompts, long_prompts, parse_load
 from nondet.services import endpoint as e
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
@@ -174,7 +174,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, _Machine, Request):
             if not drawn and impl in DRAWN:
                 what = f"--impl {impl} draws, and greedy completions draw nothing"
                 raise UserError(what, "Add --temperature 0.8, say.")
-            if drawn and load.graphs and not draws_itself(impl):
+            if drawn and load.graphs and impl not in UNSEEDED:
                 what = f"--impl {impl} draws in a hook, which a CUDA graph does not run"
                 raise UserError(what, "Leave CUDA graphs out.")
 
