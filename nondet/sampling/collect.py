@@ -100,8 +100,8 @@ def plan_prompts(
         try:
             check_lengths(loaded, ids, length)
         except UserError as error:
-            place = getattr(text, "place", "")
-            raise (UserError(f"{place}: {error.what}", error.hint) if place else error) from None
+            where = getattr(text, "place", "")
+            raise UserError(f"{where}: {error.what}" if where else error.what, error.hint) from None
     context = loaded.context or 2**31
     fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
     if n * len(texts) * max(1, len(samplings)) < 2 * plans.RIDERS_EVERY:
@@ -256,21 +256,12 @@ def collect(
 def _in_order(parts: Sequence[_Rounds], survey: Survey) -> Iterator[tuple[_Rounds, Callable[[], object]]]:
     """What is to be done, step by step. In turns the order of the implementations rotates by one each round: so a drift
     of the machine affects all of them alike, and none always follows the same other one."""
-    if not survey.turns:
-        for part in parts:
-            yield part, part.begin
-            for number in range(survey.rounds):
-                yield part, partial(part.play, number)
-            yield part, part.finish
-        return
-    for part in parts:
-        yield part, part.begin
-    for number in range(survey.rounds):
-        first = number % len(parts)
-        for part in (*parts[first:], *parts[:first]):
-            yield part, partial(part.play, number)
-    for part in parts:
-        yield part, part.finish
+    for group in [parts] if survey.turns else [[part] for part in parts]:
+        yield from ((part, part.begin) for part in group)
+        for number in range(survey.rounds):
+            first = number % len(group)
+            yield from ((part, partial(part.play, number)) for part in (*group[first:], *group[:first]))
+        yield from ((part, part.finish) for part in group)
 
 
 @dataclass(eq=False)

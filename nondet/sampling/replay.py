@@ -297,28 +297,17 @@ T = TypeVar("T")
 
 
 def minimal(items: Sequence[T], still: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The smallest sublist found by delta debugging for which `still` holds: no member of it can be left out. `still`
-    must hold for all items; it is called with sublists in the order of `items`. (Zeller & Hildebrandt, 2002.)"""
-    kept, pieces = list(items), 2
-    while len(kept) > 1:
-        size = -(-len(kept) // pieces)
-        chunks = [kept[i : i + size] for i in range(0, len(kept), size)]
-        for chunk in chunks if len(chunks) > 2 else []:
-            if still(chunk):
-                kept, pieces = list(chunk), 2
-                break
-        else:
-            for index in range(len(chunks)):
-                rest = [x for i, chunk in enumerate(chunks) if i != index for x in chunk]
-                if still(rest):
-                    kept, pieces = rest, max(2, pieces - 1)
-                    break
+    """A sublist for which `still` holds, and of which no member can be left out, found by leaving out ever smaller
+    pieces. `still` must hold for all items; it is called with sublists in the order of `items`."""
+    kept, size, shorter = list(items), len(items), True
+    while kept and (size > 1 or shorter):
+        size, start, shorter = max(1, size // 2), 0, False
+        while start < len(kept):
+            rest = kept[:start] + kept[start + size :]
+            if still(rest):
+                kept, shorter = rest, True
             else:
-                if size == 1:
-                    break
-                pieces = min(len(kept), 2 * pieces)
-    if len(kept) == 1 and still([]):
-        return []
+                start += size
     return kept
 
 
