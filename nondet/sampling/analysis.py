@@ -21,10 +21,8 @@ import numpy.typing as npt
 from nondet.core.records import Completion, EmbedPass, Role, Round, Run, families_of, role_of
 from nondet.core.statistics import (
     CONFIDENCE,
-    SurvivalStep,
     confidence_sequence,
     k3,
-    kaplan_meier,
     mcnemar,
     median_interval,
     new_share,
@@ -636,7 +634,7 @@ def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
     return [cure for cure, families in zip(cures, sets, strict=True) if not any(other < families for other in sets)]
 
 
-# All prompts of a run together: how many diverge, when, and whether one implementation diverges more than another.
+# All prompts of a run together: how many diverge, and whether one implementation diverges more than another.
 #
 # Prompts are the unit of every comparison between implementations, because a set is a sample of prompts.
 
@@ -660,12 +658,6 @@ class PromptSet:
     # means over prompts of the share of pairs that differ, and of the chance of a new text
     disagreement: float | None
     new: float | None
-    # Kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an equal text is
-    # censoring. Intervals by round, as `effect`.
-    curve: tuple[SurvivalStep, ...]
-    # completions that are worth one independent trial: all, over the rounds that were compared with another, of the
-    # largest of them. Infinite where there is none.
-    effect: float
     summaries: Mapping[int, SampleSummary]
     unit: str = "prompt"  # what a prompt is called: a prompt with its seed is a subject of its own
 
@@ -694,19 +686,12 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
 
 
 def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> PromptSet:
-    times, ends = [], []
-    held: Counter[int] = Counter()  # completions of each round that was compared with another
-    for s in members.values():
-        t, e = _times(s)
-        times += t
-        ends += e
-        held.update({number: len(lengths) for number, lengths in s.held_rounds.items()})
+    held = {number for s in members.values() for number in s.held_rounds}  # compared with another
     n, diverged = sum(s.n for s in members.values()), sum(s.distinct_traces > 1 for s in members.values())
     comparisons = n - len(members)  # a prompt's first completion is the reference
     clean = not diverged and comparisons > 0
     pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
     news = [s.new_share for s in members.values() if s.new_share is not None]
-    effect = n * max(held.values()) / held.total() if held else math.inf
     return PromptSet(
         impl=impl,
         differing_traces=diverged,
@@ -719,8 +704,6 @@ def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, un
         bound_completions=one_sided_bound(comparisons) if clean else None,
         disagreement=fmean(pairs) if pairs else None,
         new=fmean(news) if news else None,
-        curve=tuple(kaplan_meier(times, ends, effect)) if times else (),
-        effect=effect,
         summaries=dict(members),
         unit=unit,
     )
@@ -732,15 +715,6 @@ def compared(first: PromptSet, second: PromptSet) -> Comparison:
     only_first = sum(a.distinct_completions > 1 >= b.distinct_completions for a, b in both)
     only_second = sum(b.distinct_completions > 1 >= a.distinct_completions for a, b in both)
     return Comparison(len(both), only_first, only_second, mcnemar(only_first, only_second))
-
-
-def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
-    """For each completion the tokens that it shares with the most common, and whether it differs after them."""
-    times, ends = [], []
-    for c in summary.completions:
-        times += [len(c.token_ids) if c.parts_at is None else c.parts_at] * c.count
-        ends += [c.parts_at is not None] * c.count
-    return times, ends
 
 
 def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str]) -> list[SampleSummary]:
