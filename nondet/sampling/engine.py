@@ -586,9 +586,9 @@ class Arrivals(_Above):
         return scheduled
 
     def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *more: Any) -> None:
-        room = self.order.room(state, token_budget)
-        if room is not None:
-            super()._schedule_request(state, request_tokens, room, *more)
+        granted = self.order.allowed(state, token_budget)
+        if granted is not None:
+            super()._schedule_request(state, request_tokens, granted, *more)
 
     def add_waiting_request(self, state: Any) -> None:
         """A request arrives, or returns after its cache was freed."""

@@ -157,11 +157,11 @@ class Speculation(Order):
             state.tokens_to_process = [state.generated_tokens[-1], *kept]
             self._states[state.request_id], self._drafts[state.request_id] = state, kept
 
-    def room(self, state: Any, budget: int) -> int | None:
+    def allowed(self, state: Any, budget: int) -> int | None:
         """None where the request decodes under speculation: its drafts are cut to what the step has room for."""
         name = state.request_id
         if name not in self._drafts or self._states[name] is not state:
-            return super().room(state, budget)
+            return super().allowed(state, budget)
         state.tokens_to_process = state.tokens_to_process[: max(1, budget)]
         self._drafts[name] = self._drafts[name][: len(state.tokens_to_process) - 1]
         return None
