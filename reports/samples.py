@@ -237,7 +237,7 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     if speed is not None:
         ratio = ratio_text(speed)
         made.append(Paragraph(text.sentence(f"{ratio[:1].upper()}{ratio[1:]}")))
-        if speed.is_cost:
+        if not speed.no_cost:
             made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
     return made
 

@@ -68,17 +68,10 @@ class SpeedRatio:
     baseline: str
     stock: float
     invariant: float
-    host_bound: bool = False  # stock may have waited for cuDNN's work on the host, see `HOST_NOTE`
-    # of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds. None where too
-    # few were timed, or not in turn, as `reason` explains: then the ratio is not a result.
+    # of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds
     interval: tuple[float, float] | None = None
     rounds: int = 0  # rounds that both completed
-    reason: str = TOO_FEW_ROUNDS
-
-    @property
-    def is_cost(self) -> bool:
-        """Whether the ratio may be reported as the cost of the fix."""
-        return self.interval is not None and not self.host_bound
+    no_cost: str = TOO_FEW_ROUNDS  # why the ratio may not be reported as the cost of the fix; "" where it may
 
     @property
     def ratio(self) -> float:
@@ -117,22 +110,25 @@ def speed_ratio_of(run: Run) -> SpeedRatio | None:
     load = run.header.plan.get("load")
     graphs = isinstance(load, dict) and bool(load.get("graphs"))
     host_bound = baseline == Role.STOCK and run.header.plan.get("device") == "cuda" and not graphs
-    speed = SpeedRatio(baseline, rates[baseline], rates[invariant], host_bound)
-    if run.steps:
-        if not {"rounds", *_SPAN} <= timed.keys():
-            return speed
-        return replace(speed, interval=(float(timed[_SPAN[0]]), float(timed[_SPAN[1]])), rounds=int(timed["rounds"]))
-    ours, stock = rounds[invariant], rounds[baseline]
-    ratios = [ours[same] / stock[same] for same in ours.keys() & stock.keys()]
-    if not run.header.plan.get("turns"):
-        return replace(speed, rounds=len(ratios), reason=NOT_IN_TURN)
-    return replace(speed, interval=median_interval(ratios), rounds=len(ratios))
+    interval, count, no_cost = None, 0, HOST_NOTE if host_bound else ""
+    if not run.steps:
+        ours, stock = rounds[invariant], rounds[baseline]
+        ratios = [ours[same] / stock[same] for same in ours.keys() & stock.keys()]
+        count = len(ratios)
+        if run.header.plan.get("turns"):
+            interval = median_interval(ratios)
+        else:
+            no_cost = no_cost or NOT_IN_TURN
+    elif {"rounds", *_SPAN} <= timed.keys():
+        interval, count = (float(timed[_SPAN[0]]), float(timed[_SPAN[1]])), int(timed["rounds"])
+    no_cost = no_cost or ("" if interval else TOO_FEW_ROUNDS)
+    return SpeedRatio(baseline, rates[baseline], rates[invariant], interval, count, no_cost)
 
 
 def ratio_text(speed: SpeedRatio) -> str:
     """ "speed ratio 0.98 against stock-no-cudnn (0.95 to 1.02, 25 rounds)", or that the ratio is not a cost."""
-    if speed.interval is None or speed.host_bound:
-        return f"cost not measured: {HOST_NOTE if speed.host_bound else speed.reason}"
+    if speed.no_cost or speed.interval is None:
+        return f"cost not measured: {speed.no_cost}"
     span, stock = f"{speed.interval[0]:.2f} to {speed.interval[1]:.2f}", one_line(speed.baseline, 40)
     if speed.rounds < _MEDIAN_LEAST:  # of a diagnosis: too few rounds for a result
         return f"speed ratio {span} against {stock} ({speed.rounds} rounds)"
@@ -144,15 +140,14 @@ def diagnosed_cost(run: Run) -> str:
     speed, timed = speed_ratio_of(run), _timed(run)
     if speed is None or not timed:
         return ""
-    if speed.is_cost:
+    if not speed.no_cost:
         return f"S{ratio_text(speed)[1:]}."
     rates = [f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"]
     for name, rate in timed.items():
         if name.startswith("invariant:") and name.endswith(_RATE):
             family = name.removeprefix("invariant:").removesuffix(_RATE)
             rates.append(f"with only {one_line(family, 60)} {float(rate):,.0f}")
-    why = HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS
-    return f"Not measured: {why} ({'; '.join(rates)})."
+    return f"Not measured: {speed.no_cost} ({'; '.join(rates)})."
 
 
 def _timed(run: Run) -> Mapping[str, Any]:

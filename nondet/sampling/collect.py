@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Protocol
@@ -49,21 +49,15 @@ class Arm:
     conditions: Conditions
 
 
-def arms_of(base: Conditions, axes: Sequence[Varied] = ()) -> list[Arm]:
-    """The base, then every value of every axis, in the order in which they are run."""
-    arms = [Arm(BASE_ARM if axes else "", base)]
-    return arms + [Arm(arm_of(v.axis.name, value), conditions) for v in axes for value, conditions in v.values]
-
-
 @dataclass(frozen=True)
 class Survey:
     """What is sampled: the plan's rounds in every arm, under every implementation."""
 
     loaded: LoadedModel
     plan: Plan
-    arms: Sequence[Arm]
+    base: Conditions
     impls: Sequence[str]
-    axes: Sequence[Varied] = ()  # what the arms vary; () where there is one arm
+    axes: Sequence[Varied] = ()  # what is varied; () where there is one arm
     seed: int = 0
     # run each round under every implementation before the next round, so that their times can be compared; else all
     # rounds of one implementation come before those of the next
@@ -72,6 +66,12 @@ class Survey:
     # batch caused it; see `nondet.sampling.replay.rounds_to_settle`
     settle: int = 0
     wanted: Callable[[int], bool] = lambda number: True  # whether a round is still to be run, when its turn comes
+
+    @cached_property
+    def arms(self) -> list[Arm]:
+        """The base, then every value of every axis, in the order in which they are run."""
+        others = (Arm(arm_of(v.axis.name, value), conditions) for v in self.axes for value, conditions in v.values)
+        return [Arm(BASE_ARM if self.axes else "", self.base), *others]
 
     @property
     def rounds(self) -> int:
@@ -438,7 +438,7 @@ class _Rounds(RoundCollector):
         return Trace(digest=digest, text=text, seed=replay.seed_of(outcome), **figures)
 
     def _write_recording(self, index: int, session: Session) -> None:
-        plan, conditions = self.survey.plan, self.survey.arms[0].conditions
+        plan, conditions = self.survey.plan, self.survey.base
         named: dict[str, Any] = {"impl": self.impl, "round": index, "seed": self.survey.seed, "eos": []}
         named |= {"engine": self.host.describe(conditions), "weights": self.weights}
         self.write(replay.recording(self._drawn(plan.rounds[index]), plan.load, session.packs, **named))

@@ -19,7 +19,7 @@ import torch
 from nondet.errors import UserError
 from nondet.sampling.orders import ORDERS, Order
 from nondet.sampling.plan import Load, Request, Setting
-from nondet.sampling.schedule import SessionLog
+from nondet.sampling.schedule import SessionLog, two_largest
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
@@ -221,7 +221,7 @@ class Speculation(Order):
             kept += pieces
             at += len(drafts)
         self.log.rows[-1] = names
-        self.log.keep_tops(torch.cat(kept))
+        self.log.top.append(two_largest(torch.cat(kept)))
 
     def _settle(self, name: str, mine: list[tuple[int, float]], agreed: int) -> None:
         """Have the engine's own bookkeeping take several tokens at once when it adds this request's token."""

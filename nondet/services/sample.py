@@ -361,7 +361,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
     survey, described = _surveyed(request, loaded, texts, n, axes, output.sink)
     with closing(_host(request, survey)) as host:
         if request.engine == "vllm":
-            described["engine"] = host.describe(survey.arms[0].conditions)
+            described["engine"] = host.describe(survey.base)
         with output.recording("sample", described, request.seed) as writer, output.sink.progress() as bars:
             total = survey.plan.targets * len(survey.arms)
             collect(survey, host, writer, _Shown(output.sink, bars, request.impls, total))
@@ -376,7 +376,7 @@ def _surveyed(
 ) -> tuple[Survey, dict[str, Any]]:  # fmt: skip
     """What is sampled, and its description in the run's header; `wanted` are the axes, None where nothing is varied."""
     from nondet.sampling.axes import Conditions
-    from nondet.sampling.collect import Survey, arms_of, plan_prompts
+    from nondet.sampling.collect import Survey, plan_prompts
 
     load = _load_of(request, loaded, wanted is not None, sink)
     prompt, earlier = ((), ()) if wanted is None else _texts(loaded, texts[0], request)
@@ -398,8 +398,7 @@ def _surveyed(
 
         check_heads(loaded.name, loaded.model.config, request.world)
         described["ranks"] = request.world
-    arms = arms_of(base, axes)
-    survey = Survey(loaded, plan, arms, request.impls, axes, request.seed, request.turns, settle=_SETTLE)
+    survey = Survey(loaded, plan, base, request.impls, axes, request.seed, request.turns, settle=_SETTLE)
     return survey, described
 
 
