@@ -414,7 +414,7 @@ def _cost(report: Report) -> Step:
     """The lowest fair ratio end to end, else the means of single operators, else the command that measures it."""
     speeds = [p.speed for r in report.runs for p in r.samples[:1] if p.speed is not None]
     speeds += [s for r in report.runs if r.story and not r.samples for s in (speed_ratio_of(r.run),) if s is not None]
-    measured = sorted((s for s in speeds if s.is_cost), key=lambda s: s.ratio)
+    measured = sorted((s for s in speeds if not s.no_cost), key=lambda s: s.ratio)
     if measured:
         lowest = f", the lowest of {len(measured)}" if len(measured) > 1 else ""
         return Step("cost", f"{ratio_text(measured[0])}{lowest}")

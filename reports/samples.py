@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
-from nondet.core.statistics import SurvivalStep, one_sided_bound, percent, percent_range
+from nondet.core.statistics import one_sided_bound, percent, percent_range
 from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import letter
@@ -43,7 +43,6 @@ SAMPLES_MOST = 24
 # Distinct completions on a page, the most common ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12
-_POINTS = 5
 _TEXT = 60
 
 
@@ -156,7 +155,6 @@ def _measures_of_all(o: PromptSet) -> dict[str, str]:
         f"{o.unit}s whose texts differ": f"{o.differing_texts:,} of {o.prompts:,}",
         f"pairs that differ, mean over {o.unit}s": _share(o.disagreement),
         f"chance of a new text next, mean over {o.unit}s": _share(o.new),
-        "agree so far (Kaplan-Meier)": _curve_text(o),
     }
 
 
@@ -179,20 +177,6 @@ def _traces_text(o: PromptSet) -> str:
     if o.prompts < 2:
         return counts
     return f"{counts} (95% {percent_range(*o.share)} of {o.unit}s drawn like these, under such loads)"
-
-
-def _curve_text(o: PromptSet) -> str:
-    steps = list(o.curve)
-    if len(steps) < 2:
-        return "no difference" if steps else ""
-    if len(steps) > _POINTS:
-        steps = [steps[round(i * (len(steps) - 1) / (_POINTS - 1))] for i in range(_POINTS)]
-    return "; ".join(map(_step_text, steps[1:]))
-
-
-def _step_text(s: SurvivalStep) -> str:
-    span = percent_range(s.low, s.high) if s.high - s.low < 1.0 else TOO_FEW
-    return f"{percent(s.survival)} from token {s.time} on ({span})"
 
 
 def _comparison(first: PromptSet, second: PromptSet) -> list[str]:
@@ -253,7 +237,7 @@ def sample_blocks(told: Samples, number: int, opened: bool) -> list[Block]:
     if speed is not None:
         ratio = ratio_text(speed)
         made.append(Paragraph(text.sentence(f"{ratio[:1].upper()}{ratio[1:]}")))
-        if speed.is_cost:
+        if not speed.no_cost:
             made.append(Paragraph(f"{DEFINITION.capitalize()}.", "soft"))
     return made
 

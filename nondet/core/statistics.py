@@ -1,5 +1,4 @@
-"""Bounds, intervals, shares, survival and paired comparisons; how a rate is rounded. Their sources, and when each is
-valid: docs/statistics.md.
+"""Bounds, intervals, shares and paired comparisons; how a rate is rounded. See docs/statistics.md.
 
 Completions that share a batch are not independent: whatever changed one, a full batch or a tile, also changes its
 neighbours. So a bound holds by round (the unit that is drawn), and by completion only if rounds don't matter. The
@@ -9,9 +8,7 @@ correlation within a round is not estimated, because a few rounds that happened 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -163,45 +160,6 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 def percent_range(low: float, high: float) -> str:
     """An interval in percent, rounded outwards."""
     return f"{percent(low, 'down')} to {percent(high, 'up')}"
-
-
-class SurvivalStep(NamedTuple):
-    """The estimate from one time on, up to the next step."""
-
-    time: int  # of a first difference; the first step is at 0
-    at_risk: int  # those that had no difference before it
-    events: int  # those that differ there first
-    survival: float  # estimated share that has no difference after it
-    low: float  # pointwise 95% interval of it
-    high: float
-
-
-def kaplan_meier(times: Sequence[int], differs: Sequence[bool], effect: float = 1.0) -> list[SurvivalStep]:
-    """The share without a difference, over time, by the product-limit estimate.
-
-    Pointwise intervals are those of as many independent trials as would have Greenwood's variance, over the effect;
-    where nothing differs the upper end is 1 and the lower that of 0 of n, 0.05^(effect/n). If one differs and one ends
-    at the same time, the difference counts first.
-
-    Args:
-        times: For each, the tokens after which it differed or ended.
-        differs: Whether it differed; else its text ended there, without a difference (censored).
-        effect: Completions that are worth one independent trial, 1 or more; infinite: the intervals are 0 to 1.
-    """
-    events, leaving = Counter(time for time, hit in zip(times, differs, strict=True) if hit), Counter(times)
-    at_risk, survival, variance = len(times), 1.0, 0.0
-    steps = [SurvivalStep(0, at_risk, 0, 1.0, 0.05 ** (effect / at_risk), 1.0)]
-    for time in sorted(leaving):
-        if hits := events[time]:
-            survival *= 1.0 - hits / at_risk
-            variance += hits / (at_risk * (at_risk - hits)) if at_risk > hits else math.inf
-            # without censoring these are all n; where all the remaining ones differ, the remaining ones
-            trials = (1.0 - survival) / (survival * variance) if survival > 0.0 else at_risk
-            trials /= effect
-            bounds = confidence_sequence(survival * trials, trials) if trials > 0.0 else (0.0, 1.0)
-            steps.append(SurvivalStep(time, at_risk, hits, survival, *bounds))
-        at_risk -= leaving[time]
-    return steps
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

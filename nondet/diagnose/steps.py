@@ -39,7 +39,7 @@ from nondet.diagnose.verdict import (
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.axes import Conditions
-from nondet.sampling.collect import Here, Survey, arms_of, collect
+from nondet.sampling.collect import Here, Survey, collect
 from nondet.sampling.engine import TransformersEngine, pinned
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
@@ -453,8 +453,8 @@ class Diagnoser:
 
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
         """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
-        arms = arms_of(Conditions(self.plan.load, self.loaded.dtype, threads=self.threads))
-        survey = Survey(self.loaded, self.plan, arms, [impl], seed=self.seed, wanted=wanted)
+        base = Conditions(self.plan.load, self.loaded.dtype, threads=self.threads)
+        survey = Survey(self.loaded, self.plan, base, [impl], seed=self.seed, wanted=wanted)
         collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from nondet.embedded import DEFAULT_PROMPT
-from nondet.sampling.plan import kernels_of
+from nondet.sampling.plan import DRAWN
 
 
 class Arm(NamedTuple):
@@ -31,7 +31,7 @@ ARMS: dict[str, Arm] = {
 
 def arm_of(name: str) -> Arm:
     """The arm of this name in `ARMS`, or "invariant:attention+norm" with these families; stock for "file"."""
-    base, _, families = kernels_of(name).partition(":")
+    base, _, families = DRAWN.get(name, name).partition(":")
     return ARMS.get(base, ARMS["stock"])._replace(families=tuple(families.split("+")) if families else ())
 
 

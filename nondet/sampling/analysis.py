@@ -21,10 +21,8 @@ import numpy.typing as npt
 from nondet.core.records import Completion, EmbedPass, Role, Round, Run, families_of, role_of
 from nondet.core.statistics import (
     CONFIDENCE,
-    SurvivalStep,
     confidence_sequence,
     k3,
-    kaplan_meier,
     mcnemar,
     median_interval,
     new_share,
@@ -70,17 +68,10 @@ class SpeedRatio:
     baseline: str
     stock: float
     invariant: float
-    host_bound: bool = False  # stock may have waited for cuDNN's work on the host, see `HOST_NOTE`
-    # of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds. None where too
-    # few were timed, or not in turn, as `reason` explains: then the ratio is not a result.
+    # of the ratio of a round, at 95%; of a diagnosis the least and the largest of its few timed rounds
     interval: tuple[float, float] | None = None
     rounds: int = 0  # rounds that both completed
-    reason: str = TOO_FEW_ROUNDS
-
-    @property
-    def is_cost(self) -> bool:
-        """Whether the ratio may be reported as the cost of the fix."""
-        return self.interval is not None and not self.host_bound
+    no_cost: str = TOO_FEW_ROUNDS  # why the ratio may not be reported as the cost of the fix; "" where it may
 
     @property
     def ratio(self) -> float:
@@ -119,22 +110,25 @@ def speed_ratio_of(run: Run) -> SpeedRatio | None:
     load = run.header.plan.get("load")
     graphs = isinstance(load, dict) and bool(load.get("graphs"))
     host_bound = baseline == Role.STOCK and run.header.plan.get("device") == "cuda" and not graphs
-    speed = SpeedRatio(baseline, rates[baseline], rates[invariant], host_bound)
-    if run.steps:
-        if not {"rounds", *_SPAN} <= timed.keys():
-            return speed
-        return replace(speed, interval=(float(timed[_SPAN[0]]), float(timed[_SPAN[1]])), rounds=int(timed["rounds"]))
-    ours, stock = rounds[invariant], rounds[baseline]
-    ratios = [ours[same] / stock[same] for same in ours.keys() & stock.keys()]
-    if not run.header.plan.get("turns"):
-        return replace(speed, rounds=len(ratios), reason=NOT_IN_TURN)
-    return replace(speed, interval=median_interval(ratios), rounds=len(ratios))
+    interval, count, no_cost = None, 0, HOST_NOTE if host_bound else ""
+    if not run.steps:
+        ours, stock = rounds[invariant], rounds[baseline]
+        ratios = [ours[same] / stock[same] for same in ours.keys() & stock.keys()]
+        count = len(ratios)
+        if run.header.plan.get("turns"):
+            interval = median_interval(ratios)
+        else:
+            no_cost = no_cost or NOT_IN_TURN
+    elif {"rounds", *_SPAN} <= timed.keys():
+        interval, count = (float(timed[_SPAN[0]]), float(timed[_SPAN[1]])), int(timed["rounds"])
+    no_cost = no_cost or ("" if interval else TOO_FEW_ROUNDS)
+    return SpeedRatio(baseline, rates[baseline], rates[invariant], interval, count, no_cost)
 
 
 def ratio_text(speed: SpeedRatio) -> str:
     """ "speed ratio 0.98 against stock-no-cudnn (0.95 to 1.02, 25 rounds)", or that the ratio is not a cost."""
-    if speed.interval is None or speed.host_bound:
-        return f"cost not measured: {HOST_NOTE if speed.host_bound else speed.reason}"
+    if speed.no_cost or speed.interval is None:
+        return f"cost not measured: {speed.no_cost}"
     span, stock = f"{speed.interval[0]:.2f} to {speed.interval[1]:.2f}", one_line(speed.baseline, 40)
     if speed.rounds < _MEDIAN_LEAST:  # of a diagnosis: too few rounds for a result
         return f"speed ratio {span} against {stock} ({speed.rounds} rounds)"
@@ -146,15 +140,14 @@ def diagnosed_cost(run: Run) -> str:
     speed, timed = speed_ratio_of(run), _timed(run)
     if speed is None or not timed:
         return ""
-    if speed.is_cost:
+    if not speed.no_cost:
         return f"S{ratio_text(speed)[1:]}."
     rates = [f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"]
     for name, rate in timed.items():
         if name.startswith("invariant:") and name.endswith(_RATE):
             family = name.removeprefix("invariant:").removesuffix(_RATE)
             rates.append(f"with only {one_line(family, 60)} {float(rate):,.0f}")
-    why = HOST_NOTE if speed.host_bound else TOO_FEW_ROUNDS
-    return f"Not measured: {why} ({'; '.join(rates)})."
+    return f"Not measured: {speed.no_cost} ({'; '.join(rates)})."
 
 
 def _timed(run: Run) -> Mapping[str, Any]:
@@ -636,7 +629,7 @@ def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
     return [cure for cure, families in zip(cures, sets, strict=True) if not any(other < families for other in sets)]
 
 
-# All prompts of a run together: how many diverge, when, and whether one implementation diverges more than another.
+# All prompts of a run together: how many diverge, and whether one implementation diverges more than another.
 #
 # Prompts are the unit of every comparison between implementations, because a set is a sample of prompts.
 
@@ -660,12 +653,6 @@ class PromptSet:
     # means over prompts of the share of pairs that differ, and of the chance of a new text
     disagreement: float | None
     new: float | None
-    # Kaplan-Meier of the first token that differs from the prompt's most common completion; the end of an equal text is
-    # censoring. Intervals by round, as `effect`.
-    curve: tuple[SurvivalStep, ...]
-    # completions that are worth one independent trial: all, over the rounds that were compared with another, of the
-    # largest of them. Infinite where there is none.
-    effect: float
     summaries: Mapping[int, SampleSummary]
     unit: str = "prompt"  # what a prompt is called: a prompt with its seed is a subject of its own
 
@@ -694,19 +681,12 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
 
 
 def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> PromptSet:
-    times, ends = [], []
-    held: Counter[int] = Counter()  # completions of each round that was compared with another
-    for s in members.values():
-        t, e = _times(s)
-        times += t
-        ends += e
-        held.update({number: len(lengths) for number, lengths in s.held_rounds.items()})
+    held = {number for s in members.values() for number in s.held_rounds}  # compared with another
     n, diverged = sum(s.n for s in members.values()), sum(s.distinct_traces > 1 for s in members.values())
     comparisons = n - len(members)  # a prompt's first completion is the reference
     clean = not diverged and comparisons > 0
     pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
     news = [s.new_share for s in members.values() if s.new_share is not None]
-    effect = n * max(held.values()) / held.total() if held else math.inf
     return PromptSet(
         impl=impl,
         differing_traces=diverged,
@@ -719,8 +699,6 @@ def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, un
         bound_completions=one_sided_bound(comparisons) if clean else None,
         disagreement=fmean(pairs) if pairs else None,
         new=fmean(news) if news else None,
-        curve=tuple(kaplan_meier(times, ends, effect)) if times else (),
-        effect=effect,
         summaries=dict(members),
         unit=unit,
     )
@@ -732,15 +710,6 @@ def compared(first: PromptSet, second: PromptSet) -> Comparison:
     only_first = sum(a.distinct_completions > 1 >= b.distinct_completions for a, b in both)
     only_second = sum(b.distinct_completions > 1 >= a.distinct_completions for a, b in both)
     return Comparison(len(both), only_first, only_second, mcnemar(only_first, only_second))
-
-
-def _times(summary: SampleSummary) -> tuple[list[int], list[bool]]:
-    """For each completion the tokens that it shares with the most common, and whether it differs after them."""
-    times, ends = [], []
-    for c in summary.completions:
-        times += [len(c.token_ids) if c.parts_at is None else c.parts_at] * c.count
-        ends += [c.parts_at is not None] * c.count
-    return times, ends
 
 
 def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str]) -> list[SampleSummary]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Protocol
@@ -49,21 +49,15 @@ class Arm:
     conditions: Conditions
 
 
-def arms_of(base: Conditions, axes: Sequence[Varied] = ()) -> list[Arm]:
-    """The base, then every value of every axis, in the order in which they are run."""
-    arms = [Arm(BASE_ARM if axes else "", base)]
-    return arms + [Arm(arm_of(v.axis.name, value), conditions) for v in axes for value, conditions in v.values]
-
-
 @dataclass(frozen=True)
 class Survey:
     """What is sampled: the plan's rounds in every arm, under every implementation."""
 
     loaded: LoadedModel
     plan: Plan
-    arms: Sequence[Arm]
+    base: Conditions
     impls: Sequence[str]
-    axes: Sequence[Varied] = ()  # what the arms vary; () where there is one arm
+    axes: Sequence[Varied] = ()  # what is varied; () where there is one arm
     seed: int = 0
     # run each round under every implementation before the next round, so that their times can be compared; else all
     # rounds of one implementation come before those of the next
@@ -72,6 +66,12 @@ class Survey:
     # batch caused it; see `nondet.sampling.replay.rounds_to_settle`
     settle: int = 0
     wanted: Callable[[int], bool] = lambda number: True  # whether a round is still to be run, when its turn comes
+
+    @cached_property
+    def arms(self) -> list[Arm]:
+        """The base, then every value of every axis, in the order in which they are run."""
+        others = (Arm(arm_of(v.axis.name, value), conditions) for v in self.axes for value, conditions in v.values)
+        return [Arm(BASE_ARM if self.axes else "", self.base), *others]
 
     @property
     def rounds(self) -> int:
@@ -100,8 +100,8 @@ def plan_prompts(
         try:
             check_lengths(loaded, ids, length)
         except UserError as error:
-            place = getattr(text, "place", "")
-            raise (UserError(f"{place}: {error.what}", error.hint) if place else error) from None
+            where = getattr(text, "place", "")
+            raise UserError(f"{where}: {error.what}" if where else error.what, error.hint) from None
     context = loaded.context or 2**31
     fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
     if n * len(texts) * max(1, len(samplings)) < 2 * plans.RIDERS_EVERY:
@@ -256,21 +256,12 @@ def collect(
 def _in_order(parts: Sequence[_Rounds], survey: Survey) -> Iterator[tuple[_Rounds, Callable[[], object]]]:
     """What is to be done, step by step. In turns the order of the implementations rotates by one each round: so a drift
     of the machine affects all of them alike, and none always follows the same other one."""
-    if not survey.turns:
-        for part in parts:
-            yield part, part.begin
-            for number in range(survey.rounds):
-                yield part, partial(part.play, number)
-            yield part, part.finish
-        return
-    for part in parts:
-        yield part, part.begin
-    for number in range(survey.rounds):
-        first = number % len(parts)
-        for part in (*parts[first:], *parts[:first]):
-            yield part, partial(part.play, number)
-    for part in parts:
-        yield part, part.finish
+    for group in [parts] if survey.turns else [[part] for part in parts]:
+        yield from ((part, part.begin) for part in group)
+        for number in range(survey.rounds):
+            first = number % len(group)
+            yield from ((part, partial(part.play, number)) for part in (*group[first:], *group[:first]))
+        yield from ((part, part.finish) for part in group)
 
 
 @dataclass(eq=False)
@@ -399,7 +390,7 @@ class _Rounds(RoundCollector):
         return self.host.play(self._drawn(requests), arm.conditions, self.impl, self.survey.seed, on_tokens)
 
     def _drawn(self, requests: Sequence[Request]) -> list[Request]:
-        seeded = not plans.draws_itself(self.impl)
+        seeded = self.impl not in plans.UNSEEDED
         return [r if r.sampling is None else replace(r, sampling=replace(r.sampling, seeded=seeded)) for r in requests]
 
     def _count(self, arm: str, request: Request, new: int) -> None:
@@ -447,7 +438,7 @@ class _Rounds(RoundCollector):
         return Trace(digest=digest, text=text, seed=replay.seed_of(outcome), **figures)
 
     def _write_recording(self, index: int, session: Session) -> None:
-        plan, conditions = self.survey.plan, self.survey.arms[0].conditions
+        plan, conditions = self.survey.plan, self.survey.base
         named: dict[str, Any] = {"impl": self.impl, "round": index, "seed": self.survey.seed, "eos": []}
         named |= {"engine": self.host.describe(conditions), "weights": self.weights}
         self.write(replay.recording(self._drawn(plan.rounds[index]), plan.load, session.packs, **named))

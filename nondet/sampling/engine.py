@@ -157,23 +157,18 @@ def why_no_graphs(config: Any) -> str:
 
 @contextmanager
 def masks_at_once(device: torch.device) -> Iterator[None]:
-    """Write the engine's mask of a step by `write_mask`: the same numbers, with a few launches for any pack.
-
-    transformers writes it request by request, with three launches and five views for each, which dominates the host
-    time of a small model on a GPU. On a CPU launches are cheap, and its blocks are fewer numbers than the whole; there,
-    and in versions without that function, the engine is unchanged.
-    """
+    """On a GPU, where launches dominate the host time of a small model, write the engine's mask of a step by
+    `write_mask`: the same numbers with a few launches, where transformers has three and five views for each request."""
     from transformers.generation.continuous_batching import input_outputs
 
     before = getattr(input_outputs, "build_attention_mask", None)
-    if before is None or device.type == "cpu":
-        yield
-        return
-    input_outputs.build_attention_mask = write_mask
+    if before is not None and device.type != "cpu":
+        input_outputs.build_attention_mask = write_mask
     try:
         yield
     finally:
-        input_outputs.build_attention_mask = before
+        if before is not None:
+            input_outputs.build_attention_mask = before
 
 
 def write_mask(
@@ -586,9 +581,9 @@ class Arrivals(_Above):
         return scheduled
 
     def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *more: Any) -> None:
-        room = self.order.room(state, token_budget)
-        if room is not None:
-            super()._schedule_request(state, request_tokens, room, *more)
+        granted = self.order.allowed(state, token_budget)
+        if granted is not None:
+            super()._schedule_request(state, request_tokens, granted, *more)
 
     def add_waiting_request(self, state: Any) -> None:
         """A request arrives, or returns after its cache was freed."""

@@ -6,13 +6,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.dispatch.transformers_attention import is_paged, longest, update_cache
-from nondet.sampling.plan import kernels_of
+from nondet.sampling.plan import DRAWN
 
 # Stock with torch's own FlashAttention over each request's keys, under transformers' continuous batching.
 #
@@ -34,7 +35,7 @@ def stock_flash() -> Iterator[None]:
     table = AttentionInterface()
     before = {name: table[name] for name in _NAMES if name in list(table)}
     for name, original in before.items():
-        AttentionInterface.register(name, _standing_for(original))
+        AttentionInterface.register(name, partial(_flash, original))
     try:
         yield
     finally:
@@ -42,40 +43,28 @@ def stock_flash() -> Iterator[None]:
             AttentionInterface.register(name, original)
 
 
-def _standing_for(original: Any) -> Any:
-    def forward(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if not is_paged(kwargs) or not query.is_cuda or query.dtype == torch.float32:
-            return original(module, query, key, value, attention_mask, *args, **kwargs)
-        bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
-        window = bound.get("sliding_window") or getattr(module, "sliding_window", None)
-        keys, values = update_cache(
-            bound.get("cache"), module.layer_idx, key, value, bound, "sliding_attention" if window else "full_attention"
-        )
-        out = torch.ops.aten._flash_attention_forward(
-            query[0].transpose(0, 1),
-            keys,
-            values,
-            bound["cu_seq_lens_q"].to(torch.int32),
-            bound["cu_seq_lens_k"].to(torch.int32),
-            longest("q", bound),
-            longest("k", bound),
-            0.0,
-            True,  # causal, aligned to each request's last key
-            False,
-            scale=bound.get("scaling"),
-            window_size_left=window - 1 if window else None,
-        )[0]
-        return out[None], None
-
-    return forward
+def _flash(original: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_paged(kwargs) or not query.is_cuda or query.dtype == torch.float32:
+        return original(module, query, key, value, mask, *args, **kwargs)
+    bound = {**dict(zip(("dropout", "scaling"), args, strict=False)), **kwargs}
+    window = bound.get("sliding_window") or getattr(module, "sliding_window", None)
+    kind = "sliding_attention" if window else "full_attention"
+    keys, values = update_cache(bound.get("cache"), module.layer_idx, key, value, bound, kind)
+    out = torch.ops.aten._flash_attention_forward(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        bound["cu_seq_lens_q"].to(torch.int32),
+        bound["cu_seq_lens_k"].to(torch.int32),
+        longest("q", bound),
+        longest("k", bound),
+        0.0,
+        True,  # causal, aligned to each request's last key
+        False,
+        scale=bound.get("scaling"),
+        window_size_left=window - 1 if window else None,
+    )[0]
+    return out[None], None
 
 
 STOCK_NO_CUDNN = "stock-no-cudnn"
@@ -92,7 +81,7 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
     request's keys. Yields a function that gives the dispatcher's counts: "replaced: mm", "left stock: mm float64" or
     "at risk: mm bfloat16" -> calls. Raises UserError: no such implementation or family.
     """
-    name = kernels_of(name)
+    name = DRAWN.get(name, name)
     stocks: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "stock": nullcontext,
         STOCK_NO_CUDNN: _no_cudnn_attention,

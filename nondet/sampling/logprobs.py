@@ -116,7 +116,8 @@ def _forward(
         out.append(torch.where(mask.gather(1, at)[:, 0] | value.isnan(), value, -torch.inf) if some else value)
         masses.append(mass)
     if not out:
-        return rows.new_empty(0, dtype=torch.float64), rows.new_empty(0, dtype=torch.float64), None
+        nothing = rows.new_empty(0, dtype=torch.float64)
+        return nothing, nothing, None
     return torch.cat(out), torch.cat(masses), torch.cat(kept) if some else None
 
 
@@ -137,10 +138,9 @@ def _backward(
         tempered = rows[part] if temperature == 1.0 else rows[part].double() / temperature
         distances = torch.sub(tempered, masses[part, None]).to(torch.promote_types(rows.dtype, torch.float32))
         shares = distances.exp_() if distances.is_cuda else vectors_only(torch.exp, distances)
-        if kept:
-            shares = shares * kept[0][part]
         scale = above[part] / temperature
         if kept:  # a token that was not kept has no gradient
+            shares = shares * kept[0][part]
             scale = scale.where(kept[0][part].gather(1, places[part]), 0.0)
         scale = scale.to(shares.dtype)
         own = (1.0 - shares.gather(1, places[part])) * scale

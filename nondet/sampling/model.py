@@ -24,6 +24,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 _HASHED_BYTES = 256 * 2**20
 _INDEX, _INDEX_MOST = "model.safetensors.index.json", 64 * 2**20
 _COPY = "Copy or download it again; weights must be safetensors."
+_TOKENIZER = "Put its tokenizer.json beside config.json."
 
 
 def check_dtype(dtype: str, device: str) -> torch.dtype:
@@ -39,20 +40,16 @@ def check_dtype(dtype: str, device: str) -> torch.dtype:
 def local_folder(where: str) -> Path | None:
     """The folder, or None for a hub name; a `UserError` where it is neither."""
     path = Path(where).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"{where} has no config.json, so it is no model folder", "Give one made by save_pretrained.")
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"{where} has no config.json, so it is no model folder", "Give a folder made by save_pretrained."
-            )
         return path
     if path.exists():
-        raise UserError(
-            f"{where} is a file, not a model folder", "Give the folder that holds config.json and the weights."
-        )
+        hint = "Give the folder that holds config.json and the weights."
+        raise UserError(f"{where} is a file, not a model folder", hint)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", where) or where.startswith((".", "-")):
-        raise UserError(
-            f"there is no model folder {where}", "Check the path, or give a hub name such as Qwen/Qwen3-0.6B."
-        )
+        hint = "Check the path, or give a hub name such as Qwen/Qwen3-0.6B."
+        raise UserError(f"there is no model folder {where}", hint)
     return None
 
 
@@ -61,33 +58,25 @@ def offline(name: str) -> bool:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    what = f"{name} is no folder here, HF_HUB_OFFLINE is set, and no copy is cached"
+    hint = "Check the path, or unset it."
+    cause: Exception | None = None
     if not constants.HF_HUB_OFFLINE:
         try:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
             return False
         except GatedRepoError as error:
-            raise UserError(
-                f"{name} is gated on the hub", "Accept its terms there and log in with `hf auth login`."
-            ) from error
+            hint = "Accept its terms there and log in with `hf auth login`."
+            raise UserError(f"{name} is gated on the hub", hint) from error
         except HfHubHTTPError as error:
-            if not cached:
-                status = getattr(getattr(error, "response", None), "status_code", "?")
-                raise UserError(
-                    f"{name} is neither a folder here nor a model on the hub (HTTP {status})",
-                    "Check the name; log in if it is private.",
-                ) from error
-        except Exception as error:  # the HTTP client's own errors differ between huggingface_hub versions
-            if not cached:
-                kind = type(error).__name__
-                raise UserError(
-                    f"{name} is no folder here, the hub can't be reached ({kind}), and no copy is cached",
-                    "Check the path or the connection, or leave --model out to use the embedded model.",
-                ) from error
-    elif not cached:
-        raise UserError(
-            f"{name} is no folder here, HF_HUB_OFFLINE is set, and no copy is cached", "Check the path, or unset it."
-        )
+            status = getattr(getattr(error, "response", None), "status_code", "?")
+            what = f"{name} is neither a folder here nor a model on the hub (HTTP {status})"
+            hint, cause = "Check the name; log in if it is private.", error
+        except Exception as error:  # noqa: BLE001 - the HTTP client's own ones differ between versions of the hub
+            what = f"{name} is no folder here, the hub can't be reached ({type(error).__name__}), and no copy is cached"
+            hint, cause = "Check the path or the connection, or leave --model out to use the embedded model.", error
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise UserError(what, hint) from cause
     return True
 
 
@@ -100,9 +89,8 @@ def read_config(where: str, local: Path | None, options: dict[str, Any]) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UserError(f"{where} brings code of its own", "Read it; then add --trust-remote-code.") from error
-        raise UserError(
-            f"{where}: its config.json can't be used: {reason_of(error)}", "Is it a complete transformers model?"
-        ) from error
+        what = f"{where}: its config.json can't be used: {reason_of(error)}"
+        raise UserError(what, "Is it a complete transformers model?") from error
 
 
 def read_tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> Any:
@@ -116,9 +104,7 @@ def read_tokenizer(where: str, local: Path | None, options: dict[str, Any]) -> A
             return PreTrainedTokenizerFast(tokenizer_file=str(plain))
         return AutoTokenizer.from_pretrained(local or where, **options)
     except Exception as error:
-        raise UserError(
-            f"{where}: its tokenizer can't be loaded: {reason_of(error)}", "Put its tokenizer.json beside config.json."
-        ) from error
+        raise UserError(f"{where}: its tokenizer can't be loaded: {reason_of(error)}", _TOKENIZER) from error
 
 
 def weight_names(where: str, local: Path | None, config: Any, options: dict[str, Any]) -> list[str]:
@@ -162,11 +148,14 @@ def weight_names(where: str, local: Path | None, config: Any, options: dict[str,
 
 def _inside(where: str, name: Any, suffix: str) -> str:
     """The name, checked to stay in its folder and to have this suffix."""
+    wrong = ""
     if not (isinstance(name, str) and name.endswith(suffix)):
-        raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, no {suffix}", _COPY)
-    if Path(name).is_absolute() or {"..", ""} & set(re.split(r"[/\\]", name)) or ":" in name:
-        raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, out of its folder", _COPY)
-    return name
+        wrong = f"no {suffix}"
+    elif Path(name).is_absolute() or {"..", ""} & set(re.split(r"[/\\]", name)) or ":" in name:
+        wrong = "out of its folder"
+    if wrong:
+        raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, {wrong}", _COPY)
+    return str(name)
 
 
 def commit_of(where: str, local: Path | None) -> str | None:
@@ -237,11 +226,6 @@ _PUBLISHED: dict[str, tuple[int, int, int, bool]] = {
 _QWEN3_VOCABULARY, _QWEN3_CONTEXT = 151_936, 40_960
 
 
-def is_published(source: str) -> bool:
-    """Whether it has the shapes of a published model, and so weights drawn on its device."""
-    return source.removeprefix(PREFIX) in _PUBLISHED
-
-
 def is_random(source: str | None) -> bool:
     """Whether `--model` means random weights."""
     return source is not None and source.startswith(PREFIX)
@@ -252,33 +236,40 @@ def random_config(source: str, vocabulary: int) -> Any:
     proportions: WIDTH 1024 has 16 heads on 8 key heads, and an MLP of 3072. Raises UserError: another form or sizes."""
     from transformers import AutoConfig
 
-    def config(name: str, layers: int, width: int, heads: int, kv_heads: int, **more: Any) -> Any:
-        sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
-        sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128}
-        no_ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-        return AutoConfig.for_model(name, **sizes, **no_ends, **more)
-
-    if is_published(source):
-        layers, width, heads, tied = _PUBLISHED[source.removeprefix(PREFIX)]
-        own: dict[str, Any] = {"vocab_size": _QWEN3_VOCABULARY, "max_position_embeddings": _QWEN3_CONTEXT}
-        return config("qwen3", layers, width, heads, 8, tie_word_embeddings=tied, **own)
-    match = re.fullmatch(r"([a-z0-9_]+)-(\d{1,4})x(\d{1,6})", source.removeprefix(PREFIX))
-    if match is None:
+    name = source.removeprefix(PREFIX)
+    match = re.fullmatch(r"([a-z0-9_]+)-(\d{1,4})x(\d{1,6})", name)
+    more: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    if name in _PUBLISHED:
+        (layers, width, heads, tied), kind, kv_heads = _PUBLISHED[name], "qwen3", 8
+        vocabulary, context = _QWEN3_VOCABULARY, _QWEN3_CONTEXT
+    elif match is None:
         raise UserError(f"--model {source!r} makes no sense", _HINT)
-    name, layers, width = match[1], int(match[2]), int(match[3])
-    if name not in _ARCHITECTURES:
-        raise UserError(f"--model {source!r}: unknown architecture {name!r}", suggestion(name, _ARCHITECTURES))
-    if not 1 <= layers <= _LAYERS or not _WIDTH_STEP <= width <= _WIDTH or width % _WIDTH_STEP:
-        raise UserError(
-            f"--model {source!r}: {layers} layers of width {width}",
-            f"Give 1 to {_LAYERS} layers and a multiple of {_WIDTH_STEP} up to {_WIDTH}.",
-        )
-    more: dict[str, Any] = {"vocab_size": vocabulary, "max_position_embeddings": _CONTEXT, "tie_word_embeddings": True}
-    more |= _ARCHITECTURES[name]
-    if "layer_types" in more:
-        more["layer_types"] = [more["layer_types"]] * layers
-    heads = 2 * width // 128
-    return config(name, layers, width, heads, max(1, heads // 2), **more)
+    else:
+        kind, layers, width = match[1], int(match[2]), int(match[3])
+        if kind not in _ARCHITECTURES:
+            raise UserError(f"--model {source!r}: unknown architecture {kind!r}", suggestion(kind, _ARCHITECTURES))
+        if not 1 <= layers <= _LAYERS or not _WIDTH_STEP <= width <= _WIDTH or width % _WIDTH_STEP:
+            hint = f"Give 1 to {_LAYERS} layers and a multiple of {_WIDTH_STEP} up to {_WIDTH}."
+            raise UserError(f"--model {source!r}: {layers} layers of width {width}", hint)
+        heads = 2 * width // 128
+        kv_heads = max(1, heads // 2)
+        context, tied = _CONTEXT, True
+        more |= _ARCHITECTURES[kind]
+        if "layer_types" in more:
+            more["layer_types"] = [more["layer_types"]] * layers
+    return AutoConfig.for_model(
+        kind,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        vocab_size=vocabulary,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        **more,
+    )
 
 
 def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -292,10 +283,8 @@ def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cp
     needed = count * dtype.itemsize + 4 * max(config.vocab_size, inner, heads) * width
     free = free_memory() if device == "cpu" else torch.cuda.mem_get_info()[0]
     if needed > free:
-        raise UserError(
-            f"--model {source!r} takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free",
-            "Give fewer layers or a smaller width.",
-        )
+        what = f"--model {source!r} takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free"
+        raise UserError(what, "Give fewer layers or a smaller width.")
 
 
 def random_model(config: Any, dtype: torch.dtype, device: str = "cpu") -> Any:
@@ -375,7 +364,7 @@ def load_model(
         tokenizer = read_tokenizer(where, local, options)
         if random:
             config = random_config(where, max(tokenizer.get_vocab().values()) + 1)
-            made_on = device if is_published(where) else "cpu"
+            made_on = device if where.removeprefix(PREFIX) in _PUBLISHED else "cpu"
             check_memory(where, config, torch_dtype, made_on)
             model = random_model(config, torch_dtype, made_on)
         else:
@@ -384,15 +373,14 @@ def load_model(
             model = read_weights(AutoModelForCausalLM, where, local, config, options)
     if not tokenizer.encode("one word", add_special_tokens=False):
         # transformers makes up an empty tokenizer where a folder has none
-        raise UserError(f"{where} has no tokenizer, or an empty one", "Put its tokenizer.json beside config.json.")
+        raise UserError(f"{where} has no tokenizer, or an empty one", _TOKENIZER)
     rows = check_vocabulary(where, model, tokenizer)
     tokenizer.model_max_length = 10**9  # check_lengths reports in one line; transformers would warn in its own way
     try:
         model = model.to(device).eval()
     except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{where} does not fit into the GPU's memory in {dtype}", "Use a smaller model or --device cpu."
-        ) from error
+        what = f"{where} does not fit into the GPU's memory in {dtype}"
+        raise UserError(what, "Use a smaller model or --device cpu.") from error
     text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     return LoadedModel(
@@ -436,15 +424,12 @@ def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: in
         raise UserError("the prompt has no tokens", "Give some text.")
     if max_new_tokens < 1:
         raise UserError(f"--max-tokens {max_new_tokens} makes no sense", "Give 1 or more.")
-    total = len(prompt) + max_new_tokens
-    if loaded.context is not None and total > loaded.context:
-        room = loaded.context - len(prompt)
-        hint = f"Use --max-tokens {room} or less." if room > 0 else "Shorten the prompt."
-        raise UserError(
-            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total} exceed the model's context of "
-            f"{loaded.context}",
-            hint,
-        )
+    total, context = len(prompt) + max_new_tokens, loaded.context
+    if context is not None and total > context:
+        left = context - len(prompt)
+        hint = f"Use --max-tokens {left} or less." if left > 0 else "Shorten the prompt."
+        needed = f"{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total}"
+        raise UserError(f"{needed} exceed the model's context of {context}", hint)
 
 
 def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
@@ -456,10 +441,8 @@ def _check_causal(where: str, config: Any, trust_remote_code: bool) -> None:
     known = {n for v in CAUSAL.values() for n in ([v] if isinstance(v, str) else v)}
     named_otherwise = bool(names) and not known & set(names)
     if getattr(config, "is_encoder_decoder", False) or config.model_type not in CAUSAL or named_otherwise:
-        what = ", ".join(names) or config.model_type
-        raise UserError(
-            f"{where} is a {what}, not a causal language model", "Give a model that generates text, such as Qwen3."
-        )
+        what = f"{where} is a {', '.join(names) or config.model_type}, not a causal language model"
+        raise UserError(what, "Give a model that generates text, such as Qwen3.")
 
 
 def read_weights(
@@ -472,9 +455,8 @@ def read_weights(
         model, info = auto.from_pretrained(local or where, **named, **options)
     except Exception as error:
         if "scaled_dot_product_attention" in str(error) or "sdpa" in str(error):
-            raise UserError(
-                f"{where} can't use scaled_dot_product_attention, which the engine needs", "Choose another model."
-            ) from error
+            what = f"{where} can't use scaled_dot_product_attention, which the engine needs"
+            raise UserError(what, "Choose another model.") from error
         if "ignore_mismatched_sizes" in str(error):
             raise UserError(f"{where}: the shapes of its weights are not those of its config.json", _COPY) from error
         raise UserError(f"{where}: its weights can't be loaded: {reason_of(error)}", _COPY) from error
@@ -490,9 +472,8 @@ def check_vocabulary(where: str, model: Any, tokenizer: Any) -> int:
     highest = max(tokenizer.get_vocab().values())
     rows = int(model.get_input_embeddings().weight.shape[0])
     if highest >= rows:
-        raise UserError(
-            f"{where}: the tokenizer has ids up to {highest}, the model only {rows}", "Are they of one model?"
-        )
+        what = f"{where}: the tokenizer has ids up to {highest}, the model only {rows}"
+        raise UserError(what, "Are they of one model?")
     return rows
 
 

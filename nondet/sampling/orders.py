@@ -39,7 +39,7 @@ class Order:
     def before(self, states: Iterable[Any], cache: Any) -> None:
         """Called before a step is scheduled, with the running requests (transformers' RequestStates)."""
 
-    def room(self, state: Any, budget: int) -> int | None:
+    def allowed(self, state: Any, budget: int) -> int | None:
         """Tokens of the budget that the request may have in this step; None where its tokens are settled."""
         return budget if self.chunk is None or state.status.name == "DECODING" else min(budget, self.chunk)
 

@@ -10,11 +10,11 @@ import csv
 import hashlib
 import itertools
 import json
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #     unseeded-invariant   invariant logits, drawn as the engine draws
 #     invariant            invariant logits, our draw
 
-# Implementations that exist only at a temperature -> the kernels they run on.
+# Implementations that exist only at a temperature -> the implementation that provides their kernels.
 DRAWN = {"stock-seeded": "stock", "unseeded-invariant": "invariant"}
 UNSEEDED = ("stock", "unseeded-invariant")  # the draw is left to the engine
 SEEDS_MOST = 10_000
@@ -59,36 +59,25 @@ def is_sampling(values: Mapping[str, Any]) -> bool:
     """Whether values from a file are those of a `Sampling` that can be drawn from."""
     if set(values) != {f.name for f in fields(Sampling)} or not isinstance(values["seeded"], bool):
         return False
-    if not all(type(values[name]) is int and 0 <= values[name] < 2**64 for name in ("top_k", "seed")):
-        return False
-    if not all(type(values[name]) in (int, float) for name in ("temperature", "top_p")):
+    wholes, numbers = (values["top_k"], values["seed"]), (values["temperature"], values["top_p"])
+    if not all(type(n) is int and 0 <= n < 2**64 for n in wholes) or not all(type(n) in (int, float) for n in numbers):
         return False
     return bool(0 < values["temperature"] <= _HOTTEST and 0 < values["top_p"] <= 1)
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float, seeds: int) -> bool:
     """Whether anything is drawn; a `UserError` of an invalid value, or an option at temperature 0."""
-    if not (math.isfinite(temperature) and 0.0 <= temperature <= _HOTTEST):
-        raise UserError(f"--temperature {temperature:g} makes no sense", f"Give 0 (greedy) to {_HOTTEST:g}.")
-    if top_k < 0:
-        raise UserError(f"--top-k {top_k} makes no sense", "Give the number of tokens to keep, or 0 for all.")
-    if not 0.0 < top_p <= 1.0:
-        raise UserError(f"--top-p {top_p:g} makes no sense", "Give a share of the mass above 0, up to 1 for all.")
-    if not 1 <= seeds <= SEEDS_MOST:
-        raise UserError(f"--seeds {seeds} makes no sense", f"Give the number of seeds, from 1 to {SEEDS_MOST:,}.")
+    for option, value, sound, hint in (
+        ("temperature", temperature, 0.0 <= temperature <= _HOTTEST, f"Give 0 (greedy) to {_HOTTEST:g}."),
+        ("top-k", top_k, top_k >= 0, "Give the number of tokens to keep, or 0 for all."),
+        ("top-p", top_p, 0.0 < top_p <= 1.0, "Give a share of the mass above 0, up to 1 for all."),
+        ("seeds", seeds, 1 <= seeds <= SEEDS_MOST, f"Give the number of seeds, from 1 to {SEEDS_MOST:,}."),
+    ):
+        if not sound:
+            raise UserError(f"--{option} {value:g} makes no sense", hint)
     if temperature == 0.0 and (top_k or top_p < 1.0 or seeds > 1):
         raise UserError("--top-k, --top-p and --seeds need a temperature above 0", "Add --temperature 0.8, say.")
     return temperature > 0.0
-
-
-def kernels_of(impl: str) -> str:
-    """The implementation that provides its kernels."""
-    return DRAWN.get(impl, impl)
-
-
-def draws_itself(impl: str) -> bool:
-    """Whether the draw is left to the engine under it."""
-    return impl in UNSEEDED
 
 
 # Settings of an engine session in addition to its load: chunks, order, cache size, drafts, attention.
@@ -198,14 +187,10 @@ class Plan:
 
 def parse_load(spec: str) -> Load:
     """Read `--load`: a preset, or changes to one ("default" where none is named); a `UserError` names the error."""
-    load = changed_load(
-        spec, PRESETS, {f.name: ({"others": 0, "page": 4}.get(f.name, 1), _MOST) for f in fields(Load)}, _HINT
-    )
-    if load.others + load.targets > 100_000:
-        raise UserError(
-            f"--load {spec!r}: {load.others + load.targets} requests in one round",
-            "Stay under 100,000 requests a round.",
-        )
+    ranges = {f.name: ({"others": 0, "page": 4}.get(f.name, 1), _MOST) for f in fields(Load)}
+    load = changed_load(spec, PRESETS, ranges, _HINT)
+    if (requests := load.others + load.targets) > 100_000:
+        raise UserError(f"--load {spec!r}: {requests} requests in one round", "Stay under 100,000 requests a round.")
     return load
 
 
@@ -215,21 +200,18 @@ def changed_load(spec: str, presets: Mapping[str, L], ranges: Mapping[str, tuple
     if not any(parts):
         raise UserError(f"--load {spec!r} is empty", hint)
     each_once("--load", (part.partition("=")[0].strip() for part in parts))
-    load = presets["default"]
-    for place, part in enumerate(parts):
+    load = presets[parts[0]] if parts[0] in presets else presets["default"]
+    for part in parts[parts[0] in presets :]:
         key, equals, value = (s.strip() for s in part.partition("="))
-        if not equals and key in presets and place == 0:
-            load = presets[key]
-        elif not equals and key in presets:
+        if not equals and key in presets:
             raise UserError(f"--load {spec!r}: {key!r} must come first", hint)
-        elif not equals:
+        if not equals:
             known = [*presets, *(f"{k}=..." for k in ranges)]
             raise UserError(f"--load: unknown load {part!r}", suggestion(key, known))
-        elif key not in ranges:
+        if key not in ranges:
             raise UserError(f"--load: unknown key {key!r}", suggestion(key, ranges))
-        else:
-            change: dict[str, Any] = {key: _value(key, value, getattr(load, key), *ranges[key])}
-            load = replace(load, **change)
+        change: dict[str, Any] = {key: _value(key, value, getattr(load, key), *ranges[key])}
+        load = replace(load, **change)
     return load
 
 
@@ -238,21 +220,17 @@ def _value(key: str, text: str, before: object, least: int, most: int) -> int | 
         if text not in ("on", "off"):
             raise UserError(f"--load: {key}={text} makes no sense", f"Write {key}=on or {key}=off.")
         return text == "on"
-    low, dash, high = text.partition("-") if isinstance(before, tuple) else (text, "", "")
-    numbers = []
-    for digits in (low, high if dash else low):
-        number = digits.isascii() and digits.isdigit() and len(digits) < 20  # int() takes some thousand digits at most
-        if not (number and least <= int(digits) <= most):
-            example = f"{key}=8-96" if isinstance(before, tuple) else f"{key}=32"
-            raise UserError(
-                f"--load: {key}={shortened(text, 60)} makes no sense",
-                f"Give whole numbers from {least} to {most}, such as {example}.",
-            )
-        numbers.append(int(digits))
-    first, last = numbers
+    ranged = isinstance(before, tuple)
+    low, dash, high = text.partition("-") if ranged else (text, "", "")
+    ends = [low, high if dash else low]
+    # int() takes some thousand digits at most
+    if not all(e.isascii() and e.isdigit() and len(e) < 20 and least <= int(e) <= most for e in ends):
+        hint = f"Give whole numbers from {least} to {most}, such as {key}={'8-96' if ranged else '32'}."
+        raise UserError(f"--load: {key}={shortened(text, 60)} makes no sense", hint)
+    first, last = map(int, ends)
     if first > last:
         raise UserError(f"--load: {key}={text} runs backwards", f"Write {key}={last}-{first}.")
-    return (first, last) if isinstance(before, tuple) else first
+    return (first, last) if ranged else first
 
 
 def background_text() -> list[str]:
@@ -309,8 +287,7 @@ def build_plan(
         encode: Text to token ids, without special tokens.
         texts: What background prompts are cut from; None: Python's documentation.
     """
-    if texts is None:
-        texts = background_text() if load.others else []
+    texts = background_text() if texts is None and load.others else texts or []
     draws: Sequence[Sampling | None] = samplings or (None,)
     subjects = [(tuple(p), sampling) for p in prompts for sampling in draws]
     rounds = []
@@ -326,10 +303,9 @@ def build_plan(
         due = (first + len(requests)) // RIDERS_EVERY > first // RIDERS_EVERY
         for k, rider in itertools.product(range(2), range(len(riders) if due else 0)):
             turn = index % len(draws)
-            subject, drawn = len(subjects) + rider * len(draws) + turn, draws[turn]
-            arrival = rng.randrange(load.spread)
-            name = f"l{index:05d}-{rider}-{k}"
-            requests.append(Request(name, True, tuple(riders[rider]), max_new_tokens, arrival, subject, drawn))
+            subject, arrival = len(subjects) + rider * len(draws) + turn, rng.randrange(load.spread)
+            name, tokens = f"l{index:05d}-{rider}-{k}", tuple(riders[rider])
+            requests.append(Request(name, True, tokens, max_new_tokens, arrival, subject, draws[turn]))
         for j in range(load.others):
             request = _background(f"r{index}-b{j:03d}", load, rng, context, encode, texts)
             if samplings:
@@ -351,8 +327,7 @@ def _background(
     ids = encode(text[start : start + wanted])
     if not ids:
         raise ValueError("the tokenizer gives no tokens for the background text")
-    while len(ids) < length:  # a tokenizer with very long tokens, or a text that is too short
-        ids = ids + ids
+    ids *= ceil(length / len(ids))  # a tokenizer with very long tokens, or a text that is too short
     return Request(name, False, tuple(ids[:length]), new, rng.randrange(load.spread))
 
 
@@ -463,13 +438,7 @@ _COLUMN = "prompt"
 class PromptLine(str):
     """A prompt with its position in a file, for messages."""
 
-    place: str  # "prompts.txt, line 3"
-
-    def __new__(cls, text: str, place: str) -> PromptLine:
-        """A string with its position in a file."""
-        line = super().__new__(cls, text)
-        line.place = place
-        return line
+    place = ""  # "prompts.txt, line 3"
 
 
 def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
@@ -500,7 +469,8 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
                 raise UserError(f"{where}: the prompt is empty", "Take the row out, or give it some text.")
             if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
                 raise UserError(f"{where}: the prompt holds a NUL or half a character", "Clean the row.")
-            prompts.append(PromptLine(value, where))
+            prompts.append(PromptLine(value))
+            prompts[-1].place = where
     except FileNotFoundError:
         raise UserError(f"no prompt file at {path}", "Check the path.") from None
     except OSError as error:
@@ -516,52 +486,48 @@ def _lines(path: Path, _: str | None = None) -> Iterator[tuple[str, str]]:
         for number in itertools.count(1):
             if not (line := stream.readline(_ROW_BYTES + 1)):
                 return
-            place = f"line {number}"
+            where = f"{path.name}, line {number}"
             if len(line) > _ROW_BYTES:
-                what = f"{path.name}, {place} is longer than {_ROW_BYTES >> 20} MiB"
-                raise UserError(what, "Is it a file of prompts?")
+                raise UserError(f"{where} is longer than {_ROW_BYTES >> 20} MiB", "Is it a file of prompts?")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                what = f"{path.name}, {place} is not UTF-8 text (its byte {error.start})"
+                what = f"{where} is not UTF-8 text (its byte {error.start})"
                 raise UserError(what, "Save it as UTF-8.") from error
-            yield place, text.removesuffix("\n").removesuffix("\r")
+            yield f"line {number}", text.removesuffix("\n").removesuffix("\r")
 
 
 def _json(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
     for place, text in _lines(path):
+        where = f"{path.name}, {place}"
         if not text.strip():
-            raise UserError(f"{path.name}, {place} is empty", "Take the line out.")
+            raise UserError(f"{where} is empty", "Take the line out.")
         try:
             record = json.loads(text)
         except (ValueError, RecursionError) as error:
-            message = one_line(str(error), 120)
-            raise UserError(f"{path.name}, {place} is no JSON: {message}", "Write one object a line.") from error
-        if isinstance(record, str) and column is None:
+            raise UserError(f"{where} is no JSON: {one_line(str(error), 120)}", "Write one object a line.") from error
+        if isinstance(record, dict):
+            yield place, record[_named(where, "field", list(record), column)]
+        elif isinstance(record, str) and column is None:
             yield place, record
-            continue
-        if not isinstance(record, dict):
-            raise UserError(f"{path.name}, {place} is no JSON object", 'Write {"prompt": "..."} a line.')
-        yield place, record[_named(f"{path.name}, {place}", "field", list(record), column)]
+        else:
+            raise UserError(f"{where} is no JSON object", 'Write {"prompt": "..."} a line.')
 
 
 def _csv(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
     rows = csv.reader((f"{text}\n" for _, text in _lines(path)), strict=True)
     limit = csv.field_size_limit(_ROW_BYTES)
     try:
-        header = next(rows, None)
-        if header is None:
+        if (header := next(rows, None)) is None:
             return
-        place = header.index(_named(path.name, "column", header, column))
+        index = header.index(_named(path.name, "column", header, column))
         begins = rows.line_num + 1
         # a quoted field may contain line ends: a row is named by its first line
         for row in rows:
             if len(row) != len(header):
-                raise UserError(
-                    f"{path.name}, line {begins} has {len(row)} of {len(header)} columns",
-                    "Take the line out, or quote the commas in it.",
-                )
-            yield f"line {begins}", row[place]
+                what = f"{path.name}, line {begins} has {len(row)} of {len(header)} columns"
+                raise UserError(what, "Take the line out, or quote the commas in it.")
+            yield f"line {begins}", row[index]
             begins = rows.line_num + 1
     except csv.Error as error:
         message = one_line(str(error), 120)
@@ -575,24 +541,20 @@ def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError as error:
-        raise UserError(
-            f"{path.name}: Parquet needs pyarrow, which is not installed", "Run pip install pyarrow, or save it as CSV."
-        ) from error
+        what = f"{path.name}: Parquet needs pyarrow, which is not installed"
+        raise UserError(what, "Run pip install pyarrow, or save it as CSV.") from error
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
         with parquet.ParquetFile(path) as file:
             if file.metadata.num_rows > PROMPTS_MOST:
-                raise UserError(
-                    f"{path} holds {file.metadata.num_rows:,} rows; {PROMPTS_MOST:,} prompts are the most",
-                    "Draw fewer of them.",
-                )
+                what = f"{path} holds {file.metadata.num_rows:,} rows; {PROMPTS_MOST:,} prompts are the most"
+                raise UserError(what, "Draw fewer of them.")
             name = _named(path.name, "column", list(file.schema_arrow.names), column)
-            row = 0
-            for batch in file.iter_batches(batch_size=256, columns=[name]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    yield f"row {row}", value
+            batches = file.iter_batches(batch_size=256, columns=[name])
+            values = itertools.chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+            for row, value in enumerate(values, 1):
+                yield f"row {row}", value
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         message = one_line(str(error), 120)
         raise UserError(f"{path.name} can't be read as Parquet: {message}", "Write it again.") from error
@@ -613,11 +575,9 @@ def _named(where: str, kind: str, names: list[str], column: str | None) -> str:
         return wanted
     if column is None and len(names) == 1:
         return names[0]
-    shown = one_line(wanted, 80)
     hint = suggestion(wanted, [one_line(name, 80) for name in names[:50]]) if names else "Is there a header?"
-    if column is None:
-        hint = f"Name another with --column. {hint}"
-    raise UserError(f"{where} has no {kind} {shown!r}", hint)
+    hint = hint if column is not None else f"Name another with --column. {hint}"
+    raise UserError(f"{where} has no {kind} {one_line(wanted, 80)!r}", hint)
 
 
 LONG = 44  # a shorter prompt is followed by its own completion, so that there is something to chunk or share

@@ -7,7 +7,7 @@ import importlib.util
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,7 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import RankError, RankGroup, check_ranks, fail_now, limit_or
 from nondet.sampling.engine import TransformersEngine, run_session
 from nondet.sampling.implementations import RANK_FREE, implementation
-from nondet.sampling.model import (
-    EMBEDDED,
-    LoadedModel,
-    embedded_folder,
-    quiet,
-)
+from nondet.sampling.model import EMBEDDED, LoadedModel, embedded_folder, quiet
 from nondet.sampling.plan import Load, Outcome, Request, Session
 
 # In a rank: a model of transformers, cut by its own tensor-parallel plan, and the continuous-batching engine over it.
@@ -46,18 +41,14 @@ def load(folder: str, device: torch.device, *, dtype: torch.dtype | str = "auto"
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True}
     if world == 1:
         return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=_by_plan(), **options).eval()
-
-
-def _by_plan() -> Any:
-    """How transformers cuts a model by its own plan over all ranks, without output."""
     from transformers.distributed import DistributedConfig
     from transformers.utils import logging
 
-    # its bar uses a lock of several processes, which a rank that is ended would leave behind
+    # transformers' bar uses a lock of several processes, which a rank that is ended would leave behind
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    plan = DistributedConfig(tp_plan="auto", tp_size=world)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan, **options).eval()
 
 
 @dataclass(frozen=True)
@@ -75,8 +66,8 @@ def open_model(folder: str, dtype: str, device: str, threads: int) -> int:
     On a CPU, `threads` is the caller's own number, because ranks are compared with one process."""
     global _model
     torch.set_num_threads(threads)
-    place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
-    _model = load(folder, place, dtype=getattr(torch, dtype))
+    where = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device("cpu")
+    _model = load(folder, where, dtype=getattr(torch, dtype))
     if _model.device.type != device:
         raise ValueError(f"transformers left the model on {_model.device.type}")
     return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in _model.parameters())
@@ -137,24 +128,19 @@ class RanksEngine:
         if world != 1:
             check_ranks([world], loaded.device, torch.cuda.device_count())
         check_heads(loaded.name, loaded.model.config, world)
-        self.world = world
-        self._model = loaded.model
+        self.world, self._model = world, loaded.model
         self._group: RankGroup | None = None
-        with model_folder(loaded) as folder:
+        with ExitStack() as on_error, model_folder(loaded) as folder:
+            on_error.callback(self.close)
             try:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
                 opened = self._group.call(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
                 self.shares: list[int] = opened
             except RankError as error:
-                self.close()
-                raise UserError(
-                    f"{loaded.name} could not be put on {world} ranks: {error}",
-                    "Use fewer --ranks, or a model with a tensor-parallel plan.",
-                ) from error
-            except BaseException:
-                self.close()
-                raise
+                what = f"{loaded.name} could not be put on {world} ranks: {error}"
+                raise UserError(what, "Use fewer --ranks, or a model with a tensor-parallel plan.") from error
+            on_error.pop_all()
 
     def close(self) -> None:
         """End the ranks."""
@@ -193,19 +179,16 @@ class RanksEngine:
         assert session is not None  # noqa: S101 - rank 0 gives one wherever it refuses nothing
         for name, times in parts[0].ran.items():
             note(name, times)
-        answers = len({p.digest for p in parts})
-        if answers > 1:
+        if (answers := len({p.digest for p in parts})) > 1:
             fatal = f"{self.world} ranks came to {answers} different answers in one session"
             return _lost(requests, fatal, session.steps)
-        if on_token_count is not None:
-            for outcome in session.outcomes:
-                on_token_count(outcome.request, len(outcome.token_ids))
+        for outcome in session.outcomes if on_token_count is not None else ():
+            on_token_count(outcome.request, len(outcome.token_ids))
         return session
 
 
 def _lost(requests: Sequence[Request], reason: str, steps: int = 0) -> Session:
-    outcomes = [Outcome(request, reason=reason) for request in requests]
-    return Session(outcomes=outcomes, steps=steps, tokens=0, seconds=0.0, fatal=reason)
+    return Session([Outcome(r, reason=reason) for r in requests], steps=steps, tokens=0, seconds=0.0, fatal=reason)
 
 
 def check_loader() -> None:

@@ -56,28 +56,28 @@ def _run_lengths(packs: Mapping[int, tuple[Span, ...]], index: Mapping[str, int]
     return entries
 
 
-def requests_of(tape: Tape) -> list[Request]:
+def requests_of(record: Tape) -> list[Request]:
     """The round's requests, in the plan's order."""
-    drawn = [None if r.sampling is None else Sampling(**r.sampling) for r in tape.requests]
+    drawn = [None if r.sampling is None else Sampling(**r.sampling) for r in record.requests]
     return [
-        Request(r.id, r.target, tuple(tape.prompts[r.prompt]), r.new, r.arrival, sampling=sampling)
-        for r, sampling in zip(tape.requests, drawn, strict=True)
+        Request(r.id, r.target, tuple(record.prompts[r.prompt]), r.new, r.arrival, sampling=sampling)
+        for r, sampling in zip(record.requests, drawn, strict=True)
     ]
 
 
-def load_of(tape: Tape) -> Load:
+def load_of(record: Tape) -> Load:
     """The engine's limits."""
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tape.load.items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.load.items()}
     return Load(**values)
 
 
-def first_other_step(tape: Tape, requests: Sequence[Request], packs: Mapping[int, tuple[Span, ...]]) -> int | None:
+def first_other_step(record: Tape, requests: Sequence[Request], packs: Mapping[int, tuple[Span, ...]]) -> int | None:
     """The first step with other requests, or other positions, than in the recording; None where none has."""
     index = {r.id: i for i, r in enumerate(requests)}
     played = {step: [[index[s.request], s.first, s.rows] for s in pack] for step, pack in packs.items()}
     recorded = {
         first + n: [[i, at + n * rows, rows] for i, at, rows in spans]
-        for first, count, *spans in tape.steps
+        for first, count, *spans in record.steps
         for n in range(count)
     }
     steps = sorted(played.keys() | recorded.keys())
@@ -122,42 +122,42 @@ def _divergent(by_id: Mapping[str, Completion]) -> dict[str, Completion]:
 
 def recording_of(run: Run, completion: Completion) -> Tape:
     """The recording of a completion's round; a `UserError` where the run has none."""
-    tape = next((t for t in run.tapes if (t.impl, t.round) == (completion.impl, completion.round)), None)
-    if tape is None:
+    record = next((t for t in run.tapes if (t.impl, t.round) == (completion.impl, completion.round)), None)
+    if record is None:
         what = f"{run.source} has no tape of {completion.impl}, round {completion.round}"
         raise UserError(what, "Runs hold tapes since nondet 0.2: sample again.")
-    _check_whole(tape, completion, run.source)
-    if tape.engine.get("ranks", 1) != 1:
-        what = f"{completion.request} of {run.source} ran over {tape.engine['ranks']} ranks"
+    _check_whole(record, completion, run.source)
+    if record.engine.get("ranks", 1) != 1:
+        what = f"{completion.request} of {run.source} ran over {record.engine['ranks']} ranks"
         raise UserError(what, "Rounds are replayed and traced on one rank only.")
-    return tape
+    return record
 
 
-def _check_whole(tape: Tape, completion: Completion, source: str) -> None:
+def _check_whole(record: Tape, completion: Completion, source: str) -> None:
     """Refuse an inconsistent recording, because any file may be read."""
-    ids = {r.id for r in tape.requests}
-    limits = [tape.load.get(name) for name in ("budget", "requests", "page")]
+    ids = {r.id for r in record.requests}
+    limits = [record.load.get(name) for name in ("budget", "requests", "page")]
     whole = (
-        len(ids) == len(tape.requests),
+        len(ids) == len(record.requests),
         completion.request in ids,
-        all(0 <= r.prompt < len(tape.prompts) and tape.prompts[r.prompt] for r in tape.requests),
-        all(r.new >= 1 and r.arrival >= 0 for r in tape.requests) and not tape.eos,  # no token ends a completion
-        all(r.sampling is None or is_sampling(r.sampling) for r in tape.requests),
-        all(token >= 0 for prompt in tape.prompts for token in prompt),
-        set(tape.load) == {f.name for f in fields(Load)},
+        all(0 <= r.prompt < len(record.prompts) and record.prompts[r.prompt] for r in record.requests),
+        all(r.new >= 1 and r.arrival >= 0 for r in record.requests) and not record.eos,  # no token ends a completion
+        all(r.sampling is None or is_sampling(r.sampling) for r in record.requests),
+        all(token >= 0 for prompt in record.prompts for token in prompt),
+        set(record.load) == {f.name for f in fields(Load)},
         all(isinstance(limit, int) and limit > 0 for limit in limits),
-        all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in tape.steps),
+        all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in record.steps),
     )
     if not all(whole):
-        what = f"the tape of {tape.impl}, round {tape.round}, in {source} is not whole"
+        what = f"the tape of {record.impl}, round {record.round}, in {source} is not whole"
         raise UserError(what, "Was it edited by hand? Sample again.")
 
 
-def check_weights(tape: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
+def check_weights(record: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
     """Refuse, as a `UserError`, weights with another digest than the recording's."""
-    if tape.weights != weights:
+    if record.weights != weights:
         raise UserError(
-            f"the weights of {loaded.name} have digest {weights}, those of {source} had {tape.weights}",
+            f"the weights of {loaded.name} have digest {weights}, those of {source} had {record.weights}",
             "Load the model that the run was made with: --model.",
         )
 
@@ -297,28 +297,17 @@ T = TypeVar("T")
 
 
 def minimal(items: Sequence[T], still: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The smallest sublist found by delta debugging for which `still` holds: no member of it can be left out. `still`
-    must hold for all items; it is called with sublists in the order of `items`. (Zeller & Hildebrandt, 2002.)"""
-    kept, pieces = list(items), 2
-    while len(kept) > 1:
-        size = -(-len(kept) // pieces)
-        chunks = [kept[i : i + size] for i in range(0, len(kept), size)]
-        for chunk in chunks if len(chunks) > 2 else []:
-            if still(chunk):
-                kept, pieces = list(chunk), 2
-                break
-        else:
-            for index in range(len(chunks)):
-                rest = [x for i, chunk in enumerate(chunks) if i != index for x in chunk]
-                if still(rest):
-                    kept, pieces = rest, max(2, pieces - 1)
-                    break
+    """A sublist for which `still` holds, and of which no member can be left out, found by leaving out ever smaller
+    pieces. `still` must hold for all items; it is called with sublists in the order of `items`."""
+    kept, size, shorter = list(items), len(items), True
+    while kept and (size > 1 or shorter):
+        size, start, shorter = max(1, size // 2), 0, False
+        while start < len(kept):
+            rest = kept[:start] + kept[start + size :]
+            if still(rest):
+                kept, shorter = rest, True
             else:
-                if size == 1:
-                    break
-                pieces = min(len(kept), 2 * pieces)
-    if len(kept) == 1 and still([]):
-        return []
+                start += size
     return kept
 
 
@@ -327,21 +316,21 @@ class Player:
     """Replays one recording."""
 
     engine: Engine
-    tape: Tape
+    record: Tape
     sessions: int = 0
 
     def play(self, only: Iterable[str] | None = None, until: str | None = None) -> Session:
         """The round, or some of its requests, from an empty engine. Raises EngineStoppedError: the engine died."""
         self.sessions += 1
         wanted = None if only is None else set(only)
-        requests = [r for r in requests_of(self.tape) if wanted is None or r.id in wanted]
-        session = self.engine.run(requests, load_of(self.tape), seed=self.tape.seed, until=until)
+        requests = [r for r in requests_of(self.record) if wanted is None or r.id in wanted]
+        session = self.engine.run(requests, load_of(self.record), seed=self.record.seed, until=until)
         if session.fatal:
-            raise EngineStoppedError(f"round {self.tape.round}: {session.fatal}")
+            raise EngineStoppedError(f"round {self.record.round}: {session.fatal}")
         return session
 
     def _others(self, name: str) -> list[str]:
-        return [r.id for r in self.tape.requests if r.id != name]
+        return [r.id for r in self.record.requests if r.id != name]
 
     def _beside(self, others: Sequence[str], name: str, until: str | None = None) -> Outcome:
         return _outcome(self.play([*others, name], until), name)
@@ -350,7 +339,7 @@ class Player:
         """The whole round once, and these completions' results in it."""
         started = time.perf_counter()
         session = self.play()
-        step = first_other_step(self.tape, requests_of(self.tape), session.packs)
+        step = first_other_step(self.record, requests_of(self.record), session.packs)
         seconds = time.perf_counter() - started
         steps = "every step as recorded" if step is None else f"but step {step} ran another batch than recorded"
         replays = []

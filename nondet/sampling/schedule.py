@@ -199,11 +199,7 @@ class SessionLog:
     def record_logits(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook: keep the two largest logits of each row. Reads only, so no bit of the model's changes."""
         # one row for each request of the batch; those after the requests that get a token are padding
-        self.keep_tops(requested_logits(kwargs, output)[: len(self.rows[-1])])
-
-    def keep_tops(self, logits: torch.Tensor) -> None:
-        """Keep the two largest of each row of the step, [rows, vocabulary], in the order of `rows`."""
-        self.top.append(two_largest(logits))
+        self.top.append(two_largest(requested_logits(kwargs, output)[: len(self.rows[-1])]))
 
     def note_capture(self, *_: Any, **__: Any) -> None:
         """Forward hook: the model's Python runs in this step, so what it launches is captured into a graph."""

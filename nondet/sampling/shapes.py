@@ -39,9 +39,7 @@ class Shapes:
 
 def shapes_met(run: Run, impl: str) -> Shapes:
     """Read the shapes off the schedules of all requests, targets and background; as padded, under CUDA graphs."""
-    tokens: set[int] = set()
-    requests: set[int] = set()
-    keys: set[tuple[int, int]] = set()
+    met: set[tuple[int, int, int]] = set()  # (query tokens, requests, keys) of a step with a target
     for members in schedules_of(run, impl).values():
         steps: dict[int, list[int]] = {}  # step -> [query tokens, requests, keys, targets]
         for target, schedule in members:
@@ -49,14 +47,10 @@ def shapes_met(run: Run, impl: str) -> Shapes:
             for first, count, query in schedule:
                 for step in range(first, first + count):
                     past += query
-                    sums = steps.setdefault(step, [0, 0, 0, 0])
-                    for place, value in enumerate((query, 1, past, int(target))):
-                        sums[place] += value
-        for query, members_now, past, targets in steps.values():
-            if targets:
-                tokens.add(query)
-                requests.add(members_now)
-                keys.add((query, past))
+                    before = steps.get(step, (0, 0, 0, 0))
+                    steps[step] = [a + b for a, b in zip(before, (query, 1, past, int(target)), strict=True)]
+        met |= {(query, members_now, past) for query, members_now, past, targets in steps.values() if targets}
+    tokens, requests, keys = {q for q, _, _ in met}, {r for _, r, _ in met}, {(q, past) for q, _, past in met}
     load = run.header.plan.get("load")
     if isinstance(load, dict) and load.get("graphs"):
         step, budget = query_step(load["requests"], load["budget"]), load["budget"]
@@ -76,18 +70,16 @@ def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, seed: int = 0) ->
     with torch.no_grad():
         for name, module, width, sizes in _modules(loaded.model, shapes):
             data = make("bell", (max(sizes), width), loaded.model.dtype, loaded.device, generator(seed, loaded.device))
-            operator = "linear" if isinstance(module, torch.nn.Linear) else "rms_norm"
-            shape = {"M": max(sizes), "K": width}
-            if isinstance(module, torch.nn.Linear):
-                shape["N"] = module.out_features
-            variants = [(m, partial(_row_zero, module, data[:m])) for m in sizes]
-            rows.append(_compare(loaded, name, operator, shape, "batch_size", variants))
+            linear = isinstance(module, torch.nn.Linear)
+            shape = {"M": max(sizes), "K": width} | ({"N": module.out_features} if linear else {})
+            trials = [Trial(m, partial(_row_zero, module, data[:m])) for m in sizes]
+            rows.append(_compare(loaded, name, "linear" if linear else "rms_norm", shape, "batch_size", trials))
         if shapes.keys:
             rows.append(_attention(loaded, shapes, seed))
     return rows
 
 
-def _modules(model: Any, shapes: Shapes) -> Iterator[tuple[str, torch.nn.Module, int, Sequence[int]]]:
+def _modules(model: Any, shapes: Shapes) -> Iterator[tuple[str, Any, int, Sequence[int]]]:
     """One module of each kind and size, by the name of the first."""
     seen: set[tuple[Any, ...]] = set()
     head = model.get_output_embeddings()
@@ -118,9 +110,8 @@ def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
     most_q, most_k = max(q for q, _ in packings), max(k for _, k in packings)
     rng = generator(seed, loaded.device)
     dtype: torch.dtype = loaded.model.dtype
-    query = make("bell", (1, heads, most_q, depth), dtype, loaded.device, rng)
-    key = make("bell", (1, heads, most_k, depth), dtype, loaded.device, rng)
-    value = make("bell", (1, heads, most_k, depth), dtype, loaded.device, rng)
+    sizes = ((1, heads, length, depth) for length in (most_q, most_k, most_k))
+    query, key, value = (make("bell", size, dtype, loaded.device, rng) for size in sizes)
 
     def packed(queries: int, keys: int) -> Callable[[], torch.Tensor]:
         def compute() -> torch.Tensor:
@@ -135,18 +126,13 @@ def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
 
         return compute
 
-    variants = [(f"{q}x{k}", packed(q, k)) for q, k in packings]
+    trials = [Trial(f"{q}x{k}", packed(q, k)) for q, k in packings]
     shape = {"Hq": heads, "D": depth, "Tk": _OWN_KEYS, "Tq": most_q, "Tk_packed": most_k}
-    return _compare(loaded, "packed attention", "attention", shape, "load", variants)
+    return _compare(loaded, "packed attention", "attention", shape, "load", trials)
 
 
 def _compare(
-    loaded: LoadedModel,
-    name: str,
-    operator: str,
-    shape: dict[str, int],
-    varied: str,
-    variants: Sequence[tuple[int | str, Callable[[], torch.Tensor]]],
+    loaded: LoadedModel, name: str, operator: str, shape: dict[str, int], varied: str, trials: Sequence[Trial]
 ) -> Row:
     head = Row(
         probe="sample",
@@ -161,4 +147,4 @@ def _compare(
         status="",
     )
     # a model's kernels are named by its own run: here only bits are compared
-    return measure(head, [Trial(value, compute) for value, compute in variants], profile=False)
+    return measure(head, trials, profile=False)

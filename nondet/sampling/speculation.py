@@ -19,7 +19,7 @@ import torch
 from nondet.errors import UserError
 from nondet.sampling.orders import ORDERS, Order
 from nondet.sampling.plan import Load, Request, Setting
-from nondet.sampling.schedule import SessionLog
+from nondet.sampling.schedule import SessionLog, two_largest
 
 if TYPE_CHECKING:
     from nondet.sampling.model import LoadedModel
@@ -157,11 +157,11 @@ class Speculation(Order):
             state.tokens_to_process = [state.generated_tokens[-1], *kept]
             self._states[state.request_id], self._drafts[state.request_id] = state, kept
 
-    def room(self, state: Any, budget: int) -> int | None:
+    def allowed(self, state: Any, budget: int) -> int | None:
         """None where the request decodes under speculation: its drafts are cut to what the step has room for."""
         name = state.request_id
         if name not in self._drafts or self._states[name] is not state:
-            return super().room(state, budget)
+            return super().allowed(state, budget)
         state.tokens_to_process = state.tokens_to_process[: max(1, budget)]
         self._drafts[name] = self._drafts[name][: len(state.tokens_to_process) - 1]
         return None
@@ -221,7 +221,7 @@ class Speculation(Order):
             kept += pieces
             at += len(drafts)
         self.log.rows[-1] = names
-        self.log.keep_tops(torch.cat(kept))
+        self.log.top.append(two_largest(torch.cat(kept)))
 
     def _settle(self, name: str, mine: list[tuple[int, float]], agreed: int) -> None:
         """Have the engine's own bookkeeping take several tokens at once when it adds this request's token."""

@@ -16,7 +16,7 @@ from nondet.core.runfile import read_whole
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import parse_ranks
-from nondet.sampling.plan import DRAWN, draws_itself, load_prompts, long_prompts, parse_load
+from nondet.sampling.plan import DRAWN, UNSEEDED, load_prompts, long_prompts, parse_load
 from nondet.services import endpoint as e
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
@@ -163,7 +163,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
             if not drawn and impl in DRAWN:
                 what = f"--impl {impl} draws, and greedy completions draw nothing"
                 raise UserError(what, "Add --temperature 0.8, say.")
-            if drawn and load.graphs and not draws_itself(impl):
+            if drawn and load.graphs and impl not in UNSEEDED:
                 what = f"--impl {impl} draws in a hook, which a CUDA graph does not run"
                 raise UserError(what, "Leave CUDA graphs out.")
 
@@ -350,7 +350,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
     survey, described = _surveyed(request, loaded, texts, n, axes, output.sink)
     with closing(_host(request, survey)) as host:
         if request.engine == "vllm":
-            described["engine"] = host.describe(survey.arms[0].conditions)
+            described["engine"] = host.describe(survey.base)
         with output.recording("sample", described, request.seed) as writer, output.sink.progress() as bars:
             total = survey.plan.targets * len(survey.arms)
             collect(survey, host, writer, _Shown(output.sink, bars, request.impls, total))
@@ -365,7 +365,7 @@ def _surveyed(
 ) -> tuple[Survey, dict[str, Any]]:  # fmt: skip
     """What is sampled, and its description in the run's header; `wanted` are the axes, None where nothing is varied."""
     from nondet.sampling.axes import Conditions
-    from nondet.sampling.collect import Survey, arms_of, plan_prompts
+    from nondet.sampling.collect import Survey, plan_prompts
 
     load = _load_of(request, loaded, wanted is not None, sink)
     prompt, earlier = ((), ()) if wanted is None else _texts(loaded, texts[0], request)
@@ -387,8 +387,7 @@ def _surveyed(
 
         check_heads(loaded.name, loaded.model.config, request.world)
         described["ranks"] = request.world
-    arms = arms_of(base, axes)
-    survey = Survey(loaded, plan, arms, request.impls, axes, request.seed, request.turns, settle=_SETTLE)
+    survey = Survey(loaded, plan, base, request.impls, axes, request.seed, request.turns, settle=_SETTLE)
     return survey, described
 
 

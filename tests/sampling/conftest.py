@@ -13,7 +13,7 @@ import torch
 from nondet.core.records import Run
 from nondet.core.runfile import open_run, read_run
 from nondet.sampling.axes import Conditions, Varied
-from nondet.sampling.collect import Here, Notes, Survey, arms_of, collect, describe
+from nondet.sampling.collect import Here, Notes, Survey, collect, describe
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Plan, build_plan, parse_load
 
@@ -80,8 +80,7 @@ def sampled_into(
     described = describe(loaded, plan, prompts, target.max_new_tokens, options.get("seed", 0), impls) | (header or {})
     if axes:
         described["vary"] = {v.axis.name: [v.base, *(value for value, _ in v.values)] for v in axes}
-    arms = arms_of(base or Conditions(plan.load, loaded.dtype, threads=threads), axes)
-    survey = Survey(loaded, plan, arms, impls, axes, **options)
+    survey = Survey(loaded, plan, base or Conditions(plan.load, loaded.dtype, threads=threads), impls, axes, **options)
     writer = open_run(path, command="sample", plan=described, environment={"torch": "2"}, resume=resume)
     with closing(writer), closing(Here(loaded)) as host:
         collect(survey, host, writer, notes)

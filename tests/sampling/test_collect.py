@@ -360,7 +360,7 @@ def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp
     assert answers[0] == answers[1]
     assert {row.impl for row in taken.rows} == set(impls), "the first round was repeated"
     speeds = [speed_ratio_of(run) for run in (plain, taken)]
-    assert [(s.is_cost, s.rounds) for s in speeds if s] == [(False, 6), (True, 6)]
+    assert [(s.no_cost, s.rounds) for s in speeds if s] == [(NOT_IN_TURN, 6), ("", 6)]
     assert speeds[0] is not None
     assert NOT_IN_TURN in ratio_text(speeds[0])
     lines = path.read_bytes().splitlines(keepends=True)
