@@ -198,8 +198,8 @@ def _call(inputs: Any) -> base.Call:
     """Every third row is compared; the others share their experts."""
     _, (batch,) = inputs["plans"][0]
     at = torch.arange(len(batch.order), device=batch.order.device)
-    mine = at % 3 == 1 if len(at) > 1 else at == 0
-    return base.Call((inputs["x"][batch.order], inputs["weight"], batch.offsets), (at[~mine], None, None), at[mine])
+    tensors = inputs["x"][batch.order], inputs["weight"], batch.offsets
+    return base.Call.of(tensors, at % 3 == 1 if len(at) > 1 else at == 0)
 
 
 def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:

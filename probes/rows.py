@@ -149,10 +149,9 @@ class RowProbe(Probe):
         return base.batch_trials(case, of_batch, x, case.data["rows"], partial(self._call, case, inputs), operator)
 
     def _call(self, case: Case, inputs: Any) -> base.Call:
-        x, weights = inputs["x"], inputs["weights"]
-        row = torch.arange(len(x), device=x.device)
-        mine = (row % 3 == 1) | (case.varied == "history")  # there are no other rows in that case
-        return base.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
+        x = inputs["x"]
+        mine = torch.arange(len(x), device=x.device) % 3 == 1
+        return base.Call.of((x, *inputs["weights"]), mine | (case.varied == "history"))  # which has no other rows
 
 
 class Reduction(RowProbe):
