@@ -266,13 +266,11 @@ def check_operator(
 
     Args:
         fn: Takes what the operator takes (`nondet.kernels.reference`), tensors on `device`.
-        operator: linear, attention, rms_norm, softmax, ...
         m: Largest M of the sweep.
         k, n: Sizes of the operator's axes.
         config: Sizes of a model, for attention: heads, kv_heads, head_dim.
         inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: those of the probe, including the hard ones.
         varied: What to test: batch_size, position, run, neighbour_values, ...; None: everything.
-        full: The long sweep.
 
     Raises:
         UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` does not take the
@@ -329,17 +327,12 @@ def check(
     row.
 
     Args:
-        over: Two or more batch sizes, or with `select` any numbers or names.
-        varied: What `over` holds, for the row: batch_size, position, neighbour_values, run, ...
         select: select(result, value) is the tensor to compare. Inputs are then not compared with each other.
-        oracle: Takes the inputs of the first value and returns the right result, in float64.
         allowed: The largest ||result - oracle|| / ||oracle|| that is right. None: only NaN and infinity are wrong.
             Without an oracle they are where a result holds nothing else.
-        name: The name of the function in the row.
 
-    Raises:
-        UserError: fewer than two values, inputs that are not the same requests, or inputs that `fn` can't be called
-            with.
+    The other arguments are those of `nondet.check`. Raises UserError: fewer than two values, inputs that are not the
+    same requests, or inputs that `fn` can't be called with.
     """
     started = time.perf_counter()
     values = _checked_values(over, sizes=select is None)
