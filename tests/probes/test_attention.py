@@ -62,12 +62,6 @@ def test_differing_positions_are_named():
     assert 1 not in told["positions_differing"]
 
 
-def test_stock_stands_for_its_backends():
-    """`--impl stock` also asks each named backend that the device type has."""
-    impls = {job.impl for job in plan_jobs(["attention"], ["stock"], Options(**SMALL))}
-    assert impls == {"stock", "stock-flash", "stock-math"}
-
-
 def test_key_heads_for_each_query_head_are_asked_about_too():
     """Grouped and ungrouped heads are both asked about, unless the model has none to group."""
     shapes = {(c.shape["Hq"], c.shape["Hkv"]) for c in Attention().cases(Options(**SMALL))}
