@@ -151,10 +151,10 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     engine = VllmEngine(loaded, load, steps)
     try:
         plan = {"vllm": way, "model": {"name": loaded.name, **loaded.identity}, "engine": engine.describe()}
-        with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as told:
-            told(f"vLLM starts as {way}")
+        with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as step:
+            step(f"vLLM starts as {way}")
             with engine.implementation(way):
-                told("each layer's kernel is tested")
+                step("each layer's kernel is tested")
                 look = Look()
                 session = engine.run([], load, look)
             if session.fatal:

@@ -154,12 +154,12 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
 
 def _probe_names(names: list[str]) -> list[str]:
     """The probes, each once, in the registry's order if "all" is given. An operator's name means its probe."""
-    asked = [OPERATOR_PROBES.get(name.replace("-", "_"), name) for name in names]
-    asked = [name.replace("_", "-") if name not in PROBES else name for name in asked]
-    for name, given in zip(asked, names, strict=True):
+    probes = [OPERATOR_PROBES.get(name.replace("-", "_"), name) for name in names]
+    probes = [name.replace("_", "-") if name not in PROBES else name for name in probes]
+    for name, given in zip(probes, names, strict=True):
         if name != "all" and name not in PROBES:
             raise UnknownNameError("probe", given, [*PROBES, *OPERATOR_PROBES, "all"])
-    return list(PROBES) if "all" in asked else list(dict.fromkeys(asked))
+    return list(PROBES) if "all" in probes else list(dict.fromkeys(probes))
 
 
 def _as_operator(names: list[str], impls: list[str]) -> list[str]:
