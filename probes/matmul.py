@@ -148,11 +148,8 @@ class Matmul(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other cases; one layer is drawn from the seed."""
-        if options.map:
-            yield from _map_cases(options)
-            return
-        if any(batch for _, batch in options.met):
-            yield from _batched_cases(options)
+        if options.map or any(batch for _, batch in options.met):
+            yield from _map_cases(options) if options.map else _batched_cases(options)
             return
         device = options.device
         layers, chosen = _layers(options, _LAYERS[device])
