@@ -755,7 +755,7 @@ def trees_of_product(
     operator: Operator, x: torch.Tensor, w: torch.Tensor, values: Sequence[int], results: Sequence[torch.Tensor],
     most: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """As `trees_of`, of x [M, K] and w [N, K], for the classes of a sweep over M whose row 0 differs; {} where it is the
+    """As `trees_of`, of x [M, K] and w [N, K], for the classes of a sweep over M whose row 0 differs; {} if it is the
     same in all. `results`: one of each class, whose row 0 is that of x; `most`: how many trees are measured."""
     rows: list[torch.Tensor] = []
     for result in results:
