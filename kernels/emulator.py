@@ -447,10 +447,7 @@ def _outwards(survivors: Survivors, masks: Sequence[Mask], exact: int) -> list[l
 
 def _flat(parts: Iterable[Any]) -> Iterator[Array]:
     for part in parts:
-        if isinstance(part, list):
-            yield from _flat(part)
-        else:
-            yield part
+        yield from _flat(part) if isinstance(part, list) else (part,)
 
 
 def _joined(

@@ -46,12 +46,11 @@ class AllReduce(Probe):
         width = size("--n", options.n, size("--k", options.k, _WIDTH[options.device]))
         largest = size("--m", options.m, _LARGEST[options.device])
         for world in dict.fromkeys(options.ranks or _RANKS):
-            few = f"{world} ranks need {world} GPUs; there are {gpus}" if cuda and world > gpus else ""
+            missing = f"{world} ranks need {world} GPUs; there are {gpus}" if cuda and world > gpus else ""
             for dtype in dtypes(options, "all_reduce", ("bfloat16", "float32")):
-                for case in self._of(world, dtype, width, largest, options):
-                    yield replace(case, data={**case.data, "missing": few})
+                yield from self._of(world, dtype, width, largest, options, missing)
 
-    def _of(self, world: int, dtype: str, width: int, largest: int, options: Options) -> Iterator[Case]:
+    def _of(self, world: int, dtype: str, width: int, largest: int, options: Options, missing: str) -> Iterator[Case]:
         def case(
             what: str, varied: str, rows: int, values: Iterable[int], kind: str = "wide", operator: str = "all_reduce",
             **more: Any,
@@ -61,12 +60,11 @@ class AllReduce(Probe):
                 width=width, kind=kind, names=options.device == "cuda", **more,
             )  # fmt: skip
             title, shape = f"{operator}: {what}, ranks={world}, width={width}", {"ranks": world, "M": rows, "N": width}
-            data = {"message": message, "values": list(values)}
+            data = {"message": message, "values": list(values), "missing": missing}
             return Case(title, operator, shape, dtype, varied, kind, data=data)
 
-        steps = sweep(largest, options)
-        if options.device == "cpu" and not options.full:
-            steps = _to(_CPU_SWEEP, largest)
+        short = options.device == "cpu" and not options.full
+        steps = _to(_CPU_SWEEP, largest) if short else sweep(largest, options)
         for kind in kinds(options, ("wide",)):
             suffix = "" if kind == "wide" else f", {kind}"
             yield case(f"first row over M{suffix}", "batch_size", largest, steps, kind)
@@ -81,12 +79,11 @@ class AllReduce(Probe):
             yield case("first row over M", "batch_size", share or 1, _to(steps, share), operator=operator)
         if options.device != "cuda":
             return
-        what = "registered buffer, first row over M"
-        yield case(what, "batch_size", some, _to(steps, some), registered=True)
+        yield case("registered buffer, first row over M", "batch_size", some, _to(steps, some), registered=True)
         for algorithm, protocol in _PINNED if options.full else ():
             environment = (("NCCL_ALGO", algorithm), ("NCCL_PROTO", protocol))
-            what = f"first row over M, {algorithm} {protocol}"
-            yield case(what, "batch_size", largest, steps, environment=environment)
+            title = f"first row over M, {algorithm} {protocol}"
+            yield case(title, "batch_size", largest, steps, environment=environment)
 
     def prepare(self, case: Case, device: str, seed: int) -> Message:
         """The message at its largest; the ranks make their parts of it themselves. Raises UserError: there are too few

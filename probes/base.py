@@ -271,30 +271,20 @@ def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
     return sorted({x for x in few if x < largest} | {largest} | drawn(largest, options, 1))
 
 
-def sweep(largest: int, options: Options, start: int = 1, *, dense: bool = False) -> list[int]:
-    """Sizes from `start` to `largest`, both included: a few dozen, or all affordable ones if `options.full`. Some are
+def sweep(largest: int, options: Options, *, dense: bool = False) -> list[int]:
+    """Sizes up to `largest`, 1 and itself included: a few dozen, or all affordable ones if `options.full`. Some are
     drawn, and those of a trace are included, however large. `dense`: include every size up to 64."""
     every = _DENSE if dense else 0
     chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=max(every, 1))}
     if options.full:
         chosen |= set(range(1, (4096 if options.device == "cuda" else _DENSE_ON_CPU) + 1))
-    return sorted({x for x in chosen if start <= x < largest} | {largest} | {rows for rows, _ in options.met if rows})
+    return sorted({x for x in chosen if x < largest} | {largest} | {rows for rows, _ in options.met if rows})
 
 
 def element_bytes(dtype: str) -> int:
     """Bytes of one number."""
     found: torch.dtype = getattr(torch, dtype)
     return found.itemsize
-
-
-def available_bytes(device: str) -> int:
-    """Memory that is available on the device type now; a `UserError` where there is no such device."""
-    if device != "cuda":
-        return free_memory()
-    if not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return _free_on_gpu(torch.cuda.current_device(), int(time.monotonic())) + int(cached)
 
 
 @functools.lru_cache(maxsize=1)
@@ -309,10 +299,16 @@ def _free_on_gpu(index: int, second: int) -> int:
 
 def require_memory(device: str, needed: int, what: str) -> None:
     """Refuse, as a `UserError`, sizes whose tensors do not fit here, before any is made: `needed` bytes are alive at
-    once."""
-    available = available_bytes(device)
-    if needed > available:
-        memory = f"{needed / 2**30:,.3g} GiB of memory on {device}, and {available / 2**30:,.3g} GiB are free"
+    once. Also refuses a device that is not there."""
+    if device != "cuda":
+        free = free_memory()
+    elif not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device", "Use --device cpu.")
+    else:
+        free = _free_on_gpu(torch.cuda.current_device(), int(time.monotonic()))
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if needed > free:
+        memory = f"{needed / 2**30:,.3g} GiB of memory on {device}, and {free / 2**30:,.3g} GiB are free"
         raise UserError(f"{what} needs about {memory}", "Give smaller sizes.")
 
 

@@ -138,25 +138,26 @@ class _Subject:
             raise WrongResultError(f"it gave the shape {tuple(result.shape)}, not {tuple(self._expected)}")
         return result
 
-    def windows(self) -> list[int]:
-        """Starts of at most `_EACH_MOST` requests of the largest batch that can be computed again in the smallest.
-        Raises ValueError: they can't be cut out of its inputs, and why."""
-        self._cut(self.inputs(self.kept), self.inputs(self.largest), 0)
-        starts = [min(start, self.largest - self.kept) for start in range(0, self.largest, self.kept)]
+    def each(self) -> tuple[int, list[Trial]]:
+        """How many requests of the largest batch are computed in the smallest as well, at most `_EACH_MOST` windows of
+        them, and the two variants. Raises ValueError: they can't be cut out of its inputs, and why."""
+        kept, largest = self.kept, self.largest
+        self._cut(self.inputs(kept), self.inputs(largest), 0)
+        starts = [min(start, largest - kept) for start in range(0, largest, kept)]
         many = min(len(starts), _EACH_MOST)
-        return [starts[i * (len(starts) - 1) // (many - 1)] for i in range(many)]  # the first and the last among them
+        starts = [starts[i * (len(starts) - 1) // (many - 1)] for i in range(many)]  # the first and the last among them
 
-    def separate(self, starts: Sequence[int]) -> torch.Tensor:
-        """The result of `fn` for the requests from each start, as many as in the smallest batch, without others."""
-        small, large = self.inputs(self.kept), self.inputs(self.largest)
-        cut = (self._cut(small, large, start) for start in starts)
-        return torch.cat([self._compared(_called(self._fn, inputs), self.kept) for inputs in cut])
+        def separate() -> torch.Tensor:
+            small, large = self.inputs(kept), self.inputs(largest)
+            cut = (self._cut(small, large, start) for start in starts)
+            return torch.cat([self._compared(_called(self._fn, inputs), kept) for inputs in cut])
 
-    def together(self, starts: Sequence[int]) -> torch.Tensor:
-        """The same requests' parts of the result for the largest batch."""
-        result = self._compared(_called(self._fn, self.inputs(self.largest)), self.largest, whole=True)
-        each = len(result) // self.largest
-        return torch.cat([result[start * each : (start + self.kept) * each] for start in starts])
+        def together() -> torch.Tensor:
+            result = self._compared(_called(self._fn, self.inputs(largest)), largest, whole=True)
+            rows = len(result) // largest
+            return torch.cat([result[start * rows : (start + kept) * rows] for start in starts])
+
+        return min(largest, many * kept), [Trial(kept, separate), Trial(largest, together)]
 
     def _cut(self, small: Any, large: Any, start: int) -> Any:
         """The part of the inputs of those requests: rows of tensors as long as the batch, and shared values."""
@@ -266,13 +267,11 @@ def check_operator(
 
     Args:
         fn: Takes what the operator takes (`nondet.kernels.reference`), tensors on `device`.
-        operator: linear, attention, rms_norm, softmax, ...
         m: Largest M of the sweep.
         k, n: Sizes of the operator's axes.
         config: Sizes of a model, for attention: heads, kv_heads, head_dim.
         inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: those of the probe, including the hard ones.
         varied: What to test: batch_size, position, run, neighbour_values, ...; None: everything.
-        full: The long sweep.
 
     Raises:
         UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` does not take the
@@ -329,17 +328,12 @@ def check(
     row.
 
     Args:
-        over: Two or more batch sizes, or with `select` any numbers or names.
-        varied: What `over` holds, for the row: batch_size, position, neighbour_values, run, ...
         select: select(result, value) is the tensor to compare. Inputs are then not compared with each other.
-        oracle: Takes the inputs of the first value and returns the right result, in float64.
         allowed: The largest ||result - oracle|| / ||oracle|| that is right. None: only NaN and infinity are wrong.
             Without an oracle they are where a result holds nothing else.
-        name: The name of the function in the row.
 
-    Raises:
-        UserError: fewer than two values, inputs that are not the same requests, or inputs that `fn` can't be called
-            with.
+    The other arguments are those of `nondet.check`. Raises UserError: fewer than two values, inputs that are not the
+    same requests, or inputs that `fn` can't be called with.
     """
     started = time.perf_counter()
     values = _checked_values(over, sizes=select is None)
@@ -395,12 +389,10 @@ def _each(head: Row, subject: _Subject, first: Row) -> tuple[list[Row], str]:
         return [], ""
     started, small, large = time.perf_counter(), subject.kept, subject.largest
     try:
-        starts = subject.windows()
+        many, trials = subject.each()
     except ValueError as error:
         return [], f"only the first {small} of each batch were compared: {error}"
-    case = f"{min(large, len(starts) * small)} of {large} requests, each in batches of {small} and {large}"
-    head = msgspec.structs.replace(head, case=case)
-    trials = [Trial(small, partial(subject.separate, starts)), Trial(large, partial(subject.together, starts))]
+    head = msgspec.structs.replace(head, case=f"{many} of {large} requests, each in batches of {small} and {large}")
     return [_tried(head, started, lambda: measure(head, trials, warm=head.device == "cuda", started=started))], ""
 
 

@@ -61,32 +61,35 @@ class GroupedMatmul(Probe):
         default, given = _LAYERS[options.device], base.given_layer(options)
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[options.device])
         layers = default if given is None else (("", options.config.get("experts", default[0][1]), *given),)
+        shortened = layers is default and not (options.m or options.inputs or options.full)
         for layer in layers:
             for dtype in base.dtypes(options, "grouped_matmul", ("bfloat16", "float32")):
-                _check_memory(options.device, max(largest, _ROWS), layer, dtype)
-                first, experts = layer is layers[0], layer[1]
+                case, first, (_, E, K, N) = partial(_case, layer, dtype), layer is layers[0], layer
+                # weights and batch are drawn in float32; a sorted copy of the batch and two results are alive at once
+                item, rows = base.element_bytes(dtype), max(largest, _ROWS)
+                needed = E * K * N * (item + 8) + rows * K * (2 * item + 8) + 2 * rows * N * 8
+                about = f"grouped_matmul of M={rows} E={E} K={K} N={N} in {dtype}"
+                base.require_memory(options.device, needed, about)
                 if first:
-                    yield _case(layer, dtype, "mixed", "history", min(largest, 16))
+                    yield case("mixed", "history", min(largest, 16))
                 every = ("bell", "order", *(_HARD if first else ()), "integers")
                 for kind in kinds(options, every if first or given or not options.one_of_all else ("order",)):
-                    sizes = sweep(largest, options)
-                    shortened = layers is default and not (options.m or options.inputs or options.full)
-                    if kind == "integers" or (shortened and (kind != "order" or not first)):
-                        sizes = some(_FEW, largest, options)
-                    yield _case(layer, dtype, kind, "batch_size", largest, values=sizes)
-                drawn = random.Random(options.seed).randrange(experts)  # noqa: S311 - an expert, not a secret
-                for home in dict.fromkeys((0, experts // 2, experts - 1, drawn)):
-                    yield _case(layer, dtype, "order", "routing", max(largest, _ROUTED), home=home)
+                    few = kind == "integers" or (shortened and (kind != "order" or not first))
+                    sizes = some(_FEW, largest, options) if few else sweep(largest, options)
+                    yield case(kind, "batch_size", largest, values=sizes)
+                drawn = random.Random(options.seed).randrange(E)  # noqa: S311 - an expert, not a secret
+                for home in dict.fromkeys((0, E // 2, E - 1, drawn)):
+                    yield case("order", "routing", max(largest, _ROUTED), home=home)
                 if first:
                     counts = [n for n in sweep(min(largest, _SHARE), options, dense=True) if n >= _ROUTED]
                     counts += [n for n in _WHOLE_TILES if n <= largest]
-                    yield _case(layer, dtype, "order", "routing", largest, home=drawn, values=counts or [largest])
+                    yield case("order", "routing", largest, home=drawn, values=counts or [largest])
                     for kind in ("mixed", "positive"):
-                        yield _case(layer, dtype, kind, "neighbour_values", min(largest, 64))
+                        yield case(kind, "neighbour_values", min(largest, 64))
                     places = min(largest, _POSITIONS[options.device])
-                    yield _case(layer, dtype, "order", "position", largest, places=places, home=drawn)
-                    repeated = range(base.runs(options, _RUNS[options.device]))
-                    yield _case(layer, dtype, "mixed", "run", largest, values=list(repeated))
+                    yield case("order", "position", largest, places=places, home=drawn)
+                    times = range(base.runs(options, _RUNS[options.device]))
+                    yield case("mixed", "run", largest, values=list(times))
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K]; weight [E, K, N] as the transpose of a module's [E, N, K]; the variants' calls, planned."""
@@ -95,25 +98,24 @@ class GroupedMatmul(Probe):
         x, w = product_operands(case.inputs, (rows, K), (E * N, K), case.torch_dtype, device, seed, weight_kind="bell")
         w = w.view(E, N, K).mul_(base.weight_scale(K))
         spread = torch.randint(0, E, (rows,), generator=generator(seed, "cpu"))
-        home = case.data.get("home", 0)
+        home, every = case.data.get("home", 0), torch.arange(rows)
+        here = torch.full_like(spread, home)
         plans: list[Plan]
         if case.varied == "batch_size":
-            spread[: 2 if rows > 1 else 1] = torch.tensor([0, E - 1][: 2 if rows > 1 else 1])  # first and last expert
-            plans = [(M_, list(_batches(M_, spread, E))) for M_ in case.data["values"]]
-        elif case.data.get("values") and case.varied == "routing":
-            here = torch.full_like(spread, home)
-            plans = [(n, [_batch(here, torch.arange(n), min(n, _ROUTED), E)]) for n in case.data["values"]]
+            spread[: min(rows, 2)] = torch.tensor([0, E - 1])[:rows]  # the first and the last expert
+            plans = [(size, list(_batches(size, spread, E))) for size in case.data["values"]]
+        elif case.varied == "routing" and case.data.get("values"):
+            plans = [(n, [_batch(here, every[:n], min(n, _ROUTED), E)]) for n in case.data["values"]]
         elif case.varied == "routing":
             plans = list(_routings(spread, home, E))
         elif case.varied == "position":
             spread[: case.data["places"]] = home
             x[: case.data["places"]] = x[0]
-            plans = [(0, [_batch(spread, torch.arange(rows), case.data["places"], E)])]
+            plans = [(0, [_batch(spread, every, case.data["places"], E)])]
         else:
-            plans = [("all", [_batch(spread, torch.arange(rows), rows, E)])]
+            plans = [("all", [_batch(spread, every, rows, E)])]
             if case.varied == "run":  # a whole tile at one expert, and no rows at the others
-                tile = min(rows, _TILE)
-                plans[0][1].append(_batch(torch.full_like(spread, home), torch.arange(tile), tile, E))
+                plans[0][1].append(_batch(here, every[:_TILE], min(rows, _TILE), E))
         there = [(value, [_Batch(*(t.to(device) for t in batch)) for batch in batches]) for value, batches in plans]
         return {"x": x, "weight": w.mT, "plans": there}
 
@@ -198,16 +200,8 @@ def _call(inputs: Any) -> base.Call:
     """Every third row is compared; the others share their experts."""
     _, (batch,) = inputs["plans"][0]
     at = torch.arange(len(batch.order), device=batch.order.device)
-    mine = at % 3 == 1 if len(at) > 1 else at == 0
-    return base.Call((inputs["x"][batch.order], inputs["weight"], batch.offsets), (at[~mine], None, None), at[mine])
-
-
-def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
-    _, E, K, N = layer
-    # weights and batch are drawn in float32; a sorted copy of the batch and two results are alive while comparing
-    item = base.element_bytes(dtype)
-    needed = E * K * N * (item + 8) + M * K * (2 * item + 8) + 2 * M * N * 8
-    base.require_memory(device, needed, f"grouped_matmul of M={M} E={E} K={K} N={N} in {dtype}")
+    tensors = inputs["x"][batch.order], inputs["weight"], batch.offsets
+    return base.Call.of(tensors, at % 3 == 1 if len(at) > 1 else at == 0)
 
 
 def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any) -> Case:

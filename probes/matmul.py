@@ -31,21 +31,18 @@ _LINES = 16  # of N, or of K; a full map has four times as many
 
 def _map_cases(options: Options) -> Iterable[Case]:
     """A line of the map per case: every M, since nothing says that classes are contiguous."""
-    axis, device = options.map[1].upper(), options.device
+    axis, device, lines = options.map[1].upper(), options.device, _LINES * (4 if options.full else 1)
     largest = base.largest_batch(options, _MAPPED[device])
     if largest > LISTED_VARIANTS:
         raise UserError(f"--m {largest}: a map holds every M up to {LISTED_VARIANTS:,}", "Give --m as much or less.")
     layers, _ = _layers(options, (_SMALL[device],))
-    for layer in layers:
-        name, *sizes = layer
+    for name, K, N in layers:
         for dtype in dtypes(options, "matmul", _LAYER_DTYPES[device]):
             for kind in kinds(options, ("order",)):
-                largest_size, lines = sizes[axis == "N"], _LINES * (4 if options.full else 1)
-                for size in sorted({max(1, largest_size * i // lines) for i in range(1, lines + 1)}):
-                    K, N = (size, sizes[1]) if axis == "K" else (sizes[0], size)
-                    _check_memory(device, largest, (name, K, N), dtype)
-                    title = f"map of M x {axis}, every row of M equal ones, K={K} N={N}, {kind}"
-                    shape = {"M": largest, "N": N, "K": K}
+                for size in sorted({max(1, (K if axis == "K" else N) * i // lines) for i in range(1, lines + 1)}):
+                    shape = {"M": largest, "N": N, "K": K} | {axis: size}
+                    _check_memory(device, largest, (name, shape["K"], shape["N"]), dtype)
+                    title = f"map of M x {axis}, every row of M equal ones, K={shape['K']} N={shape['N']}, {kind}"
                     data = {"values": list(range(1, largest + 1)), "layer": name, "layout": "", "map": axis}
                     yield Case(title, "linear", shape, dtype, "batch_size", kind, data=data)
 
@@ -151,11 +148,8 @@ class Matmul(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other cases; one layer is drawn from the seed."""
-        if options.map:
-            yield from _map_cases(options)
-            return
-        if any(batch for _, batch in options.met):
-            yield from _batched_cases(options)
+        if options.map or any(batch for _, batch in options.met):
+            yield from _map_cases(options) if options.map else _batched_cases(options)
             return
         device = options.device
         layers, chosen = _layers(options, _LAYERS[device])
@@ -222,15 +216,13 @@ class Matmul(Probe):
         def product(x: torch.Tensor) -> torch.Tensor:
             return operator(x, w, *more)
 
-        if case.inputs == "linspace":
-            for M in case.data["values"]:
-                yield Trial(M, partial(row_0, operator, x[:M], w))
-        elif "map" in case.data:
-            for M in case.data["values"]:
-                yield Trial(M, partial(operator, x[:M], w))
-        elif case.data.get("anew"):
+        if case.data.get("anew"):
             for i, what in enumerate(("one row", "many rows")):
                 yield Trial(f"{what} first", partial(_anew, operator, _call(inputs), i))
+        elif case.inputs == "linspace" or "map" in case.data:
+            whole = partial(row_0, operator) if case.inputs == "linspace" else operator
+            for M in case.data["values"]:
+                yield Trial(M, partial(whole, x[:M], w))
         else:
             compute = partial(_in_layout, product, case.data["layout"])
             yield from base.batch_trials(case, compute, x, _ROWS, partial(_call, inputs), operator)
@@ -334,19 +326,17 @@ def _case(
         "position": f"{_ROWS_PER_POSITION} rows at every place among {rows}",
         "run": f"{rows} rows, the same call again",
     }.get(varied) or f"rows among {rows}, {base.AXES[varied]}"
-    title = f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}"
-    shape = {"M": rows if varied != "batch_size" else max(values), "N": N, "K": K}
+    shape = {"M": max(values) if varied == "batch_size" else rows, "N": N, "K": K}
     data = {"values": list(values), "layer": name, "layout": layout, "trees": trees}
+    title = f"{what}{layout and ', ' + layout}, K={K} N={N}, {kind}"
     return Case(title, "linear", shape, dtype, varied, kind, data=data)
 
 
 def _call(inputs: Any) -> base.Call:
     """A call with other rows before, between and after the compared ones."""
-    tensors = tuple(t for t in (inputs["x"], inputs["w"], inputs["bias"]) if t is not None)
-    x, *weights = tensors
-    rows = torch.arange(len(x), device=x.device)
-    mine = (rows % 5 == 2) | (len(x) < 3)
-    return base.Call(tensors, (rows[~mine], *(None for _ in weights)), rows[mine])
+    tensors = [t for t in (inputs["x"], inputs["w"], inputs["bias"]) if t is not None]
+    rows = torch.arange(len(tensors[0]), device=tensors[0].device)
+    return base.Call.of(tensors, (rows % 5 == 2) | (len(rows) < 3))
 
 
 def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
@@ -355,14 +345,13 @@ def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
     x, w = call.tensors
     step = 16 if 16 * _ANEW[0][-1] < len(w) else 1  # whole tiles are left out, where there are enough
     most = len(w) - _ANEW[0][-1] * step
-    found = []
+    found: list[list[torch.Tensor]] = []
     for rows, left_out in zip((1, base.LARGER), _ANEW, strict=True):
-        given = []
+        found.append([])
         for few in left_out:
             part = w[: len(w) - few * step].contiguous()
             operator(call.resized(rows).tensors[0], part)
-            given.append(operator(x, part).index_select(0, call.kept)[:, :most].contiguous())
-        found.append(given)
+            found[-1].append(operator(x, part).index_select(0, call.kept)[:, :most].contiguous())
     steady = all(identical(given[0], other) for given in found for other in given[1:])
     return found[which if steady else 0][0]
 

@@ -105,27 +105,16 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     for prefix, key, present in (("", "intermediate_size", dense), ("expert ", "moe_intermediate_size", experts)):
         if present:
             inner = _size(config, key, name)
-            layers += [
-                (f"{prefix}gate_up_proj", hidden, 2 * inner),
-                (f"{prefix}gate_proj up_proj", hidden, inner),
-                (f"{prefix}down_proj", inner, hidden),
-            ]
+            layers.append((f"{prefix}gate_up_proj", hidden, 2 * inner))
+            layers.append((f"{prefix}gate_proj up_proj", hidden, inner))
+            layers.append((f"{prefix}down_proj", inner, hidden))
     layers.append(("lm_head", hidden, vocabulary))
     names: dict[tuple[int, int], list[str]] = {}
     for layer, k, n in layers:
         names.setdefault((k, n), []).append(layer)
-    return ModelSizes(
-        name=name,
-        layers=tuple((" ".join(found), k, n) for (k, n), found in names.items()),
-        config={
-            "hidden": hidden,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "vocabulary": vocabulary,
-            "layers": _size(config, "num_hidden_layers", name),
-        },
-    )
+    sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "vocabulary": vocabulary}
+    sizes["layers"] = _size(config, "num_hidden_layers", name)
+    return ModelSizes(name, tuple((" ".join(found), k, n) for (k, n), found in names.items()), sizes)
 
 
 def _size(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:

@@ -724,46 +724,39 @@ def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[int]) -> dict[str,
     kept: list[dict[str, Any]] = []
     trees: list[tuple[str, Found]] = []
     for M, one in zip(sizes, measured, strict=True):
-        name = f"M = {M}" + f", {one.which}" * (sizes.count(M) > 1)
-        one, found, said = _tree_of(one)
-        trees += [(name, found)] if found is not None else []
+        found, said = _tree_of(one)
+        if found is not None:
+            trees.append((f"M = {M}" + f", {one.which}" * (sizes.count(M) > 1), found))
         kept.append({"M": M, "K": one.K, **said})
     between = [f"{m} and {n}: {_between(a, b)}" for (m, a), (n, b) in pairwise(trees)]
     between += [f"{left} more of the classes: not asked for their trees"] if left else []
     return {"reduction_trees": {"classes": kept, "between": between}}
 
 
-def _tree_of(one: MeasuredSum) -> tuple[MeasuredSum, Found | None, dict[str, Any]]:
+def _tree_of(one: MeasuredSum) -> tuple[Found | None, dict[str, Any]]:
     """The first tree that is proven, trying fewer columns at once; else the first tree; and its record."""
-    kept, found, measured = one, None, one
-    said = {"words": "no tree", "proven": False, "failed_on": "", "drawn": []}
+    found, kept, why, measured = None, one, "", one
     while found is None or found.proven is None:
         try:
             again = find(measured)
             if found is None or again.proven is not None:
                 kept, found = measured, again
-        except NotASumError as error:
-            said["failed_on"] = said["failed_on"] or str(error)
         except Exception as error:  # noqa: BLE001 - a kernel may raise anything at masks: the row then has no tree
-            said["failed_on"] = said["failed_on"] or reason_of(error)
+            why = why or (str(error) if isinstance(error, NotASumError) else reason_of(error))
         if measured.fewer is None:
             break
         measured = measured.fewer()
-    return kept, found, said if found is None else found.record() | ({"which": kept.which} if kept.which else {})
+    if found is None:
+        return None, {"words": "no tree", "proven": False, "failed_on": why, "drawn": []}
+    return found, found.record() | ({"which": kept.which} if kept.which else {})
 
 
 def trees_of_product(
     operator: Operator, x: torch.Tensor, w: torch.Tensor, values: Sequence[int], results: Sequence[torch.Tensor],
     most: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """As `trees_of`, for the classes of a sweep over M whose row 0 differs; {} where it is the same in all.
-
-    Args:
-        x, w: [M, K] and [N, K].
-        values: M of the sweep.
-        results: One result of each class; row 0 of each is row 0 of x.
-        most: How many trees are measured.
-    """
+    """As `trees_of`, of x [M, K] and w [N, K], for the classes of a sweep over M whose row 0 differs; {} if it is the
+    same in all. `results`: one of each class, whose row 0 is that of x; `most`: how many trees are measured."""
     rows: list[torch.Tensor] = []
     for result in results:
         if not any(identical(result[:1], row) for row in rows):

@@ -22,6 +22,7 @@ from nondet.core.inputs import EXACT, generator
 from nondet.core.measure import Trial
 from nondet.core.operands import HARD, drawn
 from nondet.core.operator import Operator as DeclaredOperator
+from nondet.core.operator import RowProbing
 from nondet.core.registry import declared
 from nondet.probes import base
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, some, sweep
@@ -41,30 +42,23 @@ class RowProbe(Probe):
     """An operator over the last axis of x [M, W]."""
 
     answers = EXACT
-    operators: tuple[str, ...]  # declared operators that take x, or x and a weight [W]
-    axis: str = "K"  # the name of the width in a row's shape
-    # of real models, and an odd one. The first gets the hard inputs and all cases but the sweep over M.
-    widths: tuple[int, ...]
-    width_keys: tuple[str, ...]  # keys of `Options.config` that hold widths of this operator in a model
-    # operators that add the elements themselves: rows whose sum is exactly 0 show their order, and integers have an
-    # exact answer. The others add squares or exponentials.
-    sums: tuple[str, ...] = ()
-    exact: tuple[str, ...] = ()  # those of them whose answer for integers is exact
-    # further kinds of input: a mask's -inf, rows that are small compared with an epsilon
-    numbers: tuple[str, ...] = ("denormal", "infinite")
+
+    def __init__(
+        self, name: str, operators: tuple[str, ...], axis: str, tested: RowProbing, exact: tuple[str, ...] = ()
+    ) -> None:
+        self.name = name
+        self.operators = operators  # declared operators that take x, or x and a weight [W]
+        self.axis = axis  # the name of the width in a row's shape
+        self.tested = tested
+        self.exact = exact  # those of the operators whose answer for integers is exact
 
     @classmethod
     def of(cls, operator: DeclaredOperator) -> RowProbe:
         """The probe of the operator's declaration, under the operator's name."""
         if operator.probe is None:
             raise ValueError(f"{operator.name} declares no probe")
-        probe = cls()
-        probe.name, probe.operators = operator.name.replace("_", "-"), (operator.name,)
-        probe.axis = operator.operands[0].axes[-1]
-        probe.widths, probe.width_keys = operator.probe.widths, operator.probe.width_keys
-        probe.numbers = operator.probe.numbers
-        probe.sums = (operator.name,) if operator.probe.adds else ()
-        return probe
+        name, axis = operator.name.replace("_", "-"), operator.operands[0].axes[-1]
+        return cls(name, (operator.name,), axis, operator.probe)
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each operator, width and dtype a sweep over M; at the first width all other cases, too. One more width is
@@ -89,7 +83,7 @@ class RowProbe(Probe):
         # drawn in float32; two results are alive while comparing; the rows are checked in float64
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
         base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
-        adds = operator in self.sums
+        adds = self.tested.adds
         best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, solo and among others
 
         def batch_sizes(kind: str) -> list[int]:
@@ -110,7 +104,7 @@ class RowProbe(Probe):
             yield case("history", mixed, held, held)
         default = dict.fromkeys(("bell", best, *(HARD if first else ())))
         exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
-        numbers = self.numbers if first and options.inputs is None else ()
+        numbers = self.tested.numbers if first and options.inputs is None else ()
         for kind in (*kinds(options, default), *exact, *numbers):
             yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
         if width <= _NARROW and options.m is None and not drawn:
@@ -128,8 +122,8 @@ class RowProbe(Probe):
         given = base.given_layer(options)
         if given is not None:
             return given[:1], True
-        configured = tuple(dict.fromkeys(options.config[k] for k in self.width_keys if k in options.config))
-        return (configured, True) if configured else (self.widths, False)
+        configured = tuple(dict.fromkeys(options.config[k] for k in self.tested.width_keys if k in options.config))
+        return (configured, True) if configured else (self.tested.widths, False)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
@@ -149,18 +143,15 @@ class RowProbe(Probe):
         return base.batch_trials(case, of_batch, x, case.data["rows"], partial(self._call, case, inputs), operator)
 
     def _call(self, case: Case, inputs: Any) -> base.Call:
-        x, weights = inputs["x"], inputs["weights"]
-        row = torch.arange(len(x), device=x.device)
-        mine = (row % 3 == 1) | (case.varied == "history")  # there are no other rows in that case
-        return base.Call((x, *weights), (row[~mine], *(None for _ in weights)), row[mine])
+        x = inputs["x"]
+        mine = torch.arange(len(x), device=x.device) % 3 == 1
+        return base.Call.of((x, *inputs["weights"]), mine | (case.varied == "history"))  # which has no other rows
 
 
 class Reduction(RowProbe):
     """Over a hidden size (the mean of RMSNorm, as transformers writes it), an odd width, and a vocabulary."""
 
-    name = "reduction"
-    operators = ("sum", "mean")
-    widths = (4096, 1000, 151936)
-    width_keys = ("hidden", "vocabulary")
-    sums = ("sum", "mean")
-    exact = ("sum",)
+    def __init__(self) -> None:
+        widths, numbers = (4096, 1000, 151936), ("denormal", "infinite")
+        tested = RowProbing(widths=widths, width_keys=("hidden", "vocabulary"), adds=True, numbers=numbers)
+        super().__init__("reduction", ("sum", "mean"), "K", tested, exact=("sum",))

@@ -73,23 +73,22 @@ class ScaledMatmul(Probe):
         for layer in layers:
             _, K, N = layer
             base.require_memory(device, (largest + N) * K * 24 + 4 * largest * N * 8, f"M={largest} K={K} N={N} in FP8")
-            for dtype in left[:1] if options.one_of_all and layer is not layers[0] and not names else left:
+            fewer = options.one_of_all and layer is not layers[0] and not names
+            for dtype in left[:1] if fewer else left:
                 for how in SCALES:
-                    first = layer is layers[0] and dtype == left[0]
                     slow = layers is _LAYERS["cpu"] and how == "tensor"
-                    asked = _ONE_SCALE_ON_CPU[layers.index(layer)] if slow else layer
+                    shown = _ONE_SCALE_ON_CPU[layers.index(layer)] if slow else layer
+                    first = layer is layers[0] and dtype == left[0]
                     swept = dtype == left[0] or options.full  # fewer sizes of the other format are tested
-                    yield from _products(options, asked, (dtype, how, results), largest, first=first, swept=swept)
-        layer = layers[0]
-        shared = left[0], "row", "bfloat16" if "bfloat16" in results else results[0]
-        for varied in ("batch_size", "run"):
-            values = sweep(largest, options) if varied == "batch_size" else range(base.runs(options, _RUNS[device]))
-            kind = "order-wide" if varied == "batch_size" else "mixed"  # the answer of the former is zero
-            yield _case(layer, kind, varied, largest, values, shared, "scaled_grouped_matmul")
+                    yield from _products(options, shown, (dtype, how, results), largest, first=first, swept=swept)
+        layer, few = layers[0], some(_FEW, largest, options)
+        form = left[0], "row", "bfloat16" if "bfloat16" in results else results[0]
+        times, experts = range(base.runs(options, _RUNS[device])), "scaled_grouped_matmul"
+        yield _case(layer, "order-wide", "batch_size", largest, sweep(largest, options), form, experts)  # answer: 0
+        yield _case(layer, "mixed", "run", largest, times, form, experts)
+        given_as = next((d for d in names if d in ("float16", "float32")), "bfloat16")
         for varied, rows in (("batch_size", largest), ("neighbour_values", largest), ("position", min(largest, 512))):
-            values = some(_FEW, largest, options)
-            given_as = next((d for d in names if d in ("float16", "float32")), "bfloat16")
-            yield _case(layer, "bell", varied, rows, values, (given_as, "", ""), "quantize")
+            yield _case(layer, "bell", varied, rows, few, (given_as, "", ""), "quantize")
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """a [M, K], b [K, N] and their scales; experts' b [E, K, N] and theirs; or x [M, K] to be quantized."""
@@ -106,12 +105,14 @@ class ScaledMatmul(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every position; or the whole call at other moments."""
-        shaped = _shaped(case, operator)
-        every = torch.arange(len(next(iter(inputs.values()))), device=next(iter(inputs.values())).device)
+        shaped, given = _shaped(case, operator), tuple(inputs.values())
+        at = torch.arange(len(given[0]), device=given[0].device)
+        mine = at % 3 == 1 if len(at) > 1 else at == 0
+        call = base.Call.of(given, mine)
+        if len(given) > 2 and len(given[2]) > 1:  # the scales of the others are included
+            call = call._replace(others=(call.others[0], None, call.others[0], None))
         rows = 4 if case.varied == "position" else _ROWS
-        return base.batch_trials(
-            case, partial(_rows, shaped, case, inputs), every, rows, partial(_call, inputs), shaped
-        )
+        return base.batch_trials(case, partial(_rows, shaped, case, inputs), at, rows, lambda: call, shaped)
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """As for any operator; None for the quantization itself, since any scale is right."""
@@ -138,21 +139,21 @@ def _products(
     options: Options, layer: Layer, form: tuple[str, str, Sequence[str]], largest: int, *, first: bool, swept: bool
 ) -> Iterator[Case]:
     dtype, how, results = form
-    few = some(_FEW, largest, options)
+    few, device = some(_FEW, largest, options), options.device
     for out in results:
-        said = dtype, how, out
-        all_kinds = first and out == results[0]
-        asked = kinds(options, ("order-wide", "bell", "outlier", "integers") if all_kinds else ("order-wide",))
-        for kind in asked if first or out == results[0] else ():
-            shows = swept and kind == "order-wide" and out == results[0]
-            values = sweep(largest, options, dense=all_kinds) if shows or options.inputs else few
-            yield _case(layer, kind, "batch_size", largest, values, said)
-        if all_kinds:
-            yield _case(layer, "order-wide", "position", _POSITIONS[options.device], (), said)
-            yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), said)
-            yield _case(layer, "order-wide", "alignment", min(largest, 33), (), said)
-            yield _case(layer, "mixed", "history", min(largest, 16), (), said)
-            yield _case(layer, "mixed", "run", largest, range(base.runs(options, _RUNS[options.device])), said)
+        about = dtype, how, out
+        main = out == results[0]
+        every = ("order-wide", "bell", "outlier", "integers") if first and main else ("order-wide",)
+        for kind in kinds(options, every) if first or main else ():
+            shows = swept and kind == "order-wide" and main
+            values = sweep(largest, options, dense=first and main) if shows or options.inputs else few
+            yield _case(layer, kind, "batch_size", largest, values, about)
+        if first and main:
+            yield _case(layer, "order-wide", "position", _POSITIONS[device], (), about)
+            yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), about)
+            yield _case(layer, "order-wide", "alignment", min(largest, 33), (), about)
+            yield _case(layer, "mixed", "history", min(largest, 16), (), about)
+            yield _case(layer, "mixed", "run", largest, range(base.runs(options, _RUNS[device])), about)
 
 
 def _case(
@@ -160,21 +161,17 @@ def _case(
     operator: str = "scaled_matmul",
 ) -> Case:  # fmt: skip
     """`form`: the operands' dtype, their kind of scales, and the result's dtype."""
-    (name, K, N), (dtype, how, out) = layer, form
-    values = list(values)
-    rows = max(values) if varied == "batch_size" else M
+    (name, K, N), (dtype, how, out), values = layer, form, list(values)
     what = _WORDS.get(varied, f"rows among {M}, {base.AXES.get(varied)}").format(M=M)
-    shape = {"M": rows, "N": N, "K": K}
+    shape = {"M": max(values) if varied == "batch_size" else M, "N": N, "K": K}
     if operator == "quantize":
-        title, shape = f"quantization of {what}, K={K}, {kind}", {"M": rows, "K": K}
-    elif operator == "scaled_grouped_matmul":
-        title = f"{what} at {_EXPERTS} experts, {_NAMES[how]}, into {out}, K={K} N={N}, {kind}"
-        shape["E"] = _EXPERTS
+        title, shape = f"quantization of {what}, K={K}, {kind}", {"M": shape["M"], "K": K}
     else:
+        if operator == "scaled_grouped_matmul":
+            what, shape["E"] = f"{what} at {_EXPERTS} experts", _EXPERTS
         title = f"{what}, {_NAMES[how]}, into {out}, K={K} N={N}, {kind}"
-    return Case(
-        title, operator, shape, dtype, varied, kind, data={"values": values, "layer": name, "how": how, "out": out}
-    )
+    data = {"values": values, "layer": name, "how": how, "out": out}
+    return Case(title, operator, shape, dtype, varied, kind, data=data)
 
 
 def _shaped(case: Case, operator: Operator) -> Operator:
@@ -205,16 +202,6 @@ def _rows(call: Operator, case: Case, inputs: Any, at: torch.Tensor) -> torch.Te
 
 def _picked(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)[at].view(x.dtype)  # not every device picks rows of float8
-
-
-def _call(inputs: Any) -> base.Call:
-    """Every third row is compared; the scales of the others are included."""
-    tensors: tuple[torch.Tensor, ...] = tuple(inputs.values())
-    rows = torch.arange(len(tensors[0]), device=tensors[0].device)
-    mine = rows % 3 == 1 if len(rows) > 1 else rows == 0
-    theirs = rows[~mine]
-    others = (theirs, None, theirs if len(tensors) > 2 and len(tensors[2]) > 1 else None, None)
-    return base.Call(tensors, others[: len(tensors)], rows[mine])
 
 
 def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, int]]]:

@@ -78,7 +78,7 @@ class _Book:
     error: ErrorFigures | None = None
     refused: bool = True  # every failure was the member's own "not here"
     replays: int = 0
-    replays_parted: int = 0
+    unsteady: int = 0  # replays with other bits
 
     def differ(self, value: Value, kind: str, found: Difference, label: int) -> None:
         """A variant has other bits than the anchor."""
@@ -167,7 +167,7 @@ def _answers(
         if oracle is not None and value == oracle[0]:
             book.error = error_against(tried.result, oracle[1])
         book.replays += repeated
-        book.replays_parted += repeated and not identical(again.result, tried.result)
+        book.unsteady += repeated and not identical(again.result, tried.result)
         if tried.equal:
             continue
         call.certificates = {}  # its own whole answer is not a variant
@@ -189,7 +189,7 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
         reason = "nothing finite was compared" if computed else next(iter(failed.values()))
         return msgspec.structs.replace(head, status=status, reason=reason, seconds=book.seconds)
     notes, extra = [], head.extra | {"elements": elements, "left_at": left, "unanswered_at": list(failed)}
-    if book.replays_parted:
+    if book.unsteady:
         notes.append("the same call again gives other bits")
     if left:
         alike = all(computed[value].label == 1 for value in left)
@@ -205,7 +205,7 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
     notes += [f"{axis} = {value}: {why}" for value, why in failed.items()]
     if anchor_error is not None:
         extra["anchor_relative_error"] = anchor_error.relative_norm
-    if left or book.replays_parted:
+    if left or book.unsteady:
         status = Status.DIVERGENT
     else:  # a variant that crashed proves nothing about the whole
         status = Status.ERROR if failed and not book.refused else Status.IDENTICAL
@@ -216,7 +216,7 @@ def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigure
         status=status,
         ran=sorted(book.ran),
         replays=book.replays,
-        replays_parted=book.replays_parted,
+        replays_parted=book.unsteady,
         difference=book.widest or Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0),
         error=book.error,
         extra=extra,
@@ -266,7 +266,7 @@ def _record(kept: Certificates, question: Question, book: _Book) -> None:
     A form consists of several calls (a prompt in chunks). Where it differs, those of its calls that agreed elsewhere
     are not the ones that differed, unless all of them agreed elsewhere: then none is trusted.
     """
-    if book.replays_parted:
+    if book.unsteady:
         for member, key in dict.fromkeys(c for v in book.variants.values() for c in v.certificates):
             kept.record(member, key, False, f"{question.name}: the same call again gave other bits")
         return

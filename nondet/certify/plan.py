@@ -131,43 +131,29 @@ class AttentionQuestion(Question):
     def reference(self, inputs: Inputs) -> None:
         """None: errors of the weights are larger than those of an order."""
 
-    def _positions(self) -> list[int]:
-        T = self.shape["T"]
-        marks = (0, 1, 15, 31, 63, 64, 65, 127, 128, 300, 511, 512, 513, 640, 1023, 1024, 1536, 2047, T - 1)
-        return sorted({p for p in marks if p < T})
-
-    def _ragged(self) -> list[tuple[int, int]]:
-        """(first query, end) of each request: a whole prompt, a chunk after cached keys, then decode steps."""
-        T, B = self.shape["T"], self.shape["B"]
-        return [(0, T), (T // 3, T - 5), *((T - 7 - b, T - 6 - b) for b in range(B))][:B]
+    def _pieces(self, value: int | str) -> list[tuple[slice, int, int]]:
+        """The variant's calls: which requests, and from which query to which end."""
+        T, B, requests = self.shape["T"], self.shape["B"], slice(1 if str(value).endswith("alone") else None)
+        if value == "ragged":  # a whole prompt, a chunk after cached keys, then decode steps
+            ends = [(0, T), (T // 3, T - 5), *((T - 7 - b, T - 6 - b) for b in range(B))][:B]
+            return [(slice(b, b + 1), lo, hi) for b, (lo, hi) in enumerate(ends)]
+        if str(value).startswith("decode"):
+            marks = (0, 1, 15, 31, 63, 64, 65, 127, 128, 300, 511, 512, 513, 640, 1023, 1024, 1536, 2047, T - 1)
+            return [(requests, p, p + 1) for p in sorted({p for p in marks if p < T})]
+        size = int(str(value).rpartition(" ")[2]) if str(value).startswith("chunks") else T
+        return [(requests, s, min(s + size, T)) for s in range(0, T, size)]
 
     def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
         """The variant's queries, those of a ragged batch one after the other as [1, Hq, all, D]."""
-        if value == "ragged":
-            return torch.cat([whole[b : b + 1, :, lo:hi] for b, (lo, hi) in enumerate(self._ragged())], 2)
-        if value in ("alone", "decode alone"):
-            whole = whole[:1]
-        return whole[:, :, self._positions()] if str(value).startswith("decode") else whole
+        return torch.cat([whole[requests, :, lo:hi] for requests, lo, hi in self._pieces(value)], 2)
 
     def answer(self, inputs: Inputs, call: Call, value: int | str) -> torch.Tensor:
-        """The variants of the class; each piece is one call."""
+        """The variants of the class; an implementation of dense batches serves ragged requests one by one."""
         q, k, v = inputs
-        B, T = (1 if str(value).endswith("alone") else q.shape[0]), q.shape[2]
-
-        def piece(lo: int, hi: int) -> torch.Tensor:
-            return call(q[:B, :, lo:hi], k[:B, :, :hi], v[:B, :, :hi])
-
-        if value == "ragged":
-            requests = [(q[b, :, lo:hi], k[b, :, :hi], v[b, :, :hi]) for b, (lo, hi) in enumerate(self._ragged())]
-            ragged = getattr(call, "ragged", None)
-            if ragged is not None:
-                return torch.cat(ragged(requests), 1)[None]
-            # an implementation of dense batches serves them one by one
-            return torch.cat([call(*(x[None] for x in request)) for request in requests], 2)
-        if str(value).startswith("decode"):
-            return torch.cat([piece(p, p + 1) for p in self._positions()], 2)
-        size = int(str(value).rpartition(" ")[2]) if str(value).startswith("chunks") else T
-        return torch.cat([piece(s, min(s + size, T)) for s in range(0, T, size)], 2)
+        pieces = [(q[at, :, lo:hi], k[at, :, :hi], v[at, :, :hi]) for at, lo, hi in self._pieces(value)]
+        if value == "ragged" and (ragged := getattr(call, "ragged", None)) is not None:
+            return torch.cat(ragged([tuple(x[0] for x in piece) for piece in pieces]), 1)[None]
+        return torch.cat([call(*piece) for piece in pieces], 2)
 
 
 @dataclass(frozen=True, kw_only=True)

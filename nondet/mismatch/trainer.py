@@ -173,10 +173,10 @@ def predicting_rows(
     for i, ((text, drawn), start) in enumerate(zip(known, starts, strict=True)):
         row, columns = 0 if packed else i, slice(start, start + len(text))
         ids[row, columns], mask[row, columns] = torch.tensor(text), 1
-        place = torch.arange(len(text))
-        after = (place >= drawn[0]).long()
-        moved = {"gap": after, "restart": -drawn[0] * after, "double": place, "shift": 1}
-        positions[row, columns] = place + moved.get(fault.positions, 0)
+        position = torch.arange(len(text))
+        after = (position >= drawn[0]).long()
+        faults: dict[str, Any] = {"gap": after, "restart": -drawn[0] * after, "double": position, "shift": 1}
+        positions[row, columns] = position + faults.get(fault.positions, 0)
         rows += [row * width + start + i - 1 for i in drawn]
         tokens += [text[i] for i in drawn]
     inputs = {"input_ids": ids, "position_ids": positions}

@@ -150,10 +150,10 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     engine = VllmEngine(loaded, load, steps)
     try:
         plan = {"vllm": way, "model": {"name": loaded.name, **loaded.identity}, "engine": engine.describe()}
-        with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as say:
-            say(f"vLLM starts as {way}")
+        with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as step:
+            step(f"vLLM starts as {way}")
             with engine.implementation(way):
-                say("each layer's kernel is tested")
+                step("each layer's kernel is tested")
                 look = Look()
                 session = engine.run([], load, look)
             if session.fatal:

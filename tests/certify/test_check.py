@@ -106,6 +106,7 @@ def put(member: Call, kept: Certificates, **how: Any) -> Row:
 def test_another_tile_holds_and_another_order_does_not(kept: Certificates, dtype: str, layout: str) -> None:
     """In every dtype and layout, also where a bias follows: split-K is caught at M = 1, where few elements tell."""
     good = put(narrow, kept, dtype=dtype, layout=layout)
+    assert good.key == row_key(question(dtype, layout), "member"), "so that a run resumes"
     assert good.status == Status.IDENTICAL, good.reason
     assert good.extra["left_at"] == []
     assert {c.holds for c in kept.all()} == {True}
@@ -230,11 +231,6 @@ def test_a_failing_anchor_proves_nothing(kept: Certificates) -> None:
     assert [r.status for r in rows] == [Status.ERROR] * 2
     assert all("anchor failed" in r.reason for r in rows)
     assert kept.all() == []
-
-
-def test_rows_are_keyed_so_that_a_run_resumes(kept: Certificates) -> None:
-    """What `ask` yields is what `row_key` foretold."""
-    assert put(chain, kept).key == row_key(question(), "member")
 
 
 def test_where_forms_differ() -> None:

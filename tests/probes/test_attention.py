@@ -14,13 +14,18 @@ SMALL = {"config": {"heads": 4, "kv_heads": 2, "head_dim": 8}, "dtypes": ("float
 
 @pytest.mark.nightly
 def test_cache_reduced_apart_is_flagged():
-    """The post's case: 80 cached and 48 new keys in blocks of 32 of their own; 0, 32 and 64 cached end on a block."""
-    rows = measure("attention", "attention_cache_apart", asked={"cache", "batch_size", "neighbour_values"}, **SMALL)
+    """The post's case: 80 cached and 48 new keys in blocks of 32 of their own; 0, 32 and 64 cached end on a block.
+    Prefill against decode says which positions differ: none under 32 keys, where one block holds them all."""
+    asked = {"cache", "batch_size", "neighbour_values", "query_chunk"}
+    rows = measure("attention", "attention_cache_apart", asked=asked, **SMALL)
     row = next(r for r in rows.values() if r.varied == "cache")
-    assert row.values == [0, 32, 64, 72, 80]
-    assert row.labels == [0, 0, 0, 1, 2]
+    assert (row.values, row.labels) == ([0, 32, 64, 72, 80], [0, 0, 0, 1, 2])
     for varied in ("batch_size", "neighbour_values"):
         assert statuses(rows, varied=varied) == {"identical"}
+    found = next(r.extra for r in rows.values() if "against decode of" in r.case and r.inputs == "bell")
+    assert 1 in found["positions"]
+    assert found["positions_differing"]
+    assert 1 not in found["positions_differing"]
 
 
 def test_splits_that_follow_from_the_batch_are_flagged():
@@ -50,22 +55,6 @@ def test_what_hidden_keys_hold_is_no_business_of_an_earlier_query():
         "stock-flash": "identical",
         "stock-math": "wrong",
     }
-
-
-@pytest.mark.nightly
-def test_differing_positions_are_named():
-    """Prefill against decode says which positions differ: none under 32 keys, where one block holds them all."""
-    rows = measure("attention", "attention_cache_apart", asked={"query_chunk"}, **SMALL)
-    told = next(r.extra for r in rows.values() if "against decode of" in r.case and r.inputs == "bell")
-    assert 1 in told["positions"]
-    assert told["positions_differing"]
-    assert 1 not in told["positions_differing"]
-
-
-def test_stock_stands_for_its_backends():
-    """`--impl stock` also asks each named backend that the device type has."""
-    impls = {job.impl for job in plan_jobs(["attention"], ["stock"], Options(**SMALL))}
-    assert impls == {"stock", "stock-flash", "stock-math"}
 
 
 def test_key_heads_for_each_query_head_are_asked_about_too():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from nondet.reports.first_screen import chain
 from nondet.testing import assert_batch_invariant
 from nondet.verdict.findings import Finding
 from nondet.verdict.rows import judge_rows
-from tests.probes.toys import Bias, _plus, in_parts
+from tests.probes.toys import Bias, _plus
 
 LENGTHS = (9, 17, 5, 23, 12)
 TEXTS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
@@ -31,11 +30,6 @@ TEXTS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n))
 def findings(rows: list[Row]) -> tuple[Finding, ...]:
     (verdict,) = judge_rows(rows)
     return verdict.findings
-
-
-def borders(row: Row) -> list[tuple[Any, Any]]:
-    pairs = zip(itertools.pairwise(row.values), itertools.pairwise(row.labels), strict=True)
-    return [values for values, (a, b) in pairs if a != b]
 
 
 def of_scale(run: Run) -> float:
@@ -77,23 +71,6 @@ def test_eight_bit_columns_that_a_neighbour_chooses():
     (kernel,) = [step.text for step in chain(build([run])) if step.label == "kernel"]
     assert "while other rows hold other values" in kernel
     assert "neighbour values as drawn" in kernel
-
-
-def more_parts_of_fewer_rows(x: torch.Tensor, weight: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """K in 8 parts up to 16 rows, in 4 up to 48, whole above."""
-    rows = x.reshape(-1, x.shape[-1])
-    parts = 8 if len(rows) <= 16 else 4 if len(rows) <= 48 else 1
-    return _plus(in_parts(rows, weight, parts).reshape(*x.shape[:-1], -1), bias)
-
-
-def test_a_plan_by_the_number_of_rows():
-    """Its borders are found to one row; neither place nor neighbours' values are blamed."""
-    asked = {"batch_size", "position", "neighbour_values", "run"}
-    run = check_operator(more_parts_of_fewer_rows, m=64, k=96, n=8, varied=asked, inputs=("order",))
-    (row,) = [r for r in run.rows if r.inputs == "order" and r.case.startswith("16 rows in batches of M, K=")]
-    assert borders(row) == [(16, 17), (48, 49)]
-    assert {r.varied for r in run.rows if r.parted} == {"batch_size"}
-    assert findings(run.rows) == (Finding.BATCH,)
 
 
 def test_log_softmax_needs_no_cure():

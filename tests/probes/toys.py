@@ -25,8 +25,8 @@ from nondet.probes.runner import plan_jobs, run_jobs
 
 
 def attention_sound(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: Any = None
+) -> Any:
     """Sound: each query by itself in float64, over the keys that it sees."""
     groups = q.shape[1] // k.shape[1]
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -60,41 +60,28 @@ def _blocks(
 
 
 def _attention_in_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    edges: list[int],
-    scale: float | None = None,
-    causal: bool = True,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], **form: Any
 ) -> torch.Tensor:
+    scale, causal = form.get("scale"), form.get("causal", True)
     groups, cached = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    rows = [
-        torch.stack(
-            [
-                _blocks(q[b, :, i], keys[b], values[b], edges, cached + i + 1 if causal else k.shape[2], scale)
-                for i in range(q.shape[2])
-            ],
-            1,
-        )
-        for b in range(q.shape[0])
-    ]
-    return torch.stack(rows)
+    requests = []
+    for b in range(q.shape[0]):
+        ends = [cached + i + 1 if causal else k.shape[2] for i in range(q.shape[2])]
+        rows = [_blocks(q[b, :, i], keys[b], values[b], edges, end, scale) for i, end in enumerate(ends)]
+        requests.append(torch.stack(rows, 1))
+    return torch.stack(requests)
 
 
-def attention_cache_apart(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
+def attention_cache_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **form: Any) -> torch.Tensor:
     """Faulty as the post has it: cached keys in blocks of 32, then the new ones in blocks of 32 of their own."""
     cached, total = k.shape[2] - q.shape[2], k.shape[2]
-    return _attention_in_blocks(q, k, v, [*range(0, cached, 32), *range(cached, total, 32), total], scale, causal)
+    return _attention_in_blocks(q, k, v, [*range(0, cached, 32), *range(cached, total, 32), total], **form)
 
 
-def attention_anchored(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-) -> torch.Tensor:
+def attention_anchored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **form: Any) -> torch.Tensor:
     """Sound: blocks of 32 counted from the first key, wherever the cache ends."""
-    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]], scale, causal)
+    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]], **form)
 
 
 def attention_splits_by_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
