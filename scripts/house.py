@@ -41,7 +41,7 @@ BUDGET = {
     "sampling": 5410,
     "services": 2738,
     "testing": 470,
-    "trace": 2895,
+    "trace": 2896,
     "verdict": 2385,
     "vllm": 2256,
 }

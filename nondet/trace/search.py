@@ -568,7 +568,8 @@ class Search:
             fixes = [families for families, where in self._tried.items() if where is None]
             self.late = "which replacements make the arms agree was not fully tested, for lack of time"
             if fixes:
-                agree = f"with {' and '.join(sorted(min(fixes, key=lambda families: len(families))))} invariant the arms agree"
+                fewest = min(map(sorted, fixes), key=len)
+                agree = f"with {' and '.join(fewest)} invariant the arms agree"
                 self.late = f"{agree}; whether fewer do was not fully tested, for lack of time"
             return self._end("batch-dependent")
 
