@@ -1,39 +1,33 @@
-"""Two run files side by side, record by record, matched by key. Functions of records only: no torch."""
+"""Two run files side by side, record by record, matched by key. Functions of records only: no torch, no files.
+
+A run keeps classes of equal bits, not the bits: a row that is identical in both runs agrees with itself in each, but
+the bits of the two runs may differ. Only completions carry digests of their contents, of tokens and of traces (tokens
+with logprob bits), which are valid across runs and machines.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from nondet.core.records import (
-    RECORDS,
-    AxisValue,
-    Cell,
-    Completion,
-    ContractAnswer,
-    Limit,
-    Record,
-    Row,
-    Run,
-    ServerSeen,
-    Status,
-    Timed,
-)
+from nondet.core import records
+from nondet.core.records import Cell, Completion, Record, Row, Run, Status
 from nondet.errors import UnknownNameError
 from nondet.verdict.findings import Finding, Verdict, plural, successful
 from nondet.verdict.gate import judge
 
-# Completions of two runs: whether the same requests have the same digests, and where they differ.
-#
-# Digests of tokens and of traces (tokens with logprob bits) are valid across runs and machines. They are compared where
-# both runs have the same prompt, length, temperature, model, and kind of tokens.
-
 # Entries of a plan that must be equal for completions to be comparable.
-_ASKED = ("max_tokens", "temperature", "request_seed", "eos", "ignore_eos", "extra", "sampling", "top_k", "top_p")
+_SETTINGS = ("max_tokens", "temperature", "request_seed", "eos", "ignore_eos", "extra", "sampling", "top_k", "top_p")
+# Fields that hold only times.
+_TIMES = {"seconds", "samples_us", "median_us", "low_us", "high_us", "started", "sample_seconds", "train_seconds"}
+_LIST_MOST = 6
+# Records of the settings and of the server: equal ones are not a comparison of results.
+_ABOUT = (records.AxisValue, records.Limit, records.ServerSeen)
+_LEFT_OUT = ("completions", "rounds", "tapes")  # compared by themselves, or what completions came from
 
 
 @dataclass(frozen=True)
@@ -48,8 +42,8 @@ class CompletionDiff:
     n_a: int = 0
     n_b: int = 0
     # `tokens`, `traces`: digests -> (how many in A, how many in B)
-    tokens: Mapping[str, tuple[int, int]] | None = None
-    traces: Mapping[str, tuple[int, int]] | None = None
+    tokens: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    traces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     with_logprobs: bool = True  # whether traces hold logprobs in both runs; else only tokens were compared
     # requests of one name in both runs; tokens_alike, traces_alike: those with equal digests; ended_otherwise: those
     # that are otherwise equal, but ended for another reason
@@ -64,37 +58,35 @@ class CompletionDiff:
     @property
     def same(self) -> bool:
         """Whether both runs gave the same set of traces, and requests of one name ended for the same reason."""
-        return not self.reason and not self.ended_otherwise and all(x and y for x, y in (self.traces or {}).values())
+        return not self.reason and not self.ended_otherwise and all(x and y for x, y in self.traces.values())
 
     @property
-    def commonest(self) -> tuple[str, str] | None:
+    def most_common(self) -> tuple[str, str] | None:
         """The most common trace of each run."""
-        if self.reason or not self.traces:
+        if not self.traces:
             return None
-        a, b = (max(self.traces, key=lambda digest: self.traces[digest][side]) for side in (0, 1))  # type: ignore[index] # checked above
+        a, b = (max(self.traces, key=lambda digest: self.traces[digest][side]) for side in (0, 1))
         return a, b
 
 
-def compare_completions(a: Run, b: Run) -> list[CompletionDiff]:
+def compare_completions(a: Run, b: Run) -> Iterator[CompletionDiff]:
     """Every prompt, implementation and arm that either run has."""
-    other_question = _other_question(a, b)
+    of_all = _other_settings(a, b)
     mine, theirs = _groups(a), _groups(b)
-    groups = []
     for prompt, impl, arm in dict.fromkeys([*mine, *theirs]):
         x, y = (of.get((prompt, impl, arm), []) for of in (mine, theirs))
-        good = [successful(x), successful(y)]
-        known_by, logprobs = zip(*(_known_by(run, impl) for run in (a, b)), strict=True)
-        reason = other_question
+        good_a, good_b = successful(x), successful(y)
+        (ids_a, logprobs_a), (ids_b, logprobs_b) = (_known_by(run, impl) for run in (a, b))
+        reason = of_all
         if not x or not y:
             reason = f"only {'A' if x else 'B'} has completions of it"
-        elif not reason and known_by[0] != known_by[1]:
-            reason = f"they are known by {known_by[0]} in A and by {known_by[1]} in B"
-        elif not reason and not all(good):
+        elif not reason and ids_a != ids_b:
+            reason = f"they are known by {ids_a} in A and by {ids_b} in B"
+        elif not reason and not (good_a and good_b):
             reason = "one run has none that succeeded"
-        failed: dict[str, Any] = {"failed_a": len(x) - len(good[0]), "failed_b": len(y) - len(good[1])}
-        counts = {} if reason else _counts(good[0], good[1], all(logprobs))
-        groups.append(CompletionDiff(prompt, impl, arm, reason, **failed, **counts))
-    return groups
+        counts = {} if reason else _counts(good_a, good_b, logprobs_a and logprobs_b)
+        failed: dict[str, Any] = {"failed_a": len(x) - len(good_a), "failed_b": len(y) - len(good_b)}
+        yield CompletionDiff(prompt, impl, arm, reason, **failed, **counts)
 
 
 def _groups(run: Run) -> dict[tuple[str, str, str], list[Completion]]:
@@ -107,14 +99,14 @@ def _groups(run: Run) -> dict[tuple[str, str, str], list[Completion]]:
     return groups
 
 
-def _other_question(a: Run, b: Run) -> str:
+def _other_settings(a: Run, b: Run) -> str:
     """Why the two runs' completions are not comparable; "" where they are."""
     mine, theirs = a.header.plan, b.header.plan
-    for name in _ASKED:
+    for name in _SETTINGS:
         if mine.get(name) != theirs.get(name):
-            return f"they were run with another {' '.join(name.split('_'))}"
+            return f"they were run with another {name.replace('_', ' ')}"
     models = [model if isinstance(model := plan.get("model"), dict) else {"name": model} for plan in (mine, theirs)]
-    weights: list[Any] = [model.get("weights") for model in models]
+    weights = [model.get("weights") for model in models]
     if all(weights):
         return "" if weights[0] == weights[1] else "their models have other weights"
     named = [model.get("name") for model in models]
@@ -128,36 +120,25 @@ def _known_by(run: Run, impl: str) -> tuple[str, bool]:
 
 
 def _counts(a: list[Completion], b: list[Completion], with_logprobs: bool) -> dict[str, Any]:
-    tokens = [Counter(c.tokens_digest for c in group) for group in (a, b)]
-    # without logprobs in both, traces are not comparable, only tokens
-    traces = [Counter(c.trace for c in group) for group in (a, b)] if with_logprobs else tokens
-    mine, theirs = ({c.request: c for c in group} for group in (a, b))
-    pairs = [(mine[name], theirs[name]) for name in mine if name in theirs]
-    alike = [(x, y) for x, y in pairs if (x.trace == y.trace if with_logprobs else x.tokens_digest == y.tokens_digest)]
+    def digest(c: Completion) -> str:  # without logprobs in both, traces are not comparable, only tokens
+        return c.trace if with_logprobs else c.tokens_digest
+
+    tokens_a, tokens_b = (Counter(c.tokens_digest for c in group) for group in (a, b))
+    traces_a, traces_b = (Counter(map(digest, group)) for group in (a, b))
+    theirs = {c.request: c for c in b}
+    pairs = [(c, theirs[c.request]) for c in {c.request: c for c in a}.values() if c.request in theirs]
+    alike = [(x, y) for x, y in pairs if digest(x) == digest(y)]
     return {
         "n_a": len(a),
         "n_b": len(b),
-        "tokens": {digest: (tokens[0][digest], tokens[1][digest]) for digest in tokens[0] | tokens[1]},
-        "traces": {digest: (traces[0][digest], traces[1][digest]) for digest in traces[0] | traces[1]},
+        "tokens": {name: (tokens_a[name], tokens_b[name]) for name in tokens_a | tokens_b},
+        "traces": {name: (traces_a[name], traces_b[name]) for name in traces_a | traces_b},
         "with_logprobs": with_logprobs,
         "pairs": len(pairs),
         "tokens_alike": sum(x.tokens_digest == y.tokens_digest for x, y in pairs),
         "traces_alike": len(alike) if with_logprobs else 0,
         "ended_otherwise": sum(x.finish != y.finish for x, y in alike),
     }
-
-
-# What differs between two runs, record by record, matched by key. Functions of records only: no torch, no files.
-#
-# A run keeps classes of equal bits, not the bits: a row that is identical in both runs agrees with itself in each, but
-# the bits of the two runs may differ. Only completions carry digests of their contents.
-
-# Fields that hold only times.
-_TIMES = {"seconds", "samples_us", "median_us", "low_us", "high_us", "started", "sample_seconds", "train_seconds"}
-_LIST_MOST = 6
-# Records of the settings and of the server: equal ones are not a comparison of results.
-_ABOUT = (AxisValue, Limit, ServerSeen)
-_UNTOLD = ("completions", "rounds", "tapes")  # by themselves, or what completions came from
 
 
 @dataclass(frozen=True)
@@ -212,7 +193,7 @@ class RunDiff:
         return sum(change.worse for change in self.changes)
 
     @property
-    def parted(self) -> list[CompletionDiff]:
+    def differing(self) -> list[CompletionDiff]:
         """Groups of completions that were compared and are not the same set."""
         return [c for c in self.completions if not c.reason and not c.same]
 
@@ -229,9 +210,7 @@ class RunDiff:
     @property
     def compared(self) -> bool:
         """Whether "no change" is justified: every group of completions was compared; without any, some record."""
-        if self.completions:
-            return all(not c.reason for c in self.completions)
-        return self.held
+        return all(not c.reason for c in self.completions) if self.completions else self.held
 
 
 def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
@@ -239,23 +218,21 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
     same one. Raises UnknownNameError: a run holds nothing of that implementation."""
     if impl:
         a, b = _of(a, impl, impl), _of(b, against or impl, impl)
-    kinds, changes = [], []
-    for field in (name for name in RECORDS.values() if name not in _UNTOLD):
-        kind, moved = _kind(field, getattr(a, field), getattr(b, field))
-        if kind.matched or kind.only_a or kind.only_b:
+    kinds, changes = [], list[Change]()
+    for name in records.RECORDS.values():
+        if name not in _LEFT_OUT and (getattr(a, name) or getattr(b, name)):
+            kind, found = _kind(name, getattr(a, name), getattr(b, name))
             kinds.append(kind)
-            changes += moved
+            changes += found
     notes = []
     if any(kind.name in ("rows", "cells") and kind.matched for kind in kinds):
         notes.append(
-            "Rows keep classes of equal bits, not the bits: that a case agrees with itself in both runs does not "
-            "show that the runs have equal bits."
+            "A run file stores which sizes gave equal bits, not the bits themselves. Two runs can both be consistent "
+            "and still differ from each other."
         )
     if impl and against and impl != against:
         notes.append(f"Records of {impl} in A are compared with those of {against} in B.")
-    for name, run in (("A", a), ("B", b)):
-        if not run.complete:
-            notes.append(f"{name} did not finish.")
+    notes += [f"{name} did not finish." for name, run in (("A", a), ("B", b)) if not run.complete]
     plans = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
     return RunDiff(
         environment=tuple(_fields(a.header.environment, b.header.environment)),
@@ -270,15 +247,12 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
 
 def _verdicts(a: Run, b: Run) -> Iterator[str]:
     """The verdicts of each run, of implementations that have a fault in only one of the two."""
-    order = list(Finding)
-    found: tuple[dict[str, Verdict], dict[str, Verdict]] = ({}, {})
-    for run, of in zip((a, b), found, strict=True):
-        for verdict in judge(run):
-            worst = of.setdefault(verdict.impl, verdict)
-            if order.index(verdict.finding) < order.index(worst.finding):
-                of[verdict.impl] = verdict
-    for impl, mine in found[0].items():
-        theirs = found[1].get(impl)
+    order, worst = list(Finding), list[dict[str, Verdict]]()
+    for run in (a, b):
+        by_gravity = sorted(judge(run), key=lambda v: order.index(v.finding), reverse=True)
+        worst.append({v.impl: v for v in by_gravity})
+    for impl in dict.fromkeys(v.impl for v in judge(a)):
+        mine, theirs = worst[0][impl], worst[1].get(impl)
         if theirs is not None and mine.is_fault != theirs.is_fault:
             yield f"{impl}: {mine.finding} in A, {theirs.finding} in B"
 
@@ -297,7 +271,7 @@ def _of(run: Run, impl: str, name: str) -> Run:
             return record
         return msgspec.structs.replace(record, impl=name) if record.impl == impl else None
 
-    kept = {field: [r for r in map(renamed, getattr(run, field)) if r is not None] for field in RECORDS.values()}
+    kept = {kind: [r for r in map(renamed, getattr(run, kind)) if r is not None] for kind in records.RECORDS.values()}
     return msgspec.structs.replace(run, **kept)
 
 
@@ -317,15 +291,14 @@ def _is_set(values: list[Any]) -> bool:
     return values == sorted(map(str, values))
 
 
-def _kind(field: str, a: Sequence[Record], b: Sequence[Record]) -> tuple[Kind, list[Change]]:
+def _kind(name: str, a: Sequence[Record], b: Sequence[Record]) -> tuple[Kind, list[Change]]:
     mine, theirs = {r.key: r for r in a}, {r.key: r for r in b}
-    both = [key for key in mine if key in theirs]
-    changes = [change for key in both if (change := _change(field, mine[key], theirs[key]))]
-    only_a, only_b = (
-        tuple(_name(r) for key, r in one.items() if key not in other) for one, other in ((mine, theirs), (theirs, mine))
-    )
-    measured = sum(_measured(mine[key], theirs[key]) for key in both)
-    return Kind(field, len(both), measured, len(both) - len(changes), only_a, only_b), changes
+    both = [(mine[key], theirs[key]) for key in mine if key in theirs]
+    changes = [change for x, y in both if (change := _change(name, x, y))]
+    only_a = tuple(_name(r) for key, r in mine.items() if key not in theirs)
+    only_b = tuple(_name(r) for key, r in theirs.items() if key not in mine)
+    measured = sum(_measured(x, y) for x, y in both)
+    return Kind(name, len(both), measured, len(both) - len(changes), only_a, only_b), changes
 
 
 def _measured(a: Record, b: Record) -> bool:
@@ -342,24 +315,27 @@ def _name(record: Record) -> str:
     return ", ".join(part for part in record.key[1:] if part) or record.key[0]
 
 
-def _change(field: str, a: Record, b: Record) -> Change | None:
+def _change(kind: str, a: Record, b: Record) -> Change | None:
+    worse = better = False
     if isinstance(a, Row) and isinstance(b, Row):
-        return _row_change(a, b)
-    if isinstance(a, Cell) and isinstance(b, Cell):
-        return _cell_change(a, b)
-    mine, theirs = (_without_times(msgspec.to_builtins(record)) for record in (a, b))
-    if mine == theirs:
-        return None
-    names = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
-    what = [f"{name}: {_short(mine.get(name), 60)} -> {_short(theirs.get(name), 60)}" for name in names]
-    return Change(field, _name(a), tuple(what[:_LIST_MOST]), _kept(a) and not _kept(b), _kept(b) and not _kept(a))
+        what = list(_row_changes(a, b))
+        worse = (_is_bad(b) and not _is_bad(a)) or (a.measured and not b.measured)
+        better = b.measured and _is_bad(a) and not _is_bad(b)
+    elif isinstance(a, Cell) and isinstance(b, Cell):
+        what, worse = _cell_changes(a, b)
+    else:
+        mine, theirs = (_without_times(msgspec.to_builtins(record)) for record in (a, b))
+        names = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
+        what = [f"{name}: {_short(mine.get(name), 60)} -> {_short(theirs.get(name), 60)}" for name in names]
+        what, worse, better = what[:_LIST_MOST], _kept(a) and not _kept(b), _kept(b) and not _kept(a)
+    return Change(kind, _name(a), tuple(what), worse, better) if what else None
 
 
 def _kept(record: Record) -> bool:
     """Whether a value of an axis took effect, or a server passes a check of the contract."""
-    if isinstance(record, AxisValue):
+    if isinstance(record, records.AxisValue):
         return record.proven
-    return isinstance(record, ContractAnswer) and record.answer == "yes"
+    return isinstance(record, records.ContractAnswer) and record.answer == "yes"
 
 
 def _without_times(value: Any) -> Any:
@@ -377,50 +353,45 @@ def _is_bad(row: Row) -> bool:
     return row.wrong or row.parted or row.replays_parted > 0 or row.status == Status.ERROR
 
 
-def _row_change(a: Row, b: Row) -> Change | None:
-    what = []
+def _row_changes(a: Row, b: Row) -> Iterator[str]:
     if a.status != b.status:
-        what.append(f"{a.status} -> {b.status}{f' ({b.reason})' if b.reason and not b.measured else ''}")
+        yield f"{a.status} -> {b.status}{f' ({b.reason})' if b.reason and not b.measured else ''}"
     if a.distinct != b.distinct:
-        what.append(f"{plural(a.distinct, 'class', 'classes')} -> {b.distinct}")
+        yield f"{plural(a.distinct, 'class', 'classes')} -> {b.distinct}"
     elif a.values == b.values and a.labels != b.labels:
-        moved = [value for value, x, y in zip(a.values, a.labels, b.labels, strict=True) if x != y]
-        what.append(f"classes end at other values, first at {a.varied.replace('_', ' ')} {moved[0]}")
+        first = next(value for value, x, y in zip(a.values, a.labels, b.labels, strict=True) if x != y)
+        yield f"classes end at other values, first at {a.varied.replace('_', ' ')} {first}"
     if a.measured and b.measured and a.values != b.values:
-        what.append(f"other variants were tried ({a.trials} -> {b.trials})")
+        yield f"other variants were tried ({a.trials} -> {b.trials})"
     if (a.replays_parted > 0) != (b.replays_parted > 0):
-        what.append("it now differs from run to run" if b.replays_parted else "it no longer differs from run to run")
+        yield "it now differs from run to run" if b.replays_parted else "it no longer differs from run to run"
     if set(a.ran) != set(b.ran):
-        gone, come = (sorted(x - y) for x, y in ((set(a.ran), set(b.ran)), (set(b.ran), set(a.ran))))
-        what.append(f"other kernels ran: {_names(gone)} -> {_names(come)}")
+        yield f"other kernels ran: {_lacking(a.ran, b.ran)} -> {_lacking(b.ran, a.ran)}"
     if a.worst_error != b.worst_error and a.worst_error is not None and b.worst_error is not None:
         norms = [e.relative_norm for e in (a.worst_error, b.worst_error)]
         shown = " -> ".join("not finite" if x is None else f"{x:.3g}" for x in norms)
-        what.append(f"error against float64 {shown}, so some bits are others")
-    if not what:
-        return None
-    worse = (_is_bad(b) and not _is_bad(a)) or (a.measured and not b.measured)
-    return Change("rows", _name(a), tuple(what), worse, b.measured and _is_bad(a) and not _is_bad(b))
+        yield f"error against float64 {shown}, so some bits are others"
 
 
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(_short(name, 48) for name in names[:3]) + more) or "none"
+def _lacking(names: Sequence[str], others: Sequence[str]) -> str:
+    """The first names that the others do not have."""
+    own = sorted({*names} - {*others})
+    more = f" and {len(own) - 3} more" if len(own) > 3 else ""
+    return (", ".join(_short(name, 48) for name in own[:3]) + more) or "none"
 
 
-def _cell_change(a: Cell, b: Cell) -> Change | None:
-    """Times changed where the quartiles of the two runs don't overlap; the cause is not examined."""
+def _cell_changes(a: Cell, b: Cell) -> tuple[list[str], bool]:
+    """What differs, in A's order, and whether it is worse. Times changed where the quartiles of the two runs don't
+    overlap; the cause is not examined."""
     mine, theirs = {t.impl: t for t in a.timed}, {t.impl: t for t in b.timed}
     what = [f"{name}: {'only in A' if name in mine else 'only in B'}" for name in sorted(mine.keys() ^ theirs.keys())]
-    moved = [(name, *_timed_change(mine[name], theirs[name])) for name in mine if name in theirs]  # in A's order
-    what += [f"{name}: {text}" for name, text, _ in moved if text]
-    worse = any(slower for *_, slower in moved)
-    return Change("cells", _name(a), tuple(what), worse) if what else None
-
-
-def _timed_change(a: Timed, b: Timed) -> tuple[str, bool]:
-    if a.status != b.status:
-        return f"{a.status} -> {b.status}", b.status == Status.ERROR or a.status == Status.TIMED
-    if a.status != Status.TIMED or (a.low_us <= b.high_us and b.low_us <= a.high_us):
-        return "", False
-    return f"{a.median_us:.4g} -> {b.median_us:.4g} us ({b.median_us / a.median_us:.2f} times)", False
+    worse = False
+    for name, x in mine.items():
+        y = theirs.get(name, x)
+        if x.status != y.status:
+            what.append(f"{name}: {x.status} -> {y.status}")
+            worse |= y.status == Status.ERROR or x.status == Status.TIMED
+        elif x.status == Status.TIMED and (x.low_us > y.high_us or y.low_us > x.high_us):
+            times = f"{x.median_us:.4g} -> {y.median_us:.4g} us ({y.median_us / x.median_us:.2f} times)"
+            what.append(f"{name}: {times}")
+    return what, worse

@@ -1,184 +1,128 @@
-"""The effect of each varied axis as a table: distinct texts and traces, which requests followed the axis, where first.
+"""What each varied axis changes, as a table: distinct texts and traces, which requests followed the axis, where first.
 
-Every reporter uses it. Numbers in brackets are those of the value with the most traces: there only the batch changes.
+Numbers in brackets are those of the value with the most traces: there only the batch changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nondet.core.records import AxisValue, Run
 from nondet.core.traces import Trace
-from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.endpoint import parting
+from nondet.reports.document import ALL, Bit, Block, Code, Details, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.endpoint import divergence_of
 from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, tally_axes
 
 
 @dataclass(frozen=True)
-class AxisCell:
-    """One axis under one implementation; `first` is the first generated token at which anything differed, or None."""
+class AxisEffect:
+    """One axis under one implementation; `first`: the first generated token at which anything differed, or None."""
 
+    impl: str
     tally: AxisTally
     first: int | None
 
     @property
-    def traces(self) -> str:
-        """ "12 (7)": distinct over all values, and at the value with most."""
-        return f"{self.tally.traces:,} ({self.tally.traces_within:,})"
-
-    @property
-    def count(self) -> int:
-        """The traces that are drawn: over all values, or at the value with the most."""
-        return self.tally.traces if self.tally.held else self.tally.traces_within
-
-    @property
-    def moves(self) -> bool:
+    def differs(self) -> bool:
         """Whether requests followed the axis, or, at one value, the batch."""
         return self.tally.moved > 0 if self.tally.held else self.tally.traces_within > 1
 
-
-@dataclass(frozen=True)
-class AxisLine:
-    """One axis under each implementation; `cells` holds those that tried a value other than the base's."""
-
-    axis: str
-    changes: str
-    tallies: Mapping[str, AxisTally]
-    cells: Mapping[str, AxisCell]
+    @property
+    def cells(self) -> list[Inline]:
+        """Its columns of the table: traces, texts, changed, first."""
+        t = self.tally
+        if not t.tried:
+            return [Bit("not compared", "soft"), "", "", ""]
+        traces = Bit(f"{t.traces:,} ({t.traces_within:,})", "bad" if self.differs else "")
+        changed = f"{t.moved:,} of {t.compared:,}" if t.held else "may differ"
+        return [traces, f"{t.texts:,} ({t.texts_within:,})", changed, "–" if self.first is None else str(self.first)]
 
     @property
-    def note(self) -> str:
-        """Why no value was tried."""
-        return next((t.note for t in self.tallies.values() if t.note), "")
-
-    @property
-    def proofs(self) -> Iterator[tuple[str, AxisValue]]:
-        """Each value, by implementation, those of the base first."""
-        for impl, tally in self.tallies.items():
-            yield from (
-                (impl, record) for record in (*(v.record for v in tally.values), *(v.record for v in tally.idle))
-            )
-
-    @property
-    def values(self) -> str:
-        """The values that took effect, and those that did not."""
-        lacking: dict[str, list[str]] = {}
-        for impl, record in self.proofs:
-            if not record.proven:
-                lacking.setdefault(record.value, []).append(impl)
-        unproven = [v if len(i) == len(self.tallies) else f"{v} ({', '.join(i)})" for v, i in lacking.items()]
-        text = ", ".join(dict.fromkeys(record.value for _, record in self.proofs if record.proven)) or "–"
-        return text + (f"; unproven, not counted: {', '.join(unproven)}" if unproven else "")
+    def values(self) -> list[AxisValue]:
+        """What was recorded of each value, those that took effect first."""
+        return [*(v.record for v in self.tally.values), *(v.record for v in self.tally.idle)]
 
 
-@dataclass(frozen=True)
-class AxesTable:
-    """All axes of a run: `n` completions per value, a prompt lengthened by `lengthened` tokens of its own
-    completion."""
-
-    impls: tuple[str, ...]
-    lines: tuple[AxisLine, ...]
-    n: int
-    prompt: str
-    lengthened: int
-
-    @property
-    def bars(self) -> list[tuple[str, list[tuple[str, int, int, float]]]]:
-        """The picture: (axis, [(implementation, its number, distinct traces, length in hundredths of the widest)])."""
-        most = max((cell.count for line in self.lines for cell in line.cells.values()), default=1)
-        counts = [(line.axis, {impl: cell.count for impl, cell in line.cells.items()}) for line in self.lines]
-        return [
-            (axis, [(i, n, of[i], round(100.0 * of[i] / most, 2)) for n, i in enumerate(self.impls) if i in of])
-            for axis, of in counts
-            if of
-        ]
+Effects = Mapping[str, Mapping[str, AxisEffect]]  # axis -> implementation -> its effect
 
 
-def axes_table(run: Run, traces: Mapping[str, Trace]) -> AxesTable | None:
-    """The table of a run of `nondet sample --vary`; None where no axis was started."""
-    if not run.axis_values:
-        return None
-    impls = tuple(sort_impls(record.impl for record in run.axis_values))
-    changes = {record.axis: record.changes for record in run.axis_values}
-    tallies: dict[str, dict[str, AxisTally]] = {}
-    for impl in impls:
+def axes_of(run: Run, traces: Mapping[str, Trace]) -> Effects:
+    """The effects of a run of `nondet sample --vary`."""
+    effects: dict[str, dict[str, AxisEffect]] = {}
+    for impl in sort_impls(record.impl for record in run.axis_values):
         for tally in tally_axes(run, impl):
-            tallies.setdefault(tally.axis, {})[impl] = tally
-    lines = []
-    for axis, mine in tallies.items():
-        cells = {impl: AxisCell(tally, _first(tally, traces)) for impl, tally in mine.items() if tally.tried}
-        lines.append(AxisLine(axis, changes[axis], mine, cells))
-    most = max((v.n for line in lines for t in line.tallies.values() for v in t.values), default=0)
-    prompts, lengthened = run.header.plan.get("prompts"), run.header.plan.get("prompt_lengthened_by", 0)
-    prompt = str(prompts[0]["text"]) if prompts else ""
-    return AxesTable(impls, tuple(lines), most, prompt, lengthened if isinstance(lengthened, int) else 0)
+            effects.setdefault(tally.axis, {})[impl] = AxisEffect(impl, tally, _first(tally, traces))
+    return effects
 
 
 def _first(tally: AxisTally, traces: Mapping[str, Trace]) -> int | None:
     groups = [set(v.traces) for v in tally.values]
-    places = []
+    firsts = []
     for group in [set[str]().union(*groups)] if tally.held else groups:
         known = [traces[digest] for digest in sorted(group) if digest in traces]
-        parted = [parting(known[0], other) for other in known[1:]]
-        places += [place for p in parted for place in (p.token, p.bits) if place is not None]
-    return min(places, default=None)
+        found = [divergence_of(known[0], other) for other in known[1:]]
+        firsts += [index for d in found for index in (d.token, d.bits) if index is not None]
+    return min(firsts, default=None)
 
 
-def axes_blocks(table: AxesTable, number: int, opened: bool) -> list[Block]:
-    """The prompt, a line per axis, the bars, and what proves that each value took effect."""
-    place = f"axes-run-{number}"
+def _values_text(effects: Mapping[str, AxisEffect]) -> str:
+    """The values that took effect and those that did not, or why no value was tried."""
+    if note := next((e.tally.note for e in effects.values() if e.tally.note), ""):
+        return note
+    proven: dict[str, None] = {}
+    lacking: dict[str, list[str]] = {}
+    for impl, effect in effects.items():
+        for record in effect.values:
+            if record.proven:
+                proven[record.value] = None
+            else:
+                lacking.setdefault(record.value, []).append(impl)
+    unproven = [v if len(impls) == len(effects) else f"{v} ({', '.join(impls)})" for v, impls in lacking.items()]
+    text = ", ".join(proven) or "–"
+    return text + (f"; unproven, not counted: {', '.join(unproven)}" if unproven else "")
+
+
+def axes_blocks(run: Run, effects: Effects, number: int) -> list[Block]:
+    """The prompt, a line per axis, and what proves that each value took effect."""
+    plan, impls = run.header.plan, sort_impls(impl for of in effects.values() for impl in of)
     head: list[Inline] = ["axis", "values"]
-    for impl in table.impls:
+    for impl in impls:
         head += [(Bit(impl, "code"), ": traces"), "texts", "changed", "first"]
-    proofs = [
-        (line.axis, Bit(one.value), Bit(impl, "code"), "yes" if one.proven else "unproven", Bit(one.proof))
-        for line in table.lines
-        for impl, one in line.proofs
-    ]
-    proven = Table(("axis", "value", "under", "took effect", "proof"), proofs)
-    changes = Items([f"{line.axis}: {line.changes}" for line in table.lines], only="p")
+    rows, proofs = [], []
+    for axis, of in effects.items():
+        row: list[Inline] = [axis, Bit(_values_text(of))]
+        for impl in impls:
+            row += of[impl].cells if impl in of else [Bit("not compared", "soft"), "", "", ""]
+        rows.append(row)
+        for impl, effect in of.items():
+            for v in effect.values:
+                took = "yes" if v.proven else "unproven"
+                proofs.append((axis, Bit(v.value), Bit(impl, "code"), took, Bit(v.proof)))
+    most = max((v.n for of in effects.values() for e in of.values() for v in e.tally.values), default=0)
     legend = (
-        f"{table.n:,} completions at each value. Traces and texts: distinct over all values, in brackets at the value "
+        f"{most:,} completions at each value. Traces and texts: distinct over all values, in brackets at the value "
         "with most, where only the batch changes. Where the axis may change the arithmetic itself (dtype, attention, "
         "threads; ranks, but for rank-free) only the brackets count against it. Changed: requests whose trace is not "
         "that of the same request at the base: there the axis is the cause. First: the first generated token with "
         "other bits."
     )
+    changes = {record.axis: record.changes for record in run.axis_values}
+    explained = Items([f"{axis}: {changes.get(axis, '')}" for axis in effects], only="p")
+    kinds = ("", "", *("num",) * 4 * len(impls))
     made: list[Block] = [
-        Heading("One setting of the engine changed at a time", place, "axes"),
-        Code(table.prompt),
-        *([axes_figure(table, f"{place}-bars")] if table.bars else []),
-        Table(
-            head,
-            [_full(line, table.impls) for line in table.lines],
-            ("", "", *("num",) * 4 * len(table.impls)),
-            unshown=("values", "texts"),
-            only=ALL,
-        ),
+        Heading("One setting of the engine changed at a time", f"axes-run-{number}", "axes"),
+        *(Code(str(prompt["text"])) for prompt in plan.get("prompts", [])[:1]),
+        Table(head, rows, kinds, unshown=("values", "texts"), only=ALL),
         Paragraph(legend, "soft"),
-        Details("What each axis changes, and what proves that it took effect", [changes, proven]),
+        Details(
+            "What each axis changes, and what proves that it took effect",
+            [explained, Table(("axis", "value", "under", "took effect", "proof"), proofs)],
+        ),
     ]
-    if table.lengthened:
-        longer = f"The prompt is followed by {plural(table.lengthened, 'token')} of its own completion"
-        made.append(Paragraph(f"{longer}, to be cut and shared.", "soft"))
+    longer = plan.get("prompt_lengthened_by", 0)
+    if isinstance(longer, int) and longer:
+        said = f"The prompt is followed by {plural(longer, 'token')} of its own completion, to be cut and shared."
+        made.append(Paragraph(said, "soft"))
     return made
-
-
-def axes_figure(table: AxesTable, place: str) -> Figure:
-    """Bars: distinct traces by axis."""
-    return Figure("axes", table, place, "Distinct traces by axis", of=table)
-
-
-def _full(line: AxisLine, impls: Sequence[str]) -> list[Inline]:
-    row: list[Inline] = [line.axis, Bit(line.note or line.values)]
-    for impl in impls:
-        cell = line.cells.get(impl)
-        if cell is None:
-            row += [Bit("not compared", "soft"), "", "", ""]
-            continue
-        t, first = cell.tally, "–" if cell.first is None else str(cell.first)
-        changed = f"{t.moved:,} of {t.compared:,}" if t.held else "may differ"
-        row += [Bit(cell.traces, "bad" if cell.moves else ""), f"{t.texts:,} ({t.texts_within:,})", changed, first]
-    return row

@@ -68,17 +68,8 @@ def speed_table(listed: Sequence[Section]) -> Table:
             named = (f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(impl, 60), "code"))
             speed = _speed(speeds[impl], bench) if speeds else ("–",) * 4
             rows.append((*named, *speed, alike.get(impl, "–"), alike.get("stock", "–")))
-    head = (
-        "operator",
-        "implementation",
-        "speedup (95%)",
-        "worst",
-        f"below {SLOW}",
-        "of the limit",
-        "one class",
-        "stock's",
-    )
-    return Table(head, rows, ("", "", "num", "", "num", "num"), only=ALL)
+    figures = ("speedup (95%)", "worst", f"below {SLOW}", "of the limit", "one class", "stock's")
+    return Table(("operator", "implementation", *figures), rows, ("", "", "num", "", "num", "num"), only=ALL)
 
 
 def _speed(s: Summary, section: Section) -> tuple[str, ...]:
@@ -97,8 +88,7 @@ def _listed(section: Section) -> Iterator[Comparison]:
 
 
 def cell_table(section: Section) -> Table:
-    """A row for each comparison. A ratio is the best stock's time over this one's, "~" where its interval holds 1, bad
-    below the project's limit."""
+    """A row for each comparison: the ratio has a "~" where its interval holds 1, and is bad below the limit."""
     several = sum(map(is_stock, section.impls)) > 1
     rows = [_row(c, section, several) for c in _listed(section)]
     unit = "µs (tokens/s)" if any(cell.tokens for cell in section.cells) else "µs"
@@ -109,28 +99,23 @@ def cell_table(section: Section) -> Table:
 
 
 def _row(c: Comparison, section: Section, several: bool) -> tuple[Inline, ...]:
-    best = c.baseline
-    stock = "–"
-    ran, stock_ran = _kernel(c.timed), _kernel(best) if best is not None else ""
-    if best is not None:
-        which = f" ({one_line(best.impl, 40)})" if several else ""
-        stock = time_text(best.median_us) + _tokens(c.cell, best) + which
-    time = one_line(c.timed.status, 40)
+    stock, time, ratio, interval = "–", one_line(c.timed.status, 40), "–", ""
+    style, ran, stock_ran = "", _kernel(c.timed), _kernel(c.baseline) if c.baseline is not None else ""
+    if c.baseline is not None:
+        which = f" ({one_line(c.baseline.impl, 40)})" if several else ""
+        stock = time_text(c.baseline.median_us) + _tokens(c.cell, c.baseline) + which
     if c.timed.samples_us:
         us = c.timed.median_us
         bus = f" ({_rate_text(c.cell.bus_bytes / us * 1e6, 'B/s')})" if c.cell.bus_bytes and us > 0 else ""
         time = time_text(us) + bus + _tokens(c.cell, c.timed)
-    ratio: Inline = "–"
-    interval = ""
     if c.ratio is not None:
-        ratio = Bit(f"{c.ratio:.2f}{'~' * c.within_noise}", "bad" if c.ratio < SLOW else "")
+        ratio, style = f"{c.ratio:.2f}{'~' * c.within_noise}", "bad" if c.ratio < SLOW else ""
         interval = f"{c.interval[0]:.3f} to {c.interval[1]:.3f}{' (noise)' * c.within_noise}"
     kernel = Bit(ran, "code") if ran else Bit(one_line(c.timed.reason, 200) or "–")
     same = stock_ran == ran and c.timed.kernels
     theirs = [Bit(f"stock: {'the same' if same else stock_ran}", "below")] if stock_ran else []
-    share = "–" if c.share is None else f"{c.share:.0%}"
-    impl = Bit(one_line(c.timed.impl, 80), "code")
-    return cell_label(c.cell, section), stock, time, ratio, interval, share, impl, (kernel, *theirs)
+    share, impl = "–" if c.share is None else f"{c.share:.0%}", Bit(one_line(c.timed.impl, 80), "code")
+    return cell_label(c.cell, section), stock, time, Bit(ratio, style), interval, share, impl, (kernel, *theirs)
 
 
 def _tokens(cell: Cell, timed: Timed) -> str:
@@ -147,8 +132,8 @@ def _kernel(timed: Timed) -> str:
 
 def _bits_text(count: BitsCount, section: Section) -> str:
     kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
-    text = f"{count.one_class} of {plural(count.groups, kind)}"
-    return text + (f" ({count.failed} not compared)" if count.failed else "")
+    failed = f" ({count.failed} not compared)" if count.failed else ""
+    return f"{count.one_class} of {plural(count.groups, kind)}{failed}"
 
 
 def _limits_text(run: Run) -> str:
@@ -170,12 +155,6 @@ def _method_text(cells: Sequence[Cell]) -> str:
             "implementations in turn; proofs, compilation and the capture of CUDA graphs come before. Ratio: the best "
             "stock's time over the implementation's, above 1 is faster; with a 95% bootstrap interval over runs, in "
             f"pairs.{over}"
-        )
-    if all(c.operator.startswith("host ") for c in cells):
-        return (
-            f"Times are what a call costs the host, medians of {_span(replays)} replays of {cells[0].calls} calls one "
-            f"after the other ({one_line(cells[0].method, 40)}), stock and inside of batch_invariant() in turn. "
-            "Ratio: stock's time over the one inside."
         )
     methods = " and ".join(dict.fromkeys(one_line(c.method, 40) for c in cells))
     warm = sum(not c.cold and c.limit_us is not None for c in cells)
@@ -217,16 +196,13 @@ def bench_headline(run: Run) -> str:
     return ". ".join(parts) or f"{plural(sum(len(s.cells) for s in benches), 'cell')} timed, with nothing beside stock"
 
 
-# The share of the limit is drawn, not the rate: over M = 1 ... 8192 the rate spans three decades, which would hide the
-# jumps between tile sizes.
-
-# Fewer sizes than this are a table, not a curve.
-_POINTS_LEAST = 4
+_POINTS_LEAST = 4  # fewer sizes than this are a table, not a curve
 _STOCK = "best stock"
 
 
 def bench_plots(section: Section) -> Plots | None:
-    """A panel for each group with enough sizes on its axis; None where there is none."""
+    """A panel for each group with enough sizes on its axis; None where there is none. The share of the limit is drawn,
+    not the rate: over M = 1 ... 8192 the rate spans three decades, which would hide the jumps between tile sizes."""
     axis = section.cells[0].axis
     impls = [_STOCK, *(impl for impl in section.impls if not is_stock(impl))]
     panels = []
@@ -234,15 +210,13 @@ def bench_plots(section: Section) -> Plots | None:
         sizes = sorted({row[0].cell.shape[axis] for row in rows})
         if len(sizes) < _POINTS_LEAST:
             continue
-        shares: list[list[tuple[float, float]]] = [[] for _ in impls]
-        ratios: list[list[tuple[float, float]]] = [[] for _ in impls]
-        for row in sorted(rows, key=lambda row: row[0].cell.shape[axis]):
-            for c in row:
-                name, size = _STOCK if c.timed is c.baseline else c.timed.impl, c.cell.shape[axis]
-                if name in impls and c.share is not None:
-                    shares[impls.index(name)].append((size, c.share))
-                if name in impls[1:] and c.ratio is not None:
-                    ratios[impls.index(name)].append((size, c.ratio))
+        shares, ratios = ([list[tuple[float, float]]() for _ in impls] for _ in range(2))
+        for c in (c for row in sorted(rows, key=lambda row: row[0].cell.shape[axis]) for c in row):
+            name, size = _STOCK if c.timed is c.baseline else c.timed.impl, c.cell.shape[axis]
+            if name in impls and c.share is not None:
+                shares[impls.index(name)].append((size, c.share))
+            if name in impls[1:] and c.ratio is not None:
+                ratios[impls.index(name)].append((size, c.ratio))
         across, shown = doublings(sizes[0], sizes[-1]), one_line(title, 120)
         drawn = [share for points in shares for _, share in points]
         # from a round share below all of them to a little above the limit
@@ -250,16 +224,15 @@ def bench_plots(section: Section) -> Plots | None:
         levels = {f"{share * 100:.3g}%": share for share in (foot, (foot + 1.0) / 2, 1.0)}
         up = linear(foot, max([1.0, *drawn]) * 1.04, levels)
         marks = _curves(impls, axis, shares, across, up, "{:.0%} of the limit")
-        label = f"share of the limit over {axis}, {shown}"
-        plots = [Plot("share of the limit", 130, up.levels, marks, label)]
+        plots = [Plot("share of the limit", 130, up.levels, marks, f"share of the limit over {axis}, {shown}")]
         if any(len(points) > 1 for points in ratios):
             # tenths around all of them and 1, never tighter than 0.8 to 1.2
             drawn = [0.8, 1.2, *(ratio for points in ratios for _, ratio in points)]
             low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
             up = linear(low, high, {f"{x:.4g}": x for x in (low, 1.0, high)})
             marks = _curves(impls, axis, ratios, across, up, "{:.2f} times the best stock")
-            label = f"ratio to the best stock over {axis}, {shown}"
-            plots.append(Plot("ratio to the best stock", 60, up.levels, marks, label))
+            unit = "ratio to the best stock"
+            plots.append(Plot(unit, 60, up.levels, marks, f"{unit} over {axis}, {shown}"))
         panels.append(Panel(shown, plots, across.ticks, f"{axis}, log2 scale"))
     return Plots([(one_line(impl, 80), "") for impl in impls], panels, "limit; ratio 1") if panels else None
 

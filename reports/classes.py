@@ -169,7 +169,7 @@ def map_text(row: Row, most: int = 8) -> str:
         word = f"{value_range(run[0].first, run[-1].last)}: {letter(label)}"
         if kernels >= 0 and (label, kernels) not in named and row.distinct > 1:
             named.add((label, kernels))
-            word += f" ({' + '.join(short_kernel(k) for k in row.kernel_sets[kernels])})"
+            word += f" ({_names([row.kernel_sets[kernels]])})"
         words.append(word)
     rest = f" | … {len(parts) - most} more" if len(parts) > most else ""
     return f"{axis_name(row)} {' | '.join(words)}{rest}"
@@ -206,10 +206,16 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     figures = []
     for values, group in groups.items():
         marks, scale = _marks(values, group[0].varied)
-        borders = {run[0].start for row in group for run in _stretches(row)[1:]}
-        panels = [{"row": row, "lanes": _lanes(row, marks)} for row in group]
-        ticks, axis = _value_ticks(values, marks, borders), axis_name(group[0])
-        figures.append({"panels": panels, "ticks": ticks, "axis": axis, "scale": scale})
+        ticks = _value_ticks(values, marks, {run[0].start for row in group for run in _stretches(row)[1:]})
+        panels = []
+        for row in group:
+            high = 16.0 if row.distinct <= _NAMED_MOST else 6.0 if row.distinct <= 32 else 4.0
+            lanes = [
+                {"label": c.label, "height": high, "kernels": _names(c.kernels), "cells": _cells(row, c.label, marks)}
+                for c in classes(row)
+            ]
+            panels.append({"row": row, "lanes": lanes})
+        figures.append({"panels": panels, "ticks": ticks, "axis": axis_name(group[0]), "scale": scale})
     return figures
 
 
@@ -223,14 +229,14 @@ class ProductMap:
     @property
     def texts(self) -> list[tuple[str, str]]:
         """(implementation, "N 20-320: M 1: A | 2-128: B"): equal lines are merged."""
-        told = []
+        lines = []
         for impl, rows in self.rows.items():
             ranges: dict[str, list[str]] = {}
             for text, run in itertools.groupby(rows, lambda row: map_text(row) + _unequal(row)):
                 sizes = [row.shape[self.axis] for row in run]
                 ranges.setdefault(text, []).append(value_range(sizes[0], sizes[-1]))
-            told += [(impl, f"{self.axis} {', '.join(found)}: {text}") for text, found in ranges.items()]
-        return told
+            lines += [(impl, f"{self.axis} {', '.join(found)}: {text}") for text, found in ranges.items()]
+        return lines
 
     @property
     def drawn(self) -> dict[str, Any]:
@@ -242,13 +248,16 @@ class ProductMap:
         borders = {run[0].start for row in every for run in _stretches(row)[1:]}
         panels = []
         for rows in self.rows.values():
-            alike = all(row.distinct == 1 and row.values == values for row in rows)
-            lines = [("all", f"every {self.axis}", rows[0])] if alike else []
-            lines = lines or [(f"{row.shape[self.axis]:,}", f"{self.axis} {row.shape[self.axis]}", row) for row in rows]
-            lanes = [{"name": name, "height": 16.0, "cells": _line_cells(row, at, marks)} for name, at, row in lines]
+            one = all(row.distinct == 1 and row.values == values for row in rows)
+            lanes = []
+            for row in rows[: 1 if one else None]:
+                size = row.shape[self.axis]
+                at = f"every {self.axis}" if one else f"{self.axis} {size}"
+                cells = [cell for label in range(row.distinct) for cell in _cells(row, label, marks)]
+                cells = [cell | {"words": f"{at}, {cell['words']}"} for cell in cells]
+                lanes.append({"name": "all" if one else f"{size:,}", "height": 16.0, "cells": cells})
             panels.append({"row": max(rows, key=lambda row: row.distinct), "lanes": lanes})
-        ticks = _value_ticks(values, marks, borders)
-        return {"panels": panels, "ticks": ticks, "axis": "M", "scale": "log2 scale"}
+        return {"panels": panels, "ticks": _value_ticks(values, marks, borders), "axis": "M", "scale": "log2 scale"}
 
 
 def product_map(rows: Sequence[Row]) -> ProductMap | None:
@@ -256,8 +265,8 @@ def product_map(rows: Sequence[Row]) -> ProductMap | None:
     axes = [row.extra["map"].get("axis") for row in rows if isinstance(row.extra.get("map"), dict)]
     axis = next((axis for axis in ("N", "K") if axes and axes == [axis] * len(rows)), "")
     lines: dict[str, list[Row]] = {}
-    for row in rows:
-        if axis and axis in row.shape and row.values and row.values == list(range(1, len(row.labels) + 1)):
+    for row in rows if axis else ():
+        if axis in row.shape and row.values and row.values == list(range(1, len(row.labels) + 1)):
             lines.setdefault(row.impl, []).append(row)
     sizes = {impl: tuple(sorted(found, key=lambda row: row.shape[axis])) for impl, found in lines.items()}
     return ProductMap(axis, sizes) if sizes else None
@@ -266,14 +275,8 @@ def product_map(rows: Sequence[Row]) -> ProductMap | None:
 def _unequal(row: Row) -> str:
     found = row.extra.get("map")
     labels = found.get("unequal") if isinstance(found, dict) else None
-    told = labels if isinstance(labels, list) else []
-    named = [letter(i) for i in told if isinstance(i, int) and 0 <= i < row.distinct]
-    return f"; equal rows of one call got unequal bits in {', '.join(named)}" if named else ""
-
-
-def _line_cells(row: Row, at: str, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    cells = [cell for label in range(row.distinct) for cell in _cells(row, label, marks)]
-    return [cell | {"words": f"{at}, {cell['words']}"} for cell in cells]
+    known = [i for i in labels if isinstance(i, int) and 0 <= i < row.distinct] if isinstance(labels, list) else []
+    return f"; equal rows of one call got unequal bits in {', '.join(map(letter, known))}" if known else ""
 
 
 def _marks(values: Sequence[Value], varied: str) -> tuple[list[tuple[float, float]], str]:
@@ -292,15 +295,8 @@ def _marks(values: Sequence[Value], varied: str) -> tuple[list[tuple[float, floa
     return [(x - half, x + half) for x in middles], "log2 scale"
 
 
-def _lanes(row: Row, marks: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    height = 16.0 if row.distinct <= _NAMED_MOST else 6.0 if row.distinct <= 32 else 4.0
-    return [
-        {"label": c.label, "height": height, "kernels": _kernels_text(c.kernels), "cells": _cells(row, c.label, marks)}
-        for c in classes(row)
-    ]
-
-
-def _kernels_text(used: Sequence[Sequence[str]]) -> str:
+def _names(used: Sequence[Sequence[str]]) -> str:
+    """Of the first set the two that decide most, because a kernel that only picks the rows may come first."""
     if not used:
         return ""
     ranked = sorted(dict.fromkeys(used[0]), key=lambda name: kind_of([name]).key == "other")
@@ -337,26 +333,18 @@ def span_path(cells: Sequence[tuple[float, float]], height: float) -> str:
 
 
 def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], borders: Collection[int]) -> list[Tick]:
+    """Those of borders first, then of the ends and of round values, as far as their texts have room."""
     ticks: list[Tick] = []
-    if any(isinstance(v, str) for v in values) and sum(len(str(v)) for v in values) > 60:
+    count, named = len(values), any(isinstance(v, str) for v in values)
+    if named and sum(len(str(v)) for v in values) > 60:
         return ticks  # names, not numbers: all of them or none
-
-    def fits(x: float, text: str) -> bool:
-        return all(abs(x - t.x) >= 15 * (len(text) + len(t.text)) + 20 for t in ticks)  # half widths, on a phone
-
-    last = len(values) - 1
-    for i in dict.fromkeys([*sorted(borders), 0, last, *_round_places(values, marks)]):
-        text = one_line(str(values[i]), 24)
-        x = sum(marks[i]) / 2
-        if fits(x, text):
+    wanted: Sequence[int] = range(count)
+    if count > 12 and not named:
+        wanted = range(0, count, -(-count // 8))
+        if marks[1][0] - marks[0][0] > 1.5 * (marks[-1][0] - marks[-2][0]):  # logarithmic
+            wanted = [i for i, v in enumerate(values) if isinstance(v, int) and v & (v - 1) == 0]
+    for i in dict.fromkeys([*sorted(borders), 0, count - 1, *wanted]):
+        text, x = one_line(str(values[i]), 24), sum(marks[i]) / 2
+        if all(abs(x - t.x) >= 15 * (len(text) + len(t.text)) + 20 for t in ticks):  # half widths, on a phone
             ticks.append(Tick(x, text, i in borders))
     return sorted(ticks, key=lambda t: t.x)
-
-
-def _round_places(values: Sequence[Value], marks: Sequence[tuple[float, float]]) -> list[int]:
-    count = len(values)
-    if count <= 12 or any(isinstance(v, str) for v in values):
-        return list(range(count))
-    if marks[1][0] - marks[0][0] > 1.5 * (marks[-1][0] - marks[-2][0]):  # logarithmic
-        return [i for i, v in enumerate(values) if isinstance(v, int) and v & (v - 1) == 0]
-    return list(range(0, count, -(-count // 8)))

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nondet.bench.summary import failures, sections
 from nondet.core.records import Role, Row, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.diagnose.verdict import diagnosed_effect, traced_effect
 from nondet.errors import one_line
-from nondet.reports.document import ALL, BRIEF, VERBOSE, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.axes import Effects, axes_blocks, axes_of
+from nondet.reports.bench import bench_blocks, bench_headline
+from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.endpoint import Servers, counts_alone, endpoint_blocks, machine_line, servers_of
+from nondet.reports.mismatch import mismatch_blocks
+from nondet.reports.probes import Probe, probe_blocks, probes_of
+from nondet.reports.samples import Sample, Samples, sample_blocks, samples_of
 from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
+from nondet.reports.traces import Story, story, story_blocks, story_headline, trace_blocks, trace_headline
+from nondet.reports.training import training_blocks
 from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge
@@ -25,26 +32,12 @@ from nondet.verdict.samples import is_replay, is_varied
 from nondet.verdict.served import is_endpoint
 from nondet.verdict.wording import phrase
 
-if TYPE_CHECKING:
-    from nondet.reports.axes import AxesTable
-    from nondet.reports.endpoint import EndpointSection
-    from nondet.reports.probes import ProbeSection
-    from nondet.reports.samples import Samples, SampleSection
-    from nondet.reports.traces import Story
-
 STOCK = (Role.STOCK, Role.BACKEND)
 INCOMPLETE = "This run did not come to its end: every count is of what was measured so far."
 _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators", "bench": "Speed", "embed": "Vectors"}
 _TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _CLEAN_MOST = 80  # characters of a fix's counts in a page's head
-
-
-def _load(place: str) -> Callable[..., Any]:
-    """A function of a section, "traces:story": imported only where a run has that section."""
-    module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(import_module(f"nondet.reports.{module}"), name)
-    return function
 
 
 @dataclass(frozen=True)
@@ -64,23 +57,22 @@ def headline(run: Run, verdicts: Sequence[Verdict], *, brief: bool = False) -> s
 
 
 def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
-    own: str = ""
     if run.cells:
-        own = _load("bench:bench_headline")(run)
-    elif run.steps:
-        own = _load("traces:story_headline")(_load("traces:story")(run))
-    elif _traced(run):
-        own = _load("traces:trace_headline")(run)
-    if own:
+        return bench_headline(run)
+    if run.steps:
+        return story_headline(story(run))
+    if own := trace_headline(run):
         return own
     if not verdicts:
         return "nothing was compared" if run.rows or run.completions else "nothing was measured"
     shown = _worth_a_headline(verdicts)
     if len({v.prompt for v in verdicts if v.prompt is not None}) > 1:
-        return "; ".join(
-            _over_prompts(impl, [v for v in shown if v.impl == impl], subject_unit(run.header.plan))
-            for impl in sort_impls(v.impl for v in shown)
-        )
+        unit, parts = subject_unit(run.header.plan), []
+        for impl in sort_impls(v.impl for v in shown):
+            hits = Counter(v.finding for v in shown if v.impl == impl)
+            total = plural(hits.total(), unit)
+            parts.append(f"{impl}: {', '.join(f'{f} on {hits[f]} of {total}' for f in Finding if hits[f])}")
+        return "; ".join(parts)
     return findings_text(shown, 3 if brief else 5, partial(_clauses, brief=brief))
 
 
@@ -95,57 +87,35 @@ def _clauses(verdict: Verdict, *, brief: bool) -> str:
     return str(verdict.finding) if short and len(text) > _CLEAN_MOST else text
 
 
-def _traced(run: Run) -> bool:
-    traced = (run.trace_verdicts, run.controls, run.culprits, run.substitutions)
-    return any((*traced, run.replayed, run.embed_passes, run.layer_standings))
-
-
 def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """The completions' verdicts, where there are any; the operators' verdicts are shown below. Without partial
-    replacements, which have a table, and sums in another order, which are not a finding."""
+    replacements, which have a table, sums in another order, which are not a finding, and those of stock's backends that
+    find nothing that stock's own does not ("stock-seeded" is another draw, and no backend)."""
     sampled = [v for v in verdicts if v.prompt is not None]
     main = [v for v in sampled or verdicts if v.role != Role.PART and v.finding != Finding.ORDER]
-    return [v for v in main if not _said_by_stock(v, main)] or sampled or list(verdicts)
+    known = next((set(v.findings) for v in main if v.role == Role.STOCK), None)
 
+    def adds(v: Verdict) -> bool:
+        of_stock = known is not None and v.role == Role.BACKEND and v.impl != "stock-seeded"
+        return not of_stock or (v.is_fault and not set(v.findings) <= (known or set()))
 
-def _said_by_stock(verdict: Verdict, verdicts: Sequence[Verdict]) -> bool:
-    """Whether it is of one of stock's backends and finds nothing that stock's own verdict does not."""
-    stock = next((v for v in verdicts if v.role == Role.STOCK), None)
-    if stock is None or verdict.role != Role.BACKEND or verdict.impl == "stock-seeded":  # another draw, no backend
-        return False
-    return not verdict.is_fault or set(verdict.findings) <= set(stock.findings)
-
-
-def _over_prompts(impl: str, verdicts: Sequence[Verdict], unit: str) -> str:
-    hits, total = Counter(v.finding for v in verdicts), plural(len(verdicts), unit)
-    return f"{impl}: {', '.join(f'{finding} on {hits[finding]} of {total}' for finding in Finding if hits[finding])}"
+    return [v for v in main if adds(v)] or sampled or list(verdicts)
 
 
 def problems(run: Run) -> list[Problem]:
     """Every failed, skipped and wrong row by name, every note, and the failed requests by reason."""
-    kinds = {Status.ERROR: "failed", Status.SKIPPED: "skipped", Status.WRONG: "wrong"}
-    listed = [
-        Problem(kind, _row_name(r), r.reason or "no reason recorded")
-        for status, kind in kinds.items()
-        for r in run.rows
-        if r.status == status
-    ]
-    failed = Counter((c.impl, c.reason or "no reason recorded") for c in run.completions if c.status != "ok")
-    listed += [
-        Problem("failed", f"{plural(count, 'request')} ({impl})", reason, count)
-        for (impl, reason), count in failed.items()
-    ]
+    kinds: dict[str, str] = {Status.ERROR: "failed", Status.SKIPPED: "skipped", Status.WRONG: "wrong"}
+    bad = [row for status in kinds for row in run.rows if row.status == status]
+    listed = [Problem(kinds[row.status], _row_name(row), row.reason or "no reason recorded") for row in bad]
+    lost = Counter((c.impl, c.reason or "no reason recorded") for c in run.completions if c.status != "ok")
+    listed += [Problem("failed", f"{plural(n, 'request')} ({impl})", why, n) for (impl, why), n in lost.items()]
     if run.cells:
-        untimed = failures(sections(run))
-        listed += [Problem(kinds[status], which, reason) for status, which, reason in untimed]
-    listed += [
-        Problem("failed", f"{s.impl}, seed {s.seed}, step {s.step}", s.reason)
-        for s in run.training_steps
-        if s.status != "ok"
-    ]
+        listed += [Problem(kinds[status], which, why) for status, which, why in failures(sections(run))]
+    steps = [s for s in run.training_steps if s.status != "ok"]
+    listed += [Problem("failed", f"{s.impl}, seed {s.seed}, step {s.step}", s.reason) for s in steps]
     listed += [Problem("failed", f"{r.impl}, {r.name}", r.reason) for r in run.mismatch_rollouts if r.status != "ok"]
-    noted = [r for r in run.rows if r.reason and r.status not in kinds]
-    return listed + [Problem("note", _row_name(r), r.reason) for r in noted]
+    noted = [row for row in run.rows if row.reason and row.status not in kinds]
+    return listed + [Problem("note", _row_name(row), row.reason) for row in noted]
 
 
 def _row_name(row: Row) -> str:
@@ -167,17 +137,16 @@ class RunSection:
     run: Run
     name: str
     headline: str
-    answer: str
+    answer: str  # the same for a page's head
     verdicts: Sequence[Verdict]
     problems: Sequence[Problem]
     sampled: Samples | None = None
-    endpoint: EndpointSection | None = None
-    axes: AxesTable | None = None
+    endpoint: Servers | None = None
+    axes: Effects | None = None
 
     @property
     def defaults(self) -> list[Verdict]:
-        """The verdicts on what a user has by default: stock, else what is no fix, else a fix that failed; of a trainer,
-        all arms."""
+        """The verdicts on what a user has: stock, else what is no fix, else a fix that failed; of a trainer, all."""
         if self.is_of_trainer:
             return [*self.verdicts]
         stock = [v for v in self.verdicts if v.role in STOCK]
@@ -203,8 +172,7 @@ class RunSection:
     def is_of_model(self) -> bool:
         """Whether it tested a whole model or a server, not operators by themselves."""
         run = self.run
-        sampled = run.completions or run.steps or run.trace_verdicts or run.neighbours
-        return bool(sampled or self.is_of_trainer)
+        return bool(run.completions or run.steps or run.trace_verdicts or run.neighbours or self.is_of_trainer)
 
     @property
     def is_of_trainer(self) -> bool:
@@ -214,16 +182,15 @@ class RunSection:
     @cached_property
     def story(self) -> Story | None:
         """A diagnosis."""
-        return _load("traces:story")(self.run) if self.run.steps else None
+        return story(self.run) if self.run.steps else None
 
     @cached_property
-    def probes(self) -> Sequence[ProbeSection]:
+    def probes(self) -> Sequence[Probe]:
         """The rows, by probe."""
-        rows = [r for r in self.run.rows if not is_replay(r)]
-        return _load("probes:probe_sections")(rows) if rows else ()
+        return probes_of([r for r in self.run.rows if not is_replay(r)])
 
     @property
-    def samples(self) -> Sequence[SampleSection]:
+    def samples(self) -> Sequence[Sample]:
         """The prompts that completed anything."""
         return self.sampled.prompts if self.sampled else ()
 
@@ -259,12 +226,6 @@ class RunSection:
         done = _TITLES.get(header.command, header.command.capitalize())
         return one_line(f"{done}{f' of {of}' * bool(of)}{f' on {on}' * bool(on)}", 120)
 
-    @property
-    def counts(self) -> str:
-        """ "2 failed, 1 skipped", or nothing."""
-        named = [(kind, sum(p.count for p in self.problems if p.kind == kind)) for kind in ("failed", "skipped")]
-        return ", ".join(f"{count} {kind}" for kind, count in named if count)
-
 
 @dataclass(frozen=True)
 class Report:
@@ -278,26 +239,14 @@ class Report:
         return len(self.runs) > 1 or sum(len(p.families) for r in self.runs for p in r.probes) > 12
 
     @property
-    def operators(self) -> list[str]:
-        """The operators of the probes' cases."""
-        return sorted({one_line(c.head.operator, 80) for r in self.runs for p in r.probes for c in p.cases})
-
-    @property
-    def impls(self) -> list[str]:
-        """Implementations of the probes' cases."""
-        names = (row.impl for r in self.runs for p in r.probes for c in p.cases for row in c.rows)
-        return [one_line(name, 80) for name in sort_impls(names)]
-
-    @property
     def title(self) -> str:
         """The page's title."""
         return one_line("; ".join(dict.fromkeys(r.title for r in self.runs)) or "nondet", 200)
 
 
-def build(runs: Sequence[Run]) -> Report:
-    """Gather everything. Side files are read from next to their runs. Raises UserError: a side file is missing,
-    malformed or another run's."""
-    return Report(tuple(_read(run) for run in runs))
+def build(runs: Iterable[Run]) -> Report:
+    """Gather everything. Raises UserError: the side file of a run is missing, malformed or another run's."""
+    return Report(tuple(map(_read, runs)))
 
 
 def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
@@ -311,61 +260,47 @@ def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
 
 def _read(run: Run) -> RunSection:
     if is_varied(run):  # completions of many settings are not one sample
-        axes = _load("axes:axes_table")(run, side_file(run)[0]) if run.axis_values else None
+        axes = axes_of(run, side_file(run)[0]) if run.axis_values else None
         return section(run, [], axes=axes)
     traces, pieces = side_file(run)
     summaries = summarize_all(run, traces, pieces) if traces else []
-    if not is_endpoint(run):
-        return section(run, summaries)
-    alone = [_load("endpoint:counts_alone")(s) for s in summaries]
-    return section(run, alone, endpoint=_load("endpoint:endpoint_section")(run, traces))
+    if is_endpoint(run):
+        return section(run, [*map(counts_alone, summaries)], endpoint=servers_of(run, traces))
+    return section(run, summaries)
 
 
 def section(
-    run: Run,
-    summaries: Sequence[SampleSummary],
-    *,
-    endpoint: EndpointSection | None = None,
-    axes: AxesTable | None = None,
+    run: Run, summaries: Sequence[SampleSummary], *, endpoint: Servers | None = None, axes: Effects | None = None
 ) -> RunSection:
     """One run's part of the report."""
-    verdicts = judge(run)
-    gap = f"; {endpoint.gap}" if endpoint is not None and endpoint.gap else ""
-    return RunSection(
-        run=run,
-        name=one_line(Path(run.source).name.removesuffix(".gz") or "run", 120),
-        headline=headline(run, verdicts) + gap,
-        answer=one_line(headline(run, verdicts, brief=True) + gap, 900),
-        verdicts=tuple(verdicts),
-        problems=tuple(problems(run)),
-        sampled=_load("samples:samples_of")(run, summaries, served=endpoint is not None) if summaries else None,
-        endpoint=endpoint,
-        axes=axes,
-    )
+    verdicts, name = tuple(judge(run)), one_line(Path(run.source).name.removesuffix(".gz") or "run", 120)
+    gap = f"; {endpoint.gap}" if endpoint and endpoint.gap else ""
+    said, brief = (headline(run, verdicts, brief=brief) + gap for brief in (False, True))
+    sampled = samples_of(run, summaries, served=endpoint is not None) if summaries else None
+    return RunSection(run, name, said, one_line(brief, 900), verdicts, problems(run), sampled, endpoint, axes)
 
 
 def run_blocks(report: Report, number: int) -> list[Block]:
     """All that is shown of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
-    section = report.runs[number - 1]
-    run, made = section.run, _head(report, section)
-    held: dict[str, Any] = {  # what writes each kind, imported only where a run has it
-        "traces:story_blocks": section.story,
-        "traces:trace_blocks": run if _traced(run) else None,
-        "endpoint:endpoint_blocks": section.endpoint,
-        "axes:axes_blocks": section.axes,
-        "samples:sample_blocks": section.sampled,
-        "training:training_blocks": run if run.training_steps else None,
-        "mismatch:mismatch_blocks": run if run.mismatch_rollouts else None,
-        "bench:bench_blocks": run if run.cells else None,
-        "probes:probe_blocks": section.probes,
-    }
-    for place, told in held.items():
-        if told:
-            parts: list[Block] = _load(place)(told, number, not report.folded)
-            if section.story and told is not section.story:  # evidence, which the story's answers name
-                parts = [_not_brief(part) for part in parts]
-            made += parts
-    return made + _tail(report, section, number)
+    section, opened = report.runs[number - 1], not report.folded
+    run = section.run
+    parts = trace_blocks(run, number, opened)
+    if section.endpoint:
+        parts += endpoint_blocks(section.endpoint, number)
+    if section.axes:
+        parts += axes_blocks(run, section.axes, number)
+    if section.sampled:
+        parts += sample_blocks(section.sampled, number, opened)
+    if run.training_steps:
+        parts += training_blocks(run, number, opened)
+    if run.mismatch_rollouts:
+        parts += mismatch_blocks(run, number, opened)
+    if run.cells:
+        parts += bench_blocks(run, number, opened)
+    parts += probe_blocks(section.probes, number, opened)
+    if section.story:  # the parts are the evidence, which the story's answers name
+        parts = [*story_blocks(section.story, number, opened), *map(_not_brief, parts)]
+    return [*_head(report, section), *parts, *_tail(section, number, opened)]
 
 
 def _not_brief(block: Block) -> Block:
@@ -376,55 +311,46 @@ def _not_brief(block: Block) -> Block:
 
 
 def _head(report: Report, section: RunSection) -> list[Block]:
-    run, machine = section.run, _load("endpoint:machine_line")(section.run)
     made: list[Block] = [
         Heading(Bit(section.title), level=2, only="mp"),
         Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", ALL, 1),
-        Paragraph(machine or "No environment was recorded.", "soft", "bvm", 1),
+        Paragraph(machine_line(section.run) or "No environment was recorded.", "soft", "bvm", 1),
     ]
-    if not run.complete:
+    if not section.run.complete:
         made.append(Paragraph(INCOMPLETE, "warn"))
         made.append(Paragraph("Go on with it by repeating its command with `--resume`.", "soft", "p"))
     if len(report.runs) > 1:  # of a lone run the first screen shows it
         made.append(Paragraph(sentence(section.headline), "headline", "mp"))
     if section.verdicts:
+        items: list[Inline] = []
+        for v in section.shown_verdicts:
+            several = len(section.samples) > 1 and v.prompt is not None
+            which = f", {subject_name(section.run.header.plan, v.prompt or 0)}" if several else ""
+            style = "bad" if v.is_fault else "good" if v.finding == Finding.CLEAN else "dull"
+            parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
+            marked = (Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
+            items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
         title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
-        made.append(Details(title, [_verdicts(section)], f"verdicts-{report.runs.index(section) + 1}"))
+        listed = Items(items, [v.notes for v in section.shown_verdicts])
+        made.append(Details(title, [listed], f"verdicts-{report.runs.index(section) + 1}"))
     return made
 
 
-def _verdicts(section: RunSection) -> Items:
-    items: list[Inline] = []
-    for v in section.shown_verdicts:
-        which = ""
-        if len(section.samples) > 1 and v.prompt is not None:
-            which = f", {subject_name(section.run.header.plan, v.prompt)}"
-        style = "bad" if v.is_fault else "good" if v.finding == Finding.CLEAN else "dull"
-        parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
-        marked = tuple(Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
-        items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
-    return Items(items, [v.notes for v in section.shown_verdicts])
-
-
-def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
+def _tail(section: RunSection, number: int, opened: bool) -> list[Block]:
     run, made = section.run, list[Block]()
-    coverage = coverage_rows(run)
-    if coverage:
+    if coverage := coverage_rows(run):
         rows = [(Bit(impl, "code"), group, Bit(operator), counted(calls)) for impl, group, operator, calls in coverage]
         table = Table(("impl", "group", "operator", "calls"), rows, ("nowrap", "nowrap", "wide", "num"))
         said, place = "; ".join(coverage_text(run)) or "which operators were replaced", f"coverage-{number}"
         made.append(Details("Coverage", [table], place, said, "coverage", fold=True, only="mp"))
     if section.problems:
-        title = section.counts or plural(len(section.problems), "note")
-        named = [
-            (Bit(p.kind, "bad" if p.kind == "failed" else "dull"), Bit(p.name), Bit(p.reason)) for p in section.problems
-        ]
-        table = Table(("what", "which", "why"), named, ("", "wide", "wide"), brief=_PROBLEMS_MOST, only=ALL)
-        place, opened = f"problems-{number}", not report.folded
+        kinds = [(kind, sum(p.count for p in section.problems if p.kind == kind)) for kind in ("failed", "skipped")]
+        title = ", ".join(f"{n} {kind}" for kind, n in kinds if n) or plural(len(section.problems), "note")
+        table = _problems_table(section.problems)
+        place = f"problems-{number}"
         made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened, only=ALL))
-    made += [Paragraph(f"Coverage of {line}.", "soft", BRIEF + VERBOSE) for line in coverage_text(run)]
-    names = sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels})
-    if names:
+    made += [Paragraph(f"Coverage of {line}.", "soft", "bv") for line in coverage_text(run)]
+    if names := sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels}):
         listed, place = Items([Bit(name, "code") for name in names]), f"kernels-{number}"
         made.append(Details("Kernels by their full names", [listed], place, plural(len(names), "kernel"), only="p"))
     environment = run.header.environment
@@ -434,3 +360,15 @@ def _tail(report: Report, section: RunSection, number: int) -> list[Block]:
     ]
     title, said = "Environment and options", environment_line(environment)
     return [*made, Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp")]
+
+
+def _problems_table(listed: Sequence[Problem]) -> Table:
+    """A row for each reason, with all that has it."""
+    of: dict[tuple[str, str], list[str]] = {}
+    for p in listed:
+        of.setdefault((p.kind, p.reason), []).append(p.name)
+    rows = []
+    for (kind, why), names in of.items():
+        what = Bit(kind + f" in {len(names)} cases" * (len(names) > 1), "bad" if kind == "failed" else "dull")
+        rows.append((what, Bit(why), Bit("; ".join(names))))
+    return Table(("what", "why", "which"), rows, ("", "wide", "wide"), brief=_PROBLEMS_MOST, only=ALL)

@@ -22,8 +22,9 @@ from nondet.verdict.findings import plural
 _MOST = 6  # names of records that only one run has
 _VALUE = 60
 
+Names = tuple[str, str]
 # Completion group -> (first token that differs, first logprob that differs) of the most common traces.
-Parting = Mapping[int, tuple[int | None, int | None]]
+Firsts = Mapping[int, tuple[int | None, int | None]]
 
 
 def headline(diff: RunDiff) -> str:
@@ -36,7 +37,7 @@ def headline(diff: RunDiff) -> str:
     compared = [c for c in diff.completions if not c.reason]
     if compared:
         groups = plural(len(compared), "group")
-        parts.append(f"completions differ in {len(diff.parted)} of {groups} that could be compared")
+        parts.append(f"completions differ in {len(diff.differing)} of {groups} that could be compared")
     parts += [f"{plural(same, 'record')} unchanged"] if same else []
     only = [sum(len(getattr(kind, side)) for kind in diff.kinds) for side in ("only_a", "only_b")]
     missing = [f"{only[0]} only in A", f"{only[1]} only in B"] if any(only) else []
@@ -48,20 +49,12 @@ def headline(diff: RunDiff) -> str:
     return "; ".join(parts)
 
 
-def show(
-    diff: RunDiff,
-    names: tuple[str, str],
-    parting: Parting,
-    console: Console,
-    *,
-    verbose: bool = False,
-    quiet: bool = False,
-) -> None:
+def show(diff: RunDiff, names: Names, firsts: Firsts, console: Console, *, verbose: bool, quiet: bool) -> None:
     """Print it, the headline last: the first rows of each table, all with `verbose`; with `quiet` only the headline."""
     if not quiet:
         for side, name in zip("AB", names, strict=True):
             console.print(Text(one_line(f"{side}: {name}", 300)))
-        for part in renderables(blocks(diff, parting), console, VERBOSE if verbose else BRIEF):
+        for part in renderables(blocks(diff, firsts), console, VERBOSE if verbose else BRIEF):
             console.print(part)
     console.print(Text(f"{one_line(headline(diff), 600)}.", style="bold"))
 
@@ -76,45 +69,46 @@ def _only(names: Sequence[str]) -> Bit:
     return Bit(f"{len(names):,}{': ' * bool(names)}{'; '.join(one_line(name, 200) for name in names[:_MOST])}{more}")
 
 
-def _group_parts(c: CompletionDiff, parting: tuple[int | None, int | None] | None) -> tuple[str, str]:
-    name = ", ".join(part for part in (c.impl, c.arm, f"“{one_line(c.prompt, 40)}”") if part)
+def _group_text(c: CompletionDiff, first: tuple[int | None, int | None] | None) -> str:
     if c.reason:
-        return name, one_line(f"not compared: {c.reason}", 400)
-    words = []
-    tokens, traces = c.tokens or {}, c.traces or {}
-    for what, digests in (("completions", tokens), ("traces", traces)):
-        if what == "traces" and not c.with_logprobs:
-            words.append("logprobs are not in both runs: bits were not compared")
-            continue
+        return one_line(f"not compared: {c.reason}", 400)
+    same, words = [], []
+    for noun, digests in (("answer", c.tokens), ("trace", c.traces if c.with_logprobs else {})):
         only = [sum(not counts[1 - side] for counts in digests.values()) for side in (0, 1)]
         common = len(digests) - sum(only)
-        text = f"distinct {what}: {common} in both, {only[0]} only in A, {only[1]} only in B"
-        words.append(text if any(only) else f"distinct {what}: the same {common} in both")
-    counts = f"{c.n_a:,} compared with {c.n_b:,}"
+        if any(only):
+            words.append(f"{plural(common, noun)} in both, {only[0]} only in A, {only[1]} only in B")
+        elif digests:
+            same.append(f"the same {plural(common, noun)}")
+    words = [*([f"{' and '.join(same)} in both"] if same else []), *words]
+    if not c.with_logprobs:
+        words.append("logprobs are not in both runs: bits were not compared")
     if c.pairs:
         bits = f", {c.traces_alike:,} with equal bits" if c.with_logprobs else ""
         words.append(f"of {plural(c.pairs, 'request')} with one name {c.tokens_alike:,} have equal tokens{bits}")
     if c.ended_otherwise:
         words.append(f"{c.ended_otherwise:,} of them ended for another reason with all else equal")
-    if parting is not None:
-        token, bit = parting
-        if token is not None:
-            words.append(f"the most common ones first differ at token {token}")
-        elif bit is not None:
-            words.append(f"the most common ones have equal tokens, and first differ in the logprob of token {bit}")
-        else:
-            words.append("the most common ones are identical")
-    return name, f"{counts}: {'; '.join(words)}"
+    if first is not None:
+        token, bit = first
+        where = "are identical" if bit is None else "have equal tokens, and first differ in the logprob of"
+        where = f"{where} token {bit}" if bit is not None else where
+        words.append(f"the most common ones {where if token is None else f'first differ at token {token}'}")
+    each = f"{plural(c.n_a, 'completion')} in each run"
+    counts = each if c.n_a == c.n_b else f"{plural(c.n_a, 'completion')} in A and {c.n_b:,} in B"
+    return f"{counts}: {'; '.join(words)}"
 
 
-def blocks(diff: RunDiff, parting: Parting) -> list[Block]:
+def blocks(diff: RunDiff, firsts: Firsts) -> list[Block]:
     """What is shown below both names: the tables that have rows, and the notes."""
     changes = [
         (Bit(c.name), Bit(one_line("; ".join(c.what), 400)), "worse" if c.worse else "better" if c.better else "")
         for c in diff.changes
     ]
     counts = [(k.name, f"{k.matched:,}", f"{k.same:,}", _only(k.only_a), _only(k.only_b)) for k in diff.kinds]
-    groups = [tuple(map(Bit, _group_parts(c, parting.get(i)))) for i, c in enumerate(diff.completions)]
+    groups = []
+    for i, c in enumerate(diff.completions):
+        name = ", ".join(part for part in (c.impl, c.arm, f"“{one_line(c.prompt, 40)}”") if part)
+        groups.append((Bit(name), Bit(_group_text(c, firsts.get(i)))))
     environment, plan = (
         [(Bit(one_line(f.name, 80)), _value(f.a), _value(f.b)) for f in listed]
         for listed in (diff.environment, diff.plan)
@@ -131,32 +125,30 @@ def blocks(diff: RunDiff, parting: Parting) -> list[Block]:
         made.append(Paragraph("No field of the environments differs.", "soft", ALL))
     for title, head, rows in sheets:
         if rows:
-            kinds = ("wide", *("cell",) * (len(head) - 1))
-            made += [Heading(title, level=2, only=ALL), Table(head, rows, kinds, room=8, only=ALL)]
+            kinds = ("wide", *("wide" if rows is groups else "cell" for _ in head[1:]))
+            made += [Heading(title, level=2, only=ALL), Table(head, rows, kinds, lines=8, only=ALL)]
     return [*made, *(Paragraph(Bit(note), "soft", ALL, 3) for note in diff.notes)]
 
 
-def markdown(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
+def markdown(diff: RunDiff, names: Names, firsts: Firsts) -> str:
     """For a pull request."""
     head = [f"# {escape(names[0], 200)} against {escape(names[1], 200)}", f"{escape(headline(diff), 1500)}."]
-    return "\n\n".join([*head, *as_markdown(blocks(diff, parting))]) + "\n"
+    return "\n\n".join([*head, *as_markdown(blocks(diff, firsts))]) + "\n"
 
 
-def as_json(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
+def as_json(diff: RunDiff, names: Names, firsts: Firsts) -> str:
     """One JSON object on a line."""
     data = asdict(diff) | {"a": names[0], "b": names[1], "headline": headline(diff)}
     for i, group in enumerate(data["completions"]):
-        group["first_divergence"] = dict(zip(("token", "logprob"), parting.get(i) or (None, None), strict=True))
+        group["first_divergence"] = dict(zip(("token", "logprob"), firsts.get(i) or (None, None), strict=True))
     return json.dumps(data, ensure_ascii=True)
 
 
-def render(diff: RunDiff, names: tuple[str, str], parting: Parting) -> str:
+def render(diff: RunDiff, names: Names, firsts: Firsts) -> str:
     """The page. Its answer: "yes" where something of B differs from A, "no" where all that was compared is the same,
     "not known" where something was not compared."""
-    moved = diff.changes or diff.parted or diff.failed_more
-    answer = "yes" if moved else "no" if diff.compared else "not known"
+    changed = diff.changes or diff.differing or diff.failed_more
+    answer = "yes" if changed else "no" if diff.compared else "not known"
     first, second = (one_line(name, 200) for name in names)
-    said = one_line(headline(diff), 1500)
-    return render_page(
-        "diff.html.j2", first=first, second=second, answer=answer, headline=said, blocks=blocks(diff, parting)
-    )
+    said, parts = one_line(headline(diff), 1500), blocks(diff, firsts)
+    return render_page("diff.html.j2", first=first, second=second, answer=answer, headline=said, blocks=parts)

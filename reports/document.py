@@ -58,18 +58,16 @@ class Heading:
     toc: str = ""
     level: int = 3
     only: str = WHOLE
-    kind = "heading"
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph; `style` as of a `Bit`, or a page's class (warn, headline). At most `room` lines are brief."""
+    """A paragraph; `style` as of a `Bit`, or a page's class (warn, headline). At most `lines` lines are brief."""
 
     text: Inline
     style: str = ""
     only: str = WHOLE
-    room: int = 2
-    kind = "paragraph"
+    lines: int = 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Items:
     items: Sequence[Inline]
     notes: Sequence[Sequence[str]] = ()
     only: str = WHOLE
-    kind = "items"
 
     def noted(self) -> Iterator[tuple[Inline, Sequence[str]]]:
         """Each item with its notes."""
@@ -94,20 +91,11 @@ class Table:
     rows: Sequence[Cells]
     kinds: Sequence[str] = ()  # for each column its page's class, if any: num, wide, nowrap, cell, kernels
     marks: Sequence[dict[str, str]] = ()  # for each row the keys of a page's filter: data attribute -> value
-    unshown: Sequence[str] = ()  # names of columns that a terminal has no room for
+    unshown: Sequence[str] = ()  # names of columns that a terminal has no lines for
     clipped: bool = False  # a terminal cuts the last column off at its width, and folds none
-    room: int = 2  # most lines of a row that a brief terminal has as a sentence, for lack of width
+    lines: int = 2  # most lines of a row that a brief terminal has as a sentence, for lack of width
     brief: int = 16  # most rows there
     only: str = WHOLE
-    kind = "table"
-
-    def kind_at(self, column: int) -> str:
-        """The column's class on a page."""
-        return self.kinds[column] if column < len(self.kinds) else ""
-
-    def marks_at(self, row: int) -> dict[str, str]:
-        """The row's data attributes."""
-        return self.marks[row] if row < len(self.marks) else {}
 
 
 @dataclass(frozen=True)
@@ -121,16 +109,21 @@ class Figure:
     title: str = ""
     of: Any = None
     only: str = PAGE
-    kind = "figure"
 
 
 @dataclass(frozen=True)
 class Code:
-    """Text of others, unchanged."""
+    """Text of others, unchanged; `mark` is a part that is set off, and `after` what follows it."""
 
     text: str
+    mark: str = ""
+    after: str = ""
     only: str = WHOLE
-    kind = "code"
+
+    @property
+    def marked(self) -> str:
+        """All of it, where a part can't be set off by a colour."""
+        return f"{self.text}⟦{self.mark}⟧{self.after}" if self.mark else f"{self.text}{self.after}"
 
 
 @dataclass(frozen=True)
@@ -145,7 +138,6 @@ class Details:
     fold: bool = False  # whether markdown folds it although it has an id
     opened: bool = False  # whether a page shows it from the start
     only: str = WHOLE
-    kind = "details"
 
 
 Block = Heading | Paragraph | Items | Table | Figure | Code | Details

@@ -6,27 +6,25 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from nondet.bench.summary import sections
-from nondet.core.records import Axis, Culprit, Role, Row, Run, of_vllm, role_of
+from nondet.core.records import Axis, Culprit, Role, Row, Run, families_of, of_vllm, role_of
 from nondet.core.statistics import percent
 from nondet.diagnose.verdict import NOT_MET, blamed
 from nondet.errors import one_line
 from nondet.reports import text as figures
-from nondet.reports.axes import axes_figure
-from nondet.reports.classes import kind_of, map_text, short_kernel
+from nondet.reports.classes import map_text, short_kernel
 from nondet.reports.content import STOCK, Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Paragraph
 from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.picture import Picture, card_of
-from nondet.reports.probes import CaseFamily, CaseGroup
-from nondet.reports.samples import SampleSection, answers_of
+from nondet.reports.probes import Case
+from nondet.reports.samples import REMOVED, Sample, answers_of
 from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options
-from nondet.reports.traces import neighbours_text, pair_of
+from nondet.reports.traces import pair_of
 from nondet.reports.training import training_figure
-from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, speed_ratio_of
+from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, smallest_cures, speed_ratio_of
 from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import Effect, Finding, plural
 from nondet.verdict.gate import TELLING
@@ -43,12 +41,12 @@ _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--grou
 _PANELS_MOST = 2  # of plots on the first screen; the section has all
 _POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
 ISOLATED = "isolated"  # the label of what was found of operators by themselves
+NOT_RUN = "the invariant implementation was not run here"
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
 
 
 class Step(NamedTuple):
-    """One line of the chain: `label` is token, operator, kernel, cure or cost; `command` would find an answer that is
-    not known."""
+    """One line of the chain; `command` would find an answer that is not known."""
 
     label: str
     text: str
@@ -56,54 +54,49 @@ class Step(NamedTuple):
     command: str = ""
 
 
-def chain(report: Report) -> tuple[Step, ...]:
-    """Token, operator, kernel, fix and its cost; for servers, which can't be traced, the token, its cause and the next
-    command."""
+def chain(report: Report) -> list[Step]:
+    """Token, operator, kernel, fix and its cost; for servers, which can't be traced, the token and its cause."""
     if all(r.endpoint is not None for r in report.runs):
-        return _token(report), *endpoint_steps(report)
+        return [_token(report), *_of_servers(report)]
     if all(r.is_of_trainer for r in report.runs):
         return _of_sides(report)
     if all(r.run.embed_passes for r in report.runs):
         return _of_vectors(report.runs[0].run)
     if all(r.run.header.command == "certify" for r in report.runs):
-        return (_of_classes(report),)
-    if own_rows(report):  # no completions: only the function is known
-        return _operator(report), _kernel(report)
-    return _token(report), _operator(report), _kernel(report), *_cure(report)
+        return [_of_classes(report)]
+    if _own_rows(report):  # no completions: only the function is known
+        return [_operator(report), _kernel(report)]
+    return [_token(report), _operator(report), _kernel(report), *_cure(report)]
 
 
-def _of_sides(report: Report) -> tuple[Step, ...]:
+def _of_sides(report: Report) -> list[Step]:
     """What verdicts on a sampler and a trainer know besides their counts."""
     reasons = [reason for r in report.runs for v in r.verdicts for reason in v.reasons]
     steps = []
     for label, codes in zip(("kind", "call", "reward"), TELLING, strict=True):
         text = next((words(reason) for reason in reasons if reason.code in codes), "")
         steps += [Step(label, text.removeprefix("Kind: ").removeprefix("First diverging call: "))] if text else []
-    return tuple(steps)
+    return steps
 
 
-def _of_vectors(run: Run) -> tuple[Step, ...]:
-    """The chain of an encoder: its vectors, the operator, the fix."""
+def _of_vectors(run: Run) -> list[Step]:
+    """The operator and the fix of an encoder, whose sentence has its vectors."""
 
-    def again(*words: str) -> str:
-        return shlex.join(["nondet", "embed", *words, *own_options(run.header, _EMBED)])
+    def again(*impls: str) -> str:
+        typed = [word for impl in impls for word in ("--impl", impl)]
+        return shlex.join(["nondet", "embed", *typed, *own_options(run.header, _EMBED)])
 
-    stock = [n for n in run.neighbours if role_of(n.impl) in STOCK]
-    cured = [n for n in run.neighbours if role_of(n.impl) == Role.INVARIANT]
-    parts = sorted({n.impl for n in run.neighbours if role_of(n.impl) == Role.PART})
-    steps = []
-    if stock:
-        worst = max(stock, key=lambda n: (n.parted, n.top1_changed, n.topk_changed))
-        steps.append(Step("vectors", neighbours_text(worst)))
-        if worst.parted:
-            cures = [name for name in parts if not any(n.parted for n in run.neighbours if n.impl == name)]
-            text = f"replacing only {', '.join(cures)} removed it" if cures else "which operator is not known"
-            impls = ("stock", "invariant:matmul", "invariant:attention", "invariant:norm")
-            command = "" if parts else again(*(word for impl in impls for word in ("--impl", impl)))
-            steps.append(Step("operator", text, bool(cures), command))
-    if cured:
-        return *steps, Step("cure", f"invariant: {neighbours_text(max(cured, key=lambda n: n.parted))}")
-    return *steps, Step("cure", "the invariant implementation was not run here", False, again("--impl", "both"))
+    differing = {n.impl for n in run.neighbours if n.parted}
+    impls, steps = {n.impl for n in run.neighbours}, list[Step]()
+    if any(role_of(impl) in STOCK for impl in differing):
+        parts = {impl for impl in impls if role_of(impl) == Role.PART}
+        cures = sorted(parts - differing)
+        text = f"replacing only {', '.join(cures)} removed it" if cures else "which operator is not known"
+        command = "" if parts else again("stock", "invariant:matmul", "invariant:attention", "invariant:norm")
+        steps.append(Step("operator", text, bool(cures), command))
+    if not any(role_of(impl) == Role.INVARIANT for impl in impls):
+        steps.append(Step("cure", NOT_RUN, False, again("both")))
+    return steps
 
 
 def _of_classes(report: Report) -> Step:
@@ -116,63 +109,61 @@ def _of_classes(report: Report) -> Step:
     return Step("operator", f"{plural(len(left), 'member')} tested, each in its class at every shape tested")
 
 
-def own_rows(report: Report) -> list[Row]:
+def _own_rows(report: Report) -> list[Row]:
     """Rows of a user's function, where the run is of such a function only."""
     commands = {r.run.header.command for r in report.runs}
-    rows = tested_rows(report) if len(report.runs) == 1 and commands <= {"probe", "check"} else []
+    rows = _tested_rows(report) if len(report.runs) == 1 and commands <= {"probe", "check"} else []
     return [row for row in rows if role_of(row.impl) == Role.OTHER]
 
 
-def endpoint_steps(report: Report) -> tuple[Step, Step, Step]:
-    """What an endpoint run shows of the cause, and the commands for the rest."""
-    parted = [text for r in report.runs if r.endpoint is not None for text in r.endpoint.parted]
-    text = "; ".join(parted[:3]) + (f"; and {len(parted) - 3} more" if len(parted) > 3 else "")
-    cause = Step("cause", one_line(text, 320) or "nothing differs, so there is none to name")
-    prompt = next((p.prompt_text for r in report.runs for p in r.samples), "")
-    command = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
-    greedy = "; a trace is greedy, and shows only what the logits do" if any(is_drawn(r) for r in report.runs) else ""
-    told = f"a server does not show it: trace the model's folder in process{greedy}"
-    operator = Step("operator", told, known=False, command=command)
-    cures = dict.fromkeys(r.endpoint.cure for r in report.runs if r.endpoint is not None)
-    again = f"{'; '.join(cures)}; sample again, and compare the two runs"
-    cure = Step("cure", again, known=False, command="nondet diff BEFORE.jsonl AFTER.jsonl")
-    return cause, operator, cure
+def _of_servers(report: Report) -> list[Step]:
+    """What a run over servers shows of the cause, and the commands for the rest."""
+    servers = [r.endpoint for r in report.runs if r.endpoint is not None]
+    differences = [text for server in servers for text in server.differences]
+    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+    cause = one_line("; ".join(differences[:3]) + more, 320) or "nothing differs, so there is none to name"
+    prompt = next((p.text for r in report.runs for p in r.samples), "")
+    greedy = "; a trace is greedy, and shows only what the logits do" if any(map(_is_drawn, report.runs)) else ""
+    operator = f"a server does not show it: trace the model's folder in process{greedy}"
+    trace = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
+    cure = f"{'; '.join(dict.fromkeys(server.cure for server in servers))}; sample again, and compare the two runs"
+    compare = "nondet diff BEFORE.jsonl AFTER.jsonl"
+    return [Step("cause", cause), Step("operator", operator, False, trace), Step("cure", cure, False, compare)]
 
 
-def stock_summaries(report: Report) -> list[tuple[RunSection, SampleSection, SampleSummary]]:
+def _stock_summaries(report: Report) -> list[tuple[RunSection, Sample, SampleSummary]]:
     """Stock completions, the default backend before the others, the largest sample first."""
     rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in STOCK]
     return sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n))
 
 
-def culprits_of(section: RunSection) -> list[Culprit]:
-    """The culprits that a trace of the run named, in order: in a diagnosis, those behind its finding."""
-    return blamed(section.run, section.story.finding if section.story else "") if section.run.culprits else []
+def _culprits_of(*sections: RunSection) -> list[Culprit]:
+    """The culprits that a trace of these runs named, in order: in a diagnosis, those behind its finding."""
+    return [c for r in sections if r.run.culprits for c in blamed(r.run, r.story.finding if r.story else "")]
 
 
-def cure_refuted(report: Report) -> bool:
+def _cure_refuted(report: Report) -> bool:
     """Whether anything diverged under the invariant implementation here, so that it is not a fix."""
-    asked = [s for r in report.runs for s in r.run.steps if s.name == "cure"]
-    return any(s.outcome == "no" for s in asked) or any(
-        v.is_fault for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT
-    )
+    steps = [s for r in report.runs for s in r.run.steps if s.name == "cure"]
+    verdicts = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT]
+    return any(s.outcome == "no" for s in steps) or any(v.is_fault for v in verdicts)
 
 
 def _token(report: Report) -> Step:
-    sampled = stock_summaries(report)
+    sampled = _stock_summaries(report)
     forked = next(((s, s.first_fork) for _, _, s in sampled if s.first_fork), None)
     if forked is not None:
         return Step("token", _fork_text(*forked))
-    parted = next((c for r in report.runs for c in culprits_of(r) if c.token >= 0), None)
-    if parted is not None:
-        return Step("token", f"the traced difference reaches the logits of token {parted.token}")
-    lines = [line for r in report.runs if r.axes for line in r.axes.lines]
-    cells = [cell for line in lines for impl, cell in line.cells.items() if role_of(impl) in STOCK]
-    if any(cell.moves for cell in cells):
-        firsts = [cell.first for cell in cells if cell.moves and cell.first is not None]
+    reached = next((c.token for c in _culprits_of(*report.runs) if c.token >= 0), None)
+    if reached is not None:
+        return Step("token", f"the traced difference reaches the logits of token {reached}")
+    effects = [e for r in report.runs for of in (r.axes or {}).values() for e in of.values() if e.tally.tried]
+    varied = [e for e in effects if role_of(e.impl) in STOCK]
+    if any(e.differs for e in varied):
+        firsts = [e.first for e in varied if e.differs and e.first is not None]
         where = f", first in the bits of token {min(firsts)}" if firsts else ""
         return Step("token", f"traces of stock differ{where}")
-    if cells:
+    if varied:
         return Step("token", "no trace changes with what was varied")
     if sampled:
         s = max((s for _, _, s in sampled), key=lambda s: s.n)
@@ -188,67 +179,69 @@ def _fork_text(s: SampleSummary, fork: Fork) -> str:
     for b, token in zip(fork.branches, tokens, strict=False):
         same = f" (id {b.token_id})" if tokens.count(token) > 1 else ""
         ways.append(f"{b.count:,} continue with {token}{same}")
-    margins = [b.margin_min for b in fork.branches if b.margin_min is not None]
-    near = f"; top-1 − top-2 logit there {figures.number(min(margins))}" if margins else ""
+    near, margin = "", min((b.margin_min for b in fork.branches if b.margin_min is not None), default=None)
     if s.draws is not None:  # drawn tokens flip at a boundary between tokens, wherever the margin is
         near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
+    elif margin is not None:
+        near = f"; the two largest logits there are {f'{figures.number(margin)} apart' if margin else 'equal'}"
     return f"{s.impl} diverges at token {fork.index}: of {s.n:,} completions {', '.join(ways)}{near}"
 
 
 def _operator(report: Report) -> Step:
-    for r in report.runs:
-        for c in culprits_of(r):
-            # the pair that was traced need not be the completions whose token is named above
-            ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
-            places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
-            # a record's own words; the next step names the kernels
-            before = c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
-            text = one_line(f"in the pair traced{ahead}: {before}", 320)
-            return Step("operator", text, known=bool(c.call), command="" if c.call else trace_command(report))
-        if r.run.culprits:
-            return Step("operator", f"not named: {NOT_MET}", known=False, command=trace_command(report))
-    cures = [(t.family, t.summary) for r in report.runs for p in r.samples for t in p.families if t.removed]
-    if cures:
+    command = _trace_command(report)
+    for c in _culprits_of(*report.runs):
+        # the pair that was traced need not be the completions whose token is named above
+        ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
+        places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
+        # a record's own words; the next step names the kernels
+        before = c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
+        text = one_line(f"in the pair traced{ahead}: {before}", 320)
+        return Step("operator", text, known=bool(c.call), command="" if c.call else command)
+    if any(r.run.culprits for r in report.runs):
+        return Step("operator", f"not named: {NOT_MET}", known=False, command=command)
+    if cures := _cures(report):
         named = ", ".join(dict.fromkeys(family for family, _ in cures))
-        text = f"{named}: replacing only it removed every divergence seen, in {cures[0][1].n:,} completions"
-        return Step("operator", text)
-    if any(is_drawn(r) for r in report.runs):
+        return Step("operator", f"{named}: {REMOVED}, in {cures[0][1]:,} completions")
+    if any(map(_is_drawn, report.runs)):
         return _of_drawn(report)
-    rows = divergent_rows(report)
-    parted = list(dict.fromkeys(r.operator for r in rows))
-    command = trace_command(report)
-    if parted:
-        named = ", ".join(one_line(operator, 40) for operator in parted[:6])
+    rows = _divergent_rows(report)
+    if rows:
+        named = ", ".join(one_line(operator, 40) for operator in [*dict.fromkeys(r.operator for r in rows)][:6])
         text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {named}"
-        return Step("operator", text, known=not stock_summaries(report), command=command)
+        return Step("operator", text, known=not _stock_summaries(report), command=command)
     if _probed(report):
         return Step("operator", "none of those tested depends on the batch or the run")
     return Step("operator", "not traced yet", known=False, command=command)
 
 
-def is_drawn(section: RunSection) -> bool:
+def _cures(report: Report) -> list[tuple[str, int]]:
+    """(families whose replacement removed every divergence of a prompt, its completions)."""
+    found = [(cure, p) for r in report.runs for p in r.samples for cure in smallest_cures(p.summaries)]
+    return [(cure, next(s.n for s in p.summaries if families_of(s.impl) == cure)) for cure, p in found]
+
+
+def _is_drawn(section: RunSection) -> bool:
     """Whether the run drew its tokens at a temperature."""
     return bool(section.run.header.plan.get("sampling"))
 
 
 def _of_drawn(report: Report) -> Step:
     """A trace is greedy: it explains logits that differ under a draw, but not a draw."""
-    parted = {s.impl for _, _, s in stock_summaries(report) if s.distinct_traces > 1}
-    if parted - set(UNSEEDED):
+    differing = {s.impl for _, _, s in _stock_summaries(report) if s.distinct_traces > 1}
+    if differing - set(UNSEEDED):
         text = "not traced; a trace is greedy, and shows only what the logits do: here they differ under one draw"
-        return Step("operator", text, known=False, command=trace_command(report))
-    if parted:
-        seeded = sum(s.n for _, _, s in stock_summaries(report) if s.impl == "stock-seeded")
-        if seeded:
-            text = f"none seen: stock-seeded, with stock's logits, is identical in {seeded:,}; only the draw is left"
-            return Step("operator", text)
-        text = "not known: the engine's own draw changes texts whatever the logits; stock-seeded separates the two"
-        drawn = next(r.run.header.plan["sampling"] for r in report.runs if is_drawn(r))
-        command = _again(report, "sample", "--impl", "stock-seeded")
-        if "--temperature" not in command:  # of a run that no command line began
-            command += f" --temperature {drawn['temperature']:g}"
-        return Step("operator", text, False, command)
-    return Step("operator", "nothing differs under one seed")
+        return Step("operator", text, known=False, command=_trace_command(report))
+    if not differing:
+        return Step("operator", "nothing differs under one seed")
+    if seeded := sum(s.n for _, _, s in _stock_summaries(report) if s.impl == "stock-seeded"):
+        text = f"none seen: stock-seeded, with stock's logits, is identical in {seeded:,}; only the draw is left"
+        return Step("operator", text)
+    text = "not known: the engine's own draw changes texts whatever the logits; stock-seeded separates the two"
+    drawn = next(r.run.header.plan["sampling"] for r in report.runs if _is_drawn(r))
+    command = _again(report, "sample", "--impl", "stock-seeded")
+    if "--temperature" not in command:  # of a run that no command line began
+        command += f" --temperature {drawn['temperature']:g}"
+    return Step("operator", text, False, command)
 
 
 def _again(report: Report, *words: str, names: Collection[str] = SAMPLE) -> str:
@@ -257,29 +250,30 @@ def _again(report: Report, *words: str, names: Collection[str] = SAMPLE) -> str:
     if run.header.command not in _OF_MODELS and names in (MODEL, SAMPLE):
         names = MACHINE
     typed = own_options(run.header, names)
-    model = model_of(run)
+    model = _model_of(run)
     if "--model" in names and model and not {"--model", f"--model={model}"} & {*typed}:
         typed = ["--model", model, *typed]
     return shlex.join(["nondet", *words, *typed])
 
 
-def model_of(run: Run) -> str:
+def _model_of(run: Run) -> str:
     """The name of the model of a run; "" for the embedded one, and where there is none."""
     model = run.header.plan.get("model")
     name = str(model.get("name") or "") if isinstance(model, dict) else ""
     return "" if name == "embedded" else name
 
 
-def trace_command(report: Report) -> str:
+def _trace_command(report: Report) -> str:
     """The trace of two recorded completions that differ, else of the run's model and prompt."""
-    for r, p, s in [entry for entry in stock_summaries(report) if entry[2].distinct_traces > 1][:1]:
-        pair = _differing(r.run, p.prompt, s.impl)
-        if pair:
+    for r, p, s in _stock_summaries(report):
+        if s.distinct_traces < 2:
+            continue
+        if pair := _differing(r.run, p.prompt, s.impl):
             requests = [word for name in pair for word in ("--request", name)]
             return shlex.join(["nondet", "trace", "--run", r.run.source, *requests])
-        words = ["--prompt", p.prompt_text] if model_of(r.run) else []
+        words = ["--prompt", p.text] if _model_of(r.run) else []
         names = [n for n in MODEL if not (words and "prompt" in n)]
-        words += ["--impl", s.impl] if s.impl != "stock" and not is_drawn(r) else []
+        words += ["--impl", s.impl] if s.impl != "stock" and not _is_drawn(r) else []
         if not any("graphs=on" in word for word in figures.typed_words(r.run.header)):  # a graph can't be traced
             names.append("--load")
         return _again(Report((r,)), "trace", *words, names=names)
@@ -289,82 +283,67 @@ def trace_command(report: Report) -> str:
 def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
     """A completion of the most common trace and one of another, of other tokens if possible; () without a pair. A trace
     is greedy, and replays what a recording holds."""
-    taped = {(tape.impl, tape.round) for tape in run.tapes}
-    mine = [
-        c for c in run.completions
-        if (c.impl, c.prompt, c.status) == (impl, prompt, "ok") and (c.impl, c.round) in taped
-    ]  # fmt: skip
+    recorded = {(kept.impl, kept.round) for kept in run.tapes}
+    good = [c for c in run.completions if (c.impl, c.prompt, c.status) == (impl, prompt, "ok")]
+    mine = [c for c in good if (c.impl, c.round) in recorded]
     if not mine or run.header.plan.get("sampling") or run.header.plan.get("ranks") or of_vllm(run):
         return ()
-    commonest = Counter(c.trace for c in mine).most_common(1)[0][0]
-    first = next(c for c in mine if c.trace == commonest)
-    others = sorted((c for c in mine if c.trace != commonest), key=lambda c: c.tokens_digest == first.tokens_digest)
+    most_common = Counter(c.trace for c in mine).most_common(1)[0][0]
+    first = next(c for c in mine if c.trace == most_common)
+    others = sorted((c for c in mine if c.trace != most_common), key=lambda c: c.tokens_digest == first.tokens_digest)
     return (first.request, others[0].request) if others else ()
 
 
-def divergent_rows(report: Report) -> list[Row]:
+def _rows(report: Report, *roles: Role) -> list[Row]:
+    """Measured rows, of implementations with these roles if any are given; without demonstrations."""
+    probes = (p for r in report.runs for p in r.probes if not p.demonstration)
+    rows = [row for p in probes for case in p.cases for row in case.measured]
+    return [row for row in rows if not roles or role_of(row.impl) in roles]
+
+
+def _tested_rows(report: Report) -> list[Row]:
+    """Those of stock, or of a user's functions where stock was not tested."""
+    return _rows(report, *STOCK) or _rows(report, Role.OTHER)
+
+
+def _divergent_rows(report: Report) -> list[Row]:
     """Rows whose bits depend on the batch or the run: of the implementation that the answer is about, else of any."""
-    every = [row for r in report.runs for p in r.probes if not p.demonstration for c in p.cases for row in c.measured]
-    tested = tested_rows(report)
-    for rows in ([row for row in tested if role_of(row.impl) == Role.STOCK], tested, every):
+    for rows in (_rows(report, Role.STOCK), _tested_rows(report), _rows(report)):
         differ = [r for r in rows if (r.parted or r.replays_parted) and axis_of(r) in (Axis.BATCH, Axis.RUN)]
         if differ:
             return differ
     return []
 
 
-def tested_rows(report: Report) -> list[Row]:
-    """Measured rows of stock, or of a user's functions where stock was not tested; demonstrations left out."""
-    sections = (p for r in report.runs for p in r.probes if not p.demonstration)
-    rows = [row for p in sections for case in p.cases for row in case.measured]
-    return [row for row in rows if role_of(row.impl) in STOCK] or [r for r in rows if role_of(r.impl) == Role.OTHER]
-
-
 def _probed(report: Report) -> bool:
-    return any(row.probe not in ("sample", "bench") for row in tested_rows(report))
+    return any(row.probe not in ("sample", "bench") for row in _tested_rows(report))
 
 
 def _kernel(report: Report) -> Step:
-    for r in report.runs:
-        for c in culprits_of(r):
-            arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
-            if any(arms):
-                text = " compared with ".join(arm or "none seen" for arm in arms[:2])
-                if len(set(arms)) == 1:
-                    same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
-                    text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
-                return Step("kernel", one_line(text, 260))
-    families = [c.family for r in report.runs for c in culprits_of(r)]  # that a trace or a replacement named
-    families += [t.family for r in report.runs for p in r.samples for t in p.families if t.removed]
+    culprits = _culprits_of(*report.runs)
+    for c in culprits:
+        arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
+        if any(arms):
+            text = " compared with ".join(arm or "none seen" for arm in arms[:2])
+            if len(set(arms)) == 1:
+                same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
+                text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
+            return Step("kernel", one_line(text, 260))
+    families = [c.family for c in culprits] + [family for family, _ in _cures(report)]
     probe = PROBE_OF.get(next(filter(None, families), ""), "")
-    rows = [r for r in divergent_rows(report) if not probe or r.probe == probe]
+    rows = [r for r in _divergent_rows(report) if not probe or r.probe == probe]
     if rows:
         row = clearest(rows)
-        borders = map_text(row, 3) if not row.kernel_sets else f"{plural(row.distinct, 'class', 'classes')} of bits"
-        text = f"{row.operator} in isolation, {row.case}: {borders}; {_kernels_text(row)}"
-        return Step("kernel", one_line(text, 300))
+        unnamed = "" if row.kernel_sets else "; kernel names are unavailable" + " on CPU" * (row.device == "cpu")
+        return Step("kernel", one_line(f"{row.operator} in isolation, {row.case}: {map_text(row, 3)}{unnamed}", 300))
     if _probed(report) and not probe:
         return Step("kernel", "none to name: no operator depends on the batch or the run")
-    return Step("kernel", "not probed yet", known=False, command=_probe_command(report, probe))
-
-
-def _probe_command(report: Report, probe: str) -> str:
-    for r in report.runs:
-        if any(c.call and c.family in PROBE_OF for c in culprits_of(r)):
-            return _again(Report((r,)), "probe", "--from-trace", r.run.source, names=MACHINE)
-    return _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *MACHINE))
-
-
-def _kernels_text(row: Row) -> str:
-    if not row.kernel_sets:
-        return "kernel names unavailable" if row.device != "cpu" else "kernel names are unavailable on CPU"
-    first_of: dict[str, str] = {}
-    for names in filter(None, row.kernel_sets):
-        kind = kind_of(names)  # the kind that decides the order, because a kernel that picks the rows may come first
-        first_of.setdefault(kind.name, short_kernel(next(n for n in names if kind_of([n]) == kind), 44))
-    listed = ", ".join(f"{name} ({kind})" for kind, name in first_of.items())
-    more = len(row.kernel_sets) - len(first_of)
-    return listed + (f" and {plural(more, 'other set')} of kernels" if more > 0 else "")
+    traced = next((r for r in report.runs if any(c.call and c.family in PROBE_OF for c in _culprits_of(r))), None)
+    if traced is not None:
+        command = _again(Report((traced,)), "probe", "--from-trace", traced.run.source, names=MACHINE)
+    else:
+        command = _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *MACHINE))
+    return Step("kernel", "not probed yet", known=False, command=command)
 
 
 def clearest(rows: Sequence[Row]) -> Row:
@@ -388,43 +367,37 @@ def _coarse(row: Row) -> int:
 
 def _cure(report: Report) -> list[Step]:
     """The fix, and what it costs where it is one."""
-    cure = _again(report, "sample", "--impl", "both")
-    told = [r.story.answers["Cure"] for r in report.runs if r.story and "Cure" in r.story.answers]
-    traced = [v for r in report.runs for v in r.run.trace_verdicts if v.families]
-    sampled = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is not None]
-    probed = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT and v.prompt is None]
-    if told:
-        text = one_line(told[0].partition(" (at 95%")[0].rstrip("."), 200)  # a record's own words, its bound left out
-    elif sampled or probed:
-        text = f"invariant: {min((v.finding for v in sampled or probed), key=list(Finding).index)}"
+    command = _again(report, "sample", "--impl", "both")
+    stories = [r.story for r in report.runs if r.story]
+    said = next((s.answers["Cure"] for s in stories if "Cure" in s.answers), "")
+    traced = next((v.families for r in report.runs for v in r.run.trace_verdicts if v.families), None)
+    verdicts = [v for r in report.runs for v in r.verdicts if v.role == Role.INVARIANT]
+    sampled = [v for v in verdicts if v.prompt is not None] or verdicts
+    if said:
+        text = one_line(said.partition(" (at 95%")[0].rstrip("."), 200)  # a record's own words, its bound left out
+    elif sampled:
+        text = f"invariant: {min((v.finding for v in sampled), key=list(Finding).index)}"
     elif traced:
-        text = f"replacing {' and '.join(traced[0].families or [])} removes the divergence"
+        text = f"replacing {' and '.join(traced)} removes the divergence"
     else:
-        return [Step("cure", "the invariant implementation was not run here", known=False, command=cure)]
-    if cure_refuted(report):  # its cost does not matter
-        return [Step("cure", one_line(text, 420))]
-    diagnosed = told or (not sampled and not probed and any(r.story for r in report.runs))
-    if diagnosed and not any(s.name == "cure" and s.outcome == "yes" for r in report.runs for s in r.run.steps):
-        return [Step("cure", one_line(text, 420), known=False, command=cure)]
+        return [Step("cure", NOT_RUN, known=False, command=command)]
+    text = one_line(text, 420)
+    if _cure_refuted(report):  # its cost does not matter
+        return [Step("cure", text)]
+    if (said or (stories and not sampled)) and not any(s.cured for s in stories):
+        return [Step("cure", text, known=False, command=command)]
     cost = _cost(report)
-    return [Step("cure", one_line(text, 420), known=cost.known), cost]  # of a terminal's lines, the two together
+    return [Step("cure", text, known=cost.known), cost]  # of a terminal's lines, the two together
 
 
 def _cost(report: Report) -> Step:
-    """The lowest fair ratio end to end, else the means of single operators, else the command that measures it."""
-    speeds = [p.speed for r in report.runs for p in r.samples[:1] if p.speed is not None]
-    speeds += [s for r in report.runs if r.story and not r.samples for s in (speed_ratio_of(r.run),) if s is not None]
-    measured = sorted((s for s in speeds if not s.no_cost), key=lambda s: s.ratio)
+    """The lowest fair ratio end to end, else the command that measures it."""
+    speeds = [speed_ratio_of(r.run) for r in report.runs if r.samples or r.story]
+    measured = sorted((s for s in speeds if s is not None and not s.no_cost), key=lambda s: s.ratio)
     if measured:
         lowest = f", the lowest of {len(measured)}" if len(measured) > 1 else ""
         return Step("cost", f"{ratio_text(measured[0])}{lowest}")
-    for r in report.runs:
-        means = [
-            f"{b.name} {s.mean:.2f}" for b in sections(r.run) for s in b.summaries if role_of(s.impl) == Role.INVARIANT
-        ]
-        if means:
-            return Step("cost", one_line(f"speedup over the best stock: {', '.join(means[:5])}", 160))
-    model = next(filter(None, (model_of(r.run) for r in report.runs if r.run.header.command in _OF_MODELS)), "")
+    model = next(filter(None, (_model_of(r.run) for r in report.runs if r.run.header.command in _OF_MODELS)), "")
     words = ["sample", "--turns", *(["--model", model] if model else [])]
     return Step("cost", "not measured", known=False, command=_again(report, *words, names=("--dtype", *MACHINE)))
 
@@ -436,36 +409,51 @@ class Suggestion(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True)
 class FirstScreen:
-    """The answer, the run whose finding it is, chain, picture and next command; a bench has neither chain nor picture.
-    `effect` is None where that run holds neither a verdict nor times."""
+    """The answer, the run whose finding it is (`section`), chain, picture and next command; a bench has neither chain
+    nor picture. `effect` is None where that run holds neither a verdict nor times."""
 
-    effect: Effect | None
-    answer: str
-    section: RunSection
-    machines: tuple[str, ...]
-    steps: tuple[Step, ...]
-    next: Suggestion
-    picture: Figure | None = None
+    def __init__(self, report: Report) -> None:
+        runs, self.report = report.runs, report
+        self.section = section = min(runs, key=_gravity)
+        self.run, self.command = runs[0].run, runs[0].run.header.command if len(runs) == 1 else ""
+        self.effect, self.answer = section.effect, section.answer
+        if all(r.run.cells for r in runs):
+            self.effect = Effect.SPEED
+        elif section.run.cells:  # whose own sentence is of speed
+            self.answer = figures.findings_text(section.verdicts, 3)
+        if self.effect is Effect.NONE and not all(r.run.complete for r in runs):
+            self.effect = Effect.SO_FAR
+        self.answer = figures.sentence(self.answer)
+        self.diverged = self.effect is not None and self.effect.is_change
+        # beside a model's answer, what other runs found of operators by themselves
+        others = [r for r in runs if r is not section and not r.is_of_model and r.effect and r.effect.is_change]
+        isolated = [Step(ISOLATED, r.answer) for r in others] if section.is_of_model else []
+        self.steps = () if self.effect in (None, Effect.SPEED) else (*chain(report), *isolated)
+        self.picture = None if self.effect is Effect.SPEED else _picture(section)
+        self.next = next_command(self) if self.effect else Suggestion("", "")
+        more = any(v.effect.is_change for v in section.defaults) or any(s.label == ISOLATED for s in self.steps)
+        self.style = "bad" if self.diverged else "good" if self.effect is Effect.NONE and not more else "dull"
+
+    @property
+    def machines(self) -> list[str]:
+        """What was tested, and where; each once."""
+        lines = []
+        for r in self.report.runs:
+            here = figures.environment_line({k: r.run.header.environment.get(k) for k in ("gpu", "cpu", "torch")})
+            for s in r.run.servers:
+                lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
+            lines.append(f"requests sent from: {here}" if r.run.servers else here)
+        return [*dict.fromkeys(lines)]
 
     @property
     def card(self) -> Picture | None:
-        """The picture of answers as something to post: model, machine and verdict above it, operator, cure and cost
-        below it; None where the picture is another one."""
+        """The picture of answers with facts above and below it, to be posted; None where the picture is another one."""
         if self.picture is None or self.picture.name != "answers":
             return None
-        named = next((f"{c.call} of {c.module}" for c in culprits_of(self.section) if c.call), "")
+        named = next((f"{c.call} of {c.module}" for c in _culprits_of(self.section) if c.call), "")
         facts = {s.label: s.text for s in self.steps if s.label in _POSTED} | ({"operator": named} if named else {})
         return card_of(self.picture.data, self.section.title, str(self.effect), facts)
-
-    @property
-    def style(self) -> str:
-        """The style of the effect's words."""
-        if self.effect is not None and self.effect.is_change:
-            return "bad"
-        more = any(v.effect.is_change for v in self.section.defaults) or any(s.label == ISOLATED for s in self.steps)
-        return "good" if self.effect is Effect.NONE and not more else "dull"
 
     @property
     def blocks(self) -> list[Block]:
@@ -485,48 +473,18 @@ class FirstScreen:
 
 def first_screen(report: Report) -> FirstScreen | None:
     """The first screen; None for a report without a run."""
-    if not report.runs:
-        return None
-    section = min(report.runs, key=_gravity)
-    effect, answer = section.effect, section.answer
-    if all(r.run.cells for r in report.runs):
-        effect = Effect.SPEED
-    elif section.run.cells:  # whose own sentence is of speed
-        answer = figures.findings_text(section.verdicts, 3)
-    if effect is Effect.NONE and not all(r.run.complete for r in report.runs):
-        effect = Effect.SO_FAR
-    steps = (*chain(report), *_isolated(report, section)) if effect not in (None, Effect.SPEED) else ()
-    following = next_command(Outcome(report, effect, steps)) if effect else Suggestion("", "")
-    picture = _picture(section) if effect is not Effect.SPEED else None
-    return FirstScreen(effect, figures.sentence(answer), section, _machines(report), steps, following, picture)
+    return FirstScreen(report) if report.runs else None
 
 
 def _gravity(r: RunSection) -> tuple[bool, int, bool, int, int]:
-    """A model's own answer first, then the gravest change, else a diagnosis: that it has no answer is more than a clean
-    sample's."""
+    """A model's own answer first, then the gravest change, then a diagnosis, though it have no answer."""
     rank = len(Effect) if r.effect is None else r.effect.rank
     change = rank if rank < Effect.NONE.rank else len(Effect)
     answers = r.is_of_model and r.effect is not None and r.effect.is_answer
     return not answers, change, r.story is None, rank, -len(r.run.completions)
 
 
-def _isolated(report: Report, section: RunSection) -> list[Step]:
-    """Beside a model's answer, what other runs of the report found of operators by themselves."""
-    probed = [r for r in report.runs if r is not section and not r.is_of_model and r.effect and r.effect.is_change]
-    return [Step(ISOLATED, r.answer) for r in probed] if section.is_of_model else []
-
-
-def _machines(report: Report) -> tuple[str, ...]:
-    lines = []
-    for r in report.runs:
-        here = figures.environment_line({k: r.run.header.environment.get(k) for k in ("gpu", "cpu", "torch")})
-        for s in r.run.servers:
-            lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
-        lines.append(f"asked from: {here}" if r.run.servers else here)
-    return tuple(dict.fromkeys(lines))
-
-
-# What the next command shows, by the question that is open: of a chain's line, of a whole report.
+# What the next command shows, by the line of the chain that is open.
 _WHY = {
     "token": "shows whether completions change, and from which token on",
     "operator": "names the operator that diverges first",
@@ -536,87 +494,76 @@ _WHY = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The facts of a report that decide the next command."""
-
-    report: Report
-    effect: Effect
-    steps: Sequence[Step]
-
-    @property
-    def run(self) -> Run:
-        """The first run."""
-        return self.report.runs[0].run
-
-    @property
-    def command(self) -> str:
-        """The command that made the report; "" of several runs."""
-        return self.run.header.command if len(self.report.runs) == 1 else ""
-
-    @property
-    def diverged(self) -> bool:
-        """Whether something did."""
-        return self.effect.is_change
-
-    @property
-    def open_step(self) -> Step | None:
-        """The first line of the chain that this run leaves open."""
-        asked = [s for s in self.steps if self.diverged or s.label in ("token", "cure", "cost")]
-        traced = self.command == "diagnose" and self.diverged  # it has tokens of its own
-        return next((s for s in asked if s.command and not (traced and s.label == "token")), None)
-
-
-def next_command(o: Outcome) -> Suggestion:
+def next_command(o: FirstScreen) -> Suggestion:
     """What to run next: first what failed, then what the kind of run, the chain or its end leave open."""
-    if all(r.is_of_trainer for r in o.report.runs):
+    runs = o.report.runs
+    if all(r.is_of_trainer for r in runs):
         return _after_training(o.run) if o.run.training_steps else _after_mismatch(o.run)
-    failed = [(r, p) for r in o.report.runs for p in r.problems if p.kind == "failed"]
+    failed = [(r, p) for r in runs for p in r.problems if p.kind == "failed"]
     if failed and not o.diverged:  # failed cases come before new ones
         return _mended(*failed[0], sum(p.count for _, p in failed))
-    if all(r.endpoint is not None for r in o.report.runs):
-        return _after_server(o)
+    if all(r.endpoint is not None for r in runs):
+        if o.diverged:
+            operator = next(s for s in o.steps if s.label == "operator")
+            return Suggestion(operator.command, "names the operator, where the model's folder is at hand")
+        command = _again(o.report, "sample", "--n", "3000", "--load", "heavy", names=SERVER)
+        return Suggestion(command, "compares more answers, under a heavier load")
     if o.command == "trace":
         return _after_trace(o)
-    if own := own_rows(o.report):
+    if own := _own_rows(o.report):
         return _after_own(o, own)
     if o.command == "certify" or any(c.tokens for c in o.run.cells):
         return Suggestion("", "")  # a certificate and an engine's times are answers: nothing follows from them
     if o.command == "bench":
-        return _after_bench(o)
-    if o.command == "probe" and all(p.demonstration for r in o.report.runs for p in r.probes):
+        typed = own_options(o.run.header, ["--models"])
+        model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
+        words = ["--model", model] if model != "embedded" else []
+        return Suggestion(_again(o.report, "sample", "--impl", "both", *words, names=MACHINE), _WHY["token"])
+    if o.command == "probe" and all(p.demonstration for r in runs for p in r.probes):
         command = _again(o.report, "probe", "all", names=MACHINE)
         return Suggestion(command, "tests the library's own operators; these cases only demonstrate a cause")
     return _after_chain(o)
 
 
-def _after_chain(o: Outcome) -> Suggestion:
+def _after_chain(o: FirstScreen) -> Suggestion:
     """What the chain leaves open, else what follows from its end."""
-    refuted = o.diverged and cure_refuted(o.report)
+    refuted, embedded = o.diverged and _cure_refuted(o.report), all(r.run.embed_passes for r in o.report.runs)
+    certify = _again(o.report, "certify", "all", names=MACHINE)
+    tested = "tests the batch-invariant kernels bit for bit on this machine"
+    wrap = f"{tested}; then wrap the model in nondet.batch_invariant()"
     if o.diverged and o.run.header.plan.get("met") and not refuted:
-        return _certify(o)  # what a trace found in a model was tested by itself: nothing is left to look for
-    if (step := o.open_step) is not None:
-        return Suggestion(step.command, _WHY[step.label])
-    if all(r.run.embed_passes for r in o.report.runs) and (refuted or not o.diverged):
-        return _after_embed(o, refuted)
+        return Suggestion(certify, wrap)  # what a trace found in a model was tested by itself: nothing is left to find
+    open_steps = [s for s in o.steps if s.command and (o.diverged or s.label in ("token", "cure", "cost"))]
+    for step in open_steps:
+        if step.label != "token" or not (o.command == "diagnose" and o.diverged):  # which has tokens of its own
+            return Suggestion(step.command, _WHY[step.label])
+    if embedded and refuted:
+        return Suggestion(certify, tested)
+    if embedded and not o.diverged:
+        command = _again(o.report, "embed", "--batch", "128", names=[name for name in _EMBED if name != "--batch"])
+        return Suggestion(command, "compares vectors in larger batches")
     if refuted:
         command = _again(o.report, "trace", "--impl", "invariant", names=MODEL)
         return Suggestion(command, "names the operator that diverges under it, too")
-    if o.command == "diagnose" and any(s.name == "cure" and s.outcome == "yes" for s in o.run.steps):
+    if o.command == "diagnose" and any(r.story and r.story.cured for r in o.report.runs):
         return Suggestion("with nondet.batch_invariant(): ...", "in Python: removes the divergence of what runs within")
-    return _certify(o) if o.diverged else _after_clean(o)
+    return Suggestion(certify, wrap) if o.diverged else _after_clean(o)
 
 
-def _after_server(o: Outcome) -> Suggestion:
-    if o.diverged:
-        operator = next(s for s in o.steps if s.label == "operator")
-        return Suggestion(operator.command, "names the operator, where the model's folder is at hand")
-    command = _again(o.report, "sample", "--n", "3000", "--load", "heavy", names=SERVER)
-    return Suggestion(command, "compares more answers, under a heavier load")
+def _after_clean(o: FirstScreen) -> Suggestion:
+    """Where nothing diverged and nothing is missing: a gate of what was sampled, a larger sample, or a first one."""
+    sampled = _stock_summaries(o.report)
+    if sampled and o.command == "sample":
+        why = "passes or fails this run in CI, and says how rare a divergence it would have shown"
+        return Suggestion(shlex.join(["nondet", "gate", o.run.source, "--impl", sampled[0][2].impl]), why)
+    if sampled:
+        command = _again(o.report, "sample", "--n", "10000", "--load", "heavy")
+        return Suggestion(command, "compares more completions, under a heavier load")
+    return Suggestion(_again(o.report, "sample"), _WHY["token"])
 
 
-def _after_trace(o: Outcome) -> Suggestion:
-    culprit = next((c for c in culprits_of(o.report.runs[0]) if c.call), None)
+def _after_trace(o: FirstScreen) -> Suggestion:
+    culprit = next((c for c in _culprits_of(o.report.runs[0]) if c.call), None)
     families = next((v.families for v in o.run.trace_verdicts if v.families), None)
     snippet = f"nondet.batch_invariant({families!r})" if families else ""
     if culprit is not None and culprit.family in PROBE_OF:
@@ -628,7 +575,7 @@ def _after_trace(o: Outcome) -> Suggestion:
     return Suggestion(_again(o.report, "sample", "--impl", "both"), _WHY["token"])
 
 
-def _after_own(o: Outcome, own: Sequence[Row]) -> Suggestion:
+def _after_own(o: FirstScreen, own: Sequence[Row]) -> Suggestion:
     """The smallest probe that shows what was found in a user's function; for a clean one the longer sweep."""
     bad = [row for row in own if row.wrong] or [row for row in own if row.parted]
     row = bad[0] if bad and bad[0].wrong else clearest(bad or own)
@@ -644,41 +591,6 @@ def _after_own(o: Outcome, own: Sequence[Row]) -> Suggestion:
         return Suggestion(command, "tests it at batch sizes up to 4,096")
     page = shlex.join(["nondet", "report", one_line(o.run.source, 200), "--out", "report.html"])
     return Suggestion(page, "shows every case with its batch sizes")
-
-
-def _after_bench(o: Outcome) -> Suggestion:
-    typed = own_options(o.run.header, ["--models"])
-    model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
-    words = ["--model", model] if model != "embedded" else []
-    return Suggestion(_again(o.report, "sample", "--impl", "both", *words, names=MACHINE), _WHY["token"])
-
-
-def _after_embed(o: Outcome, refuted: bool) -> Suggestion:
-    if refuted:
-        return Suggestion(
-            _again(o.report, "certify", "all", names=MACHINE), "tests the batch-invariant kernels on this machine"
-        )
-    names = [name for name in _EMBED if name != "--batch"]
-    return Suggestion(_again(o.report, "embed", "--batch", "128", names=names), "compares vectors in larger batches")
-
-
-def _after_clean(o: Outcome) -> Suggestion:
-    """Where nothing diverged and nothing is missing: a gate of what was sampled, a larger sample, or a first one."""
-    sampled = stock_summaries(o.report)
-    if sampled and o.command == "sample":
-        why = "passes or fails this run in CI, and says how rare a divergence it would have shown"
-        return Suggestion(shlex.join(["nondet", "gate", o.run.source, "--impl", sampled[0][2].impl]), why)
-    if sampled:
-        command = _again(o.report, "sample", "--n", "10000", "--load", "heavy")
-        return Suggestion(command, "compares more completions, under a heavier load")
-    return Suggestion(_again(o.report, "sample"), _WHY["token"])
-
-
-def _certify(o: Outcome) -> Suggestion:
-    why = (
-        "tests the batch-invariant kernels bit for bit on this machine; then wrap the model in nondet.batch_invariant()"
-    )
-    return Suggestion(_again(o.report, "certify", "all", names=MACHINE), why)
 
 
 def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
@@ -699,53 +611,50 @@ def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
 def _after_mismatch(run: Run) -> Suggestion:
     typed = own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *MACHINE))
     flags = {word.partition("=")[0] for word in typed}
-    if "--rollouts" in flags and "--model" not in flags:
-        command = shlex.join(["nondet", "mismatch", *typed, "--model", "FOLDER"])
-        return Suggestion(command, "tests what kind of mismatch it is")
-    if "--rollouts" in flags and "--older" not in flags:
-        command = shlex.join(["nondet", "mismatch", *typed, "--older", "CHECKPOINT"])
-        return Suggestion(command, "tests whether a side has weights of before")
+    if "--rollouts" in flags and not {"--model", "--older"} <= flags:
+        more, why = ["--older", "CHECKPOINT"], "tests whether a side has weights of before"
+        if "--model" not in flags:
+            more, why = ["--model", "FOLDER"], "tests what kind of mismatch it is"
+        return Suggestion(shlex.join(["nondet", "mismatch", *typed, *more]), why)
     kept = own_options(run.header, ("--model", "--dtype", *MACHINE))
     why = "shows what becomes of it over steps of reinforcement learning"
     return Suggestion(shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why)
 
 
 def _after_training(run: Run) -> Suggestion:
+    more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
     if not {"stock", "invariant"} <= {s.impl for s in run.training_steps}:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
     elif len({s.seed for s in run.training_steps}) == 1:
         more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
-    else:
-        more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
     typed = own_options(run.header, [name for name in _RL if name != more[0]])
     return Suggestion(shlex.join(["nondet", "rl", *typed, *more]), why)
 
 
 def _picture(section: RunSection) -> Figure | None:
-    """What shows the finding: the answers where they differ, the call in both arms, arms of training, a map, bars, or
-    the one answer that all requests got."""
+    """What shows the finding: answers that differ, a call in both arms, plots, a map, or the one answer of all."""
     forked = next((p for p in section.samples if any(s.first_fork for s in p.main)), None)
     if forked is not None:
         return _answers(section, forked)
-    named = next((c for c in culprits_of(section) if c.call), None)
+    named = next((c for c in _culprits_of(section) if c.call), None)
     if named is not None:
         return pair_of(named, section.run, "fig-answer")
     if section.is_of_trainer:
         drawn = training_figure(section.run) if section.run.training_steps else mismatch_figure(section.run)
         return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:_PANELS_MOST]), title="")
-    rows = [r for r in divergent_rows(Report((section,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]
+    rows = [
+        r for r in _divergent_rows(Report((section,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH
+    ]
     if rows:
         chosen = clearest(rows)
         cases = (case for p in section.probes for case in p.cases)
         rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
-        shown = CaseGroup(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
-        return Figure("family", CaseFamily((shown,)), "fig-answer")
-    if section.axes and section.axes.bars:
-        return axes_figure(section.axes, "fig-answer")
+        shown = Case(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
+        return Figure("family", (shown,), "fig-answer")
     return _answers(section, section.samples[0]) if section.samples else None
 
 
-def _answers(section: RunSection, sample: SampleSection) -> Figure | None:
+def _answers(section: RunSection, sample: Sample) -> Figure | None:
     """The answers under stock and invariant, and under the first implementation that differs. Where one has a fault
     that no answer and no logprob shows, such as another end, a picture of one answer would deny it."""
     first = next((s for s in sample.main if s.first_fork), None)

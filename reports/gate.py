@@ -14,27 +14,16 @@ from nondet.reports.document import Bit, Block, Heading, Paragraph, Table
 from nondet.reports.endpoint import machine_line
 from nondet.reports.markdown import blocks as as_markdown
 from nondet.reports.text import SAMPLE, SERVER, own_options, verdict_data
-from nondet.verdict.findings import Finding, Verdict, subject_name
+from nondet.verdict.findings import Verdict, subject_name
 from nondet.verdict.gate import Decision, Outcome, power_text
 from nondet.verdict.served import is_endpoint
 
 _WORDS = {
-    Outcome.OPEN: "the gate passes: no divergence observed",
-    Outcome.NO_ANSWER: "the gate has no answer",
-    Outcome.NOT_ENOUGH: "the gate fails: not enough was compared",
+    Outcome.OPEN: "Gate passed",
+    Outcome.SHUT: "Gate failed",
+    Outcome.NO_ANSWER: "Gate has no answer",
+    Outcome.NOT_ENOUGH: "Gate failed, not enough data",
 }
-
-
-def _outcome(decision: Decision) -> str:
-    if decision.outcome == Outcome.OPEN and any(v.finding.is_fault for v in decision.verdicts):
-        return "the gate passes: within its thresholds"
-    if decision.outcome != Outcome.SHUT:
-        return _WORDS[decision.outcome]
-    said = {
-        "it is wrong": Finding.WRONG in decision.faults,
-        "it diverged": any(f.is_divergence for f in decision.faults),
-    }
-    return f"the gate fails: {' and '.join(words for words, so in said.items() if so)}"
 
 
 def _why(decision: Decision, run: Run) -> str:
@@ -44,7 +33,7 @@ def _why(decision: Decision, run: Run) -> str:
 
 # Options that the larger sample, or gate of a server, takes over from the one that was too small.
 _LARGER = (*SAMPLE, "--seed", "--cuda-graphs", "--no-cuda-graphs")
-_ASKED_AGAIN = (*(name for name in SERVER if name not in ("--prompt-file", "--max-tokens")), "--seed")
+_OF_SERVER = (*(name for name in SERVER if name not in ("--prompt-file", "--max-tokens")), "--seed")
 _TARGETS = 2  # completions of a round that make it a load: the fewest
 
 
@@ -60,7 +49,7 @@ def enough_command(decision: Decision, run: Run) -> str:
     power = short[0]
     if is_endpoint(run):
         share = [f"--rate={power.rate:g}", f"--confidence={power.confidence:g}", f"--by={power.by}"]
-        return shlex.join(["nondet", "gate", *own_options(run.header, _ASKED_AGAIN), *share])
+        return shlex.join(["nondet", "gate", *own_options(run.header, _OF_SERVER), *share])
     words = ["nondet", "sample", *(word for p in short for word in ("--impl", p.impl))]
     load = [word.removeprefix("--load=") for word in own_options(run.header, ["--load"])[-1:]]
     plan = run.header.plan
@@ -87,7 +76,7 @@ def text(decision: Decision, run: Run) -> list[str]:
         lines += [one_line(f"{power.impl}: {power_text(power)}", 600) for power in decision.power]
         if run.rows and not decision.power and decision.outcome == Outcome.OPEN:
             lines.append("A sweep over chosen sizes has counts and no rate: sizes that were not tried are not covered.")
-    lines.append(one_line(f"{_outcome(decision)}: {_why(decision, run)}", 1200))
+    lines.append(one_line(f"{_WORDS[decision.outcome]}: {_why(decision, run)}", 1200))
     return lines
 
 
@@ -96,7 +85,7 @@ def summary(decision: Decision, run: Run) -> str:
     mark = {Outcome.OPEN: "✅", Outcome.SHUT: "❌"}.get(decision.outcome, "⚠️")
     found = [(Bit(_subject(v, run)), Bit(one_line(v.text, 600))) for v in decision.verdicts]
     made: list[Block] = [
-        Heading(f"{mark} nondet: {_outcome(decision)}"),
+        Heading(f"{mark} nondet: {_WORDS[decision.outcome].lower()}"),
         Paragraph(Bit(one_line(_why(decision, run), 1500))),
         Table(("what", "finding"), found),
     ]
@@ -130,61 +119,39 @@ def junit(decision: Decision, run: Run, seconds: float) -> str:
     elif decision.outcome == Outcome.OPEN and decision.power:
         cases.append(("power", "", "", "\n".join(power_text(p) for p in decision.power)))
     counts = {kind: sum(case[1] == kind for case in cases) for kind in ("failure", "error")}
-    suite = ElementTree.Element(
-        "testsuite",
-        name="nondet gate",
-        tests=str(len(cases)),
-        failures=str(counts["failure"]),
-        errors=str(counts["error"]),
-        skipped="0",
-        time=f"{seconds:.3f}",
-        timestamp=one_line(run.header.started, 40),
-    )
+    named = {"name": "nondet gate", "tests": str(len(cases)), "skipped": "0", "time": f"{seconds:.3f}"}
+    named |= {"failures": str(counts["failure"]), "errors": str(counts["error"])}
+    root = ElementTree.Element("testsuites")
+    suite = ElementTree.SubElement(root, "testsuite", named, timestamp=one_line(run.header.started, 40))
     for name, kind, message, body in cases:
         said = {"classname": one_line(f"nondet.{run.header.command}", 80), "name": one_line(name, 200), "time": "0"}
         case = ElementTree.SubElement(suite, "testcase", said)
+        lines = "\n".join(one_line(line, 2000) for line in body.splitlines())
         if kind:
-            ElementTree.SubElement(case, kind, message=one_line(message, 400), type=kind).text = _lines(body)
+            ElementTree.SubElement(case, kind, message=one_line(message, 400), type=kind).text = lines
         elif body:
-            ElementTree.SubElement(case, "system-out").text = _lines(body)
-    root = ElementTree.Element("testsuites")
-    root.append(suite)
+            ElementTree.SubElement(case, "system-out").text = lines
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _lines(body: str) -> str:
-    return "\n".join(one_line(line, 2000) for line in body.splitlines())
-
-
 def as_json(decision: Decision) -> str:
     """One JSON object on a line."""
-    return json.dumps(
+    both = ("load", "request")
+    power = [
         {
-            "outcome": decision.outcome,
-            "code": decision.code,
-            "reason": decision.reason,
-            "verdicts": [verdict_data(v) for v in decision.verdicts],
-            "power": [
-                {
-                    "impl": p.impl,
-                    "rate": p.rate,
-                    "confidence": p.confidence,
-                    "by": p.by,
-                    "needed": p.needed,
-                    "enough": p.enough,
-                    "compared": {by: p.tries(by) for by in ("load", "request")},
-                    "seen_with": {by: p.seen(by) for by in ("load", "request")},
-                    "excluded": {by: p.bound(by) for by in ("load", "request")},
-                }
-                for p in decision.power
-            ],
-        },
-        ensure_ascii=True,
-    )
+            **{name: getattr(p, name) for name in ("impl", "rate", "confidence", "by", "needed", "enough")},
+            "compared": {by: p.tries(by) for by in both},
+            "seen_with": {by: p.seen(by) for by in both},
+            "excluded": {by: p.bound(by) for by in both},
+        }
+        for p in decision.power
+    ]
+    data = {name: getattr(decision, name) for name in ("outcome", "code", "reason")}
+    data |= {"verdicts": [verdict_data(v) for v in decision.verdicts], "power": power}
+    return json.dumps(data, ensure_ascii=True)
 
 
 def _subject(verdict: Verdict, run: Run) -> str:
-    return (
-        verdict.impl if verdict.prompt is None else f"{verdict.impl}, {subject_name(run.header.plan, verdict.prompt)}"
-    )
+    which = "" if verdict.prompt is None else f", {subject_name(run.header.plan, verdict.prompt)}"
+    return f"{verdict.impl}{which}"

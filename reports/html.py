@@ -25,24 +25,23 @@ from nondet.reports import classes, document
 from nondet.reports import text as figures
 from nondet.reports.content import Report, build, run_blocks
 from nondet.reports.first_screen import first_screen
-from nondet.reports.samples import COMPLETIONS_MOST
 from nondet.verdict.findings import plural
 
-_JSON_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+_JSON_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 _DATA_LEAST = 30_000
 
 
 def page_data(report: Report, most: int) -> tuple[str, str]:
     """The JSON, and a note on what it lacks; "" where it lacks nothing. `most`: characters; records beyond it
     are left out, run by run, but never less than `_DATA_LEAST`."""
-    runs, lacking, room = list[dict[str, Any]](), list[str](), max(most, _DATA_LEAST)
+    runs, lacking, left = list[dict[str, Any]](), list[str](), max(most, _DATA_LEAST)
     for section in report.runs:
         records = msgspec.to_builtins(section.run)
         length = len(embedded_json(records))
         verdicts = [figures.verdict_data(v) for v in section.shown_verdicts]
         data: dict[str, Any] = {"name": section.name, "headline": section.headline, "verdicts": verdicts}
-        if length <= room:
-            room -= length
+        if length <= left:
+            left -= length
             data["run"] = records
         else:
             lacking.append(section.name)
@@ -53,10 +52,7 @@ def page_data(report: Report, most: int) -> tuple[str, str]:
 
 def embedded_json(data: Any) -> str:
     """JSON that can't leave a script element: no <, >, &, and nothing but ASCII."""
-    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    for char, written in _JSON_ESCAPES.items():
-        text = text.replace(char, written)
-    return text
+    return json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False).translate(_JSON_ESCAPES)
 
 
 # Numbers, dates, options and servers, which no line may break: "1.2e-04", "--turns", "server-2".
@@ -76,11 +72,7 @@ _DATA, _CUT = "@@data@@", "@@cut@@"
 
 def render(runs: list[Run]) -> str:
     """The page. Raises UserError: a sampled run's side file is missing or malformed."""
-    return render_report(build(runs))
-
-
-def render_report(report: Report) -> str:
-    """The page of a gathered report."""
+    report = build(runs)
     page = render_page(
         "report.html.j2",
         report=report,
@@ -100,12 +92,9 @@ def render_page(template: str, **values: Any) -> str:
     """A page of a template with the common style; the script is included where the template uses it."""
     for name, file in (("style", "style.css"), ("script", "page.js")):
         text = (_TEMPLATES / file).read_text(encoding="utf-8")
-        values |= {name: Markup(text), f"{name}_hash": Markup(_hash(text))}  # noqa: S704 - our own file, and base64
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        values |= {name: Markup(text), f"{name}_hash": Markup(f"sha256-{digest}")}  # noqa: S704 - our own file, base64
     return _environment().get_template(template).render(**values)
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 @functools.cache  # with its compiled templates
@@ -116,19 +105,16 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_finalize,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )
-    environment.globals.update(completions_most=COMPLETIONS_MOST, kinds=classes.KINDS.values())
+    environment.globals.update(kinds=classes.KINDS.values())
     named = (
         document.bits, document.contents, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, figures.counted,
-        figures.extras, figures.run_rate, figures.sentence, figures.shape_text, figures.token,
-        figures.visible, plural, classes.hue, classes.span_path, classes.tint, unbroken,
+        figures.extras, figures.run_rate, figures.sentence, figures.shape_text, plural, classes.hue,
+        classes.span_path, classes.tint, unbroken,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in named})
     environment.filters.update(shown=lambda blocks: document.shown(blocks, document.PAGE))
+    environment.filters.update(kind=lambda block: type(block).__name__.lower())
     return environment
-
-
-def _finalize(value: Any) -> Any:
-    return value if isinstance(value, Markup) else printable(str(value))

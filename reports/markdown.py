@@ -12,10 +12,10 @@ from itertools import pairwise
 from nondet.core.records import Run
 from nondet.errors import one_line
 from nondet.reports import document as doc
-from nondet.reports.content import Report, build, run_blocks
+from nondet.reports.content import build, run_blocks
 from nondet.reports.document import bits, flat, shown
 from nondet.reports.first_screen import first_screen
-from nondet.reports.text import code, details, escape, fence, table
+from nondet.reports.text import code, escape, fence
 
 _ROWS_MOST = 60  # of one block: a longer table is several, of which some may have to be left out
 _KEPT = 6  # of a run's blocks: title, name, machine, headline, verdicts stay
@@ -50,34 +50,32 @@ def blocks(parts: Iterable[doc.Block]) -> Iterator[str]:
             yield "\n".join(line for item in lines for line in item)
         elif isinstance(block, doc.Table):
             for start in range(0, len(block.rows), _ROWS_MOST):
-                rows = [[inline(cell, cell=True) for cell in row] for row in block.rows[start : start + _ROWS_MOST]]
-                yield table([inline(name, cell=True) for name in block.head], rows)
+                rows = [block.head, *block.rows[start : start + _ROWS_MOST]]
+                first, *others = [f"| {' | '.join(inline(cell, cell=True) for cell in row)} |" for row in rows]
+                yield "\n".join([first, f"|{'---|' * len(block.head)}", *others])
         elif isinstance(block, doc.Code):
-            yield fence(block.text)
+            yield fence(block.marked)
         elif isinstance(block, doc.Details):
             inner = list(blocks(block.blocks))
             if block.id and not block.fold:
                 yield f"### {inline(block.title)}"
                 yield from inner
-            elif len(block.blocks) == 1:  # a long table is several folds
-                yield from (details(inline(block.title), [made]) for made in inner)
-            else:
-                yield details(inline(block.title), inner)
+            else:  # a long table is several folds
+                folds = [[made] for made in inner] if len(block.blocks) == 1 else [inner]
+                summary = f"<details><summary>{inline(block.title)}</summary>"
+                yield from ("\n\n".join([summary, *fold, "</details>"]) for fold in folds)
 
 
 def render(runs: list[Run], *, full: bool = False) -> str:
-    """The document. Raises UserError: a sampled run's side file is missing, malformed or another run's."""
-    return render_report(build(runs), full=full)
-
-
-def render_report(report: Report, *, full: bool = False) -> str:
-    """The document of a gathered report: the answer, then each run's blocks, as many as there is room for.
+    """The document: the answer, then each run's blocks, as many as there is room for.
 
     Blocks that don't fit are left out, the last of a run first and the longest run first, and the document ends with
-    what was left out. With `full` the limit is GitHub's.
+    what was left out. With `full` the limit is GitHub's. Raises UserError: a sampled run's side file is missing,
+    malformed or another run's.
     """
-    if not report.runs:
+    if not runs:
         return "No run was given.\n"
+    report = build(runs)
     screen = first_screen(report)
     head = list(blocks(screen.blocks)) if screen else []
     bodies = [list(blocks(run_blocks(report, number))) for number in range(1, len(report.runs) + 1)]
@@ -87,20 +85,18 @@ def render_report(report: Report, *, full: bool = False) -> str:
     def document() -> str:
         cut = [f"{count} of {code(r.name)}" for r, count in zip(report.runs, left_out, strict=True) if count]
         rest = "" if full else " `nondet report --full` writes more;"
-        note = (
-            [f"Left out for length: blocks, {', '.join(cut)}.{rest} an .html report holds everything."] if cut else []
-        )
-        parts = [*head, *(block for body in bodies for block in body), *note]
+        note = f"Left out for length: blocks, {', '.join(cut)}.{rest} an .html report holds everything."
+        parts = [*head, *(block for body in bodies for block in body), *([note] if cut else [])]
         levels = [len(part) - len(part.lstrip("#")) or 9 for part in [*parts, "#"]]
-        kept = (
-            part for part, (level, after) in zip(parts, pairwise(levels), strict=True) if level > 6 or after > level
-        )
-        return "\n\n".join(kept) + "\n"  # without the titles of what was left out
+        steps = zip(parts, pairwise(levels), strict=True)
+        # without the titles of what was left out
+        return "\n\n".join(part for part, (level, after) in steps if level > 6 or after > level) + "\n"
 
-    while len(document()) > most and any(len(body) > _KEPT for body in bodies):
-        i = max(range(len(bodies)), key=lambda i: sum(map(len, bodies[i])) if len(bodies[i]) > _KEPT else -1)
-        longest = max(range(_KEPT, len(bodies[i])), key=lambda j: (len(bodies[i][j]), j))
-        del bodies[i][longest]
-        left_out[i] += 1
+    while (excess := len(document()) - most) > 0 and any(len(body) > _KEPT for body in bodies):
+        while excess > 0 and any(len(body) > _KEPT for body in bodies):
+            i = max(range(len(bodies)), key=lambda i: sum(map(len, bodies[i])) if len(bodies[i]) > _KEPT else -1)
+            longest = max(range(_KEPT, len(bodies[i])), key=lambda j: (len(bodies[i][j]), j))
+            excess -= len(bodies[i].pop(longest)) + 2
+            left_out[i] += 1
     text = document()
     return text if len(text) <= most else text[: most - 60].rpartition("\n")[0] + "\n\nCut off here for length.\n"

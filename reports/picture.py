@@ -94,8 +94,7 @@ def _panel(s: SampleSummary, at: int, top: float, strokes: list[Stroke], words: 
         return sum(c.count for c in texts[span.first : span.last])
 
     def walk(span: Span, left: int) -> tuple[int, str]:
-        """Draw what these answers share; returns the row and the colour of the most common one, which left another
-        branch at the token `left`."""
+        """Draw what these answers share; returns the row and the colour of the most common one."""
         row, stop = len(leaves), span.end if span.ways else length
         x = _TREE * stop / length
         colour = ""

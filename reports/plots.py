@@ -20,11 +20,6 @@ class Tick(NamedTuple):
     text: str
     border: bool = False
 
-    @property
-    def anchor(self) -> str:
-        """Text at the ends must not leave the plot."""
-        return "start" if self.x < 25 else "end" if self.x > 975 else "middle"
-
 
 class Scale(NamedTuple):
     """The texts along an axis, each with its value, and the position of a value: 0 at the foot, 1 at the end."""

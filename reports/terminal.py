@@ -6,7 +6,9 @@ sequence in a completion or a name reaches the terminal.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -47,7 +49,7 @@ def renderables(parts: Iterable[doc.Block], console: Console, form: str) -> Iter
             yield inline(block.text, "strong")
         elif isinstance(block, doc.Paragraph):
             line = inline(block.text, block.style)
-            yield _fitted(line, console, block.room) if brief else line
+            yield _fitted(line, console, block.lines) if brief else line
         elif isinstance(block, doc.Items):
             for item, notes in list(block.noted())[: _ITEMS_BRIEF if brief else None]:
                 line = inline(item)
@@ -55,9 +57,9 @@ def renderables(parts: Iterable[doc.Block], console: Console, form: str) -> Iter
                 yield from (Padding(inline(Bit(note), "soft"), (0, 0, 0, 4)) for note in notes)
         elif isinstance(block, doc.Table):
             parts_of = _table(block, console.width, block.brief if brief else _ROWS_MOST)
-            yield from _lines(parts_of, console, block.room) if brief else parts_of
+            yield from _lines(parts_of, console, block.lines) if brief else parts_of
         elif isinstance(block, doc.Code):
-            yield Padding(Text(one_line(block.text, 2000), overflow="fold"), (0, 0, 0, 2))
+            yield Padding(Text(one_line(block.marked, 2000), overflow="fold"), (0, 0, 0, 2))
         elif isinstance(block, doc.Details):
             if block.id and not brief:
                 yield Text()
@@ -65,32 +67,38 @@ def renderables(parts: Iterable[doc.Block], console: Console, form: str) -> Iter
             yield from renderables(block.blocks, console, form)
 
 
-def _lines(parts: Iterable[RenderableType], console: Console, room: int) -> Iterator[Text]:
+def _lines(parts: Iterable[RenderableType], console: Console, most: int) -> Iterator[Text]:
     """A table's parts as lines, each one of a brief terminal's 25."""
     for part in parts:
         if isinstance(part, Text):
-            yield _fitted(part, console, room)
+            yield _fitted(part, console, most)
             continue
         for segments in console.render_lines(part, pad=False):
             yield Text("".join(segment.text for segment in segments).rstrip(), no_wrap=True)
 
 
-def _fitted(line: Text, console: Console, room: int, left: int = 0) -> Text:
-    lines = line.wrap(console, console.width - left)
-    if len(lines) <= room:
+def _fitted(line: Text, console: Console, most: int, left: int = 0) -> Text:
+    """At most `most` lines of it: whole clauses, if there is one of more than half a line, else whole words."""
+    width = console.width - left
+    if len(line.wrap(console, width)) <= most:
         return line
-    *kept, last = lines[:room]
+    for end in [found.end() for found in re.finditer(r"[.;](?= )", line.plain)][::-1]:
+        shorter = line[:end].append(" …")
+        if end > width / 2 and len(shorter.wrap(console, width)) <= most:
+            return shorter
+    *kept, last = line.wrap(console, width)[:most]
     last.rstrip()
-    while last.cell_len > console.width - left - 2 and " " in last.plain:
+    while last.cell_len > width - 2 and " " in last.plain:
         last.right_crop(len(last) - last.plain.rindex(" "))
     if " " not in last.plain and kept:  # the first piece of a name that is longer than a line
         *kept, last = kept
-    last.truncate(console.width - left - 2)
+    last.truncate(width - 2)
     return Text("\n").join([*kept, last.append(" …")])
 
 
 def _table(block: doc.Table, width: int, most: int) -> Iterator[RenderableType]:
     columns = [i for i, name in enumerate(block.head) if plain(name) not in block.unshown]
+    kinds = dict(enumerate(block.kinds))
     head = [flat(plain(block.head[i])) for i in columns]
     rows = [[inline(row[i]) for i in columns] for row in block.rows[:most]]
     texts = [head, *([cell.plain for cell in row] for row in rows)]
@@ -98,20 +106,23 @@ def _table(block: doc.Table, width: int, most: int) -> Iterator[RenderableType]:
     least = sum(min(w, 40) + 1 for w in widths[:-1]) + 6 if block.clipped else sum(widths) + len(widths)
     if (len(columns) > 4 or "wide" in block.kinds) and least > width:
         for first, *cells in rows:
-            line = Text.assemble("  ", first, overflow="fold")
-            named = [(name, cell) for name, cell in zip(head[1:], cells, strict=True) if cell.plain not in _NOTHING]
-            for number, (name, cell) in enumerate(named):
-                line.append_text(Text.assemble(", " if number else ": ", f"{name} " if name else "", cell))
+            line, mark = Text.assemble("  ", first, overflow="fold"), ": "
+            for i, name, cell in zip(columns[1:], head[1:], cells, strict=True):
+                if cell.plain not in _NOTHING:
+                    prose = kinds.get(i) == "wide"  # says by itself what it is
+                    mark = "; " if prose and mark != ": " else mark
+                    line.append_text(Text.assemble(mark, f"{name} " if name and not prose else "", cell))
+                    mark = ", "
             yield line
     else:
         grid = Grid(expand=False, pad_edge=False, box=None, padding=(0, 1, 0, 0), header_style="dim")
         for place, i in enumerate(columns):
-            last, figure = block.clipped and place == len(columns) - 1, block.kind_at(i) == "num"
+            last, figure = block.clipped and place == len(columns) - 1, kinds.get(i) == "num"
             fixed = min(widths[place], 40) if block.clipped and not last else None  # figures whole, names give way
-            room = max(6, width - sum(min(w, 40) + 1 for w in widths[:-1])) if last else None
+            widest = max(6, width - sum(min(w, 40) + 1 for w in widths[:-1])) if last else None
             grid.add_column(
                 Text(head[place]), justify="right" if figure else "left", no_wrap=last or figure, width=fixed,
-                max_width=room, overflow="ellipsis" if last else "fold",
+                max_width=widest, overflow="ellipsis" if last else "fold",
             )  # fmt: skip
         for row in rows:
             if block.clipped:
@@ -139,17 +150,12 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
         console.print()
     elif not quiet:
         most = DIAGNOSIS_MOST if len(report.runs) == 1 and report.runs[0].story else LINES_MOST
-        room = most - sum(_height(text, console) for text in tail) - 1
+        space = most - sum(_height(text, console) for text in tail) - 1
         body = list(_body(report, screen, console))
-        if sum(_height(part, console) for part in body) > room:
-            room -= 1
-            kept: list[RenderableType] = []
-            for part in body:
-                room -= _height(part, console)
-                if room < 0:
-                    break
-                kept.append(part)
-            body = [*kept, Text("… more with -v, or in a report: --out report.html", style="dim")]
+        ends = list(accumulate(_height(part, console) for part in body))
+        if ends and ends[-1] > space:
+            more = Text("… more with -v, or in a report: --out report.html", style="dim")
+            body = [*body[: sum(end < space for end in ends)], more]
         for part in body:
             console.print(part)
         console.print()

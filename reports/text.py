@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from nondet.core.records import Axis, Difference, ErrorFigures, Header, Role, Row
+from nondet.core.records import Axis, Difference, Header, Role, Row
 from nondet.core.statistics import one_sided_bound, percent, percent_range, wilson
 from nondet.errors import one_line, printable
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import axis_of
-
-_LABELS = {
-    "argv": "command line",
-    "cpu_isa": "CPU instruction sets",
-    "aten_cpu_capability": "ATen CPU capability",
-    "onednn": "oneDNN",
-    "gpu_sms": "GPU SMs",
-    "gpu_memory_bytes": "GPU memory",
-    "num_threads": "CPU threads",
-    "num_interop_threads": "inter-op threads",
-    "variables": "environment variables",
-}
-_NAMES = ("GPU", "CPU", "OS", "MKL", "CUDA", "cuBLAS", "NCCL", "cuDNN", "TF32", "BLAS", "Python", "Triton", "NumPy")
-_CAPITALS = {name.lower(): name for name in _NAMES}
 
 
 def number(x: float | None) -> str:
@@ -44,36 +30,25 @@ def counted(n: int) -> str:
     return f"{n:,}" if abs(n) < 10**9 else f"{n:.2e}"
 
 
-# A larger distance in ULP only means that an element has crossed zero.
-_ULP_TELLING = 10**7
-
-
 def ulp_text(ulp: int) -> str:
-    """ "3 ULP"; where an element crosses zero the distance means nothing, and is not given."""
-    return f"{counted(ulp)} ULP" if ulp < _ULP_TELLING else "ULP: an element crosses zero"
-
-
-def largest_text(d: Difference) -> str:
-    """The largest difference over the row's scale, where that was recorded; else the plain one."""
-    if d.scale:
-        return f"{number(d.max_abs / d.scale)} of the row's scale"
-    return f"{number(d.max_abs)} (max abs)"
+    """ "3 ULP"; a larger distance than 10**7 only means that an element has crossed zero."""
+    return f"{counted(ulp)} ULP" if ulp < 10**7 else "ULP: an element crosses zero"
 
 
 def share_text(d: Difference) -> str:
     """ "0.9% of 4,096 elements"."""
     if not d.compared:
         return "no elements"
-    share = d.mismatched / d.compared
     if d.mismatched == d.compared:
         return f"all {counted(d.compared)} elements" if d.compared > 1 else "its one element"
-    shown = f"{share:.1%}" if share >= 0.001 else counted(d.mismatched)
-    return f"{shown} of {plural(d.compared, 'element')}"
+    share = d.mismatched / d.compared
+    return f"{f'{share:.1%}' if share >= 0.001 else counted(d.mismatched)} of {plural(d.compared, 'element')}"
 
 
 def apart_text(d: Difference) -> str:
-    """How far results are apart: the share of elements, the largest difference in the row's scale, then ULP."""
-    text = f"{share_text(d)} differ, by up to {largest_text(d)}, {ulp_text(d.max_ulp)}"
+    """How far results are apart: the share of elements, the largest difference, ULP."""
+    largest = f"{number(d.max_abs / d.scale)} of the row's scale" if d.scale else f"{number(d.max_abs)} (max abs)"
+    text = f"{share_text(d)} differ, by up to {largest}, {ulp_text(d.max_ulp)}"
     return text + (f"; {counted(d.nonfinite)} not finite" if d.nonfinite else "")
 
 
@@ -82,17 +57,13 @@ def shape_text(shape: dict[str, int]) -> str:
     return " ".join(f"{one_line(str(k), 20)}={v}" for k, v in shape.items())
 
 
-def error_text(e: ErrorFigures | None) -> str:
-    """The relative error in the norm, or a dash where the probe has no reference."""
-    return "–" if e is None else number(e.relative_norm)
-
-
 def error_span(row: Row) -> str:
-    """The error of the first variant error and, where it differs, the worst class's."""
+    """The first variant's relative error in the norm and, where it differs, the worst class's; else a dash."""
     if row.error is None:
         return "–"
-    first, worst = error_text(row.error), error_text(row.worst_error)
-    return first if row.worst_error is None or worst == first else f"{first} … {worst}"
+    first = number(row.error.relative_norm)
+    worst = number(row.worst_error.relative_norm) if row.worst_error else first
+    return first if worst == first else f"{first} … {worst}"
 
 
 def token(text: str, token_id: int | None = None) -> str:
@@ -112,33 +83,24 @@ def piece(text: str, token_id: int) -> str:
 
 def environment_line(environment: dict[str, Any]) -> str:
     """The machine in one line: the GPU or else the CPU, and what computes."""
-    device = environment.get("gpu") or environment.get("cpu")
+    device, threads = environment.get("gpu") or environment.get("cpu"), environment.get("num_threads")
     parts = [str(device)] if device else []
-    if environment.get("gpu") is None and environment.get("num_threads"):
-        threads = environment["num_threads"]
+    if environment.get("gpu") is None and threads:
         parts.append(f"{threads} thread{'' if threads == 1 else 's'}")
-    for key, name in {"torch": "torch", "triton": "Triton", "transformers": "transformers", "driver": "driver"}.items():
-        if environment.get(key):
-            parts.append(f"{name} {environment[key]}")
-    if environment.get("commit"):
-        parts.append(f"commit {environment['commit']}")
+    named = {"torch": "torch", "triton": "Triton", "transformers": "transformers", "driver": "driver"}
+    for key, name in (named | {"commit": "commit"}).items():
+        parts += [f"{name} {environment[key]}"] if environment.get(key) else []
     return one_line(" · ".join(parts), 400)
 
 
 def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
     """Every entry as (label, text), in the header's order."""
-    return [(_label(key), _value(key, value)) for key, value in environment.items()]
-
-
-def _label(key: str) -> str:
-    words = _LABELS.get(key) or " ".join(_CAPITALS.get(w, w) for w in key.split("_"))
-    return one_line(words, 80)
-
-
-def _value(key: str, value: Any) -> str:
-    if key == "gpu_memory_bytes" and isinstance(value, int):
-        return f"{value / 2**30:.1f} GiB"
-    return one_line(_plain(value), 2000)
+    rows = []
+    for key, value in environment.items():
+        memory = key == "gpu_memory_bytes" and isinstance(value, int)
+        text = f"{value / 2**30:.1f} GiB" if memory else one_line(_plain(value), 2000)
+        rows.append((one_line(key.replace("_", " "), 80), text))
+    return rows
 
 
 def _plain(value: Any) -> str:
@@ -287,14 +249,3 @@ def fence(text: str) -> str:
     shown = printable(text)
     ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", shown)), default=0))
     return f"{ticks}text\n{shown}\n{ticks}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; cells are escaped already."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
-
-
-def details(summary: str, blocks: Sequence[str]) -> str:
-    """Blocks behind a summary, escaped already."""
-    return "\n\n".join([f"<details><summary>{summary}</summary>", *blocks, "</details>"])

@@ -9,16 +9,16 @@ from itertools import zip_longest
 
 import msgspec
 
-from nondet.core.records import Culprit, EmbedPass, Neighbours, Replayed, Run, Step
+from nondet.core.records import Culprit, EmbedPass, Neighbours, Replay, Replayed, Run, Step
 from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
-from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
-from nondet.reports.text import counted, ulp_text
-from nondet.reports.text import number as number_text
+from nondet.reports.document import ALL, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
+from nondet.reports.text import counted, number, ulp_text
 from nondet.sampling.analysis import diagnosed_cost
 from nondet.verdict.findings import Finding, plural
 
-# Names of controls in the records -> what a reader is shown instead.
-_CONTROLS = {"company": "concurrent requests", "parting": "first difference"}
+# Names in the records -> what a reader is shown instead.
+_CONTROLS = {"company": "concurrent requests", "parting": "first difference", "tape": "record"}
+_ARMS = {"alone": "solo", "in company": "with concurrent requests"}
 
 
 def trace_headline(run: Run) -> str:
@@ -32,9 +32,8 @@ def trace_headline(run: Run) -> str:
             text = f"{verdict.finding}: the first operator to differ {where}"
         cure = " and ".join(verdict.families or ())
         return text + (f"; replacing {cure} by the invariant implementation removes the divergence" if cure else "")
-    again = [r for r in run.replayed if r.how == "as recorded"]
-    if again:
-        return f"{sum(r.same for r in again)} of {plural(len(again), 'completion')} were bit-identical when replayed"
+    if again := [r for r in run.replayed if r.how == "as recorded"]:
+        return f"{sum(r.same for r in again):,} of {len(again):,} completions were bit-identical when replayed"
     if run.culprits:
         return f"the first operator to differ: {run.culprits[0].sentence}"
     if run.layer_standings:
@@ -42,14 +41,11 @@ def trace_headline(run: Run) -> str:
         for one in run.layer_standings:
             counts[one.standing] += one.layers
         return ", ".join(f"{plural(n, 'layer')} {name}" for name, n in counts.items())
-    if run.controls:
-        return "no operator was named yet"
-    return ""
+    return "no operator was named yet" if run.controls else ""
 
 
 def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
-    """A part each for the verdict, controls, culprits and their replays, substitutions, what was replayed, layers under
-    vLLM, and an encoder's arms."""
+    """A part for each kind of record of a trace, of replays, of layers under vLLM, and of an encoder."""
     made: list[Block] = []
 
     def part(title: str, lines: Sequence[str], details: Sequence[str] = (), figure: Figure | None = None) -> None:
@@ -61,15 +57,17 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
 
     more = run.trace_verdicts[-1].sentences[1:] if run.trace_verdicts else []  # the headline has the first
     if more and not run.steps:  # a diagnosis has them in its steps
-        part("Verdict", more)
+        part("Verdict", [_without_trees(sentence, run) for sentence in more])
     if run.controls:
-        marks = {True: "holds", False: "FAILS", None: "noted"}
-        part("Controls", [f"{_CONTROLS.get(c.name, c.name)} ({marks[c.passed]}): {c.sentence}" for c in run.controls])
+        marks = {True: "", False: " (FAILS)", None: ""}
+        named = [(_CONTROLS.get(c.name, c.name.replace("tape of", "record of")), c) for c in run.controls]
+        part("Controls", [f"{name}{marks[c.passed]}: {c.sentence}" for name, c in named])
     repro = [v.repro for v in run.trace_verdicts[-1:] if v.repro]
     for culprit in run.culprits:
         title = f"{'Differing operator' if culprit.call else 'Difference without an operator'} {culprit.number}"
-        lines = [culprit.sentence, *repro, *(f"{r.name}: {r.sentence}" for r in culprit.replays)]
-        part(title, lines, _details(culprit), pair_of(culprit, run) if culprit.call else None)
+        lines = [f"{r.name}: {_without_trees(r.sentence, run)}" for r in culprit.replays]
+        figure = pair_of(culprit, run) if culprit.call else None
+        part(title, [culprit.sentence, *repro, *lines], _details(culprit), figure)
         repro = []
     if run.substitutions:
         risky = [s for s in run.substitutions if s.at_risk]
@@ -77,16 +75,16 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
         part("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left)
     if run.replayed:
         alike: dict[str, list[Replayed]] = {}  # by what is said of them
-        for r in run.replayed:
-            alike.setdefault(r.sentence.removeprefix(f"{r.request}: "), []).append(r)
-        groups = [(said, rs) for said, rs in alike.items() if len(rs) > 1]
-        lines = [f"{plural(len(rs), 'completion')}: {said}" for said, rs in groups]
-        lines += [rs[0].sentence for rs in alike.values() if len(rs) == 1]
-        part("Replays", lines, [", ".join(r.request for r in rs) for _, rs in groups])
+        for replayed in run.replayed:
+            alike.setdefault(replayed.sentence.removeprefix(f"{replayed.request}: "), []).append(replayed)
+        groups = [(said, of) for said, of in alike.items() if len(of) > 1]
+        lines = [f"{plural(len(of), 'completion')}: {said}" for said, of in groups]
+        lines += [of[0].sentence for of in alike.values() if len(of) == 1]
+        part("Replays", lines, [", ".join(r.request for r in of) for _, of in groups])
     if run.layer_standings:
         ordered = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
-        named = [(one.standing, plural(one.layers, "layer"), one.kind, one.first, one.why) for one in ordered]
-        part("Layers under vLLM", ["{}: {} {}, the first {}: {}".format(*one) for one in named])
+        layers = [(one.standing, plural(one.layers, "layer"), one.kind, one.first, one.why) for one in ordered]
+        part("Layers under vLLM", ["{}: {} {}, the first {}: {}".format(*one) for one in layers])
     for impl in dict.fromkeys(p.impl for p in run.embed_passes):
         part(f"{impl}: vectors in batches compared with one text at a time", *_vectors(run, impl))
     if run.embed_passes and run.header.plan.get("cut"):
@@ -95,18 +93,37 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     return made
 
 
+def _without_trees(text: str, run: Run) -> str:
+    """A text of the records, in which reduction trees are said in a sentence: the details of a culprit have them."""
+    for replay in (r for c in run.culprits for r in c.replays if r.name == "tree"):
+        long, short = replay.sentence, _tree_text(replay)
+        text = text.replace(long, short).replace(long[:1].upper() + long[1:], short[:1].upper() + short[1:])
+    return text
+
+
+def _tree_text(replay: Replay) -> str:
+    """What the reduction trees of a call show."""
+    if replay.status == "error":
+        return replay.sentence
+    seem, unproven = ("seem to ", " (not proven)") if "not both proven" in replay.sentence else ("", "")
+    if replay.status == "divergent":
+        return f"the arms {seem}add the values in different orders{unproven}"
+    cause = "so the cause may be something else: precision, fused multiply-add or promotion"
+    rest = "; the softmax's own sums were not tested" if "exponentials were not tested" in replay.sentence else ""
+    return f"both arms {seem}add the values in the same order{unproven}, {cause}{rest}"
+
+
 _ROWS = {"tokens": "row", "keys": "key"}
 
 
 def pair_of(culprit: Culprit, run: Run, place: str = "") -> Figure:
     """The call in both arms, at its sizes, with its kernels."""
     captured = next((list(c.figures) for c in run.controls if c.name == "capture" and len(c.figures) == 2), None)
-    named = {"alone": "solo", "in company": "with concurrent requests"}
     arms = []
     for name, shapes, kernels in zip_longest(captured or ("first arm", "second arm"), culprit.shapes, culprit.kernels):
         roles = ((role, where, i) for where, of in culprit.axes.items() for i, role in enumerate(of) if role)
         sizes = {_ROWS.get(role, role): shapes[where][i] for role, where, i in roles if where in (shapes or {})}
-        arms.append((named.get(name, name), ", ".join(plural(n, role) for role, n in sizes.items()), kernels or []))
+        arms.append((_ARMS.get(name, name), ", ".join(plural(n, role) for role, n in sizes.items()), kernels or []))
     title = f"`{culprit.call}` of {culprit.module}, by arm"
     return Figure("pair", arms, place, title, of=culprit)
 
@@ -122,6 +139,8 @@ def _details(culprit: Culprit) -> list[str]:
     if culprit.digests:
         lines.append("inputs of this request: " + ", ".join(f"{p} {d}" for p, d in culprit.digests.items()))
     for replay in culprit.replays:
+        if replay.name == "tree" and replay.status != "error":
+            lines.append(replay.sentence)
         if replay.labels and replay.distinct > 1:
             pairs = [f"{v}: {chr(65 + label % 26)}" for v, label in zip(replay.values, replay.labels, strict=False)]
             lines.append(f"classes over {replay.name}: {', '.join(pairs)}")
@@ -142,6 +161,11 @@ class Story:
     steps: Sequence[Step]  # the steps, in the words of their answers
     limits: Sequence[str]
 
+    @property
+    def cured(self) -> bool:
+        """Whether the invariant implementation was seen to leave no divergence."""
+        return any(s.name == "cure" and s.outcome == "yes" for s in self.steps)
+
 
 def story(run: Run) -> Story:
     """The story of a run of `nondet diagnose`. A run that was stopped gives what it reached."""
@@ -150,73 +174,58 @@ def story(run: Run) -> Story:
     for s in run.steps:
         sentence = _batch_again(run, s) if s.name == "batch" else s.sentence
         sentence = (cost.rstrip(".") or sentence) if s.name == "cost" else sentence
-        steps.append(msgspec.structs.replace(s, sentence=sentence))
+        steps.append(msgspec.structs.replace(s, sentence=_without_trees(sentence, run)))
     anew = conclude(msgspec.structs.replace(run, steps=steps))  # in the words and by the formulas of this version
-    verdict = run.diagnoses[-1] if run.diagnoses else anew
-    if verdict.finding == anew.finding:
-        verdict = anew
-    answers = {
-        "Whether": verdict.whether,
-        "Where": verdict.where,
-        "Why": verdict.why,
-        "Cure": verdict.cure,
-        "Cost": cost or verdict.cost,
-    }
-    return Story(run, verdict.finding, {k: v for k, v in answers.items() if v}, steps, verdict.limits)
+    verdict = next((d for d in run.diagnoses[-1:] if d.finding != anew.finding), anew)
+    answers = {name.capitalize(): getattr(verdict, name) for name in ("whether", "where", "why", "cure", "cost")}
+    answers["Cost"] = cost or verdict.cost
+    said = {name: _without_trees(text, run) for name, text in answers.items() if text}
+    return Story(run, verdict.finding, said, steps, verdict.limits)
 
 
 def _batch_again(run: Run, batch: Step) -> str:
-    """The batch's effect as its completions show it here, with intervals by the formulas of this version. Where the
-    records are not those of the step, the step's own words."""
-    alone = next((s.facts for s in run.steps if s.name == "greedy"), {})
-    again = batch_step(run, "stock", alone) if {"trace", "tokens"} <= alone.keys() else batch
+    """The step in this version's words, by its completions; its own where the records are not those of the step."""
+    solo = next((s.facts for s in run.steps if s.name == "greedy"), {})
+    again = batch_step(run, "stock", solo) if {"trace", "tokens"} <= solo.keys() else batch
     return again.sentence if again.figures == batch.figures else batch.sentence
 
 
-def story_headline(told: Story) -> str:
+def story_headline(found: Story) -> str:
     """What was found, with its number, its operator and its cure: a sentence without its full stop."""
-    parts = [batch_brief(told) or told.answers.get("Whether", told.finding).rstrip(".")]
-    named = next((c for c in blamed(told.run, told.finding) if c.call), None)
+    batch = next((s.figures for s in found.steps if s.name == "batch" and s.outcome == "yes"), {})
+    first = found.answers.get("Whether", found.finding).rstrip(".")
+    if (
+        found.finding == Finding.BATCH and {"n", "tokens", "traces"} <= batch.keys()
+    ):  # without the intervals of the step
+        n, tokens, traces = (f"{batch[key]:,.0f}" for key in ("n", "tokens", "traces"))
+        logprobs = f"{'all ' * (traces == n)}{traces} have different logprobs"
+        same = "different tokens from the same prompt solo"
+        first = f"{found.finding}: {tokens} of {n} completions have {same}, and {logprobs}"
+    parts = [first]
+    named = next((c for c in blamed(found.run, found.finding) if c.call), None)
     if named is not None:
         parts.append(f"the first operator to differ is `{named.call}` of {named.module}")
-    if any(s.name == "cure" and s.outcome == "yes" for s in told.run.steps):
-        parts.append("batch_invariant() left no divergence")
-    return "; ".join(parts)
+    return "; ".join([*parts, *(["batch_invariant() left no divergence"] if found.cured else [])])
 
 
-def batch_brief(told: Story) -> str:
-    """How many completions the batch changes, without its step's intervals; "" where it is not known."""
-    batch = next((s.figures for s in told.steps if s.name == "batch" and s.outcome == "yes"), {})
-    if told.finding != Finding.BATCH or not {"n", "tokens", "traces"} <= batch.keys():
-        return ""
-    n, tokens, traces = (f"{batch[key]:,.0f}" for key in ("n", "tokens", "traces"))
-    logprobs = f"all {n} have" if traces == n else f"{traces} have"
-    return (
-        f"{told.finding}: {tokens} of {n} completions have different tokens from the same prompt solo, and {logprobs} "
-        "different logprobs"
-    )
-
-
-def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
+def story_blocks(found: Story, number: int, opened: bool) -> list[Block]:
     """The answers, the steps, what was varied, what was not tested."""
     numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
-    asked = [
+    rows = [
         (f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}", Bit(s.outcome, "strong"), f"{s.sentence}.")
-        for s in told.steps
+        for s in found.steps
     ]
-    steps = Table(("question", "answer", "evidence"), asked, ("wide", "", "wide"))
+    steps = Table(("question", "answer", "evidence"), rows, ("wide", "", "wide"))
     varied = []
-    for a in told.run.axes:
+    for a in found.run.axes:
         counts = [f"{n} of {a.tried}" for n in (a.traces, a.tokens)] if a.tried else ["not met", ""]
         varied.append((axis_title(a.axis), a.impl, a.held, *counts, ", ".join(a.parted) or "nowhere"))
     axes = Table(("varied", "under", "unchanged", "other traces", "other tokens", "differ at"), varied)
-    answers = {label: (Bit(f"{label}. ", "strong"), text) for label, text in told.answers.items()}
-    made: list[Block] = [  # the first is the headline's
-        Paragraph(answer, only=BRIEF, room=2 + 2 * (label == "Why"))
-        for label, answer in answers.items()
-        if label != "Whether"
-    ]
-    made += [Heading("Answers", only="vm"), Items([*answers.values()], only="vm")]  # a page has them in its steps
+    made: list[Block] = [Heading("Answers", only="vm")]  # a page has them in its steps
+    for label, text in found.answers.items():
+        # of a terminal's few lines; the first is the headline's
+        only, lines = "vm" if label == "Whether" else "bvm", 3 + (label == "Why")
+        made.append(Paragraph((Bit(f"{label}. ", "strong"), text), only=only, lines=lines))
     for title, table, place, said in (
         ("Step by step", steps, "story", plural(len(steps.rows), "step")),
         ("One property changed at a time", axes, "axes", "compared with the solo request"),
@@ -224,7 +233,7 @@ def story_blocks(told: Story, number: int, opened: bool) -> list[Block]:
         if table.rows:
             toc = "diagnosis" if table is steps else ""
             made.append(Details(title, [table], f"{place}-{number}", said, toc, fold=True, opened=opened))
-    return [*made, *([Details("What this does not show", [Items(told.limits)])] if told.limits else [])]
+    return [*made, *([Details("What this does not show", [Items(found.limits)])] if found.limits else [])]
 
 
 def _vectors(run: Run, impl: str) -> tuple[list[str], list[str]]:
@@ -251,7 +260,7 @@ def neighbours_text(n: Neighbours) -> str:
         return f"{head}: {plural(n.texts, 'vector')} bit-identical"
     return (
         f"{head}: {counted(n.parted)} of {counted(n.texts)} have other bits, up to {ulp_text(n.max_ulp)}, 1 - cosine "
-        f"up to {number_text(n.cosine_distance)}; nearest neighbour changed for {counted(n.top1_changed)}, the set of "
+        f"up to {number(n.cosine_distance)}; nearest neighbour changed for {counted(n.top1_changed)}, the set of "
         f"{n.k} nearest for {counted(n.topk_changed)}, only its order for {counted(n.topk_reordered)}"
     )
 

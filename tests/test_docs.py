@@ -22,7 +22,7 @@ import yaml
 from nondet.cli import application, main
 from nondet.core.registry import PROBES
 from nondet.core.runfile import read_run
-from nondet.reports.probes import probe_sections
+from nondet.reports.probes import probes_of
 from nondet.verdict.findings import sort_impls
 from scripts import docs_hooks, house, pages
 from tests.words import MOST_NAMES_OUT, OUT_OF_NAMES, names_out, prose, remarks, strings, words_out
@@ -141,7 +141,7 @@ def probed() -> dict[str, list[tuple[str, str, str]]]:
     runs += [f"cpu/probe-{name}" for name in ("all-reduce", "backward", "logits", "order", "scaled-matmul")]
     counts: dict[str, list[tuple[str, str, str]]] = {}
     for run in runs:
-        for section in probe_sections(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
+        for section in probes_of(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
             rows = [row for case in section.cases for row in case.measured]
             impls = sort_impls(row.impl for row in rows)
             parted = {impl: [row.parted for row in rows if row.impl == impl] for impl in impls}

@@ -255,7 +255,7 @@ def diff(
     if out is not None:
         say(f"report: {out}", quiet=quiet)
     if fail_on is not None:
-        if difference.worse or difference.parted or difference.failed_more:
+        if difference.worse or difference.differing or difference.failed_more:
             raise typer.Exit(3)
         if not difference.compared:
             groups = difference.completions
@@ -270,7 +270,7 @@ def _parting(difference: RunDiff, a: Run, b: Run) -> dict[int, tuple[int | None,
     from nondet.core.compare import first_difference
     from nondet.core.traces import read_traces
 
-    wanted = {i: c.commonest for i, c in enumerate(difference.completions) if c.with_logprobs and c.commonest}
+    wanted = {i: c.most_common for i, c in enumerate(difference.completions) if c.with_logprobs and c.most_common}
     if not wanted:
         return {}
     try:

@@ -24,7 +24,7 @@ from nondet.reports.content import side_file
 from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.picture import WIDE, Picture, answers_picture
 from nondet.reports.plots import WIDTH, Panel, Plot, Plots
-from nondet.reports.probes import probe_sections
+from nondet.reports.probes import probes_of
 from nondet.reports.samples import curve_plots, samples_of
 from nondet.reports.text import environment_line
 from nondet.reports.training import training_figure
@@ -85,15 +85,15 @@ def draw(name: str, runs: Sequence[Run]) -> Figure:
     if not drawings:
         raise UserError(f"these runs hold no {missing[0]}", missing[1])
     columns = min(columns, len(drawings))
-    rows = -(-len(drawings) // columns)
     with matplotlib.rc_context(_STYLE):
-        heights = [max(high for _, high, _ in drawings[i * columns : (i + 1) * columns]) for i in range(rows)]
+        rows = [drawings[i : i + columns] for i in range(0, len(drawings), columns)]
+        heights = [max(high for _, high, _ in row) for row in rows]
         figure = Figure(figsize=(drawings[0][0] * columns, sum(heights)), layout="constrained")
-        places = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flatten().tolist()
-        for place in places[len(drawings) :]:
-            place.set_visible(False)
-        for place, (_, _, onto) in zip(places, drawings, strict=False):
-            onto(place)
+        axes = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights).flatten().tolist()
+        for axis in axes[len(drawings) :]:
+            axis.set_visible(False)
+        for axis, (_, _, onto) in zip(axes, drawings, strict=False):
+            onto(axis)
         line = one_line("  |  ".join(dict.fromkeys(environment_line(run.header.environment) for run in runs)), 300)
         size = 12 if name == "tree" else 7  # whose words are read at half their size, too
         figure.text(0.01, -0.02, textwrap.fill(line, 840 // size), fontsize=size, color="#555555", va="top")
@@ -117,13 +117,9 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
 def _sweeps(run: Run) -> list[Row]:
     """Rows with a class for each of several values: numbers before names, repetitions of a call last."""
     rows = [r for r in run.rows if len(r.values) > 2 and len(r.labels) == len(r.values)]
-    for wanted in (
-        lambda r: all(isinstance(v, int) for v in r.values),
-        lambda r: r.varied != "run",
-        lambda r: r.distinct > 1,
-    ):
-        rows = [r for r in rows if wanted(r)] or rows
-    return rows
+    rows = [r for r in rows if all(isinstance(v, int) for v in r.values)] or rows
+    rows = [r for r in rows if r.varied != "run"] or rows
+    return [r for r in rows if r.distinct > 1] or rows
 
 
 def _class_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
@@ -143,15 +139,13 @@ def _class_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
 
 
 def _product_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for run in runs:
-        for title, found in (found for section in probe_sections(run.rows) for found in section.maps):
-            yield _lanes(found.drawn, title, found.axis)
+    for title, found in (found for run in runs for probe in probes_of(run.rows) for found in probe.maps):
+        yield _lanes(found.drawn, title, found.axis)
 
 
 def _lanes(drawn: dict[str, Any], title: str, unit: str = "") -> Drawing:
     """A lane per class, or per size of a product: a bar for each stretch of values, in the colour of its class."""
     lanes = [(panel["row"], lane) for panel in drawn["panels"] for lane in panel["lanes"]]
-
     step = -(-len(lanes) // _LANES_MOST)
     named = [i for i, (row, _) in enumerate(lanes) if i % step == 0 or row is not lanes[i - 1][0]]
     gap = 0.06 if step == 1 else 0.0
@@ -160,7 +154,8 @@ def _lanes(drawn: dict[str, Any], title: str, unit: str = "") -> Drawing:
         for i, (row, lane) in enumerate(lanes):
             for cell in lane["cells"]:
                 spans = [(left, right - left) for left, right in cell["spans"]]
-                axis.broken_barh(spans, (i + gap, 1 - 2 * gap), color=_colour(cell["label"], row), linewidth=0)
+                colour = _colour(tint(cell["label"], row))
+                axis.broken_barh(spans, (i + gap, 1 - 2 * gap), color=colour, linewidth=0)
         axis.set_yticks([i + 0.5 for i in named], [_lane_name(*lanes[i]) for i in named], fontsize=7)
         axis.set_ylim(len(lanes), 0)
         axis.set_xlim(0, WIDTH)
@@ -173,61 +168,55 @@ def _lanes(drawn: dict[str, Any], title: str, unit: str = "") -> Drawing:
     return 7.5, 1.0 + min(0.22 * max(3, len(lanes)), 0.6 + 0.06 * len(lanes)), onto
 
 
-def _colour(label: int, row: Row | None = None) -> str:
-    return _named(tint(label, row))
-
-
-def _named(colour: str) -> str:
+def _colour(name: str) -> str:
     """Of a class, "c0", of an implementation, "r1", or of text."""
-    return _HUES[int(colour[1])] if colour[0] == "r" else _COLOURS["soft" if colour == "faded" else colour]
+    return _HUES[int(name[1])] if name[0] == "r" else _COLOURS["soft" if name == "faded" else name]
 
 
 def _lane_name(row: Row, lane: dict[str, Any]) -> str:
-    if "name" in lane:
-        return one_line(f"{row.impl} {lane['name']}", 80)
-    return one_line(f"{one_line(row.impl, 24)} {letter(lane['label'])}  {lane['kernels']}", 80)
+    name = f"{row.impl} {lane['name']}" if "name" in lane else ""
+    return one_line(name or f"{one_line(row.impl, 24)} {letter(lane['label'])}  {lane['kernels']}", 80)
 
 
 def _plots(found: Plots | None, only: int | None = None, prefix: str = "") -> Iterator[Drawing]:
     """A drawing per plot, the first with the legend; `only`: the index of the one to draw."""
     for number, panel in enumerate(found.panels if found else ()):
         for plot in panel.plots if only is None else panel.plots[only : only + 1]:
-            yield 4.4, 2.9, _plot(found, panel, plot, prefix, legend=not number)
+            impls = found.impls if found else ()
+            yield 4.4, 2.9, partial(_plot, impls, panel, plot, prefix, not number)
 
 
-def _plot(found: Plots | None, panel: Panel, plot: Plot, prefix: str, *, legend: bool) -> Callable[[Any], None]:
-    impls = found.impls if found else ()
+# Style of a mark -> how matplotlib draws it.
+_MARKS: dict[str, dict[str, Any]] = {
+    "limit": {"color": "#555555", "linewidth": 0.8, "linestyle": ":"},
+    "spot": {"marker": "o", "linestyle": "", "markersize": 2.5},
+    "thin": {"linewidth": 0.6, "alpha": 0.45, "linestyle": "-"},
+    "curve": {},
+}
 
-    def onto(axis: Any) -> None:
-        unnamed = dict(enumerate(impls)) if legend else {}
-        for mark in plot.marks:
-            across, up = zip(*mark.points, strict=True)
-            index = mark.impl or 0
-            number = hue(impls[index][0], index)
-            shown: dict[str, Any] = {"color": _HUES[number]}
+
+def _plot(impls: Sequence[tuple[str, str]], panel: Panel, plot: Plot, prefix: str, legend: bool, axis: Any) -> None:
+    unnamed = dict(enumerate(impls)) if legend else {}
+    for mark in plot.marks:
+        across, up = zip(*mark.points, strict=True)
+        index = mark.impl or 0
+        number = hue(impls[index][0], index)
+        if mark.style == "band":
+            axis.fill(across, up, alpha=0.16, linewidth=0, color=_HUES[number])
+        elif mark.style in _MARKS:
+            shown: dict[str, Any] = {"color": _HUES[number]} | _MARKS[mark.style]
             if mark.style in ("curve", "spot") and index in unnamed:
                 shown["label"] = one_line("".join(unnamed.pop(index)), 40)
-            if mark.style == "limit":
-                axis.plot(across, up, color="#555555", linewidth=0.8, linestyle=":")
-            elif mark.style == "band":
-                axis.fill(across, up, alpha=0.16, linewidth=0, **shown)
-            elif mark.style == "spot":
-                axis.plot(across, up, "o", markersize=2.5, **shown)
-            elif mark.style == "thin":
-                axis.plot(across, up, linewidth=0.6, alpha=0.45, **shown)
-            elif mark.style == "curve":
-                axis.plot(across, up, linestyle=_STYLES[number], **shown)
-        axis.set_xlim(0, 1)
-        axis.set_ylim(-0.02, 1.02)
-        axis.set_xticks([t.x / WIDTH for t in panel.ticks], [t.text for t in panel.ticks])
-        axis.set_yticks([height for _, height in plot.levels], [text for text, _ in plot.levels])
-        axis.set_xlabel(panel.axis)
-        axis.set_ylabel(plot.unit)
-        axis.set_title(one_line(prefix + panel.title, 64), fontsize=8, loc="left")
-        if legend:
-            axis.legend(fontsize=7, frameon=False)
-
-    return onto
+            axis.plot(across, up, **({"linestyle": _STYLES[number]} | shown))
+    axis.set_xlim(0, 1)
+    axis.set_ylim(-0.02, 1.02)
+    axis.set_xticks([t.x / WIDTH for t in panel.ticks], [t.text for t in panel.ticks])
+    axis.set_yticks([height for _, height in plot.levels], [text for text, _ in plot.levels])
+    axis.set_xlabel(panel.axis)
+    axis.set_ylabel(plot.unit)
+    axis.set_title(one_line(prefix + panel.title, 64), fontsize=8, loc="left")
+    if legend:
+        axis.legend(fontsize=7, frameon=False)
 
 
 def _bench(runs: Sequence[Run], only: int) -> Iterator[Drawing]:
@@ -254,22 +243,20 @@ def _trees(runs: Sequence[Run]) -> Iterator[Drawing]:
         summaries = _summaries([run])
         for prompt in samples_of(run, summaries, served=False).prompts if summaries else ():
             if any(s.distinct_completions > 1 for s in prompt.main):
-                yield _answers(answers_picture(prompt.main))
+                picture = answers_picture(prompt.main)
+                yield WIDE / 100, picture.height / 100, partial(_answers, picture)
 
 
-def _answers(picture: Picture) -> Drawing:
-    def onto(axis: Any) -> None:
-        for line in picture.strokes:
-            xs, ys = (line.x0, line.x1), (line.y0, line.y1)
-            axis.plot(xs, ys, color=_named(line.colour), linewidth=line.width * _POINT, solid_capstyle="butt")
-        for one in picture.words:
-            style = {"ha": "right" if one.end else "left", "weight": "bold" if one.bold else "normal"}
-            axis.text(one.x, one.y, one.text, fontsize=one.size * _POINT, color=_named(one.colour), **style)
-        axis.set_xlim(0, WIDE)
-        axis.set_ylim(picture.height, 0)
-        axis.set_axis_off()
-
-    return WIDE / 100, picture.height / 100, onto
+def _answers(picture: Picture, axis: Any) -> None:
+    for line in picture.strokes:
+        xs, ys = (line.x0, line.x1), (line.y0, line.y1)
+        axis.plot(xs, ys, color=_colour(line.colour), linewidth=line.width * _POINT, solid_capstyle="butt")
+    for one in picture.words:
+        style = {"ha": "right" if one.end else "left", "weight": "bold" if one.bold else "normal"}
+        axis.text(one.x, one.y, one.text, fontsize=one.size * _POINT, color=_colour(one.colour), **style)
+    axis.set_xlim(0, WIDE)
+    axis.set_ylim(picture.height, 0)
+    axis.set_axis_off()
 
 
 def _of_trainer(runs: Sequence[Run], figure_of: Callable[[Run], Any]) -> Iterator[Drawing]:
@@ -286,15 +273,7 @@ FIGURES: dict[str, tuple[Callable[[Sequence[Run]], Iterator[Drawing]], int, tupl
     "speed": (partial(_bench, only=1), 2, _TIMED),
     "jigsaw": (partial(_bench, only=0), 2, _TIMED),
     "survival": (_survival, 1, ("completions of one load", "Draw a run of `nondet sample`; a server has none.")),
-    "training": (
-        partial(_of_trainer, figure_of=training_figure),
-        3,
-        ("two steps of an arm", "Draw a run of `nondet rl`."),
-    ),
-    "mismatch": (
-        partial(_of_trainer, figure_of=mismatch_figure),
-        2,
-        ("arms that differ", "Draw a run of `nondet mismatch`."),
-    ),
+    "training": (_IN_TRAINING, 3, ("two steps of an arm", "Draw a run of `nondet rl`.")),
+    "mismatch": (_MISMATCH, 2, ("arms that differ", "Draw a run of `nondet mismatch`.")),
     "tree": (_trees, 1, ("completions of one load that differ: there is no tree", "Try --figure survival.")),
 }

@@ -13,7 +13,7 @@ import msgspec
 import pandas as pd
 
 from nondet.bench.summary import compare
-from nondet.core.records import AxisValue, Cell, Completion, ErrorFigures, Round, Row, Run, Timed, TrainingStep
+from nondet.core.records import AxisValue, Cell, Completion, Round, Run, Timed, TrainingStep
 from nondet.errors import UnknownNameError, UserError
 
 __all__ = ["KINDS", "frame", "kinds_of", "only_kind"]
@@ -36,8 +36,12 @@ def frame(runs: Sequence[Run], kind: str) -> pd.DataFrame:
     if kind not in KINDS:
         raise UnknownNameError("kind of records", kind, KINDS)
     columns, lines_of = KINDS[kind]
-    lines = [{**_machine(run), **line} for run in runs for line in lines_of(run)]
-    return pd.DataFrame(lines, columns=[*_MACHINE_COLUMNS, *columns])
+    lines = []
+    for run in runs:
+        machine = {key: run.header.environment.get(key) for key in _MACHINE}
+        machine |= {"run": run.source, "command": run.header.command, "started": run.header.started}
+        lines += [machine | line for line in lines_of(run)]
+    return pd.DataFrame(lines, columns=["run", "command", "started", *_MACHINE, *columns])
 
 
 def kinds_of(runs: Sequence[Run]) -> list[str]:
@@ -58,17 +62,9 @@ def only_kind(runs: Sequence[Run]) -> str:
     raise UserError(f"these runs hold {', '.join(kinds)}", "Name one with --records.")
 
 
-_MACHINE_COLUMNS = ("run", "command", "started", *_MACHINE)
-
-
-def _machine(run: Run) -> dict[str, Any]:
-    environment = run.header.environment
-    named = {"run": run.source, "command": run.header.command, "started": run.header.started}
-    return named | {key: environment.get(key) for key in _MACHINE}
-
-
-def _shape(shape: dict[str, int]) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in shape.items())
+def _sizes(shape: dict[str, int]) -> dict[str, Any]:
+    named = " ".join(f"{axis}={size}" for axis, size in shape.items())
+    return {"shape": named, **{axis: shape.get(axis) for axis in "MNK"}}
 
 
 def _fields(record: type[msgspec.Struct], *left_out: str) -> tuple[str, ...]:
@@ -81,38 +77,29 @@ def _plain(record: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 _ERROR = ("max_abs", "relative_norm", "max_ulp")
-
-
-def _error(prefix: str, figures: ErrorFigures | None) -> dict[str, Any]:
-    return {} if figures is None else {f"{prefix}_{name}": value for name, value in _plain(figures, _ERROR).items()}
-
-
 _ROW = ("probe", "case", "operator", "impl", "dtype", "device", "inputs", "varied", "status", "shape", "M", "N", "K")
 _COUNTS = ("trials", "distinct", "replays", "replays_parted", "elements_compared", "elements_differing")
 _ERRORS = [f"{prefix}_{name}" for prefix in ("error", "worst_error") for name in _ERROR]
 _ROW_FIGURES = (*_COUNTS, "max_abs", "max_ulp", "nonfinite", *_ERRORS, "ran", "reason", "seconds")
 
 
-def _row(row: Row) -> dict[str, Any]:
-    return {**_plain(row, _ROW), **{axis: row.shape.get(axis) for axis in "MNK"}, "shape": _shape(row.shape)}
-
-
 def _rows(run: Run) -> list[dict[str, Any]]:
     lines = []
     for row in run.rows:
-        line = _row(row) | _plain(row, _ROW_FIGURES)
-        line["ran"] = "; ".join(row.ran)
+        line = _plain(row, (*_ROW, *_ROW_FIGURES)) | _sizes(row.shape) | {"ran": "; ".join(row.ran)}
         if row.difference is not None:
             line |= _plain(row.difference, ("max_abs", "max_ulp", "nonfinite"))
             line |= {"elements_compared": row.difference.compared, "elements_differing": row.difference.mismatched}
-        lines.append(line | _error("error", row.error) | _error("worst_error", row.worst_error))
+        for prefix, error in (("error", row.error), ("worst_error", row.worst_error)):
+            line |= {f"{prefix}_{name}": value for name, value in _plain(error, _ERROR).items()}
+        lines.append(line)
     return lines
 
 
 def _classes(run: Run) -> list[dict[str, Any]]:
     lines = []
     for row in run.rows:
-        shared = _row(row)
+        shared = _plain(row, _ROW) | _sizes(row.shape)
         for i, (value, label) in enumerate(zip(row.values, row.labels, strict=False)):
             kernels = row.kernel_sets[row.kernels[i]] if row.kernels else []
             lines.append({**shared, "value": value, "label": label, "kernels": " + ".join(kernels)})
@@ -152,7 +139,7 @@ def _cells(run: Run) -> list[dict[str, Any]]:
     """One line per timed implementation; `stock_over_impl` above 1 is faster than the best stock one of that case."""
     lines = []
     for cell in run.cells:
-        shared = _plain(cell, _CELL) | {axis: cell.shape.get(axis) for axis in "MNK"} | {"shape": _shape(cell.shape)}
+        shared = _plain(cell, _CELL) | _sizes(cell.shape)
         for comparison in compare(cell):
             line = shared | _plain(comparison.timed, _TIMED)
             if comparison.ratio is not None:

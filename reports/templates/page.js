@@ -33,12 +33,16 @@
 
   // the filter hides what does not match; rows without an implementation stay
   const fields = all("[data-filter]");
+  for (const select of all("select[data-filter]"))
+    for (const name of new Set(all(`main [data-${select.dataset.filter}]`).map((part) => part.dataset[select.dataset.filter])))
+      select.add(new Option(name));
+  for (const part of all(".filter")) part.hidden = part.querySelector("select").length < 3; // nothing to choose
   const filter = () => {
     const value = (name) => fields.find((f) => f.dataset.filter === name);
-    const operator = value("operator").value, impl = value("impl").value, parted = value("parted").checked;
+    const operator = value("operator").value, impl = value("impl").value, differs = value("differs").checked;
     let shown = 0;
     for (const part of all("main [data-operator]")) {
-      part.hidden = (operator && part.dataset.operator !== operator) || (parted && !("parted" in part.dataset));
+      part.hidden = (operator && part.dataset.operator !== operator) || (differs && !("differs" in part.dataset));
       shown += !part.hidden && part.tagName === "FIGURE";
     }
     for (const part of all("main [data-impl]")) part.hidden = impl && part.dataset.impl !== impl;
@@ -87,7 +91,7 @@
     });
   }
 
-  // a figure as one SVG: its drawings where they stand, its words as text, styles written out
+  // the picture of answers is saved as its card, which is one drawing: styles written out
   const NS = "http://www.w3.org/2000/svg";
   const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family", "font-weight", "vector-effect"];
   const written = (from, to) => {
@@ -95,7 +99,7 @@
     for (const name of STYLES) to.style.setProperty(name, style.getPropertyValue(name));
     [...from.children].forEach((child, i) => written(child, to.children[i]));
   };
-  const posted = (card) => { // the answers' picture has its card, which is one drawing already
+  const drawn = (card) => {
     const root = card.cloneNode(true), box = card.viewBox.baseVal;
     written(card, root);
     root.removeAttribute("hidden");
@@ -107,60 +111,28 @@
     root.prepend(back);
     return new XMLSerializer().serializeToString(root);
   };
-  const drawn = (figure) => {
-    const card = figure.querySelector("svg.post");
-    if (card) return posted(card);
-    const box = figure.getBoundingClientRect();
-    const root = document.createElementNS(NS, "svg");
-    for (const [name, value] of [["xmlns", NS], ["width", box.width], ["height", box.height]]) root.setAttribute(name, value);
-    const back = root.appendChild(document.createElementNS(NS, "rect"));
-    back.setAttribute("width", "100%");
-    back.setAttribute("height", "100%");
-    back.setAttribute("fill", getComputedStyle(figure).backgroundColor);
-    for (const part of all("svg", figure)) {
-      const place = part.getBoundingClientRect();
-      if (part.parentElement.closest("svg") || !place.width || !place.height) continue;
-      const copy = part.cloneNode(true);
-      written(part, copy);
-      copy.style.overflow = "visible";
-      for (const [name, value] of [["x", place.x - box.x], ["y", place.y - box.y], ["width", place.width], ["height", place.height]]) copy.setAttribute(name, value);
-      root.append(copy);
-    }
-    for (const part of all("h2, h4, h5, .impl-name, .legend li, .lane, .axis-title, figcaption", figure)) {
-      const place = part.getBoundingClientRect();
-      if (!place.width) continue;
-      const style = getComputedStyle(part);
-      const text = document.createElementNS(NS, "text");
-      text.textContent = part.textContent.replace(/#\s*$/, "").replace(/\s+/g, " ").trim();
-      text.setAttribute("x", place.x - box.x + (part.matches("li") ? 40 : 0));
-      text.setAttribute("y", place.y - box.y + parseFloat(style.fontSize));
-      text.setAttribute("fill", style.color);
-      text.setAttribute("font-size", style.fontSize);
-      text.setAttribute("font-family", "sans-serif");
-      root.append(text);
-    }
-    return new XMLSerializer().serializeToString(root);
-  };
-  const save_as = (figure, form, saved) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.className = "save";
-    button.textContent = `Save as ${form}`;
-    button.setAttribute("aria-label", `Save as ${form}: ${figure.id}`);
-    button.addEventListener("click", saved);
-    figure.append(button, " ");
-  };
-  for (const figure of all("figure[id]")) {
-    if (figure.querySelector("svg.post"))
-      save_as(figure, "PNG", async () => {
+  for (const card of all("svg.post")) {
+    const figure = card.closest("figure");
+    const saves = {
+      PNG: async () => {
         const image = new Image(), canvas = document.createElement("canvas");
-        image.src = URL.createObjectURL(new Blob([drawn(figure)], { type: "image/svg+xml" }));
+        image.src = URL.createObjectURL(new Blob([drawn(card)], { type: "image/svg+xml" }));
         await image.decode();
         [canvas.width, canvas.height] = [2 * image.width, 2 * image.height];
         canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
         canvas.toBlob((png) => save("nondet.png", "image/png", png), "image/png");
         URL.revokeObjectURL(image.src);
-      });
-    save_as(figure, "SVG", () => save(`${figure.id}.svg`, "image/svg+xml", drawn(figure)));
+      },
+      SVG: () => save(`${figure.id}.svg`, "image/svg+xml", drawn(card)),
+    };
+    for (const [form, saved] of Object.entries(saves)) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.className = "save";
+      button.textContent = `Save as ${form}`;
+      button.setAttribute("aria-label", `Save as ${form}: ${figure.id}`);
+      button.addEventListener("click", saved);
+      figure.append(button, " ");
+    }
   }
 })();

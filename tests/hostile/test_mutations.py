@@ -192,7 +192,11 @@ def shown(path: Path, whole: Path, number: int) -> str:
         lambda: markdown.render([run]),
         lambda: on_terminal([run]),
         lambda: gate.text(decide(run, rate=0.1, confidence=0.95, by="load"), run),
-        lambda: captured(lambda console: diff.show(diff_runs(read_run(whole), run), ("a", "b"), {}, console)),
+        lambda: captured(
+            lambda console: diff.show(
+                diff_runs(read_run(whole), run), ("a", "b"), {}, console, verbose=False, quiet=False
+            )
+        ),
         lambda: exit_code(run, "divergent"),
     )
     text = reporters[number % len(reporters)]()

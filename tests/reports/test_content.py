@@ -17,8 +17,9 @@ from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 from nondet.errors import UserError
 from nondet.reports import html, markdown, samples, terminal
 from nondet.reports.content import build, headline, problems, section
-from nondet.reports.document import plain
+from nondet.reports.document import Table, plain
 from nondet.reports.probes import hits_table
+from nondet.sampling.analysis import SampleSummary
 from nondet.verdict.findings import Finding, Verdict
 from tests.build import ENVIRONMENT, failed, replayed, row, run_of, sampled, summaries_of
 
@@ -64,7 +65,7 @@ def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
         ("skipped", "matmul: y, bfloat16, stock", "no reason recorded"),
         ("note", "matmul: row 0 of M rows, K=12288 N=4096, bell, bfloat16, stock", "2 of 8 elements are NaN"),
     ]
-    assert section(run, []).counts == "1 failed, 1 skipped"
+    assert "1 failed, 1 skipped" in terminal_text(run)
     requests = problems(sampled(tmp_path, failures=3, impls=("stock",)))
     assert [(p.name, p.count) for p in requests] == [("3 requests (stock)", 3)]
 
@@ -92,16 +93,19 @@ def test_families_are_judged_against_stock(tmp_path: Path) -> None:
 
     impls = ("stock", "invariant:attention", "invariant:matmul")
     run = sampled(tmp_path, impls=impls, variants=variants)
-    (tests,) = [s.families for s in build([run]).runs[0].samples]
-    assert [(t.family, t.removed, t.result) for t in tests] == [
-        ("attention", True, "replacing only it removed every divergence seen"),
-        ("matmul", False, "divergence remains"),
-    ]
-    stock, attention, _ = summaries_of(run)
-    few = section(run, [stock, replace(attention, n=3)]).samples[0].families
-    assert [(t.removed, t.result) for t in few] == [(False, "too few completions to tell")]
-    quiet = section(run, [replace(stock, distinct_traces=1, distinct_completions=1), attention]).samples[0].families
-    assert quiet == ()
+    stock, attention, matmul = summaries_of(run)
+
+    def results(*summaries: SampleSummary) -> dict[str, str]:
+        sampled = section(run, summaries).sampled
+        assert sampled is not None
+        tables = [b for b in samples.sample_blocks(sampled, 1, True) if isinstance(b, Table) and "replaced" in b.head]
+        return {plain(row[0]): plain(row[-1]) for table in tables for row in table.rows}
+
+    removed = "replacing only it removed every divergence seen"
+    both = {"attention": removed, "matmul": "divergence remains"}
+    assert results(stock, attention, matmul) == both
+    assert results(stock, replace(attention, n=3)) == {"attention": "too few completions to tell"}
+    assert results(replace(stock, distinct_traces=1, distinct_completions=1), attention) == {}
 
 
 def test_cases_are_grouped_and_stock_comes_first() -> None:
@@ -118,7 +122,7 @@ def test_cases_are_grouped_and_stock_comes_first() -> None:
     matmul, sums = section(run_of(*rows), []).probes
     assert (matmul.name, sums.name) == ("matmul", "float-sum")
     assert [[r.impl for r in c.rows] for c in matmul.cases] == [["stock", "invariant"], ["stock"], ["stock"]]
-    assert [len(matmul.parted), len(matmul.clean)] == [2, 0]
+    assert [len(matmul.differing), len(matmul.clean)] == [2, 0]
     assert (
         matmul.summary == "stock: batch-dependent in 2 of 2 cases (linear); invariant: nothing was compared in 1 case"
     )
@@ -167,17 +171,16 @@ def test_the_table_of_operators_adds_up_to_the_headline() -> None:
         row([0, 1], probe="split-k", operator="split_k", demonstration=True),
     ]  # fmt: skip
     run = run_of(*rows)
-    told = section(run, [])
-    table = hits_table(told.probes)
-    assert table is not None
+    found = section(run, [])
+    (table,) = hits_table(found.probes)
     cells = [[plain(cell) for cell in line] for line in table.rows]
     assert [plain(name) for name in table.head] == ["stock, cases that differ by", "batch", "length"]
     assert cells == [
         ["all", "2 of 4", "1 of 1"], ["linear", "1 of 2", "1 of 1"], ["sum", "1 of 1", "–"],
         ["1 other operator", "0 of 1", "–"],
     ]  # fmt: skip
-    assert "batch-dependent in 2 of 4 cases; bits depend on length in 1 of 1 case" in told.headline
-    assert hits_table(section(run_of(row([0, 0])), []).probes) is None
+    assert "batch-dependent in 2 of 4 cases; bits depend on length in 1 of 1 case" in found.headline
+    assert hits_table(section(run_of(row([0, 0])), []).probes) == []
 
 
 # Several prompts: all of them together, then those that part most, in every report.

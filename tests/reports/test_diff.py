@@ -22,7 +22,7 @@ from tests.build import bench_run, cell, failed, row, run_of, sampled, timed
 def told(diff: RunDiff) -> str:
     """As a wide terminal shows it."""
     console = Console(file=StringIO(), width=2000)
-    diff_html.show(diff, ("a", "b"), {}, console)
+    diff_html.show(diff, ("a", "b"), {}, console, verbose=False, quiet=False)
     return console.file.getvalue()  # type: ignore[attr-defined] # a StringIO
 
 
@@ -50,7 +50,7 @@ def test_what_moved_what_appeared_and_what_went() -> None:
         "1 record got worse in B; 1 record got better in B; 1 record changed otherwise; 1 record unchanged; "
         "not matched: 1 only in A, 2 only in B."
     )
-    assert "Rows keep classes of equal bits, not the bits" in text
+    assert "A run file stores which sizes gave equal bits, not the bits themselves" in text
 
 
 def test_runs_without_a_common_key_are_never_called_equal() -> None:
@@ -126,7 +126,7 @@ def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> Non
     assert stock.traces_alike < stock.tokens_alike
     assert (invariant.same, invariant.traces_alike) == (True, 20)
     text = told(diff_runs(*runs))
-    assert "distinct traces: the same 1 in both" in text
+    assert "20 completions in each run: the same 1 answer and the same 1 trace in both" in text
     assert "of 20 requests with one name 20 have equal tokens, 20 with equal bits" in text
 
 
@@ -142,7 +142,7 @@ def test_answers_to_other_questions_are_not_compared(runs: tuple[Run, Run]) -> N
         other = msgspec.structs.replace(b, header=msgspec.structs.replace(b.header, plan=b.header.plan | change))
         diff = diff_runs(a, other)
         assert all(reason in c.reason or "only B" in c.reason for c in diff.completions)
-        assert diff.parted == []
+        assert diff.differing == []
         assert "can't be compared" in told(diff).splitlines()[-1]
 
 
@@ -180,7 +180,7 @@ def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.Captu
     assert main(["diff", a, b]) == 0
     seen = capsys.readouterr()
     assert "where completions differ is not shown" in seen.err
-    assert "distinct traces" in seen.out
+    assert "1 trace in both" in seen.out
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_an_answer_that_ended_otherwise_moved(runs: tuple[Run, Run]) -> None:
     first = next(c for c in a.completions if c.impl == "invariant")
     others = [msgspec.structs.replace(c, finish="eos") if c is first else c for c in a.completions]
     diff = diff_runs(a, msgspec.structs.replace(a, completions=others))
-    assert [c.impl for c in diff.parted] == ["invariant"]
+    assert [c.impl for c in diff.differing] == ["invariant"]
     assert "1 of them ended for another reason with all else equal" in told(diff)
 
 

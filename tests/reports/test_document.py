@@ -76,7 +76,7 @@ def test_a_block_is_of_its_formats_alone() -> None:
     """A fold with nothing for a format is not there; a brief screen has what is made for it, cut to its room."""
     blocks: list[Block] = [
         Details("empty here", [Paragraph("for pages", only="p")]),
-        Paragraph("x" * 500, only=BRIEF, room=1),
+        Paragraph("x" * 500, only=BRIEF, lines=1),
     ]
     assert printed(blocks) == ""
     assert list(as_markdown(blocks)) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -86,13 +85,13 @@ def test_figures_of_the_arms(run: Run) -> None:
     """Where tokens part, where logprobs do, by how much, of which requests: as the server in memory makes them."""
     endpoint = build([run]).runs[0].endpoint
     assert endpoint is not None
-    by_arm = {(f.impl, f.arm): f for f in endpoint.figures}
+    by_arm = {(f.impl, f.arm): f for f in endpoint.arms}
     loaded, other = by_arm["server", "loaded"], by_arm["server-2", "loaded"]
-    assert min(p.token for p, _ in loaded.partings if p.token is not None) >= 5
-    assert {(p.token, p.bits) for p, _ in other.partings} <= {(None, None)}
-    assert max(served.in_flight for served in loaded.good) == 12
-    assert sum(f.requests for f in endpoint.figures) == 2 * sum(ARMS.values())
-    assert any("http-500" in dict(f.failed) for f in endpoint.figures)
+    assert min(d.token for d, _ in loaded.divergences if d.token is not None) >= 5
+    assert {(d.token, d.bits) for d, _ in other.divergences} <= {(None, None)}
+    assert max(c.served.in_flight for c in loaded.requests if c.served) == 12
+    assert sum(len(f.requests) for f in endpoint.arms) == 2 * sum(ARMS.values())
+    assert any("http-500" in str(f.cells) for f in endpoint.arms)
 
 
 def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
@@ -103,10 +102,13 @@ def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
     parted = [c for _, _, c in endpoint.comparisons if c.traces_off]
     assert alike
     assert parted
-    assert endpoint.parted == [f"{c.text}: {c.finding.value}" for c in parted]
-    both = replace(endpoint, comparisons=[(i, f"prompt {n}", c) for n in (1, 2) for i, _, c in endpoint.comparisons])
-    assert both.parted[0].startswith("prompt 1, ")
-    assert both.parted[-1].startswith("prompt 2, ")
+    assert endpoint.differences == [f"{c.text}: {c.finding.value}" for c in parted]
+    plan = {"prompts": run.header.plan["prompts"] * 2}
+    header = msgspec.structs.replace(run.header, plan=run.header.plan | plan)
+    again = [msgspec.structs.replace(c, prompt=1, request=f"{c.request}-again") for c in run.completions]
+    both = build([msgspec.structs.replace(run, header=header, completions=[*run.completions, *again])]).runs[0].endpoint
+    assert both is not None
+    assert {text.partition(", ")[0] for text in both.differences} == {"prompt 1", "prompt 2"}
 
 
 def test_a_run_without_completions_still_has_a_report(run: Run) -> None:

@@ -6,18 +6,20 @@ import base64
 import hashlib
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nondet.core.records import Difference
-from nondet.reports import html
+from nondet.core.records import Difference, Status
+from nondet.reports import html, markdown
 from nondet.reports.content import build
 from nondet.reports.html import embedded_json, render
 from tests import build as hostile
-from tests.build import failed, h200_sweep, row, run_of, sampled, six_rounds
+from tests.build import cell, failed, h200_sweep, limits, row, run_of, sampled, six_rounds, timed
+from tests.reports.test_terminal import flat, hostile_runs, printed
 
 NOT_FINITE = Difference(mismatched=1, compared=1, max_abs=0.0, max_ulp=0, nonfinite=1)
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -122,8 +124,9 @@ def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
         "52 of 60 = 86.7% (no interval: too few rounds)",
         "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
         "First divergent token of stock: index 5", "54 of 60", "6 of 60", "0.0625 / 0.0625", "“ an”", "“ no”",
-        "Agreement with the most common completion", "The vertical axis starts at", "Where completions of stock differ",
-        "52 of 60 · token 5", "Speed ratio 0.65 against stock", "774", "1200", "sizes",
+        "Agreement with the most common completion", "The vertical axis starts at",
+        "4 branches of stock, the first different token marked", "A, 52 of 60, token 5",
+        "Speed ratio 0.65 against stock", "774", "1200", "sizes",
         "2 failed requests",
         "replacing only it removed every divergence seen",
     ):  # fmt: skip
@@ -141,22 +144,16 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
 
 def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
     """Scripts, handlers, escape codes, overrides and template syntax are text like any other."""
-    run = sampled(
-        tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, prompt="".join(hostile.PIECES), n=20
-    )
-    nasty = "".join(hostile.PIECES)
-    probe = run_of(
-        row([0, 1], impl=hostile.NAME, case=nasty, kernels=[[nasty], ["k"]], values=[nasty, "b"], extra={nasty: nasty}),
-        failed(reason=nasty, case="f"),
-    )
-    probe.header.environment[nasty] = nasty
-    page = check(render([run, probe]))
-    assert "<script>alert(1)</script>" in page.text
-    assert "<img src=x onerror=alert(1)>" in page.text
-    assert "{{ 7 * 7 }}" in page.text
-    assert "␛[31mred␛[0m" in page.text
-    assert "\ufffdgnp.exe" in page.text
-    assert data_of(page)[1]["run"]["rows"][0]["case"] == nasty
+    page = check(render(hostile_runs(tmp_path)))
+    for text in (
+        "<script>alert(1)</script>",
+        "<img src=x onerror=alert(1)>",
+        "{{ 7 * 7 }}",
+        "␛[31mred␛[0m",
+        "\ufffdgnp.exe",
+    ):
+        assert text in page.text
+    assert data_of(page)[1]["run"]["rows"][0]["case"] == "".join(hostile.PIECES)
 
 
 def test_the_data_is_whole_and_can_not_leave_its_element(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,22 +184,43 @@ def test_the_policy_allows_what_is_ours_and_nothing_else() -> None:
     assert text.index("Content-Security-Policy") < text.index("<style>")
 
 
-def test_odd_runs_still_make_a_page() -> None:
-    """Empty, failed, one class, many classes, long lists, missing figures: a page that says so."""
-    for run, said in [
+def test_odd_runs_make_a_report_in_every_format() -> None:
+    """Empty, failed, stopped, crowded, without figures, limits or stock: one that says so."""
+    nothing = timed("stock", 0.0, status=Status.SKIPPED, samples_us=[], reason="no kernel")
+    bare = {"difference": None, "error": None, "worst_error": None}
+    far = Difference(mismatched=1, compared=1, max_abs=1e300, max_ulp=2**62)
+    sizes = (1, 2, 3, 4, 5)
+    for run, *said in [
         (run_of(), "nothing was measured."),
         (run_of(complete=False), "incomplete run, so far: nothing was measured."),
         (run_of(failed(), failed("skipped", "no kernel", impl="invariant")), "nothing was compared in 1 case"),
+        (run_of(failed(), failed("skipped", "no kernel")), "1 failed, 1 skipped"),
+        (run_of(*[failed(case=f"c{i}") for i in range(20)]), "matmul: c19"),
         (run_of(row([0] * 5)), "no divergence observed in 5 trials of 1 case"),
-        (run_of(row(list(range(60)))), "60 classes over 60 trials"),
-        (run_of(row([0, 1] * 2048)), "2 classes over 4,096 trials"),
-        (run_of(row([], class_sizes=[5000, 3000, 2000], trials=10_000, distinct=3)), "3 classes over 10,000 trials"),
-        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "identical"),
+        (run_of(row(list(range(60)))), "60 classes over 60 trials", "… 52 more", "… 52 more"),
+        (run_of(row([0, 1] * 2048)), "2 classes over 4,096 trials", "… 4088 more", "… 4088 more"),
+        (run_of(row(list(range(50)), varied="run")), "50 classes", "50 classes, the largest 1 of 50", "50 classes"),
+        (run_of(row([], class_sizes=[5000, 3000, 2000], trials=10_000, distinct=3)), "3 classes"),
+        (run_of(row([0, 0], **bare)), "no divergence observed"),
         (run_of(row([0, 1], difference=NOT_FINITE)), "1 not finite"),
+        (run_of(row([0, 1], difference=far)), "ULP: an element crosses zero"),
         (run_of(row([0, 1]), complete=False), "This run did not come to its end"),
+        (run_of(cells=[cell(1, timed("stock", 1.0), limit_us=None)]), "No limit was measured"),
+        (run_of(cells=[cell(1, timed("stock", 1.0))], complete=False), "1 cell timed, with nothing beside stock"),
+        (run_of(limits=limits()), "nothing was measured"),
+        (run_of(cells=[cell(m, timed("mine:f", 1.0)) for m in sizes], limits=limits()), "mine:f"),
+        (run_of(cells=[cell(m, nothing) for m in sizes], limits=limits()), "Nothing was timed."),
+        (run_of(cells=[cell(m, timed("stock", 1.0), timed("invariant", 0.0)) for m in sizes]), "invariant"),
+        (run_of(cells=[cell(m, timed("stock", 0.0), timed("invariant", 1.0), cold=False) for m in sizes]), "invariant"),
+        (run_of(cells=[cell(m) for m in sizes]), "Nothing was timed."),
     ]:
-        assert said in check(render([run])).text
+        page, text = check(render([run])).text, unescape(markdown.render([run]))
+        for report, words in zip(
+            (page, text, flat(printed(run, width=120))), said * 3 if len(said) == 1 else said, strict=True
+        ):
+            assert words in report, words
     assert "No run was given." in check(render([])).text
+    assert markdown.render([]) == "No run was given.\n"
 
 
 def _luminance(colour: str) -> float:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from nondet.core.records import Difference
 from nondet.core.runfile import read_run
 from nondet.reports.markdown import render
 from nondet.reports.text import code, escape, fence
 from tests import build as hostile
 from tests.build import failed, h200_sweep, row, run_of, sampled
+from tests.reports.test_terminal import hostile_runs
 
 
 class Tags(HTMLParser):
@@ -45,15 +45,8 @@ OURS |= {"table", "thead", "tbody", "tr", "th", "td"}
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     """No tag, link, image, mention, heading or cell of a completion's making; no control code either."""
-    nasty = "".join(hostile.PIECES)
-    run = sampled(tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, prompt=nasty, n=20)
-    probe = run_of(
-        row([0, 1], impl=hostile.NAME, case=nasty, values=[nasty, "b"], extra={nasty: nasty}), failed(reason=nasty)
-    )
-    probe.header.environment[nasty] = nasty
-    text = render([run, probe])
-    shown = rendered(text)
-    assert set(shown.tags) <= OURS
+    text = render(hostile_runs(tmp_path), full=True)
+    assert set(rendered(text).tags) <= OURS
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028]", text)
     # outside code, GitHub would act on these even if they were written as character references
     bare = re.sub(r"<code.*?</code>", "", MarkdownIt("commonmark").enable("table").render(text), flags=re.DOTALL)
@@ -100,23 +93,6 @@ def test_escaped_text_is_shown_as_it_is() -> None:
     assert escape("@user #1") == "&#64;&#8288;user &#35;&#8288;1"
     assert not re.search(r"://|www\.", escape("http://evil.example WWW.evil.example www.evil.example"))
     assert escape("index_add, K=4096 (3 of 4)") == "index_add, K=4096 (3 of 4)"
-
-
-def test_odd_runs_still_read() -> None:
-    """Empty, failed, incomplete, crowded, without figures."""
-    for run, said in [
-        (run_of(), "nothing was measured."),
-        (run_of(failed()), "nothing was compared"),
-        (run_of(row([0, 1]), complete=False), "This run did not come to its end"),
-        (run_of(row(list(range(60)))), "… 52 more"),
-        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "| stock | 2 | – |"),
-        (
-            run_of(row([0, 1], difference=Difference(mismatched=1, compared=1, max_abs=1e300, max_ulp=2**62))),
-            "ULP: an element crosses zero",
-        ),
-    ]:
-        assert said in render([run])  # type: ignore[list-item] # runs of the factory
-        assert render([]) == "No run was given.\n"
 
 
 def test_a_document_fits_where_it_is_posted() -> None:

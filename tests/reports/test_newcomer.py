@@ -185,7 +185,7 @@ def test_a_server_is_no_machine_of_the_client() -> None:
     run = read_run(KEPT / "servers/transformers-serve/gate.jsonl")
     screen = screen_of(run)
     assert screen.machines[0].startswith("http://127.0.0.1:55001: transformers, model ")
-    assert screen.machines[1].startswith("asked from: Intel(R)")
+    assert screen.machines[1].startswith("requests sent from: Intel(R)")
     assert screen.answer.startswith("server: divergent on 1 of 3 prompts, ")
     assert "loaded compared with solo: 1 of 1 differ" in screen.steps[1].text
     assert "Intel" not in build([run]).title

@@ -12,7 +12,7 @@ from nondet.core.statistics import round_interval
 from nondet.reports.markdown import render
 from nondet.reports.picture import answers_picture, card_of, counts_text
 from nondet.reports.plots import Plot, Points
-from nondet.reports.samples import branch_views, curve_plots
+from nondet.reports.samples import branch_of, curve_plots
 from nondet.reports.text import token
 from nondet.sampling.analysis import SampleSummary
 from tests.build import sampled, summaries_of
@@ -110,25 +110,20 @@ def test_a_crowd_of_branches_is_cut_and_counted(tmp_path: Path) -> None:
 
 
 def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
-    """Before the mark texts are equal, at the mark they differ, and before + mark + after is the text again."""
-    commonest, *others = branch_views(stock)
-    assert (commonest["token"], commonest["parts_at"]) == (" an", 5)
-    for view, completion in zip(others, stock.completions[1:], strict=True):
-        top = stock.completions[0]
+    """Before the mark texts are equal, at the mark they differ, and all of it is the text again; where one completion
+    stops and the other goes on, the end is what differs."""
+    top, *others = stock.completions
+    assert branch_of(top, 5).mark == " an"
+    for completion in others:
         at = completion.parts_at
         assert at is not None
-        assert view["token"] == completion.pieces[at] != top.pieces[at]
+        code = branch_of(completion, at)
+        assert code.mark == completion.pieces[at] != top.pieces[at]
         assert completion.pieces[:at] == top.pieces[:at]
-        whole = (view["before"] + view["token"] + view["after"]).removeprefix("…").removesuffix("…")
-        assert whole in completion.text
-
-
-def test_a_branch_that_ends_early_says_so(stock: SampleSummary) -> None:
-    """Where one completion stops and the other goes on, the end is what differs."""
-    short = replace(stock.completions[1], pieces=stock.completions[0].pieces[:9], parts_at=9)
-    view = branch_views(replace(stock, completions=(stock.completions[0], short)))[1]
-    assert view["ends"]
-    assert (view["token"], view["after"]) == ("", "")
+        assert (code.text + code.mark + code.after).removeprefix("…").removesuffix("…") in completion.text
+    short = branch_of(replace(others[0], pieces=top.pieces[:9]), 9)
+    assert (short.mark, short.after) == ("ends here", "")
+    assert short.marked.endswith("⟦ends here⟧")
 
 
 def test_tokens_without_a_text_are_told_apart() -> None:

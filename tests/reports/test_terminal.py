@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.cells import cell_len
 from rich.console import Console
 
-from nondet.core.records import Run
+from nondet.core.records import Run, Status
 from nondet.reports.terminal import LINES_MOST, render
 from tests import build as hostile
-from tests.build import failed, h200_sweep, row, run_of, sampled
+from tests.build import cell, failed, h200_sweep, limits, row, run_of, sampled, timed
 
 
 def printed(*runs: Run, colour: bool = False, width: int = 80, verbose: bool = True) -> str:
@@ -29,35 +29,29 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
+def hostile_runs(folder: Path) -> list[Run]:
+    """A sample, a probe and a bench whose texts and names come from somebody who means harm."""
+    nasty = "".join(hostile.PIECES)
+    run = sampled(folder, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, prompt=nasty, n=20)
+    named = {"impl": hostile.NAME, "case": nasty, "values": [nasty, "b"], "extra": {nasty: nasty}}
+    probe = run_of(row([0, 1], kernels=[[nasty], ["k"]], **named), failed(reason=nasty, case="f"))
+    probe.header.environment.update({"cpu": nasty, nasty: nasty})
+    lost = timed("x" + nasty, 0.0, status=Status.ERROR, reason=nasty, samples_us=[])
+    times = timed("stock", 2.0, kernels=[nasty]), timed(hostile.NAME, 1.0, kernels=[nasty], ran=[nasty]), lost
+    named = {"section": nasty, "group": nasty, "method": nasty}
+    cells = [cell(m, *times, case=nasty + str(m), **named) for m in (1, 2, 3, 4, 5)]
+    return [run, probe, run_of(cells=cells, limits=limits())]
+
+
 def test_hostile_text_does_nothing(tmp_path: Path) -> None:
     """The only escape sequences are rich's own colours: none of a completion's, a name's or a reason's survives."""
-    nasty = "".join(hostile.PIECES)
-    run = sampled(tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, prompt=nasty, n=20)
-    probe = run_of(
-        row([0, 1], impl=hostile.NAME, case=nasty, values=[nasty, "b"], extra={nasty: nasty}), failed(reason=nasty)
-    )
-    probe.header.environment["cpu"] = nasty
-    text = printed(run, probe, colour=True)
+    text = printed(*hostile_runs(tmp_path), colour=True)
     without_colours = re.sub(r"\x1b\[[\d;]*m", "", text)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028]", without_colours)
     # rich opens no link (OSC 8) and prints "[bold red]" as it is
     assert "[bold red]rich[/bold red]" in flat(without_colours)
     assert "␛[31mred" in flat(without_colours)
     assert not re.search("\x1b\\[31mred", text)
-
-
-def test_odd_runs_still_print() -> None:
-    """Empty, failed, incomplete, one class, many classes."""
-    for run, said in [
-        (run_of(), "nothing was measured."),
-        (run_of(failed(), failed("skipped", "no kernel")), "1 failed, 1 skipped"),
-        (run_of(row([0, 1]), complete=False), "did not come to its end"),
-        (run_of(row([0] * 9)), "No difference in 1 case (9 trials)."),
-        (run_of(row(list(range(50)), varied="run")), "50 classes, the largest 1 of 50"),
-        (run_of(row([0, 0], difference=None, error=None, worst_error=None)), "no divergence observed"),
-        (run_of(*[failed(case=f"c{i}") for i in range(20)]), "matmul: c19"),
-    ]:
-        assert said in flat(printed(run))
 
 
 def test_by_default_it_fits_a_screen_and_the_verdict_is_last(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from rich.console import Console
 from nondet.core.records import Run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import html, markdown
-from nondet.reports.axes import AxesTable, axes_blocks
+from nondet.reports.axes import Effects, axes_blocks
 from nondet.reports.content import build
-from nondet.reports.document import BRIEF
+from nondet.reports.document import BRIEF, plain
 from nondet.reports.terminal import renderables
 from nondet.sampling import collect as varying
 from nondet.sampling.axes import AXES, Conditions, Proof, Subject, Varied, parse_vary, plan_axes
@@ -264,46 +264,35 @@ def test_the_planted_fault_follows_the_axes_and_the_cure_does_not(varied: Run) -
     assert "at each value: below 63.2% of completions" in verdicts["invariant"].text
 
 
-def printed(table: AxesTable) -> list[str]:
+def printed(run: Run, effects: Effects) -> list[str]:
     """On a terminal of 80 columns."""
     console = Console(file=StringIO(), width=80)
-    for part in renderables(axes_blocks(table, 1, True), console, BRIEF):
+    for part in renderables(axes_blocks(run, effects, 1), console, BRIEF):
         console.print(part)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined] # a StringIO
 
 
 def test_the_table_is_the_same_everywhere(varied: Run) -> None:
-    """A line an axis, in 80 columns, with what moved; bars as long as their traces."""
-    table = build([varied]).runs[0].axes
-    assert table is not None
-    lines = printed(table)
+    """A line an axis, in 80 columns, with what changed. Of three implementations none is left out for want of columns;
+    where stock, without cuDNN, was not compared, it says so."""
+    effects = build([varied]).runs[0].axes
+    assert effects is not None
+    lines = printed(varied, effects)
     assert len(lines) == len(AXES) + 1 - len(NOT_HERE)  # a head
     assert max(map(len, lines)) <= 80
-    by_name = {line.axis: line for line in table.lines}
-    assert by_name["sharing"].cells["stock"].first == 0
-    assert by_name["sharing"].cells["invariant"].first is None
-    assert by_name["dtype"].cells["invariant"].traces == "2 (1)"
-    assert not by_name["dtype"].cells["invariant"].tally.held
-    bars = {axis: {impl: length for impl, _, _, length in rows} for axis, rows in table.bars}
-    assert max(max(of.values()) for of in bars.values()) == 100.0
-    assert bars["chunk"]["invariant"] < bars["chunk"]["stock"]
-
-
-def test_each_implementation_is_shown_under_whatever_name_it_ran(varied: Run) -> None:
-    """Of three none is left out for want of columns; where stock, without cuDNN, was not compared, it says so."""
-    table = build([varied]).runs[0].axes
-    assert table is not None
-    line = next(line for line in table.lines if line.axis == "dtype")
-    stock, invariant = (line.cells[name] for name in ("stock", "invariant"))
-    cells = {"stock-no-cudnn": stock, "invariant": invariant, "rank-free": invariant}
-    for shown in (cells, {"invariant": invariant}):
-        lines = printed(replace(table, impls=tuple(cells), lines=(replace(line, cells=shown),)))
-        text = " ".join(" ".join(lines).split())
-        named = [name for name in cells if f"{name}: traces {cells[name].traces}, changed may differ" in text]
+    assert effects["sharing"]["stock"].first == 0
+    assert effects["sharing"]["invariant"].first is None
+    stock, invariant = (effects["dtype"][name] for name in ("stock", "invariant"))
+    assert plain(invariant.cells[0]) == "2 (1)"
+    assert not invariant.tally.held
+    every = {"stock-no-cudnn": stock, "invariant": invariant, "rank-free": invariant}
+    for shown in (every, {"invariant": invariant}):
+        lines = printed(varied, {"dtype": shown, "page": every})
+        text = " ".join(" ".join(lines).split()).partition("page: ")[0]
+        named = [name for name in every if f"{name}: traces {plain(every[name].cells[0])}, changed may differ" in text]
         assert named == list(shown)
         assert ("not compared" in text) == (len(shown) == 1)
         assert max(map(len, lines)) <= 80
-    assert invariant.traces == "2 (1)"
 
 
 def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
@@ -318,9 +307,9 @@ def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
     assert "One setting of the engine changed at a time" in page
     assert "One setting of the engine changed at a time" in text
     assert "<script>alert(1)" not in page + text
-    table = build([run]).runs[0].axes
-    assert table is not None
-    assert "\x1b" not in page + text + "".join(printed(table))
+    effects = build([run]).runs[0].axes
+    assert effects is not None
+    assert "\x1b" not in page + text + "".join(printed(run, effects))
 
 
 def test_a_value_without_effect_counts_nowhere(tiny_float32: LoadedModel, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_what_ci_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("1", "1", "0")
     assert suite[0][0].tag == "failure"
     text = page.read_text()
-    assert text.startswith("before\n### ❌ nondet: the gate fails")
+    assert text.startswith("before\n### ❌ nondet: gate failed")
     assert "<b>" not in text + xml.read_text()
     assert "\x1b" not in text + xml.read_text()
     assert main(["gate", str(path), "--junit", str(xml)]) == 2  # it exists
@@ -233,12 +233,10 @@ def test_too_few_is_a_failure_to_ci(tmp_path: Path, capsys: pytest.CaptureFixtur
     """4, and a failed test case; with a rate that was tried for, 0."""
     path, xml = written(loads(6), tmp_path / "r.jsonl"), tmp_path / "gate.xml"
     assert main(["gate", str(path), "--junit", str(xml), "-q"]) == 4
-    assert capsys.readouterr().out.startswith(
-        "the gate fails: not enough was compared: stock: 5 loads were compared, and 29"
-    )
+    assert capsys.readouterr().out.startswith("Gate failed, not enough data: stock: 5 loads were compared, and 29")
     assert [case[0].tag for case in ElementTree.parse(xml).getroot()[0]] == ["system-out", "failure"]  # noqa: S314 - ours
     assert main(["gate", str(path), "--rate", "50%"]) == 0
-    assert "the gate passes" in capsys.readouterr().out
+    assert "Gate passed" in capsys.readouterr().out
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,11 +258,11 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_gate_that_fails_says_why() -> None:
     """A divergence and a wrong result are mended in two ways."""
     for findings, said in [
-        ([row([0, 1])], "the gate fails: it diverged: stock: batch-dependent"),
-        ([row([0, 0], status=Status.WRONG, reason="zeros")], "the gate fails: it is wrong: stock: wrong"),
+        ([row([0, 1])], "Gate failed: stock: batch-dependent"),
+        ([row([0, 0], status=Status.WRONG, reason="zeros")], "Gate failed: stock: wrong"),
         (
             [row([0, 1], status=Status.WRONG, reason="zeros")],
-            "the gate fails: it is wrong and it diverged: stock: wrong",
+            "Gate failed: stock: wrong",
         ),
     ]:
         run = run_of(*findings)
@@ -297,7 +295,7 @@ def test_too_few_names_the_command_that_is_enough() -> None:
         run = typed(loads(3, prompts=prompts), *argv)
         rate = 0.1 if by == "load" else 0.01
         last = gate.text(decision(run, rate, by=by), run)[-1]
-        assert last.startswith("the gate fails: not enough was compared: ")
+        assert last.startswith("Gate failed, not enough data: ")
         assert last.endswith(f" Run: {command}")
         n = int(command.partition("--n ")[2].split()[0])
         if by == "load":

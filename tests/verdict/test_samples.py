@@ -17,7 +17,7 @@ from nondet.reports.document import Details, Table
 from nondet.reports.samples import sample_blocks
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
-from nondet.verdict.samples import BatchEvidence, SampleCounts, judge_counts, subjects, tally_axes
+from nondet.verdict.samples import BatchEvidence, SampleCounts, judge_counts, replays, subjects, tally_axes
 from tests.build import beside, completion, header, replayed, sampled
 
 VARIED = BatchEvidence(known=60, different=60, alone=0, alone_differ=False)
@@ -110,7 +110,7 @@ def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) 
         ("stock", Finding.RUN_TO_RUN),
         ("invariant", Finding.CLEAN),
     ]
-    assert section.probes == ()
+    assert not section.probes
     assert section.sampled is not None
     folded = [b for b in sample_blocks(section.sampled, 1, True) if isinstance(b, Details)]
     tables = [block for b in folded for block in b.blocks if isinstance(block, Table)]
@@ -119,7 +119,7 @@ def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) 
     ]
     run.rows[0] = msgspec.structs.replace(replay(0), status=Status.ERROR, reason="out of memory")
     (failed,) = build([run]).runs
-    assert failed.samples[0].replays.keys() == {"invariant"}
+    assert replays(failed.run).keys() == {"invariant"}
     assert [p.reason for p in failed.problems] == ["out of memory"]
 
 
