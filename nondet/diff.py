@@ -16,7 +16,7 @@ import msgspec
 
 from nondet.core import records
 from nondet.core.records import Cell, Completion, Record, Row, Run, Status
-from nondet.errors import UnknownNameError
+from nondet.errors import UnknownNameError, one_line
 from nondet.verdict.findings import Finding, Verdict, plural, successful
 from nondet.verdict.gate import judge
 
@@ -326,7 +326,9 @@ def _change(kind: str, a: Record, b: Record) -> Change | None:
     else:
         mine, theirs = (_without_times(msgspec.to_builtins(record)) for record in (a, b))
         names = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
-        what = [f"{name}: {_short(mine.get(name), 60)} -> {_short(theirs.get(name), 60)}" for name in names]
+        what = [
+            f"{name}: {one_line(str(mine.get(name)), 60)} -> {one_line(str(theirs.get(name)), 60)}" for name in names
+        ]
         what, worse, better = what[:_LIST_MOST], _kept(a) and not _kept(b), _kept(b) and not _kept(a)
     return Change(kind, _name(a), tuple(what), worse, better) if what else None
 
@@ -342,11 +344,6 @@ def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_times(part) for name, part in value.items() if name not in _TIMES}
     return [_without_times(part) for part in value] if isinstance(value, list) else value
-
-
-def _short(value: Any, most: int) -> str:
-    text = str(value)
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _is_bad(row: Row) -> bool:
@@ -377,7 +374,7 @@ def _lacking(names: Sequence[str], others: Sequence[str]) -> str:
     """The first names that the others do not have."""
     own = sorted({*names} - {*others})
     more = f" and {len(own) - 3} more" if len(own) > 3 else ""
-    return (", ".join(_short(name, 48) for name in own[:3]) + more) or "none"
+    return (", ".join(one_line(name, 48) for name in own[:3]) + more) or "none"
 
 
 def _cell_changes(a: Cell, b: Cell) -> tuple[list[str], bool]:

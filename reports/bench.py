@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, Summary, is_stock, sections
+from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, is_stock, sections
 from nondet.core.records import Cell, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import short_kernel
@@ -66,18 +66,15 @@ def speed_table(listed: Sequence[Section]) -> Table:
         speeds, alike = {s.impl: s for s in bench.summaries}, {b.impl: _bits_text(b, bench) for b in bench.bits}
         for impl in speeds or alike:
             named = (f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(impl, 60), "code"))
-            speed = _speed(speeds[impl], bench) if speeds else ("–",) * 4
+            speed: Cells = ("–",) * 4
+            if s := speeds.get(impl):
+                slow = f"{s.slow} of {len(s.compared)}" + (f", {s.failed} not timed" if s.failed else "")
+                share = "–" if s.shares is None else " to ".join(dict.fromkeys(f"{share:.0%}" for share in s.shares))
+                worst = f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, bench)}"
+                speed = (f"{s.mean:.3f} ({s.interval[0]:.3f} to {s.interval[1]:.3f})", worst, slow, share)
             rows.append((*named, *speed, alike.get(impl, "–"), alike.get("stock", "–")))
     figures = ("speedup (95%)", "worst", f"below {SLOW}", "of the limit", "one class", "stock's")
     return Table(("operator", "implementation", *figures), rows, ("", "", "num", "", "num", "num"), only=ALL)
-
-
-def _speed(s: Summary, section: Section) -> tuple[str, ...]:
-    low, high = s.interval
-    slow = f"{s.slow} of {len(s.compared)}" + (f", {s.failed} not timed" if s.failed else "")
-    share = "–" if s.shares is None else " to ".join(dict.fromkeys(f"{share:.0%}" for share in s.shares))
-    worst = f"{s.worst.ratio:.2f} at {cell_label(s.worst.cell, section)}"
-    return f"{s.mean:.3f} ({low:.3f} to {high:.3f})", worst, slow, share
 
 
 def _listed(section: Section) -> Iterator[Comparison]:

@@ -38,6 +38,7 @@ _EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *MACHINE)
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *MACHINE)
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
        "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
+_BESIDE = ("sample", "bench")  # what rows come beside, that no probe tested
 _PANELS_MOST = 2  # of plots on the first screen; the section has all
 _POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
 ISOLATED = "isolated"  # the label of what was found of operators by themselves
@@ -209,7 +210,7 @@ def _operator(report: Report) -> Step:
         named = ", ".join(one_line(operator, 40) for operator in [*dict.fromkeys(r.operator for r in rows)][:6])
         text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {named}"
         return Step("operator", text, known=not _stock_summaries(report), command=command)
-    if _probed(report):
+    if any(row.probe not in _BESIDE for row in _tested_rows(report)):
         return Step("operator", "none of those tested depends on the batch or the run")
     return Step("operator", "not traced yet", known=False, command=command)
 
@@ -315,10 +316,6 @@ def _divergent_rows(report: Report) -> list[Row]:
     return []
 
 
-def _probed(report: Report) -> bool:
-    return any(row.probe not in ("sample", "bench") for row in _tested_rows(report))
-
-
 def _kernel(report: Report) -> Step:
     culprits = _culprits_of(*report.runs)
     for c in culprits:
@@ -336,7 +333,7 @@ def _kernel(report: Report) -> Step:
         row = clearest(rows)
         unnamed = "" if row.kernel_sets else "; kernel names are unavailable" + " on CPU" * (row.device == "cpu")
         return Step("kernel", one_line(f"{row.operator} in isolation, {row.case}: {map_text(row, 3)}{unnamed}", 300))
-    if _probed(report) and not probe:
+    if not probe and any(row.probe not in _BESIDE for row in _tested_rows(report)):
         return Step("kernel", "none to name: no operator depends on the batch or the run")
     traced = next((r for r in report.runs if any(c.call and c.family in PROBE_OF for c in _culprits_of(r))), None)
     if traced is not None:
@@ -397,9 +394,8 @@ def _cost(report: Report) -> Step:
     if measured:
         lowest = f", the lowest of {len(measured)}" if len(measured) > 1 else ""
         return Step("cost", f"{ratio_text(measured[0])}{lowest}")
-    model = next(filter(None, (_model_of(r.run) for r in report.runs if r.run.header.command in _OF_MODELS)), "")
-    words = ["sample", "--turns", *(["--model", model] if model else [])]
-    return Step("cost", "not measured", known=False, command=_again(report, *words, names=("--dtype", *MACHINE)))
+    command = _again(report, "sample", "--turns", names=("--model", "--dtype", *MACHINE))
+    return Step("cost", "not measured", known=False, command=command)
 
 
 class Suggestion(NamedTuple):

@@ -100,9 +100,11 @@ def mismatch_figure(run: Run, place: str = "fig-answer") -> Figure | None:
     by_position = [(i, [(b.low + 1, b.k3) for b in f.positions]) for i, f in shown]
     by_step = [(i, [(b.low, b.k3) for b in p.steps]) for i, p in enumerate(arms) if p.steps]
     longest = max(x for _, points in by_position for x, _ in points)
+    scale = decades([1.0, *(math.exp(min(f.sampler.min(), f.trainer.min())) for _, f in shown)])
+    tokens = _spots([(i, np.exp(f.sampler).tolist(), np.exp(f.trainer).tolist()) for i, f in shown], scale, scale)
     title = "mean |d| by the sampler's probability"
     panels = [
-        _scatter(shown),
+        _panel("probability of each token", "trainer's", "sampler's", scale, scale, tokens),
         _curves(title, "sampler's probability", linear(0.0, 1.0), by_probability),
         _curves("K3 by position", "token of the rollout", doublings(1, max(2, longest)), by_position),
         _rollouts(shown),
@@ -111,12 +113,6 @@ def mismatch_figure(run: Run, place: str = "fig-answer") -> Figure | None:
         ends = [x for _, points in by_step for x, _ in points]
         panels.append(_curves("K3 by step", "step of training", linear(min(ends), max(ends)), by_step))
     return Figure("plots", Plots([(one_line(p.impl, 60), "") for p in arms], panels), place, PLOTS)
-
-
-def _scatter(shown: _Drawn) -> Panel:
-    scale = decades([1.0, *(math.exp(min(f.sampler.min(), f.trainer.min())) for _, f in shown)])
-    lines = [(i, np.exp(f.sampler).tolist(), np.exp(f.trainer).tolist()) for i, f in shown]
-    return _panel("probability of each token", "trainer's", "sampler's", scale, scale, _spots(lines, scale, scale))
 
 
 def _rollouts(shown: _Drawn) -> Panel:

@@ -167,22 +167,19 @@ def _height(part: RenderableType, console: Console) -> int:
     return len(console.render_lines(part, console.options.update(width=console.width)))
 
 
-def _line(text: str, style: str = "", limit: int = 240) -> Text:
-    return Text(one_line(text, limit), style=style)
-
-
 def _last_words(report: Report, screen: FirstScreen | None, console: Console, *, next_too: bool) -> list[Text]:
     words = []
     if next_too and screen is not None and screen.next.command:
         said = one_line(screen.next.command, 200)
         words.append(Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")))
     if any(not section.run.complete for section in report.runs):
-        words.append(_line(INCOMPLETE, "bold yellow"))
+        words.append(Text(INCOMPLETE, style="bold yellow"))
     if screen is not None:
         text = figures.sentence(screen.section.headline)
         if len(report.runs) > 1:
             text = f"{screen.effect}. {screen.answer}" if screen.effect else screen.answer
-        words.append(_line(text, "bold red" if screen.style == "bad" else "bold", 12 * console.width))
+        style = "bold red" if screen.style == "bad" else "bold"
+        words.append(Text(one_line(text, 12 * console.width), style=style))
     return words
 
 
@@ -192,7 +189,7 @@ def _body(report: Report, screen: FirstScreen | None, console: Console) -> Itera
     if len(report.runs) > 1:
         yield from renderables(chained, console, doc.BRIEF)
         for section in report.runs:
-            yield _line(f"{section.name}: {section.headline}", limit=console.width)
+            yield Text(one_line(f"{section.name}: {section.headline}", console.width))
     elif report.runs:
         title, name, machine, *rest = run_blocks(report, 1)
         yield from renderables([title, name, machine, *chained, *rest], console, doc.BRIEF)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from nondet.core.records import Culprit, EmbedPass, Neighbours, Replay, Replayed, Run, Step
+from nondet.core.records import Culprit, Neighbours, Replay, Replayed, Run, Step
 from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
 from nondet.reports.document import ALL, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, number, ulp_text
@@ -244,7 +244,11 @@ def _vectors(run: Run, impl: str) -> tuple[list[str], list[str]]:
             lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
         else:
             lines += [neighbours_text(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
-            details.append(_took(record))
+            rate = f", {record.texts / record.seconds:,.0f} texts/s" if record.seconds > 0 else ""
+            padding = record.computed - record.tokens
+            took = f"{plural(record.batches, 'pass', 'passes')}, {counted(record.tokens)} tokens"
+            took += f" and {counted(padding)} of padding" if padding else ""
+            details.append(f"{_arm(record.arm)}: {took}{rate}")
     return lines, details
 
 
@@ -263,10 +267,3 @@ def neighbours_text(n: Neighbours) -> str:
         f"up to {number(n.cosine_distance)}; nearest neighbour changed for {counted(n.top1_changed)}, the set of "
         f"{n.k} nearest for {counted(n.topk_changed)}, only its order for {counted(n.topk_reordered)}"
     )
-
-
-def _took(p: EmbedPass) -> str:
-    rate = f", {p.texts / p.seconds:,.0f} texts/s" if p.seconds > 0 else ""
-    padding = p.computed - p.tokens
-    padded = f" and {counted(padding)} of padding" if padding else ""
-    return f"{_arm(p.arm)}: {plural(p.batches, 'pass', 'passes')}, {counted(p.tokens)} tokens{padded}{rate}"

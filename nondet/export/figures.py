@@ -180,10 +180,11 @@ def _lane_name(row: Row, lane: dict[str, Any]) -> str:
 
 def _plots(found: Plots | None, only: int | None = None, prefix: str = "") -> Iterator[Drawing]:
     """A drawing per plot, the first with the legend; `only`: the index of the one to draw."""
-    for number, panel in enumerate(found.panels if found else ()):
-        for plot in panel.plots if only is None else panel.plots[only : only + 1]:
-            impls = found.impls if found else ()
-            yield 4.4, 2.9, partial(_plot, impls, panel, plot, prefix, not number)
+    if found is not None:
+        wanted = slice(None) if only is None else slice(only, only + 1)
+        plots = [(panel, plot) for panel in found.panels for plot in panel.plots[wanted]]
+        for number, (panel, plot) in enumerate(plots):
+            yield 4.4, 2.9, partial(_plot, found.impls, panel, plot, prefix, not number)
 
 
 # Style of a mark -> how matplotlib draws it.
@@ -221,9 +222,7 @@ def _plot(impls: Sequence[tuple[str, str]], panel: Panel, plot: Plot, prefix: st
 
 def _bench(runs: Sequence[Run], only: int) -> Iterator[Drawing]:
     for section in (section for run in runs for section in sections(run)):
-        found = bench_plots(section)
-        wanted = found._replace(panels=[p for p in found.panels if len(p.plots) > only]) if found else None
-        yield from _plots(wanted, only, f"{section.name}, {section.dtype}, ")
+        yield from _plots(bench_plots(section), only, f"{section.name}, {section.dtype}, ")
 
 
 def _summaries(runs: Sequence[Run]) -> list[SampleSummary]:

@@ -18,7 +18,7 @@ from nondet.core.records import Difference, Row, Run
 from nondet.errors import no_commands, one_line
 from nondet.probes.functions import name_of
 from nondet.reports.classes import letter, map_text
-from nondet.reports.text import apart_text, error_text, probe_of_mine, shape_text
+from nondet.reports.text import apart_text, error_span, probe_of_mine, shape_text
 from nondet.verdict.findings import plural
 from nondet.verdict.gate import judge
 from nondet.verdict.wording import Reason, reason, words
@@ -75,7 +75,7 @@ def _row_lines(row: Row) -> list[str]:
     if row.wrong:
         lines.append(f"  wrong: {one_line(row.reason, 300) or 'it missed an answer that is exact in every order'}")
         if row.worst_error is not None:
-            lines.append(f"  error against float64, ||out - ref|| / ||ref||: {error_text(row.worst_error)}")
+            lines.append(f"  error against float64, ||out - ref|| / ||ref||: {error_span(row)}")
     if row.distinct > 1:
         lines.append(_line("  ", f"classes of equal bits: {map_text(row)}"))
     if row.difference is not None and row.difference.mismatched:
