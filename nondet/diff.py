@@ -374,7 +374,7 @@ def _short(value: Any, most: int) -> str:
 
 
 def _is_bad(row: Row) -> bool:
-    return row.wrong or row.parted or row.replays_parted > 0 or row.status == Status.ERROR
+    return row.wrong or row.differs or row.replays_parted > 0 or row.status == Status.ERROR
 
 
 def _row_change(a: Row, b: Row) -> Change | None:

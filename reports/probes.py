@@ -51,7 +51,7 @@ class CaseGroup:
     @property
     def parted(self) -> bool:
         """Whether any implementation was inconsistent."""
-        return any(r.parted for r in self.rows)
+        return any(r.differs for r in self.rows)
 
     @property
     def axis(self) -> str:
@@ -357,7 +357,7 @@ def _maps(case: CaseGroup) -> list[Block]:
 def _figures(cases: Sequence[CaseGroup]) -> Table:
     rows = [row for case in cases for row in case.rows]
     styles = {"divergent": "bad", "error": "bad", "identical": ""}
-    marks = [{"operator": r.operator, "impl": r.impl} | ({"parted": ""} if r.parted else {}) for r in rows]
+    marks = [{"operator": r.operator, "impl": r.impl} | ({"parted": ""} if r.differs else {}) for r in rows]
     cells = []
     for r in rows:
         d, error = r.difference, r.worst_error or r.error
