@@ -347,7 +347,7 @@ def _without_times(value: Any) -> Any:
 
 
 def _is_bad(row: Row) -> bool:
-    return row.wrong or row.parted or row.replays_parted > 0 or row.status == Status.ERROR
+    return row.wrong or row.differs or row.replays_parted > 0 or row.status == Status.ERROR
 
 
 def _row_changes(a: Row, b: Row) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _of_vectors(run: Run) -> list[Step]:
 def _of_classes(report: Report) -> Step:
     left: dict[str, dict[str, None]] = {}  # member -> operators in which it is not in the class, each once
     for row in (row for r in report.runs for row in r.run.rows if row.measured):
-        left.setdefault(row.impl, {}).update({row.operator: None} if row.parted or row.wrong else {})
+        left.setdefault(row.impl, {}).update({row.operator: None} if row.differs or row.wrong else {})
     named = [f"{impl} ({', '.join(operators)})" for impl, operators in left.items() if operators]
     if named:
         return Step("operator", one_line(f"not in the class everywhere: {'; '.join(named)}", 320))
@@ -310,7 +310,7 @@ def _tested_rows(report: Report) -> list[Row]:
 def _divergent_rows(report: Report) -> list[Row]:
     """Rows whose bits depend on the batch or the run: of the implementation that the answer is about, else of any."""
     for rows in (_rows(report, Role.STOCK), _tested_rows(report), _rows(report)):
-        differ = [r for r in rows if (r.parted or r.replays_parted) and axis_of(r) in (Axis.BATCH, Axis.RUN)]
+        differ = [r for r in rows if (r.differs or r.replays_parted) and axis_of(r) in (Axis.BATCH, Axis.RUN)]
         if differ:
             return differ
     return []
@@ -573,7 +573,7 @@ def _after_trace(o: FirstScreen) -> Suggestion:
 
 def _after_own(o: FirstScreen, own: Sequence[Row]) -> Suggestion:
     """The smallest probe that shows what was found in a user's function; for a clean one the longer sweep."""
-    bad = [row for row in own if row.wrong] or [row for row in own if row.parted]
+    bad = [row for row in own if row.wrong] or [row for row in own if row.differs]
     row = bad[0] if bad and bad[0].wrong else clearest(bad or own)
     target = row.impl.rpartition("=")[2]
     words = figures.probe_of_mine(row, target)

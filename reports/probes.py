@@ -50,7 +50,7 @@ class Case:
     @property
     def differs(self) -> bool:
         """Whether any implementation was inconsistent."""
-        return any(r.parted for r in self.rows)
+        return any(r.differs for r in self.rows)
 
     @property
     def axis(self) -> str:
@@ -312,7 +312,7 @@ def _figures(cases: Sequence[Case]) -> Table:
 
 def _marks(row: Row) -> dict[str, str]:
     """For the page's filter."""
-    return {"operator": row.operator, "impl": row.impl} | ({"differs": ""} if row.parted else {})
+    return {"operator": row.operator, "impl": row.impl} | ({"differs": ""} if row.differs else {})
 
 
 def _how_bad(errors: Sequence[tuple[Row, int]]) -> Table:

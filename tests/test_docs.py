@@ -144,7 +144,7 @@ def probed() -> dict[str, list[tuple[str, str, str]]]:
         for section in probes_of(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
             rows = [row for case in section.cases for row in case.measured]
             impls = sort_impls(row.impl for row in rows)
-            parted = {impl: [row.parted for row in rows if row.impl == impl] for impl in impls}
+            parted = {impl: [row.differs for row in rows if row.impl == impl] for impl in impls}
             counts[f"{section.name} in {run}"] = [(i, str(sum(p)), str(len(p))) for i, p in parted.items()]
     return counts
 

@@ -231,7 +231,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
                 msgspec.structs.force_setattr(self, name, value)
 
     @property
-    def parted(self) -> bool:
+    def differs(self) -> bool:
         """Whether the variants fell into more than one class, by their count or by the status."""
         return self.distinct > 1 or self.status == Status.DIVERGENT
 

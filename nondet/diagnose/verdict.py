@@ -28,7 +28,7 @@ def run_step(run: Run, impl: str, solo: Sequence[str]) -> Step:
     if not rows:
         failed = next((r.reason for r in run.rows if r.impl == impl and r.varied == "run"), "it was not repeated")
         return Step(name="run", outcome="unknown", sentence=f"the first round could not be compared: {failed}")
-    round_differs, traces = any(row.parted for row in rows), len(set(solo))
+    round_differs, traces = any(row.differs for row in rows), len(set(solo))
     requests, other = (sum(int(r.extra.get(key, 0)) for r in rows) for key in ("requests", "requests_parted"))
     seen = f"{other} of {requests} requests differ" if round_differs else f"all {requests} requests equal in every bit"
     return Step(
@@ -74,7 +74,7 @@ def cure_step(run: Run, impl: str, solo: str, gaps: Sequence[str]) -> Step:
     """What is left of the divergence under `impl`, whose solo trace is `solo` and which left `gaps` stock."""
     good, rows = _completions(run, impl), replays(run).get(impl, [])
     traces, rounds = {c.trace for c in good} | {solo}, len({c.round for c in good})
-    unsteady = any(row.parted for row in rows)
+    unsteady = any(row.differs for row in rows)
     axes = [a for a in run.axes if a.impl == impl]
     tried, differ = sum(a.tried for a in axes), sum(a.traces for a in axes)
     failed = sum(c.impl == impl and c.status != "ok" for c in run.completions)

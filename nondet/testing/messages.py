@@ -33,7 +33,7 @@ _FORMATS = {"float32": ("<f", 4), "float16": ("<e", 2), "float64": ("<d", 8)}
 def run_text(run: Run, fn: Callable[..., Any] | None = None) -> str:
     """A run with a divergence or a wrong result, for the author of the function."""
     lines = [_line("", f"{verdict.impl}: {verdict.text}") for verdict in judge(run) if verdict.is_fault]
-    faulty = sorted((row for row in run.rows if row.wrong or row.parted or row.replays_parted), key=_weight)
+    faulty = sorted((row for row in run.rows if row.wrong or row.differs or row.replays_parted), key=_weight)
     shown = list({(_weight(row)[0], row.varied): row for row in reversed(faulty)}.values())[::-1][:_ROWS_SHOWN]
     for row in shown:
         lines += ["", *_row_lines(row)]

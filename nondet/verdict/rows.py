@@ -28,7 +28,7 @@ def axis_of(row: Row) -> Axis:
     can't matter (every partial sum is exact), and where the implementation claims that how the work is split doesn't.
     """
     axis = Axis(row.axis) if row.axis in _AXES else Axis.OTHER
-    if axis == Axis.ORDER and (row.claims_invariance or (row.parted and row.exact)):
+    if axis == Axis.ORDER and (row.claims_invariance or (row.differs and row.exact)):
         return Axis.OTHER
     return axis
 
@@ -50,7 +50,7 @@ def _judge_all(impl: str, rows: list[Row]) -> Verdict:
 
 
 def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
-    usable = [r for r in rows if r.measured and (r.trials > 1 or r.parted)]  # one variant has nothing to differ from
+    usable = [r for r in rows if r.measured and (r.trials > 1 or r.differs)]  # one variant has nothing to differ from
     unsteady = {_family(r) for r in usable if _differs_again(r)}
     tried = {_family(r) for r in usable if _repeated(r)}
     on = {axis: [r for r in usable if axis_of(r) == axis] for axis in Axis}
@@ -65,7 +65,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     found = [
         (finding, reason("rows", finding=finding, hits=hits)) for finding, hits in table if any(h for _, h in hits)
     ]
-    for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if r.parted):
+    for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if r.differs):
         # "class": compared with the reference kernel of a numerics class, by `nondet certify`
         hits = _cases([r for r in steady[Axis.OTHER] if r.varied == varied])
         code = "rows-class" if varied == "class" else "rows-depend"
@@ -78,7 +78,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
         return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean),), reasons)
-    if any(r.parted for r in on[Axis.ORDER]):  # its own count already says the first reason
+    if any(r.differs for r in on[Axis.ORDER]):  # its own count already says the first reason
         counts = reason("rows", finding=Finding.ORDER, hits=_cases(on[Axis.ORDER]))
         return Verdict(impl, (Finding.ORDER,), (counts, reason("no-fault")), reasons[1:])
     return Verdict(impl, (Finding.CLEAN,), (_clean_rows(on[Axis.ORDER]), reason("order-changed")), reasons)
@@ -86,7 +86,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
 
 def _cases(rows: Sequence[Row]) -> tuple[tuple[str, bool], ...]:
     """The operator of each case, and whether its variants differ."""
-    return tuple((r.operator, r.parted) for r in rows)
+    return tuple((r.operator, r.differs) for r in rows)
 
 
 def _left_out(rows: Sequence[Row]) -> list[Reason]:
@@ -106,7 +106,7 @@ def _repeated(row: Row) -> bool:
 
 
 def _differs_again(row: Row) -> bool:
-    return row.replays_parted > 0 or (axis_of(row) == Axis.RUN and row.parted)
+    return row.replays_parted > 0 or (axis_of(row) == Axis.RUN and row.differs)
 
 
 def _family(row: Row) -> tuple[str, str, str]:
@@ -132,12 +132,12 @@ def _reasons(
     usable: list[Row], on: dict[Axis, list[Row]], steady: dict[Axis, list[Row]], unsteady: set[tuple[str, str, str]]
 ) -> list[Reason]:
     """What the rows of one implementation do not show; other orders of reduction come first."""
-    mixed = [r for r in usable if axis_of(r) != Axis.RUN and _family(r) in unsteady and r.parted]
+    mixed = [r for r in usable if axis_of(r) != Axis.RUN and _family(r) in unsteady and r.differs]
     operators = tuple(sorted({r.operator for r in mixed}))
-    dependent = {_family(r) for r in steady[Axis.BATCH] if r.parted}
+    dependent = {_family(r) for r in steady[Axis.BATCH] if r.differs}
     untried = tuple(sorted({operator for operator, *_ in dependent - {_family(r) for r in usable if _repeated(r)}}))
     return stated(
-        (any(r.parted for r in steady[Axis.ORDER]), reason("order", hits=_cases(steady[Axis.ORDER]))),
+        (any(r.differs for r in steady[Axis.ORDER]), reason("order", hits=_cases(steady[Axis.ORDER]))),
         (mixed, reason("unsteady", n=len(mixed), operators=operators)),
         (not on[Axis.BATCH] and on[Axis.RUN], reason("batch-not-varied")),
         (untried, reason("not-repeated", operators=untried)),

@@ -52,7 +52,7 @@ def repeated(again: Sequence[Row]) -> str:
 def _repetition(again: Sequence[Row]) -> Reason:
     """A repetition is one trial, however many requests were in it."""
     requests, other = (sum(int(r.extra.get(key, 0)) for r in again) for key in ("requests", "requests_parted"))
-    code = "again-none" if not again else "again-differs" if any(r.parted for r in again) else "again-equal"
+    code = "again-none" if not again else "again-differs" if any(r.differs for r in again) else "again-equal"
     return reason(code, n=other, of=requests, rounds=len(again))
 
 
@@ -199,7 +199,7 @@ def _attribute(counts: SampleCounts, again: Sequence[Row]) -> tuple[Finding, lis
     repeated_rounds = {int(row.extra.get("round", 0)) for row in again}
     shown = len(set[str]().union(*(counts.rounds.get(number, ()) for number in repeated_rounds)))
     table = (
-        (any(r.parted for r in again), Finding.RUN_TO_RUN, ""),
+        (any(r.differs for r in again), Finding.RUN_TO_RUN, ""),
         (agree and counts.ended_otherwise, Finding.UNATTRIBUTED, "ends-alone"),  # one trace, yet several answers
         (agree and batches.constant, Finding.CLEAN, "constant"),
         (agree and not batches.varied, Finding.CLEAN, "hardly-tested"),
@@ -344,7 +344,7 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
         reasons.append(reason("again", what=_repetition(again)) if again else reason("base-once"))
     else:
         clauses = [reason("no-pair" if any(t.tried for t in axes) else "no-effect")]
-    if tested and any(r.parted for r in again):
+    if tested and any(r.differs for r in again):
         findings = (Finding.RUN_TO_RUN,)
         clauses.append(reason("finding", findings=findings))
     elif findings or idle:

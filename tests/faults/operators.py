@@ -249,7 +249,7 @@ def judge(planted: Planted, seed: int, *, hasty: bool = False, first: bool = Fal
         for row in run_jobs(chosen, seed, set()):
             rows.append(row)
             # a fault that is told already is told: what comes after can only say more of it
-            if hasty and (row.parted or row.wrong) and _told(rows, began).caught(planted):
+            if hasty and (row.differs or row.wrong) and _told(rows, began).caught(planted):
                 break
     failed = [row for row in rows if row.status == "error"]
     if failed:
@@ -260,7 +260,7 @@ def judge(planted: Planted, seed: int, *, hasty: bool = False, first: bool = Fal
 
 def _told(rows: list[Row], began: float) -> Told:
     (verdict,) = judge_rows(rows)
-    hit = [row for row in rows if row.parted or row.wrong or row.replays_parted]
+    hit = [row for row in rows if row.differs or row.wrong or row.replays_parted]
     return Told(
         findings=verdict.findings,
         shown=tuple(sorted({row.varied for row in hit})),

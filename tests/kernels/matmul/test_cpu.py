@@ -362,5 +362,5 @@ def test_the_next_process_finds_what_was_proven(monkeypatch: pytest.MonkeyPatch,
 def test_a_certificate_that_lists_no_tiles_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that cannot be sizes are proven anew."""
     for numbers in ({}, {"base": [16], "sizes": [1, 2], "nanoseconds": [1, 2]}, {"base": [1], "sizes": [1, 0]}):
-        proof = Certificate(member="tiles", key="k", holds=True, evidence="", proven="", sources="", numbers=numbers)
+        proof = Certificate(member="tiles", key="k", holds=True, evidence="", proven="", numbers=numbers)
         assert cpu_tiles.restored("toy", proof) is None
