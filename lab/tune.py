@@ -9,7 +9,9 @@ the best few and torch's own product again, for longer. What comes of it changes
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -151,6 +153,20 @@ def table_of(rows: list[Row], device: torch.device) -> Table:
     return Table(gpu, torch.__version__, triton.__version__, cublaslt.version(), rows)
 
 
+def write(path: Path, table: Table) -> None:
+    """Write a table, one row a line."""
+    head = {"form": matmul_tables.FORM} | {n: getattr(table, n) for n in ("gpu", "torch", "triton", "cublaslt")}
+    rows = ",\n".join("  " + json.dumps(list(row)) for row in sorted(table.rows))
+    text = (
+        json.dumps(head, indent=1)[:-2]
+        + f',\n "columns": {json.dumps(list(Row._fields))},\n "rows": [\n{rows}\n ]\n}}\n'
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)  # atomically: other processes read the table meanwhile
+
+
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -203,7 +219,7 @@ def tune(
         raise UserError("nothing could be measured", "The lines above say why.")
     kept = kept_rows(path, rows) if out is None else []
     with disk_errors(path):
-        matmul_tables.write(path, table_of(rows + kept, device))
+        write(path, table_of(rows + kept, device))
     matmul_tables.forget_tables()
     _show(rows)
     say(f"table: {path}")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.tune import kept_rows, measure, shapes_of, tune
+from lab.tune import kept_rows, measure, shapes_of, tune, write
 from nondet.cli import main
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
-from nondet.kernels.matmul.cuda import Row, Table, write
+from nondet.kernels.matmul.cuda import Row, Table
 
 
 def test_the_command_names_its_place(capsys: pytest.CaptureFixture[str]):

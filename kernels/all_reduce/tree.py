@@ -33,16 +33,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def row_parallel(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """The whole product of a layer whose K is cut over the ranks of `group`, on every rank.
+    """The whole product of a layer whose K is cut over the ranks of `group`, on every rank: [..., N] in x's dtype.
+
+    It has the same bits on all ranks and for every number of ranks. `group`: None is one rank.
 
     Args:
         x: [..., K / ranks], this rank's part; float16, bfloat16 or float32.
         weight: [N, K / ranks], this rank's part, of x's dtype.
         bias: [N], the same on all ranks; added in float32, before the one rounding.
-        group: None is one rank.
-
-    Returns:
-        [..., N] in x's dtype, the same bits on all ranks and for every number of ranks.
 
     Raises:
         NotImplementedError: the dtype; CHUNKS is not a multiple of the ranks; the chunks don't divide K.

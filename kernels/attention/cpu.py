@@ -112,15 +112,9 @@ def _right(product: Product, batch: int, depth: int, width: int, seed: int) -> t
 
 
 def prove(varlen: Callable[..., torch.Tensor], dim: int, capped: bool) -> None:
-    """Test the whole at its promise, including the exponential, a soft cap's tanh and the sums.
+    """Test varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, way) at its promise, the exponential, tanh and sums included.
 
-    Args:
-        varlen: varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, way), packed attention without checks.
-        dim: Head dim.
-        capped: With a soft cap.
-
-    Raises:
-        NotInvariantError: a query has other bits in a decode step, a chunk or a batch than in its prefill.
+    NotInvariantError: a query has other bits in a decode step, a chunk or a batch than in its prefill.
     """
     rng = torch.Generator().manual_seed(23)
     length, heads = 3 * BLOCK - 7, 6
@@ -180,17 +174,9 @@ def attention(
 ) -> torch.Tensor:
     """q [B, Hq, Tq, D] over k, v [B, Hkv, Tk, D] -> [B, Hq, Tq, D] in q's dtype; Hq is a multiple of Hkv (GQA).
 
-    Causal is aligned to the end, as in `nondet.kernels.reference`. The result is laid out as [B, Tq, Hq, D].
-
-    Args:
-        causal: See keys up to one's own position.
-        scale: Of the scores; 1 / sqrt(D) if None.
-        window: How many keys a query sees, its own included; None: all before it.
-        softcap: Scores s become softcap * tanh(s / softcap), as in Gemma 2; None: they stay.
-
-    Raises:
-        UserError: shapes or dtypes that do not fit, more queries than keys, or a gradient is needed.
-        NotInvariantError: this machine has no certified way.
+    Causal is aligned to the end, as in `nondet.kernels.reference`. The result is laid out as [B, Tq, Hq, D]. Arguments
+    are those of `nondet.kernels.attention.cuda.attention`. UserError: shapes or dtypes that do not fit, too many
+    queries for the keys, or a gradient is needed. NotInvariantError: this machine has no certified way.
     """
     batch, heads, q_len, dim = q.shape
     if q.numel() == 0:

@@ -598,9 +598,8 @@ def attention(
             proven or not; None chooses the fastest proven way, and sends large half-precision prefills on Hopper to
             `hopper.prefill`.
 
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes that do not fit, no keys at all, a window without causal, a scale that is not above 0.
+    NotImplementedError: a device or dtype without a kernel. ValueError: shapes that do not fit, no keys at all, a
+    window without causal, a scale that is not above 0.
     """
     what = ("attention", causal, scale, window, softcap) if split is None else None
     made = None if what is None else again(what, q, k, v)
@@ -674,21 +673,16 @@ def attention_varlen(
     lengths, as long as max_seqlen_q and max_seqlen_k bound them.
 
     Args:
-        cu_seqlens_q: int32 [requests + 1] on q's device.
-        cu_seqlens_k: int32 [requests + 1] on q's device.
+        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1] on q's device.
         max_seqlen_q: At least the largest number of queries of a request; queries beyond it would not be computed.
         max_seqlen_k: At least the largest number of keys of a request; with `positions` and split=True, at least the
             largest position plus 1.
-        scale: As in `attention`, and so are causal, window, softcap and split.
+        scale: As in `attention`, and so are causal, window, softcap and split, and what is raised.
         positions: Integers [Tq], each query's position in its request, where a sliding-window cache has dropped the
             first keys: the keys that are left end at the last query's position, and segments stay anchored at position
             0. None: a request's first key has position 0.
         key_index: Integers [keys of all requests], for a paged cache: k and v are the cache, [tokens, Hkv, D], and key
             i of cu_seqlens_k's count is its token key_index[i]. Nothing is gathered first.
-
-    Raises:
-        NotImplementedError: a device or dtype without a kernel.
-        ValueError: shapes or dtypes that do not fit, a window without causal.
     """
     if q.ndim != 3 or k.ndim != 3:
         raise ValueError(f"attention_varlen takes [T, H, D], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")

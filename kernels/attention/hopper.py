@@ -3,11 +3,9 @@
 The order of reduction is the one that `attention.cuda` states, so this is another member of its class: keys in
 segments of SEGMENT and tiles of BLOCK_N anchored at key 0, the same online softmax in float32, the same halving of row
 sums, segments merged in order. Which program computes which rows and when changes only speed; nor does a row's
-neighbour enter (64 rows to a product, but a row of a product has its own chain). It is faster because separate warps
-load, two products are in flight, and programs process many blocks. The schedule follows FlashAttention-3 (Shah et al.
+neighbour enter (each row of a product has its own chain). It is faster because separate warps load, two products are in
+flight, and programs process many blocks. The schedule follows FlashAttention-3 (Shah et al.
 2024, arXiv 2407.08608); the total that a segment is merged into, which that kernel lacks, is kept in shared memory.
-
-tests/kernels/attention/test_hopper.py compares the bits with the Triton kernels and the errors with float64.
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ def packing_of(mask: torch.Tensor, batch: int, q_len: int, *, anchored: bool = T
 
     Args:
         mask: bool, True where a query sees a key, or floating, 0 there and the dtype's lowest number or -inf elsewhere;
-            [B or 1, 1, Tq or 1, Tk]. One query row applies to all `q_len` queries.
-        batch: B.
-        q_len: Tq.
+            [B or 1, 1, Tq or 1, Tk]. One query row applies to all `q_len` (Tq) queries.
         anchored: The first key that a span sees is its request's first. Otherwise a window may have hidden keys before
             it, and only the queries' positions show it: see `attend_packed`.
     """

@@ -47,11 +47,8 @@ def attention_backward(
     Args:
         q, out, gradient: [Tq, Hq, D], requests in sequence; the forward's result (not used: the exponentials are
             computed again) and its gradient.
-        k, v: [Tk, Hkv, D], Hq a multiple of Hkv.
-        cu_seqlens_q, cu_seqlens_k: int32 [requests + 1], where each begins. If causal, a request's last query has the
-            position of its last key.
-        scale, window, softcap: As in `nondet.kernels.attention.cuda.attention`.
-        max_seqlen_q, max_seqlen_k: Not used; the signature is that of the CUDA kernel.
+        k, v, scale, causal, window, softcap: As in `nondet.kernels.attention.cuda.attention_varlen`, and what says the
+            requests. max_seqlen_q and max_seqlen_k are not used; the signature is that of the CUDA kernel.
     """
     parts = [torch.zeros_like(x) for x in (q, k, v)]
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

@@ -299,11 +299,7 @@ class Invariance:
             model: Weights on a GPU, and weights that no copy helps, are left as they are.
             most: Bytes of copies; None: half of the machine's free memory.
 
-        Returns:
-            Bytes kept; 0 comes with a RuntimeWarning.
-
-        Raises:
-            UserError: outside of the block, or under one for training.
+        Returns the bytes kept; 0 comes with a RuntimeWarning. UserError: outside of a block, or under one for training.
         """
         if not any(self is block for block in _entered):
             raise UserError("pack() outside of its batch_invariant() block", "Call it inside of `with`.")
@@ -390,13 +386,10 @@ def batch_invariant(families: Iterable[str] | None = None, *, training: bool = F
     outermost block takes tens of milliseconds: hold one around the life of a server or a trainer.
 
     Args:
-        families: Names from `FAMILIES`; None for all of them. A subset leaves the rest stock, which shows which family
-            a divergence comes from.
+        families: Names from `FAMILIES` (else UnknownNameError); None for all of them. A subset leaves the rest stock,
+            which shows which family a divergence comes from.
         training: Where a gradient is needed, attention and norms keep the bits that they have without one, and get a
             gradient of ours (`nondet.kernels.dispatch.differentiable`); else they are left to torch, and counted.
-
-    Raises:
-        UnknownNameError: no such family.
     """
     chosen = list(FAMILIES if families is None else families)
     for family in chosen:

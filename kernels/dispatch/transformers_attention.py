@@ -148,7 +148,10 @@ def windowed(
         packings = [one_query_each(batch, key.shape[2], query.device)]
     else:
         packings = packing_of(mask, batch, q_len, anchored=False)
-    if packings is None or not all(_shows(packing, window) for packing in packings):
+    if packings is None:
+        return None
+    shown = (p.causal and (p.max_k <= window if p.window is None else p.window == window) for p in packings)
+    if not all(shown):  # the mask shows something else than the layer's window
         return None
     flat = positions.expand(batch, q_len).reshape(-1)
     more: dict[str, Any] = {"window": window, "softcap": kwargs.get("softcap")}
@@ -156,12 +159,6 @@ def windowed(
         *(kernels.attention_varlen, query, key, value, packings), kwargs.get("scaling"), positions=flat, **more
     )
     return out.transpose(1, 2)
-
-
-def _shows(packing: Packing, window: int) -> bool:
-    """Whether what a mask shows is the layer's window."""
-    fits = packing.max_k <= window if packing.window is None else packing.window == window
-    return packing.causal and fits
 
 
 def _kernels_taking(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Any:

@@ -1,18 +1,15 @@
 """The products of a mixture of experts on CUDA, their proof, the choice of experts, and the sum of their results.
 
-The order of reduction is that of class "chain" (`nondet.kernels.matmul.triton_kernels`): every element is one chain
-over K, from 0 to K - 1, in one accumulator, rounded once. So a row has the bits of the plain product of that row with
-its expert's weight, whatever the other rows are, however they are spread over the experts, and at any position in the
-sorted batch and in its tile. The tile is chosen by the number of rows per expert, and changes only speed.
+The order of reduction is that of class "chain" (`nondet.kernels.matmul.triton_kernels`). So a row has the bits of the
+plain product of that row with its expert's weight, whatever the other rows are, however they are spread over the
+experts, and wherever it lies. The tile is chosen by the number of rows per expert, and changes only speed.
 
 Each program finds its tile's expert from the offsets on the device: nothing is read back to the host, so you can
 capture a launch in a CUDA graph and replay it with other offsets.
 
-Two kernels, one order: with TMA (tensor descriptors) for float16 and bfloat16 whose rows are aligned, on GPUs that have
-it; with pointers for everything else. Both process K in steps of the tile's block_k, and both read zeros beyond K.
-
-That tiles and kernels agree is a property of the hardware. So each is proven by bits at its first use on a machine,
-against the anchor of class chain, and the proof is kept (`nondet.core.certificates`); one that fails is not used.
+One kernel uses TMA (tensor descriptors), for float16 and bfloat16 whose rows are aligned, on GPUs that have it; one
+pointers. That tiles and kernels agree is a property of the hardware. So each is proven by bits at its first use on a
+machine, against the anchor of class chain (`nondet.core.certificates`); one that fails is not used.
 
 Functions raise NotImplementedError for a device or dtype without a kernel, and ValueError for shapes that do not fit.
 """

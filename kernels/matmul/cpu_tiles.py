@@ -167,16 +167,10 @@ def sizes_for(work: float) -> tuple[int, ...]:
 
 
 def prove(what: str, cases: Sequence[Case], sizes: Sequence[int], bases: Sequence[int] = _BASES) -> Tiles:
-    """Find the row counts of one numerics class.
+    """Find the row counts among `sizes` of one numerics class, that of the first of `bases` that minds no position.
 
-    Args:
-        what: The operator and dtype, for notes and errors.
-        cases: (call, inputs): call(*tiles) is the fixed-shape call under test; the inputs share their first axis. A
-            row count has to agree in every case.
-        sizes, bases: Row counts, and base tiles in order of preference, to try.
-
-    Raises:
-        NotInvariantError: no base tile is position-invariant.
+    `what` is said in notes and errors. A case is (call, inputs): call(*tiles) is the fixed-shape call under test; the
+    inputs share their first axis. A row count has to agree in every case. NotInvariantError: no base will do.
     """
     for base in bases:
         expected = [_expected(call, inputs, base, max(*sizes, base)) for call, inputs in cases]

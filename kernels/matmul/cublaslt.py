@@ -92,11 +92,9 @@ def handle_of(index: int) -> ctypes.c_void_p:
     return handle
 
 
-# PyTorch can forbid split-K too, with `torch.backends.cuda.preferred_blas_library("cublaslt")` and
-# `allow_bf16_reduced_precision_reduction = (False, False)` (aten/src/ATen/cuda/CUDABlas.cpp sets the library's
-# reduction scheme mask to NONE then), but those switches apply to the whole process, there is none for float32, and the
-# library's first choice has to be taken. So this module calls PyTorch's library directly: the mask is part of each
-# call, nothing global changes, and any algorithm that the heuristic offers can be chosen by rank.
+# PyTorch can forbid split-K too (`allow_bf16_reduced_precision_reduction = (False, False)`), but for the whole process,
+# not in float32, and only with the library's first choice. So this module calls PyTorch's library directly: the mask is
+# part of each call, nothing global changes, and any algorithm that the heuristic offers can be chosen by rank.
 # Requested are reduction scheme NONE and a split-K number of 1 (the library reports both for each algorithm, and others
 # are dropped), accumulation in float32, alpha 1, beta 0, a bias added by the epilogue before the one rounding. The
 # library does not document the order inside K: on an H200 its half-precision kernels have the bits of the Triton chain;
@@ -105,8 +103,7 @@ def handle_of(index: int) -> ctypes.c_void_p:
 
 ALIGNMENT_BYTES = 16  # of every operand, at least
 # Enough for a kernel's counter and not for partial sums. With PyTorch's 32 MiB the heuristic prefers split-K
-# algorithms, the mask removes them, and the rest may be 10 times slower: 274 us instead of 28 (K 12288, N 4096, M to
-# 64).
+# algorithms, the mask removes them, and the rest may be 10 times slower.
 MAX_WORKSPACE_BYTES = 256
 
 _DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF

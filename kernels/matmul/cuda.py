@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import warnings
 from bisect import bisect_left
@@ -53,7 +52,7 @@ from nondet.kernels.triton_common import INTERPRETED, Buffer, buffer_of, empty_s
 
 # Tables of measured times choose the fastest member of class "chain"; a rule chooses for all other shapes.
 # A table changes only speed: the member that it names must be proven to have the class's bits before it is used. Tables
-# are JSON, one row per measured product: kernels/matmul/tables/ holds those that are included, and `nondet tune` writes
+# are JSON, one row per measured product: kernels/matmul/tables/ holds those that are included, and lab/tune.py writes
 # one for this machine into the user's cache folder, whose rows come first. `KINDS` has the names of choices.
 
 FORM = 1
@@ -93,20 +92,6 @@ def user_folder() -> Path | None:
     """Where `nondet tune` keeps tables: next to the certificates; None if there is no home."""
     folder = cache_folder()
     return None if folder is None else folder.parent / "matmul-tables"
-
-
-def write(path: Path, table: Table) -> None:
-    """Write a table, one row a line."""
-    head = {"form": FORM, "gpu": table.gpu, "torch": table.torch, "triton": table.triton, "cublaslt": table.cublaslt}
-    rows = ",\n".join("  " + json.dumps(list(row)) for row in sorted(table.rows))
-    text = (
-        json.dumps(head, indent=1)[:-2]
-        + f',\n "columns": {json.dumps(list(Row._fields))},\n "rows": [\n{rows}\n ]\n}}\n'
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)  # atomically: other processes read the table meanwhile
 
 
 def read(path: Path) -> Table:

@@ -1,5 +1,4 @@
-"""Elementwise operators on CUDA in one launch, with stock's bits: transformers' rotary embedding, and SiLU times a
-gate.
+"""Elementwise operators on CUDA in one launch, with stock's bits: transformers' rotary embedding, SiLU times a gate.
 
 `apply_rotary_pos_emb` runs as some twelve launches (halves, negation, concatenation, two products and a sum, for
 queries and for keys). Nothing is reduced, so stock is already batch-invariant, but the launches are slow. Each product

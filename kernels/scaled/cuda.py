@@ -4,8 +4,7 @@ Every program processes K from 0 on in steps of 128, with any tile: the matrix u
 accumulator that starts from zero, and the step's sum is added to a float32 total on the CUDA cores. So the order
 depends neither on M, nor on the row's position, nor on the tile, as far as the matrix instructions of two tiles agree.
 Hopper's keep few bits of such sums, and mma.sync and wgmma need not agree, so each tile is proven by bits against
-`anchor` at its first use on a machine (`nondet.core.certificates`). What is not proven is not used; the anchor's own
-tile is the last choice.
+`anchor` at its first use on a machine (`nondet.core.certificates`); the anchor's own tile is the last choice.
 
 On an H200 the class is also that of cuBLASLt's kernels behind torch._scaled_mm (docs/evidence/h200): a stretch of 128 k
 from zero, and the scales as in `_scaled_kernel`. So torch's own call is a member, faster from some rows on. The library

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lab.tune import write
 from nondet.core import compare, inputs
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
@@ -336,7 +337,7 @@ def first(m: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, n: int = 
 @pytest.mark.usefixtures("tables")
 def test_round_trip(tmp_path):
     """A table comes back as it was written, one row a line."""
-    choice.write(tmp_path / "new" / "t.json", table())
+    write(tmp_path / "new" / "t.json", table())
     assert choice.read(tmp_path / "new" / "t.json") == table()
     assert (tmp_path / "new" / "t.json").read_text().count("\n") == len(ROWS) + 10
     (tmp_path / "bad.json").write_text('{"form": 99}')
@@ -352,7 +353,7 @@ def test_the_next_measured_m_decides(tables):
     """Between measured Ms a tile that was made for more rows serves; a rank means something at its own M alone. No
     table, another dtype, another weight, a batch, or far more rows than were measured: the rule."""
     assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
-    choice.write(tables[1], table())
+    write(tables[1], table())
     choice.forget_tables()
     assert [first(m) for m in (1, 16, 9, 200)] == ["16x32x128w4s7", "cublaslt:2", "cublaslt:0", "cublaslt:0"]
     assert choices(1, 16, 32, 64, torch.bfloat16, GPU)[1:3] == ["cublaslt:0", "16x32x128w4s4"]
@@ -370,22 +371,22 @@ def test_the_next_measured_m_decides(tables):
 def test_which_table_is_believed(tables):
     """Ranks are a library version's own, else its favourite is taken; a user's table comes first, shape by shape."""
     user, packaged = tables
-    choice.write(packaged, table(version=129999))
+    write(packaged, table(version=129999))
     assert (first(16), first(1)) == ("cublaslt:0", "16x32x128w4s7")
-    choice.write(packaged, table(*ROWS, *(row._replace(n=48) for row in ROWS)))
-    choice.write(user, table(ROWS[0]._replace(choice="16x64x64w4s6")))
+    write(packaged, table(*ROWS, *(row._replace(n=48) for row in ROWS)))
+    write(user, table(ROWS[0]._replace(choice="16x64x64w4s6")))
     choice.forget_tables()
     assert (first(1), first(1, n=48)) == ("16x64x64w4s6", "16x32x128w4s7")
 
 
 def test_a_broken_table_is_told_and_ignored(tables):
     """Inference goes on without it."""
-    choice.write(tables[0], table())
+    write(tables[0], table())
     tables[0].write_text("{")
     with pytest.warns(UserWarning, match="ignored"):
         assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
     for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
-        choice.write(tables[0], table(ROWS[0]._replace(**change)))
+        write(tables[0], table(ROWS[0]._replace(**change)))
         choice.forget_tables()
         with pytest.warns(UserWarning, match="ignored"):
             assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
