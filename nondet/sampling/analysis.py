@@ -299,9 +299,7 @@ class SampleSummary:
     failed: int  # requests that ended in an error; they are in no other figure
     distinct_completions: int
     distinct_traces: int
-    # share of completions that differ from the most common; where none does, the one-sided bound 1 - 0.05^(1/(n-1)): n
-    # completions make n - 1 comparisons
-    rate: Interval
+    rate: Interval  # share of completions that differ from the most common
     forks: tuple[Fork, ...]
     completions: tuple[DistinctCompletion, ...]  # the most common first
     survival: tuple[float, ...]  # [i]: share of completions whose first i tokens are those of the most common one
@@ -727,9 +725,6 @@ def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, st
     ]
 
 
-_Rounds = Mapping[int, Counter[tuple[int, ...]]]  # round -> tokens -> how many completions
-
-
 def _summarize(
     run: Run,
     traces: Mapping[str, Trace],
@@ -818,7 +813,7 @@ def _summarize(
     )
 
 
-def _first_seen(rounds: _Rounds) -> dict[tuple[int, ...], int]:
+def _first_seen(rounds: Mapping[int, Counter[tuple[int, ...]]]) -> dict[tuple[int, ...], int]:
     """Tokens -> their number, from 1, by round, then count, then tokens, so that the file's order does not matter."""
     seen: dict[tuple[int, ...], int] = {}
     for _, counts in sorted(rounds.items()):

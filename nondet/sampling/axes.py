@@ -133,7 +133,11 @@ class Axis:
         if value == self.plain:
             new = "" if self.known else None
         elif not self.known:
-            new = number(self.name, value, 4 if self.name == "page" else 1, self.most)
+            least = 4 if self.name == "page" else 1
+            if not (value.isascii() and value.isdigit()) or not least <= int(value) <= self.most:
+                hint = f"Give whole numbers from {least} to {self.most}, such as {self.name}=16:32."
+                raise UserError(f"--vary: {self.name}={value} makes no sense", hint)
+            new = int(value)
         elif value not in self.known:
             raise UserError(f"--vary: {self.name}={value}{self.other}", suggestion(value, [*self.known, self.plain]))
         if self.known == ("on", "off"):
@@ -220,15 +224,6 @@ class Axis:
         return next((reason for holds, name, reason in reasons if holds and name == self.name), "")
 
 
-def number(axis: str, text: str, least: int, most: int = 1_000_000) -> int:
-    """A value that is a whole number in this range; else a `UserError`."""
-    if not (text.isascii() and text.isdigit()) or not least <= int(text) <= most:
-        raise UserError(
-            f"--vary: {axis}={text} makes no sense", f"Give whole numbers from {least} to {most}, such as {axis}=16:32."
-        )
-    return int(text)
-
-
 def _further(axis: str, subject: Subject, new: Any) -> dict[str, Any]:
     """What follows for the conditions from a value; a `UserError` where it does not go with the subject."""
     if axis == "page" and subject.grain and new % subject.grain:
@@ -306,9 +301,8 @@ def parse_vary(spec: str) -> dict[str, list[str]]:
         if name not in AXES and name != ALL:
             raise UnknownNameError("axis", name, [*AXES, ALL])
         if equals and not all(values):
-            raise UserError(
-                f"--vary: {part!r} lacks a value", f"Write {name}=VALUE, or {name} without = for its default values."
-            )
+            hint = f"Write {name}=VALUE, or {name} without = for its default values."
+            raise UserError(f"--vary: {part!r} lacks a value", hint)
         wanted[name] = values
     return wanted
 

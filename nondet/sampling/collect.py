@@ -59,12 +59,8 @@ class Survey:
     impls: Sequence[str]
     axes: Sequence[Varied] = ()  # what is varied; () where there is one arm
     seed: int = 0
-    # run each round under every implementation before the next round, so that their times can be compared; else all
-    # rounds of one implementation come before those of the next
-    turns: bool = False
-    # how many further rounds may be run again, where a prompt diverged and the first round does not show whether the
-    # batch caused it; see `nondet.sampling.replay.rounds_to_settle`
-    settle: int = 0
+    turns: bool = False  # run each round under every implementation before the next one, so that times are comparable
+    settle: int = 0  # most rounds that are run again beside the first, see `nondet.sampling.replay.rounds_to_settle`
     wanted: Callable[[int], bool] = lambda number: True  # whether a round is still to be run, when its turn comes
 
     @cached_property
@@ -185,8 +181,7 @@ class Here:
                 return play_replicas(engine, requests, conditions.load, *replicas, **options)
             ranks = self._over(conditions.ranks)
         session = ranks.run(requests, conditions.load, impl, **options)
-        figures = {"ranks_most": ranks.world, "share_most": ranks.shares[0]}
-        return replace(session, figures=session.figures | figures | {"order": admission_number(session.admitted)})
+        return replace(session, figures=session.figures | {"ranks_most": ranks.world, "share_most": ranks.shares[0]})
 
     def describe(self, conditions: Conditions) -> dict[str, Any]:
         """See `Host`."""
@@ -277,8 +272,7 @@ class _Rounds(RoundCollector):
     done: int = 0
     tokens: int = 0
     left: set[int] = field(default_factory=set)  # the rounds that are not on disk yet
-    # whether every bit of the first one is to be compared with those of the warm-up, which is the same round: this
-    # separates batch-dependent from run-to-run nondeterministic
+    # whether the first one is to be compared with itself in advance: a difference is run-to-run nondeterminism
     again: bool = False
     first: Session | None = None
 
@@ -361,10 +355,10 @@ class _Rounds(RoundCollector):
 
     def _judge_axes(self) -> None:
         """Record whether each value took effect, from its rounds and the base's."""
-        rounds = {r.round: r for r in read_run(self.writer.path, allow_truncated=True).rounds if r.impl == self.impl}
         seen: dict[str, list[dict[str, int]]] = {}
-        for number in range(self.survey.rounds):
-            seen.setdefault(self.survey.at(number)[0].name, []).append(rounds[number].figures)
+        for r in read_run(self.writer.path, allow_truncated=True).rounds:
+            if r.impl == self.impl:
+                seen.setdefault(r.arm, []).append(r.figures)
         base = _figures(seen[BASE_ARM], seen[BASE_ARM])
         for varied in self.survey.axes:
             axis = varied.axis
@@ -433,9 +427,8 @@ class _Rounds(RoundCollector):
 
     def _trace(self, outcome: Outcome, digest: str) -> Trace:
         same = ("token_ids", "logprobs", "margins", "runner_up", "border", "cut", "nucleus")
-        figures = {name: getattr(outcome, name) for name in same}
-        text = self.survey.loaded.decode(outcome.token_ids)
-        return Trace(digest=digest, text=text, seed=replay.seed_of(outcome), **figures)
+        figures = {name: getattr(outcome, name) for name in same} | {"seed": replay.seed_of(outcome)}
+        return Trace(digest=digest, text=self.survey.loaded.decode(outcome.token_ids), **figures)
 
     def _write_recording(self, index: int, session: Session) -> None:
         plan, conditions = self.survey.plan, self.survey.base
@@ -470,8 +463,10 @@ def play_replicas(
         One session of all: outcomes in the order of the requests, seconds summed. Of several replicas it has neither
             packs nor logits nor the pace of steps, because steps (also of schedules) are numbered by replica.
     """
-    turns = [i % count for i in range(len(requests))]
-    replicas = route(policy, requests, count) if count > 1 else turns
+    if count == 1:
+        session = engine.run(requests, load, **options)
+        return replace(session, figures=session.figures | {"replicas_most": 1})
+    turns, replicas = [i % count for i in range(len(requests))], route(policy, requests, count)
     shares: dict[int, list[Request]] = {}
     for request, replica in zip(requests, replicas, strict=True):
         shares.setdefault(replica, []).append(request)
@@ -481,10 +476,7 @@ def play_replicas(
     figures = summed_figures([s.figures for s in sessions])
     figures["replicas_most"] = sum(any(r.target for r in share) for share in shares.values())
     figures["order"] = admission_number(admitted)
-    if count > 1:
-        figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
-    if len(sessions) == 1:
-        return replace(sessions[0], figures=dict(figures))
+    figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
     return Session(
         outcomes=[outcomes[r.id] for r in requests],
         steps=sum(s.steps for s in sessions),

@@ -481,7 +481,7 @@ def run_session(
     drawing = Drawing.of(requests, log)
     with (
         first_uses() as log.first_uses,
-        _engine_of(model, requests, load, log, seed=seed, setting=setting, drawing=drawing) as manager,
+        _engine_of(model, requests, load, log, seed, setting, drawing) as manager,
         watching,
     ):
         for request in requests:
@@ -502,7 +502,7 @@ def run_session(
         log.drain()
     dtype = str(model.dtype).removeprefix("torch.")
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
-    tops, parts = log.tops(), parts_of(log.packs)
+    tops, parts, begun = log.tops(), parts_of(log.packs), log.marks[0] if log.marks else 0.0
     missing = "the session was cut short before it finished" if cut else "the engine ended without a result for it"
     outcomes = [_outcome(r, found.get(r.id), tops.get(r.id, []), fatal or missing, cut) for r in requests]
     if drawing is not None:
@@ -511,8 +511,8 @@ def run_session(
         outcomes=scheduled(outcomes, parts, log),
         steps=log.steps,
         tokens=sum(len(o.token_ids) for o in outcomes),
-        seconds=log.spent(log.started, log.ended),
-        first_use_seconds=log.first_uses.within(log.started, log.ended),
+        seconds=log.spent(begun, log.ended),
+        first_use_seconds=log.first_uses.within(begun, log.ended),
         fatal=fatal,
         packs=log.packs,
         tops=tops,
@@ -525,9 +525,8 @@ def run_session(
 def _why_stopped(error: Any, steps: int) -> str:
     """Why the engine stopped; "" where it did not. A `UserError` if its cache does not fit, or it refuses the model."""
     if isinstance(error, MemoryError) and steps == 0:
-        raise UserError(
-            f"the engine's cache does not fit: {reason_of(error)}", "Use a smaller --load, prompt or --max-tokens."
-        ) from error
+        what = f"the engine's cache does not fit: {reason_of(error)}"
+        raise UserError(what, "Use a smaller --load, prompt or --max-tokens.") from error
     if isinstance(error, UserError):  # a smaller load would not help: the model is refused from inside
         raise error
     return "" if error is None else f"the engine stopped in step {steps}: {reason_of(error)}"
@@ -599,14 +598,7 @@ class Arrivals(_Above):
 
 @contextmanager
 def _engine_of(
-    model: Any,
-    requests: Sequence[Request],
-    load: Load,
-    log: SessionLog,
-    *,
-    seed: int = 0,
-    setting: Setting = PLAIN,
-    drawing: Drawing | None = None,
+    model: Any, requests: Sequence[Request], load: Load, log: SessionLog, seed: int, setting: Setting, drawing: Any
 ) -> Iterator[Any]:
     """Yield a manager that is not yet started, with our scheduler and hooks in place."""
     from transformers import GenerationConfig
@@ -624,7 +616,7 @@ def _engine_of(
     before, after = order.hooks()
     if load.graphs:
         log.ring = TopRing(min(load.requests, load.budget), model.device)
-        after = [log.ring.hook, log.note_capture]
+        after = [log.note_capture]
     hooks = [model.register_forward_pre_hook(hook, with_kwargs=True) for hook in before]
     after = after or [log.record_logits]
     hooks += [model.register_forward_hook(hook, with_kwargs=True) for hook in (*after, *([drawing] if drawing else []))]
@@ -638,9 +630,8 @@ def _engine_of(
                     ),
                 )
             except (AttributeError, ValueError) as error:
-                raise UserError(
-                    f"the continuous-batching engine refuses this model: {reason_of(error)}", "Choose another model."
-                ) from error
+                what = f"the continuous-batching engine refuses this model: {reason_of(error)}"
+                raise UserError(what, "Choose another model.") from error
             try:
                 yield manager
             finally:
@@ -692,18 +683,17 @@ def warm_up(
     """
     if device != "cuda" or model is None:
         return play(plan.rounds[0])
-    calls, report = 0, progress or (lambda *_: None)
+    calls, report = [0], progress or (lambda *_: None)
 
     def layers(done: int, total: int, _: FirstUses) -> None:
-        nonlocal calls
-        calls = total
+        calls.append(total)
         report(done, total + 1, uses)
 
     with first_uses() as uses:
         prepare(model, *sizes_of(plan.load), layers)
-        uses.on_change = lambda so_far: report(calls, calls + 1, so_far)
+        uses.on_change = lambda so_far: report(calls[-1], calls[-1] + 1, so_far)
         session = play(plan.rounds[0])
-    report(calls + 1, calls + 1, uses)
+    report(calls[-1] + 1, calls[-1] + 1, uses)
     return session
 
 

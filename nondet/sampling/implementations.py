@@ -22,7 +22,6 @@ from nondet.sampling.plan import DRAWN
 # same FlashAttention 2, is registered under the name that the engine uses, on a GPU.
 
 STOCK_FLASH = "stock-flash"
-_NAMES = ("sdpa", "paged|sdpa")
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def stock_flash() -> Iterator[None]:
     from transformers.modeling_utils import AttentionInterface
 
     table = AttentionInterface()
-    before = {name: table[name] for name in _NAMES if name in list(table)}
+    before = {name: table[name] for name in ("sdpa", "paged|sdpa") if name in list(table)}
     for name, original in before.items():
         AttentionInterface.register(name, partial(_flash, original))
     try:

@@ -214,7 +214,7 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "mistral": {"sliding_window": None},
-    "gemma3_text": {"query_pre_attn_scalar": 128, "layer_types": "full_attention"},
+    "gemma3_text": {"query_pre_attn_scalar": 128, "layer_types": ["full_attention"]},
 }
 
 # The shapes of published models. Their weights are drawn on the model's device, which is quick even for the largest, so
@@ -254,9 +254,8 @@ def random_config(source: str, vocabulary: int) -> Any:
         heads = 2 * width // 128
         kv_heads = max(1, heads // 2)
         context, tied = _CONTEXT, True
-        more |= _ARCHITECTURES[kind]
-        if "layer_types" in more:
-            more["layer_types"] = [more["layer_types"]] * layers
+        own = _ARCHITECTURES[kind]  # a list is for one layer
+        more |= {key: value * layers if isinstance(value, list) else value for key, value in own.items()}
     return AutoConfig.for_model(
         kind,
         hidden_size=width,

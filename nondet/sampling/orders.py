@@ -66,14 +66,14 @@ class _ByPrefix(Order):
     seen: list[tuple[int, ...]] = field(default_factory=list)
 
     def arrange(self, waiting: Sequence[str]) -> list[str]:
-        return sorted(waiting, key=lambda name: -self._match(self.requests[name].prompt))
+        def cached(name: str) -> int:
+            return max((shared_length(self.requests[name].prompt, other) for other in self.seen), default=0)
+
+        return sorted(waiting, key=cached, reverse=True)
 
     def admitted(self, name: str) -> None:
         if self.requests[name].prompt not in self.seen:
             self.seen.append(self.requests[name].prompt)
-
-    def _match(self, prompt: tuple[int, ...]) -> int:
-        return max((shared_length(prompt, other) for other in self.seen), default=0)
 
 
 @dataclass

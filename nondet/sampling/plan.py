@@ -238,10 +238,8 @@ def background_text() -> list[str]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise UserError(
-            "this Python lacks pydoc_data, the text that background requests are cut from",
-            "Install the full standard library, or use --load none.",
-        ) from error
+        what = "this Python lacks pydoc_data, the text that background requests are cut from"
+        raise UserError(what, "Install the full standard library, or use --load none.") from error
     return [topics[name] for name in sorted(topics) if len(topics[name]) > 2000]
 
 
@@ -352,8 +350,7 @@ class Outcome:
     token_ids: list[int] = field(default_factory=list)
     logprobs: bytes = b""  # little-endian float32, one for each token; empty where the engine gives none
     margins: bytes = b""  # little-endian float32, top-1 minus top-2 logit of each step; empty where not recorded
-    # the better of the two top tokens that was not chosen, for each step
-    runner_up: list[int] = field(default_factory=list)
+    runner_up: list[int] = field(default_factory=list)  # the better of the two top tokens that was not chosen, by step
     finish: str = "error"  # "length", "eos", "error", or "cut" where a watched session ended before the request did
     # run-length list of [first_step, steps, query_tokens]; empty where the engine does not report it
     schedule: list[list[int]] = field(default_factory=list)

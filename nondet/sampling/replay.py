@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-import msgspec
-
 from nondet.core.compare import first_difference
 from nondet.core.measure import row_of
 from nondet.core.records import Completion, Replayed, Row, Run, Status, Tape, TapedRequest
@@ -80,8 +78,7 @@ def first_other_step(record: Tape, requests: Sequence[Request], packs: Mapping[i
         for first, count, *spans in record.steps
         for n in range(count)
     }
-    steps = sorted(played.keys() | recorded.keys())
-    return next((step for step in steps if played.get(step) != recorded.get(step)), None)
+    return min((s for s in played.keys() | recorded.keys() if played.get(s) != recorded.get(s)), default=None)
 
 
 def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> list[Completion]:
@@ -156,10 +153,8 @@ def _check_whole(record: Tape, completion: Completion, source: str) -> None:
 def check_weights(record: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
     """Refuse, as a `UserError`, weights with another digest than the recording's."""
     if record.weights != weights:
-        raise UserError(
-            f"the weights of {loaded.name} have digest {weights}, those of {source} had {record.weights}",
-            "Load the model that the run was made with: --model.",
-        )
+        what = f"the weights of {loaded.name} have digest {weights}, those of {source} had {record.weights}"
+        raise UserError(what, "Load the model that the run was made with: --model.")
 
 
 # Running rounds again: whether the same requests in the same batches give the same bits.
@@ -345,27 +340,27 @@ class Player:
         replays = []
         for completion in completions:
             name, outcome = completion.request, _outcome(session, completion.request)
-            token, logprob = _difference(traces, completion, outcome)
-            where = "" if logprob is None else f", from token {logprob} on"
+            first = _difference(traces, completion, outcome)
+            where = "" if first[1] is None else f", from token {first[1]} on"
             sentence = f"{name}: trace {digest_of(outcome)} instead of {completion.trace}{where}; {steps}"
             if digest_of(outcome) == completion.trace:
                 count = len(outcome.token_ids)
                 sentence = f"{name}: {count} tokens and logprobs, bit-identical to the record; {steps}"
-            found = _replayed(completion, outcome, (token, logprob), self._others(name), sentence)
-            replays.append(msgspec.structs.replace(found, how="as recorded", seconds=seconds))
+            took = {"how": "as recorded", "sentence": sentence, "seconds": seconds, "sessions": 1}
+            replays.append(_replayed(completion, outcome, first, company=self._others(name), **took))
         return replays
 
     def solo(self, completion: Completion, traces: Mapping[str, Trace]) -> Replayed:
         """The request without others, compared with the recorded completion."""
         started, name = time.perf_counter(), completion.request
         outcome = self._beside([], name)
-        token, logprob = _difference(traces, completion, outcome)
+        token, logprob = first = _difference(traces, completion, outcome)
         what = "no token differs" if token is None else f"the first token that differs is token {token}"
         sentence = f"{name} solo first differs from the recorded completion at token {logprob}; {what}"
         if logprob is None:
             sentence = f"{name} solo is bit-identical to the record under load"
-        found = _replayed(completion, outcome, (token, logprob), [], sentence)
-        return msgspec.structs.replace(found, how="alone", seconds=time.perf_counter() - started)
+        took = {"sentence": sentence, "seconds": time.perf_counter() - started, "sessions": 1}
+        return _replayed(completion, outcome, first, how="alone", company=[], **took)
 
     def shrunk(self, completion: Completion, traces: Mapping[str, Trace]) -> Replayed:
         """The smallest set of concurrent requests found with which the request differs from its solo completion. Tokens
@@ -393,7 +388,7 @@ class Player:
         fewest = minimal(others, differs)
         needed = [x for x in fewest if not differs([y for y in fewest if y != x])]
         final = self._beside(fewest, name, until=name)
-        token, logprob = first_difference(solo, final)
+        token, logprob = first = first_difference(solo, final)
         what = "tokens" if by_tokens else "logprob bits"
         named = ", ".join(fewest[:8]) + (", ..." if len(fewest) > 8 else "")
         tokens = "no token differs" if token is None else f"tokens from {token} on"
@@ -402,29 +397,17 @@ class Player:
             f"({named}): logprobs from token {logprob} on, {tokens}; "
             f"{'none of them' if needed == fewest else 'not every one'} can be left out"
         )
-        found = _replayed(completion, final, (token, logprob), fewest, sentence)
         took = {"sessions": self.sessions - before, "seconds": time.perf_counter() - started}
-        return msgspec.structs.replace(found, how="shrunk", **took)
+        return _replayed(completion, final, first, how="shrunk", company=fewest, sentence=sentence, **took)
 
 
 def _replayed(
-    completion: Completion, outcome: Outcome, first: tuple[int | None, int | None], beside: list[str], sentence: str
+    completion: Completion, outcome: Outcome, first: tuple[int | None, int | None], **figures: Any
 ) -> Replayed:
-    """Of one session; `first`: token and position of the first difference."""
-    return Replayed(
-        impl=completion.impl,
-        request=completion.request,
-        how="",
-        company=beside,
-        recorded=completion.trace,
-        got=digest_of(outcome),
-        same=digest_of(outcome) == completion.trace,
-        first_token=first[0],
-        first_logprob=first[1],
-        sessions=1,
-        sentence=sentence,
-        seconds=0.0,
-    )
+    """`first`: token and position of the first difference."""
+    got, recorded = digest_of(outcome), completion.trace
+    named: dict[str, Any] = {"impl": completion.impl, "request": completion.request, "recorded": recorded, "got": got}
+    return Replayed(same=got == recorded, first_token=first[0], first_logprob=first[1], **named, **figures)
 
 
 def _outcome(session: Session, request: str) -> Outcome:

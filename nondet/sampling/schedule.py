@@ -72,10 +72,6 @@ class TopRing:
         places = [(step % self.places, rows[step]) for step in steps]
         return [(values[place, :count].clone(), ids[place, :count].clone()) for place, count in places]
 
-    def hook(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook of the model; see `write`."""
-        self.write(requested_logits(kwargs, output))
-
 
 # Whether the engine serves a model: every layer has to write its keys to the paged cache, once per step.
 #
@@ -151,8 +147,7 @@ class SessionLog:
     threads: int = 0
     admitted: list[str] = field(default_factory=list)  # by first steps; a preempted one appears again
     preempted: list[str] = field(default_factory=list)  # requests that lost their cache, once for each time
-    started: float = 0.0  # clock times of the first step's beginning and the last request's end
-    ended: float = 0.0
+    ended: float = 0.0  # clock time of the last request's end
     first_uses: FirstUses = field(default_factory=FirstUses)  # not part of any step's time
     marks: list[float] = field(default_factory=list)
     captures: set[int] = field(default_factory=set)  # steps in which a CUDA graph was captured, from 0
@@ -170,8 +165,6 @@ class SessionLog:
     def record_step(self, scheduled: Iterable[Any]) -> None:
         """Note the batch of the step that runs next (transformers' FutureRequestStates)."""
         self.marks.append(time.perf_counter())
-        if not self.steps:
-            self.started = self.marks[0]
         self.packs[self.clock] = tuple(
             Span(f.state.request_id, f.state.position_offset, f.query_length, f.has_new_token) for f in scheduled
         )
@@ -182,7 +175,9 @@ class SessionLog:
 
     def before_step(self, cache: Any, states: Iterable[Any]) -> None:
         """Check the engine's cache, make room in the ring, and give active RequestStates their forced tokens."""
-        self.page, self.threads = page_of(cache), torch.get_num_threads()
+        # transformers 5.17 calls a page a block
+        self.page = int(getattr(cache, "block_size", 0) or next(iter(cache.cache_allocators.values())).tokens_per_page)
+        self.threads = torch.get_num_threads()
         if self.steps:
             self.kept.check()
         elif not self.graphs:
@@ -201,9 +196,11 @@ class SessionLog:
         # one row for each request of the batch; those after the requests that get a token are padding
         self.top.append(two_largest(requested_logits(kwargs, output)[: len(self.rows[-1])]))
 
-    def note_capture(self, *_: Any, **__: Any) -> None:
-        """Forward hook: the model's Python runs in this step, so what it launches is captured into a graph."""
+    def note_capture(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook: the model's Python runs in this step, so what is launched here is captured into a graph."""
         self.captures.add(self.steps - 1)
+        if self.ring is not None:
+            self.ring.write(requested_logits(kwargs, output))
 
     def drain(self) -> None:
         """Read what the graphs have kept since the last time; between steps."""
@@ -233,13 +230,6 @@ class SessionLog:
     def spent(self, begin: float, end: float) -> float:
         """Seconds between two clock times, without those of first uses."""
         return max(0.0, end - begin - self.first_uses.within(begin, end))
-
-
-def page_of(cache: Any) -> int:
-    """Tokens in a page of the engine's cache, as the cache reports it (5.17 calls it a block)."""
-    if hasattr(cache, "block_size"):
-        return int(cache.block_size)
-    return int(next(iter(cache.cache_allocators.values())).tokens_per_page)
 
 
 def run_lengths(entries: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -294,6 +284,7 @@ def session_figures(outcomes: Sequence[Outcome], log: SessionLog, parts: Parts) 
         drafted=log.drafted,
         accepted=log.accepted,
         graphs=int(log.graphs),
+        order=admission_number(log.admitted),
     )
     for outcome in good:
         request = outcome.request

@@ -84,16 +84,13 @@ def _modules(model: Any, shapes: Shapes) -> Iterator[tuple[str, Any, int, Sequen
     seen: set[tuple[Any, ...]] = set()
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        sizes = shapes.requests if module is head else shapes.tokens
-        if isinstance(module, torch.nn.Linear):
-            width, kind = module.in_features, (module.in_features, module.out_features, module is head)
-        elif type(module).__name__.endswith("RMSNorm"):
-            width, kind = module.weight.shape[0], tuple(module.weight.shape)
-        else:
+        if not isinstance(module, torch.nn.Linear) and not type(module).__name__.endswith("RMSNorm"):
             continue
+        sizes = shapes.requests if module is head else shapes.tokens
+        kind = (*module.weight.shape, module is head)
         if kind not in seen and sizes:
             seen.add(kind)
-            yield name, module, width, sizes
+            yield name, module, module.weight.shape[-1], sizes
 
 
 def _row_zero(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:

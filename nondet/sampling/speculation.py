@@ -79,10 +79,8 @@ def check_draft_model(name: str, loaded: LoadedModel) -> dict[str, Any]:
     """The draft model's description for the run's header; a `UserError` where its tokens are not those of `loaded`."""
     draft = _draft_model(name, loaded.dtype, loaded.device)
     if draft.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-        raise UserError(
-            f"--draft-model {name}: its tokenizer has other tokens than that of {loaded.name}",
-            "Give a smaller model of the same family.",
-        )
+        what = f"--draft-model {name}: its tokenizer has other tokens than that of {loaded.name}"
+        raise UserError(what, "Give a smaller model of the same family.")
     return {"name": draft.name, **draft.identity}
 
 
