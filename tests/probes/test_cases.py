@@ -139,7 +139,7 @@ def test_scores_that_are_shares_of_their_batch():
         assert_batch_invariant(scores, make_inputs=lambda size: pairs[:size], over=[1, 3, 16])
     beside: dict[Any, torch.Tensor] = {"these": pairs[:4], "others": torch.cat([pairs[:1], pairs[5:8]])}
     run = check(scores, beside.__getitem__, list(beside), varied="neighbour_values", select=lambda out, _: out[:1])
-    assert run.rows[0].parted
+    assert run.rows[0].differs
     assert of_scale(run) > 0.01
 
 
