@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from nondet.core.inputs import generator, make
+from nondet.core.inputs import generator, make, product_operands
 from nondet.core.measure import Trial
 from nondet.probes.base import (
     Case,
@@ -231,16 +231,11 @@ class SplitK(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """a [M, K] and b [K, N]."""
-        (M, K, N), dtype, rng = (case.shape[axis] for axis in "MKN"), case.torch_dtype, generator(seed, device)
+        (M, K, N), dtype = (case.shape[axis] for axis in "MKN"), case.torch_dtype
         if case.inputs == "ones":
             return torch.ones(M, K, dtype=dtype, device=device), torch.ones(K, N, dtype=dtype, device=device)
-        a = make(case.inputs, (M, K), dtype, device, rng)
-        if case.inputs == "integers":
-            return a, make(case.inputs, (K, N), dtype, device, rng)
-        b = make("bell", (K, N), dtype, device, rng) * weight_scale(K)
-        if case.inputs == "cancel":
-            b[1 : K // 2 * 2 : 2] = b[0 : K // 2 * 2 : 2]  # so that the pairs of a cancel in the products, too
-        return a, b
+        a, b = product_operands(case.inputs, (M, K), (N, K), dtype, device, seed, weight_kind="bell")
+        return a, (b * weight_scale(K)).T.contiguous()
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """Serial first, then every number of parts; or one number again and again."""

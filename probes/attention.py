@@ -99,7 +99,7 @@ _DENSE = 16  # every number of requests up to here is tested
 _LONG = (256, 257, 280, 299)
 _SEEN_OF = (40, 100)  # tokens that are compared, of a prompt's
 _SCALE = 0.25  # of the scores, where a model gives one of its own
-_JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request in the batch
+JOINED = (1, 2, 8, 17, 63, 64, 65, 128, 256)  # queries of the longest request in the batch
 
 
 class Attention(Probe):
@@ -210,7 +210,7 @@ def _turned(operator: Operator, *by_token: torch.Tensor) -> torch.Tensor:
 def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Trial]:
     """The last token of each request, while the batch's longest query grows; ragged batches where they are served."""
     T = k.shape[2]
-    lengths = [n for n in _JOINED if n <= T]
+    lengths = [n for n in JOINED if n <= T]
     ragged: Any = getattr(operator, "ragged", None)
     decodes = [(q[b, :, T - 1 :], k[b], v[b]) for b in range(len(q))]
 

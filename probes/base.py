@@ -324,7 +324,7 @@ AXES = {
     "alignment": "at other addresses",
     "history": "first, later, after other calls, held, written in place",
 }
-_OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
+OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
 LARGER = 256  # rows of the largest call between: a workspace may have grown since, or a tuner chosen again
 # Rows in addition to the compared ones: in sizes first called with other rows, and in sizes first called with these. A
 # range of sizes that holds one list holds a part of the other, and sizes of which all of one list are multiples hold
@@ -482,7 +482,7 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
             yield Trial(f"after {what}", partial(_after_another_size, call.resized(rows), call, operator))
         yield Trial("after the first call of a size had other values", partial(_at_new_sizes, call, other, operator))
     yield Trial("into memory that held NaN", over_nan)
-    yield Trial(f"after {_OTHER_CALLS} other calls", partial(after, other, _OTHER_CALLS))
+    yield Trial(f"after {OTHER_CALLS} other calls", partial(after, other, OTHER_CALLS))
 
 
 def _after_another_size(between: Call, call: Call, operator: Operator) -> torch.Tensor:

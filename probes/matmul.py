@@ -134,7 +134,7 @@ _LAYOUTS = (
 # first call has one row, and for those whose first has many. No sound rule of N has the one and not the other.
 _ANEW = ((1, 4), (2, 3))
 _OWN_NUMBERS = ("denormal", "infinite")
-_TREES = (12, 3)  # classes of a sweep whose trees are measured: of this probe by itself, and among all
+TREES = (12, 3)  # classes of a sweep whose trees are measured: of this probe by itself, and among all
 
 
 class Matmul(Probe):
@@ -169,9 +169,9 @@ class Matmul(Probe):
                 every = ("bell", "order", *(_HARD if hard else ()), "integers") if shown else ("order",)
                 for kind in kinds(options, every):
                     sizes = _batch_sizes(options, kind, largest, all_cases=layer == has_all, hard=hard, chosen=chosen)
-                    trees = _TREES[options.one_of_all] if kind == "order" else 0
-                    trees = 0 if options.one_of_all and layer != has_all else trees
-                    yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
+                    has_trees = kind == "order" and (layer == has_all or not options.one_of_all)
+                    trees = TREES[options.one_of_all] if has_trees else 0
+                    yield _case(layer, dtype, kind, "batch_size", sizes, trees=trees)
                 if layer is layers[0]:
                     for positions in (largest,) if options.m else _POSITIONS[device]:
                         yield _case(layer, dtype, "order", "position", rows=positions)
@@ -262,8 +262,8 @@ def _unlisted(options: Options) -> Iterator[Case]:
     sizes = sorted({1, *(rng.randint(2, limit) for _ in range(9))})
     for dtype in dtypes(options, "matmul", _LAYER_DTYPES[options.device]):
         for kind in kinds(options, ("order",)):
-            trees = _TREES[0] if kind == "order" and not options.one_of_all else 0
-            yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS), trees=trees)
+            trees = TREES[0] if kind == "order" and not options.one_of_all else 0
+            yield _case(layer, dtype, kind, "batch_size", sizes, trees=trees)
     if (options.dtypes is None or "float32" in options.dtypes) and options.inputs is None:
         part = options.device == "cpu" and not options.full
         M, K, N = _LINSPACE_ON_CPU if part else _LINSPACE
@@ -304,20 +304,18 @@ def _shared_cases(options: Options, layer: Layer, dtype: str, largest: int, *, f
     yield _case(layer, dtype, "order", "alignment", rows=min(largest, 33))
     few = some(_FEW, min(largest, max(_FEW)), options)
     for layout in _LAYOUTS if deep else ():
-        yield _case(layer, dtype, "mixed", "batch_size", few, rows=max(*few, _ROWS), layout=layout)
+        yield _case(layer, dtype, "mixed", "batch_size", few, layout=layout)
     also = options.inputs or ("bell", "integers")
     for kind in () if options.inputs else _OWN_NUMBERS:  # requested by name, they have their own sweep
-        sizes = some(_FEWEST, min(largest, max(_FEW)), options)
-        yield _case(layer, dtype, kind, "batch_size", sizes, rows=max(*sizes, _ROWS))
+        yield _case(layer, dtype, kind, "batch_size", some(_FEWEST, min(largest, max(_FEW)), options))
     if "bell" in also:  # a bias as large as what it is added to: so that it shows if dropped, shifted or rounded twice
-        sizes = sweep(largest, options, dense=True)
-        yield _case(layer, dtype, "bell", "batch_size", sizes, rows=max(largest, _ROWS), layout="bias")
+        yield _case(layer, dtype, "bell", "batch_size", sweep(largest, options, dense=True), layout="bias")
     if "integers" in also and dtype in ("float32", "float64"):  # shorter dtypes round the product first: not exact
-        yield _case(layer, dtype, "integers", "batch_size", few, rows=max(*few, _ROWS), layout="bias")
+        yield _case(layer, dtype, "integers", "batch_size", few, layout="bias")
 
 
 def _case(
-    layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int, layout: str = "",
+    layer: Layer, dtype: str, kind: str, varied: str, values: Sequence[int] = (), *, rows: int = 0, layout: str = "",
     trees: int = 0,
 ) -> Case:  # fmt: skip
     name, K, N = layer

@@ -106,18 +106,15 @@ class Found(NamedTuple):
         said, ((depth, line), *lines) = words(self.tree), folded(self.tree)
         drawn = [(depth, line + said[said.rfind(" (digest ") :] * said.endswith(")")), *lines]
         share = 1.0 - 0.05 ** (1.0 / self.checked)  # the bound at 95% after so many sums without a miss
+        hidden = f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
         return {
             "words": said,
             "digest": self.tree.digest,
             "proven": self.proven is not None,
             "arithmetic": (self.proven or self.best).words,
-            **{name: getattr(self, name) for name in ("checked", "missed", "failed_on", "refuted")},
-            "hidden": f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
-            if self.proven is not None
-            else "",
-            "masks": self.masks,
+            "hidden": hidden if self.proven is not None else "",
             "drawn": [[depth, line] for depth, line in drawn],
-        }
+        } | {name: getattr(self, name) for name in ("checked", "missed", "failed_on", "refuted", "masks")}
 
 
 def find(measured: MeasuredSum, seed: int = 0) -> Found:
@@ -231,8 +228,8 @@ class _Sums(NamedTuple):
         orders = np.tile(np.arange(self.x.shape[1]), (len(pairs), 1))
         for order, (one, other) in zip(orders, pairs, strict=True):
             order[[one, other]] = other, one
-        x, y = (None if z is None else np.concatenate([z[:, order] for order in orders]) for z in (self.x, self.y))
-        return _Sums(x, y, self.got.repeat(len(pairs)))  # type: ignore[arg-type] # x is never None
+        y = None if self.y is None else np.concatenate([self.y[:, order] for order in orders])
+        return _Sums(np.concatenate([self.x[:, order] for order in orders]), y, self.got.repeat(len(pairs)))
 
     def missed(self, said: Array) -> Array:
         """Whether each sum has other bits than these predictions, rounded."""
@@ -245,10 +242,9 @@ def _drawn(measured: MeasuredSum, tree: Tree, kinds: Sequence[str], seed: int) -
     """Sums of these kinds, and the kind of each."""
     parts = [measured.sample(kind, seed, *tree.dropped) for kind in kinds]
     of = np.repeat(kinds, [len(got) for *_, got in parts])
-    x, y = (
-        None if zs[0] is None else torch.cat(zs).double().cpu().numpy() for zs in list(zip(*parts, strict=True))[:2]
-    )
-    return of, _Sums(x, y, torch.cat([got for *_, got in parts]).cpu())  # type: ignore[arg-type] # x is never None
+    x, ys = torch.cat([x for x, *_ in parts]), [y for _, y, _ in parts if y is not None]
+    y = torch.cat(ys).double().cpu().numpy() if ys else None
+    return of, _Sums(x.double().cpu().numpy(), y, torch.cat([got for *_, got in parts]).cpu())
 
 
 def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:

@@ -45,7 +45,7 @@ _ROWS = 16  # rows that are tested at every batch size
 _FEW = (1, 2, 17, 64)
 _EXPERTS = 8
 _NAMES = {"tensor": "one scale each", "row": "a scale for each row", "block": "scales of 1x128 and 128x128"}
-_ANCHORS = {"cuda": "nondet.kernels.scaled.cuda:anchor"}  # of the class, whose sums have no exact model
+ANCHORS = {"cuda": "nondet.kernels.scaled.cuda:anchor"}  # of the class, whose sums have no exact model
 _MEANING = "its scale follows the batch: batch-dependent by meaning, not by rounding"
 _WORDS = {
     "batch_size": f"{_ROWS} rows in batches of M",
@@ -231,7 +231,7 @@ def _order_of(result: torch.Tensor, case: Case, inputs: Any) -> str:
     compute: Callable[..., torch.Tensor] = partial(in_order, *given)
     orders = _orders(case.shape["K"], case.data["how"] == "block")
     named = [name for name, order in orders if identical(compute(**order), result)]
-    anchor = _ANCHORS.get(a.device.type)
+    anchor = ANCHORS.get(a.device.type)
     if not named and anchor is not None and identical(load_object(anchor)(*given), result):
         named.append(f"promoted to float32 every {BLOCK} k, within these as the matrix unit adds")
     return " or ".join(named)

@@ -67,10 +67,12 @@ class _Variant:
 
 
 @dataclass
-class _Book:
-    """The results of one member for one question."""
+class _Member:
+    """One member, and its results for one question."""
 
-    variants: dict[Value, _Variant]
+    question: Question
+    name: str
+    call: _Witness
     seconds: float = 0.0
     first: tuple[Value, str, Difference] | None = None  # the first difference: variant, kind, difference
     widest: Difference | None = None
@@ -80,20 +82,132 @@ class _Book:
     replays: int = 0
     unsteady: int = 0  # replays with other bits
 
-    def differ(self, value: Value, kind: str, found: Difference, label: int) -> None:
-        """A variant has other bits than the anchor."""
-        self.first = self.first or (value, kind, found)
-        self.widest = max(filter(None, (self.widest, found)), key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
-        self.variants[value].label = max(self.variants[value].label, label)
+    def __post_init__(self) -> None:
+        self.variants: dict[Value, _Variant] = {value: _Variant() for value in self.question.values}
+
+    def failing(self, why: str) -> _Member:
+        """The same member, of which no variant counts."""
+        failed = _Member(self.question, self.name, self.call, seconds=self.seconds, refused=False)
+        failed.variants = {value: _Variant(failure=why) for value in self.variants}
+        return failed
+
+    def answer(self, kind: str, inputs: Inputs, whole: torch.Tensor, oracle: tuple[Value, torch.Tensor] | None) -> None:
+        """Compare the answers on one kind of input with the anchor's; `oracle`: one variant's in float64."""
+        question, own, began = self.question, None, time.perf_counter()
+        for value, variant in self.variants.items():
+            if variant.failure:
+                continue
+            expected = question.part(whole, value)
+            self.call.certificates = variant.certificates
+            compute = partial(question.answer, inputs, self.call, value)
+            with listen() as noted:
+                again = tried = attempt(expected, compute)
+            repeated = kind == question.kinds[0] and value in (question.values[0], question.values[-1])
+            if repeated and tried.result is not None:
+                again = attempt(expected, compute)
+            if tried.result is None or again.result is None:
+                failure = tried.failure or again.failure
+                variant.failure = in_words(failure)
+                self.refused &= isinstance(failure, NotImplementedError | UserError)
+                continue
+            self.ran.update(noted)
+            variant.compared += int(torch.isfinite(expected).sum())
+            if oracle is not None and value == oracle[0]:
+                self.error = error_against(tried.result, oracle[1])
+            self.replays += repeated
+            self.unsteady += repeated and not identical(again.result, tried.result)
+            if tried.equal:
+                continue
+            self.call.certificates = {}  # its own whole answer is not a variant
+            if own is None:
+                with suppress(Exception):  # reported already, at this variant
+                    own = question.answer(inputs, self.call, question.whole)
+            alike = own is not None and identical(question.part(own, value), tried.result)
+            variant.label = max(variant.label, 1 if alike else 2)
+            found = difference(expected, tried.result)
+            self.first = self.first or (value, kind, found)
+            self.widest = max(filter(None, (self.widest, found)), key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
+        self.seconds += time.perf_counter() - began
+
+    def row(self, anchor_error: ErrorFigures | None) -> Row:
+        """What was found, with the reasons."""
+        axis, head = self.question.axis, _head(self.question, self.name)
+        computed = {value: v for value, v in self.variants.items() if not v.failure}
+        failed = {value: v.failure for value, v in self.variants.items() if v.failure}
+        elements = sum(v.compared for v in self.variants.values())
+        left = [value for value, v in computed.items() if v.label]
+        if not computed or not (elements or left):
+            status = Status.SKIPPED if computed or self.refused else Status.ERROR
+            reason = "nothing finite was compared" if computed else next(iter(failed.values()))
+            return msgspec.structs.replace(head, status=status, reason=reason, seconds=self.seconds)
+        notes, extra = [], head.extra | {"elements": elements, "left_at": left, "unanswered_at": list(failed)}
+        if self.unsteady:
+            notes.append("the same call again gives other bits")
+        if left:
+            alike = all(computed[value].label == 1 for value in left)
+            notes += [where_it_differs(axis, list(computed), left, alike=alike), _lesser(self.error, anchor_error)]
+        if self.first is not None:
+            value, kind, found = self.first
+            element, ulp = found.first_mismatch, found.max_ulp
+            notes.append(f"first: {axis} = {value}, element {element} on {kind!r} inputs, up to {ulp:,} ULP")
+            extra["first"] = {"at": value, "inputs": kind, "element": element, "max_ulp": ulp}
+        if self.widest is not None and self.widest.nonfinite:
+            notes.append("NaN or infinity on one side only")
+        notes += [f"{axis} = {value}: {why}" for value, why in failed.items()]
+        if anchor_error is not None:
+            extra["anchor_relative_error"] = anchor_error.relative_norm
+        status = Status.DIVERGENT if left or self.unsteady else Status.IDENTICAL
+        if status == Status.IDENTICAL and failed and not self.refused:
+            status = Status.ERROR  # a variant that crashed proves nothing about the whole
+        return row_of(
+            head,
+            ["anchor", *computed],
+            [0, *(v.label for v in computed.values())],
+            status=status,
+            ran=sorted(self.ran),
+            replays=self.replays,
+            replays_parted=self.unsteady,
+            difference=self.widest or Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0),
+            error=self.error,
+            extra=extra,
+            reason="; ".join(filter(None, notes))[:1000],
+            seconds=self.seconds,
+        )
+
+    def record(self, kept: Certificates) -> None:
+        """A proof for each certificate whose calls all agreed, an exclusion for those that differed; none for failures.
+
+        A form consists of several calls (a prompt in chunks). Where it differs, those of its calls that agreed
+        elsewhere are not the ones that differed, unless all of them agreed elsewhere: then none is trusted.
+        """
+        about, axis = self.question.name, self.question.axis
+        if self.unsteady:
+            for member, key in dict.fromkeys(c for v in self.variants.values() for c in v.certificates):
+                kept.record(member, key, False, f"{about}: the same call again gave other bits")
+            return
+        answered = {value: v for value, v in self.variants.items() if not v.failure}
+        good = {c: value for value, v in answered.items() if not v.label for c in v.certificates}
+        differing: dict[_Certificate, Value] = {}
+        for value, v in self.variants.items():
+            if v.label:
+                differing |= dict.fromkeys([c for c in v.certificates if c not in good] or v.certificates, value)
+        for (member, key), value in differing.items():
+            evidence = f"{about}, {axis}={value}: other bits than the anchor's"
+            if self.first is not None and self.first[0] == value:
+                _, kind, found = self.first
+                evidence = f"{about}, {axis}={value}, {kind}: {found.mismatched} of {found.compared} elements differ, "
+                evidence += f"first at {found.first_mismatch}"
+            kept.record(member, key, False, evidence)
+        for (member, key), value in good.items():
+            if answered[value].compared and (member, key) not in differing:
+                equal = f"{answered[value].compared} finite elements equal to the anchor's"
+                kept.record(member, key, True, f"{axis}={value}: {equal} on {', '.join(self.question.kinds)}")
 
 
 def ask(
-    question: Question,
-    members: Mapping[str, Call],
-    anchor: Call,
-    certificates: Certificates,
+    question: Question, members: Mapping[str, Call], anchor: Call, certificates: Certificates,
     names: Mapping[str, str] | None = None,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Test every member on the question, and record what was proven.
 
     Args:
@@ -103,8 +217,10 @@ def ask(
         A row for each member. Its first value is the anchor; the others are the question's variants. Their classes over
         all inputs are at most three: the anchor's bits, the member's own (those of its largest batch), and others.
     """
-    books = {name: _Book({value: _Variant() for value in question.values}) for name in members}
-    witnesses = {name: _Witness(call, (names or {}).get(name, name), question) for name, call in members.items()}
+    tested = [
+        _Member(question, name, _Witness(call, (names or {}).get(name, name), question))
+        for name, call in members.items()
+    ]
     anchor_error: ErrorFigures | None = None
     try:
         for kind in question.kinds:
@@ -114,115 +230,22 @@ def ask(
             if oracle is not None:
                 anchor_error = error_against(question.part(whole, oracle[0]), oracle[1])
             written = fingerprint(inputs)
-            for name, call in witnesses.items():
-                began = time.perf_counter()
-                _answers(books[name], question, kind, inputs, whole, call, oracle)
-                books[name].seconds += time.perf_counter() - began
+            for i, member in enumerate(tested):
+                member.answer(kind, inputs, whole, oracle)
                 if written_to(written, inputs):  # its later results were of other operands: they show nothing
-                    lost = {value: _Variant(failure="it writes to its operands") for value in question.values}
-                    books[name] = _Book(lost, seconds=books[name].seconds, refused=False)
+                    tested[i] = member.failing("it writes to its operands")
                     inputs = question.prepare(kind)
             del inputs, whole, oracle, written
     except DeviceLostError:
         raise
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: reported in every row
+        reason = f"the anchor failed: {in_words(error)}"
         for name in members:
-            reason = f"the anchor failed: {in_words(error)}"
             yield msgspec.structs.replace(_head(question, name), status=Status.ERROR, reason=reason)
         return
-    for name, book in books.items():
-        _record(certificates, question, book)
-        yield _row(question, name, book, anchor_error)
-
-
-def _answers(
-    book: _Book,
-    question: Question,
-    kind: str,
-    inputs: Inputs,
-    whole: torch.Tensor,
-    call: _Witness,
-    oracle: tuple[Value, torch.Tensor] | None,
-) -> None:
-    """The member's answers on one kind of input, compared with the anchor's; `oracle`: one variant's in float64."""
-    own: torch.Tensor | None = None
-    for value, variant in book.variants.items():
-        if variant.failure:
-            continue
-        expected = question.part(whole, value)
-        call.certificates = variant.certificates
-        compute = partial(question.answer, inputs, call, value)
-        with listen() as noted:
-            again = tried = attempt(expected, compute)
-        repeated = kind == question.kinds[0] and value in (question.values[0], question.values[-1])
-        if repeated and tried.result is not None:
-            again = attempt(expected, compute)
-        if tried.result is None or again.result is None:
-            failure = tried.failure or again.failure
-            variant.failure = in_words(failure)
-            book.refused &= isinstance(failure, NotImplementedError | UserError)
-            continue
-        book.ran.update(noted)
-        variant.compared += int(torch.isfinite(expected).sum())
-        if oracle is not None and value == oracle[0]:
-            book.error = error_against(tried.result, oracle[1])
-        book.replays += repeated
-        book.unsteady += repeated and not identical(again.result, tried.result)
-        if tried.equal:
-            continue
-        call.certificates = {}  # its own whole answer is not a variant
-        if own is None:
-            with suppress(Exception):  # reported already, at this variant
-                own = question.answer(inputs, call, question.whole)
-        alike = own is not None and identical(question.part(own, value), tried.result)
-        book.differ(value, kind, difference(expected, tried.result), 1 if alike else 2)
-
-
-def _row(question: Question, member: str, book: _Book, anchor_error: ErrorFigures | None) -> Row:
-    computed = {value: v for value, v in book.variants.items() if not v.failure}
-    failed = {value: v.failure for value, v in book.variants.items() if v.failure}
-    elements = sum(v.compared for v in book.variants.values())
-    left = [value for value, v in computed.items() if v.label]
-    head, axis = _head(question, member), question.axis
-    if not computed or not (elements or left):
-        status = Status.SKIPPED if computed or book.refused else Status.ERROR
-        reason = "nothing finite was compared" if computed else next(iter(failed.values()))
-        return msgspec.structs.replace(head, status=status, reason=reason, seconds=book.seconds)
-    notes, extra = [], head.extra | {"elements": elements, "left_at": left, "unanswered_at": list(failed)}
-    if book.unsteady:
-        notes.append("the same call again gives other bits")
-    if left:
-        alike = all(computed[value].label == 1 for value in left)
-        notes += [where_it_differs(axis, list(computed), left, alike=alike), _lesser(book.error, anchor_error)]
-    if book.first is not None:
-        value, kind, found = book.first
-        notes.append(
-            f"first: {axis} = {value}, element {found.first_mismatch} on {kind!r} inputs, up to {found.max_ulp:,} ULP"
-        )
-        extra["first"] = {"at": value, "inputs": kind, "element": found.first_mismatch, "max_ulp": found.max_ulp}
-    if book.widest is not None and book.widest.nonfinite:
-        notes.append("NaN or infinity on one side only")
-    notes += [f"{axis} = {value}: {why}" for value, why in failed.items()]
-    if anchor_error is not None:
-        extra["anchor_relative_error"] = anchor_error.relative_norm
-    if left or book.unsteady:
-        status = Status.DIVERGENT
-    else:  # a variant that crashed proves nothing about the whole
-        status = Status.ERROR if failed and not book.refused else Status.IDENTICAL
-    return row_of(
-        head,
-        ["anchor", *computed],
-        [0, *(v.label for v in computed.values())],
-        status=status,
-        ran=sorted(book.ran),
-        replays=book.replays,
-        replays_parted=book.unsteady,
-        difference=book.widest or Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0),
-        error=book.error,
-        extra=extra,
-        reason="; ".join(filter(None, notes))[:1000],
-        seconds=book.seconds,
-    )
+    for member in tested:
+        member.record(certificates)
+        yield member.row(anchor_error)
 
 
 def _head(question: Question, member: str) -> Row:
@@ -258,38 +281,6 @@ def _lesser(error: ErrorFigures | None, of: ErrorFigures | None) -> str:
         errors = f"{error.relative_norm:.1e} against the anchor's {of.relative_norm:.1e}"
         return f"its relative error is {errors}: an accumulator of less precision, it seems"
     return ""
-
-
-def _record(kept: Certificates, question: Question, book: _Book) -> None:
-    """A proof for each certificate whose calls all agreed, an exclusion for those that differed; none for failures.
-
-    A form consists of several calls (a prompt in chunks). Where it differs, those of its calls that agreed elsewhere
-    are not the ones that differed, unless all of them agreed elsewhere: then none is trusted.
-    """
-    if book.unsteady:
-        for member, key in dict.fromkeys(c for v in book.variants.values() for c in v.certificates):
-            kept.record(member, key, False, f"{question.name}: the same call again gave other bits")
-        return
-    answered = {value: v for value, v in book.variants.items() if not v.failure}
-    good = {c: value for value, v in answered.items() if not v.label for c in v.certificates}
-    differing: dict[_Certificate, Value] = {}
-    for value, v in book.variants.items():
-        if v.label:
-            differing |= dict.fromkeys([c for c in v.certificates if c not in good] or v.certificates, value)
-    for (member, key), value in differing.items():
-        kept.record(member, key, False, _evidence(question, book, value))
-    for (member, key), value in good.items():
-        if answered[value].compared and (member, key) not in differing:
-            equal = f"{answered[value].compared} finite elements equal to the anchor's on {', '.join(question.kinds)}"
-            kept.record(member, key, True, f"{question.axis}={value}: {equal}")
-
-
-def _evidence(question: Question, book: _Book, value: Value) -> str:
-    if book.first is None or book.first[0] != value:
-        return f"{question.name}, {question.axis}={value}: other bits than the anchor's"
-    _, kind, found = book.first
-    evidence = f"{found.mismatched} of {found.compared} elements differ, first at {found.first_mismatch}"
-    return f"{question.name}, {question.axis}={value}, {kind}: {evidence}"
 
 
 _SAMPLED_S = 3.0  # of timing a few members at most, without the last call

@@ -253,21 +253,16 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
         chosen = {name: call for name, call in every.items() if any(_fits(name, m) for m in wish.members)}
         for cell in questions(wish, wish.device, dtype):
             members = chosen | users if wish.members or wish.impls else every if cell.tiles or wish.full else few
-            question = _question(wish, operator, cls, dtype, cell)
-            if members and question.kinds:
+            kinds = tuple(k for k in cell.kinds or PRODUCT_INPUTS if wish.inputs is None or k in wish.inputs)
+            values = cell.values
+            if wish.m is not None and isinstance(values[0], int):
+                values = tuple(sorted({*(int(v) for v in values if int(v) <= max(wish.m)), max(wish.m)}))
+            if members and kinds:
+                question = _QUESTIONS.get(operator, Question)(
+                    cell.shape, values, kinds, cell.layout, cell.tiles, operator=operator, cls=cls.name, dtype=dtype,
+                    device=wish.device, one_row=target == ONE_ROW, seed=wish.seed,
+                )  # fmt: skip
                 yield Assignment(question, anchor, members)
-
-
-def _question(wish: Wish, operator: str, cls: NumericsClass, dtype: str, cell: CertifyCell) -> Question:
-    values, kinds = cell.values, cell.kinds or PRODUCT_INPUTS
-    if wish.m is not None and isinstance(values[0], int):
-        largest = max(wish.m)
-        values = tuple(sorted({*(int(v) for v in values if int(v) <= largest), largest}))
-    return _QUESTIONS.get(operator, Question)(
-        cell.shape, values, tuple(k for k in kinds if wish.inputs is None or k in wish.inputs), cell.layout, cell.tiles,
-        operator=operator, cls=cls.name, dtype=dtype, device=wish.device, one_row=cls.anchors[operator] == ONE_ROW,
-        seed=wish.seed,
-    )  # fmt: skip
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -14,7 +14,7 @@ from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, model_sizes, pick_device, source_of, user_sources
 
 if TYPE_CHECKING:
-    from nondet.certify.plan import Assignment, Call, Question
+    from nondet.certify.plan import Call, Question
 
 _WORTH_SAYING_S = 10.0
 _STEP = 256  # tokens of a step of vLLM's, unless --m is given
@@ -69,7 +69,7 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     impls = request.impl or []
     output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
 
-    from nondet.certify.check import ask, estimate
+    from nondet.certify.check import ask, estimate, row_key
     from nondet.certify.plan import Wish
     from nondet.certify.plan import plan as plan_questions
     from nondet.core.certificates import certificates
@@ -107,8 +107,10 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     described |= {name: getattr(request, name) for name in ("inputs", "full", "seed")} | user_sources(impls)
     total = sum(len(p.members) for p in planned)
     with output.recording("certify", described, request.seed, total) as writer:
-        left = [replace(p, members=_left(p, writer.done)) for p in planned]
-        left = [p for p in left if p.members]
+        left = []
+        for p in planned:
+            members = {name: c for name, c in p.members.items() if row_key(p.question, name) not in writer.done}
+            left += [replace(p, members=members)] if members else []
         seconds = estimate(left)
         if sum(seconds) > _WORTH_SAYING_S:
             sink.say(f"nondet: {sum(len(p.members) for p in left):,} rows will take about {in_words(sum(seconds))}.")
@@ -120,12 +122,6 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
                     writer.write(row)
                     progress.update(task, advance=each / len(item.members))
     return output.present([f"certificates: {kept.path or 'kept in memory only'} (machine {kept.machine})"])
-
-
-def _left(item: Assignment, done: set[tuple[str, ...]]) -> dict[str, Call]:
-    from nondet.certify.check import row_key
-
-    return {name: call for name, call in item.members.items() if row_key(item.question, name) not in done}
 
 
 def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:

@@ -9,6 +9,7 @@ import torch
 from tests.probes.toys import (
     STATE,
     Bias,
+    adds,
     attention_anchored,
     grouped_sound,
     in_parts,
@@ -256,6 +257,4 @@ def index_add_loses_twins(target: torch.Tensor, index: torch.Tensor, source: tor
     return out
 
 
-def index_add_backwards(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Sound: an order of its own, the same every time."""
-    return target.index_add(0, index.flip(0), source.flip(0))
+index_add_backwards = adds("index_add", lambda n: list(range(n))[::-1])  # sound: an order of its own, every time

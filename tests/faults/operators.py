@@ -238,7 +238,7 @@ def judge(planted: Planted, seed: int, *, hasty: bool = False, first: bool = Fal
         operators = {"exp": toys.exp_with_a_tail} if planted.finding else {"square": torch.square}
         impls = ["stock"]
     # the attention of the toys is a loop over queries in Python: fewer lengths join
-    joined = mock.patch.object(attention, "_JOINED", (1, 16, 64) if first else (1, 2, 16, 63, 64, 65))
+    joined = mock.patch.object(attention, "JOINED", (1, 16, 64) if first else (1, 2, 16, 63, 64, 65))
     with mock.patch.dict(pointwise.OPERATORS, operators, clear=True), joined:
         jobs = plan_jobs([planted.probe], impls, Options(seed=seed, **planted.options))
         chosen = [j for j in jobs if planted.asked is None or j.case.varied in planted.asked]

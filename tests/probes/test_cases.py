@@ -1,4 +1,4 @@
-"""Faults that people have reported of layers, pooling, scores and gradients, made small: what nondet says of each."""
+"""Faults that people have reported of layers, scores and gradients, made small: what nondet says of each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from nondet.testing import assert_batch_invariant
 from nondet.verdict.findings import Finding
 from nondet.verdict.rows import judge_rows
 from tests.probes.toys import Bias, _plus
-
-LENGTHS = (9, 17, 5, 23, 12)
-TEXTS = [torch.randint(1, 256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
 
 
 def findings(rows: list[Row]) -> tuple[Finding, ...]:
@@ -71,61 +68,6 @@ def test_eight_bit_columns_that_a_neighbour_chooses():
     (kernel,) = [step.text for step in chain(build([run])) if step.label == "kernel"]
     assert "while other rows hold other values" in kernel
     assert "neighbour values as drawn" in kernel
-
-
-def test_log_softmax_needs_no_cure():
-    """torch's own takes each row by itself."""
-    jobs = plan_jobs(["log-softmax"], ["stock"], Options(m=33, k=300, dtypes=("float32",)))
-    rows = list(run_jobs([j for j in jobs if j.case.varied in ("batch_size", "position")], 0, set()))
-    assert findings(rows) == (Finding.CLEAN,)
-
-
-def padded(texts: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [B, T]."""
-    longest = max(map(len, texts))
-    ids, mask = [], []
-    for text in texts:
-        fill, seen = [0] * (longest - len(text)), [1] * len(text)
-        ids.append(fill + text if left else text + fill)
-        mask.append(fill + seen if left else seen + fill)
-    return torch.tensor(ids), torch.tensor(mask)
-
-
-@pytest.mark.parametrize("shifted", [True, False])
-def test_positions_that_padding_shifts(shifted: bool) -> None:
-    """Large in float64, so that no kernel made it, where positions are not given; the longest prompt keeps its own."""
-    drawn = torch.Generator().manual_seed(0)
-    tokens, positions = (torch.randn(256, 16, generator=drawn, dtype=torch.float64) for _ in range(2))
-
-    def last_logits(prompts: list[list[int]]) -> torch.Tensor:
-        """What the last token sees of all that are not padding."""
-        ids, mask = padded(prompts, left=True)
-        places = torch.arange(ids.shape[1]).expand_as(ids) if shifted else (mask.cumsum(1) - 1).clamp(min=0)
-        x = tokens[ids] + positions[places]
-        scores = (x @ x[:, -1:].mT)[..., 0].masked_fill(mask == 0, -torch.inf)
-        return (scores.softmax(1)[..., None] * x).sum(1) @ tokens.T
-
-    run = check(last_logits, lambda size: (TEXTS[:size],), [1, 2, 4, 5])
-    assert (of_scale(run) > 0.05) is shifted
-    assert (of_scale(run) < 1e-12) is not shifted
-    longest = check(last_logits, lambda size: ([TEXTS[3], *TEXTS][:size],), [1, 4])
-    assert of_scale(longest) < 1e-12
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_mean_over_padding(masked: bool) -> None:
-    """Vectors change by percents with the longest text of the batch; with the mask in the mean, by nothing."""
-    table = torch.randn(256, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def encode(texts: list[list[int]]) -> torch.Tensor:
-        ids, mask = padded(texts, left=False)
-        if not masked:
-            return table[ids].mean(1)
-        return torch.stack([vectors[seen.bool()].mean(0) for vectors, seen in zip(table[ids], mask, strict=True)])
-
-    run = check(encode, lambda size: (TEXTS[:size],), [1, 2, 4, 5])
-    assert (findings(run.rows) == (Finding.CLEAN,)) is masked
-    assert (of_scale(run) > 0.01) is not masked
 
 
 def test_scores_that_are_shares_of_their_batch():

@@ -586,7 +586,7 @@ def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_classes_whose_trees_were_not_asked_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "_TREES", (2, 3))
+    monkeypatch.setattr(matmul, "TREES", (2, 3))
     options = Options(dtypes=("float32",), k=24, n=8, m=4, inputs=("order",))
     jobs = plan_jobs(["matmul"], [f"linear={__name__}:linear_of_many"], options)
     (row,) = run_jobs(

@@ -7,7 +7,7 @@ import pytest
 from nondet.core.records import Row
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
-from nondet.probes.scaled_matmul import _ANCHORS, ScaledMatmul
+from nondet.probes.scaled_matmul import ANCHORS, ScaledMatmul
 from tests.build import tiers
 from tests.probes.toys import measure, statuses
 
@@ -42,7 +42,7 @@ def test_a_planted_order_is_named_and_its_border_is_found(seed):
 def test_sums_that_are_not_exact_are_named_by_the_class_that_has_them(monkeypatch):
     """On a GPU that is chain-fp8's anchor; where a device has none, and of another promotion, there is no name."""
     assert orders("fp8_coarse", "a scale for each row").extra["orders"] == ["", ""]
-    monkeypatch.setitem(_ANCHORS, "cpu", "tests.probes.toys:fp8_coarse")
+    monkeypatch.setitem(ANCHORS, "cpu", "tests.probes.toys:fp8_coarse")
     row = orders("fp8_coarse", "a scale for each row")
     assert row.extra["orders"] == [f"{EVERY_128}, within these as the matrix unit adds", ""]
     assert "class 2: none of the orders tried" in row.reason

@@ -371,7 +371,7 @@ def measure(
         [probe], [f"{operator}={__name__}:{function}" if operator else f"{__name__}:{toy}"], Options(**options)
     )
     jobs = [job for job in jobs if asked is None or job.case.varied in asked]
-    with mock.patch.object(base, "_OTHER_CALLS", between):
+    with mock.patch.object(base, "OTHER_CALLS", between):
         return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
 
 
@@ -432,29 +432,23 @@ def _each(x: torch.Tensor, function: Any) -> torch.Tensor:
     return torch.stack([function(row.double()).to(x.dtype) for row in x])
 
 
-def sum_sound(x: torch.Tensor) -> torch.Tensor:
+def _sound(function: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Sound: each row by itself."""
-    return _each(x, torch.sum)
+
+    def of_each_row(x: torch.Tensor) -> torch.Tensor:
+        return _each(x, function)
+
+    return of_each_row
 
 
-def mean_sound(x: torch.Tensor) -> torch.Tensor:
-    """Sound: each row by itself."""
-    return _each(x, torch.mean)
+sum_sound, mean_sound = _sound(torch.sum), _sound(torch.mean)
+softmax_sound = _sound(lambda row: torch.softmax(row, -1))
+log_softmax_sound = _sound(lambda row: torch.log_softmax(row, -1))
 
 
 def rms_norm_sound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Sound: each row by itself."""
     return _each(x, lambda row: row * torch.rsqrt(row.square().mean() + 1e-6) * weight.double())
-
-
-def softmax_sound(x: torch.Tensor) -> torch.Tensor:
-    """Sound: each row by itself."""
-    return _each(x, lambda row: torch.softmax(row, -1))
-
-
-def log_softmax_sound(x: torch.Tensor) -> torch.Tensor:
-    """Sound: each row by itself."""
-    return _each(x, lambda row: torch.log_softmax(row, -1))
 
 
 # ---- split-K
@@ -534,33 +528,28 @@ def grouped_leaves_later_rows(x: torch.Tensor, weight: torch.Tensor, offsets: to
 # ---- atomics
 
 
-def index_add_atomic(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Faulty: the sources come in any order."""
-    order = list(range(len(index)))
-    _ORDER.shuffle(order)
-    return target.index_add(0, index[order], source[order])
+def adds(method: str, order: Callable[[int], list[int]]) -> Callable[..., torch.Tensor]:
+    """index_add or scatter_add, whose sources come in this order."""
+
+    def add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        at = order(len(index))
+        out: torch.Tensor = getattr(target, method)(0, index[at], source[at])
+        return out
+
+    return add
 
 
-def scatter_add_atomic(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Faulty: the sources come in any order."""
-    order = list(range(len(index)))
-    _ORDER.shuffle(order)
-    return target.scatter_add(0, index[order], source[order])
+def _in_order(sources: int) -> list[int]:
+    return list(range(sources))
 
 
-def index_add_turns(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Faulty: from 200 sources on the last is added first."""
-    return index_add_sound(target, *((index, source) if len(index) < 200 else (index.flip(0), source.flip(0))))
+def _any_order(sources: int) -> list[int]:
+    return _ORDER.sample(range(sources), sources)
 
 
-def index_add_sound(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Sound: one after the other."""
-    return target.index_add(0, index, source)
-
-
-def scatter_add_sound(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Sound: one after the other."""
-    return target.scatter_add(0, index, source)
+index_add_atomic, scatter_add_atomic = (adds(method, _any_order) for method in ("index_add", "scatter_add"))
+index_add_sound, scatter_add_sound = (adds(method, _in_order) for method in ("index_add", "scatter_add"))
+index_add_turns = adds("index_add", lambda n: _in_order(n)[:: 1 if n < 200 else -1])  # from 200 sources on backwards
 
 
 # ---- pointwise
