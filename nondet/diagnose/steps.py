@@ -204,17 +204,16 @@ def make_axes(
     # the engine only keeps pages of a request that has decoded
     later = replace(far_one, arrival_step=2 * len(far) + 8)
     shared = [trial(name, Request("b0", False, d, 2, 0), later, sharing=True) for name, d in donors.items()]
-    unshared, solo = trial("nothing shared", *shared[0].requests), trial("alone", one)
-    tokens, far_tokens, plain = (*(f"a prompt of {len(p)} tokens" for p in (long, far)), "no chunks, no sharing")
-    same = f"all requests have the same prompt and begin at once; {plain}"
-    other_length = f"one other request with a prompt of another length; {plain}"
-    donor = f"no other request in its steps, {far_tokens}, no chunks; an earlier request shares the prefix"
-    whole = f"no other request, {tokens}, no sharing"
+    solo, plain = trial("alone", one), "no chunks, no sharing"
+    long_text, far_text = (f"a prompt of {len(p)} tokens" for p in (long, far))
+    one_piece, whole = f"no other request, {long_text}, no sharing", trial("in one piece", long_one)
+    donor = f"no other request in its steps, {far_text}, no chunks; an earlier request shares the prefix"
+    unshared = trial("nothing shared", *shared[0].requests)
     return [
-        RequestAxis("batch size", same, solo, batches),
-        RequestAxis("ragged company", other_length, solo, ragged),
-        RequestAxis("long prompt", f"{far_tokens} beside short requests; {plain}", trial("alone", far_one), fars),
-        RequestAxis("chunked prefill", whole, trial("in one piece", long_one), chunks),
+        RequestAxis("batch size", f"all requests have the same prompt and begin at once; {plain}", solo, batches),
+        RequestAxis("ragged company", f"one other request with a prompt of another length; {plain}", solo, ragged),
+        RequestAxis("long prompt", f"{far_text} beside short requests; {plain}", trial("alone", far_one), fars),
+        RequestAxis("chunked prefill", one_piece, whole, chunks),
         RequestAxis("prefix sharing", donor, unshared, shared, shares=True),
     ]
 

@@ -91,10 +91,10 @@ class BatchEvidence:
 
 
 def _batches(
-    completions: Iterable[Completion], totals: Mapping[int, Steps], tokens: int, padded: bool
+    completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool
 ) -> BatchEvidence:
-    """The batches of these successful completions of one prompt, of so many tokens. `totals`: round -> query tokens of
-    the whole batch at each step, for rounds that ended."""
+    """The batches of these successful completions of one prompt. `totals`: round -> query tokens of the whole batch at
+    each step, for rounds that ended."""
     patterns: list[bytes] = []
     traces_alone: dict[bytes, list[str]] = {}
     for completion in completions:
@@ -105,7 +105,7 @@ def _batches(
         whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
         patterns.append(hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest())
         # the last token is never fed back; a smaller sum means that pages were shared
-        shared_nothing = int(own.sum()) == tokens + completion.n_tokens - 1
+        shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
         if shared_nothing and np.array_equal(own, whole):
             traces_alone.setdefault(patterns[-1], []).append(completion.trace)
     alone = sum(map(len, traces_alone.values()))

@@ -154,7 +154,7 @@ def test_flips_are_held_against_what_company_does_to_the_logits() -> None:
         "logits of the top tokens differ by up to 0.25 between the arms, so 1 of 1 flips are within it (at most twice "
         "that)"
     )
-    assert margin_step(alone, session("111", [(5.0, 3.0, 1, 2), (4.0, 3.0, 1, 2)])).outcome == "no"
+    assert margin_step(alone, session("111", [(5.125, 3.0, 1, 2), (4.0, 3.0, 1, 2)])).outcome == "no"  # 0.5 > 2 * 0.125
     quiet = margin_step(alone, same)
     assert (quiet.outcome, quiet.figures["first_flip"], quiet.figures["largest_margin"]) == ("unknown", -1, -1.0)
     assert quiet.sentence.startswith("no token flipped in the rounds that were compared; ")

@@ -28,7 +28,7 @@ def computed(run: Run, value: float) -> Run:
     return with_(changed(run, lambda _: {"nonfinite": nonfinite}))
 
 
-def runs_of(value: float) -> tuple[Run, Run, Run, Run]:
+def runs_of(value: float) -> tuple[Run, ...]:
     """Rows, a sample, axes and a server that computed this."""
     plan = {"prompts": [{"text": "p", "tokens": 4}], "impls": [IMPL]}
     sample = msgspec.structs.replace(under_the_cure(), header=header("sample", plan))
