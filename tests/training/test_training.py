@@ -50,23 +50,18 @@ def timeless(path: Path) -> list[TrainingStep]:
     return [msgspec.structs.replace(r, sample_seconds=0, train_seconds=0) for r in read_run(path).training_steps]
 
 
-def test_rewards() -> None:
-    """Parentheses are balanced or not; a sum is right or not."""
+def test_rewards_and_prompts() -> None:
+    """Parentheses are balanced or not; a sum is right or not; prompts belong to the seed."""
     for text, reward in [
         ("f(a)", 1), ("()", 1), ("(a(b)c)", 1), ("no pair", 0), ("(", 0), (")(", 0), ("(a)) (", 0), ("(a) (", 0),
     ]:  # fmt: skip
         assert balanced("", text) == reward
-    for text, reward in [("42", 1), (" 42, and", 1), ("421", 0), ("is 42", 0)]:
+    for text, reward in [("42", 1), (" 42, and", 1), ("421", 0), ("is 42", 0), ("", 0)]:
         assert summed("17+25=", text) == reward
-    assert summed("1+1=", "") == 0
-
-
-def test_prompts_belong_to_the_seed() -> None:
-    def asked(name: str, seed: int) -> Any:
-        return TASKS[name].prompts(4, random.Random(seed))  # noqa: S311 - tasks, no secret
-
-    assert all(asked(name, 7) == asked(name, 7) and len(asked(name, 7)) == 4 for name in TASKS)
-    assert asked("sums", 7) != asked("sums", 8)
+    seven, again, eight = ({n: t.prompts(4, random.Random(s)) for n, t in TASKS.items()} for s in (7, 7, 8))  # noqa: S311
+    assert seven == again
+    assert all(len(prompts) == 4 for prompts in seven.values())
+    assert seven["sums"] != eight["sums"]
 
 
 def test_what_can_t_be_compared_is_an_error() -> None:
@@ -140,20 +135,8 @@ def dying(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_its_bits(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between steps, and between a checkpoint and its record: the same tokens, weights and figures."""
-    asked = [
-        "rl",
-        "--model",
-        str(tiny_folder),
-        *SMALL,
-        "--arms",
-        "stock,stock+tis",
-        "--epochs",
-        "2",
-        "--micro",
-        "4",
-        "--tokens",
-        "4",
-    ]
+    more = ["--arms", "stock,stock+tis", "--epochs", "2", "--micro", "4", "--tokens", "4"]
+    asked = ["rl", "--model", str(tiny_folder), *SMALL, *more]
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     assert main([*asked, "--out", str(whole)]) == 0
     with monkeypatch.context() as patched:
