@@ -162,27 +162,21 @@ def _session(
     def seed(prompt: int, rollout: int) -> int:
         return (plan.seed * 1_000_003 + prompt * 10_007 + rollout) % 2**63
 
-    arrivals = random.Random(f"nondet mismatch {plan.seed}")  # noqa: S311 - no secret
-    requests = make_requests(loaded, plan.prompts, plan.n, plan.tokens, arrivals, None if again else seed)
+    requests = make_requests(loaded, plan, f"nondet mismatch {plan.seed}", None if again else seed)
     return run_requests(loaded, requests, watcher, {r.name: [r.ids[i] for i in r.drawn] for r in again})
 
 
 def make_requests(
-    loaded: LoadedModel,
-    prompts: Sequence[str],
-    n: int,
-    tokens: int,
-    arrivals: random.Random,
-    seed: Callable[[int, int], int] | None,
+    loaded: LoadedModel, plan: RolloutPlan, arrivals: str, seed: Callable[[int, int], int] | None
 ) -> list[Request]:
-    """So many for each prompt, which arrive over a few steps of the engine; `seed` gives that of (prompt, rollout), or
-    None where nothing is drawn."""
-    requests = []
-    for i, text in enumerate(prompts):
+    """The plan's, which arrive over a few steps of the engine, drawn with the seed `arrivals`; `seed` gives that of
+    (prompt, rollout), or None where nothing is drawn."""
+    steps, requests = random.Random(arrivals), []  # noqa: S311 - no secret
+    for i, text in enumerate(plan.prompts):
         prompt = tuple(loaded.encode(text))
-        for j in range(n):
-            draw, arrival = seed and Sampling(1.0, 0, 1.0, seed(i, j)), arrivals.randrange(_SPREAD)
-            requests.append(Request(_name(i, j), True, prompt, tokens, arrival, i, draw))
+        for j in range(plan.n):
+            draw = seed and Sampling(1.0, 0, 1.0, seed(i, j))
+            requests.append(Request(_name(i, j), True, prompt, plan.tokens, steps.randrange(_SPREAD), i, draw))
     return requests
 
 

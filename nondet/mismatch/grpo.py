@@ -29,7 +29,7 @@ from nondet.core.traces import tokens_digest
 from nondet.errors import UserError, one_line, reason_of
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.mismatch.arms import ARMS, TASKS, Arm
-from nondet.mismatch.collect import kernels, make_requests, rollouts_of, run_requests
+from nondet.mismatch.collect import RolloutPlan, kernels, make_requests, rollouts_of, run_requests
 from nondet.mismatch.figures import Figures
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Spec, micro_batches, predicting_rows, rounded_to_fp8, weights_changed, widths
@@ -155,8 +155,8 @@ def requests_of(settings: Settings, loaded: LoadedModel, seed: int, step: int) -
     def own(group: int, rollout: int) -> int:
         return int.from_bytes(hashlib.sha256(f"{seed} {step} {group} {rollout}".encode()).digest()[:8], "big")
 
-    arrivals = random.Random(f"nondet rl {seed}")  # noqa: S311 - not a secret
-    return make_requests(loaded, texts, settings.group, settings.tokens, arrivals, own), texts
+    plan = RolloutPlan(texts, settings.group, settings.tokens, seed)
+    return make_requests(loaded, plan, f"nondet rl {seed}", own), texts
 
 
 def advantages_of(

@@ -52,7 +52,13 @@ class Watch(ExitStack):
         writer = open_run(self._out, command="rl", plan=plan, environment=collect(args.seed), force=self._force)
         self.callback(writer.close)
         self._writer = writer
-        self.push(lambda kind, *_: self._end(whole=kind is None))
+
+        def finish(kind: Any, *_: Any) -> None:
+            self.settle()
+            if kind is None:
+                writer.finish()
+
+        self.push(finish)
         config = trainer.continuous_batching_config
         self.callback(setattr, config, "return_logprobs", config.return_logprobs)
         config.return_logprobs = True
@@ -62,11 +68,6 @@ class Watch(ExitStack):
         trainer.add_callback(steps)
         self.callback(trainer.remove_callback, steps)
         return self
-
-    def _end(self, *, whole: bool) -> None:
-        self.settle()
-        if whole:
-            self._writer.finish()
 
     def _put(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(owner, name)

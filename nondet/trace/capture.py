@@ -222,22 +222,15 @@ def with_starts(step: Iterable[Span]) -> Iterator[tuple[int, Span]]:
 
 
 class RowHashes:
-    """What a coarse pass keeps of a session, step by step. The user of the class decides which rows are whose.
-
-    Attributes:
-        names: What is hashed at each position, in the order of computation: "input", "3.k", "3.v", "3.out", ...
-        rows: (request, position) -> one hash for each name.
-        logits: (request, position) -> hash of the logits there.
-        foreign: Request -> position -> other owners of what that request read there.
-        full: Whether a limit stopped the keeping of hashes.
-    """
+    """What a coarse pass keeps of a session, step by step. The user of the class decides which rows are whose."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
-        self.rows: dict[Owner, Hashes] = {}
-        self.logits: dict[Owner, int] = {}
+        self.names: list[str] = []  # hashed at each position, in the order of computation: "input", "3.k", "3.out", ...
+        self.rows: dict[Owner, Hashes] = {}  # one hash for each name
+        self.logits: dict[Owner, int] = {}  # hash of the logits there
+        # request -> position -> other owners of what that request read there
         self.foreign: dict[str, dict[int, set[Owner]]] = {}
-        self.full = False
+        self.full = False  # whether a limit stopped the keeping of hashes
         self._kept = 0
         self._step: dict[str, torch.Tensor] = {}
 
@@ -380,23 +373,16 @@ def visible_keys(pack: tuple[Span, ...], request: str, position: int, window: in
 
 
 class FineCapture(TorchFunctionMode):
-    """A watcher that records the calls of one region while one position of one request is computed.
-
-    Args:
-        region: "embedding", "head", or the number of a layer.
-        opaque_attention: Whether the attention function is one of ours, whose inside is not recorded.
-
-    Attributes:
-        site: The step that computes the position; None until it ran.
-        shapes: Other steps, of which only shapes were kept.
+    """A watcher that records the calls of one region ("embedding", "head" or a layer's number) while one position of
+    one request is computed. With `opaque_attention` the attention function is one of ours: its inside is not recorded.
     """
 
     def __init__(self, request: str, position: int, region: str, *, opaque_attention: bool = False) -> None:
         super().__init__()
         self.request, self.position, self.region = request, position, region
         self.opaque_attention = opaque_attention
-        self.site: StepRecord | None = None
-        self.shapes: list[StepRecord] = []
+        self.site: StepRecord | None = None  # the step that computes the position, once it ran
+        self.shapes: list[StepRecord] = []  # other steps, of which only shapes are kept
         self._now: StepRecord | None = None
         self._paused = self._after = 0
 

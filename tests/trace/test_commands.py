@@ -51,6 +51,7 @@ def test_a_trace_leaves_records_reports_and_a_script_and_goes_on_where_it_was_st
     verdict = run.trace_verdicts[0]
     assert verdict.finding == "batch-dependent"
     assert verdict.repro.startswith(f"python -P {script}: run by itself, it shows the difference")
+    assert float(verdict.repro.rpartition("by at most ")[2]) < 1e-3  # of one row, not of two
     begin, torch, _ = script.read_text(encoding="utf-8").partition("import torch\n")
     assert torch
     (tmp_path / "begin.py").write_text(f"{begin}import json\nprint(json.__file__)", encoding="utf-8")

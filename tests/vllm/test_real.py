@@ -32,19 +32,22 @@ def test_every_function_fits() -> None:
 
 
 def test_what_coverage_asks_of_its_layers_and_modes_is_there() -> None:
-    """By name: what has a cache is no layer without a sum; which graphs steps with prompts are padded to.
-
-    That plugins are loaded once a process is kept under the name that a refusal resets.
-    """
+    """By name: what has a cache is no layer without a sum; that plugins are loaded once a process is kept under the
+    name that a refusal resets. What no CPU can be given is where its configuration has it."""
     import vllm.plugins
-    from vllm.config import CUDAGraphMode
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     assert all("AttentionLayerBase" in {c.__name__ for c in cls.__mro__} for cls in (Attention, MambaMixer2))
-    padded = {name for name in CUDAGraphMode.__members__ if CUDAGraphMode[name].mixed_mode().name == "PIECEWISE"}
-    assert padded == {"PIECEWISE", "FULL_AND_PIECEWISE"}
     assert isinstance(vllm.plugins.plugins_loaded, bool)
+    config = EngineArgs(model=made_folder("tiny"), skip_tokenizer_init=True, load_format="dummy").create_engine_config()
+    for name in ("model_config.use_mla", "model_config.enable_sleep_mode", "parallel_config.enable_dbo"):
+        assert attrgetter(name)(config) is False
+    assert attrgetter("parallel_config.ubatch_size")(config) == 0
+    for name in ("decode_context", "prefill_context", "tensor", "pipeline"):
+        assert attrgetter(f"parallel_config.{name}_parallel_size")(config) == 1
+    assert attrgetter("cache_config.block_size")(config) > 0
 
 
 STARTED = """
@@ -144,21 +147,6 @@ def test_nothing_is_fused_that_the_plugin_replaces(monkeypatch: pytest.MonkeyPat
         passes = arguments.create_engine_config().compilation_config.pass_config
         fused.append([name for name, on in vars(passes).items() if on is True and name != "eliminate_noops"])
     assert fused == [["fuse_norm_quant"], []]
-
-
-def test_what_no_cpu_can_be_asked_for_is_where_its_configuration_has_it() -> None:
-    """Refused on a GPU; here vLLM itself refuses or drops it."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(model=made_folder("tiny"), skip_tokenizer_init=True, load_format="dummy").create_engine_config()
-    for name in ("model_config.use_mla", "model_config.enable_sleep_mode", "parallel_config.enable_dbo"):
-        assert attrgetter(name)(config) is False
-    assert attrgetter("parallel_config.ubatch_size")(config) == 0
-    for name in ("decode_context", "prefill_context", "tensor", "pipeline"):
-        assert attrgetter(f"parallel_config.{name}_parallel_size")(config) == 1
-    assert [attrgetter(f"parallel_config.{n}")(config) for n in ("world_size", "nnodes")] == [1, 1]
-    assert attrgetter("parallel_config.distributed_executor_backend")(config) in ("uni", "mp")
-    assert attrgetter("cache_config.block_size")(config) > 0
 
 
 def _replaced(model: Any) -> dict[str, Any]:
