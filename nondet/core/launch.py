@@ -1,7 +1,4 @@
-"""What really ran: launchers note the kernel they chose, and the first uses in which one is compiled or proven.
-
-A note costs a list append inside `listen`, and nothing otherwise. Process-wide, as an engine has a thread of its own.
-"""
+"""What really ran: kernels that launchers note, and first uses. Process-wide, as an engine has a thread of its own."""
 
 from __future__ import annotations
 

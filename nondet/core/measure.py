@@ -1,7 +1,4 @@
-"""One measurement: variants computed, sorted into classes of equal bits, replayed, checked and described as a row.
-
-Probes, benches and sampled runs all measure here, so that a row means the same whichever command made it.
-"""
+"""One measurement, for every command: variants computed, sorted into classes of equal bits, replayed and checked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The one maker of operands: of a declared operator, at given sizes, of a kind of input, in a layout.
-
-Probes, `nondet certify` and `nondet bench` draw here, and cut the same operands to fewer rows of the batch here.
-"""
+"""The one maker of operands, for every command: of a declared operator, at given sizes, of a kind, in a layout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Every record of a run file, by section, the run that collects them, and what a reader checks of them. No torch.
-
-The fields of a row hold everything that a reader needs to judge it.
-"""
+"""Every record of a run file, by section, the run that collects them, and what a reader checks of them. No torch."""
 
 from __future__ import annotations
 
@@ -877,10 +874,8 @@ RECORDS: dict[type[Record], str] = {
 LINE: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Union[(Header, End, *RECORDS)])
 
 
-# What a reader checks of a run file and its side file: each record by itself, and with its plan and other records.
-#
-# Code that computes with a record (class maps, batches, trees, pages) relies on what is checked here, and checks
-# nothing again. A failed check names the field; the reader adds the file and the line.
+# What a reader checks of each record, by itself and with its plan and other records. Code that computes with a record
+# (class maps, batches, trees, pages) relies on it. A failed check names the field; the reader adds the file and line.
 
 _DEPTH_MOST = 16  # of a plan, an environment, a row's extra: ours have 4
 _DIGITS_MOST = 2**64

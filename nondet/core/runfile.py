@@ -266,7 +266,6 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
         raise UserError(f"can't read {path}: {error.strerror or error}", "Give a readable run file.") from error
 
 
-_OURS = "a file that `nondet probe`, `sample`, `bench` or `certify` wrote"
 _EDITED = "Is it a run file that was edited by hand?"
 _ENCODER = msgspec.json.Encoder()
 # How every header of ours begins: a cut-off first line is recognized by it.
@@ -350,11 +349,12 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
 
 
 def _header(path: Path, lines: Iterator[tuple[int, bytes, bool]]) -> Header:
-    foreign = UserError(f"{path} is not a nondet run file", f"Give {_OURS}.")
+    hint = "Give a file that `nondet probe`, `sample`, `bench` or `certify` wrote."
+    foreign = UserError(f"{path} is not a nondet run file", hint)
     try:
         _, line, whole = next(lines, (0, b"", True))
     except FileNotFoundError:
-        raise UserError(f"no run file at {path}", f"Give {_OURS}.") from None
+        raise UserError(f"no run file at {path}", hint) from None
     if not line.strip():
         if any(text.strip() for _, text, _ in itertools.islice(lines, 10_000)):
             raise foreign

@@ -1,8 +1,4 @@
-"""The side file of a sampled run: token ids, logprobs and margins of each distinct trace, stored once.
-
-RUN.jsonl holds the completions; RUN.traces.jsonl holds the distinct traces under their digests, so that a report can be
-made elsewhere without the model or its tokenizer.
-"""
+"""The side file of a sampled run, RUN.traces.jsonl: tokens, logprobs and margins of each distinct trace, by digest."""
 
 from __future__ import annotations
 
