@@ -63,14 +63,7 @@ async def act(actions: Actions, writer: asyncio.StreamWriter) -> bool:
 
 
 class Hostile(Honest):
-    """See the module.
-
-    Args:
-        elsewhere: Where "redirect-elsewhere" points.
-
-    Attributes:
-        seen: How often each behaviour was met.
-    """
+    """See the module; `elsewhere` is where "redirect-elsewhere" points, `seen` how often each behaviour was met."""
 
     def __init__(self, elsewhere: str = "http://127.0.0.1:9", **options: Any) -> None:
         super().__init__(**options)
