@@ -13,7 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -264,6 +264,10 @@ class _Collector(RoundCollector):
         left = [r for r in round_.requests if not r.target or r.id not in kept]
         if not any(r.target for r in left):
             left = []  # only the round's own record is missing: no neighbours are needed
+        if round_.arm == "chunked" and left and not self.solo_seconds:  # no solo arm was requested: time one answer
+            target = next(r for r in left if r.target)
+            answer = await client.complete(replace(self.settings.ask(target, "solo"), id="timing"))
+            self.solo_seconds += [answer.done - answer.sent] if answer.ok else []
         self.held = []
 
         def on_answer(planned: Planned, answer: Answer, served: Served) -> None:
@@ -348,7 +352,7 @@ class _Collector(RoundCollector):
         """Update what the file holds, and the time of solo answers."""
         self.kept[completion.round].append(completion)
         self.done += 1
-        if completion.arm in _ENDS and completion.status == "ok" and completion.served is not None:
+        if completion.arm == "solo" and completion.status == "ok" and completion.served is not None:
             self.solo_seconds.append(completion.served.done - completion.served.sent)
 
 

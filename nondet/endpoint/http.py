@@ -413,11 +413,9 @@ class Events:
         return None
 
 
-# Proxies and .netrc of the environment are not used (httpx's trust_env is off): the request and the key go only to the
-# user's URL. Compressed answers are not accepted, because a few bytes could become gigabytes. A connection carries one
-# request, so that excess data from a server can't become the answer to another one.
-
-_MOST_REDIRECTS = 3
+# Redirects are not followed, and proxies and .netrc of the environment are not used (httpx's trust_env is off): the
+# request and the key go only to the user's URL. Compressed answers are not accepted, because a few bytes could become
+# gigabytes. A connection carries one request, so that excess data from a server can't become the answer to another one.
 
 
 @dataclass
@@ -446,9 +444,8 @@ class Transport:
             if address.scheme == "https"
             else False,  # reading all certificates takes a tenth of a second
             trust_env=False,
-            follow_redirects=True,
-            max_redirects=_MOST_REDIRECTS,
-            event_hooks={"response": [self._check_redirect]},
+            follow_redirects=False,
+            event_hooks={"response": [self._refuse_redirect]},
             # the other limits are enforced here, over the whole exchange
             timeout=httpx.Timeout(None, connect=limits.connect_s),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -557,19 +554,15 @@ class Transport:
         except TimeoutError:
             raise AttemptError("timeout", f"no answer within {self.limits.first_byte_s:g} s") from None
 
-    async def _check_redirect(self, response: httpx.Response) -> None:
-        """Refuse redirects to another origin, and those that need not keep a POST a POST: only 307 and 308 do."""
-        if response.status_code not in (301, 302, 303, 307, 308):
-            return
-        try:
-            target = response.url.join(response.headers.get("location", ""))
-            where = read_address(str(target.copy_with(query=None, fragment=None))).origin
-        except Exception:  # noqa: BLE001 - a Location can be anything, and httpx raises several kinds of errors on it
-            raise AttemptError("redirect", "redirects to something that is not an address") from None
-        if where != self.address.origin:
-            raise AttemptError("redirect", f"redirects elsewhere, to {self.reason(where, 100)} (not followed)")
-        if response.status_code not in (307, 308):
-            raise AttemptError("redirect", f"redirects with status {response.status_code} (not followed)")
+    async def _refuse_redirect(self, response: httpx.Response) -> None:
+        """Before httpx reads the Location, which can be anything: it raises several kinds of errors on that."""
+        if response.status_code in (301, 302, 303, 307, 308):
+            try:
+                target = response.url.join(response.headers.get("location", ""))
+                where = read_address(str(target.copy_with(query=None, fragment=None))).origin
+            except Exception:  # noqa: BLE001 - see above
+                where = "something that is not an address"
+            raise AttemptError("redirect", f"redirects to {self.reason(where, 100)} (not followed)")
 
     async def _refusal(self, response: httpx.Response) -> AttemptError:
         """The error of an unsuccessful status, with the server's message."""
@@ -590,8 +583,6 @@ class Transport:
             if isinstance(cause, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in str(cause):
                 return AttemptError("certificate", f"the server's certificate is not trusted: {text}")
             cause = cause.__cause__ or cause.__context__
-        if isinstance(error, httpx.TooManyRedirects):
-            return AttemptError("redirect", f"more than {_MOST_REDIRECTS} redirects")
         if isinstance(error, httpx.ConnectTimeout):
             return AttemptError("connect", f"no connection within {self.limits.connect_s:g} s")
         if isinstance(error, httpx.ConnectError | httpx.InvalidURL | UnicodeError):  # a name that IDNA rejects

@@ -202,15 +202,8 @@ def step(
     scale: float = 0.0,
     noise_of: object = None,
 ) -> Step:
-    """Generate one token and append it.
-
-    Args:
-        temperature: 0 takes the first of the largest logits.
-        draw: What the draw at temperature > 0 follows from.
-        noise: Size of a disturbance of each logit, which follows from `noise_of`, the token and the context.
-        scale: Size of a disturbance of all logits by one factor, which leaves their order, ties included.
-        noise_of: What the disturbance belongs to: how many requests ran, whether the cache was hit.
-    """
+    """Generate one token and append it. `noise_of` is what noise follows from: how many requests ran, what was cached;
+    `scale` disturbs all logits by one factor, which leaves their order, ties included."""
     logits = context.logits()
     if scale:
         factor = 1 + scale * _draw(noise_of)
@@ -394,12 +387,7 @@ class Cheats:
 
 class Honest(Server):
     """The server of a dialect, which takes `token_s` seconds a token, wants a key, and cheats as `Cheats` names it.
-
-    Attributes:
-        requests: Bodies of all completions asked for, in order.
-        pages: Paths of everything that was asked for.
-        most_running: Most requests at work at once so far.
-    """
+    `requests` are the bodies of all completions, `pages` the paths of everything that was requested, in order."""
 
     def __init__(self, dialect: str = "openai", *, token_s: float = 0.0, key: str = "", **cheats: Any) -> None:
         super().__init__(self._answer)

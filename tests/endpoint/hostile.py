@@ -63,14 +63,7 @@ async def act(actions: Actions, writer: asyncio.StreamWriter) -> bool:
 
 
 class Hostile(Honest):
-    """See the module.
-
-    Args:
-        elsewhere: Where "redirect-elsewhere" points.
-
-    Attributes:
-        seen: How often each behaviour was met.
-    """
+    """See the module; `elsewhere` is where "redirect-elsewhere" points, `seen` how often each behaviour was met."""
 
     def __init__(self, elsewhere: str = "http://127.0.0.1:9", **options: Any) -> None:
         super().__init__(**options)
@@ -83,10 +76,8 @@ class Hostile(Honest):
         if isinstance(prompt, str) and prompt.startswith(PREFIX):
             name = prompt.removeprefix(PREFIX)
             self.seen[name] += 1
-            if "redirected" not in request.path:
-                actions = BEHAVIOURS[name].actions
-                return await act(actions(self, request) if callable(actions) else actions, writer)
-            request = Request("POST", "/v1/completions", request.headers, request.body)
+            actions = BEHAVIOURS[name].actions
+            return await act(actions(self, request) if callable(actions) else actions, writer)
         return await super()._answer(request, writer)
 
 
@@ -245,9 +236,11 @@ BEHAVIOURS: dict[str, Behaviour] = {
     "refused": Behaviour("http-400", [json_response({"error": {"message": _REASON}}, 400)]),
     "redirect-elsewhere": Behaviour("redirect", lambda server, _: _redirect(307, f"{server.elsewhere}/v1/completions")),
     "redirect-to-nowhere": Behaviour("redirect", _redirect(308, "http://[::1:x/")),
-    "redirect-round": Behaviour("redirect", _redirect(307, "/v1/completions")),
+    "redirect-here": Behaviour("redirect", _redirect(307, "/redirected/v1/completions")),
     "redirect-as-get": Behaviour("redirect", _redirect(302, "/v1/completions")),
-    "redirect-here": Behaviour("", _redirect(307, "/redirected/v1/completions")),
+    "redirect-endless": Behaviour(
+        "redirect", [STREAM_HEAD.replace(b"200 OK", b"307 On\r\nLocation: /x"), Forever(chunk(b"x" * 65536), 0)]
+    ),
     "echo-in-error": Behaviour(
         "http-403", lambda _, request: [json_response({"error": {"message": f"bad {_key(request)}"}}, 403)]
     ),

@@ -156,7 +156,7 @@ async def test_what_is_no_server_is_one_line() -> None:
     for handler, said in [
         (_never, "not done after 1 s"),
         (_talks_mail, "not HTTP"),
-        (_moved, "redirects elsewhere, to https://elsewhere.example"),
+        (_moved, "redirects to https://elsewhere.example (not followed)"),
         (lists(), "lists no models"),
         (lists({"id": "a"}, {"id": "b"}), "lists 2 models"),
     ]:

@@ -58,6 +58,8 @@ def test_an_honest_server_end_to_end(run: Command, vllm: Honest, tmp_path: Path)
     code, again, _ = run("report", "a.jsonl")
     assert code == 0
     assert again.splitlines()[-1] == out.splitlines()[-1]
+    code, _, err = run("trace", "--run", "a.jsonl", "--request", made.completions[0].request)
+    assert (code, "a.jsonl is a run of a server, which can't be traced. Name a model's run" in err) == (2, True)
     run("report", "a.jsonl", "--out", "b.html")
     assert (tmp_path / "a.html").read_text() == (tmp_path / "b.html").read_text()
 

@@ -265,19 +265,3 @@ def test_where_nothing_listens_there_is_no_connection() -> None:
     assert (times.header, times.done >= times.sent > 0) == (None, True)
     for host in ("nobody.invalid", "a" * 70 + ".invalid"):
         assert asyncio.run(asked(f"http://{host}:1")).kind == "connect"
-
-
-def test_a_server_that_is_silent_is_left() -> None:
-    """At the limit that ran out first, which is named."""
-
-    async def silent(request: Request, writer: asyncio.StreamWriter) -> bool:
-        await asyncio.sleep(30)
-        return False
-
-    async def work(limit: str) -> AttemptError:
-        async with Server(silent) as server:
-            return await asked(server.url, None, connect_s=0.1, **{limit: 0.2})
-
-    for limit, words in [("first_byte_s", "no answer within"), ("total_s", "not done after")]:
-        late = asyncio.run(asyncio.wait_for(work(limit), 20))
-        assert (late.kind, late.reason) == ("timeout", f"{words} 0.2 s")
