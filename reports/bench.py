@@ -153,6 +153,12 @@ def _method_text(cells: Sequence[Cell]) -> str:
             "stock's time over the implementation's, above 1 is faster; with a 95% bootstrap interval over runs, in "
             f"pairs.{over}"
         )
+    if all(c.operator.startswith("host ") for c in cells):
+        how = (
+            f"{_span(replays)} replays of {cells[0].calls} calls one after the other ({one_line(cells[0].method, 40)})"
+        )
+        turns = "stock and inside of batch_invariant() in turn. Ratio: stock's time over the one inside"
+        return f"Times are what a call costs the host, medians of {how}, {turns}."
     methods = " and ".join(dict.fromkeys(one_line(c.method, 40) for c in cells))
     warm = sum(not c.cold and c.limit_us is not None for c in cells)
     text = (
