@@ -154,11 +154,11 @@ def _method_text(cells: Sequence[Cell]) -> str:
             f"pairs.{over}"
         )
     if all(c.operator.startswith("host ") for c in cells):
-        how = (
-            f"{_span(replays)} replays of {cells[0].calls} calls one after the other ({one_line(cells[0].method, 40)})"
+        each, turns = one_line(cells[0].method, 40), "stock and inside of batch_invariant() in turn"
+        return (
+            f"Times are what a call costs the host, medians of {_span(replays)} replays of {cells[0].calls} calls one "
+            f"after the other ({each}), {turns}. Ratio: stock's time over the one inside."
         )
-        turns = "stock and inside of batch_invariant() in turn. Ratio: stock's time over the one inside"
-        return f"Times are what a call costs the host, medians of {how}, {turns}."
     methods = " and ".join(dict.fromkeys(one_line(c.method, 40) for c in cells))
     warm = sum(not c.cold and c.limit_us is not None for c in cells)
     text = (

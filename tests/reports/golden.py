@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import combinations
 from pathlib import Path
@@ -26,11 +26,6 @@ DIGESTS = Path(__file__).with_name("golden.txt")
 # The digests are of these alone: what else can be written follows from the same verdicts.
 FORMATS = ("txt", "md", "html")
 PAGES = FORMATS[1:]
-_COMMANDS = (
-    "list", "diagnose", "probe", "sample", "embed", "trace", "replay", "bench", "rl", "certify", "report", "gate",
-    "diff", "export",
-)  # fmt: skip
-_KINDS = ("rows", "classes", "completions", "rounds", "axis-values", "cells")
 _SECONDS = re.compile(rb'\btime="[^"]*"|\btimestamp="[^"]*"')
 
 
@@ -141,20 +136,20 @@ def _write(to: Path, folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode() if isinstance(text, str) else text)
 
-    for width in (80, 120):
-        put(f"help-{width}/nondet.txt", nondet("--help", width=width)[1])
-        for command in _COMMANDS:
-            put(f"help-{width}/{command}.txt", "\n".join(map(str, nondet(command, "--help", width=width))))
-    put("list.txt", nondet("list")[1])
-    put("list.json", nondet("list", "--json")[1])
     os.chdir(folder)
     paths = run_files(Path())
-    for path in paths:
-        _write_run(put, to, str(path), "runs/" + name_of(path, Path()))
+    groups = {"runs/" + name_of(path, Path()): [path] for path in paths}
     for parent in sorted({p.parent for p in paths}):
-        group = [str(p) for p in paths if p.parent == parent]
-        for form, text in reports(group, ("txt", "verbose", "quiet", "md", "full", "html")).items():
-            put(f"together/{parent.as_posix().replace('/', '-')}.{form}", text)
+        groups[f"together/{parent.as_posix().replace('/', '-')}"] = [p for p in paths if p.parent == parent]
+    for name, group in groups.items():
+        for form, text in reports([str(p) for p in group], ("txt", "verbose", "quiet", "md", "full", "html")).items():
+            put(f"{name}.{form}", text)
+        if len(group) == 1:
+            junit = to / f"{name}.junit"
+            put(f"{name}.gate", "\n".join(map(str, nondet("gate", str(group[0]), "--junit", str(junit), "--force"))))
+            if junit.exists():
+                put(f"{name}.junit", _SECONDS.sub(b"", junit.read_bytes()))
+            put(f"{name}.gate.json", "\n".join(map(str, nondet("gate", str(group[0]), "--json"))))
     for a, b in _pairs(paths):
         name = f"diff/{name_of(a, Path())}--{name_of(b, Path())}".replace("/", "-").replace("diff-", "diff/", 1)
         for form, options in {"txt": [], "verbose": ["--verbose"], "json": ["--json"]}.items():
@@ -164,25 +159,6 @@ def _write(to: Path, folder: Path) -> None:
             nondet("diff", str(a), str(b), "--quiet", "--force", "--out", str(page))
             if page.exists():
                 put(f"{name}.{form}", _page(page))
-
-
-def _write_run(put: Callable[[str, str | bytes], None], to: Path, path: str, name: str) -> None:
-    for form, text in reports([path], ("txt", "verbose", "quiet", "md", "full", "html")).items():
-        put(f"{name}.{form}", text)
-    wide = nondet("report", path, width=120)
-    put(f"{name}.txt-120", wide[1] + wide[2])
-    junit = to / f"{name}.junit"
-    put(f"{name}.gate", "\n".join(map(str, nondet("gate", path, "--junit", str(junit), "--force"))))
-    if junit.exists():
-        put(f"{name}.junit", _SECONDS.sub(b"", junit.read_bytes()))
-    put(f"{name}.gate.json", "\n".join(map(str, nondet("gate", path, "--json"))))
-    table = to / "table.csv"
-    for kind in _KINDS:
-        if not nondet("export", path, "--records", kind, "--out", str(table), "--force")[0]:
-            text = table.read_bytes().replace(b".jsonl.gz", b".jsonl")
-            head, *lines = text.decode().splitlines()
-            put(f"{name}.export-{kind}", f"{head}\n{len(lines)} lines: {digest(text.decode())}\n")
-    table.unlink(missing_ok=True)
 
 
 def _pairs(paths: list[Path]) -> Iterator[tuple[Path, Path]]:
