@@ -37,26 +37,20 @@ _KINDS = (
 )
 KINDS = {kind.key: kind for kind in _KINDS}
 
-_SPLIT = re.compile(r"split_?k(?!v)|stream_?k", re.IGNORECASE)
-_SPLIT_KEYS = re.compile(r"splitkv.*combine|merge_(?:all_)?kernel|combine_kernel", re.IGNORECASE)
+# The first whose pattern any name of a set has: a split decides the order wherever it shows.
 _TABLE: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("gemv", re.compile(r"gemv|gemmSN", re.IGNORECASE)),
+    ("split", re.compile(r"split_?k(?!v)|stream_?k|splitkv.*combine|merge_(?:all_)?kernel|combine_kernel", re.I)),
+    ("gemv", re.compile(r"gemv|gemmSN", re.I)),
     ("tile", re.compile(r"gemm|nvjet|xmma|cutlass|matmul|flash|fmha|sdpa|attend|prefill|decode_kernel|grouped", re.I)),
-    ("atomic", re.compile(r"indexFunc|scatter_gather|atomic|index_put", re.IGNORECASE)),
+    ("atomic", re.compile(r"indexFunc|scatter_gather|atomic|index_put", re.I)),
     ("row", re.compile(r"softmax|layer_?norm|rms_norm|reduce_kernel|reduction|logsumexp|cross_entropy|sum|mean", re.I)),
 )
 
 
 def kind_of(names: Sequence[str]) -> Kind:
-    """The kind of a set of kernels, by the one that decides its order: a split where any name shows one."""
-    if not names:
-        return KINDS["unseen"]
-    if any(_SPLIT.search(name) or _SPLIT_KEYS.search(name) for name in names):
-        return KINDS["split"]
-    for key, pattern in _TABLE:
-        if any(pattern.search(name) for name in names):
-            return KINDS[key]
-    return KINDS["other"]
+    """The kind of a set of kernels, by the one that decides its order."""
+    found = (key for key, pattern in _TABLE if any(pattern.search(name) for name in names))
+    return KINDS[next(found, "other") if names else "unseen"]
 
 
 # Letters number the classes of one row by first appearance. They mean nothing across rows: A of stock and A of
@@ -83,7 +77,6 @@ class ClassInfo:
     """One class of one row: its values as text ("1-3, 8-15"; empty where not listed), and its sets of kernels."""
 
     label: int
-    letter: str
     count: int
     ranges: str
     kernels: Sequence[Sequence[str]]
@@ -140,7 +133,7 @@ def classes(row: Row, most_ranges: int = 12) -> list[ClassInfo]:
         sets = dict.fromkeys(s.kernels for run in mine for s in run if s.kernels >= 0)
         ranges = ", ".join(value_range(run[0].first, run[-1].last) for run in mine[:most_ranges])
         ranges += f" and {len(mine) - most_ranges} more ranges" if len(mine) > most_ranges else ""
-        out.append(ClassInfo(label, letter(label), count, ranges, [row.kernel_sets[i] for i in sets]))
+        out.append(ClassInfo(label, count, ranges, [row.kernel_sets[i] for i in sets]))
     return out
 
 

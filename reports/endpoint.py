@@ -66,24 +66,9 @@ class Arm:
     # common), and how many requests gave it
     divergences: Sequence[tuple[Divergence, int]]
     has_logprobs: bool  # whether the server gave any; without them a trace is its tokens
-
-    @property
-    def gap(self) -> float:
-        """The largest gap of any trace."""
-        return max((d.gap for d, _ in self.divergences), default=0.0)
-
-    @property
-    def margins(self) -> list[float]:
-        """Top-1 minus top-2 where tokens differ, one for each request; none where tokens are drawn."""
-        drawn = bool(self.run.header.plan.get("sampling"))
-        return (
-            [] if drawn else [d.margin for d, count in self.divergences if d.margin is not None for _ in range(count)]
-        )
-
-    @property
-    def gap_requests(self) -> int:
-        """Requests whose logprobs differ."""
-        return sum(count for d, count in self.divergences if d.bits is not None)
+    gap: float  # the largest of any trace
+    gap_requests: int  # requests whose logprobs differ
+    margins: Sequence[float]  # where tokens differ, one for each request; none where tokens are drawn
 
     @property
     def proof(self) -> str:
@@ -180,7 +165,13 @@ def _arms(run: Run, traces: Mapping[str, Trace]) -> list[Arm]:
             found for prompt, e in mine.items() for found in _divergences(known[impl, prompt].get("solo"), e, traces)
         ]
         logprobs = any(traces[t].logprobs for e in mine.values() for t in e.traces)
-        arms.append(Arm(run, impl, arm, members[impl, arm], mine, divergences, logprobs))
+        gap, off = (
+            max((d.gap for d, _ in divergences), default=0.0),
+            sum(n for d, n in divergences if d.bits is not None),
+        )
+        margins = [d.margin for d, n in divergences if d.margin is not None for _ in range(n)]
+        margins = [] if run.header.plan.get("sampling") else margins
+        arms.append(Arm(run, impl, arm, members[impl, arm], mine, divergences, logprobs, gap, off, margins))
     return arms
 
 

@@ -66,15 +66,8 @@ Drawing = tuple[float, float, Callable[[Any], None]]
 
 
 def draw(name: str, runs: Sequence[Run]) -> Figure:
-    """One figure of these runs.
-
-    Args:
-        name: A key of `FIGURES`.
-
-    Raises:
-        UnknownNameError: no such figure.
-        UserError: the runs hold nothing for it.
-    """
+    """One figure (a key of `FIGURES`) of these runs. Raises UnknownNameError: no such figure. UserError: the runs hold
+    nothing for it."""
     if name not in FIGURES:
         raise UnknownNameError("figure", name, FIGURES)
     import matplotlib

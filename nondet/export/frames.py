@@ -22,17 +22,8 @@ _MACHINE = ("gpu", "cpu", "num_threads", "torch", "triton", "transformers", "dri
 
 
 def frame(runs: Sequence[Run], kind: str) -> pd.DataFrame:
-    """The records of one kind, of all runs together.
-
-    Args:
-        kind: A key of `KINDS`.
-
-    Returns:
-        One line per record; empty (with its columns) where the runs hold none.
-
-    Raises:
-        UnknownNameError: no such kind.
-    """
+    """The records of one kind (a key of `KINDS`), of all runs together: one line per record; empty (with its columns)
+    where the runs hold none. Raises UnknownNameError: no such kind."""
     if kind not in KINDS:
         raise UnknownNameError("kind of records", kind, KINDS)
     columns, lines_of = KINDS[kind]
