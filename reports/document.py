@@ -150,8 +150,3 @@ def shown(blocks: Iterable[Block], form: str) -> Iterator[Block]:
             yield from shown(block.blocks, form)
         elif form in block.only and not (isinstance(block, Details) and not any(shown(block.blocks, form))):
             yield block
-
-
-def contents(blocks: Iterable[Block]) -> list[tuple[str, str]]:
-    """(anchor, name) of what a page's contents list."""
-    return [(b.id, b.toc) for b in blocks if isinstance(b, Heading | Details) and b.toc and PAGE in b.only]

@@ -109,7 +109,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.globals.update(kinds=classes.KINDS.values())
     named = (
-        document.bits, document.contents, document.plain, figures.apart_text, classes.classes,
+        document.bits, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, figures.counted,
         figures.extras, figures.run_rate, figures.sentence, figures.shape_text, plural, classes.hue,
         classes.span_path, classes.tint, unbroken,

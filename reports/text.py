@@ -196,7 +196,7 @@ def run_rate(row: Row) -> str:
 
 
 def sentence(text: str) -> str:
-    """A phrase as a sentence: a full stop; a capital, unless it starts with a name that has none."""
+    """A phrase with a full stop."""
     return text if text.endswith((".", "…", "?")) else f"{text}."
 
 

@@ -140,6 +140,7 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
     assert page.tags.count("h1") == 1
     assert page.tags.count("h2") == 2  # the runs
     assert [d["name"] for d in data_of(page)] == ["probe.jsonl", "sample.jsonl"]
+    assert ("a", "href", "#sample-2-1") in page.attributes, "the contents lead to a part"
 
 
 def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
