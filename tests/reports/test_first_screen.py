@@ -23,7 +23,7 @@ from nondet.probes.base import Options
 from nondet.probes.runner import Job
 from nondet.reports.axes import AxisEffect
 from nondet.reports.content import Report, build, headline
-from nondet.reports.first_screen import PROBE_OF, chain, first_screen
+from nondet.reports.first_screen import PROBE_OF, chain
 from nondet.reports.first_screen import Step as Link
 from nondet.reports.text import probe_of_mine
 from nondet.reports.traces import story, story_headline
@@ -33,6 +33,7 @@ from nondet.verdict.samples import AxisTally, ValueTally
 from tests.build import failed, h200_sweep, header, row, run_of, sampled, six_rounds, stock_parts
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
+from tests.reports.test_effect import screen_of
 
 
 def steps_of(report: Report) -> dict[str, Link]:
@@ -45,9 +46,8 @@ def said(*runs: Run) -> dict[str, tuple[str, str]]:
 
 
 def next_of(*runs: Run) -> str:
-    screen = first_screen(build(list(runs)))
-    assert screen is not None
-    return f"{screen.next.command}  {screen.next.why}"
+    following = screen_of(*runs).next
+    return f"{following.command}  {following.why}"
 
 
 def test_families_and_their_probes_are_there() -> None:
@@ -561,8 +561,7 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
 def test_what_follows_each_kind_of_report_is_a_command_that_can_be_typed(tmp_path: Path) -> None:
     """Those of the chain as well, with this run's options; none is cut."""
     for begins, runs in ends(tmp_path):
-        screen = first_screen(build(list(runs)))
-        assert screen is not None
+        screen = screen_of(*runs)
         assert f"{screen.next.command} ".startswith(begins), begins
         for command in (screen.next.command, *(step.command for step in screen.steps)):
             if command and not command.startswith("with "):
@@ -587,19 +586,16 @@ def test_a_case_of_a_users_function_can_be_asked_again() -> None:
             assert case.name in names or probe == "attention"  # whose sizes are a model's
 
 
-def test_a_pinned_case_is_not_pinned_again() -> None:
-    """The command that a run of an own function gives is the last of its kind: after it there is the page."""
+def test_a_case_is_pinned_once_and_only_where_an_option_can_name_its_function() -> None:
+    """After the command that a run of an own function gives, and for one made in a notebook or in another function or
+    compared by `nondet.check`, there is the page."""
     typed = ("linear", "--impl", "linear=mymodule:batchy", "--dtype", "bfloat16")
     sizes = ("--k", "256", "--n", "64", "--m", "256", "--inputs", "bell")
     first = next_of(by("probe", run_of(row([0, 1], **MINE)), *typed))
     assert first.startswith(f"nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 {' '.join(sizes)}  ")
+    page = "nondet report runs/probe.jsonl --out report.html"
     again = next_of(by("probe", run_of(row([0, 1], **MINE)), *typed, *sizes))
-    assert again == "nondet report runs/probe.jsonl --out report.html  shows every case with its batch sizes"
-
-
-def test_a_function_that_no_option_can_name_gets_the_page() -> None:
-    """One made in a notebook or in another function, and what `nondet.check` compared."""
+    assert again == f"{page}  shows every case with its batch sizes"
     for fields_ in ({"impl": "__main__:mine"}, {"impl": "m:make.<locals>.f"}, {"impl": "m:f", "probe": "check"}):
-        command = next_of(by("check", run_of(row([0, 1], **{**MINE, **fields_})))).partition("  ")[0]
-        assert command == "nondet report runs/probe.jsonl --out report.html"
-        accepted(command)
+        assert next_of(by("check", run_of(row([0, 1], **{**MINE, **fields_})))).partition("  ")[0] == page
+    accepted(page)

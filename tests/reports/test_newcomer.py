@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from nondet.core.records import Difference, Run
 from nondet.core.runfile import read_run
@@ -14,19 +13,15 @@ from nondet.core.statistics import percent
 from nondet.diff import diff_runs
 from nondet.reports import diff, html, markdown
 from nondet.reports.content import build
-from nondet.reports.first_screen import clearest, first_screen
+from nondet.reports.first_screen import clearest
 from nondet.reports.text import environment_line, share_text
 from nondet.verdict.findings import Effect
 from tests.build import ENVIRONMENT, Command, header, line, row, run_of, sampled, six_rounds
 from tests.reports.golden import nondet
+from tests.reports.test_effect import screen_of
+from tests.reports.test_terminal import flat, printed
 
 KEPT = Path(__file__).resolve().parents[2] / "docs" / "evidence"
-
-
-def screen_of(*runs: Run) -> Any:
-    screen = first_screen(build(list(runs)))
-    assert screen is not None
-    return screen
 
 
 def kept(name: str, *typed: str) -> Run:
@@ -64,17 +59,14 @@ def test_a_curve_s_band_has_its_own_name() -> None:
     assert page.count("Wilson") == 1
 
 
-@pytest.mark.parametrize("cured", [True, False])
-def test_a_comparison_says_that_the_divergence_went(tmp_path: Path, cured: bool) -> None:
+def test_a_comparison_says_that_the_divergence_went(tmp_path: Path) -> None:
     """First of all, and only where one of the two runs has it."""
     before = six_rounds(sampled(tmp_path, impls=("stock",)))
     quiet = six_rounds(sampled(tmp_path, impls=("stock",), variants=lambda *_: ((), 0), name="after.jsonl"))
-    found = diff_runs(before, quiet if cured else before)
-    assert diff.headline(found).startswith("stock: batch-dependent in A, no divergence observed in B; ") == cured
-    assert ("in A, " in diff.headline(found)) == cured
-    assert bool(found.verdicts) == cured
-    back = diff.headline(diff_runs(quiet, before))
+    said, back, same = (diff.headline(diff_runs(a, b)) for a, b in ((before, quiet), (quiet, before), (before, before)))
+    assert said.startswith("stock: batch-dependent in A, no divergence observed in B; ")
     assert back.startswith("stock: no divergence observed in A, batch-dependent in B; ")
+    assert "in A, " not in same
 
 
 def test_the_page_of_a_comparison_is_as_wide_as_a_page_and_names_both() -> None:
@@ -101,31 +93,18 @@ def test_a_demonstration_says_how_many_results_it_drew() -> None:
     counts: dict[str, Any] = {"values": [], "trials": 10_000, "distinct": 102, "class_sizes": [9_899, *[1] * 101]}
     named = {"probe": "float-sum", "operator": "float_sum", "case": "10,000 shuffles", "impl": "python"}
     drawn = row([], varied="order", status="divergent", replays=0, demonstration=True, **named, **counts)
-    console = nondet_lines(run_of(drawn))
-    assert "10,000 shuffles: 102 distinct results" in console
+    assert "10,000 shuffles: 102 distinct results" in flat(printed(run_of(drawn), verbose=False))
 
 
-def nondet_lines(run: Run) -> str:
-    from tests.hostile.test_mutations import on_terminal
-
-    return " ".join(on_terminal([run]).split())
-
-
-def test_what_follows_an_answer_is_no_more_questions() -> None:
-    """Nothing after an engine's times; `ends` of test_first_screen.py has what follows the other kinds."""
+def test_what_follows_an_engines_times_and_rollouts() -> None:
+    """Nothing after times; a file's rollouts again with a model, then with older weights; sampled ones in training.
+    `ends` of test_first_screen.py has what follows the other kinds."""
     assert screen_of(kept("h200-x2/engine-2-ranks.jsonl")).next.command == ""
     assert "\nNext:" not in markdown.render([kept("h200-x2/engine-2-ranks.jsonl")])
-
-
-def test_rollouts_of_a_file_are_asked_about_again_with_a_model() -> None:
-    """Then with older weights, then in training; of sampled ones at once."""
-    name = "h200/mismatch.jsonl.gz"
-    assert screen_of(kept(name, "--rollouts", "r.jsonl")).next.command == (
-        "nondet mismatch --rollouts r.jsonl --model FOLDER"
-    )
-    assert screen_of(kept(name, "--rollouts", "r.jsonl", "--model", "m")).next.command == (
-        "nondet mismatch --rollouts r.jsonl --model m --older CHECKPOINT"
-    )
+    name, typed = "h200/mismatch.jsonl.gz", ("--rollouts", "r.jsonl")
+    again = "nondet mismatch --rollouts r.jsonl --model"
+    assert screen_of(kept(name, *typed)).next.command == f"{again} FOLDER"
+    assert screen_of(kept(name, *typed, "--model", "m")).next.command == f"{again} m --older CHECKPOINT"
     assert screen_of(kept(name, "--model", "m")).next.command == "nondet rl --model m --steps 20"
 
 
