@@ -254,13 +254,6 @@ def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> N
     assert torch.get_num_threads() == 1
 
 
-def test_unknown_implementations_are_refused() -> None:
-    """A misspelt implementation never runs as stock."""
-    for name in ["stok", "invariants", "stock:attention", "module:function"]:
-        with pytest.raises(UnknownNameError, match=name), implementation(name):
-            pytest.fail("entered")
-
-
 def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
     tiny_float32: LoadedModel, tmp_path: Path
 ) -> None:
@@ -280,11 +273,16 @@ def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
     assert not any(name.startswith(("at risk", "left stock")) for name in ran["invariant"])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device there is a cuDNN to switch off")
-def test_stock_without_cudnn_needs_a_gpu() -> None:
-    """On a CPU it would be stock under another name."""
-    with pytest.raises(UserError, match="needs a CUDA device"), implementation("stock-no-cudnn"):
-        pass
+def test_implementations_that_are_unknown_or_need_a_gpu_are_refused() -> None:
+    """A misspelt implementation never runs as stock; without cuDNN, on a CPU, it would be stock under another name."""
+    refused: list[tuple[str, type[Exception], str]] = [
+        (name, UnknownNameError, name) for name in ("stok", "invariants", "stock:attention", "module:function")
+    ]
+    if not torch.cuda.is_available():
+        refused.append(("stock-no-cudnn", UserError, "needs a CUDA device"))
+    for name, error, words in refused:
+        with pytest.raises(error, match=words), implementation(name):
+            pytest.fail("entered")
 
 
 @pytest.mark.gpu
