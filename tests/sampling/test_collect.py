@@ -36,7 +36,7 @@ from tests.sampling.conftest import Silent, planned, sampled_into
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
-LONE = "others=1,targets=2,spread=2,prompt=4-8,tokens=2-4,budget=16,page=4"
+LONE = "others=1,targets=1,spread=2,prompt=4-8,tokens=2-3,budget=16,page=4"
 
 
 def plan_of(loaded: LoadedModel, n: int = 10) -> Plan:
@@ -62,6 +62,14 @@ def untimed(run: Run) -> list[Any]:
     return [run.header.plan, run.completions, rounds, rows]
 
 
+def cut_off(whole: Path, folder: Path, lines: int | None = None, torn: int = 0) -> Path:
+    """A copy of the run, of so many lines and some bytes of the next."""
+    path, all_lines = folder / "run.jsonl", whole.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(all_lines[:lines]) + (all_lines[lines][:torn] if lines is not None and torn else b""))
+    traces_path(path).write_bytes(traces_path(whole).read_bytes())
+    return path
+
+
 @pytest.fixture(scope="module")
 def whole(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     path = tmp_path_factory.mktemp("whole") / "run.jsonl"
@@ -83,19 +91,13 @@ def test_a_run_holds_everybody(whole: tuple[Run, Path], tiny: LoadedModel) -> No
         assert trace.text == tiny.decode(trace.token_ids)
         assert set(trace.token_ids) | set(trace.runner_up) <= set(pieces)
     assert all(r.seconds > 0 and r.tokens > 20 for r in run.rounds)
-
-
-def test_the_header_holds_the_plan_and_no_more(whole: tuple[Run, Path]) -> None:
-    """The header says what decides the records, as plain JSON; requests are drawn again, not stored."""
-    plan = whole[0].header.plan
+    # the header has what decides the records, as plain JSON; requests are drawn again, not stored
+    plan = run.header.plan
     assert plan["prompts"] == [{"text": "p", "tokens": plan["prompts"][0]["tokens"]}]
     assert (plan["n"], plan["load"]["budget"], plan["impls"]) == (10, 16, ["stock"])
     assert len(json.dumps(plan)) < 2000
-
-
-def test_run_to_run_is_compared(whole: tuple[Run, Path]) -> None:
-    """The first round runs twice: without that, batch-dependent could not be told from run-to-run nondeterministic."""
-    (row,) = whole[0].rows
+    # the first round runs twice: else batch-dependent could not be distinguished from run-to-run nondeterministic
+    (row,) = run.rows
     assert (row.probe, row.varied, row.status, row.trials, row.distinct) == ("sample", "run", "identical", 2, 1)
     assert row.extra["requests"] == 7
 
@@ -109,8 +111,8 @@ def test_run_to_run_nondeterminism_is_seen(tiny: LoadedModel, tmp_path: Path, mo
         calls += 1
         session = run_session(*args, **named)
         first = session.outcomes[0]
-        changed = type(first)(**{**vars(first), "logprobs": bytes([calls]) + first.logprobs[1:]})
-        return type(session)(**{**vars(session), "outcomes": [changed, *session.outcomes[1:]]})
+        changed = replace(first, logprobs=bytes([calls]) + first.logprobs[1:])
+        return replace(session, outcomes=[changed, *session.outcomes[1:]])
 
     monkeypatch.setattr(engine, "run_session", unsteady)
     (row,) = sample(tiny, tmp_path / "run.jsonl", n=2).rows
@@ -145,9 +147,7 @@ def test_a_partly_written_round_is_completed(
     tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, lines: int, torn: int
 ) -> None:
     """Killed while a round was being written: it runs again identically, and no record is there twice."""
-    path, all_lines = tmp_path / "run.jsonl", whole[1].read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(all_lines[:lines]) + all_lines[lines][:torn])
-    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    path = cut_off(whole[1], tmp_path, lines, torn)
     assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
 
 
@@ -155,11 +155,9 @@ def test_a_round_that_comes_out_otherwise_is_refused(
     tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path
 ) -> None:
     """A resumed round that differs from its first half must not be mixed with it."""
-    path = tmp_path / "run.jsonl"
-    lines = whole[1].read_bytes().splitlines(keepends=True)
-    spoilt = json.loads(lines[1]) | {"trace": "0" * 16}
-    path.write_bytes(lines[0] + json.dumps(spoilt).encode() + b"\n")
-    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    path = cut_off(whole[1], tmp_path, 2)
+    header, line = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(header + json.dumps(json.loads(line) | {"trace": "0" * 16}).encode() + b"\n")
     with pytest.raises(UserError, match="differs from before the stop"):
         sample(tiny, path, resume=True)
 
@@ -168,9 +166,7 @@ def test_another_bit_of_another_process_is_not_laid_to_the_batch(
     tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped after a round and resumed where every bit is another: the first round is held against the disk."""
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(b"".join(whole[1].read_bytes().splitlines(keepends=True)[:7]))
-    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    path = cut_off(whole[1], tmp_path, 7)
     assert len(read_run(path, allow_truncated=True).rounds) == 1
 
     def elsewhere(*args: Any, **named: Any) -> Session:
@@ -188,9 +184,7 @@ def test_nothing_is_left_to_do_on_a_finished_run(
     tiny: LoadedModel, whole: tuple[Run, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resuming a complete run starts no engine."""
-    path = tmp_path / "run.jsonl"
-    path.write_bytes(whole[1].read_bytes())
-    traces_path(path).write_bytes(traces_path(whole[1]).read_bytes())
+    path = cut_off(whole[1], tmp_path)
     monkeypatch.setattr(engine, "run_session", lambda *_, **__: pytest.fail("an engine was started"))
     assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
 
@@ -260,13 +254,6 @@ def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> N
     assert torch.get_num_threads() == 1
 
 
-def test_unknown_implementations_are_refused() -> None:
-    """A misspelt implementation never runs as stock."""
-    for name in ["stok", "invariants", "stock:attention", "module:function"]:
-        with pytest.raises(UnknownNameError, match=name), implementation(name):
-            pytest.fail("entered")
-
-
 def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
     tiny_float32: LoadedModel, tmp_path: Path
 ) -> None:
@@ -286,11 +273,16 @@ def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
     assert not any(name.startswith(("at risk", "left stock")) for name in ran["invariant"])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a CUDA device there is a cuDNN to switch off")
-def test_stock_without_cudnn_needs_a_gpu() -> None:
-    """On a CPU it would be stock under another name."""
-    with pytest.raises(UserError, match="needs a CUDA device"), implementation("stock-no-cudnn"):
-        pass
+def test_implementations_that_are_unknown_or_need_a_gpu_are_refused() -> None:
+    """A misspelt implementation never runs as stock; without cuDNN, on a CPU, it would be stock under another name."""
+    refused: list[tuple[str, type[Exception], str]] = [
+        (name, UnknownNameError, name) for name in ("stok", "invariants", "stock:attention", "module:function")
+    ]
+    if not torch.cuda.is_available():
+        refused.append(("stock-no-cudnn", UserError, "needs a CUDA device"))
+    for name, error, words in refused:
+        with pytest.raises(error, match=words), implementation(name):
+            pytest.fail("entered")
 
 
 @pytest.mark.gpu
@@ -343,7 +335,7 @@ def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_pat
 
 def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp_path: Path) -> None:
     """The order turns each round; the answers are those of a run without turns; a run that was cut off goes on."""
-    plan, impls = planned(tiny, LONE, PROMPT, n=12, new=3), ["stock", "invariant"]
+    plan, impls = planned(tiny, LONE, PROMPT, n=6, new=2), ["stock", "invariant"]
 
     def turned(path: Path, turns: bool = True, resume: bool = False) -> Run:
         return sampled_into(path, tiny, plan, impls, turns=turns, resume=resume, header={"turns": turns})

@@ -18,14 +18,14 @@ def rows_of(count: int, width: int, dtype: torch.dtype = torch.float32) -> torch
     return (torch.randn(count, width, generator=generator) * 3).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_has_the_bits_that_the_draw_records(dtype: torch.dtype) -> None:
-    rows = rows_of(37, 1003, dtype)
-    draws = draw_rows(rows.float(), [(Sampling(1.0, 0, 1.0, seed, True), 5) for seed in range(len(rows))])
-    recorded = torch.from_numpy(np.asarray([draw.logprob for draw in draws], dtype="<f4"))
-    ids = torch.tensor([draw.token for draw in draws])
-    assert identical(nondet.token_logprobs(rows, ids), recorded)
-    assert not identical(rows.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0], recorded)
+def test_it_has_the_bits_that_the_draw_records() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = rows_of(37, 1003, dtype)
+        draws = draw_rows(rows.float(), [(Sampling(1.0, 0, 1.0, seed, True), 5) for seed in range(len(rows))])
+        recorded = torch.from_numpy(np.asarray([draw.logprob for draw in draws], dtype="<f4"))
+        ids = torch.tensor([draw.token for draw in draws])
+        assert identical(nondet.token_logprobs(rows, ids), recorded)
+        assert not identical(rows.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0], recorded)
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -103,21 +103,19 @@ def test_no_rows_and_more_axes() -> None:
     assert identical(nondet.token_logprobs(rows.view(2, 3, 50), ids.view(2, 3)).view(-1), flat)
 
 
-@pytest.mark.parametrize(
-    ("logits", "ids", "more", "words"),
-    [
-        (torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), {}, "one for each row"),
-        (torch.zeros(2, 3), torch.tensor([0, 3]), {}, "no token 3 of 3"),
-        (torch.zeros(2, 3), torch.tensor([0, -100]), {}, "no token -100"),
-        (torch.zeros(2, 3, dtype=torch.long), torch.tensor([0, 1]), {}, "no logits torch.int64"),
-        (torch.zeros(2, 3), torch.tensor([0, 1]), {"temperature": 0.0}, "temperature 0.0"),
-        (torch.zeros(2, 3), torch.tensor([0, 1]), {"top_p": 0.0}, "top_p 0.0"),
-        ([[0.0]], torch.tensor([0]), {}, "takes tensors"),
-    ],
-)
-def test_bad_input_is_one_line(logits: torch.Tensor, ids: torch.Tensor, more: dict[str, float], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        nondet.token_logprobs(logits, ids, **more)  # type: ignore[arg-type]  # what a user may give
+def test_bad_input_is_one_line() -> None:
+    rows = torch.zeros(2, 3)
+    for logits, ids, more, words in [
+        (rows, [0, 0, 0], {}, "one for each row"),
+        (rows, [0, 3], {}, "no token 3 of 3"),
+        (rows, [0, -100], {}, "no token -100"),
+        (rows.long(), [0, 1], {}, "no logits torch.int64"),
+        (rows, [0, 1], {"temperature": 0.0}, "temperature 0.0"),
+        (rows, [0, 1], {"top_p": 0.0}, "top_p 0.0"),
+        ([[0.0]], [0], {}, "takes tensors"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            nondet.token_logprobs(logits, torch.tensor(ids), **more)  # type: ignore[arg-type]  # what a user may give
 
 
 @pytest.mark.gpu

@@ -68,24 +68,20 @@ def test_divergent_completions_come_again_bit_for_bit(
             assert "every step as recorded" in replayed.sentence
 
 
-def test_a_tape_holds_the_plan_and_the_schedule(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
+def test_a_recording_holds_the_plan_and_the_schedule(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
     """Requests, prompts and limits come back as they were, and another schedule is seen at its first step."""
-    run, _ = recorded
-    tape = run.tapes[1]
-    load = parse_load(LOAD)
-    assert load_of(tape) == load
-    requests = requests_of(tape)
-    assert len(requests) == 12
-    assert tape.engine["engine"] == "transformers"
-    assert str(Path.home()) not in str(tape.engine), "a tape may be handed on"
+    record, load = recorded[0].tapes[1], parse_load(LOAD)
+    requests = requests_of(record)
+    assert (load_of(record), len(requests), record.engine["engine"]) == (load, 12, "transformers")
+    assert str(Path.home()) not in str(record.engine), "a recording may be handed on"
     session = run_session(tiny.model, requests, load)
-    assert first_other_step(tape, requests, session.packs) is None  # other weights, same batches
-    late = [Request(r.id, r.target, r.prompt, r.max_new_tokens, r.arrival_step + 1) for r in requests]
-    assert first_other_step(tape, late, run_session(tiny.model, late, load).packs) == min(session.packs)
+    assert first_other_step(record, requests, session.packs) is None  # other weights, same batches
+    late = [replace(r, arrival_step=r.arrival_step + 1) for r in requests]
+    assert first_other_step(record, late, run_session(tiny.model, late, load).packs) == min(session.packs)
 
 
 def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]], tiny: LoadedModel) -> None:
-    """A request or an implementation that is not there, a run without tapes, and other weights with both digests."""
+    """A request or an implementation that is not there, a run without recordings, and other weights, both digests."""
     run, _ = recorded
     with pytest.raises(UserError, match=f"have digest .*, those of .* had {run.tapes[0].weights}"):
         check_weights(run.tapes[0], tiny, weights_digest(tiny.model), "run.jsonl")
@@ -141,19 +137,20 @@ def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(
         assert (solo[0] == less[0]) if by_tokens else (solo == less)  # type: ignore[index] # a pair
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_delta_debugging_ends_at_a_minimum(seed: int) -> None:
+def test_delta_debugging_ends_at_a_minimum() -> None:
     """For conditions that are not monotonous either: what remains still holds, and holds without no single member."""
-    rng = random.Random(seed)  # noqa: S311 - test data
-    needed = set(rng.sample(range(30), rng.randint(1, 5)))
-    spoilers = set(rng.sample(sorted(set(range(30)) - needed), 2))
+    for seed in range(20):
+        rng = random.Random(seed)  # noqa: S311 - test data
+        needed = set(rng.sample(range(30), rng.randint(1, 5)))
+        spoilers = set(rng.sample(sorted(set(range(30)) - needed), 2))
 
-    def still(items: Sequence[int]) -> bool:
-        return needed <= set(items) and (not spoilers & set(items) or spoilers <= set(items))
+        def still(items: Sequence[int], needed: set[int] = needed, spoilers: set[int] = spoilers) -> bool:
+            return needed <= set(items) and (not spoilers & set(items) or spoilers <= set(items))
 
-    kept = minimal(list(range(30)), still)
-    assert still(kept)
-    assert not any(still([x for x in kept if x != left]) for left in kept)
+        kept = minimal(list(range(30)), still)
+        assert still(kept)
+        assert not any(still([x for x in kept if x != left]) for left in kept)
+    assert minimal([1, 2, 3], lambda items: True) == []
 
 
 def test_forced_tokens_are_fed_and_the_session_can_be_cut(tiny: LoadedModel) -> None:
