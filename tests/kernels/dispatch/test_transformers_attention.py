@@ -154,10 +154,7 @@ def differing(model: Any, right: torch.Tensor) -> list[str]:
     ],
 )
 def test_a_row_has_one_answer(name: str, dtype: torch.dtype, device: str) -> None:
-    """A row's logits are bitwise equal, however it is batched, padded, chunked or cached; stock comes back after.
-
-    Stock's own ways ask the same question. Whether they give several answers depends on the machine.
-    """
+    """A row's logits are bitwise equal, however it is batched, padded, chunked or cached; stock comes back after."""
     model, most = built(name, dtype, device), 0.02 if dtype == torch.bfloat16 else 1e-4
     with torch.inference_mode():
         stock, others = alone(model), [way(model) for way in WAYS.values()]

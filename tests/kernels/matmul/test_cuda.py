@@ -251,17 +251,12 @@ def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
     assert choice.stands(Member("bad", "k", "bad", fail, False), given) is False
 
 
-def test_tf32_is_a_class_that_is_asked_for():
+def test_tf32_is_a_class_that_is_asked_for(monkeypatch):
     """float32 products are IEEE unless torch is told otherwise; half precision has no such class."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
-        assert choice.class_of(torch.float32) == "chain"
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert choice.class_of(torch.float32) == "chain-tf32"
+    for precision, name in (("ieee", "chain"), ("tf32", "chain-tf32")):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+        assert choice.class_of(torch.float32) == name
         assert choice.class_of(torch.bfloat16) == "chain"
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", *at_length("eager")])
