@@ -30,10 +30,7 @@ def test_declarations_are_read_without_torch() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_invariant_of_an_operator_is_one_function(device: str) -> None:
-    """What the registry calls invariant is what replacements get as `kernels.NAME`.
-
-    That a replacement really calls it is for the bits to show: see tests/kernels/dispatch.
-    """
+    """What the registry calls invariant is what replacements get as `kernels.NAME`."""
     for name in (name for name, operator in operators().items() if operator.implementation(INVARIANT)):
         call = load_implementation(name, "invariant", device).call
         assert getattr(kernels_for(device), name) is call

@@ -37,9 +37,9 @@ def test_a_call_and_its_second_are_those_of_float32(dtype: torch.dtype, default:
         with torch.no_grad(), batch_invariant():
             right = call(*operands)
             torch.set_default_dtype(default)
-            made = [call(*operands) for _ in range(3)]
+            made = [call(*operands) for _ in range(2)]
             torch.set_default_dtype(torch.float32)
-        assert [out.dtype for out in made] == [right.dtype] * 3, name
+        assert [out.dtype for out in made] == [right.dtype] * 2, name
         assert all(identical(out, right) for out in made), name
 
 

@@ -89,10 +89,7 @@ def test_a_walk_over_several_chunks_is_chunk_by_chunk(chunks, size, chained_dot)
 @pytest.mark.slow
 @pytest.mark.parametrize("sound", [False, *at_length(True)])
 def test_a_tile_is_proven_before_it_is_taken(sound, chained_dot, monkeypatch, tmp_path):
-    """One with the anchor's bits is taken, and looked up the next time; one of another tree is excluded.
-
-    The product keeps the bits of the class in both cases.
-    """
+    """One with the anchor's bits is taken, and looked up the next time; one of another tree is excluded."""
     store, real = Certificates({"device": "test"}, tmp_path), tree_cuda.chunk_products
     monkeypatch.setattr(tree_cuda, "certificates", lambda device: store)
     monkeypatch.setattr(tree_cuda, "tile_for", lambda *_: ChunkTile(16, 32, 16, 4, 2, 2 if sound else 1))

@@ -10,11 +10,11 @@ from nondet.kernels.attention import cpu as cpu_attention
 from nondet.kernels.attention.masks import Span, attend_packed, packing_of, spans_of
 
 
-def causal(q_len: int, k_len: int, hidden_left: int = 0, hidden_right: int = 0) -> np.ndarray:
-    """Queries at the end of k_len keys, some keys on either side padding."""
-    position = np.arange(q_len)[:, None] + k_len - q_len
-    key = np.arange(k_len)[None]
-    return (key <= position) & (key >= hidden_left) & (key < k_len - hidden_right)
+def causal(q_len: int, k_len: int, hidden_left: int = 0, hidden_right: int = 0, window: int = 99) -> np.ndarray:
+    """Queries at the end of k_len keys, some keys on either side padding; each sees the last `window` keys."""
+    position, key = np.arange(q_len)[:, None] + k_len - q_len, np.arange(k_len)[None]
+    seen = (key <= position) & (key > position - window)
+    return seen & (key >= hidden_left) & (key < k_len - hidden_right)
 
 
 def test_what_masks_mean() -> None:
@@ -39,8 +39,7 @@ def test_what_masks_mean() -> None:
 
 def test_padding_behind_a_window_is_spans_of_one_query() -> None:
     """It sees fewer and fewer keys, which no window leaves; the real queries keep their anchor. Elsewhere: no spans."""
-    key = np.arange(9)
-    visible = causal(9, 9, hidden_right=3) & (key > key[:, None] - 4)
+    visible = causal(9, 9, hidden_right=3, window=4)
     assert spans_of(visible[None], 9) == [
         Span(0, 0, 6, 0, 6, causal=True, window=4),
         Span(0, 6, 7, 3, 6, causal=False),
@@ -77,19 +76,12 @@ def test_other_patterns_are_not_guessed_at() -> None:
         assert spans_of(np.array([visible], dtype=bool), 3) is None, visible
 
 
-def sliding(q_len: int, k_len: int, first: int, window: int) -> np.ndarray:
-    """[q_len, k_len]: the last `window` keys of a request that began at key `first`, in a chunk that ends the keys."""
-    key, position = np.arange(k_len), np.arange(q_len)[:, None] + k_len - q_len
-    seen: np.ndarray = (key >= first) & (key <= position) & (key > position - window)
-    return seen
-
-
 def test_a_window_keeps_its_anchor_or_says_that_it_has_none() -> None:
     """From the request's first key on, padding before it, a window is one span; from later on, only if it is asked."""
     for first in (0, 3):
-        whole = sliding(9 - first, 9, first, 4)
+        whole = causal(9 - first, 9, first, window=4)
         assert spans_of(whole[None], 9 - first) == [Span(0, 0, 9 - first, first, 9, causal=True, window=4)]
-    later = sliding(5, 9, 0, 4)  # the first query sees keys 1 to 4: four, as many as the window
+    later = causal(5, 9, window=4)  # the first query sees keys 1 to 4: four, as many as the window
     assert spans_of(later[None], 5) is None
     assert spans_of(later[None], 5, anchored=False) == [Span(0, 0, 5, 1, 9, causal=True, window=4)]
 
@@ -101,7 +93,7 @@ def test_dropped_and_hidden_first_keys_have_the_bits_of_the_prefill() -> None:
     window, expected = 70, cpu_attention.attention(q, k, v, window=70)
     for q_len, cut in ((1, 0), (1, 80), (20, 0), (20, 50)):
         part, keys, values = q[:, :, -q_len:], k[:, :, cut:], v[:, :, cut:]
-        mask = torch.from_numpy(sliding(q_len, 150 - cut, 0, window))[None, None]
+        mask = torch.from_numpy(causal(q_len, 150 - cut, window=window))[None, None]
         packings = packing_of(mask, 1, q_len, anchored=False)
         position = torch.arange(150 - q_len, 150)
         arguments = (cpu_attention.attention_varlen, part, keys, values, packings, None)

@@ -121,8 +121,7 @@ def test_blocks_nest() -> None:
 
 def test_a_block_is_entered_once_at_a_time() -> None:
     """Entering an entered block is an error that leaves it as it was; entering it again later is not. A family that
-    does not exist is refused with the name that was meant.
-    """
+    does not exist is refused with the name that was meant."""
     with pytest.raises(UnknownNameError, match=r"'matmull'.*matmul"):
         batch_invariant(["matmull"])
     block = batch_invariant(["matmul"])

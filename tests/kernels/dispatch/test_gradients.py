@@ -19,8 +19,7 @@ pytestmark = pytest.mark.usefixtures("held")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = (1, 3, 17, 33)
-
-
+POINTWISE = ("silu", "gelu", "sigmoid", "tanh")
 OF_ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "_softmax_backward_data": lambda x: torch.softmax(x, -1),
     "_log_softmax_backward_data": lambda x: torch.log_softmax(x, -1),
@@ -63,9 +62,6 @@ def test_a_rows_gradient_is_its_own(dtype: torch.dtype, device: str) -> None:
         coverage = invariance.coverage()
         assert not coverage.at_risk, name
         assert coverage.replaced[name] == 4 + len(ROWS) or (device == "cuda" and name.split("_")[0] in POINTWISE)
-
-
-POINTWISE = ("silu", "gelu", "sigmoid", "tanh")
 
 
 @pytest.mark.parametrize("device", DEVICES)

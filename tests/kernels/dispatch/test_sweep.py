@@ -1,9 +1,7 @@
 """Torch's own operator database at several batch sizes inside the block: equal bits, or the coverage says so.
 
-Any operator that computes each row by itself (which is found out in float64: the first rows of a larger batch agree
-closely with the smaller batch) is run with one row, with its sample's rows and with seven times as many. Its rows then
-have equal bits, or the call is among what was left or is at risk. So an operator that the allow list takes for exact,
-or that a replacement computes, is shown to be invariant here, as far as these inputs show it.
+Any operator that computes each row by itself, going by float64, is run with one row, with its sample's rows and with
+seven times as many. Its rows then have equal bits, or the call is among what was left or is at risk.
 """
 
 from __future__ import annotations
@@ -202,11 +200,7 @@ def test_every_operator_is_invariant_or_said_not_to_be(dtype: torch.dtype, every
 
 
 def test_a_wrong_entry_of_the_list_is_caught(in_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator put on the list that does not belong there is found, as one that is missing from it would be.
-
-    Which operators of torch mind their batch follows the instruction set, so the dependence is planted: an atan2 that
-    gives a single row other bits in float32.
-    """
+    """An operator put on the list that does not belong there is found: an atan2 that gives a single row other bits."""
 
     def planted(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         out = torch.atan2(x, other)

@@ -21,6 +21,7 @@ from nondet.kernels.dispatch.block import Registration, batch_invariant
 from nondet.kernels.dispatch.state import kernels_for
 from nondet.kernels.matmul import cpu as cpu_matmul
 from nondet.kernels.rows import cpu as cpu_rows
+from tests.kernels.tiers import at_length
 
 X = torch.rand((8, 64), generator=torch.Generator().manual_seed(1)) * 2 - 1
 W = torch.rand((24, 64), generator=torch.Generator().manual_seed(2)) * 2 - 1
@@ -152,7 +153,8 @@ def test_a_thread_inside_of_a_kernel_when_the_block_ends_ends_in_it(monkeypatch:
     assert identical(got[1], torch.softmax(X[:, :63], -1))
 
 
-def test_an_interrupt_at_any_step_of_a_block_leaves_the_next_one_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [3, *at_length(1)])
+def test_an_interrupt_at_any_step_of_a_block_leaves_the_next_one_whole(every, monkeypatch) -> None:
     """Ctrl-C while functions are put there or taken away: the next block computes by its own."""
     mine = ("aten::mm", "aten::_softmax", "aten::linear")  # all of them are thousands of steps
     made = {place: function for place, function in block.decided().items() if place[0] in mine}
@@ -180,7 +182,7 @@ def test_an_interrupt_at_any_step_of_a_block_leaves_the_next_one_whole(monkeypat
     interrupted()
     most = steps
     assert most > 50  # a function is a few steps
-    for at in range(1, most + 1):
+    for at in range(1, most + 1, every):
         interrupted()
         with torch.no_grad(), batch_invariant() as entered:
             stock()

@@ -94,7 +94,6 @@ def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 def test_the_gradient_is_torchs(name: str, device: str) -> None:
     """In float32 as near to float64's as torch's own: 1.1 times its error over all tensors, in root mean square.
 
-    Parts of the other models have no float64.
     On a GPU 1.5 times (1.33 was the most seen, on an H200): class chain adds products one by one, cuBLAS in parts.
     """
     model, inputs = built(name, torch.float32, device), batch(device)

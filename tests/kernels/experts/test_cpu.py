@@ -150,13 +150,10 @@ def test_transformers_vectors_have_the_grouped_bits(dtype: torch.dtype) -> None:
 
 
 def test_the_stand_in_goes_with_the_block() -> None:
-    """Outside of a block transformers' function is its own, and inside a plain bmm is not taken for an expert's.
-
-    Where torch has no grouped kernel, transformers multiplies into slices of one tensor: mm with out=.
-    """
+    """Outside of a block transformers' function is its own, and inside a plain bmm is not taken for an expert's."""
     original = moe._batched_linear
     matrices, vectors = operands(129, torch.float32)
-    out = torch.zeros(BATCHES, BATCHES)
+    out = torch.zeros(BATCHES, BATCHES)  # where torch has no grouped kernel, transformers multiplies into slices
     with torch.no_grad(), batch_invariant() as block:
         for part in (slice(1), slice(1, None)):
             torch.mm(vectors[part], vectors.t(), out=out[part])

@@ -253,15 +253,10 @@ def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
 
 def test_tf32_is_a_class_that_is_asked_for():
     """float32 products are IEEE unless torch is told otherwise; half precision has no such class."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
-        assert choice.class_of(torch.float32) == "chain"
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert choice.class_of(torch.float32) == "chain-tf32"
-        assert choice.class_of(torch.bfloat16) == "chain"
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+    before, found = torch.backends.cuda.matmul.fp32_precision, []
+    for torch.backends.cuda.matmul.fp32_precision in ("ieee", "tf32", before):
+        found += [choice.class_of(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert found[:4] == ["chain", "chain", "chain-tf32", "chain"]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", *at_length("eager")])

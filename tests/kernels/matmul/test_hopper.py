@@ -55,11 +55,8 @@ def test_every_tile_has_the_bits_of_the_class(m, k, n, dtype):
 @needs_hopper
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_early_start_reads_nothing_too_early(captured):
-    """Products that start before the kernel ahead has ended: each reads what that one wrote, as x and as the weight.
-
-    A chain of 24 with nothing between them but a copy into the next weight, against the same chain with a wait after
-    every kernel; 40 times over, with other numbers each time.
-    """
+    """Products that start before the kernel ahead has ended: each reads what that one wrote, as x and as the weight, in
+    a chain of 24 against the same chain with a wait after every kernel, 40 times."""
     m, width, depth = 8, 1024, 24
     tile = next(t for t in HOPPER_TILES if t.block_n < 32)
     pool = bell(depth, width, width) / 32

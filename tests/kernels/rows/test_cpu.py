@@ -106,10 +106,7 @@ def test_empty_and_misused() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3RMSNorm", "Gemma3RMSNorm", "Olmo2RMSNorm"])
 def test_a_norm_of_transformers_gives_a_row_its_own_bits(name: str) -> None:
-    """By one kernel, with the bits of its operators, which a gradient leads to.
-
-    An ablation that replaces the norms alone leaves the square root among the operators to torch.
-    """
+    """By one kernel, with the bits of its operators; where norms alone are replaced, the square root is torch's."""
     model = name.removesuffix("RMSNorm").lower()
     norm = vars(importlib.import_module(f"transformers.models.{model}.modeling_{model}"))[name](100)
     norm.weight.data = make("bell", (100,), torch.float32, "cpu", generator(5, "cpu"))
