@@ -19,8 +19,8 @@ from nondet.core.compare import error_against, identical
 from nondet.kernels import reference
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.scaled.functions import quantize_block, quantize_row
-from nondet.sampling.model import quantization_of
-from tests.build import needs_row_scales
+from nondet.sampling.model import load_model, quantization_of
+from tests.build import needs_accelerate, needs_row_scales
 from tests.kernels.tiers import at_length
 
 pytestmark = pytest.mark.slow  # whole models
@@ -69,8 +69,8 @@ def test_a_request_has_the_same_bits_in_any_batch(folders, how):
     with torch.no_grad(), batch_invariant() as block:
         whole = model(ids).logits
         assert identical(model(ids[2:]).logits, whole[2:])
-    told = block.coverage()
-    assert told.replaced["transformers FP8Linear"] == 2 * 28
+    coverage = block.coverage()
+    assert coverage.replaced["transformers FP8Linear"] == 2 * 28
     assert not [what for what in told.at_risk if "FP8" in what or "scaled" in what]
     plain = AutoModelForCausalLM.from_pretrained(fp8_model.EMBEDDED, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -153,8 +153,8 @@ def test_fbgemm_s_layers_are_replaced_and_a_request_keeps_its_bits(folders, monk
     with torch.no_grad(), batch_invariant() as block:
         whole = model(ids).logits
         assert identical(model(ids[3:4]).logits, whole[3:4])
-    told = block.coverage()
-    assert told.replaced["transformers FbgemmFp8Linear"] == 2 * 28
+    coverage = block.coverage()
+    assert coverage.replaced["transformers FbgemmFp8Linear"] == 2 * 28
     assert not [what for what in told.at_risk if "Fp8" in what or "scaled" in what]
     layer = model.model.layers[0].mlp.down_proj
     x = torch.randn(33, 768, generator=torch.Generator().manual_seed(1))
@@ -197,8 +197,8 @@ def test_fp8_experts_are_computed_row_by_row_and_told():
         whole = made(x, index, weights)
         for at in (torch.tensor([4]), torch.tensor([9, 4, 0]), torch.arange(10, -1, -1)):
             assert identical(made(x[at], index[at], weights[at]), whole[at])
-    told = block.coverage()
-    assert told.replaced["transformers FP8Experts"] == 4
+    coverage = block.coverage()
+    assert coverage.replaced["transformers FP8Experts"] == 4
     assert told.replaced["silu"]
     assert not told.at_risk
     for row in (0, 4):
@@ -268,4 +268,55 @@ def test_block_diagonal_layers_are_computed_group_by_group():
             assert identical(one(x[..., g, :]), whole[..., g, :])
     assert whole.shape == (2, 5, 3, 128)
     assert block.coverage().replaced == {"transformers FP8GroupedLinear": 2, "transformers FP8Linear": 3}
+    assert not block.coverage().at_risk
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["torchao-row", "torchao-tensor"])
+def test_a_copy_of_torchao_s_computes_with_torch_s_product(tmp_path, how):
+    """Made and read on a CPU too: its layers' torch._scaled_mm is replaced; one scale for a step is at risk by name."""
+    pytest.importorskip("torchao")
+    assert fp8_model.by_torchao(how, tmp_path / how) == 28
+    model = load_model(str(tmp_path / how), "bfloat16", "cpu").model
+    ids = torch.randint(0, 4096, (9, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), batch_invariant() as block:
+        whole = model(ids).logits
+        same = identical(model(ids[3:4]).logits, whole[3:4])
+    coverage = block.coverage()
+    assert coverage.replaced["_scaled_mm"] == 2 * 28
+    assert same == (how == "torchao-row") == (not coverage.at_risk)
+    assert all("the batch's axis included" in what for what in coverage.at_risk)
+
+
+@needs_accelerate
+@pytest.mark.parametrize("how", ["block", *at_length("tensor")])
+def test_a_copy_loads_as_bfloat16_on_a_cpu(folders, how):
+    """As transformers says it does where there is no GPU: --model takes the folder, and meets plain linear layers."""
+    if torch.cuda.is_available():
+        pytest.skip("this is a GPU")
+    model = AutoModelForCausalLM.from_pretrained(folders[how])
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    identity = load_model(str(folders[how]), "bfloat16", "cpu").identity
+    assert identity["quantization"] == "fp8, of which loading made bfloat16"
+    assert "quantization" not in load_model(None, "bfloat16", "cpu").identity
+
+
+@needs_row_scales
+def test_compressed_tensors_layers_are_cured_by_their_product():
+    """They call torch.nn.functional.scaled_mm: stock follows the batch there, the replaced operator does not."""
+    compressed = pytest.importorskip("transformers.integrations.compressed_tensors")
+    if not hasattr(compressed, "CompressedTensorsFP8Linear"):
+        pytest.skip("another transformers, which has no FP8 layer for these")
+    layer = compressed.CompressedTensorsFP8Linear(1024, 256)
+    rng = torch.Generator().manual_seed(0)
+    layer.weight.data = torch.randn(256, 1024, generator=rng).to(torch.float8_e4m3fn)
+    layer.weight_scale.data = torch.rand(1, 256, generator=rng) + 0.5
+    x = torch.randn(33, 1024, generator=rng)
+    with torch.no_grad():
+        assert not identical(layer(x[:1]), layer(x)[:1])
+        with batch_invariant() as block:
+            whole = layer(x)
+            for at in (slice(0, 1), slice(7, 12)):
+                assert identical(layer(x[at]), whole[at])
+    assert block.coverage().replaced == {"_scaled_mm_v2": 3}
     assert not block.coverage().at_risk
