@@ -71,7 +71,7 @@ def test_a_request_has_the_same_bits_in_any_batch(folders, how):
         assert identical(model(ids[2:]).logits, whole[2:])
     coverage = block.coverage()
     assert coverage.replaced["transformers FP8Linear"] == 2 * 28
-    assert not [what for what in told.at_risk if "FP8" in what or "scaled" in what]
+    assert not [what for what in coverage.at_risk if "FP8" in what or "scaled" in what]
     plain = AutoModelForCausalLM.from_pretrained(fp8_model.EMBEDDED, dtype=torch.bfloat16)
     with torch.no_grad():
         near = torch.nn.functional.cosine_similarity(whole.float(), plain(ids).logits.float(), dim=-1)
@@ -155,7 +155,7 @@ def test_fbgemm_s_layers_are_replaced_and_a_request_keeps_its_bits(folders, monk
         assert identical(model(ids[3:4]).logits, whole[3:4])
     coverage = block.coverage()
     assert coverage.replaced["transformers FbgemmFp8Linear"] == 2 * 28
-    assert not [what for what in told.at_risk if "Fp8" in what or "scaled" in what]
+    assert not [what for what in coverage.at_risk if "Fp8" in what or "scaled" in what]
     layer = model.model.layers[0].mlp.down_proj
     x = torch.randn(33, 768, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -199,8 +199,8 @@ def test_fp8_experts_are_computed_row_by_row_and_told():
             assert identical(made(x[at], index[at], weights[at]), whole[at])
     coverage = block.coverage()
     assert coverage.replaced["transformers FP8Experts"] == 4
-    assert told.replaced["silu"]
-    assert not told.at_risk
+    assert coverage.replaced["silu"]
+    assert not coverage.at_risk
     for row in (0, 4):
         total = torch.zeros(256, dtype=torch.float64)
         for expert, weight in zip(index[row].tolist(), weights[row], strict=True):
@@ -235,7 +235,7 @@ def test_layers_take_no_rows():
     ],
 )
 def test_experts_that_are_not_computed_are_at_risk(asked, why, monkeypatch):
-    """transformers' own forward runs in their place, and the reason is told."""
+    """transformers' own forward runs in their place, and the reason is coverage."""
     try:
         made, given = experts(**asked)
     except TypeError:
