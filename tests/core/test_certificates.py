@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,71 +43,70 @@ def test_a_proof_stands_in_the_next_process_and_unknown_is_neither(tmp_path: Pat
 
 
 def test_nothing_stands_on_another_machine_or_toolchain(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A certificate of another GPU, driver, torch or version of our kernels is not looked at, and stays where it is."""
+    """A certificate of another GPU, driver, torch or version of our kernels is not looked at, and stays where it is;
+    renamed to ours it is foreign."""
     for changed in ["gpu", "driver", "torch", "sources"]:
         tmp_path = tmp_path_factory.mktemp("case")
-        quiet(HERE, tmp_path).record("cublaslt", KEY, True, "equal")
+        ours = quiet(HERE, tmp_path)
+        ours.record("cublaslt", KEY, True, "equal")
         other = quiet(HERE | {changed: "other"}, tmp_path)
         assert other.standing("cublaslt", KEY) is None
         other.record("cublaslt", KEY, False, "differs")
         assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is True
         assert len(list(tmp_path.iterdir())) == 2
+        assert other.path is not None
+        assert ours.path is not None
+        other.path.rename(ours.path)
+        with pytest.warns(RuntimeWarning, match="foreign"):
+            assert Certificates(HERE, tmp_path).standing("cublaslt", KEY) is None
 
 
-def test_an_exclusion_outlives_a_proof_to_the_contrary(tmp_path: Path) -> None:
-    """Proven different once is excluded for good, in memory and in the file: equal bits elsewhere are no excuse."""
-    kept = quiet(HERE, tmp_path)
-    for holds in (True, False, True):
-        kept.record("cublaslt", KEY, holds, "seen")
-    assert kept.standing("cublaslt", KEY) is False
-    assert quiet(HERE, tmp_path).standing("cublaslt", KEY) is False
+def planted(tmp_path: Path) -> Path:
+    """A file of one exclusion, which a reader that trusts it believes."""
+    kept = quiet(HERE, tmp_path / "cache")
+    kept.record("cublaslt", KEY, False, "differs")
+    assert kept.path is not None
+    return kept.path
 
 
-def broken(data: bytes) -> dict[str, bytes]:
-    flipped = data.replace(b'"holds":false', b'"holds":true')
-    assert flipped != data
-    return {
-        "cut": data[:-20],
-        "flipped": flipped,
-        "binary": b"\x00\xff" * 50,
-        "other format": b'{"a": 1}\n',
-        "key edited": data.replace(b"M=16", b"M=17"),
-        "newer schema": data.replace(b'"schema":4', b'"schema":9'),
-        "older schema": data.replace(b'"schema":4', b'"schema":1'),
-    }
+def standings_of(kept: Certificates, member: str) -> list[bool | None]:
+    """Of a key before any proof, after one, and after another one."""
+    standings = [kept.standing(member, KEY)]
+    for key in (KEY, "another"):
+        kept.record(member, key, True, "equal")
+        standings.append(kept.standing(member, KEY))
+    return standings
 
 
 def test_a_broken_file_is_ignored_with_one_warning(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A truncated, corrupt, edited or foreign file proves nothing, is said once; the next proof is kept after it."""
-    for how in ["cut", "flipped", "binary", "other format", "key edited", "newer schema", "older schema"]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        kept = quiet(HERE, tmp_path)
-        kept.record("cublaslt", KEY, False, "differs")
-        assert kept.path is not None
-        kept.path.write_bytes(broken(kept.path.read_bytes())[how])
+    changes: list[Callable[[bytes], bytes]] = [
+        lambda data: data[:-20],
+        lambda data: data.replace(b'"holds":false', b'"holds":true'),
+        lambda data: b"\x00\xff" * 50,
+        lambda data: b'{"a": 1}\n',
+        lambda data: data.replace(b"M=16", b"M=17"),
+        lambda data: data.replace(b'"schema":4', b'"schema":9'),
+        lambda data: data.replace(b'"schema":4', b'"schema":1'),
+    ]
+    for change in changes:
+        path = planted(tmp_path_factory.mktemp("case"))
+        whole = path.read_bytes()
+        assert change(whole) != whole
+        path.write_bytes(change(whole))
         with pytest.warns(RuntimeWarning, match="ignored") as said:
-            again = Certificates(HERE, tmp_path)
+            again = Certificates(HERE, path.parent)
         assert len(said) == 1
         assert again.standing("cublaslt", KEY) is None
         assert again.standing("cublaslt", KEY.replace("M=16", "M=17")) is None
         again.record("triton", KEY, True, "equal")
         with pytest.warns(RuntimeWarning, match="ignored"):
-            assert Certificates(HERE, tmp_path).standing("triton", KEY) is True
-
-
-def test_a_file_copied_from_another_machine_is_foreign(tmp_path: Path) -> None:
-    """Renaming another machine's file to ours does not make its proofs ours."""
-    theirs, ours = quiet(HERE | {"gpu": "A100"}, tmp_path), quiet(HERE, tmp_path)
-    theirs.record("cublaslt", KEY, True, "equal")
-    assert theirs.path is not None
-    assert ours.path is not None
-    theirs.path.rename(ours.path)
-    with pytest.warns(RuntimeWarning, match="foreign"):
-        assert Certificates(HERE, tmp_path).standing("cublaslt", KEY) is None
+            assert Certificates(HERE, path.parent).standing("triton", KEY) is True
 
 
 def test_an_unwritable_folder_means_memory_only_and_one_warning(tmp_path: Path) -> None:
-    """Inference goes on where nothing can be kept: proofs last for the process, and it is said once."""
+    """Inference goes on where nothing can be kept, or no more than is read again: proofs last for the process, and it
+    is said once."""
     (tmp_path / "file").write_text("in the way")
     kept = quiet(HERE, tmp_path / "file" / "folder")
     with pytest.warns(RuntimeWarning, match="this process only"):
@@ -117,6 +116,13 @@ def test_an_unwritable_folder_means_memory_only_and_one_warning(tmp_path: Path) 
         kept.record("triton", KEY, True, "equal")
     assert kept.standing("cublaslt", KEY) is kept.standing("triton", KEY) is True
     assert quiet(HERE, None).standing("cublaslt", KEY) is None  # no home at all
+    path = planted(tmp_path)
+    os.truncate(path, 2**25)
+    with pytest.warns(RuntimeWarning, match="ignored"):
+        kept = Certificates(HERE, path.parent)
+    with pytest.warns(RuntimeWarning, match="this process only"):
+        kept.record("triton", KEY, True, "equal")
+    assert path.stat().st_size == 2**25
 
 
 @pytest.mark.slow
@@ -166,7 +172,8 @@ def test_what_failed_to_run_is_out_for_this_process_only(tmp_path: Path) -> None
 
 
 def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NONDET_CACHE wins, then an absolute XDG_CACHE_HOME; a relative one is ignored, as the specification says."""
+    """NONDET_CACHE wins, then an absolute XDG_CACHE_HOME; a relative one is ignored, as the specification says.
+    Whatever the umask, folder and file are this user's alone to write: a group's right would void them."""
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path / "a"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
     assert cache_folder() == tmp_path / "a" / "certificates"
@@ -175,6 +182,13 @@ def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "nondet" / "certificates"
+    before = os.umask(0)
+    try:
+        path = planted(tmp_path)
+    finally:
+        os.umask(before)
+    assert [oct(p.stat().st_mode & 0o777) for p in (path.parent, path)] == ["0o700", "0o600"]
+    assert quiet(HERE, path.parent).standing("cublaslt", KEY) is False
 
 
 def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,20 +201,10 @@ def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPa
     assert store.machine_digest(store.machine("cpu")) != store.machine_digest(here)
 
 
-def test_the_cuda_key_names_the_library_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not another one that the system has as well: an update of the one in use has to void what was proven with it."""
-    monkeypatch.setattr("nondet.core.environment.cublaslt_version", lambda: 120_803)
-    here = store.machine("cuda")
-    assert here["cublaslt"] == 120_803
-    monkeypatch.setattr("nondet.core.environment.cublaslt_version", lambda: 120_900)
-    assert store.machine_digest(store.machine("cuda")) != store.machine_digest(here)
-    monkeypatch.setattr("nondet.core.environment.cublaslt_version", lambda: 0)
-    assert store.machine("cuda")["cublaslt"] is None
-
-
 @pytest.mark.parametrize(("cuda", "loaded"), [("12.8", "libcublas.so.12"), ("13.0", "libcublas.so.13"), (None, None)])
 def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch, cuda: str | None, loaded: str | None) -> None:
-    """Where the system has another major version, too, that is left alone."""
+    """Where the system has another major version, too, that is left alone; an update of the one in use has to void what
+    was proven with it."""
     asked: list[str] = []
 
     def load(name: str) -> Any:
@@ -208,9 +212,16 @@ def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch, cuda: st
         raise OSError
 
     monkeypatch.setattr("torch.version.cuda", cuda)
-    monkeypatch.setattr(environment.ctypes, "CDLL", load)
-    assert environment._cublas() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(environment.ctypes, "CDLL", load)
+        assert environment._cublas() is None
     assert asked == ([] if loaded is None else [loaded])
+    keys = []
+    for version in (120_803, 120_900, 0):
+        monkeypatch.setattr("nondet.core.environment.cublaslt_version", lambda version=version: version)
+        keys.append(store.machine("cuda"))
+    assert [key["cublaslt"] for key in keys] == [120_803, 120_900, None]
+    assert len({*map(store.machine_digest, keys)}) == 3
 
 
 def test_a_changed_kernel_or_prover_is_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,30 +248,10 @@ def test_a_changed_kernel_or_prover_is_another_machine(tmp_path: Path, monkeypat
     environment.sources_digest.cache_clear()
 
 
-def planted(tmp_path: Path) -> Path:
-    """A file of one exclusion, which a reader that trusts it believes."""
-    kept = quiet(HERE, tmp_path / "cache")
-    kept.record("cublaslt", KEY, False, "differs")
-    assert kept.path is not None
-    return kept.path
-
-
-def proven_twice(kept: Certificates, member: str = "cublaslt") -> Iterator[Certificates]:
-    """Before any proof, after one, and after another one."""
-    yield kept
-    for key in (KEY, "another"):
-        kept.record(member, key, True, "equal")
-        yield kept
-
-
-def linked(path: Path) -> None:
+def linked(path: Path, to: str = "") -> None:
+    """A link in its place, to itself elsewhere or to that."""
     path.rename(path.with_suffix(".elsewhere"))
-    path.symlink_to(path.with_suffix(".elsewhere"))
-
-
-def linked_folder(path: Path) -> None:
-    path.parent.rename(path.parent.with_name("elsewhere"))
-    path.parent.symlink_to(path.parent.with_name("elsewhere"))
+    path.symlink_to(to or path.with_suffix(".elsewhere"))
 
 
 def fifo(path: Path) -> None:
@@ -268,49 +259,34 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
+NOT_OURS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: path.chmod(0o666), "it may be written by others, mode 666"),
+    (lambda path: path.parent.chmod(0o770), "its folder may be written by others"),
+    (linked, "is a link"),
+    (lambda path: linked(path.parent), "is a link"),
+    (fifo, "no plain file"),
+    (lambda path: linked(path, "/dev/zero"), "is a link"),
+    (lambda path: (path.unlink(), path.mkdir()), ""),
+    (lambda path: os.truncate(path, 2**26 + 1), "more than 67108864 bytes"),
+    (lambda path: os.chown(path, 4321, -1), "belongs to user"),
+    (lambda path: os.chown(path.parent, 4321, -1), "belongs to user"),
+]
 
 
-NOT_OURS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "others may write the file": (lambda path: path.chmod(0o666), "it may be written by others, mode 666"),
-    "the group may write the folder": (lambda path: path.parent.chmod(0o770), "its folder may be written by others"),
-    "a link": (linked, "is a link"),
-    "a folder that is a link": (linked_folder, "is a link"),
-    "a FIFO, which nobody writes": (fifo, "no plain file"),
-    "a device without an end": (device, "is a link"),
-    "a folder in its place": (lambda path: (path.unlink(), path.mkdir())[1], ""),
-    "too large": (lambda path: os.truncate(path, 2**26 + 1), "more than 67108864 bytes"),
-}
-
-
-def test_what_others_could_have_written_is_not_trusted(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One warning; nothing is believed, nothing is written there, proofs go on in memory, and nothing hangs."""
-    for how in NOT_OURS:
-        tmp_path = tmp_path_factory.mktemp("case")
-        path = planted(tmp_path)
-        change, words = NOT_OURS[how]
-        change(path)
-        with pytest.warns(RuntimeWarning, match=f"not used .*{words}") as said:
-            standings = [kept.standing("cublaslt", KEY) for kept in proven_twice(Certificates(HERE, path.parent))]
-        assert len(said) == 1
-        assert standings == [None, True, True]
-
-
-def test_another_users_word_is_not_trusted(
+def test_what_others_could_have_written_is_not_trusted(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file, or a folder, that belongs to neither this user nor root proves nothing."""
-    for place in ["the file", "the folder"]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        path = planted(tmp_path)
-        if os.geteuid() == 0:
-            os.chown(path if place == "the file" else path.parent, 4321, -1)
-        else:
+    """One warning; nothing is believed, nothing is written there, proofs go on in memory, and nothing hangs."""
+    for change, words in NOT_OURS:
+        path = planted(tmp_path_factory.mktemp("case"))
+        if words == "belongs to user" and os.geteuid() != 0:  # who may give nothing away: somebody else looks at it
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.warns(RuntimeWarning, match="not used .* belongs to user"):
-            assert Certificates(HERE, path.parent).standing("cublaslt", KEY) is None
+        else:
+            change(path)
+        with pytest.warns(RuntimeWarning, match=f"not used .*{words}") as said:
+            standings = standings_of(Certificates(HERE, path.parent), "cublaslt")
+        assert len(said) == 1
+        assert standings == [None, True, True]
 
 
 def test_a_file_that_became_somebody_elses_is_not_written(tmp_path: Path) -> None:
@@ -320,7 +296,7 @@ def test_a_file_that_became_somebody_elses_is_not_written(tmp_path: Path) -> Non
         kept = quiet(HERE, path.parent)
         change(path)
         with pytest.warns(RuntimeWarning, match="this process only") as said:
-            standings = [kept.standing("triton", KEY) for _ in proven_twice(kept, "triton")]
+            standings = standings_of(kept, "triton")
         assert len(said) == 1
         assert standings == [None, True, True]
 
@@ -340,37 +316,19 @@ def test_a_hostile_line_is_one_line_ignored(tmp_path_factory: pytest.TempPathFac
             assert Certificates(HERE, path.parent).standing("cublaslt", KEY) is False
 
 
-def test_no_more_is_written_than_is_read(tmp_path: Path) -> None:
-    """A proof for too large a file is for this process only: a file stays readable."""
-    path = planted(tmp_path)
-    os.truncate(path, 2**25)
-    with pytest.warns(RuntimeWarning, match="ignored"):
-        kept = Certificates(HERE, path.parent)
-    with pytest.warns(RuntimeWarning, match="this process only"):
-        kept.record("triton", KEY, True, "equal")
-    assert path.stat().st_size == 2**25
-
-
 def test_a_proof_against_an_exclusion_is_not_written_again_and_again(tmp_path: Path) -> None:
-    """The exclusion stands, so there is nothing to say: the file does not grow."""
+    """Proven different once is excluded for good, in memory and in the file, whatever is proven before or after it: so
+    there is nothing to say, and the file does not grow."""
     path = planted(tmp_path)
     kept, before = quiet(HERE, path.parent), path.read_bytes()
     for _ in range(3):
         kept.record("cublaslt", KEY, True, "equal")
         kept.record("cublaslt", KEY, False, "differs")
     assert path.read_bytes() == before
-    assert kept.standing("cublaslt", KEY) is False
-
-
-def test_only_this_user_may_write_what_is_kept(tmp_path: Path) -> None:
-    """Whatever the umask, folder and file are this user's alone to write: a group's right would void them."""
-    before = os.umask(0)
-    try:
-        path = planted(tmp_path)
-    finally:
-        os.umask(before)
-    assert [oct(p.stat().st_mode & 0o777) for p in (path.parent, path)] == ["0o700", "0o600"]
-    assert quiet(HERE, path.parent).standing("cublaslt", KEY) is False
+    for holds in (True, False, True):
+        kept.record("triton", KEY, holds, "seen")
+    for one in (kept, quiet(HERE, path.parent)):
+        assert one.standing("cublaslt", KEY) is one.standing("triton", KEY) is False
 
 
 def test_a_file_is_called_by_its_machine(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -37,7 +37,6 @@ from nondet.trace.search import logits_at_fault
 
 PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 DTYPES = [d for d in float_dtypes() if d != PACKED]
-WIDE = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -49,10 +48,6 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
     else:
         raw = torch.randint(-(2**62), 2**62, (4096,), generator=torch.Generator().manual_seed(0)).to(INTEGERS[size])
     return raw.view(dtype)
-
-
-def raw_of(x: torch.Tensor) -> torch.Tensor:
-    return x.view(INTEGERS[x.element_size()])
 
 
 def test_all_float_dtypes_are_known():
@@ -69,28 +64,27 @@ def test_patterns_are_equal_when_bits_are_and_nans_always():
         x = patterns(dtype)
         nan = x.to(torch.float64).isnan()
         canonical = bits(x)
-        assert torch.equal(canonical[~nan], raw_of(x)[~nan])
+        assert torch.equal(canonical[~nan], x.view(INTEGERS[x.element_size()])[~nan])
         assert len(canonical[nan].unique()) == min(1, int(nan.sum()))
         assert not torch.isin(canonical[~nan], canonical[nan]).any()
         assert identical(x, x.clone())
 
 
 def test_nan_payloads_and_signs_are_one():
-    """A quiet NaN, one with another payload and a negative one are the same result; against a number they mismatch."""
+    """A quiet NaN, one with another payload and a negative one are the same result; against a number they mismatch.
+    Infinities of one sign are equal; against a number there is no distance, but a mismatch that is counted."""
     a = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)
     assert a.isnan().all()
     assert identical(a, torch.full((3,), math.nan))
+    assert row_hashes(a[None]) == row_hashes(torch.full((1, 3), math.nan))
     found = difference(a, torch.tensor([math.nan, 1.0, math.inf]))
     assert (found.mismatched, found.nonfinite, found.max_abs, found.max_ulp) == (2, 2, 0.0, 0)
     assert found.first_mismatch == [1]
-
-
-def test_zeros_of_two_signs_mismatch_at_no_distance():
-    """-0.0 and 0.0 are other bits, 0 ULP apart."""
-    for dtype in WIDE:
-        found = difference(torch.zeros(2, dtype=dtype), torch.tensor([0.0, -0.0], dtype=dtype))
-        assert (found.mismatched, found.max_abs, found.max_ulp, found.nonfinite) == (1, 0.0, 0, 0)
-        assert found.first_mismatch == [1]
+    a = torch.tensor([math.inf, -math.inf, math.inf, 2.0])
+    b = torch.tensor([math.inf, math.inf, 1.0, 2.5])
+    found = difference(a, b)
+    assert (found.mismatched, found.nonfinite, found.max_abs, found.max_ulp) == (3, 2, 0.5, 2**21)
+    assert ulp_distance(a, b).tolist() == [-1, -1, -1, 2**21]
 
 
 def test_neighbours_are_one_ulp_apart():
@@ -111,7 +105,8 @@ def test_neighbours_are_one_ulp_apart():
 
 
 def test_ulp_across_zero_and_to_the_ends_of_float64():
-    """Distances across a change of sign add up; those beyond int64 are clamped, not wrapped around."""
+    """Distances across a change of sign add up; those beyond int64 are clamped, not wrapped around. -0.0 and 0.0 are
+    other bits, 0 ULP apart; integers and complex numbers have no ULP: a number would be made up."""
     tiny = torch.tensor([5e-324, 1.0, sys.float_info.max], dtype=torch.float64)
     ordinals = tiny.view(torch.int64)
     limit = torch.iinfo(torch.int64).max
@@ -120,33 +115,13 @@ def test_ulp_across_zero_and_to_the_ends_of_float64():
     assert int(ulp_distance(tiny[2:], torch.zeros(1, dtype=torch.float64))) == int(ordinals[2])
     half = torch.tensor([2**62 - 1, 2**62, 2**62 + 1], dtype=torch.int64).view(torch.float64)
     assert ulp_distance(half, -half).tolist() == [2**63 - 2, limit, limit]
-
-
-def test_no_ulp_where_there_is_none():
-    """Integers and complex numbers have no ULP: a number would be made up."""
+    for dtype in [torch.float16, torch.bfloat16, torch.float32, torch.float64]:
+        found = difference(torch.zeros(2, dtype=dtype), torch.tensor([0.0, -0.0], dtype=dtype))
+        assert (found.mismatched, found.max_abs, found.max_ulp, found.nonfinite) == (1, 0.0, 0, 0)
+        assert found.first_mismatch == [1]
     for a in [torch.tensor([1]), torch.tensor([True]), torch.tensor([1 + 2j])]:
         with pytest.raises(ValueError, match="no ULP"):
             ulp_distance(a, a)
-
-
-def test_infinity_against_numbers():
-    """Infinities of one sign are equal; against a number there is no distance, but a mismatch that is counted."""
-    a = torch.tensor([math.inf, -math.inf, math.inf, 2.0])
-    b = torch.tensor([math.inf, math.inf, 1.0, 2.5])
-    found = difference(a, b)
-    assert (found.mismatched, found.nonfinite, found.max_abs) == (3, 2, 0.5)
-    assert found.max_ulp == 2**21
-    assert ulp_distance(a, b).tolist() == [-1, -1, -1, 2**21]
-
-
-def test_first_mismatch_in_several_dimensions():
-    """The first in row-major order, as an index of every axis, also in a tensor that is not contiguous."""
-    a = torch.zeros(3, 4, 5)
-    b = a.clone()
-    b[1, 2, 3] = b[2, 0, 0] = 1.0
-    assert difference(a, b).first_mismatch == [1, 2, 3]
-    assert difference(a.transpose(0, 2), b.transpose(0, 2)).first_mismatch == [0, 0, 2]
-    assert difference(torch.tensor(1.0), torch.tensor(2.0)).first_mismatch == []
 
 
 def test_empty_tensors():
@@ -162,32 +137,22 @@ def test_empty_tensors():
         assert book.widest_difference().mismatched == 0
 
 
-def test_complex_numbers_are_compared_by_parts():
-    """The imaginary part alone may differ, conjugated views are read as what they stand for, and the part is named."""
+def test_what_is_no_plain_float_is_compared_by_its_parts():
+    """Of complex numbers the imaginary part alone may differ, conjugated views are read as what they stand for, and the
+    part is named; integers are told with their difference, and no ULP; two packed numbers are a byte."""
+    packed = [torch.tensor([0x12, last], dtype=torch.uint8).view(PACKED or torch.uint8) for last in (0x34, 0x35)]
+    for a, b, found in [
+        (torch.tensor([[1 + 2j, 3 - 4j]]), torch.tensor([[1 + 2j, 3 - 5j]]), (1, 4, 1.0, [0, 1, 1])),
+        (torch.tensor([1, 2, 3]), torch.tensor([1, -5, 3]), (1, 3, 7.0, [1])),
+        (*packed, (1, 2, 0.0 if PACKED else 1.0, [1])),
+    ]:
+        assert identical(a, a.clone())
+        seen = difference(a, b)
+        assert (seen.mismatched, seen.compared, seen.max_abs, seen.first_mismatch) == found
     a = torch.tensor([[1 + 2j, 3 - 4j]])
-    b = torch.tensor([[1 + 2j, 3 - 5j]])
-    found = difference(a, b)
-    assert (found.mismatched, found.compared, found.max_abs) == (1, 4, 1.0)
-    assert found.first_mismatch == [0, 1, 1]
     assert identical(a.conj(), torch.tensor([[1 - 2j, 3 + 4j]]))
     assert not identical(a.conj(), a)
-
-
-def test_integers_and_bools():
-    """Integers are compared as they are: a difference is told, and no ULP."""
-    found = difference(torch.tensor([1, 2, 3]), torch.tensor([1, -5, 3]))
-    assert (found.mismatched, found.max_abs, found.max_ulp, found.first_mismatch) == (1, 7.0, 0, [1])
     assert not identical(torch.tensor([True]), torch.tensor([False]))
-
-
-@pytest.mark.skipif(PACKED is None, reason="this torch has no packed float4")
-def test_packed_float4_is_compared_by_bytes():
-    """Two numbers in a byte, with no arithmetic: mismatching bytes are all that can be said, and are said."""
-    a = torch.tensor([0x12, 0x34], dtype=torch.uint8).view(PACKED)
-    b = torch.tensor([0x12, 0x35], dtype=torch.uint8).view(PACKED)
-    assert identical(a, a.clone())
-    found = difference(a, b)
-    assert (found.mismatched, found.first_mismatch, found.max_abs) == (1, [1], 0.0)
 
 
 def test_mixed_shapes_and_dtypes_are_refused():
@@ -203,12 +168,19 @@ def test_mixed_shapes_and_dtypes_are_refused():
 
 
 def test_strides_do_not_matter():
-    """A transposed or broadcast view equals its copy, and bits keep the shape of what they are of."""
+    """A transposed or broadcast view equals its copy, and bits keep the shape of what they are of. The first mismatch
+    is the first in row-major order, as an index of every axis, also in a tensor that is not contiguous."""
     assert bits(torch.tensor(1.0)).shape == ()
     x = torch.arange(6.0).reshape(2, 3)
     assert identical(x.T, x.T.contiguous())
     assert identical(torch.ones(1).expand(4), torch.ones(4))
     assert digest(x.T) == digest(x.T.contiguous()) != digest(x)
+    a = torch.zeros(3, 4, 5)
+    b = a.clone()
+    b[1, 2, 3] = b[2, 0, 0] = 1.0
+    assert difference(a, b).first_mismatch == [1, 2, 3]
+    assert difference(a.transpose(0, 2), b.transpose(0, 2)).first_mismatch == [0, 0, 2]
+    assert difference(torch.tensor(1.0), torch.tensor(2.0)).first_mismatch == []
 
 
 def test_labels_do_not_depend_on_how_results_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,15 +232,9 @@ def test_numbers_are_read_off_together_and_exactly():
     assert math.isnan(read[6])
 
 
-def test_labels_are_numbered_by_first_appearance():
-    """Classes come in the order in which they first showed, whatever their values."""
-    book = ClassBook()
-    book.add(torch.tensor([5.0, 1.0, 5.0, -0.0, 0.0, math.nan, -math.nan]))
-    assert book.labels == [0, 1, 0, 2, 3, 4, 4]
-
-
 def test_widest_difference_prefers_what_is_worst():
-    """A class with NaN outranks one that is many ULP off, which outranks one with many small mismatches."""
+    """A class with NaN outranks one that is many ULP off, which outranks one with many small mismatches. Classes come
+    in the order in which they first showed, whatever their values."""
     base = torch.ones(4)
     near, far, lost = base.clone(), base.clone(), base.clone()
     near += torch.finfo(torch.float32).eps
@@ -280,6 +246,9 @@ def test_widest_difference_prefers_what_is_worst():
     book.add(lost[None])
     assert book.widest_difference().nonfinite == 1
     assert ClassBook().widest_difference() is None
+    book = ClassBook()
+    book.add(torch.tensor([5.0, 1.0, 5.0, -0.0, 0.0, math.nan, -math.nan]))
+    assert book.labels == [0, 1, 0, 2, 3, 4, 4]
 
 
 def test_error_against_the_oracle():
@@ -298,17 +267,14 @@ def test_error_against_the_oracle():
 
 
 def test_error_of_results_that_are_no_numbers():
-    """What overflows in the rounded oracle too is right; a NaN or infinity of the kernel's own has no error figure."""
+    """What overflows in the rounded oracle too is right; a NaN or infinity of the kernel's own has no error figure.
+    Squares of 1e300 overflow and those of 1e-300 vanish: the relative norm must survive both."""
     reference = torch.tensor([1e6, 1.0, math.nan], dtype=torch.float64)
     right = error_against(torch.tensor([math.inf, 1.0, math.nan], dtype=torch.float16), reference)
     assert (right.max_abs, right.relative_norm, right.max_ulp) == (0.0, 0.0, 0)
     for wrong in (math.nan, math.inf):
         found = error_against(torch.tensor([math.inf, wrong, math.nan], dtype=torch.float16), reference)
         assert (found.max_abs, found.relative_norm) == (None, None)
-
-
-def test_error_of_huge_and_tiny_numbers():
-    """Squares of 1e300 overflow and those of 1e-300 vanish: the relative norm must survive both."""
     for scale in (1e300, 1e-300):
         reference = torch.tensor([3.0, 4.0], dtype=torch.float64) * scale
         assert error_against(reference * 1.5, reference).relative_norm == pytest.approx(0.5)
@@ -360,7 +326,7 @@ def test_the_device_says_what_the_host_says():
     """Comparison on a GPU gives the figures that it gives on the CPU, bit pattern by bit pattern."""
     for dtype in DTYPES:
         x = patterns(dtype)
-        y = raw_of(x).flip(0).view(dtype)
+        y = x.view(INTEGERS[x.element_size()]).flip(0).view(dtype)
         assert difference(x.cuda(), y.cuda()) == difference(x, y)
         assert torch.equal(bits(x.cuda()).cpu(), bits(x))
 
@@ -381,34 +347,13 @@ def test_a_row_has_one_hash_in_every_batch() -> None:
 
 def test_a_last_bit_a_swap_and_a_sign_of_zero_change_it() -> None:
     """Differences that sums of magnitudes or XORs miss."""
-    x = torch.rand(1, 64)
-    last = x.clone()
+    x, zeros = torch.rand(1, 64), torch.zeros(1, 64)
+    last, swapped, signed = x.clone(), x.clone(), zeros.clone()
     last.view(torch.int32)[0, 17] ^= 1
-    swapped = x.clone()
     swapped[0, [3, 9]] = x[0, [9, 3]]
-    zeros = torch.zeros(1, 64)
-    signed = zeros.clone()
     signed[0, 5] = -0.0
-    assert row_hashes(x) != row_hashes(last)
-    assert row_hashes(x) != row_hashes(swapped)
+    assert len({int(row_hashes(y)) for y in (x, last, swapped)}) == 3
     assert row_hashes(zeros) != row_hashes(signed)
-
-
-def test_every_nan_is_one() -> None:
-    """A NaN's payload carries no result."""
-    one, two = torch.full((1, 4), float("nan")), torch.full((1, 4), float("nan"))
-    two.view(torch.int32)[0, 2] ^= 7
-    assert row_hashes(one) == row_hashes(two)
-
-
-def test_the_weights_digest_sees_one_bit_of_one_weight() -> None:
-    """The digest is over bits and names, not over sizes."""
-    model = torch.nn.Linear(33, 7)
-    before = weights_digest(model)
-    assert before == weights_digest(model)
-    with torch.no_grad():
-        model.weight.view(torch.int32)[3, 3] ^= 1
-    assert weights_digest(model) != before
 
 
 def test_a_hidden_state_of_another_form_is_one_line() -> None:
@@ -461,7 +406,14 @@ def test_errors_of_classes_leave_out_what_is_no_number() -> None:
 
 
 def test_weights_made_of_others_are_digested_part_by_part():
-    """torchao's are: numbers and scales under one tensor, which has no memory of its own."""
+    """The digest is over bits and names, not over sizes. torchao's weights are numbers and scales under one tensor,
+    which has no memory of its own."""
+    linear = torch.nn.Linear(33, 7)
+    before = weights_digest(linear)
+    assert before == weights_digest(linear)
+    with torch.no_grad():
+        linear.weight.view(torch.int32)[3, 3] ^= 1
+    assert weights_digest(linear) != before
 
     def model(first, second):
         made = torch.nn.Linear(2, 3, bias=False)

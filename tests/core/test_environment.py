@@ -21,7 +21,8 @@ EXPECTED = {
 
 
 def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader finds every version and flag, and the variables that steer libraries; a secret one never gets in."""
+    """A reader finds every version, the variables that steer libraries, and the flags as the running process has them;
+    a secret never gets in."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
     header = collect(seed=7)
@@ -32,10 +33,6 @@ def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatc
     assert header["seed"] == 7
     assert header["variables"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     msgspec.json.decode(msgspec.json.encode(header))
-
-
-def test_a_changed_precision_flag_shows() -> None:
-    """The flags are read from the running process, not assumed."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,16 @@ HEAD = Row(
 )  # fmt: skip
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.T
+
+
+def watched(call: Any, operator: str = "linear") -> Watch:
+    watch = Watch(call, Answers(operator, getattr(reference, operator)))
+    watch.checking = True
+    return watch
+
+
 def judged(toy: str, dtype: str = "bfloat16") -> tuple[Run, Finding]:
     """The run of the matmul probe under one toy, and its finding."""
     rows = list(toys.measure("matmul", toy, dtypes=(dtype,), **SMALL).values())
@@ -55,7 +66,8 @@ def judged(toy: str, dtype: str = "bfloat16") -> tuple[Run, Finding]:
 
 
 def test_identical_and_wrong_is_wrong() -> None:
-    """In the row, the verdict and the exit code; beside it a sound kernel is none of that."""
+    """In the row, the verdict and the exit code; beside it a sound kernel is none of that. sys.exit(0) inside a kernel
+    is a failed case, and no success of the run."""
     for toy, reason in [
         ("linear_zeros", "more than any rounding explains"),
         ("linear_flipped", "more than any rounding explains"),
@@ -69,6 +81,10 @@ def test_identical_and_wrong_is_wrong() -> None:
         assert finding == Finding.WRONG
         assert any(reason in row.reason for row in run.rows if row.status == "wrong"), [r.reason for r in run.rows]
         assert exit_code(run, "divergent") == (3, "")
+    run, finding = judged("linear_exits")
+    assert {(row.status, row.reason) for row in run.rows} == {("error", "it called sys.exit(0)")}
+    assert finding == Finding.UNTESTED
+    assert exit_code(run, "divergent")[0] == 1
 
 
 def test_a_sound_kernel_is_clean_and_its_accuracy_is_on_record() -> None:
@@ -136,15 +152,6 @@ def test_inputs_are_restored_for_the_next_implementation() -> None:
         assert beside[row.key].status == "identical"
 
 
-def test_a_kernel_that_ends_the_process_is_a_failed_case() -> None:
-    """sys.exit(0) inside a kernel is no success of the run."""
-    run, finding = judged("linear_exits")
-    assert {row.status for row in run.rows} == {"error"}
-    assert run.rows[0].reason == "it called sys.exit(0)"
-    assert finding == Finding.UNTESTED
-    assert exit_code(run, "divergent")[0] == 1
-
-
 def test_writes_are_seen_and_reads_are_not() -> None:
     """A sign, a swap of two rows and a moved element show in the sums of bits; a product does not."""
     inputs = {"x": torch.randn(5, 7), "pair": (torch.arange(6), torch.randn(4).bfloat16())}
@@ -176,64 +183,35 @@ def test_every_operator_s_own_stock_is_within_its_bound() -> None:
             assert not bool(((0 - expected).abs() <= allowed).all()), (name, dtype)  # zeros are not
 
 
-def test_a_watch_that_is_not_checking_passes_everything_on() -> None:
-    """What is measured and profiled is the operator and nothing else; its signature stays visible."""
-    calls = []
-
-    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        calls.append(len(x))
-        return x @ weight.T
-
-    watch = Watch(linear, Answers("linear", reference.linear))
-    watch.call(torch.ones(2, 3), torch.ones(4, 3))
-    assert (calls, watch.accuracy) == ([2], None)
-    watch.checking = True
-    watch.call(torch.ones(2, 3), torch.ones(4, 3))
-    assert calls == [2, 2, 2]
-    assert watch.accuracy is not None
-    assert watch.accuracy.elements == 8
-    with pytest.raises(WrongResultError, match="not a tensor"):
-        Watch(lambda *_: [1.0], Answers("linear", reference.linear))._repeat([1.0], (), {})
-
-
-def test_measure_needs_no_probe() -> None:
-    """Whoever has variants and a head gets a row: benches and sampled runs do."""
-    row = measure(HEAD, [Trial(m, lambda m=m: torch.tensor([1.0 if m < 3 else 2.0])) for m in (1, 2, 3)])  # type: ignore[misc]
-    assert (row.status, row.labels, row.replays, row.replays_parted) == ("divergent", [0, 0, 1], 3, 0)
-
-
 def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> None:
-    """The oracle is asked once for equal operands, again after one was written to; of 100 rows the last is checked."""
-    asked = []
+    """The oracle is asked once for equal operands, again after one was written to; of 100 rows the last is checked, and
+    of a grouped product's each against the weight of its own expert. A watch that is not checking passes all on."""
+    asked, calls = [], []
 
     def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         asked.append(len(x))
         return reference.linear(x, weight)
 
     def lost(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
         out = x @ weight.T
         out[-1] = 0
         return out
 
     answers, x, weight = Answers("linear", oracle), torch.randn(100, 8), torch.randn(4, 8)
-    sound = Watch(lambda x, weight: x @ weight.T, answers)
-    faulty = Watch(lost, answers)
+    sound, faulty = Watch(linear, answers), Watch(lost, answers)
+    faulty.call(x, weight)
+    assert (calls, asked, faulty.accuracy) == ([100], [], None)
     for watch in (sound, faulty):
         watch.checking = True
         watch.call(x, weight)
-    assert (asked, sound.fault) == ([32], "")
+    assert (asked, calls, sound.fault) == ([32], [100] * 3, "")
     assert "4 of 128 elements" in faulty.fault
     weight *= 2
     sound.next_variant()
     sound.call(x, weight)
     assert (asked, sound.fault) == ([32, 32], "")
-
-
-def test_rows_that_are_left_out_keep_their_experts() -> None:
-    """Of a grouped product's rows some are checked, each against the weight of its own expert."""
-    answers = Answers("grouped_matmul", reference.grouped_matmul)
-    watch = Watch(lambda *operands: reference.grouped_matmul(*operands).float(), answers)
-    watch.checking = True
+    watch = watched(lambda *operands: reference.grouped_matmul(*operands).float(), "grouped_matmul")
     watch.call(torch.randn(90, 8), torch.randn(4, 8, 5), torch.tensor([0, 41, 41, 83], dtype=torch.int32))
     assert watch.fault == ""
     assert watch.accuracy is not None
@@ -243,19 +221,14 @@ def test_rows_that_are_left_out_keep_their_experts() -> None:
 # Results and repeats that a GPU is asked about together get the answers of asking one by one.
 
 
-DTYPES = [*float_dtypes(), torch.int64, torch.bool, torch.complex64]
-NAN = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)  # three patterns
-
-
-def _pool(dtype: torch.dtype) -> torch.Tensor:
-    values = torch.tensor([[1.0, 2.0, 0.0], [1.0, 4.0, 0.0], [2.0, 2.0, 0.0], [1.0, 2.0, 1.0]])
-    return values.to(dtype) if "float4" not in str(dtype) else values.to(torch.uint8).view(dtype)
-
-
 def test_agreement_is_identity() -> None:
     """Both ways to ask give what `identical` gives, of every pair; NaN equals NaN whatever its payload."""
-    numbers = [*NAN, torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(math.inf)]
-    for pool in (numbers, *(list(_pool(dtype)) for dtype in DTYPES)):
+    nan = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)  # three patterns
+    values = torch.tensor([[1.0, 2.0, 0.0], [1.0, 4.0, 0.0], [2.0, 2.0, 0.0], [1.0, 2.0, 1.0]])
+    pools = [[*nan, torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(math.inf)]]
+    for dtype in [*float_dtypes(), torch.int64, torch.bool, torch.complex64]:
+        pools.append([*(values.to(torch.uint8).view(dtype) if "float4" in str(dtype) else values.to(dtype))])
+    for pool in pools:
         pairs = [(a, b.clone()) for a in pool for b in pool]
         expected = [identical(a, b) for a, b in pairs]
         assert sum(expected) >= len(pool)
@@ -271,14 +244,12 @@ def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
     """A call that gives other bits the second time is seen in its own variant, and a wrong one at the end."""
     calls = 0
 
-    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def unsteady(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return x @ weight.T + (2.0**-22 if calls == 4 else 0.0) + (1.0 if calls > 4 else 0.0)
+        return linear(x, weight) + (2.0**-22 if calls == 4 else 0.0) + (1.0 if calls > 4 else 0.0)
 
-    watch = Watch(linear, Answers("linear", reference.linear))
-    watch.checking = True
-    repeats = []
+    watch, repeats = watched(unsteady), []
     for _ in range(3):
         watch.next_variant()
         watch.call(torch.ones(2, 3), torch.ones(4, 3))
@@ -308,14 +279,14 @@ def test_errors_and_differences_of_several_are_those_of_each() -> None:
         )
 
 
-def _tree(values: list[torch.Tensor]) -> torch.Tensor:
-    while len(values) > 1:
-        values = [values[i] + values[i + 1] if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
-    return values[0]
-
-
 def test_scatter_add_is_the_tree_that_it_says() -> None:
     """Pairs of neighbours, pairs of those sums, the row last: of every number of contributions."""
+
+    def tree(values: list[torch.Tensor]) -> torch.Tensor:
+        while len(values) > 1:
+            values = [values[i] + values[i + 1] if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
+        return values[0]
+
     for count in [1, 2, 3, 7, 64, 65, 200]:
         rng = torch.Generator().manual_seed(count)
         source = torch.randn(count, generator=rng) * 10.0 ** torch.randint(-3, 4, (count,), generator=rng)
@@ -324,7 +295,7 @@ def test_scatter_add_is_the_tree_that_it_says() -> None:
         got = cpu.scatter_add(target, index, source)
         for row in range(5):
             mine = list(source[index == row])
-            assert identical(got[row], target[row] + _tree(mine) if mine else target[row])
+            assert identical(got[row], target[row] + tree(mine) if mine else target[row])
 
 
 @pytest.mark.parametrize(("status", "expected"), [(0, 5 * 2**30), (2, None)])
@@ -351,43 +322,44 @@ def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
-    """Classes are numbered by first appearance; two of them part, and a status that is given stands."""
+    """Classes are numbered by first appearance; two of them part, and a status that is given stands. Measuring needs no
+    probe; what a proof at first use launches and refuses is not what ran."""
     row = row_of(HEAD, [1, 8, "prefill"], ["b", "a", "b"], ran=["kernel"])
     assert (row.status, row.values, row.labels, row.ran) == ("divergent", [1, 8, "prefill"], [0, 1, 0], ["kernel"])
     assert (row.class_sizes, row.trials, row.distinct) == ([2, 1], 3, 2)
     assert row_of(HEAD, [1, 2], [0, False]).status == "identical"
     assert row_of(HEAD, [1, 2], ["a", "b"], status="error").status == "error"
+    row = measure(HEAD, [Trial(m, lambda m=m: torch.tensor([1.0 if m < 3 else 2.0])) for m in (1, 2, 3)])  # type: ignore[misc]
+    assert (row.status, row.labels, row.replays, row.replays_parted) == ("divergent", [0, 0, 1], 3, 0)
+    proven: list[bool] = []
+
+    def serve() -> torch.Tensor:
+        if not proven:
+            note("refused[16]")
+            proven.append(True)
+        note("served[64]")
+        return torch.ones(1)
+
+    assert measure(HEAD, [Trial(m, serve) for m in (1, 2)], warm=True).ran == ["served[64]"]
 
 
 # A call under watch: what it gave is held against the oracle, by number, shape, dtype and value.
 
 
-def watched(call: Any, operator: str = "linear") -> Watch:
-    watch = Watch(call, Answers(operator, getattr(reference, operator)))
-    watch.checking = True
-    return watch
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x @ weight.T
-
-
 X, WEIGHT = torch.ones(3, 8), torch.ones(4, 8)
 
 
-@pytest.mark.parametrize(
-    ("made", "why"),
-    [
+def test_a_result_of_another_form_is_wrong() -> None:
+    """Said with both, as a wrong result and not as a failure; the same in the oracle's form is none."""
+    made: list[tuple[Any, str]] = [
         (lambda out: [out, out], "linear gave 2 results, not 1"),
         (lambda out: out[:2], r"linear gave the shape \(2, 4\), not \(3, 4\)"),
         (lambda out: out.double(), "linear gave torch.float64 for torch.float32"),
         (lambda out: 1.0, "the result is a float, not a tensor"),
-    ],
-)
-def test_a_result_of_another_form_is_wrong(made: Any, why: str) -> None:
-    """Said with both, as a wrong result and not as a failure; the same in the oracle's form is none."""
-    with pytest.raises(WrongResultError, match=why):
-        watched(lambda x, weight: made(linear(x, weight))).call(X, WEIGHT)
+    ]
+    for change, why in made:
+        with pytest.raises(WrongResultError, match=why):
+            watched(lambda x, weight, change=change: change(linear(x, weight))).call(X, WEIGHT)
     sound = watched(lambda x, weight: [linear(x, weight)])
     sound.call(X, WEIGHT)
     assert (sound.fault, len(sound.repeated())) == ("", 1)
@@ -408,33 +380,19 @@ def test_several_results_are_each_held_against_the_oracle() -> None:
     assert watch.accuracy.elements == 2 * 24
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 8.5])
-def test_a_value_that_the_oracle_does_not_have_is_a_fault(value: float) -> None:
+def test_a_value_that_the_oracle_does_not_have_is_a_fault() -> None:
     """A single one of twelve; of the oracle's own infinity nothing is asked."""
 
-    def off(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def off(x: torch.Tensor, weight: torch.Tensor, value: float) -> torch.Tensor:
         out = linear(x, weight)
         out[1, 2] = value
         return out
 
-    watch = watched(off)
-    watch.call(X, WEIGHT)
-    assert watch.fault.startswith("1 of 12 elements are ")
-    assert ("NaN or infinite where the oracle is not" in watch.fault) == (value != 8.5)
-    shared = watched(linear)
-    shared.call(X * value, WEIGHT)
-    assert shared.fault == ""
-
-
-def test_what_only_a_first_use_launches_is_not_what_ran() -> None:
-    """A proof at first use launches members that it refuses; a row that was warmed up tells of what served."""
-    proven: list[bool] = []
-
-    def serve() -> torch.Tensor:
-        if not proven:
-            note("refused[16]")
-            proven.append(True)
-        note("served[64]")
-        return torch.ones(1)
-
-    assert measure(HEAD, [Trial(m, serve) for m in (1, 2)], warm=True).ran == ["served[64]"]
+    for value in [float("nan"), float("inf"), float("-inf"), 8.5]:
+        watch = watched(functools.partial(off, value=value))
+        watch.call(X, WEIGHT)
+        assert watch.fault.startswith("1 of 12 elements are ")
+        assert ("NaN or infinite where the oracle is not" in watch.fault) == (value != 8.5)
+        shared = watched(linear)
+        shared.call(X * value, WEIGHT)
+        assert shared.fault == ""

@@ -36,7 +36,8 @@ def lines_of(*steps: Step) -> list[str]:
 
 
 def test_done_total_and_about_how_long() -> None:
-    """26 of 52 in a minute: a minute more. Without any progress the time still goes on."""
+    """26 of 52 in a minute: a minute more. Without any progress the time still goes on. 500 of 1,000 are on disk: 10
+    more in half a minute are not the 510 of a fast machine. A step of no known number has its own time."""
     assert lines_of(
         lambda p: p.add_task("probing", total=52),
         lambda p: p.update(p.tasks[0].id, advance=26, description="matmul (mine:f)"),
@@ -46,16 +47,16 @@ def test_done_total_and_about_how_long() -> None:
         "matmul (mine:f): 26 of 52 after 60 s, about 60 s left",
         "matmul (mine:f): 26 of 52 after 90 s, about 90 s left",
     ]
+    assert lines_of(
+        lambda p: (p.add_task("stock", total=1000), [p.update(p.tasks[0].id, completed=n) for n in range(501, 511)])
+    ) == ["stock: 510 of 1,000 after 30 s, about 24 min left"]
+    assert lines_of(
+        lambda p: p.add_task("", total=None),
+        lambda p: p.reset(p.tasks[0].id, description="coarse pass"),
+        lambda p: None,
+    ) == [": 30 s so far", "coarse pass: 30 s so far", "coarse pass: 60 s so far"]
     for seconds, words in [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")]:
         assert in_words(seconds) == words
-
-
-def test_what_was_done_before_took_no_time_of_this_run() -> None:
-    """500 of 1,000 are on disk; 10 more in half a minute are not the 510 of a fast machine."""
-    took = lines_of(
-        lambda p: (p.add_task("stock", total=1000), [p.update(p.tasks[0].id, completed=n) for n in range(501, 511)])
-    )
-    assert took == ["stock: 510 of 1,000 after 30 s, about 24 min left"]
 
 
 def test_of_several_the_one_under_way() -> None:
@@ -69,15 +70,6 @@ def test_of_several_the_one_under_way() -> None:
     assert [line.partition(",")[0] for line in took] == [
         "stock: 0 of 4 after 30 s", "stock: 2 of 4 after 30 s", "invariant: 0 of 4 after 30 s",
     ]  # fmt: skip
-
-
-def test_a_step_of_no_known_number_has_its_own_time() -> None:
-    """As `nondet trace` and `nondet diagnose` tell their steps."""
-    assert lines_of(
-        lambda p: p.add_task("", total=None),
-        lambda p: p.reset(p.tasks[0].id, description="coarse pass"),
-        lambda p: None,
-    ) == [": 30 s so far", "coarse pass: 30 s so far", "coarse pass: 60 s so far"]
 
 
 def test_nothing_is_said_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

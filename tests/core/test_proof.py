@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,6 @@ from nondet.core.proof import Claim, distinct, operands_key, product_inputs, pro
 from tests.build import absent, linear, split_k
 
 K, N = 48, 24
-
-
-def wrong_dtype(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return linear(x, weight, bias).double()
 
 
 def verdict(call: Any, inputs: Any, kept: Certificates) -> bool | None:
@@ -44,13 +39,21 @@ def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
 
 
 def test_a_failure_is_no_exclusion() -> None:
-    """It may have been the driver's hiccup: out for this process, said why, and nothing written down."""
-    for call in [absent, wrong_dtype]:
+    """It may have been the driver's hiccup: out for this process, said why, and nothing written down. A full memory is
+    not even remembered within the process: the next use asks again."""
+
+    def full(*_: Any) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    def wide(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, weight, bias).double()
+
+    for call, standing in [(absent, False), (wide, False), (full, None)]:
         kept = Certificates({"device": "cpu"}, None)
         assert verdict(call, product_inputs((3, N, K), torch.bfloat16, "cpu"), kept) is None
-        assert kept.standing("member", "key") is False
+        assert kept.standing("member", "key") is standing
         assert kept.all() == []
-        assert list(kept.aside()) == [("member", "key")]
+        assert list(kept.aside()) == ([("member", "key")] if standing is False else [])
         # asked again by `certify`
         assert verdict(linear, product_inputs((3, N, K), torch.bfloat16, "cpu"), kept) is True
         assert kept.standing("member", "key") is True
@@ -58,25 +61,12 @@ def test_a_failure_is_no_exclusion() -> None:
 
 
 def test_nothing_to_compare_proves_nothing(kept: Certificates) -> None:
-    """No inputs, or none whose result is finite: neither a proof nor an exclusion."""
+    """No inputs, or none whose result is finite: neither a proof nor an exclusion. Of several members one that parts
+    takes none with it."""
     assert verdict(linear, [], kept) is None
     infinite = [("inf", (torch.full((2, K), torch.inf), torch.ones(N, K)))]
     assert verdict(linear, infinite, kept) is None
     assert kept.all() == []
-
-
-def test_a_full_memory_is_no_verdict(kept: Certificates) -> None:
-    """It is not even remembered within the process: the next use asks again."""
-
-    def full(*_: Any) -> torch.Tensor:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    assert verdict(full, product_inputs((3, N, K), torch.bfloat16, "cpu"), kept) is None
-    assert kept.standing("member", "key") is None
-
-
-def test_members_are_proven_side_by_side(kept: Certificates) -> None:
-    """One that parts takes none with it."""
     claims = [Claim(name, "key", call) for name, call in (("a", linear), ("b", split_k), ("c", absent), ("d", linear))]
     inputs = product_inputs((3, N, K), torch.bfloat16, "cpu")
     assert prove(claims, linear, inputs, kept) == [True, False, None, True]
@@ -142,17 +132,12 @@ def test_order_inputs_have_an_exact_sum_of_zero() -> None:
 def test_elements_with_places_of_their_own() -> None:
     """At the limit and one beyond; an axis of one element shares nothing."""
     for sizes, steps, apart in [
-        ((3, 4), (4, 1), True),
+        ((3, 4), (4, 1), True), ((3, 1), (1, 0), True), ((2, 1, 4), (4, 0, 1), True), ((), (), True),
+        ((2, 2), (1, 1), False), ((2, 2), (2, 1), True), ((2, 2), (9, 1), True),
         ((3, 4), (3, 1), False),  # each row begins in the one before it
         ((3, 4), (0, 1), False),  # expanded
         ((1, 4), (0, 1), True),  # a step that is never taken, whatever it is
-        ((3, 1), (1, 0), True),
-        ((2, 1, 4), (4, 0, 1), True),
-        ((2, 2), (1, 1), False),
-        ((2, 2), (2, 1), True),
-        ((2, 2), (9, 1), True),
-        ((), (), True),
-    ]:
+    ]:  # fmt: skip
         x = torch.zeros(64).as_strided(sizes, steps)
         assert distinct(x) == apart
         places = [sum(i * s for i, s in zip(at, steps, strict=True)) for at in np.ndindex(*sizes)]
@@ -160,14 +145,6 @@ def test_elements_with_places_of_their_own() -> None:
 
 
 # First uses told from several threads at once: none is lost, and no listener.
-
-
-def in_threads(*works: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_no_use_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,5 +168,9 @@ def test_no_use_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(launch, "FirstUses", Slow)
     with first_uses() as uses:
-        in_threads(*[prove] * 4)
+        threads = [threading.Thread(target=prove) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert (uses.proofs, len(uses.stretches)) == (20, 20)

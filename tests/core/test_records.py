@@ -28,7 +28,6 @@ from nondet.core.records import (
 from nondet.core.runfile import encoded
 from tests import build as factory
 
-PLAN = {"prompts": [{"text": "p", "tokens": 4}]}
 LARGEST, FARTHEST, WIDEST, TOKENS = 2**53, 2**63 - 1, 2**64, 2**24
 
 
@@ -50,11 +49,8 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def completion(**fields: Any) -> Completion:
-    filled: dict[str, Any] = {
-        "impl": "stock", "request": "t0", "round": 0, "prompt": 0, "tokens_digest": "a" * 16, "trace": "f" * 16,
-        "n_tokens": 4, "finish": "length", "arrival_step": 0, "schedule": [], "batch_min": 1, "batch_max": 4,
-    }  # fmt: skip
-    return Completion(**(filled | fields))
+    filled: dict[str, Any] = {"tokens_digest": "a" * 16, "trace": "f" * 16, "n_tokens": 4, "batch_max": 4}
+    return factory.completion(**(filled | fields))
 
 
 def served(**fields: Any) -> Completion:
@@ -80,10 +76,6 @@ def cell(**fields: Any) -> Record:
 
 def contract(answer: str) -> ContractAnswer:
     return ContractAnswer(impl="server", question="greedy", answer=answer, evidence="e")
-
-
-def last_step(end: int) -> Completion:
-    return completion(schedule=[[0, end - 1, 1], [end - 1, 1, 1]])
 
 
 IDENTICAL = {"status": Status.IDENTICAL}
@@ -122,7 +114,7 @@ EDGES: list[tuple[Callable[[Any], Record], Any, Any, str]] = [
     (lambda first: completion(schedule=[[0, 3, 1], [first, 1, 1]]), 3, 2, "schedule"),
     (lambda steps: completion(schedule=[[0, steps, 1]]), 1, 0, "schedule"),
     (lambda tokens: completion(schedule=[[0, 1, tokens]]), TOKENS, TOKENS + 1, "schedule"),
-    (last_step, STEPS_MOST, STEPS_MOST + 1, "schedule"),
+    (lambda end: completion(schedule=[[0, end - 1, 1], [end - 1, 1, 1]]), STEPS_MOST, STEPS_MOST + 1, "schedule"),
     (lambda first: served(sent=0.5, first=first), 0.5, 0.25, "served"),
     (lambda first: served(sent=0.5, first=first), 1.0, 1.5, "served"),
     (lambda digits: served(text="f" * digits), 16, 15, "served.text"),
@@ -140,8 +132,8 @@ EDGES: list[tuple[Callable[[Any], Record], Any, Any, str]] = [
 ]  # fmt: skip
 
 
-def checks(plan: dict[str, Any] | None = None) -> RunChecks:
-    return RunChecks(factory.header("sample", plan or PLAN))
+def checks() -> RunChecks:
+    return RunChecks(factory.header("sample", {"prompts": [{"text": "p", "tokens": 4}]}))
 
 
 def test_a_limit_is_taken_and_one_beyond_is_refused() -> None:
@@ -176,7 +168,8 @@ def test_a_plan_names_tokens_that_a_prompt_can_have() -> None:
 
 
 def test_steps_are_bounded_over_all_rounds_and_records_are_counted() -> None:
-    """16 rounds of the most steps are what all of them may have; the end line says how many records came before it."""
+    """16 rounds of the most steps are what all of them may have; the end line says how many records came before it, and
+    a round how many completions: another one of it is one too many."""
     most = checks()
     for number in range(16):
         most.record(completion(request=f"t{number}", round=number, schedule=[[0, STEPS_MOST, 1]]))
@@ -185,10 +178,6 @@ def test_steps_are_bounded_over_all_rounds_and_records_are_counted() -> None:
         most.end(End(records=15, seconds=0.0))
     with pytest.raises(ContradictionError, match="steps together"):
         most.record(completion(request="one more", round=16, schedule=[[0, 1, 1]]))
-
-
-def test_a_completion_after_its_round_is_missed() -> None:
-    """A round counts those before it; another one of the same round behind it is one too many."""
     late = checks()
     late.record(completion())
     late.record(round_(targets=1))

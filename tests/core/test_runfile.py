@@ -6,6 +6,7 @@ import errno
 import gzip
 import lzma
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -48,75 +49,57 @@ def finished(path: Path) -> Path:
     return path
 
 
-def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    """Every field survives the file, and the end line marks the run complete."""
-    run = read_run(finished(tmp_path / "deep" / "run.jsonl"))
-    assert run.complete
-    assert run.rows == [parted("a"), row("b")]
-    assert run.header.environment == ENVIRONMENT
-
-
-def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
-    """Nothing is overwritten without --force."""
-    path = finished(tmp_path / "run.jsonl")
-    before = path.read_bytes()
+def test_a_run_in_memory_is_written_whole_and_only_where_nothing_is(tmp_path: Path) -> None:
+    """Every field survives the file, and the end line marks the run complete; nothing is overwritten without `force`,
+    neither by a run that begins nor by one in memory."""
+    path, copy = finished(tmp_path / "deep" / "run.jsonl"), tmp_path / "copy.jsonl"
+    run, before = read_run(path), path.read_bytes()
+    assert (run.complete, run.rows, run.header.environment) == (True, [parted("a"), row("b")], ENVIRONMENT)
     with pytest.raises(UserError, match=r"exists.*--force"):
         writer(path)
     assert path.read_bytes() == before
     writer(path, force=True).close()
     assert read_run(path).rows == []
-
-
-def test_a_run_in_memory_is_written_whole_and_only_where_nothing_is(tmp_path: Path) -> None:
-    """With its end line and unlocked; over a file that is there with `force` alone."""
-    run, path = read_run(finished(tmp_path / "run.jsonl")), tmp_path / "copy.jsonl"
-    write_run(path, run)
-    assert (read_run(path).complete, read_run(path).rows) == (True, run.rows)
-    before, run.rows = path.read_bytes(), run.rows[:1]
+    write_run(copy, run)
+    assert (read_run(copy).complete, read_run(copy).rows) == (True, run.rows)
+    before, run.rows = copy.read_bytes(), run.rows[:1]
     with pytest.raises(UserError, match="exists"):
-        write_run(path, run)
-    assert path.read_bytes() == before
-    write_run(path, run, force=True)
-    assert read_run(path).rows == [parted("a")]
+        write_run(copy, run)
+    assert copy.read_bytes() == before
+    write_run(copy, run, force=True)
+    assert read_run(copy).rows == [parted("a")]
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file, a folder, a FIFO, and a disk that fails while it is read; none is taken for an empty run."""
-    os.mkfifo(tmp_path / "fifo")
-    for path, said in ((tmp_path / "none", "no run file at"), (tmp_path, "a folder"), (tmp_path / "fifo", "regular")):
-        with pytest.raises(UserError, match=said) as caught:
-            read_run(path)
-        assert "\n" not in str(caught.value)
-    path = finished(tmp_path / "run.jsonl")
-
-    def broken(*_: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Path, "open", broken)
-    with pytest.raises(UserError, match=r"can't read .*run\.jsonl: Input/output error"):
-        read_run(path)
-
-
-def test_what_is_not_our_run_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Empty, foreign and newer files are told apart, and none gives a traceback."""
+def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty, foreign and newer files are told apart, and none gives a traceback; nor does a file that is not there, a
+    folder, a FIFO, or a disk that fails while it is read. None is taken for an empty run."""
+    begins = b'{"format":"nondet-run","schema":'
+    path = tmp_path / "run.jsonl"
     for content, said in [
+        (None, "no run file at"),
         (b"", "is empty"),
         (b"\n\n", "is empty"),
         (b"hello\nworld\n", "is not a nondet run file"),
         (b'{"some": "json"}\n', "is not a nondet run file"),
         (b"[1, 2]\n", "is not a nondet run file"),
         (b"\xff\xfe\x00binary\n", "is not a nondet run file"),
-        (b'{"format":"nondet-run","schema":%d}\n' % (SCHEMA_VERSION + 1), "reads 3. Upgrade nondet."),
-        (b'{"format":"nondet-run","schema":"x"}\n', "reads 3. Upgrade nondet."),
-        (b'{"format":"nondet-run","schema":2,"type":"header"}\n', "from before 0.3.0"),
-        (b'{"format":"nondet-run","schema":3,"type":"header"}\n', "malformed in line 1"),
+        (begins + b"%d}\n" % (SCHEMA_VERSION + 1), "reads 3. Upgrade nondet."),
+        (begins + b'"x"}\n', "reads 3. Upgrade nondet."),
+        (begins + b'2,"type":"header"}\n', "from before 0.3.0"),
+        (begins + b'3,"type":"header"}\n', "malformed in line 1"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        path = tmp_path / "run.jsonl"
-        path.write_bytes(content)
+        if content is not None:
+            path.write_bytes(content)
         with pytest.raises(UserError, match=said) as caught:
             read_run(path)
         assert "\n" not in str(caught.value)
+    os.mkfifo(tmp_path / "fifo")
+    for odd, said in ((tmp_path, "a folder"), (tmp_path / "fifo", "regular")):
+        with pytest.raises(UserError, match=said):
+            read_run(odd)
+    monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(UserError, match=r"can't read .*run\.jsonl: Input/output error"):
+        read_run(path)
 
 
 def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
@@ -164,17 +147,6 @@ def test_a_run_that_ended_has_all_that_was_planned(command: str, tmp_path: Path)
         assert read_run(written("failed.jsonl", [*whole[:4], record("invariant", 1, failed=True)])).complete
 
 
-def test_the_longest_line_that_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit, its end included, and one beyond."""
-    length = len(msgspec.json.encode(row("a", reason="x" * 2000))) + 1
-    for most, status in ((length, Status.IDENTICAL), (length - 1, Status.ERROR)):
-        monkeypatch.setattr("nondet.core.runfile.LINE_MOST", most)
-        run = writer(tmp_path / f"{most}.jsonl")
-        run.write(row("a", reason="x" * 2000))
-        run.finish()
-        assert [r.status for r in read_run(tmp_path / f"{most}.jsonl").rows] == [status]
-
-
 def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> None:
     """When the disk fills up the user is told so and how to go on; the rows before it stay readable."""
     path = tmp_path / "run.jsonl"
@@ -192,19 +164,6 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> N
             writer(Path("/dev/full"), force=True)
 
 
-def test_figures_that_are_no_numbers_survive(tmp_path: Path) -> None:
-    """JSON has neither NaN nor infinity: the error of a result that overflowed is None in the file, and still reads."""
-    out, reference = torch.tensor([float("inf"), 1.0]), torch.tensor([1.0, 1.0], dtype=torch.float64)
-    path = tmp_path / "run.jsonl"
-    run = writer(path)
-    run.write(row("overflow", error=error_against(out, reference)))
-    run.finish()
-    error = read_run(path).rows[0].error
-    assert error is not None
-    assert error.max_abs is None
-    assert error.relative_norm is None
-
-
 def test_a_packed_run_reads_as_the_plain_one(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A run kept packed gives the same rows, and one that is cut off or not packed is refused in one line."""
     for end, pack in [(".gz", gzip.compress), (".xz", lzma.compress)]:
@@ -220,32 +179,40 @@ def test_a_packed_run_reads_as_the_plain_one(tmp_path_factory: pytest.TempPathFa
                 read_run(packed)
 
 
-def test_a_row_that_no_reader_would_take_is_written_as_failed(tmp_path: Path) -> None:
-    """A figure that is none costs its row, with the reason, and not the run; a row that can't even fail ends it."""
+def test_a_row_that_no_reader_would_take_is_written_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure that is none costs its row, with the reason, and not the run; a row that can't even fail ends it. JSON
+    has neither NaN nor infinity: the error of a result that overflowed is None in the file. A line is as long as may be
+    read, its end included."""
     path = tmp_path / "run.jsonl"
     run = writer(path)
     written = run.write(row("nan", extra={"bound": float("inf")}, seconds=float("nan")))
     assert isinstance(written, Row)
     assert (written.status, written.case) == (Status.ERROR, "nan")
-    run.write(row("b"))
+    out, reference = torch.tensor([float("inf"), 1.0]), torch.tensor([1.0, 1.0], dtype=torch.float64)
+    run.write(row("b", error=error_against(out, reference)))
     for bad in (row("b"), row("half \ud800")):
         before = path.read_bytes()
         with pytest.raises(UserError, match="no reader would take"):
             run.write(bad)
         assert path.read_bytes() == before
+    length = len(msgspec.json.encode(row("a", reason="x" * 2000))) + 1
+    for case, most in (("a", length), ("c", length - 1)):
+        monkeypatch.setattr("nondet.core.runfile.LINE_MOST", most)
+        run.write(row(case, reason="x" * 2000))
+    monkeypatch.undo()
     run.finish()
-    first, second = read_run(path).rows
+    first, second, third, fourth = read_run(path).rows
     assert first.reason.startswith("it can't be recorded: ")
-    assert second == row("b")
+    assert second.error is not None
+    assert (second.error.max_abs, second.error.relative_norm) == (None, None)
+    assert (third.status, fourth.status) == (Status.IDENTICAL, Status.ERROR)
 
 
 def asked(texts: list[str]) -> dict[str, Any]:
     return {"prompts": [{"text": text, "tokens": 0} for text in texts], "seed": 0}
 
 
-def test_prompts_of_any_size_make_a_header_that_is_read(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_of_any_size_make_a_header_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond 16 MiB each is cut, and says how long it was; no text of an ordinary set is touched."""
     for texts, left, most in [
         (["x" * 100_000, "y\n" * 50_000], 10**6, 2**24),
@@ -255,11 +222,10 @@ def test_prompts_of_any_size_make_a_header_that_is_read(
         (["a" * 500] * 400, 200, 2**17),
         (["a" * 500] * 400, 0, 2**16),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
         path = tmp_path / "run.jsonl"
         monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", most)
         monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2 * most)
-        open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT).close()
+        open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, force=True).close()
         open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, resume=True).finish()
         shown = [p["text"] for p in read_run(path).header.plan["prompts"]]
         assert len(shown) == len(texts)
@@ -289,10 +255,8 @@ def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypa
     assert b"hunter2" in path.read_bytes()
     monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", 500)
     open_run(path, command="sample", plan=plan, environment=ENVIRONMENT, resume=True).close()
-    for other in (
-        asked(["a" * 901, "b"]),
-        {"endpoint": {"servers": [{**servers[0], "url": "https://gateway.example/t"}]}},
-    ):
+    moved = {"endpoint": {"servers": [{**servers[0], "url": "https://gateway.example/t"}]}}
+    for other in (asked(["a" * 901, "b"]), moved):
         with pytest.raises(UserError, match="other options"):
             open_run(path, command="sample", plan={**plan, **other}, environment=ENVIRONMENT, resume=True)
 
@@ -331,47 +295,38 @@ def piece(token: int) -> str:
     return f"<{token}>"
 
 
-def test_traces_and_pieces_are_written_once(tmp_path: Path) -> None:
-    """A trace met again, by another implementation or round, costs no second line."""
-    run = tmp_path / "run.jsonl"
-    writer = TraceWriter(run, resume=False, piece=piece)
-    writer.write([trace([1, 2], [7, 8]), trace([1, 2], [7, 8])])
-    writer.write([trace([1, 2]), trace([1, 3])])
+def with_traces(run: Path, *parts: list[Trace], resume: bool = False, piece: Callable[[int], str] = piece) -> None:
+    """The side file of a run, written in these parts."""
+    writer = TraceWriter(run, resume=resume, piece=piece)
+    for part in parts:
+        writer.write(part)
     writer.close()
-    traces, pieces = read_traces(run)
-    assert [t.token_ids for t in traces.values()] == [[1, 2], [1, 3]]
-    assert pieces == {i: f"<{i}>" for i in (1, 2, 3, 7, 8)}
-    assert len(traces_path(run).read_bytes().splitlines()) == 4
-
-
-def test_resuming_drops_a_torn_line_and_writes_it_again(tmp_path: Path) -> None:
-    """A run killed in the middle of a line goes on as if that line had never been begun."""
-    run = tmp_path / "run.jsonl"
-    writer = TraceWriter(run, resume=False, piece=piece)
-    writer.write([trace([1])])
-    writer.write([trace([2])])
-    writer.close()
-    whole = traces_path(run).read_bytes()
-    traces_path(run).write_bytes(whole[:-5])
-    again = TraceWriter(run, resume=True, piece=piece)
-    again.write([trace([1]), trace([2])])
-    again.close()
-    assert traces_path(run).read_bytes() == whole
 
 
 def test_a_new_run_begins_a_new_side_file_and_a_resumed_one_needs_it(tmp_path: Path) -> None:
-    """--force leaves no traces of the run before; completions of a run whose side file is lost would name nothing."""
+    """A trace met again, by another implementation or round, costs no second line. A run killed in the middle of a line
+    goes on as if that line had never been begun. --force leaves no traces of the run before; completions of a run whose
+    side file is lost would name nothing."""
     run = tmp_path / "run.jsonl"
-    TraceWriter(run, resume=False, piece=piece).write([trace([1])])
-    TraceWriter(run, resume=False, piece=piece).close()
+    with_traces(run, [trace([1, 2], [7, 8]), trace([1, 2], [7, 8])], [trace([1, 2]), trace([1, 3])])
+    traces, pieces = read_traces(run)
+    assert [t.token_ids for t in traces.values()] == [[1, 2], [1, 3]]
+    assert pieces == {i: f"<{i}>" for i in (1, 2, 3, 7, 8)}
+    whole = traces_path(run).read_bytes()
+    assert len(whole.splitlines()) == 4
+    traces_path(run).write_bytes(whole[:-5])
+    with_traces(run, [trace([1, 2]), trace([1, 3])], resume=True)
+    assert traces_path(run).read_bytes() == whole
+    with_traces(run)
     assert read_traces(run) == ({}, {})
     traces_path(run).unlink()
     with pytest.raises(UserError, match="move the two together"):
-        TraceWriter(tmp_path / "run.jsonl", resume=True, piece=piece)
+        with_traces(run, resume=True)
 
 
-def test_an_edited_side_file_is_named_by_line_and_field(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_edited_side_file_is_named_by_line_and_field(tmp_path: Path) -> None:
     """What a trace holds is what its digest says, and every part of it is as long as its tokens."""
+    run = tmp_path / "run.jsonl"
     for change, reason in [
         ((b'"token_ids":[1,2]', b'"token_ids":[1,3]'), "digest"),
         ((b'"token_ids":[1,2]', b'"token_ids":[1,-2]'), "token_ids"),
@@ -381,11 +336,7 @@ def test_an_edited_side_file_is_named_by_line_and_field(tmp_path_factory: pytest
         ((b'{"1":', b'{"one":'), "pieces"),
         ((b"<1>", b"\xff\xfe"), "malformed in line 1"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        run = tmp_path / "run.jsonl"
-        writer = TraceWriter(run, resume=False, piece=piece)
-        writer.write([trace([1, 2])])
-        writer.close()
+        with_traces(run, [trace([1, 2])])
         whole = traces_path(run).read_bytes()
         assert read_traces(run)[0]
         assert change[0] in whole
@@ -415,9 +366,8 @@ def test_a_trace_that_no_reader_would_take_leaves_no_line(tmp_path: Path, monkey
 def test_long_texts_are_cut_and_counted(tmp_path: Path) -> None:
     """A text of megabytes, a token that reads as one: cut with how much there was, and two stay two."""
     run = tmp_path / "run.jsonl"
-    writer = TraceWriter(run, resume=False, piece=lambda token: "y" * 5000 + str(token))
-    writer.write([msgspec.structs.replace(trace([1, 2]), text="x" * 5_000_000)])
-    writer.close()
+    long = msgspec.structs.replace(trace([1, 2]), text="x" * 5_000_000)
+    with_traces(run, [long], piece=lambda token: "y" * 5000 + str(token))
     traces, pieces = read_traces(run)
     (text,) = (t.text for t in traces.values())
     assert text.startswith("x" * 2**20 + "… [5,000,000 characters, SHA-256 ")

@@ -55,18 +55,10 @@ def test_the_bound_leaves_five_percent() -> None:
 def test_rounding_never_strengthens() -> None:
     """Upper bounds round up, lower bounds down, and only an exact one is called 100%."""
     for share, rounding, text in [
-        (0.0, "near", "0%"),
-        (1.0, "near", "100%"),
-        (0.94, "near", "94.0%"),
-        (0.99996, "near", ">99.9%"),
-        (0.99996, "down", "99.9%"),
-        (0.99996, "up", "100%"),
-        (0.002996, "up", "0.30%"),
-        (0.002991, "down", "0.29%"),
-        (0.0000871, "up", "0.0088%"),
-        (0.05, "up", "5.00%"),
-        (0.3, "up", "30.0%"),
-    ]:
+        (0.0, "near", "0%"), (1.0, "near", "100%"), (0.94, "near", "94.0%"), (0.99996, "near", ">99.9%"),
+        (0.99996, "down", "99.9%"), (0.99996, "up", "100%"), (0.002996, "up", "0.30%"), (0.002991, "down", "0.29%"),
+        (0.0000871, "up", "0.0088%"), (0.05, "up", "5.00%"), (0.3, "up", "30.0%"),
+    ]:  # fmt: skip
         assert percent(share, rounding) == text
     assert percent_range(0.06914, 0.24162) == "6.91% to 24.2%"
 
@@ -158,13 +150,16 @@ def test_rounds_are_what_an_interval_rests_on() -> None:
             round_interval(*bad)
 
 
-def test_pairs_and_new_ones() -> None:
-    """Two of three pairs differ; one of three was seen once; shares don't grow with N."""
+def test_pairs_new_ones_and_medians() -> None:
+    """Two of three pairs differ; one of three was seen once; shares don't grow with N. A median lies between the places
+    that tables of the sign test give at 95%, whatever order the values come in."""
     assert pair_disagreement([2, 1]) == pytest.approx(2 / 3)
     assert pair_disagreement([5]) == 0.0
     assert pair_disagreement([1, 1, 1]) == 1.0
     assert new_share([2, 1]) == pytest.approx(1 / 3)
     assert new_share([7]) == 0.0
+    for n, places in [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (25, (8, 18)), (100, (40, 61))]:
+        assert median_interval([float(value) for value in range(n, 0, -1)]) == places
 
 
 def test_trials_to_see_are_the_published_ones() -> None:
@@ -249,10 +244,3 @@ def test_k3_estimates_the_divergence_it_is_named_for() -> None:
     assert k3(same, np.nextafter(same, np.float32(0))) >= 0.0
     with pytest.raises(ValueError, match="same tokens"):
         k3(same, same[:2])
-
-
-def test_the_median_lies_between_order_statistics() -> None:
-    """The places that tables of the sign test give at 95%, whatever order the values come in."""
-    for n, places in [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (25, (8, 18)), (100, (40, 61))]:
-        values = [float(value) for value in range(n, 0, -1)]
-        assert median_interval(values) == places

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import torch
 
-from nondet.cli import main
 from nondet.core.records import AxisTried, Diagnosis, Record, Run, Step, TraceVerdict
 from nondet.core.runfile import open_run, read_run
 from nondet.diagnose import steps
@@ -24,7 +23,7 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Plan, parse_load
 from nondet.verdict.gate import exit_code
-from tests.build import failed, row, tiers
+from tests.build import Command, failed, row, tiers
 from tests.build import run_of as made_run
 from tests.diagnose.test_verdict import run_of, session, traced
 from tests.sampling.conftest import planned
@@ -177,22 +176,16 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
     """Where equal batches gave other bits, the step has an operator only if the trace met that, too."""
     records = traced(finding, ("repeat", "identical"))
 
-    class Found:
-        late = ""
+    def search(*_: Any, write: Any, **__: Any) -> Any:
+        write(records["culprits"][0])
+        return SimpleNamespace(late="", run=lambda: records["trace_verdicts"][0])
 
-        def __init__(self, *_: Any, write: Any, **__: Any) -> None:
-            write(records["culprits"][0])
-
-        def run(self) -> TraceVerdict:
-            return records["trace_verdicts"][0]  # type: ignore[no-any-return] # a test's own
-
-    monkeypatch.setattr(steps, "Search", Found)
+    monkeypatch.setattr(steps, "Search", search)
     monkeypatch.setattr(Diagnoser, "_arms", lambda *_: (SimpleNamespace(name="alone"), SimpleNamespace(name="again")))
     monkeypatch.setattr(Diagnoser, "engine", None)
     writer = open_run(tmp_path / "run.jsonl", command="diagnose", plan={}, environment={})
-    diagnoser = Diagnoser(
-        SimpleNamespace(model=None, device="cpu"), Plan(parse_load(_LOAD), ()), writer, 0, 1, lambda _: None
-    )  # type: ignore[arg-type] # no model
+    loaded, plan = SimpleNamespace(model=None, device="cpu"), Plan(parse_load(_LOAD), ())
+    diagnoser = Diagnoser(loaded, plan, writer, 0, 1, lambda _: None)  # type: ignore[arg-type] # no model
     step = diagnoser._operator(run_of({"greedy": "yes", "run": "no"}))
     assert step.outcome == ("yes" if finding == "run-to-run" else "unknown")
     assert step.sentence.startswith("each arm was bit-identical when it was repeated") == (step.outcome == "unknown")
@@ -209,9 +202,8 @@ def test_a_limit_takes_rounds_and_values_and_says_so(
         trials = [t.name for t in axis.trials if t.name in values or not values]
         trials = trials[-1:] if over() else trials
         played.extend(trials)
-        return AxisTried(
-            axis=axis.name, impl=impl, held="", values=trials, parted=[], tried=1, traces=0, tokens=0, first=None
-        )
+        counts: dict[str, Any] = {"parted": [], "tried": 1, "traces": 0, "tokens": 0}
+        return AxisTried(axis=axis.name, impl=impl, held="", values=trials, **counts)
 
     def rounds(self: Diagnoser, impl: str, wanted: Any) -> None:
         played.extend(f"round {number}" for number in range(len(self.plan.rounds)) if wanted(number))
@@ -263,9 +255,7 @@ def test_bits_that_change_beyond_a_tile_of_keys_are_seen_by_the_long_prompt_alon
 # `nondet diagnose` on the command line: bad input is one line before anything is measured; the gate's codes.
 
 
-def test_bad_input_is_one_line(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(run: Command, tmp_path: Path) -> None:
     """Exit 2, what and what to try, and no run file is left behind."""
     for arguments, reason in [
         (["--n", "1"], "--n 1 makes no sense"),
@@ -277,36 +267,28 @@ def test_bad_input_is_one_line(
         (["/no/such/model"], "there is no model folder"),
         (["--fail-on", "anything"], "unknown --fail-on"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        monkeypatch.chdir(tmp_path)
-        assert main(["diagnose", *arguments]) == 2
-        error = capsys.readouterr().err
+        code, _, error = run("diagnose", *arguments)
+        assert (code, len(error.strip().splitlines())) == (2, 1)
         assert reason in error
-        assert len(error.strip().splitlines()) == 1
         assert not list(tmp_path.rglob("*.jsonl"))
 
 
 def test_the_gate_opens_on_a_whole_and_clean_verdict_alone() -> None:
     """3 where something is wrong, 1 and why where the question has no answer, where the run was cut short, or where a
     case failed; without --fail-on always 0."""
-    for finding, code in [
-        ("batch-dependent", 3),
-        ("a defect", 3),
-        ("unknown", 1),
-        ("divergent", 3),
-        ("no divergence observed", 0),
-    ]:
+    clean = "no divergence observed"
+    for finding, code in [("batch-dependent", 3), ("a defect", 3), ("unknown", 1), ("divergent", 3), (clean, 0)]:
         run = made_run(diagnoses=[Diagnosis(finding=finding, whether="As said.")])
         assert exit_code(run, None) == (0, "")
         got, line = exit_code(run, "divergent")
         assert (got, bool(line)) == (code, code == 1)
+    undecided = "--fail-on divergent can't be decided: "
     for concluded in [
-        {"diagnoses": [Diagnosis(finding="no divergence observed", whether="None.")]},
-        {"trace_verdicts": [TraceVerdict(finding="no divergence observed", culprits=[], families=None, sentences=[])]},
+        {"diagnoses": [Diagnosis(finding=clean, whether="None.")]},
+        {"trace_verdicts": [TraceVerdict(finding=clean, culprits=[], families=None, sentences=[])]},
     ]:
-        whole = made_run(row([0, 0]), **concluded)
-        assert exit_code(whole, "divergent") == (0, "")
-        short, line = exit_code(made_run(row([0, 0]), complete=False, **concluded), "divergent")
-        assert (short, line) == (1, "--fail-on divergent can't be decided: the run did not finish.")
-        holed, line = exit_code(made_run(row([0, 0]), failed(), **concluded), "divergent")
-        assert (holed, line) == (1, "--fail-on divergent can't be decided: 1 case failed.")
+        assert exit_code(made_run(row([0, 0]), **concluded), "divergent") == (0, "")
+        short = made_run(row([0, 0]), complete=False, **concluded)
+        assert exit_code(short, "divergent") == (1, f"{undecided}the run did not finish.")
+        holed = made_run(row([0, 0]), failed(), **concluded)
+        assert exit_code(holed, "divergent") == (1, f"{undecided}1 case failed.")

@@ -143,11 +143,6 @@ def facts(run: Run) -> dict[tuple[str, ...], Any]:
     return found
 
 
-def hits(codes: Counter[int]) -> int:
-    """Kills that did not come too late."""
-    return sum(codes[code] for code in (130, -9, -15, -1))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
 @pytest.mark.parametrize(
@@ -157,13 +152,14 @@ def test_kills_lose_and_double_nothing(server: Process, tmp_path: Path, name: st
     """Stopped at a random place, resumed: every record once, bits and the kernels that ran as if never stopped."""
     rng = random.Random(f"kills of {name}")  # noqa: S311 - moments, not secrets
     codes: Counter[int] = Counter()
+    in_time = (130, -9, -15, -1)  # kills that did not come too late
     with serving("vllm", token_s=0.001) as fake:
         where = ["--endpoint", fake.url] if name == "endpoint" else ["--threads", "1", "--device", "cpu"]
         whole = tmp_path / "whole.jsonl"
         assert server.run([*COMMANDS[name], *where, "--out", str(whole)]) == 0
         expected, size = facts(read_run(whole)), whole.stat().st_size
         for number in range(kills + 4):
-            if number >= kills and hits(codes):
+            if number >= kills and any(codes[code] for code in in_time):
                 break
             path = tmp_path / f"{number}.jsonl"
             argv = [*COMMANDS[name], *where, "--out", str(path)]
@@ -182,4 +178,4 @@ def test_kills_lose_and_double_nothing(server: Process, tmp_path: Path, name: st
             if traces_path(path).exists():
                 check_traces(run, read_traces(path)[0])
     assert 99 not in codes, codes  # no traceback
-    assert hits(codes) > kills // 3, codes  # most kills did hit
+    assert sum(codes[code] for code in in_time) > kills // 3, codes  # most kills did hit

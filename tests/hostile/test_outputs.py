@@ -32,16 +32,11 @@ DESTROYED = [
     "gate --endpoint http://127.0.0.1:9 --prompts {} --out {}",
     "gate --endpoint http://127.0.0.1:9 --out {} --summary {}",
 ]
-OF_A_REPORT = [
-    "report {} --out {}",
-    "report {} --section rows --out {}",
-    "diff {} x.jsonl --out {}",
-    "diff x.jsonl {} --out {}",
-]
 
 
 def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
-    """By its name, by a hard link, by another spelling: one line, and the file is as it was."""
+    """By its name, by a hard link, by another spelling: one line, and the file is as it was; nor is a run that is
+    called like a report or a table replaced by one."""
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
     (path.parent / "linked.jsonl").hardlink_to(path)
     before = path.read_bytes()
@@ -53,22 +48,22 @@ def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert "is a file that this command" in err
         assert path.read_bytes() == before
-
-
-def test_no_report_replaces_its_run(run: Command, tmp_path: Path) -> None:
-    """A run that is called like a report or a table."""
-    for typed in OF_A_REPORT:
-        (path := tmp_path / f"run{'.json' if '--section' in typed else '.html'}").write_bytes(line(run_of().header))
-        code, out, err = run(*typed.replace("{}", str(path)).split(), "--force")
+    for typed in ("report {}", "report {} --section rows", "diff {} x.jsonl", "diff x.jsonl {}"):
+        path = tmp_path / f"run{'.json' if '--section' in typed else '.html'}"
+        path.write_bytes(line(run_of().header))
+        code, out, err = run(*typed.replace("{}", str(path)).split(), "--out", path, "--force")
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert "is a file that this command reads" in err
         assert path.read_bytes() == line(run_of().header)
 
 
-def test_the_traces_beside_a_run_and_a_folder_of_rollouts_are_inputs_too(run: Command, tmp_path: Path) -> None:
-    """--out a.traces.jsonl, or a run whose traces would lie where the prompts do; a file among the rollouts."""
+def test_the_traces_beside_a_run_and_a_folder_of_rollouts_are_inputs_too(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--out a.traces.jsonl, or a run whose traces would lie where the prompts do; a file among the rollouts; Python's
+    `nondet.find_mismatch(run, out=run)`; $GITHUB_STEP_SUMMARY that names the run."""
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
-    side = traces_path(path)
+    side, before = traces_path(path), path.read_bytes()
     for words in (
         ["trace", "--replay", "--run", path, "--request", "t000001", "--out", side],
         ["sample", "--prompts", side, "--out", path],
@@ -78,14 +73,6 @@ def test_the_traces_beside_a_run_and_a_folder_of_rollouts_are_inputs_too(run: Co
         assert (code, err.count("\n")) == (2, 1), err
         assert "Give the output another name" in err
     assert side.read_bytes().count(b"\n") > 1
-
-
-def test_python_refuses_it_too_and_a_summary_of_the_environment(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`nondet.find_mismatch(run, out=run)`; $GITHUB_STEP_SUMMARY that names the run."""
-    path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
-    before = path.read_bytes()
     with pytest.raises(UserError, match="a file that this command reads"):
         nondet.find_mismatch(path, out=path, force=True)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))

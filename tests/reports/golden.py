@@ -16,9 +16,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import combinations
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path("docs/evidence")
@@ -53,29 +54,15 @@ def first_words(page: str) -> int:
     return len(re.sub(unseen, " ", first, flags=re.DOTALL).split())
 
 
-@contextmanager
-def columns(width: int) -> Iterator[None]:
-    """A terminal of that width, without colours."""
-    wanted = {"COLUMNS": str(width), "NO_COLOR": "1", "TERM": "dumb"}
-    unwanted = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_STEP_SUMMARY", "GITHUB_ACTIONS", "TTY_COMPATIBLE")
-    kept = {name: os.environ.get(name) for name in (*wanted, *unwanted)}
-    os.environ.update(wanted)
-    for name in unwanted:
-        os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            os.environ.pop(name, None)
-            os.environ.update({name: value} if value is not None else {})
-
-
 def nondet(*argv: str, width: int = 80) -> tuple[int, str, str]:
-    """A command in this process: (exit code, stdout, stderr)."""
+    """A command in this process, on a terminal of that width without colours: (exit code, stdout, stderr)."""
     from nondet.cli import main
 
     out, err = io.StringIO(), io.StringIO()
-    with columns(width), redirect_stdout(out), redirect_stderr(err):
+    unset = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_STEP_SUMMARY", "GITHUB_ACTIONS", "TTY_COMPATIBLE")
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    terminal = kept | {"COLUMNS": str(width), "NO_COLOR": "1", "TERM": "dumb"}
+    with mock.patch.dict(os.environ, terminal, clear=True), redirect_stdout(out), redirect_stderr(err):
         code = main(list(argv))
     return code, *(s.getvalue().replace(".jsonl.gz", ".jsonl") for s in (out, err))
 
@@ -94,19 +81,14 @@ def reports(paths: list[str], formats: tuple[str, ...] = FORMATS) -> dict[str, s
     """Format -> report of these runs together. "verbose", "quiet" and "full" beside those of `FORMATS`."""
     made = {}
     with tempfile.TemporaryDirectory() as folder:
-        for form in formats:
-            if form not in (*PAGES, "full"):
-                made[form] = _printed("report", *paths, *([] if form == "txt" else [f"--{form}"]))
-        # in one call, which reads the files once
-        wanted = {form: Path(folder, f"page.{form}") for form in PAGES if form in formats}
-        if wanted:
-            outs = [word for page in wanted.values() for word in ("--out", str(page))]
-            said = _printed("report", *paths, "--quiet", "--force", *outs)
-            made |= {form: _page(page) if page.exists() else said for form, page in wanted.items()}
-        if "full" in formats:
-            page = Path(folder, "full.md")
-            said = _printed("report", *paths, "--quiet", "--force", "--full", "--out", str(page))
-            made["full"] = _page(page) if page.exists() else said
+        for form in set(formats) - {*PAGES, "full"}:
+            made[form] = _printed("report", *paths, *([] if form == "txt" else [f"--{form}"]))
+        for forms, more in ((PAGES, ()), (("full",), ("--full",))):  # pages in one call, which reads the files once
+            wanted = {form: Path(folder, "full.md" if form == "full" else f"page.{form}") for form in forms}
+            if wanted.keys() & {*formats}:
+                outs = [word for page in wanted.values() for word in ("--out", str(page))]
+                said = _printed("report", *paths, "--quiet", "--force", *more, *outs)
+                made |= {form: _page(page) if page.exists() else said for form, page in wanted.items()}
     return made
 
 

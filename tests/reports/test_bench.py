@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
-
-from rich.console import Console
 
 from nondet.bench.summary import sections
 from nondet.core.operator import tile_borders
 from nondet.core.records import Run, Status
-from nondet.reports import bench, html, markdown, terminal
+from nondet.reports import bench, html, markdown
 from nondet.reports.bench import bench_plots
 from nondet.reports.content import build, problems
 from nondet.reports.document import plain
@@ -19,21 +16,12 @@ from nondet.reports.plots import Plot, Points
 from nondet.sampling.analysis import speed_ratio_of
 from tests.build import bench_run, cell, limits, run_of, sampled, six_rounds, timed
 from tests.reports.test_html import check
-
-
-def printed(run: Run, width: int = 80) -> str:
-    stream = io.StringIO()
-    terminal.render([run], Console(file=stream, width=width), verbose=True)
-    return stream.getvalue()
+from tests.reports.test_terminal import flat, printed
 
 
 def cells_of(run: Run) -> list[list[str]]:
     """The rows of its first section's table, as text."""
     return [[plain(text) for text in row] for row in bench.cell_table(sections(run)[0]).rows]
-
-
-def flat(text: str) -> str:
-    return " ".join(text.split())
 
 
 def bench_of(*cells: object) -> Run:
@@ -63,24 +51,21 @@ def test_noise_is_said() -> None:
     assert "noise" not in printed(bench_of(cell(1, timed("stock", 20.0), timed("invariant", 10.0))))
 
 
-def test_several_stock_backends_name_the_best() -> None:
-    """ "Best stock" says which it was, cell by cell; with one of them the name says nothing."""
-    run = bench_of(cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), timed("invariant", 8.0)))
-    (line,) = cells_of(run)
+def test_a_cell_names_the_best_stock_and_the_kernels() -> None:
+    """ "Best stock" says which it was; with one of them the name says nothing. A library that both sides call is named
+    once; what the profiler did not see is never called the same."""
+    ours = timed("invariant", 8.0)
+    (line,) = cells_of(bench_of(cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), ours)))
     assert line[:4] == ["M=1 K=4096 N=4096", "10.00 (stock-cudnn)", "8.00", "1.25"]
-    run = bench_of(cell(1, timed("stock", 20.0), timed("invariant", 8.0)))
-    assert cells_of(run)[0][1] == "20.00"
-
-
-def test_stock_by_the_same_kernel_is_said() -> None:
-    """A library that both sides call is named once; what the profiler did not see is never called the same."""
-    for kernels, said in ((["nvjet_a"], "the same"), (["nvjet_b"], "nvjet_b"), ([], "launcher")):
-        run = bench_of(
-            cell(1, timed("stock", 2.0, kernels=kernels, ran=["launcher"]), timed("mine:f", 2.0, kernels=["nvjet_a"]))
-        )
-        assert cells_of(run)[0][-1] == f"nvjet_a; stock: {said}"
-    both = timed("stock", 2.0, ran=["launcher"]), timed("mine:f", 2.0, ran=["launcher"])
-    assert cells_of(bench_of(cell(1, *both)))[0][-1] == "launcher; stock: launcher"
+    assert cells_of(bench_of(cell(1, timed("stock", 20.0), ours)))[0][1] == "20.00"
+    for stock, mine, said in (
+        (["nvjet_a"], ["nvjet_a"], "nvjet_a; stock: the same"),
+        (["nvjet_b"], ["nvjet_a"], "nvjet_a; stock: nvjet_b"),
+        ([], ["nvjet_a"], "nvjet_a; stock: launcher"),
+        ([], [], "launcher; stock: launcher"),
+    ):
+        both = [timed(i, 2.0, kernels=k, ran=["launcher"]) for i, k in (("stock", stock), ("mine:f", mine))]
+        assert cells_of(bench_of(cell(1, *both)))[0][-1] == said
 
 
 def test_labels_name_what_differs() -> None:

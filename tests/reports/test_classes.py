@@ -31,28 +31,24 @@ def test_segments_split_at_classes_and_at_kernels() -> None:
 
 
 def test_text_names_values_classes_and_causes() -> None:
-    """The compact form of an engineer's note: M 1-3: A | 4-64: B (kernel)."""
+    """The compact form of an engineer's note, M 1-3: A | 4-64: B (kernel); names are joined by an ellipsis, repeated
+    calls give sizes, unlisted values too, and a map that flickers is cut and says how much is missing."""
     kernels = [["gemv"]] * 3 + [["nvjet_splitK", REDUCE]] * 61
-    text = map_text(row([0] * 3 + [1] * 61, kernels=kernels))
-    assert text == "M 1-3: A (gemv) | 4-64: B (nvjet_splitK + splitKreduce_kernel)"
-    assert map_text(row([0] * 64, kernels=[["k"]] * 64)) == "M 1-64: A"  # nothing differs: no cause to name
-
-
-def test_text_of_names_repeats_and_unlisted_values() -> None:
-    """Names are joined by an ellipsis, repeated calls give sizes, unlisted values too."""
-    assert map_text(row([0, 0, 1], values=["prefill", "chunk", "decode"], varied="query_chunk")) == (
-        "query chunk prefill … chunk: A | decode: B"
-    )
-    assert map_text(row([0, 0, 1], values=[256, 100, 33], varied="query_chunk")) == "query chunk 256 … 100: A | 33: B"
-    assert map_text(row([0, 1, 0], varied="run")) == "2 classes, the largest 2 of 3"
-    assert map_text(row([], class_sizes=[7, 3], trials=10, distinct=2)) == "2 classes, the largest 7 of 10"
-    assert map_text(row([], class_sizes=[10], trials=10, distinct=1)) == "all 10: A"
-    assert map_text(row([], class_sizes=[], trials=0, distinct=0)) == ""
-    # a map that flickers is cut, and says how much is missing
+    chunks = {"varied": "query_chunk"}
+    for of, text in [
+        (row([0] * 3 + [1] * 61, kernels=kernels), "M 1-3: A (gemv) | 4-64: B (nvjet_splitK + splitKreduce_kernel)"),
+        (row([0] * 64, kernels=[["k"]] * 64), "M 1-64: A"),  # nothing differs: no cause to name
+        (row([0, 0, 1], values=["prefill", "chunk", "decode"], **chunks), "query chunk prefill … chunk: A | decode: B"),
+        (row([0, 0, 1], values=[256, 100, 33], **chunks), "query chunk 256 … 100: A | 33: B"),
+        (row([0, 1, 0], varied="run"), "2 classes, the largest 2 of 3"),
+        (row([], class_sizes=[7, 3], trials=10, distinct=2), "2 classes, the largest 7 of 10"),
+        (row([], class_sizes=[10], trials=10, distinct=1), "all 10: A"),
+        (row([], class_sizes=[], trials=0, distinct=0), ""),
+    ]:
+        assert map_text(of) == text
     assert "more" not in map_text(row([i % 2 for i in range(9)]))  # one is shown, not counted
-    assert map_text(row([i % 2 for i in range(10)])).endswith(" | … 2 more")
-    text = map_text(row([i % 2 for i in range(100)]))
-    assert text.endswith("| … 92 more")
+    for n, more in ((10, 2), (100, 92)):
+        assert map_text(row([i % 2 for i in range(n)])).endswith(f" | … {more} more")
 
 
 def test_classes_list_every_value_once() -> None:
@@ -68,14 +64,12 @@ def test_classes_list_every_value_once() -> None:
 
 def test_kernel_names_lose_what_hides_them() -> None:
     """Template arguments of hundreds of characters don't hide which kernel it was; nothing acts on a terminal."""
+    silu = "void vectorized_elementwise_kernel<4, silu(at::T&)::{lambda(float)#1}, Array<char*, 2ul> >(int)"
     for name, short in [
         (REDUCE, "splitKreduce_kernel"),
         ("nvjet_tst_64x8_coopB_splitK_TNT", "nvjet_tst_64x8_coopB_splitK_TNT"),
         ("void at::native::(anonymous namespace)::f<4, float>(int)", "f"),
-        (
-            "void vectorized_elementwise_kernel<4, silu(at::T&)::{lambda(float)#1}, Array<char*, 2ul> >(int)",
-            "vectorized_elementwise_kernel",
-        ),
+        (silu, "vectorized_elementwise_kernel"),
         ("_matmul_chain_kernel", "_matmul_chain_kernel"),
         ("<>", "<>"),
         ("a<b<c>>::d<e>", "d"),
@@ -133,22 +127,18 @@ def test_a_lane_names_its_kernels() -> None:
     assert [lane["kernels"] for lane in unseen["panels"][0]["lanes"]] == ["", ""]
 
 
-def test_many_classes_still_fit() -> None:
-    """50 classes are thin lanes; hundreds are counts alone."""
-    (figure,) = map_figures([row(list(range(50)))])
-    assert len(figure["panels"][0]["lanes"]) == 50
-    assert sum(lane["height"] for lane in figure["panels"][0]["lanes"]) <= 300
-    assert map_figures([row(list(range(300)))]) == []
-
-
 def test_ticks_do_not_collide() -> None:
-    """Axis labels keep their distance on any sweep."""
+    """Axis labels keep their distance on any sweep; 50 classes are thin lanes, and hundreds are counts alone."""
     for values in (list(range(1, 34)), list(range(1, 1000)), [1, 2, 3, 4, 5, 6, 7, 8, 1000], ["prefill", "decode"]):
         (figure,) = map_figures([row([0] * len(values), values=values)])
-        places = [t.x for t in figure["ticks"]]
-        assert all(b - a >= 40 for a, b in itertools.pairwise(places))
+        assert all(b.x - a.x >= 40 for a, b in itertools.pairwise(figure["ticks"]))
     (unnamed,) = map_figures([row([0] * 20, values=[f"a long name {i}" for i in range(20)])])
     assert unnamed["ticks"] == []
+    (figure,) = map_figures([row(list(range(50)))])
+    heights = [lane["height"] for lane in figure["panels"][0]["lanes"]]
+    assert len(heights) == 50
+    assert sum(heights) <= 300
+    assert map_figures([row(list(range(300)))]) == []
 
 
 def test_cells_are_what_kernels_are() -> None:
@@ -159,12 +149,11 @@ def test_cells_are_what_kernels_are() -> None:
     assert [text.split(", ")[1] for text in words] == ["split", "GEMV", "tile"]
     assert words[0] == "M 1: class A, split, nvjet_sm90_tst_64x8_splitK_TNT + splitKreduce_kernel"
     # flash's splitkv kernel serves unsplit calls as well: only the kernel that adds the parts shows a split
-    assert kind_of(["flash_fwd_splitkv_kernel"]).key == "tile"
-    assert kind_of(["flash_fwd_splitkv_kernel", "flash_fwd_splitkv_combine_kernel"]).key == "split"
-    assert kind_of(["decode_kernel"]).key == kind_of(["attend_kernel"]).key == "tile"  # nondet's own, in one pass
-    assert (
-        kind_of(["decode_kernel", "merge_all_kernel"]).key == kind_of(["attend_kernel", "merge_kernel"]).key == "split"
-    )
+    for one, added in [
+        ("flash_fwd_splitkv_kernel", "flash_fwd_splitkv_combine_kernel"),
+        ("decode_kernel", "merge_all_kernel"), ("attend_kernel", "merge_kernel"),  # nondet's own, in one pass
+    ]:  # fmt: skip
+        assert (kind_of([one]).key, kind_of([one, added]).key) == ("tile", "split")
 
 
 def _line(n: int, labels: list[int], impl: str = "stock", **extra: Any) -> Any:

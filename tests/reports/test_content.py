@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from io import StringIO
+from html import unescape
 from pathlib import Path
 
+import msgspec
 import pytest
-from rich.console import Console
 
-from nondet.core.records import Run
+from nondet.core.records import Completion, Round, Run
 from nondet.core.runfile import open_run, read_run, traces_path
 from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 from nondet.errors import UserError
@@ -22,21 +20,22 @@ from nondet.reports.probes import hits_table
 from nondet.sampling.analysis import SampleSummary
 from nondet.verdict.findings import Finding, Verdict
 from tests.build import ENVIRONMENT, failed, replayed, row, run_of, sampled, summaries_of
+from tests.reports.test_terminal import flat, printed
 
 
 def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
-    """Stock's count stands beside invariant's; replacements of single families have a table instead."""
+    """Stock's count stands beside invariant's; replacements of single families have a table instead. What
+    floating-point does by nature is told below, and alone it is the headline. Over twelve prompts it counts prompts."""
     (section_,) = build([sampled(tmp_path, impls=("invariant:matmul", "invariant", "stock"))]).runs
     assert section_.headline.startswith("stock: 4 distinct completions of 60")
     assert "; invariant: 1 distinct completion of 60, no divergence" in section_.headline
     assert "matmul" not in section_.headline
-
-
-def test_orders_are_no_headline_beside_findings() -> None:
-    """What floating-point does by nature is told below; alone it is the headline."""
     sums = row([0, 1], probe="float-sum", operator="float_sum", demonstration=True, varied="order", impl="python")
     assert "python" not in section(run_of(row([0, 1]), sums), []).headline
     assert section(run_of(sums), []).headline.startswith("python: dependent on the order of reduction")
+    verdicts = [Verdict("stock", (Finding.BATCH if i < 8 else Finding.CLEAN,), (), prompt=i) for i in range(12)]
+    counts = "stock: batch-dependent on 8 of 12 prompts, no divergence observed on 4 of 12 prompts"
+    assert headline(run_of(row()), verdicts) == counts
 
 
 def test_an_incomplete_run_says_so_first(tmp_path: Path) -> None:
@@ -44,16 +43,6 @@ def test_an_incomplete_run_says_so_first(tmp_path: Path) -> None:
     assert section(run_of(row([0, 1]), complete=False), []).headline.startswith("incomplete run, so far: stock: ")
     assert build([sampled(tmp_path, finish=False)]).runs[0].headline.startswith("incomplete run, so far: stock: 4")
     assert section(run_of(), []).headline == "nothing was measured"
-
-
-def test_several_prompts_are_summed_up() -> None:
-    """A headline over twelve prompts counts prompts, and hides no divergent one."""
-    verdicts = [Verdict("stock", (Finding.BATCH if i < 8 else Finding.CLEAN,), (), prompt=i) for i in range(12)]
-    run = run_of(row())
-    assert (
-        headline(run, verdicts)
-        == "stock: batch-dependent on 8 of 12 prompts, no divergence observed on 4 of 12 prompts"
-    )
 
 
 def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
@@ -65,7 +54,7 @@ def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
         ("skipped", "matmul: y, bfloat16, stock", "no reason recorded"),
         ("note", "matmul: row 0 of M rows, K=12288 N=4096, bell, bfloat16, stock", "2 of 8 elements are NaN"),
     ]
-    assert "1 failed, 1 skipped" in terminal_text(run)
+    assert "1 failed, 1 skipped" in printed(run, verbose=False)
     requests = problems(sampled(tmp_path, failures=3, impls=("stock",)))
     assert [(p.name, p.count) for p in requests] == [("3 requests (stock)", 3)]
 
@@ -73,12 +62,8 @@ def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
 def test_requests_that_all_failed_get_no_verdict(tmp_path: Path) -> None:
     """An implementation under which nothing completed is untested, and the other one is still judged."""
     run = sampled(tmp_path, n=4)
-    for i, completion in enumerate(run.completions):
-        if completion.impl == "invariant":
-            run.completions[i] = type(completion)(
-                **{f: getattr(completion, f) for f in completion.__struct_fields__}
-                | {"status": "error", "reason": "boom"}
-            )
+    lost = {"status": "error", "reason": "boom"}
+    run.completions[:] = [msgspec.structs.replace(c, **lost) if c.impl == "invariant" else c for c in run.completions]
     (section_,) = build([run]).runs
     assert {v.impl: v.finding for v in section_.verdicts}["invariant"] == Finding.UNTESTED
     assert [s.impl for s in section_.samples[0].summaries] == ["stock"]
@@ -110,22 +95,14 @@ def test_families_are_judged_against_stock(tmp_path: Path) -> None:
 
 def test_cases_are_grouped_and_stock_comes_first() -> None:
     """A case's implementations stand together, whatever order they were measured in; demonstrations come last."""
-    rows = [
-        row(
-            [0, 1], probe="float-sum", operator="float_sum", demonstration=True, varied="order", impl="python", case="s"
-        ),
-        row([0], impl="invariant"),
-        row([0, 1]),
-        row([0, 1], dtype="float32"),
-        failed(case="never ran"),
-    ]
-    matmul, sums = section(run_of(*rows), []).probes
+    order = {"operator": "float_sum", "demonstration": True, "varied": "order", "impl": "python", "case": "s"}
+    tested = row([0], impl="invariant"), row([0, 1]), row([0, 1], dtype="float32"), failed(case="never ran")
+    matmul, sums = section(run_of(row([0, 1], probe="float-sum", **order), *tested), []).probes
     assert (matmul.name, sums.name) == ("matmul", "float-sum")
     assert [[r.impl for r in c.rows] for c in matmul.cases] == [["stock", "invariant"], ["stock"], ["stock"]]
     assert [len(matmul.differing), len(matmul.clean)] == [2, 0]
-    assert (
-        matmul.summary == "stock: batch-dependent in 2 of 2 cases (linear); invariant: nothing was compared in 1 case"
-    )
+    said = "stock: batch-dependent in 2 of 2 cases (linear); invariant: nothing was compared in 1 case"
+    assert matmul.summary == said
 
 
 def test_a_side_file_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -139,18 +116,6 @@ def test_a_side_file_of_another_run_is_refused(tmp_path: Path) -> None:
     side.unlink()
     with pytest.raises(UserError, match="can't be read"):
         build([run])
-
-
-@pytest.mark.slow
-def test_reports_need_no_torch() -> None:
-    """A run file is read anywhere: no reporter imports torch, transformers, pandas or matplotlib."""
-    heavy = "torch transformers pandas matplotlib triton"
-    program = (
-        "import sys, nondet.reports.html, nondet.reports.markdown, nondet.reports.terminal\n"
-        f"print([m for m in {heavy.split()} if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_rows_beside_completions_are_judged_apart(tmp_path: Path) -> None:
@@ -190,8 +155,6 @@ NASTY = "<script>alert(1)</script>"
 
 def several(folder: Path, prompts: int = 6, parting: tuple[int, ...] = (4,), seeds: int = 0) -> Run:
     """Ten completions of each prompt under two implementations, in two rounds; stock parts on some prompts."""
-    from nondet.core.records import Completion, Round
-
     listed = [{"text": f"{NASTY} {p}", "tokens": 4} | ({"seed": p} if seeds else {}) for p in range(prompts)]
     path = folder / "several.jsonl"
     plan = {"prompts": listed, "n": 10 * prompts, "impls": ["stock", "invariant"]}
@@ -218,12 +181,6 @@ def several(folder: Path, prompts: int = 6, parting: tuple[int, ...] = (4,), see
     return read_run(path)
 
 
-def terminal_text(run: Run, **how: bool) -> str:
-    console = Console(file=StringIO(), width=120, force_terminal=False)
-    terminal.render([run], console, **how)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_all_prompts_together_in_every_report(tmp_path: Path) -> None:
     """One of six prompts parts under stock and none under invariant: counts, intervals over prompts, both bounds."""
     run = several(tmp_path)
@@ -238,37 +195,28 @@ def test_all_prompts_together_in_every_report(tmp_path: Path) -> None:
         "0 of 6 (at 95%, one-sided: below 95.0% of rounds, below 5.40% of completions if they were independent)",
         "Texts differ only under stock on 1 prompt, only under invariant on 0, of 6",
     )  # fmt: skip
-    page, document, full = html.render([run]), markdown.render([run], full=True), terminal_text(run, verbose=True)
+    page, document, full = html.render([run]), markdown.render([run], full=True), printed(run, width=120)
     for fact in facts:
         assert fact in page, fact
-        assert fact in markdown_plain(document), fact
-    assert "prompts whose texts differ" in full.replace("\n", " ")
-    assert facts[-1] in " ".join(full.split())
+        assert fact in unescape(document), fact
+    assert "prompts whose texts differ" in flat(full)
+    assert facts[-1] in flat(full)
     assert NASTY not in page
-    brief = terminal_text(run)
-    assert "batch-dependent on 1 of 6 prompts" in " ".join(brief.split())
+    brief = printed(run, width=120, verbose=False)
+    assert "batch-dependent on 1 of 6 prompts" in flat(brief)
     assert len(brief.splitlines()) <= terminal.LINES_MOST
 
 
-def markdown_plain(text: str) -> str:
-    """Character references of ASCII punctuation undone."""
-    import html as escapes
-
-    return escapes.unescape(text)
-
-
 def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page of ten thousand sections is read by nobody; what parts is never among what is left out."""
+    """A page of ten thousand sections is read by nobody; what parts is never among what is left out. A prompt under
+    several seeds is several subjects, called by their seeds; one prompt has no overall."""
     monkeypatch.setattr(samples, "SAMPLES_MOST", 2)
-    (section,) = build([several(tmp_path, parting=(4,))]).runs
+    run = several(tmp_path, parting=(4,))
+    (section,) = build([run]).runs
     assert section.sampled is not None
     assert [s.prompt for s in section.sampled.shown] == [0, 4]
     assert {v.prompt for v in section.shown_verdicts} == {0, 4}
-    assert "the 2 that differ most" in html.render([several(tmp_path)])
-
-
-def test_seeds_are_named(tmp_path: Path) -> None:
-    """A prompt under several seeds is several subjects, called by their seeds; one prompt has no overall."""
+    assert "the 2 that differ most" in html.render([run])
     (section,) = build([sampled(tmp_path)]).runs
     assert section.sampled is not None
     assert (section.sampled.overall, section.sampled.shown) == ((), [*section.samples])

@@ -53,15 +53,9 @@ def test_what_moved_what_appeared_and_what_went() -> None:
     assert "A run file stores which sizes gave equal bits, not the bits themselves" in text
 
 
-def test_runs_without_a_common_key_are_never_called_equal() -> None:
-    """Another device, another probe: nothing was compared, and that is the first thing said."""
-    diff = diff_runs(run_of(row([0, 0])), run_of(row([0, 0], device="cpu")))
-    assert not diff.compared
-    assert told(diff).splitlines()[-1].startswith("no record of A could be compared with one of B")
-
-
 def test_environments_show_what_differs_alone() -> None:
-    """Through nested variables; of sets of instruction sets what the other lacks."""
+    """Through nested variables; of sets of instruction sets what the other lacks. Where nothing else can be compared,
+    that is the first thing said."""
     a, b = run_of(), run_of()
     b.header.environment.update(torch="2.12.0", cpu_isa=["amx_bf16", "avx2", "sve"], variables={})
     fields = {field.name: (field.a, field.b) for field in diff_runs(a, b).environment}
@@ -71,6 +65,9 @@ def test_environments_show_what_differs_alone() -> None:
         "variables.CUBLAS_WORKSPACE_CONFIG": (":4096:8", None),
     }
     assert "No field of the environments differs." in told(diff_runs(a, a))
+    diff = diff_runs(run_of(row([0, 0])), run_of(row([0, 0], device="cpu")))
+    assert not diff.compared
+    assert told(diff).splitlines()[-1].startswith("no record of A could be compared with one of B")
 
 
 def test_other_kernels_and_other_errors_are_told() -> None:
@@ -83,14 +80,6 @@ def test_other_kernels_and_other_errors_are_told() -> None:
     assert change.what[0] == "other kernels ran: gemm_64 -> gemm_128"
     assert "some bits are others" in change.what[1]
     assert not change.worse
-
-
-def test_a_case_that_failed_is_worse() -> None:
-    """A kernel that no longer runs is no pass."""
-    broken = failed(reason="CUDA error", case="one", inputs="bell")
-    diff = diff_runs(run_of(row([0, 0], case="one")), run_of(broken))
-    assert diff.worse == 1
-    assert "identical -> error (CUDA error)" in told(diff)
 
 
 def test_times_move_where_their_quartiles_part() -> None:
@@ -117,7 +106,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
 
 
 def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> None:
-    """Distinct ones in both and in one alone; requests of one name in pairs, by tokens and by bits."""
+    """Distinct ones in both and in one alone; requests of one name in pairs, by tokens and by bits. Stock of one is
+    held against invariant of the other where that is asked; a name that is not there is no clean comparison."""
     stock, invariant = diff_runs(*runs).completions
     assert (stock.impl, stock.pairs, stock.same) == ("stock", 20, False)
     assert stock.tokens is not None
@@ -128,32 +118,31 @@ def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> Non
     text = told(diff_runs(*runs))
     assert "20 completions in each run: the same 1 answer and the same 1 trace in both" in text
     assert "of 20 requests with one name 20 have equal tokens, 20 with equal bits" in text
-
-
-def test_answers_to_other_questions_are_not_compared(runs: tuple[Run, Run]) -> None:
-    """Equal digests there would be chance, and other ones no finding: the reason is told in their place."""
-    for change, reason in [
-        ({"max_tokens": 9}, "another max tokens"),
-        ({"temperature": 0.7}, "another temperature"),
-        ({"prompts": [{"text": "Something else", "tokens": 4}]}, "only A has completions"),
-        ({"model": {"name": "m", "weights": "sha256:1"}}, "models have other names"),
-    ]:
-        a, b = runs
-        other = msgspec.structs.replace(b, header=msgspec.structs.replace(b.header, plan=b.header.plan | change))
-        diff = diff_runs(a, other)
-        assert all(reason in c.reason or "only B" in c.reason for c in diff.completions)
-        assert diff.differing == []
-        assert "can't be compared" in told(diff).splitlines()[-1]
-
-
-def test_one_implementation_is_held_against_another(runs: tuple[Run, Run]) -> None:
-    """Stock of one against invariant of the other; a name that is not there is no clean comparison."""
     diff = diff_runs(*runs, impl="stock", against="invariant")
     [group] = diff.completions
     assert (group.impl, group.pairs) == ("stock", 20)
     assert any("compared with those of invariant" in note for note in diff.notes)
     with pytest.raises(UnknownNameError):
         diff_runs(*runs, impl="stok")
+
+
+def planned(run: Run, **plan: object) -> Run:
+    return msgspec.structs.replace(run, header=msgspec.structs.replace(run.header, plan=run.header.plan | plan))
+
+
+def test_answers_to_other_questions_are_not_compared(runs: tuple[Run, Run]) -> None:
+    """Equal digests there would be chance, and other ones no finding: the reason is told in their place."""
+    a, b = runs
+    for change, reason in [
+        ({"max_tokens": 9}, "another max tokens"),
+        ({"temperature": 0.7}, "another temperature"),
+        ({"prompts": [{"text": "Something else", "tokens": 4}]}, "only A has completions"),
+        ({"model": {"name": "m", "weights": "sha256:1"}}, "models have other names"),
+    ]:
+        diff = diff_runs(a, planned(b, **change))
+        assert all(reason in c.reason or "only B" in c.reason for c in diff.completions)
+        assert diff.differing == []
+        assert "can't be compared" in told(diff).splitlines()[-1]
 
 
 def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,10 +220,6 @@ def moved(a: Run, b: Run, folder: Path) -> int:
     return main(["diff", *paths, "--fail-on", "moved", "--quiet"])
 
 
-def asked(run: Run, **plan: object) -> Run:
-    return msgspec.structs.replace(run, header=msgspec.structs.replace(run.header, plan=run.header.plan | plan))
-
-
 def test_completions_that_failed_or_were_not_compared_are_no_pass(
     runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,35 +231,29 @@ def test_completions_that_failed_or_were_not_compared_are_no_pass(
     ]
     all_failed = msgspec.structs.replace(run, completions=lost)
     one_failed = msgspec.structs.replace(run, completions=[*run.completions[:-1], lost[-1]])
-    one_impl = msgspec.structs.replace(
-        run,
-        **{kind: [r for r in getattr(run, kind) if r.impl == "stock"] for kind in ("completions", "rounds", "rows")},
-    )
+    kinds = ("completions", "rounds", "rows")
+    stock = {kind: [r for r in getattr(run, kind) if r.impl == "stock"] for kind in kinds}
+    one_impl = msgspec.structs.replace(run, **stock)
     assert moved(run, run, tmp_path) == 0
     assert moved(run, all_failed, tmp_path) == 3
     assert moved(run, one_failed, tmp_path) == 3
     assert moved(one_failed, one_failed, tmp_path) == 0
     assert "more completions failed in B in 1 group" in told(diff_runs(run, one_failed)).splitlines()[-1]
     capsys.readouterr()
-    assert moved(asked(run, max_tokens=64), asked(run, max_tokens=65), tmp_path) == 1
+    assert moved(planned(run, max_tokens=64), planned(run, max_tokens=65), tmp_path) == 1
     assert "2 of 2 groups of completions could not be compared" in capsys.readouterr().err
     assert moved(run, one_impl, tmp_path) == 1
     assert "1 of 2 groups of completions could not be compared" in capsys.readouterr().err
     assert moved(all_failed, all_failed, tmp_path) == 1
 
 
-def test_a_row_that_is_measured_no_longer_is_worse(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_row_that_is_measured_no_longer_is_worse(tmp_path: Path) -> None:
     """Skipping a case is no way to pass it, and cases that neither run measured compare nothing."""
+    same, parts, skipped, broken = row([0, 0]), row([0, 1]), failed(Status.SKIPPED), failed(Status.ERROR)
     for before, after, code in [
-        (row([0, 0]), row([0, 0]), 0),
-        (row([0, 0]), failed(Status.SKIPPED), 3),
-        (row([0, 1]), failed(Status.SKIPPED), 3),
-        (row([0, 0]), failed(Status.ERROR), 3),
-        (failed(Status.SKIPPED), row([0, 0]), 1),
-        (failed(Status.ERROR), failed(Status.ERROR), 1),
-        (failed(Status.ERROR), failed(Status.SKIPPED), 1),
-    ]:
-        tmp_path = tmp_path_factory.mktemp("case")
+        (same, same, 0), (same, skipped, 3), (parts, skipped, 3), (same, broken, 3), (skipped, same, 1),
+        (broken, broken, 1), (broken, skipped, 1),
+    ]:  # fmt: skip
         after = msgspec.structs.replace(after, **{name: getattr(before, name) for name in ("case", "inputs", "shape")})
         assert before.key == after.key
         assert moved(run_of(before), run_of(after), tmp_path) == code

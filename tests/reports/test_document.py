@@ -25,7 +25,6 @@ from nondet.reports.markdown import blocks as as_markdown
 from nondet.reports.terminal import renderables
 
 NASTY = "<script>alert(1)</script>|`x`\x1b[31m"
-WIDE = tuple(f"column {i}" for i in range(9))
 
 
 def printed(blocks: list[Block], form: str = VERBOSE, width: int = 60) -> str:
@@ -37,17 +36,6 @@ def printed(blocks: list[Block], form: str = VERBOSE, width: int = 60) -> str:
 
 def page(blocks: list[Block]) -> str:
     return render_page("diff.html.j2", first="a", second="b", answer="no", headline="", blocks=blocks)
-
-
-def test_prose_has_its_code() -> None:
-    """Backticks in pairs mark code in our prose; one alone, and text that is not ours, stay as they are."""
-    for text, said in [
-        ("a `b` c", [("a ", ""), ("b", "code"), (" c", "")]),
-        ("one ` alone", [("one ` alone", "")]),
-        (Bit("`x`"), [("`x`", "")]),
-        ((Bit("a", "strong"), ": b"), [("a", "strong"), (": b", "")]),
-    ]:
-        assert [tuple(bit) for bit in bits(text)] == said  # type: ignore[arg-type] # each kind of it
 
 
 def test_every_kind_of_block_is_printed_by_every_renderer() -> None:
@@ -71,7 +59,8 @@ def test_every_kind_of_block_is_printed_by_every_renderer() -> None:
 
 
 def test_a_block_is_of_its_formats_alone() -> None:
-    """A fold with nothing for a format is not there; a brief screen has what is made for it, cut to its room."""
+    """A fold with nothing for a format is not there; a brief screen has what is made for it, cut to its room. Backticks
+    in pairs mark code in our prose; one alone, and text that is not ours, stay as they are."""
     blocks: list[Block] = [
         Details("empty here", [Paragraph("for pages", only="p")]),
         Paragraph("x" * 500, only=BRIEF, lines=1),
@@ -80,24 +69,27 @@ def test_a_block_is_of_its_formats_alone() -> None:
     assert list(as_markdown(blocks)) == []
     assert "for pages" in page(blocks)
     assert printed(blocks, BRIEF).count("x") == 58
+    assert plain(("a ", Bit("b", "below"))) == "a ; b"
+    for text, said in [
+        ("a `b` c", [("a ", ""), ("b", "code"), (" c", "")]),
+        ("one ` alone", [("one ` alone", "")]),
+        (Bit("`x`"), [("`x`", "")]),
+        ((Bit("a", "strong"), ": b"), [("a", "strong"), (": b", "")]),
+    ]:
+        assert [tuple(bit) for bit in bits(text)] == said  # type: ignore[arg-type] # each kind of it
 
 
 def test_a_table_too_wide_for_a_terminal_is_sentences() -> None:
-    """Each row is told with its heads; columns without room are left out; a clipped one stays on its line."""
-    row = [str(i) for i in range(9)]
-    text = printed([Table(WIDE, [row], unshown=("column 8",))])
+    """Each row is told with its heads; columns without room are left out; a clipped one stays on its line. In markdown
+    a long one is several blocks, of which some may have to be left out for length; none of its rows is in none."""
+    wide = tuple(f"column {i}" for i in range(9))
+    text = printed([Table(wide, [[str(i) for i in range(9)]], unshown=("column 8",))])
     said = "0: column 1 1, column 2 2, column 3 3, column 4 4, column 5 5, column 6 6, column 7 7"
     assert " ".join(text.split()) == said
     clipped = printed([Table(("a", "b"), [["x", "y" * 200]], clipped=True)])
     assert max(map(len, clipped.splitlines())) <= 60
     assert "…" in clipped
-
-
-def test_a_long_table_is_several_blocks_in_markdown() -> None:
-    """Of which some may have to be left out for length; none of its rows is in none."""
     made = list(as_markdown([Details("fold", [Table(("n",), [[str(i)] for i in range(150)])])]))
     assert len(made) == 3
-    assert [line for part in made for line in part.splitlines() if line.strip("| ").isdigit()] == [
-        f"| {i} |" for i in range(150)
-    ]
-    assert plain(("a ", Bit("b", "below"))) == "a ; b"
+    rows = [line for part in made for line in part.splitlines() if line.strip("| ").isdigit()]
+    assert rows == [f"| {i} |" for i in range(150)]

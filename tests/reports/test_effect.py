@@ -48,13 +48,20 @@ def test_of_completions(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_of_operators() -> None:
-    """What differs beside any model changes nobody's output yet; a wrong result stands before all."""
+    """What differs beside any model changes nobody's output yet; a wrong result stands before all. Of an encoder,
+    whether a search would answer otherwise is another thing than other bits."""
+    beside = Neighbours(
+        impl="stock", arm="batch", pooling="mean", texts=4, parted=4, max_ulp=1, cosine_distance=0.0, k=2,
+        top1_changed=1, topk_changed=0, topk_reordered=0,
+    )  # fmt: skip
     for run, effect in [
         (run_of(row([0, 1])), Effect.KERNELS),
         (run_of(row([0, 0])), Effect.NONE),
         (run_of(row([0, 1]), complete=False), Effect.KERNELS),
         (run_of(row([0, 0], status="wrong")), Effect.WRONG),
         (run_of(failed()), Effect.NOTHING),
+        (run_of(row([0, 1]), neighbours=[beside]), Effect.NEIGHBOURS),
+        (run_of(row([0, 1]), neighbours=[msgspec.structs.replace(beside, top1_changed=0)]), Effect.VECTORS),
     ]:
         assert screen_of(run).effect is effect
 
@@ -115,16 +122,6 @@ def test_of_axes() -> None:
             run.completions[:] = [msgspec.structs.replace(c, tokens_digest=c.trace) for c in run.completions]
         (verdict,) = judge_axes(run)
         assert verdict.effect is effect
-
-
-def test_of_an_encoder() -> None:
-    """Whether a search would answer otherwise is another thing than other bits."""
-    for top1, effect in [(1, Effect.NEIGHBOURS), (0, Effect.VECTORS)]:
-        beside = Neighbours(
-            impl="stock", arm="batch", pooling="mean", texts=4, parted=4, max_ulp=1, cosine_distance=0.0, k=2,
-            top1_changed=top1, topk_changed=0, topk_reordered=0,
-        )  # fmt: skip
-        assert screen_of(run_of(row([0, 1]), neighbours=[beside])).effect is effect
 
 
 def test_a_bench_has_a_card_of_its_own() -> None:

@@ -2,70 +2,48 @@
 
 from __future__ import annotations
 
-import io
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
-from nondet.reports import html, markdown, terminal
+from nondet.reports import html, markdown
 from nondet.reports.content import build
 from tests.endpoint.memory import ARMS, Faults, MemoryClient, sampled
+from tests.reports.test_terminal import flat, printed
 
 EVIL = "<script>alert(1)</script>\x1b]0;owned\x07|`[x](http://evil)`"
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two servers, the first of which parts under load."""
     out = tmp_path_factory.mktemp("endpoint") / "run.jsonl"
     evil = Faults(batch="tokens", fingerprint=EVIL, models=("tiny", EVIL), fails=37)
     sampled(out, MemoryClient(evil), MemoryClient())
-    return out
+    return read_run(out)
 
 
-@pytest.fixture
-def run(path: Path) -> Run:
-    return read_run(path)
-
-
-def shown(run: Run, **options: bool) -> str:
-    out = io.StringIO()
-    terminal.render([run], Console(file=out, width=100, force_terminal=False), **options)
-    return out.getvalue()
-
-
-def test_the_terminal_has_25_lines_and_the_verdict_last(run: Run) -> None:
-    """Contract, arms and their proof fit, and what was found ends the screen."""
-    lines = shown(run).splitlines()
+def test_every_report_has_the_contract_the_arms_and_the_times(run: Run) -> None:
+    """What the run file holds is told by each of them; a figure in one is a figure in all. On a terminal contract,
+    arms and their proof fit, and what was found ends the screen."""
+    made = html.render([run]), markdown.render([run], full=True), printed(run, width=100)
+    for text in map(flat, made):
+        for words in (
+            *ARMS, "temperature 0 takes the token of the largest logprob", "loaded compared with solo",
+            "tokens/s of all requests",
+        ):  # fmt: skip
+            assert words in text
+        assert "\x1b" not in text
+        assert "\x07" not in text
+    assert "<script>alert" not in made[0] + made[1]
+    lines = printed(run, width=100, verbose=False).splitlines()
     assert len(lines) <= 25
     assert "batch-dependent" in " ".join(lines[-6:])
     assert any(line.startswith("contract: ") for line in lines)
     assert any(line.startswith("server, loaded ") and " 18 " in line for line in lines)
-
-
-@pytest.mark.parametrize("kind", ["html", "markdown", "terminal"])
-def test_every_report_has_the_contract_the_arms_and_the_times(run: Run, kind: str) -> None:
-    """What the run file holds is told by each of them; a figure in one is a figure in all."""
-    text = {"html": html.render, "markdown": lambda r: markdown.render(r, full=True)}.get(
-        kind, lambda r: shown(r[0], verbose=True)
-    )([run])
-    text = " ".join(text.split())
-    for arm in ARMS:
-        assert arm in text
-    for words in (
-        "temperature 0 takes the token of the largest logprob",
-        "loaded compared with solo",
-        "tokens/s of all requests",
-    ):
-        assert words in text
-    assert kind == "terminal" or "<script>alert" not in text
-    assert "\x1b" not in text
-    assert "\x07" not in text
 
 
 def test_wide_tables_stack_on_a_phone_with_their_heads(run: Run) -> None:
@@ -114,5 +92,5 @@ def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
 def test_a_run_without_completions_still_has_a_report(run: Run) -> None:
     """A server that never gave an answer leaves its contract, and a page that says so."""
     bare = msgspec.structs.replace(run, completions=[], rounds=[], complete=False)
-    for text in (html.render([bare]), markdown.render([bare]), shown(bare, verbose=True)):
+    for text in (html.render([bare]), markdown.render([bare]), printed(bare, width=100)):
         assert "nothing was measured" in text

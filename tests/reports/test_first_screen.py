@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import msgspec
@@ -30,7 +31,7 @@ from nondet.reports.traces import story, story_headline
 from nondet.sampling.analysis import speed_ratio_of
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import AxisTally, ValueTally
-from tests.build import failed, h200_sweep, header, row, run_of, sampled, six_rounds, stock_parts
+from tests.build import failed, h200_sweep, row, run_of, sampled, six_rounds, stock_parts
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
 from tests.reports.test_effect import screen_of
@@ -50,37 +51,33 @@ def next_of(*runs: Run) -> str:
     return f"{following.command}  {following.why}"
 
 
-def test_families_and_their_probes_are_there() -> None:
-    """Every family that a probe is named for is one of batch_invariant()'s, and every probe is one."""
+def test_the_chain_of_operators_asked_alone() -> None:
+    """What parts is named with its kernels; what is missing has its command; a cell's mean is the cost. Where nothing
+    parted no command is offered for an operator or a kernel. Each family has a probe of its own."""
     assert set(PROBE_OF) == {"attention", "matmul", "norm", "softmax", "moe"}
     assert set(PROBE_OF) <= set(FAMILIES)
     assert set(PROBE_OF.values()) <= set(PROBES)
-
-
-def test_the_chain_of_operators_asked_alone() -> None:
-    """What parts is named with its kernels; what is missing has its command; a cell's mean is the cost."""
     told = said(run_of(*h200_sweep()))
-    assert told["token"] == ("no completions here", "nondet sample")
-    assert told["operator"] == ("tested in isolation, stock diverges in linear", "nondet trace")
-    text, command = told["kernel"]
+    text, command = told.pop("kernel")
     assert text.startswith(
         "linear in isolation, row 0 of M rows, K=12288 N=4096, bell: M 1-7: A (nvjet_tst_64x8_coopB_spl"
     )
-    assert text.endswith(" | … 5 more")
-    assert command == ""
-    told_of_flash = said(run_of(row([0, 1], kernels=[["a"], ["b_splitK"]], impl="stock-flash")))
-    assert told_of_flash["operator"] == ("tested in isolation, stock-flash diverges in linear", "nondet trace")
-    assert told_of_flash["kernel"][0].endswith(" M 1: A (a) | 2: B (b_splitK)")
-    assert told["cure"] == ("invariant: no divergence observed", "")
-    assert told["cost"] == ("not measured", "nondet sample --turns")
-
-
-def test_the_chain_where_nothing_parted() -> None:
-    """No command is offered for an operator or a kernel that there is no reason to look for."""
-    told = said(run_of(row([0, 0])))
-    assert told["operator"] == ("none of those tested depends on the batch or the run", "")
-    assert told["kernel"] == ("none to name: no operator depends on the batch or the run", "")
-    assert told["cure"] == ("the invariant implementation was not run here", "nondet sample --impl both")
+    assert (text.endswith(" | … 5 more"), command) == (True, "")
+    assert told == told | {
+        "token": ("no completions here", "nondet sample"),
+        "operator": ("tested in isolation, stock diverges in linear", "nondet trace"),
+        "cure": ("invariant: no divergence observed", ""),
+        "cost": ("not measured", "nondet sample --turns"),
+    }
+    flash = said(run_of(row([0, 1], kernels=[["a"], ["b_splitK"]], impl="stock-flash")))
+    assert flash["operator"] == ("tested in isolation, stock-flash diverges in linear", "nondet trace")
+    assert flash["kernel"][0].endswith(" M 1: A (a) | 2: B (b_splitK)")
+    nothing = said(run_of(row([0, 0])))
+    assert nothing == nothing | {
+        "operator": ("none of those tested depends on the batch or the run", ""),
+        "kernel": ("none to name: no operator depends on the batch or the run", ""),
+        "cure": ("the invariant implementation was not run here", "nondet sample --impl both"),
+    }
 
 
 def test_the_chain_of_completions(tmp_path: Path) -> None:
@@ -171,21 +168,12 @@ def test_the_chain_of_what_was_varied() -> None:
         assert steps_of(varied(*lines))["token"].text == text
 
 
-def test_causes_beyond_three_are_counted(endpoints: Report) -> None:
-    """A server's comparisons that parted, three of them told; those that came alike are left out."""
-    assert steps_of(endpoints)["cause"].text == "s0: bits; s1: bits; s2: bits; and 1 more"
-
-
-@pytest.fixture
-def endpoints() -> Report:
-    """A report of one server run with five comparisons; chain looks at nothing else of it."""
+def test_causes_beyond_three_are_counted() -> None:
+    """A server's comparisons that parted, three of them told; the chain looks at nothing else of it."""
     report = build([run_of(row([0, 0]))])
-    seen = ("s0", "s1", "s2", "s3")
-
-    class Endpoint:
-        differences, cure = tuple(f"{text}: bits" for text in seen), "not tried"
-
-    return replace(report, runs=(replace(report.runs[0], endpoint=Endpoint()),))  # type: ignore[arg-type] # only that
+    endpoint = SimpleNamespace(differences=tuple(f"s{i}: bits" for i in range(4)), cure="not tried")
+    report = replace(report, runs=(replace(report.runs[0], endpoint=endpoint),))  # type: ignore[arg-type] # only that
+    assert steps_of(report)["cause"].text == "s0: bits; s1: bits; s2: bits; and 1 more"
 
 
 NAMED = traced("batch-dependent", ("repeat", "identical"))
@@ -202,10 +190,8 @@ def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
     assert told["kernel"][1] == "nondet probe matmul attention"
     why = story(innocent).answers["Why"]
     assert why.startswith("No operator could be named: each arm was bit-identical when it was repeated")
-    for diagnosed in (
-        diagnosis(PARTED | {"run": "no"}, **traced("run-to-run")),
-        diagnosis(PARTED | {"run": "no"}, **traced("batch-dependent", ("repeat", "divergent"))),
-    ):
+    for found in (traced("run-to-run"), traced("batch-dependent", ("repeat", "divergent"))):
+        diagnosed = diagnosis(PARTED | {"run": "no"}, **found)
         assert story_headline(story(diagnosed)).startswith("Run-to-run nondeterministic: ")
         assert story_headline(story(diagnosed)).endswith("; the first operator to differ is `linear` of m")
         assert said(diagnosed)["operator"] == ("in the pair traced: it parts", "")
@@ -231,38 +217,28 @@ def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path_factory: pytest.TempP
 
 
 def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
-    """After divergence under batch_invariant() the next line asks what diverges there, and offers no wrapping."""
+    """After divergence under batch_invariant() the next line asks what diverges there, and offers no wrapping. A pair's
+    replacement is no cure of the load: the load under the cure comes before its cost."""
     refuted = diagnosis(PARTED | {"cure": "no"}, **NAMED)
     text, command = said(refuted)["cure"]
     assert "batch_invariant() is no cure here" in text
     assert "cost" not in said(refuted)
     assert command == ""
-    wrapping = "then wrap the model in nondet.batch_invariant()"
-    operators, run = run_of(*h200_sweep()), six_rounds(sampled(tmp_path))
-    assert next_of(operators, run, diagnosis(PARTED, **NAMED)).endswith(wrapping)
-    assert (
-        next_of(operators, run, refuted)
-        == "nondet trace --impl invariant  names the operator that diverges under it, too"
-    )
+    under_it = "nondet trace --impl invariant  names the operator that diverges under it, too"
+    operators, run, named = run_of(*h200_sweep()), six_rounds(sampled(tmp_path)), diagnosis(PARTED, **NAMED)
+    assert next_of(operators, run, named).endswith("then wrap the model in nondet.batch_invariant()")
+    assert next_of(operators, run, refuted) == under_it
     parting = sampled(tmp_path, variants=lambda _, number: stock_parts("stock", number), name="parting.jsonl")
-    assert next_of(operators, parting, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
+    assert next_of(operators, parting, named) == under_it
     worse = run_of(*h200_sweep(), row([0, 1], impl="invariant", case="another"))
-    assert (
-        next_of(worse, diagnosis(PARTED, **NAMED))
-        == "nondet sample  shows whether completions change, and from which token on"
-    )
-    assert next_of(worse, run, diagnosis(PARTED, **NAMED)).startswith("nondet trace --impl invariant")
-
-
-def test_a_cure_that_was_not_seen_is_asked_for() -> None:
-    """A pair's replacement is no cure of the load: the load under the cure comes before its cost."""
+    assert next_of(worse, named) == "nondet sample  shows whether completions change, and from which token on"
+    assert next_of(worse, run, named) == under_it
     for outcome in ["skipped", "unknown"]:
         run = diagnosis(PARTED | {"cure": outcome}, **NAMED)
         run.steps.append(Step(name="operator", outcome="yes", sentence="named", facts={"families": "matmul"}))
         text, command = said(run)["cure"]
-        assert text.startswith(
-            "Replacing matmul by the invariant implementation removes the divergence of the pair traced"
-        )
+        replaced = "Replacing matmul by the invariant implementation removes the divergence of the pair traced"
+        assert text.startswith(replaced)
         assert command == "nondet sample --impl both"
 
 
@@ -274,10 +250,8 @@ def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
     assert said_next.endswith("ValueError: broken 0")
     assert "again, once the failure is mended: matmul" in next_of(run_of(failed(reason="ValueError: broken")))
     assert "free memory" in next_of(run_of(failed(), row([0, 0])))
-    assert (
-        next_of(run_of(failed(), row([0, 1])))
-        == "nondet sample  shows whether completions change, and from which token on"
-    )
+    completions = "nondet sample  shows whether completions change, and from which token on"
+    assert next_of(run_of(failed(), row([0, 1]))) == completions
     requests = sampled(tmp_path, n=0, failures=3)
     requests.header.environment["argv"] = ["/bin/nondet", "sample", "--out", "r.jsonl", "--prompt", "a b"]
     assert next_of(requests) == (
@@ -286,15 +260,8 @@ def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
     )
     requests.header.environment["argv"] = ["my_script.py", "--fast"]
     assert next_of(requests).startswith("nondet sample  again")
-
-
-def test_a_trace_without_a_call_is_known_not_to_have_one() -> None:
-    """Neither is anything said of a run that holds only a verdict, but that it was not traced to a call."""
-    more: dict[str, Any] = {
-        "trace_verdicts": [TraceVerdict(finding="unknown", culprits=[], families=None, sentences=[])]
-    }
-    run = Run(header=header("trace"), complete=True, **more)
-    assert said(run)["operator"] == ("not traced yet", "nondet trace")
+    unknown = TraceVerdict(finding="unknown", culprits=[], families=None, sentences=[])  # without a call
+    assert said(run_of(trace_verdicts=[unknown]))["operator"] == ("not traced yet", "nondet trace")
 
 
 def by(command: str, run: Run, *argv: str, **plan: Any) -> Run:
@@ -311,36 +278,32 @@ DEMONSTRATION = {"probe": "float-sum", "operator": "float_sum", "varied": "order
 
 def test_what_is_next_after_operators() -> None:
     """The question that stays open, with the options of this run that it takes."""
+    mine = "nondet probe matmul --impl linear=mymodule:batchy"
+    sizes = f"{mine} --dtype bfloat16 --k 256 --n 64 --m 256"
+    other, order = row([0, 1], case="other", **MINE), row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)
+    both = run_of(row([0, 0], impl="invariant"), row([0, 1]))
     for run, said in [
         (by("probe", run_of(row([0, 1])), "matmul", "--threads", "1"), "nondet sample --threads 1  shows whether"),
         (by("probe", run_of(row([0, 0]), row([0, 0], impl="invariant"))), "nondet sample  shows whether"),
-        (
-            by("probe", run_of(row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)), "float-sum"),
-            "nondet probe all  tests the library's own operators; these cases only demonstrate a cause",
-        ),
+        (by("probe", run_of(order), "float-sum"), "nondet probe all  tests the library's own operators; these cases"),
         (
             by("probe", run_of(row([0, 1], inputs="order", **MINE), row([0, 0], case="other", **MINE))),
-            "nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 --k 256 --n 64 --m 256 --inputs order  "
-            "repeats the case in which it diverges",
+            f"{sizes} --inputs order  repeats the case in which it diverges",
         ),
         (
-            by("probe", run_of(row([0, 0], status="wrong", reason="zeros", **MINE), row([0, 1], case="other", **MINE))),
-            "nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 --k 256 --n 64 --m 256 --inputs bell  "
-            "repeats the case in which it is wrong",
+            by("probe", run_of(row([0, 0], status="wrong", reason="zeros", **MINE), other)),
+            f"{sizes} --inputs bell  repeats the case in which it is wrong",
         ),
         (
             by("probe", run_of(row([0, 0], **MINE)), "linear", "--impl", "mymodule:batchy", "--dtype=float32"),
-            "nondet probe matmul --impl linear=mymodule:batchy --full --dtype=float32  tests it at batch sizes up to",
+            f"{mine} --full --dtype=float32  tests it at batch sizes up to",
         ),
         (
             by("probe", run_of(row([0, 0], **MINE)), full=True),
-            "nondet report runs/probe.jsonl --out report.html  shows every case with its batch sizes",
+            "nondet report runs/probe.jsonl --out report.html  shows",
         ),
         (by("certify", run_of(row([0, 1], **MINE))), "  "),
-        (
-            by("bench", run_of(row([0, 0], impl="invariant"), row([0, 1])), "--device", "cpu", "--m", "16"),
-            "nondet sample --impl both --device cpu  ",
-        ),
+        (by("bench", both, "--device", "cpu", "--m", "16"), "nondet sample --impl both --device cpu  "),
     ]:
         assert next_of(run).startswith(said)
 
@@ -391,11 +354,7 @@ def test_what_is_next_after_a_diagnosis() -> None:
     typed = ("--model", "m", "--prompt", "p q", "--within", "90", "--dtype", "float16")
     for steps, more, said in (
         (PARTED, {}, "nondet trace --model m --prompt 'p q' --dtype float16  names the operator"),
-        (
-            PARTED | {"cure": "skipped"},
-            NAMED,
-            "nondet sample --impl both --model m --prompt 'p q' --dtype float16  shows",
-        ),
+        (PARTED | {"cure": "skipped"}, NAMED, "nondet sample --impl both --model m --prompt 'p q' --dtype float16  "),
         (PARTED | {"cure": "yes"}, NAMED, "nondet sample --turns --model m --dtype float16  measures what"),
     ):
         run = by("diagnose", diagnosis(steps, **more), *typed, model={"name": "m"})
@@ -420,16 +379,9 @@ def test_backends_stay_out_of_the_headline_unless_they_add_to_it():
     assert "stock-flash: batch-dependent" in headline(run_of(quiet, agreeing), judge_rows([quiet, agreeing]))
 
 
-def test_the_headline_counts_cases_and_leaves_the_operators_to_the_verdicts():
-    """The list of operators would bury the finding."""
-    rows = [row([0, 1], operator="attention"), row([0, 1]), row([0, 0], case="another")]
-    verdict = judge_rows(rows)[0]
-    assert "(attention 1 of 1, linear 1 of 2)" in verdict.text or "(linear 1 of 2, attention 1 of 1)" in verdict.text
-    assert headline(run_of(*rows), [verdict]) == "stock: batch-dependent in 2 of 3 cases"
-
-
 def test_many_that_agree_are_counted_and_whoever_parts_is_named():
-    """Forty members of a class make one sentence, and the one that parts is in it."""
+    """Forty members of a class make one sentence, and the one that parts is in it. Cases are counted; the list of
+    operators is the verdict's. Without a verdict nothing was compared, and still something was measured."""
     rows = [row([0, 0], impl=f"tile-{i}") for i in range(8)]
     agreeing = judge_rows(rows)
     assert "tile-7: no divergence observed" in headline(run_of(*rows), agreeing)
@@ -438,10 +390,10 @@ def test_many_that_agree_are_counted_and_whoever_parts_is_named():
     assert "tile-8: batch-dependent" in said
     assert "invariant: no divergence observed" in said
     assert said.endswith("; 8 others: no divergence observed")
-
-
-def test_a_run_without_a_verdict_says_that_nothing_was_compared() -> None:
-    """It was measured, and still holds no comparison: neither a finding nor "nothing was measured"."""
+    rows = [row([0, 1], operator="attention"), row([0, 1]), row([0, 0], case="another")]
+    verdict = judge_rows(rows)[0]
+    assert "attention 1 of 1" in verdict.text
+    assert headline(run_of(*rows), [verdict]) == "stock: batch-dependent in 2 of 3 cases"
     assert headline(run_of(row([0, 0])), []) == "nothing was compared"
     assert headline(run_of(row([0, 0]), complete=False), []) == "incomplete run, so far: nothing was compared"
 
@@ -454,10 +406,10 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
         (("stock-seeded",), "nondet trace"),
         (("invariant",), ""),
     ):
-        parts = (
-            stock_parts if len(impls) == 2 else lambda impl, number: stock_parts(impl.removesuffix("-seeded"), number)
-        )
-        run = sampled(tmp_path, impls=impls, name=f"{len(impls)}{impls[0]}.jsonl", variants=parts)
+        run = sampled(
+            tmp_path, impls=impls, name=f"{len(impls)}{impls[0]}.jsonl",
+            variants=stock_parts if len(impls) == 2 else lambda impl, i: stock_parts(impl.removesuffix("-seeded"), i),
+        )  # fmt: skip
         greedy = build([run])
         run.header.plan["sampling"] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seeds": 1}
         drawn = build([run])
@@ -502,9 +454,8 @@ def test_a_split_is_shown_before_a_scale_that_is_the_batch_s_and_by_its_own_kern
     """FP8 on an H200: K in parts under one scale, not the quantizer's meaning nor what picked the rows."""
     text = steps_of(build([kept("h200/fp8-probe.jsonl.gz")]))["kernel"].text
     assert text.startswith("scaled_matmul in isolation, 16 rows in batches of M, one scale each")
-    assert re.search(
-        r": A \(nvjet_sm90_qqsss_64x\S+splitK\S* \+ splitKreduce_kernel\) \| \S+: B \(nvjet_sm90_qqsss", text
-    )
+    kernels = r": A \(nvjet_sm90_qqsss_64x\S+splitK\S* \+ splitKreduce_kernel\) \| \S+: B \(nvjet_sm90_qqsss"
+    assert re.search(kernels, text)
     assert "index_elementwise" not in text
 
 
@@ -534,6 +485,7 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
     parting = sampled(tmp_path, variants=lambda _, number: stock_parts("stock", number), name="parting.jsonl")
     cured = diagnosis(PARTED, **NAMED)
     demonstration = row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)
+    met = by("probe", run_of(row([0, 1]), row([0, 0], impl="invariant")), "--from-trace", "t", met={"k": 64})
     refuted_too = under(kept("cpu-xeon/embed.jsonl"), "stock", "invariant", "invariant:matmul")
     return [
         ("nondet trace --model FOLDER", (kept("servers/vllm-cpu/sample.jsonl.gz"),)),
@@ -543,10 +495,7 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
         (" ", (by("certify", run_of(row([0, 1], **MINE))),)),
         ("nondet sample --impl both", (kept("cpu-xeon/ci.jsonl"),)),
         ("nondet probe all", (by("probe", run_of(demonstration), "float-sum"),)),
-        (
-            "nondet certify all",
-            (by("probe", run_of(row([0, 1]), row([0, 0], impl="invariant")), "--from-trace", "t", met={"k": 64}),),
-        ),
+        ("nondet certify all", (met,)),
         ("nondet embed --impl stock --impl invariant:matmul", (kept("cpu-xeon/embed.jsonl"),)),
         ("nondet embed --batch 128", (still(kept("cpu-xeon/embed.jsonl")),)),
         ("nondet certify all", (refuted_too,)),

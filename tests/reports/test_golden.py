@@ -58,21 +58,6 @@ def test_every_report_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert changed(sorted(PATHS.keys() - {*KINDS}), monkeypatch) == []
 
 
-def test_a_page_without_what_shows_it() -> None:
-    """Scripts, styles and embedded pictures go; words, tables and figures drawn by tags stay."""
-    page = (
-        '<style>p { color: red }</style><p class="x">said</p><script type="a">\nlet x = 1;\n</script>'
-        '<img src="data:image/png;base64,AAAA/+8="><svg><text>2</text></svg>'
-    )
-    assert golden.content(page) == '<p class="x">said</p><img src="data:"><svg><text>2</text></svg>'
-
-
-def test_a_packed_file_has_the_name_of_the_plain_one() -> None:
-    """So that packing evidence changes no name."""
-    for path in [Path("a/b.jsonl"), Path("a/b.jsonl.gz")]:
-        assert golden.name_of(path, Path()) == "a/b"
-
-
 # The reports and pictures in docs/ are those of the run files beside them: made anew, they are the same bytes.
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,11 +78,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_a_kept_report_is_current(made: Path) -> None:
-    """A report that says something else than its run files under the code at hand is stale."""
+    """A report that says something else than its run files under the code at hand is stale; the combined page is below
+    1.5 MB, and what is folded is not open."""
     for name in [str(p.with_suffix(s)) for p in REPORTS for s in (".html", ".md")]:
         assert (made / name).is_file(), f"no run files make {name}"
         stale = (made / name).read_bytes() != (ROOT / "docs" / name).read_bytes()
         assert not stale, f"docs/{name} is stale: bash scripts/reports.sh"
+    page, brief = ((made / "evidence" / "h200" / f"report.{s}").read_text(encoding="utf-8") for s in ("html", "md"))
+    assert len(page.encode()) < 1_500_000
+    assert '<details class="part"' in page
+    assert not re.search(r'<details class="part"[^>]* open', page)
+    assert len(brief) <= 20_000
 
 
 @pytest.mark.nightly
@@ -109,14 +100,3 @@ def test_a_kept_picture_is_current(name: str, made: Path) -> None:
     here, kept = (imread(folder / name) for folder in (made, ROOT / "docs"))  # bytes follow the CPU: edges are smoothed
     assert here.shape == kept.shape, f"{name} is stale: bash scripts/reports.sh"
     assert abs(here - kept).mean() < 1e-3, f"{name} is stale: bash scripts/reports.sh"
-
-
-@pytest.mark.nightly
-def test_the_combined_page_is_one_that_people_open(made: Path) -> None:
-    """Below 1.5 MB, and what is folded is not open."""
-    page = (made / "evidence" / "h200" / "report.html").read_text(encoding="utf-8")
-    assert len(page.encode()) < 1_500_000
-    assert '<details class="part"' in page
-    assert not re.search(r'<details class="part"[^>]* open', page)
-    brief = (made / "evidence" / "h200" / "report.md").read_text(encoding="utf-8")
-    assert len(brief) <= 20_000

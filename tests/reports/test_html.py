@@ -9,7 +9,6 @@ import re
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -90,11 +89,6 @@ def check(text: str) -> Page:
     return page
 
 
-def data_of(page: Page) -> list[dict[str, Any]]:
-    loaded: list[dict[str, Any]] = json.loads(page.scripts[0])
-    return loaded
-
-
 def test_a_probe_run_is_all_there() -> None:
     """Verdict, environment, map, kernels, figures, problems: each fact of the run is readable."""
     run = run_of(*h200_sweep(), failed(case="a case that failed"))
@@ -139,28 +133,23 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
     page = check(render([run_of(*h200_sweep()), sampled(tmp_path)]))
     assert page.tags.count("h1") == 1
     assert page.tags.count("h2") == 2  # the runs
-    assert [d["name"] for d in data_of(page)] == ["probe.jsonl", "sample.jsonl"]
+    assert [d["name"] for d in json.loads(page.scripts[0])] == ["probe.jsonl", "sample.jsonl"]
     assert ("a", "href", "#sample-2-1") in page.attributes, "the contents lead to a part"
 
 
 def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
     """Scripts, handlers, escape codes, overrides and template syntax are text like any other."""
     page = check(render(hostile_runs(tmp_path)))
-    for text in (
-        "<script>alert(1)</script>",
-        "<img src=x onerror=alert(1)>",
-        "{{ 7 * 7 }}",
-        "␛[31mred␛[0m",
-        "\ufffdgnp.exe",
-    ):
+    scripts = "<script>alert(1)</script>", "<img src=x onerror=alert(1)>"
+    for text in (*scripts, "{{ 7 * 7 }}", "␛[31mred␛[0m", "\ufffdgnp.exe"):
         assert text in page.text
-    assert data_of(page)[1]["run"]["rows"][0]["case"] == "".join(hostile.PIECES)
+    assert json.loads(page.scripts[0])[1]["run"]["rows"][0]["case"] == "".join(hostile.PIECES)
 
 
 def test_the_data_is_whole_and_can_not_leave_its_element(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded JSON is the run's, unless there is no room, and holds no character that could end its element."""
     page = check(render([run_of(*h200_sweep())]))
-    (data,) = data_of(page)
+    (data,) = json.loads(page.scripts[0])
     assert data["verdicts"][0]["findings"] == ["batch-dependent"]
     assert len(data["run"]["rows"][0]["labels"]) == 208
     monkeypatch.setattr(html, "_DATA_LEAST", 100)
@@ -216,27 +205,24 @@ def test_odd_runs_make_a_report_in_every_format() -> None:
         (run_of(cells=[cell(m) for m in sizes]), "Nothing was timed."),
     ]:
         page, text = check(render([run])).text, unescape(markdown.render([run]))
-        for report, words in zip(
-            (page, text, flat(printed(run, width=120))), said * 3 if len(said) == 1 else said, strict=True
-        ):
-            assert words in report, words
+        for i, report in enumerate((page, text, flat(printed(run, width=120)))):
+            assert said[i % len(said)] in report, said
     assert "No run was given." in check(render([])).text
     assert markdown.render([]) == "No run was given.\n"
 
 
-def _luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def _contrast(one: str, two: str) -> float:
-    low, high = sorted((_luminance(one), _luminance(two)))
-    return (high + 0.05) / (low + 0.05)
-
-
 def test_text_can_be_read() -> None:
     """WCAG: 4.5 for text on what it stands on, 3 for the colours of a map on its ground, in light and dark."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    def contrast(one: str, two: str) -> float:
+        low, high = sorted((luminance(colours[one]), luminance(colours[two])))
+        return (high + 0.05) / (low + 0.05)
+
     for theme in [0, 1]:
         style = (Path(html.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
         colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", style.split(":root {")[theme + 1]))
@@ -245,12 +231,12 @@ def test_text_can_be_read() -> None:
             "good": ("bg", "panel", "good-bg"), "bad": ("bg", "panel", "bad-bg"), "dull": ("dull-bg",),
         }.items():  # fmt: skip
             for ground in grounds:
-                assert _contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+                assert contrast(text, ground) >= 4.5, (text, ground)
         classes = [f"c{i}" for i in range(8)]
         for name in ("stock", "invariant", "third", "fourth", *classes):
-            assert _contrast(colours[name], colours["faint"]) >= 3, name
+            assert contrast(name, "faint") >= 3, name
         for name in (*classes, "stock", "invariant"):  # the letter on its key
-            assert _contrast(colours["bg"], colours[name]) >= 4.5, name
+            assert contrast("bg", name) >= 4.5, name
 
 
 def test_backticks_become_code_and_nothing_else() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -13,30 +12,13 @@ from nondet.reports.markdown import render
 from nondet.reports.text import code, escape, fence
 from tests import build as hostile
 from tests.build import failed, h200_sweep, row, run_of, sampled
+from tests.reports.test_html import Page
 from tests.reports.test_terminal import hostile_runs
 
 
-class Tags(HTMLParser):
-    """The tags of a rendered document, and its text."""
-
-    # ruff: noqa: D102 - the methods are HTMLParser's own
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def rendered(markdown: str) -> Tags:
+def rendered(markdown: str) -> Page:
     """As GitHub would show it: tables on, HTML let through."""
-    return Tags(MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(markdown))
+    return Page(MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(markdown))
 
 
 OURS = {"h2", "h3", "h4", "p", "ul", "li", "code", "pre", "strong", "details", "summary"}
@@ -66,17 +48,13 @@ def test_every_table_row_has_its_columns(tmp_path: Path) -> None:
     assert tables > 2
 
 
-ODD = ("a`b", "``", "`", "a|b", " lead", "trail ", "", "\\", "a\\", "<b>", "x\ny", "@u #1", "```", "a|`b`|\\")
-
-
 def test_code_spans_and_fences_hold_anything() -> None:
     """A code span in a cell shows the text and ends where it should; a fence is longer than any in its text."""
-    for text in ODD:
+    odd = ("a`b", "``", "`", "a|b", " lead", "trail ", "", "\\", "a\\", "<b>", "x\ny", "@u #1", "```", "a|`b`|\\")
+    for text in odd:
         shown = rendered(f"| x | y |\n|---|---|\n| {code(text)} | z |\n")
-        assert shown.tags.count("code") == 1
-        assert shown.tags.count("td") == 2
+        assert (shown.tags.count("code"), shown.tags.count("td")) == (1, 2)
         assert " ".join(text.split()) in shown.text
-
     for text in ["```\n# out\n```", "````", "plain", "", "~~~"]:
         shown = rendered(f"{fence(text)}\n\nafter\n")
         assert shown.tags == ["pre", "code", "p"]
@@ -110,10 +88,7 @@ def test_a_document_fits_where_it_is_posted() -> None:
 def test_no_heading_is_empty_or_there_twice() -> None:
     """Of several prompts and of several runs, in whole and cut for length: each title of a run is its own."""
     folder = Path(__file__).resolve().parents[2] / "docs" / "evidence"
-    served, diagnosed = (
-        read_run(folder / "servers/llamacpp/sample.jsonl.gz"),
-        read_run(folder / "h200/diagnose.jsonl.gz"),
-    )
+    served, diagnosed = (read_run(folder / f"{name}.jsonl.gz") for name in ("servers/llamacpp/sample", "h200/diagnose"))
     for runs in ([served], [diagnosed], [served, diagnosed]):
         text = render(runs)
         for part in re.split(r"^## ", text, flags=re.MULTILINE):

@@ -42,21 +42,21 @@ def test_a_certificate_says_who_left_its_class() -> None:
 
 
 def test_none_depends_on_the_batch_is_said_of_all_that_was_tested() -> None:
-    """Stock agrees, and another implementation differs over the batch, or from run to run."""
+    """Stock agrees, and another implementation differs over the batch, or from run to run. A function of one's own has
+    no completions; of two cases the finer border is shown; a headline stands over its own run's picture."""
     for bad in (row([0, 1], impl="invariant"), row([0, 0], impl="invariant", replays_parted=1, status="divergent")):
         steps = {s.label: s.text for s in screen_of(run_of(row([0, 0]), bad)).steps}
         assert steps["operator"] == "tested in isolation, invariant diverges in linear"
         assert "none to name" not in steps["kernel"]
     steps = {s.label: s.text for s in screen_of(run_of(row([0, 0]), row([0, 0], impl="invariant"))).steps}
     assert steps["operator"] == "none of those tested depends on the batch or the run"
-
-
-def test_a_curve_s_band_has_its_own_name() -> None:
-    """The band is an interval of rounds that holds whenever one looks; Wilson's is of repeated calls alone."""
-    page = (KEPT / "cpu-xeon" / "report.html").read_text(encoding="utf-8")  # as it is rendered: see test_golden.py
-    assert "Shaded: the pointwise 95% interval of rounds, which holds whenever one looks (anytime-valid)." in page
-    assert "those of repeated calls are Wilson’s" in page
-    assert page.count("Wilson") == 1
+    assert [s.label for s in screen_of(run_of(row([0, 1], impl="linear=mine:f"))).steps] == ["operator", "kernel"]
+    coarse = row([0, 0, 1, 1], values=[1, 17, 33, 64])
+    fine = row([0, 0, 1, 1], values=[1, 23, 24, 64], case="finer")
+    assert clearest([coarse, fine]) is fine
+    screen = screen_of(kept("cpu-xeon/trace.jsonl"), run_of(row([0, 1], case="a case of its own")))
+    assert screen.answer.startswith("batch-dependent: the first operator to differ is")
+    assert screen.picture.name == "pair"
 
 
 def test_a_comparison_says_that_the_divergence_went(tmp_path: Path) -> None:
@@ -97,66 +97,35 @@ def test_a_demonstration_says_how_many_results_it_drew() -> None:
 
 
 def test_what_follows_an_engines_times_and_rollouts() -> None:
-    """Nothing after times; a file's rollouts again with a model, then with older weights; sampled ones in training.
-    `ends` of test_first_screen.py has what follows the other kinds."""
-    assert screen_of(kept("h200-x2/engine-2-ranks.jsonl")).next.command == ""
+    """Nothing after times; a file's rollouts again with a model, then with older weights; sampled ones in training,
+    which keeps what was typed but what is asked anew, and where the last one was written. `ends` of
+    test_first_screen.py has what follows the other kinds."""
     assert "\nNext:" not in markdown.render([kept("h200-x2/engine-2-ranks.jsonl")])
-    name, typed = "h200/mismatch.jsonl.gz", ("--rollouts", "r.jsonl")
-    again = "nondet mismatch --rollouts r.jsonl --model"
-    assert screen_of(kept(name, *typed)).next.command == f"{again} FOLDER"
-    assert screen_of(kept(name, *typed, "--model", "m")).next.command == f"{again} m --older CHECKPOINT"
-    assert screen_of(kept(name, "--model", "m")).next.command == "nondet rl --model m --steps 20"
-
-
-def test_the_next_run_of_rl_keeps_what_was_typed() -> None:
-    """All of it but what is asked anew, and where the last one was written."""
-    typed = ("--arms", "stock", "--steps", "40", "--out", "a.jsonl", "--lr=1e-3", "--force", "--group", "8")
-    command = screen_of(kept("cpu/trl-invariant.jsonl.gz", *typed)).next.command
-    assert command == "nondet rl --steps 40 --lr=1e-3 --group 8 --arms stock,invariant"
-
-
-def test_a_function_of_ones_own_is_told_nothing_of_completions() -> None:
-    """It has none, and no invariant implementation beside it."""
-    run = run_of(row([0, 1], impl="linear=mine:f"))
-    assert [s.label for s in screen_of(run).steps] == ["operator", "kernel"]
-
-
-def test_a_headline_stands_over_its_own_run_s_picture() -> None:
-    """A trace's call in both arms, not the map of an operator by itself."""
-    screen = screen_of(kept("cpu-xeon/trace.jsonl"), run_of(row([0, 1], case="a case of its own")))
-    assert screen.answer.startswith("batch-dependent: the first operator to differ is")
-    assert screen.picture.name == "pair"
+    mismatch, rl, again = "h200/mismatch.jsonl.gz", "cpu/trl-invariant.jsonl.gz", "nondet mismatch --rollouts r --model"
+    arms = "--arms stock --steps 40 --out a.jsonl --lr=1e-3 --force --group 8"
+    for name, typed, command in [
+        ("h200-x2/engine-2-ranks.jsonl", "", ""),
+        (mismatch, "--rollouts r", f"{again} FOLDER"),
+        (mismatch, "--rollouts r --model m", f"{again} m --older CHECKPOINT"),
+        (mismatch, "--model m", "nondet rl --model m --steps 20"),
+        (rl, arms, "nondet rl --steps 40 --lr=1e-3 --group 8 --arms stock,invariant"),
+    ]:
+        assert screen_of(kept(name, *typed.split())).next.command == command
 
 
 def test_a_picture_denies_no_fault(tmp_path: Path) -> None:
     """Stock stands beside an invariant implementation that differs; what ended otherwise is no line of one answer."""
+    stock, ours = "Stock kernels: 60 requests, ", "; Batch-invariant kernels: 60 requests, "
+    odd = lambda impl, i: (((4, 1),) if impl != "stock" and i == 3 else (), 0)  # noqa: E731 - one line
     for run, panels in (
-        (
-            sampled(tmp_path),
-            "Stock kernels: 60 requests, 4 different answers; Batch-invariant kernels: 60 requests, 1 answer",
-        ),
-        (
-            sampled(
-                tmp_path, variants=lambda impl, i: (((4, 1),) if impl != "stock" and i == 3 else (), 0), name="b.jsonl"
-            ),
-            "Stock kernels: 60 requests, 1 answer; Batch-invariant kernels: 60 requests, 2 different answers",
-        ),
-        (
-            sampled(tmp_path, variants=lambda *_: ((), 0), impls=("stock",), name="c.jsonl"),
-            "Stock kernels: 60 requests, 1 answer",
-        ),
+        (sampled(tmp_path), f"{stock}4 different answers{ours}1 answer"),
+        (sampled(tmp_path, variants=odd, name="b.jsonl"), f"{stock}1 answer{ours}2 different answers"),
+        (sampled(tmp_path, variants=lambda *_: ((), 0), impls=("stock",), name="c.jsonl"), f"{stock}1 answer"),
     ):
         assert screen_of(run).picture.data.label == panels
     run.completions[0] = msgspec.structs.replace(run.completions[0], finish="stop")
     screen = screen_of(run)
     assert (screen.effect, screen.picture, screen.card) == (Effect.OUTPUT, None, None)
-
-
-def test_the_border_that_is_known_to_one_is_shown() -> None:
-    """23|24 beside 17 to 33."""
-    coarse = row([0, 0, 1, 1], values=[1, 17, 33, 64])
-    fine = row([0, 0, 1, 1], values=[1, 23, 24, 64], case="finer")
-    assert clearest([coarse, fine]) is fine
 
 
 def test_a_server_is_no_machine_of_the_client() -> None:

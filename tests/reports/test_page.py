@@ -211,15 +211,11 @@ def test_the_picture_is_saved_as_a_card() -> None:
 
 
 def test_a_phone_sees_the_answer_and_its_picture() -> None:
-    """Evidence is folded there, nothing is wider than the screen, words can be read, a link into a fold opens it."""
-    phone = said(narrow=True)["phone"]
+    """Evidence is folded there, nothing is wider than the screen, words can be read, a link into a fold opens it. Each
+    cell of a map says its line, its M and its class; a size of 5 digits stands on one line."""
+    phone, found = (said(narrow=True)[part] for part in ("phone", "map"))
     assert phone.pop("words") >= 10
     assert phone == {"open": 0, "wide": False, "picture": True, "buttons": True, "opened": True}
-
-
-def test_a_map_of_a_product_is_told_by_size_and_fits_a_narrow_page() -> None:
-    """Each cell says its line, its M and its class; a size of 5 digits stands on one line of a narrow page."""
-    found = said(narrow=True)["map"]
     assert [text.partition(",")[0] for text in found["read"]] == ["N 1024", "N 1024", "N 12288", "N 12288"]
     assert "M 1-2: class A" in found["read"][0]
     assert "M 6-8: class B" in found["read"][3]

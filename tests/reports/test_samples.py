@@ -33,7 +33,8 @@ def drawn(*summaries: SampleSummary) -> tuple[Plot, dict[str, Points]]:
 
 
 def test_the_curve_steps_down_where_completions_part(stock: SampleSummary) -> None:
-    """100% for 5 tokens, 90% until the 17th, 86.7% to the end, over an axis from 80% on."""
+    """100% for 5 tokens, 90% until the 17th, 86.7% to the end, over an axis from 80% on. One round has no band; of
+    several it is the interval over their shares, cut where the axis begins."""
     plot, marks = drawn(stock)
     assert [round(x * 40) for x, _ in marks["curve"]] == [0, 6, 6, 18, 18, 40, 40]
     share = [0.8 + 0.2 * y for _, y in marks["curve"]]
@@ -45,12 +46,8 @@ def test_the_curve_steps_down_where_completions_part(stock: SampleSummary) -> No
     assert plots.panels[0].ticks[-1].text == "40"
     assert curve_plots([replace(stock, survival=())]) is curve_plots([]) is None
     assert curve_plots([replace(stock, survival=(1.0, 1.0))]) is not None
-
-
-def test_the_band_is_that_of_rounds(stock: SampleSummary) -> None:
-    """One round has none; of several it is the interval over their shares, cut where the axis begins."""
     held = {1: (5,) * 2 + (40,) * 18, 2: (17,) + (40,) * 19, 3: (40,) * 20}
-    assert "band" not in drawn(stock)[1]
+    assert "band" not in marks
     band = [y for _, y in drawn(replace(stock, held_rounds=held, confidence=0.975))[1]["band"]]
     low, high = round_interval([18, 19, 20], [20] * 3, 0.975)
     assert low < 0.8 < high
@@ -58,8 +55,9 @@ def test_the_band_is_that_of_rounds(stock: SampleSummary) -> None:
     assert min(band) == 0.0
 
 
-def test_the_picture_of_answers_has_a_branch_for_each(stock: SampleSummary) -> None:
-    """Ended by counts and the first different words; branches leave at their tokens; one answer is a straight line."""
+def test_the_picture_of_answers_has_a_branch_for_each(stock: SampleSummary, tmp_path: Path) -> None:
+    """Ended by counts and the first different words; branches leave at their tokens; one answer is a straight line.
+    8 answers are shown, and how many more there are is said."""
     one = replace(stock, impl="invariant", distinct_completions=1, distinct_traces=1, completions=stock.completions[:1])
     picture = answers_picture((stock, one))
     said = [words.text for words in picture.words]
@@ -75,38 +73,27 @@ def test_the_picture_of_answers_has_a_branch_for_each(stock: SampleSummary) -> N
     beside = answers_picture((stock, replace(one, completions=(short,))))  # another's answer, over before they differ
     assert beside.words[-1].text == "“one word”"
     assert counts_text(replace(one, distinct_traces=3)) == "60 requests, 1 answer; logprobs differ"
+    each = lambda _, i: ((((i % 30, i // 30),) if i else ()), 0)  # noqa: E731 - one line
+    (crowd,) = summaries_of(sampled(tmp_path, impls=("stock",), n=90, variants=each))
+    assert crowd.distinct_completions > 50
+    said = [words.text for words in answers_picture((crowd,)).words]
+    shown = sum(int(count) for count in said[2:18:2])
+    assert said[19] == f"not drawn: {crowd.distinct_completions - 8} rarer answers to {90 - shown} requests"
 
 
 def test_a_card_has_all_that_is_posted(stock: SampleSummary) -> None:
     """Its title and verdict above the picture, its facts below, nothing on top of another."""
     picture = answers_picture((stock,))
-    card = card_of(
-        picture, "Completions of a model", "Output changes", {"operator": "`x` " * 90, "cost": "not measured"}
-    )
+    facts = {"operator": "`x` " * 90, "cost": "not measured"}
+    card = card_of(picture, "Completions of a model", "Output changes", facts)
     texts = [words.text for words in card.words]
     assert texts[:3] == ["nondet · Completions of a model", "Output changes", "Stock kernels"]
-    assert [text for text in texts if text in ("operator", "cost", "not measured")] == [
-        "operator",
-        "cost",
-        "not measured",
-    ]
+    said = ["operator", "cost", "not measured"]
+    assert [text for text in texts if text in said] == said
     assert "`" not in "".join(texts)
     down = card.words[2].y - picture.words[0].y
     assert [s.y0 - down for s in card.strokes] == pytest.approx([s.y0 for s in picture.strokes])
     assert max(words.y for words in card.words) < card.height
-
-
-def test_a_crowd_of_branches_is_cut_and_counted(tmp_path: Path) -> None:
-    """A picture shows 8 answers, and says how many more there are."""
-
-    def each(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
-        return (((number % 30, number // 30),) if number else ()), 0
-
-    (summary,) = summaries_of(sampled(tmp_path, impls=("stock",), n=90, variants=each))
-    assert summary.distinct_completions > 50
-    said = [words.text for words in answers_picture((summary,)).words]
-    shown = sum(int(count) for count in said[2:18:2])
-    assert said[19] == f"not drawn: {summary.distinct_completions - 8} rarer answers to {90 - shown} requests"
 
 
 def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
@@ -124,13 +111,8 @@ def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
     short = branch_of(replace(others[0], pieces=top.pieces[:9]), 9)
     assert (short.mark, short.after) == ("ends here", "")
     assert short.marked.endswith("⟦ends here⟧")
-
-
-def test_tokens_without_a_text_are_told_apart() -> None:
-    """By their ids: two of them must not look like one."""
-    assert [token("", 4), token("\ufffd", 5), token(" a\n", 6), token("", -1)] == [
-        "<token 4>", "<token 5>", "“ a⏎”", "(the end)",
-    ]  # fmt: skip
+    named = [token("", 4), token("\ufffd", 5), token(" a\n", 6), token("", -1)]  # two without a text differ
+    assert named == ["<token 4>", "<token 5>", "“ a⏎”", "(the end)"]
 
 
 def test_what_vllm_counted_is_told_of_its_runs_alone(tmp_path: Path) -> None:

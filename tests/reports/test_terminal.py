@@ -17,11 +17,9 @@ from tests.build import cell, failed, h200_sweep, limits, row, run_of, sampled, 
 
 def printed(*runs: Run, colour: bool = False, width: int = 80, verbose: bool = True) -> str:
     stream = io.StringIO()
-    render(
-        list(runs),
-        Console(file=stream, width=width, force_terminal=colour, color_system="truecolor" if colour else None),
-        verbose=verbose,
-    )
+    system = "truecolor" if colour else None
+    console = Console(file=stream, width=width, force_terminal=colour, color_system=system)
+    render(list(runs), console, verbose=verbose)
     return stream.getvalue()
 
 

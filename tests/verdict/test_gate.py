@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from nondet.core.records import Round, Run, Status
 from nondet.core.runfile import open_run, read_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.reports import gate
+from nondet.sampling.plan import parse_load
+from nondet.services.sample import _COMPLETIONS
 from nondet.testing.assertions import assert_no_fault
 from nondet.verdict.gate import CODES, Decision, Outcome, Power, decide, exit_code, judge
 from tests.build import beside, completion, failed, header, replayed, row, run_of, sampled, tiers
@@ -48,29 +51,22 @@ def test_the_code_follows_the_verdicts() -> None:
         assert exit_code(run_of(*rows), None)[0] == (0 if measured else 1)
 
 
-def test_a_run_that_was_killed_is_no_pass() -> None:
-    """What it did not come to may have diverged; what it did come to is a fault all the same."""
-    assert exit_code(run_of(row([0, 0]), complete=False), "divergent") == (
-        1,
-        "--fail-on divergent can't be decided: the run did not finish.",
-    )
-    assert exit_code(run_of(row([0, 1]), complete=False), "divergent") == (3, "")
-    assert exit_code(run_of(row([0, 0]), complete=False), None) == (0, "")
-    with pytest.raises(AssertionError, match="did not finish"):
-        assert_no_fault(run_of(row([0, 0]), complete=False))
-
-
 def test_an_implementation_that_was_asked_for_and_never_ran_is_no_pass() -> None:
-    """Stock agreeing says nothing of mine:kernel; a backend that came along with stock may be missing."""
-    skipped = {"status": Status.SKIPPED, "reason": "no kernel"}
-    assert exit_code(run_of(row([0, 0]), failed(impl="mine:kernel", **skipped)), "divergent") == (
-        1,
-        "--fail-on divergent can't be decided: nothing was compared for mine:kernel.",
-    )
+    """Stock agreeing says nothing of mine:kernel; a backend that came along with stock may be missing. What a run that
+    was killed did not come to may have diverged; what it did come to is a fault all the same."""
+    skipped, undecided = {"status": Status.SKIPPED, "reason": "no kernel"}, "--fail-on divergent can't be decided: "
+    mine = run_of(row([0, 0]), failed(impl="mine:kernel", **skipped))
+    assert exit_code(mine, "divergent") == (1, f"{undecided}nothing was compared for mine:kernel.")
     along = run_of(row([0, 0]), failed(impl="stock-cudnn", **skipped))
     assert exit_code(along, "divergent") == (0, "")
     along.header.plan["impls"] = ["stock", "stock-cudnn"]
     assert exit_code(along, "divergent")[0] == 1
+    killed = run_of(row([0, 0]), complete=False)
+    assert exit_code(killed, "divergent") == (1, f"{undecided}the run did not finish.")
+    assert exit_code(run_of(row([0, 1]), complete=False), "divergent") == (3, "")
+    assert exit_code(killed, None) == (0, "")
+    with pytest.raises(AssertionError, match="did not finish"):
+        assert_no_fault(killed)
 
 
 def test_a_sampled_run_is_judged_by_its_completions(tmp_path: Path) -> None:
@@ -144,32 +140,26 @@ def test_how_many_tries_see_a_rate() -> None:
 
 
 def test_a_gate_passes_on_enough_loads_and_not_on_one_fewer() -> None:
-    """29 loads beside the first see a rate of 10%: that one is what they are held against, however full it was."""
+    """29 loads beside the first see a rate of 10%: that one is what they are held against, however full it was. The
+    default sample has as many rounds of the default load as the gate's default rate needs, and that one."""
     for each in (1, 2):
         assert decision(loads(30, each)).outcome == Outcome.OPEN
         short = decision(loads(29, each))
         assert (short.outcome, short.code) == (Outcome.NOT_ENOUGH, 4)
         assert "28 loads were compared, and 29 are needed" in short.reason
+    assert -(-_COMPLETIONS // parse_load("default").targets) == 30
 
 
 def test_what_is_written_to_json_is_a_contract() -> None:
     """Scripts of CI compare these words and codes: none may change by chance."""
-    assert {str(outcome): CODES[outcome] for outcome in Outcome} == {
-        "open": 0, "shut": 3, "no answer": 1, "not enough": 4,
-    }  # fmt: skip
+    codes = {"open": 0, "shut": 3, "no answer": 1, "not enough": 4}
+    assert {str(outcome): CODES[outcome] for outcome in Outcome} == codes
     told = json.loads(gate.as_json(decision(loads(5))))
-    assert (told["outcome"], told["code"], told["verdicts"][0]["findings"]) == (
-        "not enough",
-        4,
-        ["no divergence observed"],
-    )
+    assert (told["outcome"], told["code"]) == ("not enough", 4)
+    assert told["verdicts"][0]["findings"] == ["no divergence observed"]
     [power] = told["power"]
-    assert (power["by"], power["needed"], power["enough"], power["compared"]) == (
-        "load",
-        29,
-        False,
-        {"load": 4, "request": 9},
-    )
+    said = {"by": "load", "needed": 29, "enough": False, "compared": {"load": 4, "request": 9}}
+    assert power == power | said
 
 
 def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
@@ -181,14 +171,18 @@ def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
 
 
 def test_a_sweep_has_counts_and_no_rate() -> None:
-    """It passes on what was compared; a rate that somebody asks for is refused, and never made up."""
+    """It passes on what was compared; a rate that somebody asks for is refused, and never made up. A gate that fails
+    says why: a divergence and a wrong result are mended in two ways."""
     sweep = run_of(row([0, 0, 0]))
     assert decision(sweep).outcome == Outcome.OPEN
     assert decision(sweep).power == ()
     with pytest.raises(UserError, match="no sample"):
         decision(sweep, given=True)
-    assert decision(run_of(row([0, 1]))).outcome == Outcome.SHUT
-    assert decision(run_of(row([0, 0], status=Status.WRONG, reason="zeros"))).outcome == Outcome.SHUT
+    zeros = {"status": Status.WRONG, "reason": "zeros"}
+    for labels, fields, said in [([0, 1], {}, "batch-dependent"), ([0, 0], zeros, "wrong"), ([0, 1], zeros, "wrong")]:
+        run = run_of(row(labels, **fields))
+        assert decision(run).outcome == Outcome.SHUT
+        assert gate.text(decision(run), run)[-1].startswith(f"Gate failed: stock: {said}")
 
 
 def test_implementations_are_judged_alone_where_they_are_named() -> None:
@@ -227,15 +221,12 @@ def test_what_ci_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert "<b>" not in text + xml.read_text()
     assert "\x1b" not in text + xml.read_text()
     assert main(["gate", str(path), "--junit", str(xml)]) == 2  # it exists
-
-
-def test_too_few_is_a_failure_to_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """4, and a failed test case; with a rate that was tried for, 0."""
-    path, xml = written(loads(6), tmp_path / "r.jsonl"), tmp_path / "gate.xml"
-    assert main(["gate", str(path), "--junit", str(xml), "-q"]) == 4
+    capsys.readouterr()
+    few, xml = written(loads(6), tmp_path / "few.jsonl"), tmp_path / "few.xml"  # a failed test case, too
+    assert main(["gate", str(few), "--junit", str(xml), "-q"]) == 4
     assert capsys.readouterr().out.startswith("Gate failed, not enough data: stock: 5 loads were compared, and 29")
     assert [case[0].tag for case in ElementTree.parse(xml).getroot()[0]] == ["system-out", "failure"]  # noqa: S314 - ours
-    assert main(["gate", str(path), "--rate", "50%"]) == 0
+    assert main(["gate", str(few), "--rate", "50%"]) == 0
     assert "Gate passed" in capsys.readouterr().out
 
 
@@ -255,20 +246,6 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert (seen.err.count("\n"), seen.out) == (1, "")
 
 
-def test_a_gate_that_fails_says_why() -> None:
-    """A divergence and a wrong result are mended in two ways."""
-    for findings, said in [
-        ([row([0, 1])], "Gate failed: stock: batch-dependent"),
-        ([row([0, 0], status=Status.WRONG, reason="zeros")], "Gate failed: stock: wrong"),
-        (
-            [row([0, 1], status=Status.WRONG, reason="zeros")],
-            "Gate failed: stock: wrong",
-        ),
-    ]:
-        run = run_of(*findings)
-        assert gate.text(decision(run), run)[-1].startswith(said)
-
-
 def typed(run: Run, *argv: str) -> Run:
     run.header.environment["argv"] = ["nondet", "sample", *argv]
     return run
@@ -276,27 +253,23 @@ def typed(run: Run, *argv: str) -> Run:
 
 def test_too_few_names_the_command_that_is_enough() -> None:
     """With the run's own model, prompts and load; a run that it plans has the loads and the requests."""
-    for argv, prompts, by, command in [
-        ([], 1, "load", "nondet sample --impl stock --load targets=2 --n 60"),
+    own = "--load heavy,targets=9 --model 'my model' --n 40 --out x.jsonl --dtype=float32"
+    for options, prompts, by, command in [
+        ("", 1, "load", "--load targets=2 --n 60"),
+        (own, 1, "load", "--load heavy,targets=2 --n 60 --model 'my model' --dtype=float32"),
         (
-            ["--load", "heavy,targets=9", "--model", "my model", "--n", "40", "--out", "x.jsonl", "--dtype=float32"],
-            1,
-            "load",
-            "nondet sample --impl stock --load heavy,targets=2 --n 60 --model 'my model' --dtype=float32",
-        ),
-        (
-            ["--prompts", "p.txt", "--trust-remote-code"],
+            "--prompts p.txt --trust-remote-code",
             5,
             "load",
-            "nondet sample --impl stock --load targets=2 --n 13 --prompts p.txt --trust-remote-code",
+            "--load targets=2 --n 13 --prompts p.txt --trust-remote-code",
         ),
-        (["--load=light"], 1, "request", "nondet sample --impl stock --load light --n 300"),
+        ("--load=light", 1, "request", "--load light --n 300"),
     ]:
-        run = typed(loads(3, prompts=prompts), *argv)
+        run = typed(loads(3, prompts=prompts), *shlex.split(options))
         rate = 0.1 if by == "load" else 0.01
         last = gate.text(decision(run, rate, by=by), run)[-1]
         assert last.startswith("Gate failed, not enough data: ")
-        assert last.endswith(f" Run: {command}")
+        assert last.endswith(f" Run: nondet sample --impl stock {command}")
         n = int(command.partition("--n ")[2].split()[0])
         if by == "load":
             subjects = [[i for i in range(n * prompts) if i % prompts == p] for p in range(prompts)]
@@ -306,26 +279,12 @@ def test_too_few_names_the_command_that_is_enough() -> None:
             assert decision(loads(150), rate, by=by).outcome == Outcome.OPEN
 
 
-def test_loads_that_varied_nothing_are_not_advised_again() -> None:
-    """Equal batches are no try, however many there are: then the default load is what varies them."""
-    run = typed(loads(3, alone=True), "--load", "none")
-    assert gate.text(decision(run), run)[-1].endswith("Run: nondet sample --impl stock --load targets=2 --n 60")
-
-
-def test_the_default_sample_is_enough_for_the_default_gate() -> None:
-    """As many rounds of the default load as the gate's default rate needs, and the one that they are compared with."""
-    from nondet.sampling.plan import parse_load
-    from nondet.services.sample import _COMPLETIONS
-
-    rounds = -(-_COMPLETIONS // parse_load("default").targets)
-    assert rounds == 30
-    assert decision(loads(rounds)).outcome == Outcome.OPEN
-
-
 def test_prompts_that_ride_along_are_not_counted_as_chosen() -> None:
-    """What is advised is the number of completions of the one prompt, whatever rides in its rounds."""
+    """What is advised is the number of completions of the one prompt, whatever rides in its rounds. Equal batches are
+    no try, however many there are: then the default load is what varies them."""
     run = typed(loads(3, alone=True), "--load", "none")
     plain = gate.text(decision(run), run)[-1]
+    assert plain.endswith("Run: nondet sample --impl stock --load targets=2 --n 60")
     prompts = [*run.header.plan["prompts"], {"text": "x", "tokens": 300}, {"text": "y", "tokens": 700}]
     header = msgspec.structs.replace(run.header, plan=run.header.plan | {"prompts": prompts, "riders": 2})
     ridden = msgspec.structs.replace(run, header=header)

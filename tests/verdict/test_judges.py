@@ -75,10 +75,8 @@ def axes() -> Iterator[tuple[str, Run]]:
     both = BASE | {"chunk=5": "BBBB", "page=4": "AAAB", "page=8": "AAAA"}
     yield "every axis compared", varied(BASE | {"chunk=5": "AAAA"}, note="needs CUDA")
     yield "of two values one took effect", varied(BASE | {"chunk=5": "AAAA", "chunk=16": "AAAA"}, "chunk=5")
-    yield (
-        "an axis without effect, beside one that had some",
-        varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "chunk=5"),
-    )
+    beside_one = varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "chunk=5")
+    yield "an axis without effect, beside one that had some", beside_one
     yield "one completion a value", varied({"base": "A", "dtype=float16": "B"})
     yield "nothing left of the base", varied({"base": ["", "", "", ""], "chunk=5": "AAAA"})
     no_base = varied(BASE | {"chunk=5": "AAAA"})
@@ -155,12 +153,9 @@ def servers() -> Iterator[tuple[str, Run]]:
     yield "some of them were alone", with_(simple(loads=3, concurrent=3))
     for temperature in (0.0, 0.7):
         for answer in ("yes", "no", "unknown"):
-            kept = answered(part, temperature, greedy=answer, seed=answer, sums=answer)
-            yield f"at {temperature} contract {answer}", kept
-            yield (
-                f"at {temperature} contract {answer}, alike",
-                answered(simple(loads=3), temperature, greedy=answer, seed=answer),
-            )
+            name = f"at {temperature} contract {answer}"
+            yield name, answered(part, temperature, greedy=answer, seed=answer, sums=answer)
+            yield f"{name}, alike", answered(simple(loads=3), temperature, greedy=answer, seed=answer)
         yield f"at {temperature} no contract", planned(part, temperature=temperature)
     yield "no server on record", with_(simple(loads=3), servers=[])
     yield "no fingerprint", seen(simple(loads=3), fingerprint="")
@@ -192,19 +187,14 @@ def servers() -> Iterator[tuple[str, Run]]:
         more = [completion(200 + i, "warm", warm, round=60 + i, cached=4) for i in range(8)]
         yield f"cold and warm {name}, and a load", with_(part, completions=[*part.completions, *cold, *more])
         yield f"cold and warm {name} alone", with_(made([*cold, *more], []))
-        counted = changed(
-            made([*cold, *more], [ended(60 + i, "warm", 1, 0) for i in range(8)]), lambda c: {"served": None}
-        )
+        warmed = made([*cold, *more], [ended(60 + i, "warm", 1, 0) for i in range(8)])
+        counted = changed(warmed, lambda c: {"served": None})
         yield f"a counter of hits, {name}", traffic(counted, "warm", counters={"cache_hit": 1.0, "requests": 9.0})
-    known: tuple[tuple[str, dict[str, Any]], ...] = (("its own ids", {}), ("text", {"known_by": "text"}))
-    for name, fields in known:
+    for name, known_by in (("its own ids", "ids"), ("text", "text")):
         for text in ("", "t"):
-            served = {"served": Served(text=text)}
-            first, second = (
-                changed(simple(loads=3, trace=trace), lambda _, served=served: served)  # type: ignore[misc] # bound now
-                for trace in "AD"
-            )
-            yield f"a second server known by {name} {text}", with_(beside(first, seen(second, **fields), "server-2"))
+            first, second = (simple(loads=3, trace=trace, served=Served(text=text)) for trace in "AD")
+            both = beside(first, seen(second, known_by=known_by), "server-2")
+            yield f"a second server known by {name} {text}", with_(both)
     lone = simple(loads=3)
     yield "a second server without solo", with_(beside(lone, with_(lone, completions=lone.completions[4:]), "server-2"))
     yield "a load alone", with_(lone, completions=lone.completions[4:])
@@ -235,12 +225,10 @@ def others() -> Iterator[tuple[str, Run]]:
     for status in (Status.TIMED, Status.ERROR):
         yield f"a cell {status}", run_of(cells=[cell(8, timed("stock", 1.0, status=status))])
     yield "a case failed", run_of(row([0, 0]), failed())
-    yield (
-        "cases failed and were skipped",
-        run_of(row([0, 0]), failed(), failed(Status.SKIPPED, case="b"), row([0, 0], nonfinite=2)),
-    )
-    yield "four implementations part", run_of(*(row([0, 1], impl=f"m:{i}") for i in range(4)))
-    yield "three implementations part", run_of(*(row([0, 1], impl=f"m:{i}") for i in range(3)))
+    lost = failed(), failed(Status.SKIPPED, case="b")
+    yield "cases failed and were skipped", run_of(row([0, 0]), *lost, row([0, 0], nonfinite=2))
+    for word, n in (("four", 4), ("three", 3)):
+        yield f"{word} implementations part", run_of(*(row([0, 1], impl=f"m:{i}") for i in range(n)))
     for finding in ("no divergence observed", "batch-dependent", "unknown"):
         diagnosis = Diagnosis(finding=finding, whether="w")
         yield f"a diagnosis: {finding}", with_(loads(5), diagnoses=[diagnosis])

@@ -42,7 +42,8 @@ def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
 
 def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
     """The batch is named where it changed and a round that differs was bit-identical when it was repeated; agreement is
-    an observation with its bound; equal answers that ended in two ways are not clean."""
+    an observation with its bound; equal answers that ended in two ways are not clean, and two completions in one trace
+    are a contradiction."""
     equal, last_differs = "A" * 60, ("A" * 60, "A" * 60, "A" * 59 + "B")
     not_repeated = "No round was repeated: differences may be batch or run-to-run effects."
     again = "Run again: 3 of 60 requests in 1 round differed."
@@ -73,13 +74,8 @@ def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
         assert text in verdict.text
         assert note in " ".join(verdict.notes)
         assert bool(verdict.notes) == bool(note or rows)
-
-
-def test_tokens_are_a_part_of_a_trace() -> None:
-    """Two completions in one trace are a contradiction."""
-    made = replace(counts("AA"), completions=Counter(a=1, b=1))
     with pytest.raises(UserError, match=r"stock has 2 completions in one trace\b.*edited by hand"):
-        judge_counts(made)
+        judge_counts(replace(counts("AA"), completions=Counter(a=1, b=1)))
 
 
 def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
@@ -106,17 +102,14 @@ def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) 
     run = sampled(tmp_path, again=False)
     run.rows += [replay(2), replay(0, "invariant")]
     (section,) = build([run]).runs
-    assert [(v.impl, v.finding) for v in section.verdicts] == [
-        ("stock", Finding.RUN_TO_RUN),
-        ("invariant", Finding.CLEAN),
-    ]
+    findings = {"stock": Finding.RUN_TO_RUN, "invariant": Finding.CLEAN}
+    assert {v.impl: v.finding for v in section.verdicts} == findings
     assert not section.probes
     assert section.sampled is not None
     folded = [b for b in sample_blocks(section.sampled, 1, True) if isinstance(b, Details)]
     tables = [block for b in folded for block in b.blocks if isinstance(block, Table)]
-    assert [row[1] for counts in tables for row in counts.rows if row[0] == "run again"] == [
-        "2 of 60 requests in 1 round differed"
-    ]
+    again = [row[1] for counts in tables for row in counts.rows if row[0] == "run again"]
+    assert again == ["2 of 60 requests in 1 round differed"]
     run.rows[0] = msgspec.structs.replace(replay(0), status=Status.ERROR, reason="out of memory")
     (failed,) = build([run]).runs
     assert replays(failed.run).keys() == {"invariant"}
@@ -162,23 +155,18 @@ def varied(arms: Arms, unproven: str = "", per_round: int = 4, note: str = "", l
 BASE: Arms = {"base": "AAAA"}
 
 
-def test_nan_that_agrees_with_itself_is_wrong() -> None:
-    """Whatever else is found: the gate fails, and the count of such completions comes first."""
-    for other in ["AAAA", "BBBB"]:
-        run = varied(BASE | {"chunk=5": other}, lost="A")
-        (verdict,) = judge(run)
+def test_each_implementation_has_its_own_completions() -> None:
+    """NaN, failures, bits that follow an axis and noise of one are nothing of the other's, whichever it is. NaN that
+    agrees with itself is wrong, whatever else is found and told: the count of such completions comes first."""
+    for other, lost in [("AAAA", 8), ("BBBB", 4)]:
+        run, sound = (varied(BASE | {"chunk=5": other}, lost=nan) for nan in "A ")
+        (verdict,), (without,) = judge(run), judge(sound)
         assert verdict.finding == Finding.WRONG
         assert (Finding.OTHER in verdict.findings) == (other == "BBBB")
-        lost = 8 if other == "AAAA" else 4
         assert verdict.text.startswith(f"{lost} completions of 8 hold NaN or infinite logprobs: wrong")
-        sound = judge(varied(BASE | {"chunk=5": other}))[0]
-        kept = sound.counts[:-1] if other == "AAAA" else sound.counts  # what else was counted is told as well
+        kept = without.counts[:-1] if other == "AAAA" else without.counts
         assert (verdict.counts[1:], verdict.bounds) == (kept, ())
         assert exit_code(run, "divergent") == (3, "")
-
-
-def test_each_implementation_has_its_own_completions() -> None:
-    """NaN, failures, bits that follow an axis and noise of one are nothing of the other's, whichever it is."""
     clean = varied(BASE | {"chunk=5": "AAAA"})
     faulty = {
         Finding.WRONG: varied(BASE | {"chunk=5": "AAAA"}, lost="A"),

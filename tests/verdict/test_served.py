@@ -58,13 +58,6 @@ def simple(*, concurrent: int = 4, trace: str = "A", prompt: int = 0, loads: int
     return made(solo + loaded, rounds)
 
 
-def test_a_load_in_company_is_clean_and_one_that_parts_is_named() -> None:
-    """What the tests below take away is what makes these two so."""
-    assert judge(simple())[0].finding == Finding.CLEAN
-    assert exit_code(simple(), "divergent")[0] == 0
-    assert judge(simple(trace="B"))[0].finding == Finding.BATCH
-
-
 def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
     """Every answer is odd with a chance of a tenth whatever runs: prompts whose solo answers agree by luck prove
     nothing together."""
@@ -85,7 +78,11 @@ def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
 
 
 def test_neighbours_alone_prove_no_load() -> None:
-    """They streamed together, and no request under study is known to have been among them."""
+    """They streamed together, and no request under study is known to have been among them. With one that was it is
+    clean, and one that parts is named."""
+    assert judge(simple())[0].finding == Finding.CLEAN
+    assert exit_code(simple(), "divergent")[0] == 0
+    assert judge(simple(trace="B"))[0].finding == Finding.BATCH
     run = simple(concurrent=0)
     assert judge(run)[0].finding == Finding.UNPROVEN
     assert "none of the compared requests is known to have been among them" in " ".join(judge(run)[0].notes)
@@ -95,8 +92,9 @@ def test_neighbours_alone_prove_no_load() -> None:
     assert evidence(simple(concurrent=1))["server", 0]["loaded"].concurrent == 30
 
 
-def test_a_watcher_waits_for_every_prompt() -> None:
-    """The power is reached by one prompt's loads; the other has met none yet."""
+def test_a_watcher_waits_for_every_prompt_and_server() -> None:
+    """The power is reached by one prompt's loads; the other has met none yet. Loads of the first server are no proof of
+    the second."""
     watcher = Watcher(0.7, 0.95, "load", prompts=2)
     for number in range(5):
         answers = [completion(4 * number + i, "loaded", round=number) for i in range(4)]
@@ -105,16 +103,10 @@ def test_a_watcher_waits_for_every_prompt() -> None:
     assert not watcher.enough(ended(5, "loaded", 4, 0), answers)
     assert watcher.enough(ended(6, "loaded", 4, 4), answers)
     assert not watcher.diverged
-
-
-def test_each_server_has_its_own_loads() -> None:
-    """Those of the first are no proof of the second."""
     watcher = Watcher(0.7, 0.95, "load")
-    answers = [completion(i, "loaded", round=0) for i in range(4)]
-    assert [watcher.enough(ended(n, "loaded", 4, 4), answers) for n in range(3)] == [False, False, True]
-    other = [msgspec.structs.replace(c, impl="server-2") for c in answers]
-    rounds = [msgspec.structs.replace(ended(n, "loaded", 4, 4), impl="server-2") for n in range(3)]
-    assert [watcher.enough(r, other) for r in rounds] == [False, False, True]
+    for impl in ("server", "server-2"):
+        answers = [completion(i, "loaded", round=0, impl=impl) for i in range(4)]
+        assert [watcher.enough(ended(n, "loaded", 4, 4, impl), answers) for n in range(3)] == [False, False, True]
     assert (watcher.loads, watcher.diverged) == (6, False)
 
 
@@ -223,7 +215,8 @@ def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
 
 
 def test_a_cache_is_proven_by_every_answer() -> None:
-    """Cold where none had a token cached, warm where all had one."""
+    """Cold where none had a token cached, warm where all had one; where answers do not say, by a counter of its: one
+    that stood still says it of every answer."""
     for arm, cached, proven, said in [
         ("cold", (0, 0), True, "the server had 0 prompt tokens cached"),
         ("cold", (0, 1), False, "the server had 0 to 1 prompt tokens cached, so it was not cold"),
@@ -234,15 +227,10 @@ def test_a_cache_is_proven_by_every_answer() -> None:
         run = made([completion(i, arm, round=i, cached=n) for i, n in enumerate(cached)], [])
         seen = evidence(run)["server", 0][arm]
         assert (seen.proof, words(seen.shown)) == (proven, said)
-
-
-def test_a_cache_is_proven_by_the_servers_counter() -> None:
-    """Where its answers do not say; a counter that stood still says it of every answer."""
     for arm, hits, proven in [("cold", 0.0, True), ("cold", 3.0, False), ("warm", 3.0, True)]:
-        completions = [completion(i, arm, round=i) for i in range(2)]
-        run = changed(made(completions, [ended(i, arm, 1, 0) for i in range(2)]), lambda c: {"served": Served()})
-        run = traffic(run, arm, counters={"vllm:prefix_cache_hits_total": hits / 2})
-        seen = evidence(run)["server", 0][arm]
+        completions = [completion(i, arm, round=i, served=Served()) for i in range(2)]
+        run = made(completions, [ended(i, arm, 1, 0) for i in range(2)])
+        seen = evidence(traffic(run, arm, counters={"vllm:prefix_cache_hits_total": hits / 2}))["server", 0][arm]
         assert seen.proof == proven
         assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
         assert words(seen.shown).endswith("so it was not cold") == (not proven)

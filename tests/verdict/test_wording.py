@@ -18,6 +18,12 @@ from tests.verdict.test_served import simple
 SOURCES = sorted(Path(nondet.verdict.__path__[0]).glob("*.py"))
 
 
+def reasons(path: Path) -> list[ast.Call]:
+    """Where a source makes a reason."""
+    calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+    return [call for call in calls if getattr(call.func, "id", "") == "reason"]
+
+
 def test_every_sentence_has_a_judge_and_every_code_a_sentence() -> None:
     """Codes are literals: those in the judges (and in messages for tests) and those in the table are the same."""
     literals: set[str] = set()
@@ -29,8 +35,7 @@ def test_every_sentence_has_a_judge_and_every_code_a_sentence() -> None:
             n.value for part in tree.body if part not in table for n in ast.walk(part)
             if isinstance(n, ast.Constant) and isinstance(n.value, str)
         }  # fmt: skip
-        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "reason"]
-        codes |= {c.args[0].value for c in calls if isinstance(c.args[0], ast.Constant)}
+        codes |= {c.args[0].value for c in reasons(path) if isinstance(c.args[0], ast.Constant)}
     assert len(codes) > 80
     assert codes <= WORDS.keys()
     assert {code for code in WORDS if not code.startswith("seed-")} <= literals
@@ -43,40 +48,26 @@ def fields(sentence: str) -> set[str]:
 
 
 def test_every_sentence_is_given_its_numbers() -> None:
-    """Where a reason is made its code's fields are named: none is missed only once somebody reads the verdict."""
-    missed, made = [], 0
-    for path in SOURCES:
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != "reason":
-                continue
-            given = {keyword.arg for keyword in call.keywords}
-            codes = [n.value for n in ast.walk(call.args[0]) if isinstance(n, ast.Constant) and n.value in WORDS]
-            missed += [code for code in codes if None not in given and not fields(WORDS[code]) <= given]
-            made += len(codes)
-    assert (missed, made > 100) == ([], True)
-
-
-def test_judges_write_no_sentence() -> None:
-    """What a reason is given are names and numbers: outside the table no literal of several words goes into one."""
-    texts = []
-    for path in SOURCES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "reason"]
-        parts = [n for call in calls for n in ast.walk(call) if isinstance(n, ast.Constant)]
-        texts += [n.value for n in parts if isinstance(n.value, str)]
-    assert len(texts) > 100
+    """Where a reason is made its code's fields are named: none is missed only once somebody reads the verdict. They are
+    names and numbers: outside the table no literal of several words goes into one."""
+    missed, made, texts = [], 0, list[str]()
+    for call in [call for path in SOURCES for call in reasons(path)]:
+        given = {keyword.arg for keyword in call.keywords}
+        codes = [n.value for n in ast.walk(call.args[0]) if isinstance(n, ast.Constant) and n.value in WORDS]
+        missed += [code for code in codes if None not in given and not fields(WORDS[code]) <= given]
+        made += len(codes)
+        texts += [n.value for n in ast.walk(call) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    assert (missed, made > 100, len(texts) > 100) == ([], True, True)
     assert [text for text in texts if text.count(" ") > 1] == []
 
 
 def test_text_is_made_of_facts() -> None:
-    """What a sentence says is in the verdict as code and numbers: nobody has to read it back."""
+    """What a sentence says is in the verdict as code and numbers: nobody has to read it back. One case, two thousand
+    cases; braces in a name are no field."""
     [verdict] = judge(run_of(row([0, 1]), row([0, 0], case="b")))
     [clause] = verdict.counts
-    assert (clause.code, clause.numbers["finding"], clause.numbers["hits"]) == (
-        "rows",
-        Finding.BATCH,
-        (("linear", True), ("linear", False)),
-    )
+    hits = (("linear", True), ("linear", False))
+    assert (clause.code, clause.numbers["finding"], clause.numbers["hits"]) == ("rows", Finding.BATCH, hits)
     assert verdict.text == phrase(verdict.counts) == "batch-dependent in 1 of 2 cases (linear)"
     [served] = judge(simple())
     [bound] = served.bounds
@@ -84,10 +75,6 @@ def test_text_is_made_of_facts() -> None:
     assert served.text == phrase(served.counts) + words(bound)
     [axes] = judge(varied(BASE | {"chunk=5": "AABA"}))
     assert next((c.code, c.numbers.get("n")) for c in axes.counts) == ("axes-followed", 1)
-
-
-def test_numbers_are_written_in_words() -> None:
-    """One case, two thousand cases; braces in a name are no field."""
     for n, text in [(1, "1 case failed"), (2000, "2,000 cases failed")]:
         assert words(reason("cases", n=n, what="failed")) == text
         assert words(reason("of-impls", impls=("{n}", "b"))) == " for {n}, b"
@@ -111,10 +98,7 @@ def test_findings_are_these_words_the_strongest_first() -> None:
         ("no divergence observed under a load that is unproven", False, False),
         ("nothing compared", False, False),
     ]
-
-
-def test_statuses_roles_and_axes_are_these_words() -> None:
-    """A file of another release means the same by them."""
+    # a file of another release means the same by these
     statuses = {v for k, v in vars(Status).items() if k.isupper() and isinstance(v, str)}
     assert statuses == {"identical", "divergent", "skipped", "error", "wrong", "timed"}
     assert [role.value for role in Role] == ["stock", "backend", "invariant", "part", "other"]
