@@ -31,7 +31,7 @@ class Toy:
     def __init__(self, taken: list[Any], budget: int = 4, parts: bool = False) -> None:
         self.taken, self.budget, self.parts = taken, budget, parts
         self.left: dict[str, Any] = {}
-        self.resets, self.added, self.step_number = 0, [], -1
+        self.resets, self.step_number = 0, -1
 
     def reset_prefix_cache(self) -> None:
         """Counted."""
@@ -45,12 +45,6 @@ class Toy:
         """From now on it may be scheduled."""
         ids = prompt["prompt_token_ids"]
         self.left[name] = SimpleNamespace(prompt=len(ids), first=ids[0], ids=[], params=params)
-        self.added.append((name, len(self.taken_steps)))
-
-    @property
-    def taken_steps(self) -> range:
-        """One for each step so far."""
-        return range(self.step_number + 1)
 
     def step(self) -> list[Any]:
         """Prefills in chunks, then a token a step."""
@@ -69,11 +63,8 @@ class Toy:
                 del self.left[name]
                 score = -0.5 - (len(scheduled) * 2.0**-20 if self.parts else 0.0)
                 tops = [{i: SimpleNamespace(logprob=score)} for i in one.ids]
-                output = SimpleNamespace(
-                    token_ids=one.ids,
-                    logprobs=tops if one.params.logprobs is not None else None,
-                    finish_reason="length",
-                )
+                given = tops if one.params.logprobs is not None else None
+                output = SimpleNamespace(token_ids=one.ids, logprobs=given, finish_reason="length")
                 done.append(SimpleNamespace(request_id=name, finished=True, outputs=[output], num_cached_tokens=3))
         preempted = {"x"} if self.step_number == 1 else None
         self.taken.append(SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted))
@@ -88,11 +79,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", made)
 
 
-REQUESTS = [
-    Request("t0", True, (7, 7, 7, 7, 7, 7), 2, 0),
-    Request("r0", False, (8,), 1, 1),
-    Request("t1", True, (9, 9), 2, 9),
-]
+REQUESTS = [Request("t0", True, (7,) * 6, 2, 0), Request("r0", False, (8,), 1, 1), Request("t1", True, (9, 9), 2, 9)]
 
 
 @pytest.mark.usefixtures("vllm")
@@ -151,26 +138,19 @@ def test_what_a_session_did_is_counted_for_its_axis() -> None:
 def test_vllm_is_started_anew_for_each_arm_and_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
 
-    class Started:
-        def __init__(self, loaded: Any, load: Any, longest: int, **more: Any) -> None:
-            self.more = more
-
+    def started(loaded: Any, load: Any, longest: int, **more: Any) -> Any:
         @contextmanager
-        def implementation(self, name: str) -> Iterator[None]:
-            said.append((name, self.more))
+        def implementation(name: str) -> Iterator[None]:
+            said.append((name, more))
             yield
             said.append("ended")
 
-        def run(self, requests: Any, load: Any, **_: Any) -> Any:
-            return load.budget
+        return SimpleNamespace(
+            implementation=implementation, run=lambda requests, load, **_: load.budget, describe=lambda: more,
+            close=lambda: said.append("closed"),
+        )  # fmt: skip
 
-        def describe(self) -> dict[str, Any]:
-            return self.more
-
-        def close(self) -> None:
-            said.append("closed")
-
-    monkeypatch.setattr(engine, "VllmEngine", Started)
+    monkeypatch.setattr(engine, "VllmEngine", started)
     base = Conditions(load=PRESETS["light"], dtype="float32")
     chunked = replace(base, setting=replace(base.setting, chunk=8))
     with closing(engine.VllmHost(SimpleNamespace(), 99, 32)) as arms:  # type: ignore[arg-type] # no model is loaded
@@ -239,25 +219,25 @@ def test_on_a_gpu_the_cache_holds_the_largest_step_and_leaves_the_rest_free() ->
     )
 
 
-def test_options_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_t_be_asked_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     for words, line in (
         ("vlm", "unknown engine 'vlm'. Did you mean vllm?"),
         ("vllm --ranks 2", "--engine vllm and --ranks exclude each other"),
         ("vllm --impl stock-flash", "unknown implementation under vLLM 'stock-flash'"),
         ("vllm --endpoint http://127.0.0.1:1", "--endpoint and --engine exclude each other"),
+        ("vllm --out run.jsonl", "vLLM is not installed in this environment. pip install vllm==0.25.1"),
     ):
         assert main(["sample", "--engine", *words.split()]) == 2
-        assert line in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_one_line_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "run.jsonl"
-    assert main(["sample", "--engine", "vllm", "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert "vLLM is not installed in this environment. pip install vllm==0.25.1" in " ".join(error.split())
-    assert "Traceback" not in error
-    assert not out.exists()
+        error = " ".join(capsys.readouterr().err.split())
+        assert line in error
+        assert "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+    assert main(["certify", "linear", "--vllm"]) == 2
+    assert "--vllm asks vLLM's layers" in capsys.readouterr().err
 
 
 @pytest.mark.vllm
@@ -277,24 +257,15 @@ def test_what_stands_of_a_real_one(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @needs_vllm
 def test_a_real_one(tmp_path: Path) -> None:
-    """On whatever device it has: every request has an answer, and the batches of the steps add up."""
-    out = tmp_path / "run.jsonl"
-    command = ["sample", "--engine", "vllm", "--impl", "stock", "--load", "light", "--n", "20", "--max-tokens", "8"]
-    assert main([*command, "--out", str(out)]) == 0
-    run = read_run(out)
-    assert [c.status for c in run.completions] == ["ok"] * 20
-    assert all(c.n_tokens == 8 and sum(steps * tokens for _, steps, tokens in c.schedule) >= 8 for c in run.completions)
-    assert run.header.plan["engine"]["name"] == "vllm"
-
-
-@pytest.mark.vllm
-@needs_vllm
-def test_a_real_one_along_axes(tmp_path: Path) -> None:
-    """Each value is one that vLLM says it ran with, and took effect."""
+    """On whatever device it has every request has an answer, and the batches of the steps add up; each value of an
+    axis is one that vLLM says it ran with, and took effect."""
     out = tmp_path / "run.jsonl"
     command = ["sample", "--engine", "vllm", "--impl", "stock", "--load", "light", "--n", "8", "--max-tokens", "8"]
     assert main([*command, "--vary", "sharing,chunk=8", "--out", str(out)]) == 0
     run = read_run(out)
+    assert {c.status for c in run.completions} == {"ok"}
+    assert all(c.n_tokens == 8 and sum(steps * tokens for _, steps, tokens in c.schedule) >= 8 for c in run.completions)
+    assert run.header.plan["engine"]["name"] == "vllm"
     assert {(v.axis, v.value): v.proven for v in run.axis_values} == dict.fromkeys(
         [("sharing", "on"), ("sharing", "off"), ("chunk", "none"), ("chunk", "8")], True
     )
