@@ -52,10 +52,8 @@ def test_views_of_a_cache_are_those_of_its_flat_form(backend: ModuleType) -> Non
     shape = (5, KV_HEADS, PAGE, 2 * DIM) if backend.IN_ROWS else (5, 2, PAGE, KV_HEADS, DIM)
     cache = torch.arange(3 * 5 * 2 * PAGE * KV_HEADS * DIM, dtype=torch.float64).view(3, *shape)[1]
     cache = cache.view(5, PAGE, KV_HEADS, 2 * DIM).transpose(1, 2) if backend.IN_ROWS else cache
-    if backend.IN_ROWS:
-        flat = cache.transpose(1, 2).reshape(-1, KV_HEADS, 2 * DIM).split(DIM, -1)
-    else:
-        flat = cache.reshape(-1, KV_HEADS, DIM)[:-PAGE], cache.reshape(-1, KV_HEADS, DIM)[PAGE:]
+    rows = cache.transpose(1, 2).reshape(-1, KV_HEADS, 2 * DIM) if backend.IN_ROWS else cache.reshape(-1, KV_HEADS, DIM)
+    flat = rows.split(DIM, -1) if backend.IN_ROWS else (rows[:-PAGE], rows[PAGE:])
     page, *views = backend.dense_views(cache)
     assert page == PAGE
     for one, view in zip(flat, views, strict=True):
@@ -91,13 +89,10 @@ def step(
         seq_lens=torch.tensor([*lengths, *[0] * pad], dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.tensor([*lengths, *[0] * pad]),
     )  # fmt: skip
-    config = toys.config(
-        compilation_config__static_forward_context={"layer": SimpleNamespace(impl=impl)}, model_config__heads=HEADS
-    )
-    builder = backend.SegmentsBuilder(
-        SimpleNamespace(block_size=PAGE, dtype=torch.float16), ["layer"], config, torch.device("cpu")
-    )
-    meta = builder.build(0, common)
+    layers = {"layer": SimpleNamespace(impl=impl)}
+    config = toys.config(compilation_config__static_forward_context=layers, model_config__heads=HEADS)
+    spec = SimpleNamespace(block_size=PAGE, dtype=torch.float16)
+    meta = backend.SegmentsBuilder(spec, ["layer"], config, torch.device("cpu")).build(0, common)
     query = torch.cat([q for q, _, _ in each])
     out = torch.full((len(query) + pad, HEADS, DIM), torch.nan).half()
     padded = torch.cat([query, query.new_zeros(pad, HEADS, DIM)])
@@ -193,27 +188,27 @@ def test_launches_of_a_step(backend: ModuleType) -> None:
         piece(1, 2, 2048, 15000, (1, 2049)),
         piece(2, 3, 5, 15000),
     ]
-    whole = [piece(0, 2, 2048, 15000)]
-    assert of([0, 2048, 4096], [15000, 3000], 15000, 8, True) == [
-        piece(0, 1, 2048, 15000, (0, 2048)),
-        piece(1, 2, 2048, 15000),
-    ]
+    whole, first = [piece(0, 2, 2048, 15000)], piece(0, 1, 2048, 15000, (0, 2048))
+    assert of([0, 2048, 4096], [15000, 3000], 15000, 8, True) == [first, piece(1, 2, 2048, 15000)]
     assert of([0, 2048, 4096], [3000, 3000], 15000, 8, True) == whole
     assert of([0, 2048, 4096], None, 15000, 8, True) == of([0, 2048, 4096], [15000, 15000], 15000, 8, False) == whole
     assert of([0, 1, 6, 6, 6], [9, 9, 0, 0], 50, 8, True) == [piece(0, 1, 1, 50), piece(1, 2, 5, 50)]
 
 
 def test_what_it_does_not_do_is_refused_by_name(backend: ModuleType) -> None:
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"alibi_slopes": [1.0]}, "no ALiBi"),
-        ({"sinks": torch.zeros(4)}, "no attention sinks"),
-        ({"kv_cache_dtype": "fp8"}, "no a fp8 KV cache|no fp8 KV cache"),
-        ({"attn_type": "encoder"}, "no encoder attention"),
-        ({"head_size": 512}, "no heads of 512"),
-    ]
-    for given, named in refused:
-        with pytest.raises(UserError, match=named):
-            backend.SegmentsImpl(**(NEEDED | given))
+    for name, value, said in (
+        ("alibi_slopes", [1.0], "no ALiBi"),
+        ("sinks", torch.zeros(4), "no attention sinks"),
+        ("kv_cache_dtype", "fp8", "no a fp8 KV cache|no fp8 KV cache"),
+        ("attn_type", "encoder", "no encoder attention"),
+        ("head_size", 512, "no heads of 512"),
+    ):
+        with pytest.raises(UserError, match=said):
+            backend.SegmentsImpl(**(NEEDED | {name: value}))
+    spec = SimpleNamespace(block_size=PAGE, dtype=torch.float16)
+    builder = backend.SegmentsBuilder(spec, [], toys.config(), torch.device("cpu"))
+    with pytest.raises(UserError, match="is causal"):
+        builder.build(0, SimpleNamespace(causal=False))
 
 
 @LAYOUTS
@@ -233,14 +228,6 @@ def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
     if backend.IN_ROWS:
         with pytest.raises(RuntimeError, match="view size is not compatible"):
             backend.dense_views(torch.zeros(3, 2, 16, 64))  # head by head, as no layout has it that was asked for
-
-
-def test_a_step_that_is_not_causal_is_refused(backend: ModuleType) -> None:
-    builder = backend.SegmentsBuilder(
-        SimpleNamespace(block_size=PAGE, dtype=torch.float16), [], toys.config(), torch.device("cpu")
-    )
-    with pytest.raises(UserError, match="is causal"):
-        builder.build(0, SimpleNamespace(causal=False))
 
 
 def test_ways_are_few(backend: ModuleType) -> None:

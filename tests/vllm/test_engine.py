@@ -145,10 +145,9 @@ def test_vllm_is_started_anew_for_each_arm_and_implementation(monkeypatch: pytes
             yield
             said.append("ended")
 
-        return SimpleNamespace(
-            implementation=implementation, run=lambda requests, load, **_: load.budget, describe=lambda: more,
-            close=lambda: said.append("closed"),
-        )  # fmt: skip
+        made = SimpleNamespace(implementation=implementation, describe=lambda: more)
+        made.run, made.close = lambda requests, load, **_: load.budget, lambda: said.append("closed")
+        return made
 
     monkeypatch.setattr(engine, "VllmEngine", started)
     base = Conditions(load=PRESETS["light"], dtype="float32")

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 import nondet.vllm
-from nondet.cli import main
 from nondet.core import compare
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
@@ -36,9 +35,6 @@ FEW: dict[str, Any] = {
     "scheduler_config__max_num_batched_tokens": 4,
     "compilation_config__cudagraph_capture_sizes": [1, 2, 4],
 }
-
-
-DEFAULTS = {"scheduler_config__max_num_batched_tokens": 16384, "scheduler_config__max_num_seqs": 1024}
 
 
 @pytest.fixture
@@ -68,13 +64,6 @@ def untouched(toy: Toy) -> bool:
     return method(toy).apply.__module__.startswith("vllm") and not toys.OVERRIDES and nondet.vllm.OWN not in os.environ
 
 
-def test_nothing_is_touched_unless_asked(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("", "0"):
-        monkeypatch.setenv(nondet.vllm.ENABLED, value)
-        plugin.register()
-        assert untouched(toy)
-
-
 @pytest.mark.slow
 def test_importing_the_plugin_loads_nothing_heavy() -> None:
     code = "import sys, nondet.vllm.plugin as p; p.register(); print({'torch', 'vllm', 'triton'} & set(sys.modules))"
@@ -97,60 +86,50 @@ def test_it_installs_every_function_once(toy: Toy) -> None:
     assert method(toy).apply is apply
 
 
-def _takes_another(toy: Toy) -> None:
+def takes_another(toy: Toy) -> None:
     method(toy).apply = lambda self, layer, x, bias, scale: None
 
 
-def _is_gone(toy: Toy) -> None:
-    del toy["vllm.v1.worker.gpu_worker"].Worker.add_lora
+def has_fewer(toy: Toy) -> None:
     toy["vllm.v1.worker.gpu_worker"].Worker = type("Worker", (), {"load_model": toys.Worker.load_model})
 
 
-def _other_layout(toy: Toy) -> None:
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (num_blocks, block_size, num_kv_heads, 2 * head_size)
-
-    get_kv_cache_shape.__module__ = "vllm.x"
-    backend = type("FlashAttentionBackend", (), {"get_kv_cache_shape": staticmethod(get_kv_cache_shape)})
-    toy["vllm.v1.attention.backends.flash_attn"].FlashAttentionBackend = backend
+def has_another_layout(toy: Toy) -> None:
+    toy["vllm.v1.attention.backends.flash_attn"].FlashAttentionBackend = toys.OtherLayout
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (_takes_another, r"UnquantizedLinearMethod.apply takes \(self layer x bias scale\).*Use vLLM 0\.25\.1"),
-        (_is_gone, r"Worker\.\w+ is not there.*Use vLLM 0\.25\.1"),
-        (_other_layout, r"KV cache has another layout.*Use vLLM 0\.25\.1"),
-    ],
-)
-def test_a_version_that_does_not_fit_is_never_half_patched(toy: Toy, change: Any, named: str) -> None:
-    change(toy)
-    before = method(toy).apply
-    with pytest.raises(UserError, match=named):
-        plugin.register()
-    assert method(toy).apply is before
-    assert not toys.OVERRIDES
-    assert nondet.vllm.OWN not in os.environ
-    assert toy["vllm.model_executor.layers.layernorm"].RMSNorm.forward_cuda.__module__.startswith("vllm")
-
-
-def test_a_cache_of_rows_fits_in_the_layout_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 0.26 has it by its shape, and 0.29 by its name; the layout being another one, or none of that name, not."""
-    for made in _with(monkeypatch, toys.modules(version="0.26.0")):
-        plugin.register()
-        assert not untouched(made)
-    for made in _with(monkeypatch, toys.modules(version="0.29.0")):
-        layouts = made["vllm.v1.kv_cache_layout"]
-        for other in (SimpleNamespace(LBNHC=SimpleNamespace(value=(0, 1, 2, 3, 4))), SimpleNamespace()):
-            monkeypatch.setattr(layouts, "KVCacheLayout", other)
-            with pytest.raises(UserError, match="KV cache has another layout"):
+def test_a_version_that_does_not_fit_is_never_half_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change, named in (
+        (takes_another, r"UnquantizedLinearMethod.apply takes \(self layer x bias scale\)"),
+        (has_fewer, r"Worker\.\w+ is not there"),
+        (has_another_layout, r"KV cache has another layout"),
+    ):
+        for made in _with(monkeypatch, toys.modules()):
+            change(made)
+            before = method(made).apply
+            with pytest.raises(UserError, match=rf"{named}.*Use vLLM 0\.25\.1"):
                 plugin.register()
-            assert untouched(made)
-        monkeypatch.setattr(layouts, "KVCacheLayout", toys.KVCacheLayout)
-        plugin.register()
-        assert not untouched(made)
+            assert method(made).apply is before
+            assert not toys.OVERRIDES
+            assert nondet.vllm.OWN not in os.environ
+            assert made["vllm.model_executor.layers.layernorm"].RMSNorm.forward_cuda.__module__.startswith("vllm")
+
+
+def test_a_version_that_fits_is_patched_and_one_that_was_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of rows fits as 0.26 has it by its shape, and 0.29 by its name; another layout, or no such name, not."""
+    for version, lines in (("0.25.1", 0), ("0.26.0", 0), ("0.29.0", 1), ("0.33.0", 1)):
+        for made in _with(monkeypatch, toys.modules(version=version)):
+            if version == "0.29.0":
+                layouts = made["vllm.v1.kv_cache_layout"]
+                for other in (SimpleNamespace(LBNHC=SimpleNamespace(value=(0, 1, 2, 3, 4))), SimpleNamespace()):
+                    monkeypatch.setattr(layouts, "KVCacheLayout", other)
+                    with pytest.raises(UserError, match="KV cache has another layout"):
+                        plugin.register()
+                    assert untouched(made)
+                monkeypatch.setattr(layouts, "KVCacheLayout", toys.KVCacheLayout)
+            plugin.register()
+            assert not untouched(made)
+            assert sum("was never run under nondet: 0.25.1 and 0.26.0 were" in line for line in toys.LOG) == lines
 
 
 def test_a_refusal_is_one_line_where_nobody_catches_it(
@@ -163,8 +142,10 @@ def test_a_refusal_is_one_line_where_nobody_catches_it(
         others.append(error)
 
     monkeypatch.setattr(sys, "excepthook", theirs)
-    monkeypatch.setenv(nondet.vllm.ENABLED, "0")
-    plugin.register()
+    for value in ("", "0"):
+        monkeypatch.setenv(nondet.vllm.ENABLED, value)
+        plugin.register()
+        assert untouched(toy)
     assert sys.excepthook is theirs
     monkeypatch.setenv(nondet.vllm.ENABLED, "yes")
     for _ in range(2):  # it is put in place once
@@ -203,7 +184,7 @@ def test_two_plugins_do_not_fight(toy: Toy) -> None:
 def test_a_refusal_is_one_again_where_somebody_tries_again(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls a plugin once a process, and says before that it has; a start after a refusal was vLLM's own."""
     loader: Any = toy["vllm.plugins"]
-    for change in (lambda: monkeypatch.setenv(nondet.vllm.ENABLED, "yes"), lambda: _takes_another(toy)):
+    for change in (lambda: monkeypatch.setenv(nondet.vllm.ENABLED, "yes"), lambda: takes_another(toy)):
         change()
         loader.plugins_loaded = True
         with pytest.raises(UserError):
@@ -215,13 +196,6 @@ def test_a_refusal_is_one_again_where_somebody_tries_again(toy: Toy, monkeypatch
         plugin.register()
     assert nondet.vllm.OWN not in os.environ
     assert not toys.OVERRIDES
-
-
-def test_a_version_that_fits_and_was_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, lines in (("0.25.1", 0), ("0.26.0", 0), ("0.33.0", 1)):
-        for _ in _with(monkeypatch, toys.modules(version=version)):
-            plugin.register()
-            assert sum("was never run under nondet: 0.25.1 and 0.26.0 were" in line for line in toys.LOG) == lines
 
 
 def test_a_plugin_that_comes_after_ours_is_seen(toy: Toy) -> None:
@@ -238,19 +212,6 @@ def test_a_plugin_that_comes_after_ours_is_seen(toy: Toy) -> None:
     another(Fp8(parts=32))
     with pytest.raises(UserError, match=r"2 layers are at risk.*different bits at M=1 and M=64"):
         loaded(toy, model())
-
-
-def test_weights_that_change_in_place_are_the_ones_that_count(toy: Toy) -> None:
-    """As reinforcement learning loads them: nothing of a weight is kept, and what was proven isn't about its values."""
-    plugin.register()
-    operators.use_counts([4, 64])
-    x, weight = torch.randn(64, 32).half(), torch.randn(48, 32).half()
-    before = operators.product(x, weight)
-    weight.copy_(torch.randn(48, 32))
-    after = operators.product(x, weight)
-    assert not compare.identical(after, before)
-    assert compare.identical(after, operators.product(x, weight.clone()))
-    assert compare.identical(after[7:8], operators.product(x[7:8], weight))
 
 
 def test_no_gpu_and_vllms_flag_off_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,18 +264,39 @@ def test_steps_with_prompts_in_them_are_graphed(toy: Toy) -> None:
             assert compiled(tokens, sizes, **chosen).cudagraph_capture_sizes == sizes
 
 
-OTHER_OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"attention_backend": toys.AttentionBackendEnum.TRITON_ATTN}, "--attention-backend TRITON_ATTN"),
-    ({"attention_config": SimpleNamespace(backend=toys.AttentionBackendEnum.TRITON_ATTN)}, "--attention-backend TRI"),
-    ({"additional_config": object()}, "compile cache can't be keyed"),
-]
-
-
-def test_options_that_ask_for_something_else_are_refused(toy: Toy) -> None:
+def test_what_is_not_covered_is_refused_by_name(toy: Toy) -> None:
+    """Options that ask for something else, what a configuration has, and later calls of a worker."""
     plugin.register()
-    for given, named in OTHER_OPTIONS:
+    arguments, triton = toy["vllm.engine.arg_utils"].EngineArgs, toys.AttentionBackendEnum.TRITON_ATTN
+    given: dict[str, Any]
+    for given, named in (
+        ({"attention_backend": triton}, "--attention-backend TRITON_ATTN"),
+        ({"attention_config": SimpleNamespace(backend=triton)}, "--attention-backend TRI"),
+        ({"additional_config": object()}, "compile cache can't be keyed"),
+    ):
         with pytest.raises(UserError, match=named):
-            toy["vllm.engine.arg_utils"].EngineArgs(**given).create_engine_config()
+            arguments(**given).create_engine_config()
+    for given, named in (
+        ({"lora_config": object()}, "LoRA"),
+        ({"compilation_config__pass_config": SimpleNamespace(fuse_norm_quant=True)}, "pass_config.fuse_norm_quant"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"parallel_config__worker_cls": "mine.Worker"}, "workers by mine.Worker"),
+        ({"cache_config__cache_dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"parallel_config__ubatch_size": 2}, "two batches at a time"),
+        ({"model_config__use_mla": True}, "MLA"),
+        ({"model_config__rswa_window": 64}, r"a window that ends at the prompt"),
+        ({"model_config__enable_sleep_mode": True}, "sleep mode"),
+        ({"kv_transfer_config": object()}, "a transfer of KV caches"),
+        ({"model_config__dtype": torch.float32}, "torch.float32 as the model's dtype"),
+    ):
+        with pytest.raises(UserError, match=f"does not cover {named}"):
+            arguments(made=toys.config(**given)).create_engine_config()
+    arguments(made=toys.config()).create_engine_config()
+    worker = toy["vllm.v1.worker.gpu_worker"].Worker(nn.Module(), toys.config())
+    for name in ("reload_weights", "update_weights", "sleep", "add_lora"):
+        with pytest.raises(UserError, match=f"{name} is not covered"):
+            getattr(worker, name)(1)
 
 
 def test_what_vllm_would_take_anyway_is_a_warning(toy: Toy) -> None:
@@ -354,39 +336,6 @@ def test_vllms_flags_are_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatch) 
                 made["vllm.engine.arg_utils"].EngineArgs().create_engine_config()
 
 
-UNCOVERED: list[tuple[dict[str, Any], str]] = [
-    ({"lora_config": object()}, "LoRA"),
-    ({"compilation_config__pass_config": SimpleNamespace(fuse_norm_quant=True)}, "pass_config.fuse_norm_quant"),
-    ({"speculative_config": object()}, "speculative decoding"),
-    ({"parallel_config__worker_cls": "mine.Worker"}, "workers by mine.Worker"),
-    ({"cache_config__cache_dtype": "fp8_e4m3"}, "a KV cache of fp8_e4m3"),
-    ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
-    ({"parallel_config__ubatch_size": 2}, "two batches at a time"),
-    ({"model_config__use_mla": True}, "MLA"),
-    ({"model_config__rswa_window": 64}, r"a window that ends at the prompt"),
-    ({"model_config__enable_sleep_mode": True}, "sleep mode"),
-    ({"kv_transfer_config": object()}, "a transfer of KV caches"),
-    ({"model_config__dtype": torch.float32}, "torch.float32 as the model's dtype"),
-]
-
-
-def test_what_is_not_covered_is_refused_by_name(toy: Toy) -> None:
-    plugin.register()
-    arguments = toy["vllm.engine.arg_utils"].EngineArgs
-    for change, named in UNCOVERED:
-        with pytest.raises(UserError, match=f"does not cover {named}"):
-            arguments(made=toys.config(**change)).create_engine_config()
-    arguments(made=toys.config()).create_engine_config()
-
-
-def test_calls_of_a_worker_that_are_not_covered_raise(toy: Toy) -> None:
-    plugin.register()
-    worker = toy["vllm.v1.worker.gpu_worker"].Worker(nn.Module(), toys.config())
-    for name in ("reload_weights", "update_weights", "sleep", "add_lora"):
-        with pytest.raises(UserError, match=f"{name} is not covered"):
-            getattr(worker, name)(1)
-
-
 # Coverage.
 
 
@@ -416,12 +365,6 @@ class Fp8(toys.UnquantizedLinearMethod):
 def odd_first(_: Any, out: torch.Tensor) -> torch.Tensor:
     """Of whatever rows the first has other bits."""
     out[0] *= 1.0625
-    return out
-
-
-def fails_at_four(_: Any, out: torch.Tensor) -> torch.Tensor:
-    if len(out) == 4:
-        raise RuntimeError("no kernel for it")
     return out
 
 
@@ -506,7 +449,7 @@ OTHER_BITS = "its kernel gives a row different bits at M=1 and M=64"
 FAULTY: list[tuple[Fp8, str]] = [
     (Fp8(parts=32), OTHER_BITS),  # on the number of rows, from one of the graphs' sizes on
     (Fp8(fault=odd_first), OTHER_BITS),  # on a row's place among them
-    (Fp8(fault=fails_at_four), "its kernel could not be tested: M=4: bell from row 0: RuntimeError: no kernel for it"),
+    (Fp8(fault=lambda _, out: out.view(5, 8) if len(out) == 4 else out), "its kernel could not be tested: M=4: bell "),
     (Fp8(fault=lambda _, out: out.double()), r".*; not replaced: it gives torch\.float64 for torch\.bfloat16"),
 ]
 
@@ -698,7 +641,8 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
     it = nn.Sequential(toys.QKVParallelLinear(8, 12, methods[0]), head)
     x = torch.randn(9, 8).bfloat16()
     alone = Fp8().apply(it[0], x)
-    worker = loaded(toy, it, **DEFAULTS)
+    scheduled = {"max_num_batched_tokens": 16384, "max_num_seqs": 1024}
+    worker = loaded(toy, it, **{f"scheduler_config__{name}": value for name, value in scheduled.items()})
     assert {one.standing for one in worker.of_nondet} == {plugin.CERTIFIED}
     assert all(why.endswith("row counts, the only ones that it runs at") for *_, why in worker.of_nondet)
     proven = [{*method.rows} for method in methods]
@@ -785,11 +729,6 @@ def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
     assert "could not be tested" in found["RMSNorm"][1]
 
 
-def test_what_is_asked_beside_vllm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["certify", "linear", "--vllm"]) == 2
-    assert "--vllm asks vLLM's layers" in capsys.readouterr().err
-
-
 def test_a_model_that_is_refused_is_refused_before_anything_is_proven(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -853,15 +792,10 @@ def test_experts_have_the_bits_of_their_class(toy: Toy) -> None:
     whole, by_hand = logits.double().softmax(-1).topk(3)
     assert torch.equal(chosen, by_hand)
     torch.testing.assert_close(weights.double(), whole / whole.sum(-1, keepdim=True), rtol=1e-6, atol=1e-7)
-
-
-def test_of_equal_experts_the_first_is_chosen(toy: Toy) -> None:
-    from nondet.kernels.experts import cuda
-
-    weights, chosen = cuda.route(torch.zeros(5, 8), 3, renormalize=False)
+    weights, chosen = cuda.route(torch.zeros(5, 8), 3, renormalize=False)  # of equal ones the first
     assert chosen.tolist() == [[0, 1, 2]] * 5
     assert weights.unique().tolist() == [0.125]
-    none = cuda.weighted_experts(torch.ones(0, 16), torch.ones(8, 8, 16), torch.ones(8, 16, 4), weights[:0], chosen[:0])
+    none = cuda.weighted_experts(x[:0], layer.w13_weight, layer.w2_weight, weights[:0], chosen[:0])
     assert none.shape == (0, 16)
 
 
@@ -1014,6 +948,10 @@ def test_a_product_is_padded_and_a_row_minds_no_neighbour(toy: Toy) -> None:
     strided = torch.stack([x, x], 2)[:, :, 0]
     assert compare.identical(apply(layer, strided, layer.bias), whole)
     torch.testing.assert_close(whole, toys.UnquantizedLinearMethod().apply(layer, x, layer.bias), rtol=1e-4, atol=1e-4)
+    layer.weight.copy_(torch.randn(24, 40))  # in place, as reinforcement learning loads them: nothing of one is kept
+    after = apply(layer, x, layer.bias)
+    torch.testing.assert_close(after, toys.UnquantizedLinearMethod().apply(layer, x, layer.bias), rtol=1e-4, atol=1e-4)
+    assert compare.identical(after[7:8], apply(layer, x[7:8], layer.bias))
 
 
 def test_silu_and_mul_is_ours(toy: Toy) -> None:

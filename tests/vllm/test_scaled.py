@@ -64,13 +64,11 @@ def rows_of(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's activations in FP8, and their scales."""
     if hasattr(layer, "weight_scale_inv"):
         return quantize_block(x)
-    if getattr(layer, "input_scale", None) is not None:
-        q, scale = quantize_by(layer.input_scale, x)
-        return q, scale.expand(len(x), 1)
-    if getattr(layer, "per_tensor", False):
-        q, scale = quantize_tensor(x)
-        return q, scale.expand(len(x), 1)
-    return quantize_row(x, limit=getattr(layer, "input_scale_ub", None))
+    given = getattr(layer, "input_scale", None)
+    if given is None and not getattr(layer, "per_tensor", False):
+        return quantize_row(x, limit=getattr(layer, "input_scale_ub", None))
+    q, scale = quantize_tensor(x) if given is None else quantize_by(given, x)
+    return q, scale.expand(len(x), 1)
 
 
 def fp8(kernel: Any, parts: int, bias: bool = False, scales: str = "row", **given: Any) -> Any:
@@ -95,14 +93,12 @@ def fp8(kernel: Any, parts: int, bias: bool = False, scales: str = "row", **give
     return layer
 
 
+ROWS, BLOCKS = CutlassFP8ScaledMMLinearKernel, CutlassFp8BlockScaledMMKernel
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "rows": (CutlassFP8ScaledMMLinearKernel(), {}),
-    "rows, a limit, a bias": (CutlassFP8ScaledMMLinearKernel(), {"bias": True, "input_scale_ub": torch.tensor([2.0])}),
-    "tensor, static": (
-        CutlassFP8ScaledMMLinearKernel(static=True),
-        {"scales": "tensor", "input_scale": torch.tensor([0.01])},
-    ),
-    "blocks": (CutlassFp8BlockScaledMMKernel(), {}),
+    "rows": (ROWS(), {}),
+    "rows, a limit, a bias": (ROWS(), {"bias": True, "input_scale_ub": torch.tensor([2.0])}),
+    "tensor, static": (ROWS(static=True), {"scales": "tensor", "input_scale": torch.tensor([0.01])}),
+    "blocks": (BLOCKS(), {}),
 }
 
 
@@ -138,11 +134,9 @@ def test_what_stands_is_kept_and_else_replaced(toy: Toy, form: str) -> None:
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8, atol=1e-5)
 
 
-ROWS, BLOCKS = CutlassFP8ScaledMMLinearKernel, CutlassFp8BlockScaledMMKernel
 UNFIT: list[tuple[Any, tuple[str, Any] | None, str]] = [
     (MarlinFP8ScaledMMLinearKernel(), None, "no FP8 kernel that nondet has one for"),
     (ROWS(), ("weight", lambda w: w.float().to(torch.float8_e5m2)), "no FP8 kernel that nondet has one for"),
-    (ROWS(use_per_token_if_dynamic=False), None, "one scale for all activations"),
     (ROWS(), ("weight", lambda w: w.contiguous()), "a weight of another layout"),
     (ROWS(), ("weight_scale", lambda scale: scale.half()), r"scales of torch.float16 in \[256, 1\]"),
     (BLOCKS(group_size=64), None, "activations in other shares than 128"),
@@ -163,7 +157,11 @@ def test_what_has_no_form_of_ours_stays_at_risk(toy: Toy) -> None:
 
 
 def test_ours_is_proven_and_not_believed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quantizer that takes one scale for the whole batch, planted under our product: the layer stays at risk."""
+    """One scale for the whole batch, by vLLM's own choice, whose kernel's order stands at every M, or by a quantizer
+    planted under our product: the layer stays at risk."""
+    layer = fp8(CutlassFP8ScaledMMLinearKernel(use_per_token_if_dynamic=False), 10**9, per_tensor=True)
+    with pytest.raises(UserError, match=r"different bits at M=1 and M=64; not replaced: one scale for all activations"):
+        loaded(toy, torch.nn.Sequential(layer))
 
     def of_the_batch(rows: torch.Tensor, limit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         q, scale = quantize_tensor(rows)
@@ -175,13 +173,6 @@ def test_ours_is_proven_and_not_believed(toy: Toy, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match="not replaced: its product gives a row different bits at M=1 and M=64"):
         loaded(toy, torch.nn.Sequential(layer))
     assert layer.quant_method is kept
-
-
-def test_one_scale_for_all_activations_is_at_risk_by_itself(toy: Toy) -> None:
-    """Its kernel's order stands at every M: what differs is the scale that neighbours give a row."""
-    layer = fp8(CutlassFP8ScaledMMLinearKernel(use_per_token_if_dynamic=False), 10**9, per_tensor=True)
-    with pytest.raises(UserError, match=r"different bits at M=1 and M=64; not replaced: one scale for all activations"):
-        loaded(toy, torch.nn.Sequential(layer))
 
 
 def test_a_tracer_sees_the_shape(toy: Toy) -> None:

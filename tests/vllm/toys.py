@@ -297,6 +297,14 @@ class FlashAttentionBackend:
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
 
+class OtherLayout:
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, block_size, num_kv_heads, 2 * head_size)
+
+
 class RowsBackend(FlashAttentionBackend):
     """As from vLLM 0.26 on: K and V of a token in one row."""
 
@@ -403,7 +411,8 @@ PATCHED = (
 RELIED_ON = (
     RowsBackend.get_kv_cache_shape, FlashAttentionBackend.get_kv_cache_shape, FlashAttentionMetadataBuilder.__init__,
     FlashAttentionMetadataBuilder.build, FlashAttentionImpl.__init__, FlashAttentionImpl.forward,
-    FlashAttentionImpl.do_kv_cache_update, AttentionBackend.supported_kv_cache_layouts.__func__,  # type: ignore[attr-defined] # a class's method
+    OtherLayout.get_kv_cache_shape, FlashAttentionImpl.do_kv_cache_update,
+    AttentionBackend.supported_kv_cache_layouts.__func__,  # type: ignore[attr-defined] # a class's method
 )  # fmt: skip
 LAYERS, FUSED = "model_executor.layers", "model_executor.layers.fused_moe"
 PLACES: dict[str, tuple[Any, ...]] = {
