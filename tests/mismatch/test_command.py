@@ -40,13 +40,10 @@ def lines(count: int = 6, tokens: int = 8, **changes: Any) -> list[dict[str, Any
     made = []
     for _ in range(count):
         sampler = (-rng.exponential(1.0, tokens)).astype(np.float32)
-        trainer = (sampler + rng.normal(0, 0.01, tokens)).astype(np.float32)
-        line = {
-            "prompt_ids": [5, 6, 7], "completion_ids": rng.integers(0, 4096, tokens).tolist(),
-            "sampler_logprobs": [float(x) for x in sampler],
-            "trainer_logprobs": [float(min(0.0, x)) for x in trainer],
-        }  # fmt: skip
-        made.append({k: v for k, v in (line | changes).items() if v is not None})
+        trainer = np.minimum(0, sampler + rng.normal(0, 0.01, tokens)).astype(np.float32)
+        line = {"prompt_ids": [5, 6, 7], "completion_ids": rng.integers(0, 4096, tokens).tolist()}
+        line |= {"sampler_logprobs": sampler.tolist(), "trainer_logprobs": trainer.tolist()} | changes
+        made.append({name: value for name, value in line.items() if value is not None})
     return made
 
 
@@ -70,6 +67,10 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     )
     assert "Hypotheses were not tested: that takes --model." in verdict.notes
     assert "The logprobs of the sampled tokens were compared, not the whole vocabulary." in verdict.notes
+    trained = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "trl-invariant.jsonl.gz"
+    assert main(["report", str(out), str(trained), "--out", str(tmp_path / "both.md")]) == 0
+    told = (tmp_path / "both.md").read_text(encoding="utf-8")
+    assert told.startswith("## Sampler and trainer differ\n"), "no kernel is blamed, for none was probed"
     made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
     run = nondet.find_mismatch(rollouts=written(path, made), out=tmp_path / "n.jsonl").records
     [verdict] = judge(run)
@@ -112,15 +113,6 @@ def test_what_two_sides_show_without_a_model(tmp_path: Path) -> None:
         run = nondet.find_mismatch(rollouts=path, out=tmp_path / f"m{i}.jsonl").records
         kinds = [note for note in judge(run)[0].notes if note.startswith("Kind")]
         assert [said in kind for kind in kinds] == [True] * bool(said)
-
-
-def test_beside_a_run_of_training_no_kernel_is_blamed(tmp_path: Path) -> None:
-    """None was probed."""
-    path, out, told = written(tmp_path / "r.jsonl", lines()), tmp_path / "m.jsonl", tmp_path / "both.md"
-    assert main(["mismatch", "--rollouts", str(path), "--out", str(out), "--quiet"]) == 0
-    trained = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "trl-invariant.jsonl.gz"
-    assert main(["report", str(out), str(trained), "--out", str(told)]) == 0
-    assert told.read_text(encoding="utf-8").startswith("## Sampler and trainer differ\n")
 
 
 def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
@@ -295,6 +287,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["mismatch", "--trainer", "dtype=int8"], "dtype='int8'"),
         (["mismatch", "--trainer", "colour=red"], "unknown key 'colour'"),
         (["mismatch", "--trainer", "micro=-1"], "micro='-1'"),
+        (["mismatch", "--older", "random:qwen3-2x128", "--arms", "stock", "--n", "1", "--tokens", "2"], "--older"),
         (["gate", str(run), "--k3", "1"], "compared no sampler with a trainer, which thresholds are of"),
     ]:
         assert main([*arguments, *(["--out", str(tmp_path / "m.jsonl")] if arguments[0] == "mismatch" else [])]) == 2
@@ -318,9 +311,8 @@ def test_the_embedded_model_differs_stock_and_not_invariant(whole: Path) -> None
     assert (stock.finding, invariant.finding) == (Finding.MISMATCH, Finding.CLEAN)
     assert any(note.startswith("Kind: numeric.") for note in stock.notes)
     assert any(note.startswith("Invariant on both sides leaves 0 of 24") for note in stock.notes)
-    assert (
-        "Whole rows: at 24 positions drawn by seed all 4,096 logits are the same, so KL is 0 there." in invariant.notes
-    )
+    said = "Whole rows: at 24 positions drawn by seed all 4,096 logits are the same, so KL is 0 there."
+    assert said in invariant.notes
     told = pairs(read_run(whole))
     assert [pair.whole is not None and len(pair.whole.differ) for pair in told] == [24] * 2
     assert 0 < told[0].kl < 1e-2
@@ -390,7 +382,7 @@ def test_a_killed_run_goes_on_with_its_bits(whole: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_gates_and_reports_of_a_run(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gates_of_a_run(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The user's thresholds; there is no answer for what failed or was cut off."""
     gate = ["gate", str(whole), "--quiet"]
     assert main([*gate, "--mismatch-bits", "0"]) == 3
@@ -401,17 +393,10 @@ def test_gates_and_reports_of_a_run(whole: Path, tmp_path: Path, capsys: pytest.
     assert main(gate) == 3
     run = read_run(whole)
     bad = run.mismatch_rollouts[0].refused("out of memory")
-    power: dict[str, Any] = {"rate": 0.1, "confidence": 0.95, "by": "load", "limits": Thresholds(k3=0.015)}
     failed = msgspec.structs.replace(run, mismatch_rollouts=[*run.mismatch_rollouts[1:], bad])
-    assert decide(run, **power).outcome == Outcome.OPEN
-    assert decide(failed, **power).outcome == Outcome.NO_ANSWER
-    assert decide(msgspec.structs.replace(run, complete=False), **power).outcome == Outcome.NO_ANSWER
-    page, text = tmp_path / "m.html", tmp_path / "m.md"
-    capsys.readouterr()
-    assert main(["report", str(whole), "--out", str(page), "--out", str(text)]) == 0
-    assert "<h5>probability of each token</h5>" in page.read_text(encoding="utf-8")
-    assert "| a float32 head |" in text.read_text(encoding="utf-8")
-    assert "1.0e+00 of" not in capsys.readouterr().out
+    killed = msgspec.structs.replace(run, complete=False)
+    for each, outcome in ((run, Outcome.OPEN), (failed, Outcome.NO_ANSWER), (killed, Outcome.NO_ANSWER)):
+        assert decide(each, rate=0.1, confidence=0.95, by="load", limits=Thresholds(k3=0.015)).outcome == outcome
 
 
 @pytest.mark.nightly
@@ -427,10 +412,6 @@ def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.Captu
     assert (invariant.impl, invariant.finding) == ("invariant", Finding.CLEAN)
     assert main(["mismatch", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "n.jsonl")]) == 2
     assert "holds no completions" in capsys.readouterr().err
-    traces = made.with_name("s.traces.jsonl")  # of a tokenizer that has as many ids, and other texts
-    traces.write_text(re.sub(r'"text":"', '"text":"#', traces.read_text(encoding="utf-8")), encoding="utf-8")
-    assert main(["mismatch", str(made), "--out", str(tmp_path / "n.jsonl")]) == 2
-    assert "here, by another tokenizer. Give the model" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -459,9 +440,8 @@ def test_a_float32_head_keeps_what_a_model_does_to_its_logits(name: str) -> None
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     scaled = {"logits_scaling": 4.0} if name == "Granite" else {}
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**sizes, **heads, **scaled)
-    )
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads, **scaled)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     for bias in (p for n, p in model.named_parameters() if n == "lm_head.bias"):
         torch.nn.init.normal_(bias)
     texts = [Rollout("r", [3, 4, 5, 6], [2, 3], np.zeros(2, np.float32))]
@@ -478,8 +458,3 @@ def test_a_run_of_saved_rollouts_that_lacks_one_is_malformed(tmp_path: Path) -> 
     out.write_text("\n".join(cut) + "\n", encoding="utf-8")
     with pytest.raises(UserError, match="5 of 6 mismatch-rollout of file, as planned"):
         read_run(out)
-
-
-def test_another_models_weights_are_refused_as_older(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--older"):
-        nondet.find_mismatch(older="random:qwen3-2x128", arms="stock", n=1, tokens=2, out=tmp_path / "a.jsonl")

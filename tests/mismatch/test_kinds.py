@@ -76,14 +76,9 @@ def judged(texts: list[Rollout], trainer: Logprobs, spec: Spec = PLAIN, sampler:
     return pair_of(loaded().model, texts, sampler, trainer, spec, older)
 
 
-def faulty(**changes: Any) -> Callable[[int], Pair]:
-    return lambda seed: judged(drawn(seed), score(loaded().model, drawn(seed), PLAIN, Fault(**changes)))
-
-
-def unmasked(seed: int) -> Pair:
-    left = Spec(padding="left")
-    texts = drawn(seed)
-    return judged(texts, score(loaded().model, texts, left, Fault(mask=False)), left)
+def as_trained(spec: Spec = PLAIN, **changes: Any) -> Callable[[int], Pair]:
+    """A trainer with that layout, and with that fault."""
+    return lambda seed: judged(drawn(seed), score(loaded().model, drawn(seed), spec, Fault(**changes)), spec)
 
 
 def with_older(kind: str) -> Callable[[int], Pair]:
@@ -115,10 +110,10 @@ def autocast(seed: int) -> Pair:
 
 
 PLANTED: dict[str, tuple[str, str, Callable[[int], Pair]]] = {
-    "positions with a gap": ("positions", "trainer", faulty(positions="gap")),
-    "positions that begin anew": ("positions", "trainer", faulty(positions="restart")),
-    "padding mask": ("padding mask", "trainer", unmasked),
-    "template": ("template", "trainer", faulty(front=1)),
+    "positions with a gap": ("positions", "trainer", as_trained(positions="gap")),
+    "positions that begin anew": ("positions", "trainer", as_trained(positions="restart")),
+    "padding mask": ("padding mask", "trainer", as_trained(Spec(padding="left"), mask=False)),
+    "template": ("template", "trainer", as_trained(front=1)),
     "stale weights": ("stale weights", "sampler", with_older("stale")),
     "LoRA": ("an unmerged LoRA", "sampler", with_older("lora")),
     "fp8": (
@@ -153,17 +148,13 @@ def test_what_is_planted_is_named(name: str, seed: int) -> None:
         assert (pair.named, pair.off) == (None, ["sampler"])
 
 
-def sound(spec: Spec, fault: Fault | None = None) -> Callable[[int], Pair]:
-    return lambda seed: judged(drawn(seed), score(loaded().model, drawn(seed), spec, fault), spec)
-
-
 SOUND: dict[str, Callable[[int], Pair]] = {
-    "padded on the right": sound(PLAIN),
-    "padded on the left": sound(Spec(padding="left")),
-    "packed": sound(Spec(padding="packed")),
-    "one at a time": sound(Spec(micro=1)),
-    "micro-batches of four": sound(Spec(micro=4)),
-    "all positions one later": sound(PLAIN, Fault(positions="shift")),  # rotary positions are relative
+    "padded on the right": as_trained(),
+    "padded on the left": as_trained(Spec(padding="left")),
+    "packed": as_trained(Spec(padding="packed")),
+    "one at a time": as_trained(Spec(micro=1)),
+    "micro-batches of four": as_trained(Spec(micro=4)),
+    "all positions one later": as_trained(positions="shift"),  # rotary positions are relative
 }
 
 
