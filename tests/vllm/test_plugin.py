@@ -214,19 +214,6 @@ def test_a_plugin_that_comes_after_ours_is_seen(toy: Toy) -> None:
         loaded(toy, model())
 
 
-def test_no_gpu_and_vllms_flag_off_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in _with(monkeypatch, toys.modules(cuda=False)):
-        with pytest.raises(UserError, match="needs an NVIDIA GPU, vLLM runs on cpu here"):
-            plugin.register()
-        assert untouched(made)
-    for made in _with(monkeypatch, toys.modules()):
-        monkeypatch.setenv(nondet.vllm.OWN, "0")
-        with pytest.raises(UserError, match="exclude each other"):
-            plugin.register()
-        assert not toys.OVERRIDES
-        assert made
-
-
 def test_the_configuration_says_what_the_plugin_needs(toy: Toy) -> None:
     plugin.register()
     arguments = toy["vllm.engine.arg_utils"].EngineArgs()
@@ -315,7 +302,15 @@ def test_what_vllm_would_take_anyway_is_a_warning(toy: Toy) -> None:
 
 
 def test_vllms_flags_are_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 0.31 on its own mode gives torch.compile up, unless told not to. Switched off later it is an error."""
+    """From 0.31 on its own mode gives torch.compile up, unless told not to. Switched off, then or later, it fails."""
+    for cuda, own, named in ((False, "", "needs an NVIDIA GPU, vLLM runs on cpu"), (True, "0", "exclude each other")):
+        for made in _with(monkeypatch, toys.modules(cuda=cuda)):
+            if own:
+                monkeypatch.setenv(nondet.vllm.OWN, own)
+            with pytest.raises(UserError, match=named):
+                plugin.register()
+            assert method(made).apply.__module__.startswith("vllm")
+            assert not toys.OVERRIDES
     breakable = "VLLM_USE_BREAKABLE_CUDAGRAPH"
     monkeypatch.setenv(breakable, "1")
     for _ in _with(monkeypatch, toys.modules()):
@@ -408,28 +403,6 @@ def loaded(toy: Toy, it: nn.Module, **changes: Any) -> Any:
     worker = toy["vllm.v1.worker.gpu_worker"].Worker(it, toys.config(**changes))
     worker.load_model()
     return worker
-
-
-def test_a_covered_model_starts_and_writes_a_run_file(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "coverage.jsonl"
-    monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
-    assert loaded(toy, model()).loaded
-    run = read_run(path)
-    assert {(s.kind, s.standing): s.layers for s in run.layer_standings} == {
-        ("QKVParallelLinear", "replaced"): 2,
-        ("RMSNorm", "replaced"): 2,
-        ("SiluAndMul", "elementwise"): 2,
-        ("Attention", "replaced"): 2,
-        ("VocabParallelEmbedding", "replaced"): 1,
-    }
-    assert "7 replaced, 0 certified stock, 2 elementwise, 0 at risk." in "\n".join(toys.LOG)
-    from nondet.reports.content import build
-    from nondet.reports.markdown import render
-
-    assert "7 layers replaced, 2 layers elementwise" in render([run])
-    assert build([run]).runs[0].title.startswith("Layers under vLLM of toy")
 
 
 RISKY: list[tuple[nn.Module, str]] = [
@@ -674,8 +647,19 @@ def test_a_coverage_file_that_is_there_keeps_what_it_says(
     """A server that starts anew under the same name writes beside it, and says where; no folder, and it starts."""
     path = tmp_path / "coverage.jsonl"
     monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
-    loaded(toy, model())
-    before = path.read_bytes()
+    assert loaded(toy, model()).loaded
+    run, before = read_run(path), path.read_bytes()
+    assert {(s.kind, s.standing): s.layers for s in run.layer_standings} == {
+        ("QKVParallelLinear", "replaced"): 2,
+        ("RMSNorm", "replaced"): 2,
+        ("SiluAndMul", "elementwise"): 2,
+        ("Attention", "replaced"): 2,
+        ("VocabParallelEmbedding", "replaced"): 1,
+    }
+    assert "7 replaced, 0 certified stock, 2 elementwise, 0 at risk." in "\n".join(toys.LOG)
+    from nondet.reports.markdown import render
+
+    assert "7 layers replaced, 2 layers elementwise" in render([run])
     loaded(toy, nn.Sequential(Block()))
     assert path.read_bytes() == before
     [beside] = tmp_path.glob("coverage-*.jsonl")
