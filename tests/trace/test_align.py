@@ -47,16 +47,17 @@ def record(tokens: int, row: int, calls: list[tuple[str, list[Any], list[Any]]])
     return made
 
 
-def arms(second_call: str = "scale") -> tuple[StepRecord, StepRecord]:
+def both() -> list[tuple[torch.Tensor, int]]:
+    """Each arm's rows, and which of them is the request's."""
+    return [(torch.full((1, 4), 7.0), 0), (torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4]), 1)]
+
+
+def arms() -> list[StepRecord]:
     """A row 7.0 alone and among others; the step computes a shared maximum, then divides by it, then doubles."""
-    a, b = torch.full((1, 4), 7.0), torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4])
-    steps = []
-    for x, row in ((a, 0), (b, 1)):
-        top = x.max()
-        divided = (second_call, [x, top], [x / top])
-        calls: list[tuple[str, list[Any], list[Any]]] = [("max", [x], [top]), divided]
-        steps.append(record(len(x), row, [*calls, ("twice", [x], [2 * x])]))
-    return steps[0], steps[1]
+    return [
+        record(len(x), row, [("max", [x], [x.max()]), ("scale", [x, x.max()], [x / x.max()]), ("twice", [x], [2 * x])])
+        for x, row in both()
+    ]
 
 
 def test_a_shared_scale_is_responsible_and_what_reaches_no_row_is_not() -> None:
@@ -164,10 +165,9 @@ def test_where_a_call_reads_is_no_input_of_what_it_reads() -> None:
         assert (finding.after is None) == (call != "add")
 
 
-def differing() -> tuple[StepRecord, StepRecord]:
+def differing() -> list[StepRecord]:
     """One call whose inputs are equal on the row and whose results are not."""
-    a, b = torch.full((1, 4), 7.0), torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4])
-    return record(1, 0, [("call", [a], [2 * a])]), record(3, 1, [("call", [b], [2 * b + 1])])
+    return [record(len(x), row, [("call", [x], [2 * x + row])]) for x, row in both()]
 
 
 def test_what_decides_whether_inputs_are_equal() -> None:
@@ -197,7 +197,7 @@ def test_a_shared_result_is_followed_to_whom_it_reaches() -> None:
     """By way of another shared one too; but only where both arms' call takes what this call gave."""
     for through in [True, False]:
         steps = []
-        for x, row in ((torch.full((1, 4), 7.0), 0), (torch.tensor([[9.0] * 4, [7.0] * 4, [1.0] * 4]), 1)):
+        for x, row in both():
             top = x.max()
             scale = top * 2 if through or not row else torch.tensor(5.0)
             calls = [("max", [x], [top]), ("scale", [top], [scale]), ("divide", [x, scale], [x / scale])]
@@ -206,10 +206,7 @@ def test_a_shared_result_is_followed_to_whom_it_reaches() -> None:
             divide = steps[0].events[1].inputs[1]
             divide.value = steps[0].events[0].outputs[0].value
         finding = first_responsible(*steps, [])
-        if through:
-            assert finding.responsible is not None
-            assert finding.responsible.a.key.call == "max"
-        else:
-            assert finding.responsible is None
-            assert finding.after is not None
-            assert finding.after.a.key.call == "divide"
+        named = finding.responsible if through else finding.after
+        assert named is not None
+        assert named.a.key.call == ("max" if through else "divide")
+        assert (finding.responsible is None) == (not through)

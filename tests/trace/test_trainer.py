@@ -145,16 +145,6 @@ def test_a_sound_pair_has_no_place(layout: int) -> None:
     assert (found.position, found.layer, found.call) == (-1, "formula", "")
 
 
-def test_stock_kernels_have_a_place() -> None:
-    """A call of the model itself is named, with how far it is off."""
-    rollouts = sample_rollouts(loaded(), PLAN)
-    found = find_place("stock", loaded(), loaded().model, PLAN, rollouts, Spec())
-    assert found.call
-    assert found.difference is not None
-    assert found.difference.mismatched
-    assert found.family in FAMILIES
-
-
 @pytest.mark.parametrize("name", tiers(["mistral"], ["llama", "qwen3_moe"]))
 def test_windows_and_experts(name: str) -> None:
     """Stock: a call is named, of a batch that is padded on the left; invariant: none is."""
@@ -170,4 +160,8 @@ def test_windows_and_experts(name: str) -> None:
             rollouts = sample_rollouts(tiny, PLAN)
         found = find_place(arm, tiny, model, PLAN, rollouts, LAYOUTS[1])
         assert bool(found.call) == (arm == "stock"), found
+        if found.call:
+            assert found.family in FAMILIES
+            assert found.difference is not None
+            assert found.difference.mismatched
         assert (found.layer == "formula") == (arm == "invariant")  # which of stock's is first depends on the CPU

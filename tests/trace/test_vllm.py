@@ -151,15 +151,10 @@ class Engine:
                     taken.append(SimpleNamespace(num_scheduled_tokens=counts))
                     now = runner.prepare_inputs(taken[-1]) if self.second else batch
                     self._step(parts_of(now, counts), texts, done, logprobs)
-        outcomes = [
-            Outcome(
-                r,
-                token_ids=texts[r.id][len(r.prompt) :],
-                logprobs=np.float32(logprobs[r.id]).tobytes(),
-                finish="length",
-            )
-            for r in requests
-        ]
+        outcomes = []
+        for r in requests:
+            values = np.float32(logprobs[r.id]).tobytes()
+            outcomes.append(Outcome(r, token_ids=texts[r.id][len(r.prompt) :], logprobs=values, finish="length"))
         return Session(outcomes=outcomes, steps=step, tokens=0, seconds=0.0)
 
     def _step(self, parts: list[Span], texts: Any, done: Any, logprobs: Any) -> None:
@@ -181,8 +176,7 @@ class Engine:
 def traced(engine: Engine) -> tuple[TraceVerdict, dict[str, Control], list[Culprit]]:
     solo = Request("t000000", True, (3, 9, 27, 5, 8, 1), TOKENS, 0)
     others = [Request(f"b{i:03d}", False, tuple(range(i, i + 7)), 9, i) for i in range(4)]
-    wrote = list[Any]()
-    load, toy = parse_load("default"), engine
+    load, toy, wrote = parse_load("default"), engine, list[Any]()
     arms = Arm("alone", solo.id, [solo], load), Arm("in company", solo.id, [solo, *others], load)
     verdict = VllmTrace(toy, None, *arms, impl="stock", write=wrote.append, say=lambda _: None).run()
     assert engine.implementations == ["stock"]
@@ -272,17 +266,16 @@ def test_a_capture_that_changes_answers_names_nobody() -> None:
 
 
 def test_what_it_can_not_do_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     for argv, says in [
         (("--run", "x.jsonl", "--request", "t0"), "--engine vllm and --run exclude each other"),
         (("--repro", "x.py"), "--engine vllm and --repro exclude each other"),
         (("--impl", "invariant:attention"), "unknown implementation under vLLM 'invariant:attention'"),
         ((), "vLLM is not installed"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
         assert main(["trace", "--engine", "vllm", "--device", "cpu", *argv, "--out", "t.jsonl"]) == 2
         assert says in capsys.readouterr().err
         assert not (tmp_path / "t.jsonl").exists()
