@@ -91,7 +91,9 @@ loaded("torch", "numpy", "httpx", "msgspec", "transformers", "rich")
 assert {name for name in vars(plugin) if name.startswith("pytest_")} == {"pytest_addoption", "pytest_configure"}
 import nondet
 nondet.load, nondet.probe, nondet.sample, nondet.check, nondet.check_operator
-loaded("torch", "pandas", "matplotlib", "transformers")
+import nondet.vllm.plugin
+nondet.vllm.plugin.register()
+loaded("torch", "pandas", "matplotlib", "transformers", "vllm", "triton")
 from nondet.cli import main
 assert main(["--help"]) == 0
 loaded("torch", "triton", "transformers", "pandas", "matplotlib", "numpy")

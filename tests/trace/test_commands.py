@@ -88,10 +88,7 @@ def test_a_script_overwrites_nothing_unasked(run: Command, tmp_path: Path) -> No
     for name in ("model.py", "model.inputs.pt"):
         for link in (False, True):
             taken = tmp_path / name
-            if link:
-                taken.symlink_to("nowhere")
-            else:
-                taken.write_text("kept")
+            taken.symlink_to("nowhere") if link else taken.write_text("kept")
             code, _, err = run("trace", "--repro", "model.py", *(["--force"] if link else []))
             assert code == 2
             assert f"{name} {'is a symbolic link' if link else 'exists'}" in err
@@ -151,17 +148,12 @@ def test_what_a_run_lacks_is_one_line(
 
     assert "no request 't999999'" in said(str(sampled), "--request", "t999999")
     assert "is not the model of" in said(str(sampled), "--request", "t000000", "--model", "random:qwen3-1x128")
-    lines = sampled.read_bytes().splitlines(keepends=True)
-    copies = {}
-    for name in ("bare", "broken"):
-        copies[name] = tmp_path / f"{name}.jsonl"
-        copies[name].with_name(f"{name}.traces.jsonl").write_bytes(
-            sampled.with_name("sample.traces.jsonl").read_bytes()
-        )
+    lines, copy = sampled.read_bytes().splitlines(keepends=True), tmp_path / "copy.jsonl"
+    copy.with_name("copy.traces.jsonl").write_bytes(sampled.with_name("sample.traces.jsonl").read_bytes())
     kept = [line for line in lines if b'"type":"tape"' not in line[:14]]
     end = msgspec.json.decode(kept[-1])
     kept[-1] = msgspec.json.encode({**end, "records": end["records"] - 1}) + b"\n"
-    copies["bare"].write_bytes(b"".join(kept))
-    assert "has no tape" in said(str(copies["bare"]), "--request", "t000000")
-    copies["broken"].write_bytes(b"".join(line.replace(b'"prompt":1,', b'"prompt":9,') for line in lines))
-    assert "is not whole" in said(str(copies["broken"]), "--request", "t000000")
+    broken = [line.replace(b'"prompt":1,', b'"prompt":9,') for line in lines]
+    for text, wanted in ((kept, "has no tape"), (broken, "is not whole")):
+        copy.write_bytes(b"".join(text))
+        assert wanted in said(str(copy), "--request", "t000000")

@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -62,14 +61,6 @@ def method(toy: Toy) -> Any:
 
 def untouched(toy: Toy) -> bool:
     return method(toy).apply.__module__.startswith("vllm") and not toys.OVERRIDES and nondet.vllm.OWN not in os.environ
-
-
-@pytest.mark.slow
-def test_importing_the_plugin_loads_nothing_heavy() -> None:
-    code = "import sys, nondet.vllm.plugin as p; p.register(); print({'torch', 'vllm', 'triton'} & set(sys.modules))"
-    environment = {k: v for k, v in os.environ.items() if k != nondet.vllm.ENABLED}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.strip() == "set()"
 
 
 def test_it_installs_every_function_once(toy: Toy) -> None:
@@ -582,19 +573,20 @@ def test_two_ranks_judge_alike_after_as_many_calls(faulty: bool) -> None:
     assert calls[0] == calls[1] > 0
 
 
-@pytest.mark.parametrize(("where", "why"), [("first", "lost"), ("later", "M=4: bell from row 0: RuntimeError: lost")])
-def test_a_sum_that_fails_on_one_rank_ends_it(toy: Toy, monkeypatch: pytest.MonkeyPatch, where: str, why: str) -> None:
+def test_a_sum_that_fails_on_one_rank_ends_it(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is allowed: the other rank waits in a sum, and adds to this one's next sum what is of another."""
 
     def summed(x: torch.Tensor) -> torch.Tensor:
-        if where == "first" or len(x) == 4:
+        if len(x) in lost:
             raise RuntimeError("lost")
         return x + x
 
     group_of(toy, summed, 1)
     monkeypatch.setenv(nondet.vllm.ALLOWED, "1")
-    with pytest.raises(UserError, match=f"^the sum over ranks could not be tested: {why}"):
-        loaded(toy, model(), parallel_config__tensor_parallel_size=2)
+    for rows, why in ((range(99), "lost"), ((4,), "M=4: bell from row 0: RuntimeError: lost")):
+        lost = {*rows}
+        with pytest.raises(UserError, match=f"^the sum over ranks could not be tested: {why}"):
+            loaded(toy, model(), parallel_config__tensor_parallel_size=2)
 
 
 def test_a_sound_layer_answers_for_none_of_another_setting_or_shape(toy: Toy) -> None:
