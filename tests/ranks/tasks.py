@@ -64,7 +64,7 @@ def members_agree(device: str, counts: tuple[int, ...]) -> dict[str, list[str]]:
     """Members of both collectives that apply, by name; each with the bits of the order in plain torch."""
     rank, world = dist.get_rank(), dist.get_world_size()
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    agreed: dict[str, list[str]] = {"all_reduce": [], "reduce_scatter": []}
+    agreed: dict[str, set[str]] = {"all_reduce": set(), "reduce_scatter": set()}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for count in counts:
             parts = _parts(count * world, dtype, 11, place)
@@ -83,8 +83,8 @@ def members_agree(device: str, counts: tuple[int, ...]) -> dict[str, list[str]]:
                     continue
                 if not identical(out, right):
                     raise AssertionError(f"{collective}: {name} has other bits for {count * world} of {dtype}")
-                agreed[collective].append(name)
-    return {what: sorted(set(names)) for what, names in agreed.items()}
+                agreed[collective].add(name)
+    return {what: sorted(names) for what, names in agreed.items()}
 
 
 def _parts(count: int, dtype: torch.dtype, seed: int, device: str | torch.device) -> list[torch.Tensor]:
@@ -359,14 +359,8 @@ def pushes(folder: str, world: int) -> list[str]:
             torch.from_file(f"{folder}/{world}-{r}", shared=True, size=size + 8 * 3 * world, dtype=torch.uint8)
             for r in range(world)
         ]
-        box: Any = SimpleNamespace(
-            world=world,
-            rank=rank,
-            bytes=size,
-            slots=[m[:size] for m in memory],
-            flags=[m[size:].view(torch.int64) for m in memory],
-            uses=torch.zeros(3, dtype=torch.int64),
-        )
+        box: Any = SimpleNamespace(world=world, rank=rank, bytes=size, uses=torch.zeros(3, dtype=torch.int64))
+        box.slots, box.flags = [m[:size] for m in memory], [m[size:].view(torch.int64) for m in memory]
         drawn, late, unlike = random.Random(world), random.Random(rank), []  # noqa: S311
         for turn in range(40):
             count, order = drawn.choice((1, 7, 8, 9, 24, 25, 64, 130, 200)), drawn.choice(("chain", "tree"))
@@ -436,9 +430,7 @@ def captured_under_a_block() -> dict[str, object]:
     single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     x = torch.zeros(64 * 4096, dtype=torch.bfloat16, device=_device())
     share = torch.zeros(x.numel() // world, dtype=x.dtype, device=x.device)
-    turns = [
-        _parts(x.numel(), x.dtype, 100 * turn, x.device) for turn in range(4)
-    ]  # drawing is no part of the coverage
+    turns = [_parts(x.numel(), x.dtype, 100 * turn, x.device) for turn in range(4)]  # drawn outside of the coverage
     unlike = []
     with batch_invariant() as block:
 
