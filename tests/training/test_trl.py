@@ -85,26 +85,19 @@ def test_trl_is_on_policy_with_two_lines(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.trl
-def test_evaluations_between_steps_are_not_trained_on(tmp_path: Path) -> None:
-    """Rollouts of one generation serve two steps here, of which the first is recorded; each step is evaluated."""
-    folder, evaluated = write_tiny_model(tmp_path / "model"), {"eval_strategy": "steps", "eval_steps": 1}
-    made = trainer(folder, tmp_path / "out", max_steps=4, steps_per_generation=4, **evaluated)
-    with nondet.batch_invariant(training=True), nondet.mismatch_of(made, out=tmp_path / "rl.jsonl"):
-        made.train()
-    assert [(s.step, s.differ) for s in read_run(tmp_path / "rl.jsonl").training_steps] == [(0, 0), (2, 0)]
-
-
-@pytest.mark.trl
-def test_completions_that_trl_masks_are_in_no_figure(tmp_path: Path) -> None:
-    """With mask_truncated_completions nobody trains on what was cut off: here most, or all, of them."""
-    folder, ends = write_tiny_model(tmp_path / "model"), {"mask_truncated_completions": True}
-    ends = {**ends, "max_completion_length": 40}
-    made = trainer(folder, tmp_path / "out", **ends)
-    with nondet.batch_invariant(training=True), nondet.mismatch_of(made, out=tmp_path / "rl.jsonl"):
-        made.train()
-    steps = read_run(tmp_path / "rl.jsonl").training_steps
+def test_what_trl_does_not_train_on_is_in_no_figure(tmp_path: Path) -> None:
+    """Rollouts of one generation serve two steps, of which the first is recorded, and each step is evaluated; with
+    mask_truncated_completions nobody trains on what was cut off: here most, or all, of them."""
+    folder, kept = write_tiny_model(tmp_path / "model"), []
+    evaluated = {"max_steps": 4, "steps_per_generation": 4, "eval_strategy": "steps", "eval_steps": 1}
+    for i, more in enumerate((evaluated, {"mask_truncated_completions": True, "max_completion_length": 40})):
+        made, out = trainer(folder, tmp_path / "out", **more), tmp_path / f"rl{i}.jsonl"
+        with nondet.batch_invariant(training=True), nondet.mismatch_of(made, out=out):
+            made.train()
+        kept.append(read_run(out).training_steps)
+    assert [(s.step, s.differ) for s in kept[0]] == [(0, 0), (2, 0)]
     assert made.state.global_step == STEPS, "it went on to its end"
-    assert all(step.differ == 0 and 0 < step.tokens < 40 * step.rollouts for step in steps)
+    assert all(step.differ == 0 and 0 < step.tokens < 40 * step.rollouts for step in kept[1])
 
 
 def test_what_can_t_be_watched_is_refused(tmp_path: Path) -> None:
