@@ -224,17 +224,6 @@ BAD: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_bad_rollouts_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = tmp_path / "bad.jsonl", tmp_path / "m.jsonl"
-    for name, (made, said) in BAD.items():
-        written(path, made) if isinstance(made, list) else path.write_text(made, encoding="utf-8")
-        assert main(["mismatch", "--rollouts", str(path), "--out", str(out)]) == 2, name
-        error = capsys.readouterr().err.strip().splitlines()
-        assert re.search(said, error[-1]), (name, error)
-        assert not out.exists()
-
-
 TEXT = "".join(json.dumps(line) + "\n" for line in lines()).encode()
 PICKLE, PACKED = "is a pickle or another binary file, which is never read", "is packed, and its name"
 NO_JSONL: list[tuple[bytes, str]] = [
@@ -254,13 +243,21 @@ NO_JSONL: list[tuple[bytes, str]] = [
 ]
 
 
-def test_what_is_no_jsonl_is_named_and_never_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for content, said in NO_JSONL:
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_bad_rollouts_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "bad.jsonl", tmp_path / "m.jsonl"
+    for name, (made, said) in BAD.items():
+        written(path, made) if isinstance(made, list) else path.write_text(made, encoding="utf-8")
+        assert main(["mismatch", "--rollouts", str(path), "--out", str(out)]) == 2, name
+        error = capsys.readouterr().err.strip().splitlines()
+        assert re.search(said, error[-1]), (name, error)
+        assert not out.exists()
+    for content, what in NO_JSONL:
         for name in ("rollouts.jsonl", "rollouts.pkl"):
             (tmp_path / name).write_bytes(content)
-            assert main(["mismatch", "--rollouts", str(tmp_path / name), "--out", str(tmp_path / "m.jsonl")]) == 2
+            assert main(["mismatch", "--rollouts", str(tmp_path / name), "--out", str(out)]) == 2
             [line] = capsys.readouterr().err.strip().splitlines()
-            assert said in line
+            assert what in line
 
 
 def test_a_mark_packed_files_of_a_folder_and_names_that_are_there_twice_are_read(tmp_path: Path) -> None:
