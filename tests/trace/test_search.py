@@ -94,9 +94,7 @@ def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
     assert tree.status != "error", tree.sentence
     assert tree.values == sizes
     assert all(f"{size}: " in tree.sentence for size in sizes)
-    told = [r.sentence for r in stock.culprits[0].replays if r.name == "tree"]
-    assert stock.verdict.sentences[-1:] == told
-    assert culprit.kernels[0]
+    assert stock.verdict.sentences[-1:] == [r.sentence for r in stock.culprits[0].replays if r.name == "tree"]
     assert culprit.kernels[0][0].startswith("aten.")
     assert stock.search.named is not None
 
@@ -195,8 +193,6 @@ class Scalars(nn.Module):
 
 
 DOWN = "model.layers.1.mlp.down_proj"
-
-
 FIRST = Pace(lambda: 0.0)  # of a trace that is over with its first culprit
 
 
