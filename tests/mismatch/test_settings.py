@@ -150,7 +150,8 @@ SOUND |= {
     for dtype in ("bfloat16", "float32") for heat in (0.6, 1.3) for kept in (whole, top_p)
 }  # fmt: skip
 SOUND |= {f"of few tokens at {heat:g}": {"heat": heat, "tokens": 2} for heat in (0.7, 1.0)}
-OFTEN = ("whole at 0.6, float32", "of few tokens at 0.7", "top_p at 0.7, bfloat16")
+SOUND["in micro-batches of two"] = {"spec": Spec(micro=2), "seed": 4}
+OFTEN = ("whole at 0.6, float32", "of few tokens at 0.7", "top_p at 0.7, bfloat16", "in micro-batches of two")
 OFTEN += ("raw, tokens of top_p at 0.6, bfloat16",)
 
 
@@ -185,8 +186,6 @@ PLANTED: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     ),
     "positions at a temperature": ({"heat": 0.7, "fault": Fault(positions="gap")}, ("positions", "trainer", "gap")),
 }  # fmt: skip
-
-
 _PLANTED_SELDOM = ("a temperature", "top-p", "at one in float32", "a template in float32")
 
 
@@ -202,12 +201,6 @@ def test_what_one_side_does_is_named(name: str) -> None:
     else:
         assert named.fitted == wanted[2]
     assert named.left <= 1.5 * named.floor < named.k3
-
-
-def test_two_micro_batches_of_one_trainer_are_numeric() -> None:
-    """The same weights over the same rollouts, in other batches: nothing is stale or wrong."""
-    seen = pair(spec=Spec(micro=2), seed=4)
-    assert (seen.named, seen.off) == (None, [])
 
 
 def test_a_few_rollouts_that_are_wrong_are_no_rounding() -> None:

@@ -195,27 +195,23 @@ def test_why_vllm_did_not_start_is_one_line() -> None:
         assert engine.reason_of(error) == line
 
 
-def test_what_vllm_is_made_with_follows_the_load() -> None:
-    load = PRESETS["default"]
-    made = engine.arguments_of(Path("m"), "bfloat16", "cuda", load, 200)
+def test_what_vllm_is_made_with_follows_the_load_and_its_cache_leaves_the_rest_free() -> None:
+    """4 layers, 2 heads of 64, K and V of 2 bytes: 2,048 bytes a token; 64 requests of 208 tokens and a page."""
+
+    def arguments(device: str, *config: Any) -> dict[str, Any]:
+        return engine.arguments_of(Path("m"), "bfloat16", device, PRESETS["default"], 200, *config)
+
+    made = arguments("cuda")
     assert (made["max_num_batched_tokens"], made["max_num_seqs"], made["max_model_len"]) == (96, 64, 200)
     assert (made["block_size"], made["enforce_eager"], made["enable_prefix_caching"]) == (16, True, True)
     assert made["gpu_memory_utilization"] == 0.9
-    on_a_cpu = engine.arguments_of(Path("m"), "bfloat16", "cpu", load, 200, Qwen3Config())
-    assert not {"block_size", "kv_cache_memory_bytes"} & set(on_a_cpu)
-
-
-def test_on_a_gpu_the_cache_holds_the_largest_step_and_leaves_the_rest_free() -> None:
-    """4 layers, 2 heads of 64, K and V of 2 bytes: 2,048 bytes a token; 64 requests of 208 tokens and a page."""
+    assert not {"block_size", "kv_cache_memory_bytes"} & set(arguments("cpu", Qwen3Config()))
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     for config in (Qwen3Config(**sizes, head_dim=64), LlamaConfig(**sizes, hidden_size=256)):
         assert engine.cache_bytes(config, 10) == 20_480
-        made = engine.arguments_of(Path("m"), "bfloat16", "cuda", PRESETS["default"], 200, config)
-        assert made["kv_cache_memory_bytes"] == 1.5 * 64 * 224 * 2048
+        assert arguments("cuda", config)["kv_cache_memory_bytes"] == 1.5 * 64 * 224 * 2048
     assert engine.cache_bytes(MambaConfig(), 10) == 0
-    assert "kv_cache_memory_bytes" not in engine.arguments_of(
-        Path("m"), "bfloat16", "cuda", PRESETS["default"], 200, MambaConfig()
-    )
+    assert "kv_cache_memory_bytes" not in arguments("cuda", MambaConfig())
 
 
 def test_what_can_t_be_asked_is_one_line(
