@@ -5,7 +5,6 @@ They are asked in OpenAI's plain form, which has names of tokens and logprobs an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,7 @@ def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) ->
     few = ("--arms", "solo=6,loaded", "--n", 30, "--max-tokens", 6)
     made = asked(run, tmp_path, *few, dialect="vllm", confuses=4, prompt="The class is")
     assert verdict(made).is_fault
-    text = (tmp_path / "a.md").read_text()
-    assert "rounding does not do that" in text
+    assert "rounding does not do that" in (tmp_path / "a.md").read_text()
 
 
 def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
@@ -99,11 +97,7 @@ def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:
     assert verdict(made).finding == Finding.BATCH
     cure = chain(build([made]))[-1].text
     assert "its own mode is on" in cure
-    assert "--attention-backend triton" in cure
     assert "not tried" not in cure
-    section = build([made]).runs[0].endpoint
-    assert section is not None
-    assert "not tried: switch on the server's own" in replace(section, servers=["server: sglang 0.0.9"]).cure
 
 
 def test_a_gate_at_a_temperature_opens_on_one(run: Command) -> None:
@@ -114,13 +108,3 @@ def test_a_gate_at_a_temperature_opens_on_one(run: Command) -> None:
         code, out, err = run("gate", "--endpoint", server.url, *argv)
         assert all(path != "/get_model_info" for path in server.pages)
     assert code == 0, out + err
-
-
-def test_the_page_names_the_server_and_who_asked(run: Command, tmp_path: Path) -> None:
-    """A client's CPU is no machine of the server's; why nothing but "divergent" is said stands beside it."""
-    few = ("--arms", "solo=1,loaded", "--n", 3, "--max-tokens", 8)
-    asked(run, tmp_path, *few, dialect="vllm", batch_noise=1e-6)
-    text = (tmp_path / "a.md").read_text()
-    assert "vllm 0.0.hash · asked from: " in text
-    head = text.split("\n## ")[0]
-    assert "divergent (If the answers that differ fell at random" in head
