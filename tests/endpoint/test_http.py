@@ -13,7 +13,6 @@ import socket
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import product
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -212,9 +211,9 @@ async def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog:
 # One exchange: what a failure is called, and how long a server asks to be left alone.
 
 
-async def asked(url: str, times: Times | None = None, **limits: Any) -> AttemptError:
+async def asked(url: str, times: Times | None = None) -> AttemptError:
     """The failure of one exchange with what is there."""
-    transport = Transport(read_address(url), Key(), Limits(**limits))
+    transport = Transport(read_address(url), Key(), Limits())
     try:
         with pytest.raises(AttemptError) as caught:
             async with transport.exchange("POST", "/v1/completions", {"a": 1}, times) as answer:
@@ -224,44 +223,41 @@ async def asked(url: str, times: Times | None = None, **limits: Any) -> AttemptE
     return caught.value
 
 
-def failure(answer: bytes, **limits: Any) -> AttemptError:
-    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
-        writer.write(answer)
-        return False
-
-    async def work() -> AttemptError:
-        async with Server(handler) as server:
-            return await asked(server.url, **limits)
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
-
-
-def test_a_server_says_how_long_to_wait() -> None:
+@awaited
+async def test_a_server_says_how_long_to_wait() -> None:
     """In digits or as a date by this machine's clock; what can't be read, or is not said, is no wait of zero."""
+
+    async def failure(answer: bytes) -> AttemptError:
+        async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+            writer.write(answer)
+            return False
+
+        async with Server(handler) as server:
+            return await asked(server.url)
+
     for header, seconds in [
         ("0", 0.0), ("7", 7.0), (" 120 ", 120.0), ("9" * 40, 999_999_999.0), ("-1", None), ("1.5", None),
         ("\u0663".encode().decode("latin-1"), None),  # a digit of another script
         ("soon", None), ("", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
     ]:  # fmt: skip
-        refused = failure(response(503, b'{"error": "busy"}', extra=f"Retry-After: {header}\r\n"))
+        refused = await failure(response(503, b'{"error": "busy"}', extra=f"Retry-After: {header}\r\n"))
         assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-503", "HTTP 503: busy", seconds)
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
-    wait = failure(response(429, b"", extra=f"Retry-After: {date}\r\n")).retry_after_s
-    assert wait is not None
-    assert 60 < wait <= 90
-    refused = failure(response(429, b""))
+    assert 60 < ((await failure(response(429, b"", extra=f"Retry-After: {date}\r\n"))).retry_after_s or 0) <= 90
+    refused = await failure(response(429, b""))
     assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-429", "HTTP 429", None)
 
 
-def test_where_nothing_listens_there_is_no_connection() -> None:
+@awaited
+async def test_where_nothing_listens_there_is_no_connection() -> None:
     """The kind by which it is counted, and tried again; nor at a name that nobody has, or that no name can be."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         times = Times()
-        refused = asyncio.run(asked(f"http://127.0.0.1:{taken.getsockname()[1]}", times))
+        refused = await asked(f"http://127.0.0.1:{taken.getsockname()[1]}", times)
     assert refused.kind == "connect"
     assert refused.kind in RETRIED
     assert refused.reason.startswith("no connection: ")
     assert (times.header, times.done >= times.sent > 0) == (None, True)
     for host in ("nobody.invalid", "a" * 70 + ".invalid"):
-        assert asyncio.run(asked(f"http://{host}:1")).kind == "connect"
+        assert (await asked(f"http://{host}:1")).kind == "connect"
