@@ -65,7 +65,7 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
     ],
     ids=["bits", "tokens", "cache", "noise", "rare", "unknown cache"],
 )
-def test_what_parts_is_laid_to_what_did_it(
+def test_what_differs_is_laid_to_what_did_it(
     tmp_path: Path, faults: Faults, arms: dict[str, int] | None, finding: Finding, said: list[str]
 ) -> None:
     """The load, the cache, the server itself, or nothing that is certain."""
@@ -102,6 +102,7 @@ def test_only_a_proven_load_says_anything(tmp_path: Path, faults: Faults, findin
 
 def test_what_is_compared_is_said(tmp_path: Path) -> None:
     """Ids, else bytes, else text, whose logprobs belong to no character; forks have their text."""
+    assert Tokens(KnownBy.TEXT).piece(ord("a")) == "a"
     for known, traces in [("ids", 2), ("bytes", 2), ("text", 1)]:
         client = MemoryClient(Faults(known=known, batch="bits"))
         run = sampled(tmp_path / f"{known}.jsonl", client, plan=planned({"solo": 2, "loaded": 6}))
@@ -112,7 +113,6 @@ def test_what_is_compared_is_said(tmp_path: Path) -> None:
         watcher = Watcher(0.01, 0.95, "load")  # a gate asks for no more once an answer differs
         enough = [watcher.enough(r, [c for c in run.completions if c.round == r.round]) for r in run.rounds]
         assert (watcher.diverged, enough[-1]) == (traces > 1, traces > 1)
-    assert Tokens(KnownBy.TEXT).piece(ord("a")) == "a"
 
 
 def test_what_ran_beside_an_answer_is_known_or_not_counted() -> None:
@@ -177,55 +177,49 @@ def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
     assert client.asked == 0
     away.rename(traces_path(path))
     run = sampled(path, client, resume=True)
-    assert {c.request for c in run.completions} == {
-        r.id for round_ in planned().rounds for r in round_.requests if r.target
-    }
+    requests = (r for round_ in planned().rounds for r in round_.requests)
+    assert {c.request for c in run.completions} == {r.id for r in requests if r.target}
     asked = {name for name in client.ids if not name.startswith(("contract", "r"))}
     assert not asked & {c.request for c in before.completions}
     assert verdict(run)[0] == Finding.CLEAN
 
 
-class Busy(MemoryClient):
-    """Every `often`th request gets no answer, and all others but the contract's an error."""
-
-    often = 2
-
-    async def complete(self, ask: Ask) -> Answer:
-        """As `nondet.endpoint.arms.Client`."""
-        answer = await super().complete(ask)
-        if ask.id.startswith("contract") or ask.id == "alive":
-            return answer
-        kind = "timeout" if self.asked % self.often == 0 else "http-400"
-        return replace(answer, kind=kind, reason=f"as {kind}", token_ids=None, logprobs=b"")
-
-
 def test_answered_errors_show_that_a_server_is_there(tmp_path: Path) -> None:
     """Silence that errors break into is no dead server, however often; without them two dozen in a row are one."""
+
+    class Busy(MemoryClient):
+        """Every `often`th request gets no answer, and all others but the contract's an error."""
+
+        often = 2
+
+        async def complete(self, ask: Ask) -> Answer:
+            answer = await super().complete(ask)
+            if ask.id.startswith("contract") or ask.id == "alive":
+                return answer
+            kind = "timeout" if self.asked % self.often == 0 else "http-400"
+            return replace(answer, kind=kind, reason=f"as {kind}", token_ids=None, logprobs=b"")
+
     plan = planned({"solo": 100})
     run = sampled(tmp_path / "run.jsonl", Busy(), plan=plan)
     kinds = Counter(c.served.kind for c in run.completions if c.served)
     assert kinds["timeout"] >= 40
     assert kinds.total() == 100
-    silent = Busy()
-    silent.often = 1
+    Busy.often = 1
     with pytest.raises(ServerStoppedError, match="24 requests of one round failed"):
-        sampled(tmp_path / "silent.jsonl", silent, plan=plan)
-
-
-class Odd(MemoryClient):
-    """A server whose counters are none."""
-
-    async def metrics(self) -> dict[str, float]:
-        """As `nondet.endpoint.arms.Client`."""
-        return {
-            "fake:num_requests_running": (-3.0, math.inf, 2.0)[self.asked % 3],
-            "fake:num_requests_waiting": -1.0,
-            "fake:prefix_cache_hits": (1e308, -1e308)[self.asked % 2],
-        }
+        sampled(tmp_path / "silent.jsonl", Busy(), plan=plan)
 
 
 def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:
     """Minus three requests, infinitely many, a movement beyond every float: the run says which were odd."""
+
+    class Odd(MemoryClient):
+        async def metrics(self) -> dict[str, float]:
+            return {
+                "fake:num_requests_running": (-3.0, math.inf, 2.0)[self.asked % 3],
+                "fake:num_requests_waiting": -1.0,
+                "fake:prefix_cache_hits": (1e308, -1e308)[self.asked % 2],
+            }
+
     plan = planned({"solo": 4, "loaded": 6})
     run = sampled(tmp_path / "run.jsonl", Odd(), plan=plan)
     traffic = [r.traffic for r in run.rounds if r.traffic]
@@ -262,8 +256,7 @@ def test_an_answer_of_megabytes_costs_no_run(tmp_path: Path, monkeypatch: pytest
 
 def test_two_servers(tmp_path: Path) -> None:
     """The second is asked the same, judged alone, and held against the first."""
-    faults = Faults()
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), MemoryClient(replace(faults, cache=True)))
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(), MemoryClient(Faults(cache=True)))
     assert [v.impl for v in judge(run)] == ["server", "server-2"]
     assert judge(run)[1].finding == Finding.CACHE
     assert "those of server: 10 of 10 differ, none in tokens" in " ".join(judge(run)[1].notes)
