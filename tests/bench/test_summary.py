@@ -12,7 +12,7 @@ import pytest
 from nondet.bench.cells import plan_cases
 from nondet.bench.summary import Comparison, best_stock, check_runs, compare, failures, is_stock, sections
 from nondet.core.operator import Sizes
-from nondet.core.records import Cell, Row, Run, Status, Timed
+from nondet.core.records import Cell, Run, Status, Timed
 from nondet.core.runfile import read_run
 from tests.build import bench_run, cell, failed, row, run_of, timed
 
@@ -24,9 +24,7 @@ def of(found: Cell, impl: str) -> Comparison:
 def test_the_best_stock_of_a_cell_is_the_baseline() -> None:
     """The fastest backend of that very cell, not the default one, and never somebody else's kernel."""
     found = cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), timed("invariant", 8.0), timed("stocking", 1.0))
-    baseline = best_stock(found)
-    assert baseline is not None
-    assert baseline.impl == "stock-cudnn"
+    assert getattr(best_stock(found), "impl", "") == "stock-cudnn"
     assert of(found, "invariant").ratio == pytest.approx(1.25)
     assert of(found, "stock").ratio == pytest.approx(0.5)
 
@@ -60,7 +58,7 @@ def test_replays_are_compared_in_pairs() -> None:
 
 
 def test_no_ratio_without_both_sides() -> None:
-    """No stock, or no time: no ratio, no interval, no place in a mean."""
+    """No stock, or no time: no ratio, no interval, and it is in no mean."""
     lost = timed("invariant", 0.0, status=Status.ERROR, reason="out of memory", samples_us=[])
     for found in (cell(1, timed("invariant", 8.0)), cell(1, timed("stock", 8.0), lost)):
         c = of(found, "invariant")
@@ -128,16 +126,15 @@ def test_failures_of_many_cells_are_one_line() -> None:
 SIZES = (1, 8, 64, 512, 4096)
 
 
-def run(slower: float = 1.0, only: int | None = None, scatter: float = 0.0, **fields: object) -> Run:
+def run(slower: float = 1.0, only: int | None = None, scatter: float = 0.0) -> Run:
     """Five cells of stock at 10 us and ours at 10 us times `slower`, in all of them or in the one with that M."""
 
-    def ours(m: int) -> Timed:
+    cells = []
+    for m in SIZES:
         us = 10.0 * (slower if only in (None, m) else 1.0)
-        wild = [us * (1 + scatter * (-1) ** i) for i in range(11)] if scatter else None
-        return timed("invariant", us, **({"samples_us": wild} if wild else {}))
-
-    cells = [cell(m, timed("stock", 10.0), ours(m)) for m in SIZES]
-    return run_of(cells=cells, **fields)
+        wild = {"samples_us": [us * (1 + scatter * (-1) ** i) for i in range(11)]} if scatter else {}
+        cells.append(cell(m, timed("stock", 10.0), timed("invariant", us, **wild)))
+    return run_of(cells=cells)
 
 
 def elsewhere(other: Run, **fields: object) -> Run:
@@ -177,15 +174,12 @@ def test_another_machine_is_not_judged_by_its_speed() -> None:
     check = check_runs(run(), elsewhere(run(3.0)))
     assert check.regressions == ()
     assert any("another" in note for note in check.notes)
-    kept, new = bits(Status.IDENTICAL, (0, 0)), bits(Status.DIVERGENT, (0, 1))
-    several = check_runs(run_of(kept), elsewhere(run_of(new)))
-    assert "2 classes of bits, and it was one" in several.regressions[0]
-    assert check_runs(run_of(new), run_of(new)).regressions == ()
-    assert check_runs(run_of(new), run_of(kept)).regressions == ()
-
-
-def bits(status: str, labels: tuple[int, ...]) -> Row:
-    return row(labels, probe="bench", case="linear K=8 N=8: row 0 of M rows", impl="invariant", status=status)
+    kept, new = (
+        run_of(row(labels, probe="bench", case="linear K=8 N=8: row 0 of M rows", impl="invariant"))
+        for labels in ((0, 0), (0, 1))
+    )
+    assert "2 classes of bits, and it was one" in check_runs(kept, elsewhere(new)).regressions[0]
+    assert check_runs(new, new).regressions == check_runs(new, kept).regressions == ()
 
 
 def test_what_fails_now_is_a_regression() -> None:
@@ -206,18 +200,14 @@ def on_cpu(other: Run, **fields: object) -> Run:
     return elsewhere(msgspec.structs.replace(other, cells=cells), **(CPU | fields))
 
 
-def interrupted(other: Run, most: float, least: float) -> Run:
-    """Ours with all replays but one so many times slower, and that one less so."""
+def slowed(c: Cell, most: float, least: float) -> Cell:
+    """All replays but one so many times slower, and that one less so, in all but stock."""
 
-    def slowed(t: Timed) -> Timed:
+    def slow(t: Timed) -> Timed:
         samples = [us * most for us in t.samples_us[1:]] + [t.samples_us[0] * least]
         return msgspec.structs.replace(t, samples_us=samples, median_us=t.median_us * most)
 
-    cells = [
-        msgspec.structs.replace(c, timed=[slowed(t) if t.impl == "invariant" else t for t in c.timed])
-        for c in other.cells
-    ]
-    return msgspec.structs.replace(other, cells=cells)
+    return msgspec.structs.replace(c, timed=[t if is_stock(t.impl) else slow(t) for t in c.timed])
 
 
 def test_a_coarse_check_sees_a_factor_and_no_less() -> None:
@@ -227,8 +217,9 @@ def test_a_coarse_check_sees_a_factor_and_no_less() -> None:
     assert "M=64" in line
     assert "0.100 of stock, and it was 1.000" in line
     assert check_runs(kept, on_cpu(run(3.0)), 4.0).regressions == ()
-    assert check_runs(kept, on_cpu(interrupted(run(), 10.0, 3.0)), 4.0).regressions == ()
-    assert len(check_runs(kept, on_cpu(interrupted(run(), 10.0, 6.0)), 4.0).regressions) == 5
+    for least, regressions in ((3.0, 0), (6.0, 5)):
+        interrupted = run_of(cells=[slowed(c, 10.0, least) for c in run().cells])
+        assert len(check_runs(kept, on_cpu(interrupted), 4.0).regressions) == regressions
 
 
 def test_a_coarse_check_is_held_where_vector_instructions_are_the_same() -> None:
@@ -257,26 +248,11 @@ def test_two_clocks_are_not_compared() -> None:
 ROOT = Path(__file__).parents[2]
 
 
-def ci_commands() -> list[list[str]]:
-    """The words of CI's checks of speed: of kernels, and of what a call costs the host."""
-    script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.findall(r'^"\$bin/(?:nondet" bench|python" scripts/host.py) (.+)$', script, re.MULTILINE)
-    return [line.split() for line in found]
-
-
-def slowed(found: Cell) -> Cell:
-    """Ten times slower in all but stock."""
-    times = [
-        t if is_stock(t.impl)
-        else msgspec.structs.replace(t, samples_us=[10 * us for us in t.samples_us], median_us=10 * t.median_us)
-        for t in found.timed
-    ]  # fmt: skip
-    return msgspec.structs.replace(found, timed=times)
-
-
 def test_the_checks_of_ci_have_their_kept_runs() -> None:
     """Every cell that CI times is in the run that it is held against, and any of them ten times slower shuts it."""
-    kernels, host = ci_commands()
+    script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r'^"\$bin/(?:nondet" bench|python" scripts/host.py) (.+)$', script, re.MULTILINE)
+    kernels, host = (line.split() for line in commands)  # of kernels, and of what a call costs the host
     for words, operators in ((kernels, kernels[: kernels.index("--device")]), (host, ["host"])):
         options = {name: words[i + 1] for i, name in enumerate(words) if name in ("--k", "--n", "--check", "--slower")}
         kept, slower = read_run(ROOT / options["--check"]), float(options["--slower"])
@@ -285,7 +261,7 @@ def test_the_checks_of_ci_have_their_kept_runs() -> None:
         compared = [place for place in kept.cells if len([c for c in compare(place) if c.ratio is not None]) > 1]
         assert len(compared) == (9 if words is kernels else 14)
         for place in compared[:: 1 if words is kernels else 5]:
-            cells = [slowed(c) if c is place else c for c in kept.cells]
+            cells = [slowed(c, 10.0, 10.0) if c is place else c for c in kept.cells]
             found = check_runs(kept, msgspec.structs.replace(kept, cells=cells), slower).regressions
             assert len(found) == 1
             assert place.case in found[0]
