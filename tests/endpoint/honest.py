@@ -19,13 +19,12 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 # HTTP/1.1 by hand on asyncio streams, so that it can also be done wrongly.
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What a client sent."""
 
     method: str
@@ -178,36 +177,22 @@ class Context:
     """A prefix that grows token by token from the prompt's ids."""
 
     def __init__(self, ids: tuple[int, ...]) -> None:
-        self._hash = hashlib.sha256(bytes(i % 256 for i in ids))
-
-    def logits(self) -> dict[int, float]:
-        """Candidate -> logit."""
-        digest = self._hash.digest()
-        return {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 for i in range(_CANDIDATES)}
+        self.hash = hashlib.sha256(bytes(i % 256 for i in ids))
 
     def append(self, token: int) -> None:
         """Go on behind a token."""
-        self._hash.update(bytes([token]))
+        self.hash.update(bytes([token]))
 
 
 def step(
-    context: Context,
-    *,
-    temperature: float,
-    draw: tuple[object, ...],
-    alternatives: int,
-    noise: float = 0.0,
-    scale: float = 0.0,
-    noise_of: object = None,
-) -> Step:
+    context: Context, *, temperature: float, draw: tuple[object, ...], alternatives: int, noise: float = 0.0,
+    scale: float = 0.0, noise_of: object = None,
+) -> Step:  # fmt: skip
     """Generate one token and append it. `noise_of` is what noise follows from: how many requests ran, what was cached;
     `scale` disturbs all logits by one factor, which leaves their order, ties included."""
-    logits = context.logits()
-    if scale:
-        factor = 1 + scale * _draw(noise_of)
-        logits = {token: value * factor for token, value in logits.items()}
+    digest, key, factor = context.hash.digest(), context.hash.hexdigest(), 1 + scale * _draw(noise_of)
+    logits = {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 * factor for i in range(_CANDIDATES)}
     if noise:
-        key = context._hash.hexdigest()
         logits = {token: value + noise * (2 * _draw(key, token, noise_of) - 1) for token, value in logits.items()}
     ranked = sorted(logits, key=lambda token: (-logits[token], token))
     if temperature > 0:
@@ -290,8 +275,7 @@ def transformers(steps: list[Step], told: Told, stream: bool, chat: bool) -> lis
     told.body.pop("logprobs", None)
     documents = _openai(steps, told, stream, chat, own=False)
     if stream:
-        usage = documents.pop()["usage"]
-        documents[-1]["usage"] = usage
+        documents[-2]["usage"] = documents.pop()["usage"]
     for document in documents:
         document["system_fingerprint"] = ""
     return documents
@@ -415,7 +399,7 @@ class Honest(Server):
             said = {"enable_deterministic_inference": mode, "attention_backend": "fa3", "tp_size": 1}
             return json_response({"version": "0.0.9", **said})
         document = _PAGES.get((self.dialect, request.path))
-        return None if document is None else json_response(document)
+        return document and json_response(document)
 
     async def _complete(self, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
         prompt = _prompt(body, chat)
@@ -507,10 +491,8 @@ class Honest(Server):
 
 
 def _alternatives(body: dict[str, Any]) -> int:
-    for name in ("top_logprobs", "top_logprobs_num", "n_probs", "logprobs"):
-        if isinstance(body.get(name), int) and not isinstance(body.get(name), bool):
-            return int(body[name])
-    return 0
+    given = (body.get(name) for name in ("top_logprobs", "top_logprobs_num", "n_probs", "logprobs"))
+    return next((number for number in given if type(number) is int), 0)
 
 
 def _prompt(body: dict[str, Any], chat: bool) -> tuple[int, ...] | None:

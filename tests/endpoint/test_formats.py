@@ -104,9 +104,7 @@ def test_what_does_not_hold_all_of_an_answer_is_not_taken() -> None:
     for pieces, kept in (([b"a", b"b"], True), ([b"a", b"b", b"</s>"], True), ([b"a"], False)):
         assert answer_from(_ask(3), _parts(bytes=pieces)).known_by is (KnownBy.BYTES if kept else KnownBy.TEXT)
 
-
-def test_a_pair_cut_in_two_is_joined_and_a_half_is_replaced() -> None:
-    """Text can always be written as UTF-8, and a note says where it was not what was sent."""
+    # half a pair is replaced: text can always be written as UTF-8, and a note says where it was not what was sent
     whole = answer_from(_ask(), Parts(text=["\ud83d", "\ude00"], finish="stop"))
     half = answer_from(_ask(), Parts(text=["a\ud83d"], finish="stop"))
     assert (whole.text, whole.notes) == ("\U0001f600", ())

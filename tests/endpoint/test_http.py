@@ -9,7 +9,6 @@ import html
 import json
 import logging
 import pickle
-import socket
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import product
@@ -62,7 +61,7 @@ REFUSED = """
 """
 
 
-def test_other_urls_are_refused_without_showing_a_secret() -> None:
+def test_other_urls_are_refused_without_showing_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
     """One line; what may be a password in it is not repeated."""
     for url in ["", "http://ex ample:8000", "http://host /hunter2", *REFUSED.split()]:
         with pytest.raises(UserError) as caught:
@@ -70,9 +69,7 @@ def test_other_urls_are_refused_without_showing_a_secret() -> None:
         assert "hunter2" not in str(caught.value)
         assert "\n" not in str(caught.value)
 
-
-def test_a_key_in_the_place_of_a_host_is_in_no_message(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it is connected to, and why that failed, say that it is not repeated; names of machines are."""
+    # a key where a host should be: what it is connected to, and why that failed, say that it is not repeated
     for host in ["sk-hunter2hunter2", "hf_hunter2hunter2.host", "hunter2abcdefabcdef0123456789"]:
         assert "hunter2" not in read_address(f"https://{host}:8443/v1").url
         assert main(["sample", "--endpoint", f"http://{host}"]) == 2
@@ -102,14 +99,10 @@ def test_keys_come_from_the_environment() -> None:
     for variable, wanted in ((None, "one"), ("OPENAI_API_KEY", "two"), ("MINE", "three")):
         assert key_from_environment(variable, both).headers() == {"Authorization": f"Bearer {wanted}-0123456789"}
     assert not key_from_environment(None, {})
-    for environment, variable in (
-        ({"MINE": "a\r\nX: b"}, "MINE"),
-        ({"MINE": "ключ"}, "MINE"),
-        ({}, "sk-my-secret-0123"),
-    ):
+    for secret in ("a\r\nX: b", "ключ"):
         with pytest.raises(UserError) as caught:
-            key_from_environment(variable, environment)
-        assert not any(secret in str(caught.value) for secret in ("X: b", "ключ", "sk-my-secret"))
+            key_from_environment("MINE", {"MINE": secret})
+        assert secret[-4:] not in str(caught.value)
     for name in ("sk-my-secret-0123", "AKIAIOSFODNN7EXAMPLE", "hunter2"):  # the key in place of its variable's name
         with pytest.raises(UserError, match="names an environment variable that is not set") as caught:
             key_from_environment(name, {})
@@ -178,10 +171,7 @@ def test_a_server_that_repeats_a_secret_is_not_repeated() -> None:
         left = "".join(filter(str.isalnum, line.lower()))
         assert not [i for i in range(len(squeezed) - 7) if squeezed[i : i + 8] in left], form
 
-
-def test_other_lines_stay_as_they_are() -> None:
-    """What holds no part of a key is told whole; so is anything where the key is none ("EMPTY")."""
-    for text in [
+    for text in [  # what holds no part of a key stays whole; so does anything where the key is none ("EMPTY")
         "out of memory: 1234567 of 7654321 bytes at 0x7f00deadbeef00112233",
         "no model meta-llama/Llama-3.1-8B-Instruct; have Qwen/Qwen2.5-0.5B",
         "%7B%22error%22%3A%20%22busy%22%7D QWxhZGRpbjpvcGVuIHNlc2FtZQ==",
@@ -251,13 +241,9 @@ async def test_a_server_says_how_long_to_wait() -> None:
 @awaited
 async def test_where_nothing_listens_there_is_no_connection() -> None:
     """The kind by which it is counted, and tried again; nor at a name that nobody has, or that no name can be."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        times = Times()
-        refused = await asked(f"http://127.0.0.1:{taken.getsockname()[1]}", times)
-    assert refused.kind == "connect"
-    assert refused.kind in RETRIED
-    assert refused.reason.startswith("no connection: ")
-    assert (times.header, times.done >= times.sent > 0) == (None, True)
-    for host in ("nobody.invalid", "a" * 70 + ".invalid"):
-        assert (await asked(f"http://{host}:1")).kind == "connect"
+    times = Times()
+    for url in ("http://127.0.0.1:1", "http://nobody.invalid:1", f"http://{'a' * 70}.invalid:1"):
+        refused = await asked(url, times)
+        assert (refused.kind, refused.kind in RETRIED) == ("connect", True)
+        assert refused.reason.startswith("no connection: ")
+        assert (times.header, times.done >= times.sent > 0) == (None, True)
