@@ -109,6 +109,8 @@ def test_what_is_wrong_is_one_line(run: Command) -> None:
         (["bench", "matmul", "--slower", "0.5", "--check", "x.jsonl"], "--slower 0.5"),
         (["bench", "matmul", "--slower", "nan", "--check", "x.jsonl"], "--slower nan"),
         (["bench", "attention", "--impl", "invariant:x"], "invariant"),
+        (["bench", "linear", "--ranks", "2"], "--ranks 2 is for all-reduce and row-parallel"),
+        (["bench", "all-reduce", "--device", "cpu", "--ranks", "1"], "not a group of ranks"),
     ]:
         code, _, err = run(*argv)
         assert code == 2
