@@ -107,10 +107,7 @@ def test_any_function_is_checked(tmp_path: Path) -> None:
     run = nondet.check_operator(lambda x: x.sum(-1), "mean", m=4, k=64, inputs="bell", varied=("batch_size",))
     assert "wrong" in run.verdict()
 
-
-def test_a_function_that_takes_something_else_is_told_so() -> None:
-    """Before it fails at each size, and with what was given."""
-    rows = torch.randn(4, 2)
+    # what takes something else is named before it fails at each size, and with what was given
     with pytest.raises(UserError, match=r"fn takes \(a, b\), and what make_inputs gives is 1 positional"):
         nondet.check(lambda a, b: a, lambda size: rows[:size], over=[1, 2])
     with pytest.raises(UserError, match=r"make_inputs takes \(\)"):
