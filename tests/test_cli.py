@@ -135,14 +135,10 @@ def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
 
 
 def test_words_that_options_know_without_torch_are_those_of_their_tables() -> None:
-    """A new dtype, kind of input or axis can't slip by unnoticed."""
+    """A new dtype, kind of input or axis can't slip by unnoticed. A run says a dtype's whole name."""
     assert set(options.FLOATS.names) == set(COMPUTE_DTYPES)
     assert set(options.KINDS.names) == set(KINDS)
     assert set(options.AXES.names) == {*AXES, ALL}
-
-
-def test_short_names_of_dtypes_are_known() -> None:
-    """A run says the whole name: it is resumed under either."""
     assert SampleRequest(dtype="bf16") == SampleRequest(dtype="bfloat16")
     assert ProbeRequest(names=["softmax"], dtype=["fp16", "fp32", "float64"]).dtype == ["float16", "float32", "float64"]
     with pytest.raises(UserError, match="--dtype 'bf8' is not one that models run in here"):
@@ -229,19 +225,6 @@ def test_a_gate_does_not_open_on_nothing(run: Command) -> None:
     assert (code, "can't be decided" in err) == (1, True)
 
 
-def test_a_function_with_the_wrong_arguments_is_told_the_right_ones(run: Command, tmp_path: Path) -> None:
-    """Before a run file is begun, with the operator's own signature; one that takes them by other names is fine."""
-    Path("slip.py").write_text(
-        "def softmax(x, dim, temperature):\n    return x\n\ndef fine(values, *, fast=True):\n    return values\n"
-    )
-    code, out, err = run("probe", "softmax", "--impl", "slip:softmax", "--dtype", "float32")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "takes (x, dim, temperature), but softmax is called with (x)" in err
-    assert "Write it as softmax(x): Over the last axis of x" in err
-    assert not Path("runs").exists()
-    assert registry.load_implementation("softmax", "slip:fine", "cpu").call(3) == 3
-
-
 _ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.jsonl", "--force"]
 
 
@@ -278,12 +261,20 @@ def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command) -> Non
         (["bench", "linear", "--impl", "stock", "--impl", "mean=forms_mine:mean"], "no operator asked for takes it"),
         (["bench", "all-reduce", "--ranks", "2", "--impl", "forms_mine:mean"], "no operator asked for takes it"),
         (["certify", "linear", "--impl", "mean=forms_mine:mean"], "is no linear"),
+        (
+            ["probe", "softmax", "--impl", "forms_mine:softmax"],
+            "takes (x, dim, temperature), but softmax is called with (x). Write it as softmax(x): Over the last axis",
+        ),
     ]:
-        Path("forms_mine.py").write_text("def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n")
+        Path("forms_mine.py").write_text(
+            "def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n\ndef softmax(x, dim, temperature):\n"
+            "    return x\n\ndef other_names(values, *, fast=True):\n    return values\n"
+        )
         code, out, err = run(*argv, *_ON_A_CPU)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert said in err
         assert not Path("r.jsonl").exists()
+    assert registry.load_implementation("softmax", "forms_mine:other_names", "cpu").call(3) == 3
 
 
 def test_help_groups_the_commands(run: Command) -> None:
@@ -323,14 +314,6 @@ def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.M
         assert len(shown) == len(parameters & {*command_help._COMMON[name].split(), *command_help._EVERYWHERE.split()})
 
 
-def test_help_all_is_an_option_like_help(run: Command) -> None:
-    """Eager: beside what is lacking or wrong, too. As the value of another option it is a value."""
-    assert run("trace", "--help-all")[1] == run("trace", "--load", "none", "--help-all", "--help")[1]
-    assert run("--help-all")[0] == 0
-    code, _, err = run("probe", "--preset", "--help-all")
-    assert (code, "Usage" in err) == (2, False)
-
-
 @pytest.mark.slow
 def test_a_shell_completes_every_option() -> None:
     """Those of the short help, and those that --help-all shows."""
@@ -353,6 +336,11 @@ def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
         assert [words for words in listed if words not in text] == []
         assert text.count("─╮") > run(command, "--help")[1].count("─╮")
     assert run("--version")[1].startswith("nondet ")
+    # eager: beside what is lacking or wrong, too; as the value of another option it is a value
+    assert run("trace", "--help-all")[1] == run("trace", "--load", "none", "--help-all", "--help")[1]
+    assert run("--help-all")[0] == 0
+    code, _, err = run("probe", "--preset", "--help-all")
+    assert (code, "Usage" in err) == (2, False)
 
 
 def test_what_compiles_ahead_is_a_sample_of_the_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
