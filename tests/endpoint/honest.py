@@ -275,7 +275,7 @@ def transformers(steps: list[Step], told: Told, stream: bool, chat: bool) -> lis
     told.body.pop("logprobs", None)
     documents = _openai(steps, told, stream, chat, own=False)
     if stream:
-        documents[-2]["usage"] = documents.pop()["usage"]
+        documents[-1]["usage"] = documents.pop()["usage"]
     for document in documents:
         document["system_fingerprint"] = ""
     return documents
