@@ -300,15 +300,6 @@ def test_bytes_are_those_of_the_inputs() -> None:
             assert case.work.bytes == read + written, case
 
 
-def test_the_longer_of_both_limits_holds() -> None:
-    """Bytes over bandwidth against operations over the peak, in microseconds; none where a rate is missing."""
-    assert limit_us(Work(4_000_000, 0), 4e12, None) == (pytest.approx(1.0), "memory")
-    assert limit_us(Work(4_000_000, 8_000_000_000), 4e12, 8e14) == (pytest.approx(10.0), "arithmetic")
-    assert limit_us(Work(4_000_000, 8_000_000), 4e12, 8e14) == (pytest.approx(1.0), "memory")
-    assert limit_us(Work(1, 1), 4e12, None)[0] is None
-    assert limit_us(Work(1, 0), None, 8e14)[0] is None
-
-
 @pytest.mark.usefixtures("stock_fp8")
 def test_the_peak_of_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch._scaled_mm; where torch refuses, nothing stands in its place."""
@@ -318,7 +309,15 @@ def test_the_peak_of_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates follow from the work and the fastest replay; a copy counts what is read and what is written."""
+    """Rates follow from the work and the fastest replay; a copy counts what is read and what is written.
+
+    The longer of bytes over bandwidth and operations over the peak holds, in us; none where a rate is missing.
+    """
+    assert limit_us(Work(4_000_000, 0), 4e12, None) == (pytest.approx(1.0), "memory")
+    assert limit_us(Work(4_000_000, 8_000_000_000), 4e12, 8e14) == (pytest.approx(10.0), "arithmetic")
+    assert limit_us(Work(4_000_000, 8_000_000), 4e12, 8e14) == (pytest.approx(1.0), "memory")
+    assert limit_us(Work(1, 1), 4e12, None)[0] is None
+    assert limit_us(Work(1, 0), None, 8e14)[0] is None
     monkeypatch.setattr("nondet.bench.cells.COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 128})
     watch = PerfCounter()

@@ -63,7 +63,6 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
         # where hits are not counted, a warm prefix under load may be what parts
         (Faults(batch="bits", cached=False), None, Finding.UNATTRIBUTED, ["cause may be the prefix cache"]),
     ],
-    ids=["bits", "tokens", "cache", "noise", "rare", "unknown cache"],
 )
 def test_what_differs_is_laid_to_what_did_it(
     tmp_path: Path, faults: Faults, arms: dict[str, int] | None, finding: Finding, said: list[str]

@@ -12,7 +12,7 @@ from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.reports.content import build
 from nondet.reports.first_screen import chain
-from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import Command
 from tests.endpoint.honest import serving
@@ -31,11 +31,6 @@ def asked(
     return read_run(folder / "a.jsonl")
 
 
-def verdict(made: Run) -> Verdict:
-    """Of its first prompt."""
-    return judge(made)[0]
-
-
 def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
     """All tokens agree and their logprobs do not: by names of tokens alone that is seen.
 
@@ -47,14 +42,14 @@ def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
     assert {c.status for c in made.completions} == {"ok"}
     assert len({c.tokens_digest for c in made.completions}) == 1
     assert len({c.trace for c in made.completions}) > 1
-    assert verdict(made).is_fault
+    assert judge(made)[0].is_fault
     assert "rounding does not do that" not in (tmp_path / "a.md").read_text()
 
 
 def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path) -> None:
     """It was kept, and the same request at the end differs: divergent, and neither the load nor chance is blamed."""
     made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, first_differs=True)
-    told = verdict(made)
+    told = judge(made)[0]
     assert [r.arm for r in made.rounds][-1] == "first"
     assert told.finding == Finding.UNATTRIBUTED
     assert any("very first answer is unlike all later ones, which agree" in note for note in told.notes)
@@ -69,7 +64,7 @@ def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) ->
     """Batch-dependent, by nats: the report says that no order of additions does this."""
     few = ("--arms", "solo=6,loaded", "--n", 30, "--max-tokens", 6)
     made = asked(run, tmp_path, *few, dialect="vllm", confuses=4, prompt="The class is")
-    assert verdict(made).is_fault
+    assert judge(made)[0].is_fault
     assert "rounding does not do that" in (tmp_path / "a.md").read_text()
 
 
@@ -80,7 +75,7 @@ def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
         ("temperature_ignored", "the server ignores the temperature: wrong"),
         ("one_draw", "requests of one batch share a draw: wrong"),
     ]:
-        told = verdict(asked(run, tmp_path, *few, **{cheat: True}))
+        told = judge(asked(run, tmp_path, *few, **{cheat: True}))[0]
         assert told.finding == Finding.WRONG
         assert said in told.text
 
@@ -94,7 +89,7 @@ def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:
     assert {a.question: a.answer for a in made.contract}["seed"] == "yes"
     moved = {name for r in made.rounds if r.traffic for name in r.traffic.counters}
     assert moved == {"sglang:cached_tokens_total", "sglang:num_retracted_reqs"}
-    assert verdict(made).finding == Finding.BATCH
+    assert judge(made)[0].finding == Finding.BATCH
     cure = chain(build([made]))[-1].text
     assert "its own mode is on" in cure
     assert "not tried" not in cure
