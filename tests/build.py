@@ -287,10 +287,6 @@ WORDS = (
 )
 
 
-def token_pieces() -> list[str]:
-    return [f" {w}" for w in WORDS.split(" ") if w]
-
-
 def sampled(
     folder: Path,
     *,
@@ -314,7 +310,7 @@ def sampled(
         alone: Every request runs by itself in equal batches.
         again: The round was run twice, and came out the same.
     """
-    pieces = token_pieces() if pieces is None else pieces
+    pieces = [f" {w}" for w in WORDS.split(" ") if w] if pieces is None else pieces
     path = folder / name
     plan = {"prompts": [{"text": prompt, "tokens": 4}], "n": n, "impls": list(impls), "seed": 0, "turns": True}
     writer = open_run(path, command="sample", plan=plan, environment=dict(ENVIRONMENT), force=True)

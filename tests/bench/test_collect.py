@@ -88,6 +88,20 @@ def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: Pe
     assert [(timed[1].status, timed[1].reason) for timed in entries] == [
         (Status.SKIPPED, "no M = 1"), (Status.ERROR, "RuntimeError: no tile")
     ]  # fmt: skip
+
+    def refuses(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As torch does, which says the cause in warnings: they belong to the reason, not on stderr."""
+        warnings.warn("Flash attention kernel not used because:", stacklevel=1)
+        warnings.warn("Expected a last dimension of 8 (Triggered internally at x.cpp:1.)", stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    calls["mine"] = refuses
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        *_, last = collect(cases()[:1], IMPLS, "cpu", 0, watch)
+    assert isinstance(last, Cell)
+    reason = "No available kernel. Aborting execution. Expected a last dimension of 8"
+    assert (last.timed[1].status, last.timed[1].reason) == (Status.SKIPPED, reason)
     del calls["mine"]  # loading goes wrong inside the run, and the run goes on
     *_, last = collect(cases(), IMPLS, "cpu", 0, watch)
     assert isinstance(last, Cell)
@@ -109,23 +123,6 @@ def test_what_is_not_the_operator_is_not_timed(calls: dict[str, Any], watch: Per
         cell = next(r for r in collect(cases(), IMPLS, "cpu", 0, watch) if isinstance(r, Cell))
         assert [t.status for t in cell.timed] == [Status.TIMED, Status.ERROR if said else Status.TIMED]
         assert said in cell.timed[1].reason
-
-
-def test_why_a_backend_refuses_is_told(calls: dict[str, Any], watch: PerfCounter) -> None:
-    """torch says the cause in warnings beside an error that says nothing: they belong to the reason, not on stderr."""
-
-    def refuses(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        warnings.warn("Flash attention kernel not used because:", stacklevel=1)
-        warnings.warn("Expected a last dimension of 8 (Triggered internally at x.cpp:1.)", stacklevel=1)
-        raise RuntimeError("No available kernel. Aborting execution.")
-
-    calls["mine"] = refuses
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        records = list(collect(cases()[:1], IMPLS, "cpu", 0, watch))
-    assert isinstance(records[-1], Cell)
-    told = "No available kernel. Aborting execution. Expected a last dimension of 8"
-    assert (records[-1].timed[1].status, records[-1].timed[1].reason) == (Status.SKIPPED, told)
 
 
 def test_stock_stands_for_its_backends() -> None:

@@ -27,6 +27,12 @@ def test_the_best_stock_of_a_cell_is_the_baseline() -> None:
     assert getattr(best_stock(found), "impl", "") == "stock-cudnn"
     assert of(found, "invariant").ratio == pytest.approx(1.25)
     assert of(found, "stock").ratio == pytest.approx(0.5)
+    # no stock, or no time: no ratio, no interval, and it is in no mean
+    lost = timed("invariant", 0.0, status=Status.ERROR, reason="out of memory", samples_us=[])
+    for found in (cell(1, timed("invariant", 8.0)), cell(1, timed("stock", 8.0), lost)):
+        c = of(found, "invariant")
+        assert (c.ratio, c.within_noise, c.draws.size) == (None, False, 0)
+    assert [s.summaries for s in sections(run_of(cells=[cell(1, timed("stock", 8.0), lost)]))] == [()]
 
 
 def test_an_interval_covers_the_noise_and_nothing_more() -> None:
@@ -55,16 +61,6 @@ def test_replays_are_compared_in_pairs() -> None:
     stock, mine = [after, after, before, after, before], [after, before, before, after, before]
     c = of(cell(1, timed("stock", after, samples_us=stock), timed("mine", before, samples_us=mine)), "mine")
     assert (c.ratio, c.interval[0]) == (1.0, 1.0)
-
-
-def test_no_ratio_without_both_sides() -> None:
-    """No stock, or no time: no ratio, no interval, and it is in no mean."""
-    lost = timed("invariant", 0.0, status=Status.ERROR, reason="out of memory", samples_us=[])
-    for found in (cell(1, timed("invariant", 8.0)), cell(1, timed("stock", 8.0), lost)):
-        c = of(found, "invariant")
-        assert (c.ratio, c.within_noise, c.draws.size) == (None, False, 0)
-    (section,) = sections(run_of(cells=[cell(1, timed("stock", 8.0), lost)]))
-    assert section.summaries == ()
 
 
 def test_the_limit_is_a_share_where_it_holds() -> None:
@@ -181,10 +177,10 @@ def test_another_machine_is_not_judged_by_its_speed() -> None:
 def test_what_fails_now_is_a_regression() -> None:
     """No time is worse than a bad one; what never had a time can't lose it."""
     nothing = Timed(impl="invariant", status=Status.ERROR, reason="RuntimeError: no tile")
-    broken: list[Cell] = [cell(1, timed("stock", 10.0), nothing)]
-    (line,) = check_runs(run(), run_of(cells=broken)).regressions
+    broken = run_of(cells=[cell(1, timed("stock", 10.0), nothing)])
+    (line,) = check_runs(run(), broken).regressions
     assert "it was timed, and now: RuntimeError: no tile" in line
-    assert check_runs(run_of(cells=broken), run_of(cells=broken)).regressions == ()
+    assert check_runs(broken, broken).regressions == ()
 
 
 CPU = {"cpu": "one", "aten_cpu_capability": "AVX512", "num_threads": 1}

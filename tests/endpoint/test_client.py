@@ -112,17 +112,6 @@ async def test_a_server_is_known_by_its_pages() -> None:
             assert (client.protocol, client.model) == (protocol, "m")
 
 
-def lists(*models: dict[str, str]) -> Handler:
-    """A server that has a list of models and nothing else."""
-
-    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
-        there = request.path == "/v1/models"
-        writer.write(json_response({"data": models}) if there else response(404, b""))
-        return True
-
-    return handler
-
-
 async def _connects(url: str, **options: Any) -> str:
     """Why there is no connection."""
     with pytest.raises(UserError) as caught:
@@ -131,15 +120,20 @@ async def _connects(url: str, **options: Any) -> str:
     return str(caught.value)
 
 
-def sends(answer: bytes) -> Handler:
-    """A server that says this to everything, and nothing for a minute where it is empty."""
+def sends(answer: bytes, path: str = "") -> Handler:
+    """A server that says this to everything, or under a path alone, and nothing for a minute where it is empty."""
 
     async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
-        writer.write(answer)
+        writer.write(answer if request.path.startswith(path) else response(404, b""))
         await asyncio.sleep(0 if answer else 60)
-        return False
+        return bool(path)
 
     return handler
+
+
+def lists(*models: dict[str, str]) -> Handler:
+    """A server that has a list of models and nothing else."""
+    return sends(json_response({"data": models}), "/v1/models")
 
 
 MOVED = response(301, b"", extra="Location: https://elsewhere.example/v1/models?token=hunter2\r\n")
