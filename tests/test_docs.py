@@ -81,6 +81,10 @@ def test_links_lead_somewhere() -> None:
             if not to.exists() or (anchor and to.suffix == ".md" and anchor not in _anchors(to)):
                 dead.append(f"{page}: {target}")
     assert dead == []
+    # and each file that the map sends a reader to exists
+    files = set(re.findall(r"`([\w/]+/\w+\.(?:py|sh))`", (DOCS / "architecture.md").read_text(encoding="utf-8")))
+    assert len(files) > 20
+    assert {name for name in files if not (ROOT / name).is_file()} == set()
 
 
 def test_every_page_is_in_the_site_s_navigation() -> None:
@@ -188,14 +192,6 @@ def test_the_readme_s_picture_is_that_of_its_run(tmp_path: Path) -> None:
     light, dark = ((DOCS / f"tree-{name}.svg").read_text(encoding="utf-8") for name in ("light", "dark"))
     assert made.read_text(encoding="utf-8") == light, "stale: bash scripts/reports.sh"
     assert re.sub(r"#\w{6}", "", dark) == re.sub(r"#\w{6}", "", light)
-
-
-def test_the_map_names_what_is_there() -> None:
-    """Each file that docs/architecture.md sends a reader to exists."""
-    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    files = set(re.findall(r"`([\w/]+/\w+\.(?:py|sh))`", text))
-    assert len(files) > 20
-    assert {name for name in files if not (ROOT / name).is_file()} == set()
 
 
 # The notebook in the docs runs from scratch, and what it says comes out.

@@ -191,11 +191,8 @@ def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
         assert word in seen.err
         assert (seen.err.count("\n"), seen.out, out.exists()) == (1, "", False)
 
-
-def test_what_is_no_encoder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One with a decoder, one whose weights are missing, and one whose index names a pickle."""
+    # one with a decoder, one whose weights are missing, and one whose index names a pickle
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "texts.txt").write_text("a cat\na dog\n")
     for other, index, word in [
         ({"model_type": "t5", "architectures": ["T5Model"]}, "", "an encoder with a decoder"),
         (config, "", "weights"),
@@ -208,7 +205,6 @@ def test_what_is_no_encoder_is_refused(folder: Path, tmp_path: Path, capsys: pyt
         else:
             (where / "model.safetensors").unlink()
         (where / "config.json").write_text(json.dumps(other))
-        command = ["embed", "--model", str(where), "--texts", str(tmp_path / "texts.txt"), "--device", "cpu"]
-        assert main(command) == 2
+        assert main(["embed", "--model", str(where), "--texts", str(texts), "--device", "cpu"]) == 2
         assert word in capsys.readouterr().err
         shutil.rmtree(where)
