@@ -48,12 +48,6 @@ def drawn(name: str) -> Any:
     return draw(name, [kept(name)])
 
 
-def swept(path: Path) -> Path:
-    """A run file of two implementations over one sweep."""
-    write_run(path, run_of(*h200_sweep()))
-    return path
-
-
 @pytest.mark.parametrize("name", tiers(["class-map", "training"], FIGURES))
 def test_every_figure_is_drawn_from_a_kept_run(name: str, tmp_path: Path) -> None:
     """With the GPU's name and the implementations as text; once more, it is the same bytes."""
@@ -79,11 +73,8 @@ def test_figures_show_what_their_runs_hold() -> None:
     assert said[-4:] == ["Batch-invariant kernels", "1,000 requests, 1 answer", "1,000", said[3]]
     assert sorted(int(text) for text in said[2:14:2]) == [7, 9, 26, 42, 328, 588]
 
-
-def test_a_map_has_its_borders_where_the_run_has_them() -> None:
-    """Two dtypes; at K = 43 bfloat16 changes at M = 2, and invariant, in one line, never does."""
-    figure = drawn("map")
-    narrow, _ = figure.axes
+    # a map of two dtypes: at K = 43 bfloat16 changes at M = 2, and invariant, in one line, never does
+    narrow, _ = drawn("map").axes
     bars: dict[float, list[tuple[float, float]]] = {}
     for collection in narrow.collections:
         for path in collection.get_paths():
@@ -121,7 +112,8 @@ def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: py
     """Where the old scratch name or the target is somebody's link, nothing goes through it."""
     for out in ["rows.csv", "map.svg"]:
         tmp_path = tmp_path_factory.mktemp("case")
-        source, there = swept(tmp_path / "run.jsonl"), tmp_path / "precious"
+        source, there = tmp_path / "run.jsonl", tmp_path / "precious"
+        write_run(source, run_of(*h200_sweep()))
         there.write_text("kept")
         scratch = tmp_path / f".{out}.{os.getpid()}{Path(out).suffix}"
         scratch.symlink_to(there)
@@ -152,7 +144,8 @@ def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
 
 def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path) -> None:
     """The command: CSV and JSON read back by pandas, one line for what can't be done."""
-    source = swept(tmp_path / "run.jsonl")
+    source = tmp_path / "run.jsonl"
+    write_run(source, run_of(*h200_sweep()))
     for out in ("rows.csv", "rows.json", "map.png"):
         report([source], [tmp_path / out])
     rows = len(read_run(source).rows)

@@ -34,7 +34,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_nondet_whole_and_nothing_else(built: Path) -> None:
+def test_the_wheel_holds_nondet_whole_and_nothing_else(built: Path, tmp_path: Path) -> None:
     """The folders behind symlinks, the embedded model, the templates; a top-level `kernels` would shadow PyPI's."""
     wheel = zipfile.ZipFile(built).namelist()
     assert {top for name in wheel if not (top := name.split("/")[0]).endswith(".dist-info")} == {"nondet"}
@@ -45,6 +45,10 @@ def test_the_wheel_holds_nondet_whole_and_nothing_else(built: Path) -> None:
         assert f"nondet/{data}" in wheel
     for data in (*(ROOT / "reports" / "templates").iterdir(), *(ROOT / "kernels" / "matmul" / "tables").iterdir()):
         assert f"nondet/{data.relative_to(ROOT)}" in wheel
+    # its digest of sources is the checkout's: a run that was begun in one is gone on with in the other
+    zipfile.ZipFile(built).extractall(tmp_path)
+    of_the_wheel = runpy.run_path(str(tmp_path / "nondet" / "core" / "environment.py"))["collect"]
+    assert of_the_wheel()["sources"] == environment.collect()["sources"]
 
 
 @pytest.mark.slow
@@ -151,11 +155,3 @@ def test_a_new_project_tests_its_kernels(built: Path, tmp_path: Path) -> None:
         assert part in done.stdout, done.stdout
     runs = {path.name for path in (project / "runs").iterdir()}
     assert runs == {"kernels_of_mine-faulty-0.jsonl", "kernels_of_mine-good-0.jsonl"}
-
-
-@pytest.mark.slow
-def test_a_wheel_and_its_checkout_have_one_digest_of_sources(built: Path, tmp_path: Path) -> None:
-    """A run that was begun in one is gone on with in the other."""
-    zipfile.ZipFile(built).extractall(tmp_path)
-    of_the_wheel = runpy.run_path(str(tmp_path / "nondet" / "core" / "environment.py"))["collect"]
-    assert of_the_wheel()["sources"] == environment.collect()["sources"]

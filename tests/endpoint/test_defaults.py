@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.sampling.collect import plan_prompts
 from nondet.sampling.plan import Request, build_plan, long_prompts, parse_load
@@ -26,11 +25,6 @@ FEW = ("--n", "8", "--max-tokens", "4", "--load", "others=3,targets=6,prompt=4-8
 ARMS = ("--arms", "solo=8,cold=2,warm=2,loaded")
 
 
-def findings(run: Run) -> list[Finding]:
-    """The strongest of each prompt."""
-    return [v.finding for v in judge(run)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("beyond", tiers([512], [128]))
 def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int) -> None:
@@ -38,7 +32,8 @@ def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, be
     with serving("vllm", token_s=0.001, batch_noise=1e-6, beyond=beyond) as server:
         assert run("sample", "--endpoint", server.url, *FEW, *ARMS, "--out", "a.jsonl")[0] == 0
         second = Finding.BATCH if beyond == 128 else Finding.CLEAN
-        assert findings(read_run(tmp_path / "a.jsonl")) == [Finding.CLEAN, second, Finding.BATCH]
+        found = [v.finding for v in judge(read_run(tmp_path / "a.jsonl"))]
+        assert found == [Finding.CLEAN, second, Finding.BATCH]
         code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "70%", "--out", "g.jsonl")
         assert code == 3, out + err
 
@@ -56,7 +51,7 @@ def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command
         (prompt, cold): 2 for prompt in range(3) for cold in (False, True)
     }
     assert [len(p["text"]) / 4.7 > 600 for p in made.header.plan["prompts"]] == [False, False, True]
-    assert findings(made) == [Finding.CLEAN] * 3
+    assert [v.finding for v in judge(made)] == [Finding.CLEAN] * 3
 
 
 def test_a_context_too_short_for_a_long_prompt_leaves_it_out(run: Command, tmp_path: Path) -> None:
