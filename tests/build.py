@@ -287,10 +287,6 @@ WORDS = (
 )
 
 
-def token_pieces() -> list[str]:
-    return [f" {w}" for w in WORDS.split(" ") if w]
-
-
 def sampled(
     folder: Path,
     *,
@@ -314,7 +310,7 @@ def sampled(
         alone: Every request runs by itself in equal batches.
         again: The round was run twice, and came out the same.
     """
-    pieces = token_pieces() if pieces is None else pieces
+    pieces = [f" {w}" for w in WORDS.split(" ") if w] if pieces is None else pieces
     path = folder / name
     plan = {"prompts": [{"text": prompt, "tokens": 4}], "n": n, "impls": list(impls), "seed": 0, "turns": True}
     writer = open_run(path, command="sample", plan=plan, environment=dict(ENVIRONMENT), force=True)
@@ -344,16 +340,10 @@ def sampled(
                     batch_min=1, batch_max=4 if alone else 90,
                 )
             )  # fmt: skip
-        for i in range(failures):
-            done.append(
-                Completion(
-                    impl=impl, request=f"f{i}", round=0, prompt=0, tokens_digest="", trace="", n_tokens=0,
-                    finish="error", arrival_step=0, schedule=[], batch_min=0, batch_max=0, status="error",
-                    reason="RuntimeError: the engine stopped",
-                )
-            )  # fmt: skip
-        for completion in done:
-            writer.write(completion)
+        lost = {"impl": impl, "batch_min": 0, "batch_max": 0, "reason": "RuntimeError: the engine stopped"}
+        done += [completion(f"f{i}", "", **lost) for i in range(failures)]
+        for record in done:
+            writer.write(record)
         background = {} if alone else {f"r0-b{i:03d}": [[3 * i, 1, 20 + i], [3 * i + 1, 30, 1]] for i in range(20)}
         seconds = 2.0 if impl == "stock" else 3.1
         writer.write(
@@ -407,15 +397,10 @@ def replayed(impl: str, requests: int, parted: int = 0, number: int = 0) -> Row:
 
 
 def stock_parts(impl: str, number: int) -> tuple[Sequence[tuple[int, int]], int]:
-    if impl != "stock":
-        return (), 0
-    if number % 10 == 3:
-        return ((5, 11),), 1
-    if number == 7:
-        return ((17, 2),), 0
-    if number == 9:
-        return ((17, 2), (30, 5)), 0
-    return (), number % 2
+    later = {7: ((17, 2),), 9: ((17, 2), (30, 5))}
+    if impl != "stock" or number in later:
+        return later.get(number, ()) if impl == "stock" else (), 0
+    return (((5, 11),), 1) if number % 10 == 3 else ((), number % 2)
 
 
 # Text that attacks every format: markup, terminals, tables, fences, mentions, reading order.

@@ -137,11 +137,8 @@ def _quick_interpreter() -> None:
     if hasattr(builder.options, "sanitize_overflow"):
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _remember_parts(core.tensor, ("handle", "type"), lambda handle, kind: kind.name)
-    _remember_parts(core.block_type, ("element_ty",), lambda kind, shape: (kind.name, *map(_unwrapped, shape)))
-
-
-def _unwrapped(size: Any) -> Any:
-    return getattr(size, "value", size)
+    sizes = lambda kind, shape: (kind.name, *(getattr(size, "value", size) for size in shape))  # noqa: E731 - a key
+    _remember_parts(core.block_type, ("element_ty",), sizes)
 
 
 def _remember_parts(cls: Any, given: tuple[str, ...], key_of: Callable[..., Any]) -> None:

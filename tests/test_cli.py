@@ -20,7 +20,6 @@ from nondet.commands import help as command_help
 from nondet.core import registry
 from nondet.core.certificates import digest_of
 from nondet.core.inputs import KINDS
-from nondet.core.records import Status
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
 from nondet.probes.base import COMPUTE_DTYPES
@@ -35,19 +34,18 @@ from tests.build import Command
 COMMANDS = typer.main.get_command(cli.application()).commands  # type: ignore[attr-defined] # a group, as there are several commands
 
 
-ROLLOUTS = str(Path(__file__).resolve())  # a file that is no run
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+ROOT = Path(__file__).resolve().parents[1]
+ROLLOUTS = str(ROOT / "README.md")  # a file that is no run
 
 WRONG = [
     (["probe", "matmull"], ["'matmull'", "matmul"]),
-    (["probe", "linaer"], ["'linaer'", "linear"]),
+    *([] if torch.cuda.is_available() else [(["sample", "--device", "cuda"], ["--device cuda"])]),  # no silent fallback
     (["probe", "matmul", "--impl", "invarient"], ["'invarient'", "invariant"]),
     (["probe", "matmul", "--impl", "no.such.module:f"], ["no.such.module"]),
     (["probe", "matmul", "--impl", "math:pi"], ["float", "function"]),
     (["probe", "matmul", "--dtype", "floaty16"], ["'floaty16'", "float16"]),
     (["probe", "matmul", "--dtype", "float8_e4m3fn"], ["float8_e4m3fn"]),
     (["probe", "matmul", "--m", "0"], ["--m 0"]),
-    (["probe", "matmul", "--k", "-5"], ["--k -5"]),
     (["probe", "matmul", "--k", "16000000", "--n", "16000000"], ["memory"]),
     (["probe", "matmul", "--inputs", "wild"], ["'wild'", "wide"]),
     (["probe", "matmul", "--runs", "1"], ["--runs 1"]),
@@ -65,33 +63,25 @@ WRONG = [
     (["sample", "--n", "0"], ["--n 0"]),
     (["sample", "--vary", "sharin"], ["'sharin'", "sharing"]),
     (["sample", "--vary", "chunk="], ["chunk=", "lacks a value"]),
-    (["sample", "--n", "many"], ["--n"]),
     (["sample", "--impl", "fast"], ["'fast'", "stock"]),
     (["sample", "--impl", "invariant:atention"], ["'atention'", "attention"]),
     (["sample", "--prompt", "  "], ["prompt is empty"]),
     (["sample", "--prompt", "a", "--prompt-file", "b"], ["exclude"]),
     (["sample", "--prompt-file", "missing.txt"], ["missing.txt"]),
-    (["sample", "--prompts", "missing.txt"], ["missing.txt"]),
     (["sample", "--prompts", "missing.doc"], [".doc", ".jsonl"]),
     (["sample", "--prompts", "a.txt", "--prompt", "b"], ["--prompts excludes"]),
     (["sample", "--column", "text"], ["--column belongs to --prompts"]),
     (["sample", "--top-k", "5"], ["--temperature"]),
     (["sample", "--temperature", "-1"], ["--temperature -1"]),
     (["sample", "--impl", "stock-seeded"], ["stock-seeded", "--temperature"]),
-    (["sample", "--endpoint", "http://127.0.0.1:1", "--seeds", "2"], ["--seeds", "--temperature"]),
     (["sample", "--draft-model", "embedded"], ["--draft-model without --vary"]),
     (["sample", "--max-tokens", "0"], ["--max-tokens 0"]),
     (["sample", "--max-tokens", "100000"], ["context"]),
     (["sample", "--prompt", "word " * 5000], ["context"]),
-    (["sample", "--dtype", "int8"], ["'int8'"]),
     (["sample", "--load", "hevy"], ["'hevy'", "heavy"]),
     (["sample", "--load", "others=-3"], ["others"]),
-    (["sample", "--model", "./nowhere"], ["nowhere"]),
-    (["sample", "--rate", "3"], ["--rate", "--endpoint"]),
     (["report", "missing.jsonl"], ["missing.jsonl"]),
-    (["report"], ["in the folder runs"]),
     (["report", "."], ["no run file in the folder ."]),
-    (["diff"], ["'BEFORE'", "`nondet diff --help`"]),
     (["diff", "a.jsonl"], ["'AFTER'", "`nondet diff --help`"]),
     (["prob"], ["prob", "`nondet --help`"]),
     (["probe", "matmul", "--no-such-option"], ["--no-such-option"]),
@@ -124,15 +114,6 @@ def test_bad_input_is_one_clear_line(run: Command, tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-@needs_no_gpu
-def test_cuda_without_a_device_is_said_plainly(run: Command) -> None:
-    """No silent fallback to the CPU."""
-    for command in (["probe", "matmul"], ["sample"]):
-        code, _, err = run(*command, "--device", "cuda")
-        assert code == 2
-        assert "--device cuda" in err
-
-
 @pytest.mark.slow
 def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
     """Which takes many times as long as the check."""
@@ -154,14 +135,10 @@ def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
 
 
 def test_words_that_options_know_without_torch_are_those_of_their_tables() -> None:
-    """A new dtype, kind of input or axis can't slip by unnoticed."""
+    """A new dtype, kind of input or axis can't slip by unnoticed. A run says a dtype's whole name."""
     assert set(options.FLOATS.names) == set(COMPUTE_DTYPES)
     assert set(options.KINDS.names) == set(KINDS)
     assert set(options.AXES.names) == {*AXES, ALL}
-
-
-def test_short_names_of_dtypes_are_known() -> None:
-    """A run says the whole name: it is resumed under either."""
     assert SampleRequest(dtype="bf16") == SampleRequest(dtype="bfloat16")
     assert ProbeRequest(names=["softmax"], dtype=["fp16", "fp32", "float64"]).dtype == ["float16", "float32", "float64"]
     with pytest.raises(UserError, match="--dtype 'bf8' is not one that models run in here"):
@@ -210,15 +187,12 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
     assert Path("r.html").read_text().lower().startswith("<!doctype html>")
     assert Path("r.md").read_text()
     rows = read_run(Path("r.jsonl")).rows
-    assert rows
-    assert {r.status for r in rows} <= {Status.IDENTICAL, Status.DIVERGENT}
     code, _, err = run("probe", "float-sum", "--out", "r.jsonl")
-    assert code == 2
-    assert "exists" in err
+    assert (code, "exists" in err) == (2, True)
     code, out, err = run("probe", "float-sum", "--out", "r.jsonl", "--resume", "--json")
     assert code == 0, err
     assert out.splitlines() == Path("r.jsonl").read_text().splitlines()  # nothing else on stdout
-    assert read_run(Path("r.jsonl")).rows == rows
+    assert read_run(Path("r.jsonl")).rows == rows != []
     Path("r.html").write_text("mine")
     code, _, err = run("report", "r.jsonl", "--out", "r.html")
     assert (code, "exists" in err, Path("r.html").read_text()) == (2, True, "mine")
@@ -237,9 +211,7 @@ def test_fail_on_divergent_gives_three(run: Command) -> None:
     )
     small = ("probe", "softmax", "--impl", "mine:softmax", "--dtype", "float32", "--k", "64", "--out", "rows.jsonl")
     assert run(*small, "--fail-on", "divergent")[0] == 3
-    rows = read_run(Path("rows.jsonl")).rows
-    assert {r.impl for r in rows} == {"mine:softmax"}
-    assert Status.DIVERGENT in {r.status for r in rows}
+    assert {r.impl for r in read_run(Path("rows.jsonl")).rows} == {"mine:softmax"}
     assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 0
 
 
@@ -247,26 +219,10 @@ def test_a_gate_does_not_open_on_nothing(run: Command) -> None:
     """A run whose every case failed is an error, with --fail-on and without it, not a pass."""
     Path("broken.py").write_text("def softmax(x):\n    raise ValueError('broken')\n")
     command = ("probe", "softmax", "--impl", "broken:softmax", "--dtype", "float32")
-    code, out, err = run(*command)
-    assert code == 1
-    assert re.search(r"nothing was measured: \d+ cases failed", err)
-    assert "parted" not in out  # nothing was compared: "nothing parted" would be a claim
+    code, _, err = run(*command)
+    assert (code, "cases failed" in err.partition("nothing was measured: ")[2]) == (1, True)
     code, _, err = run(*command, "--fail-on", "divergent")
-    assert code == 1
-    assert "can't be decided" in err
-
-
-def test_a_function_with_the_wrong_arguments_is_told_the_right_ones(run: Command, tmp_path: Path) -> None:
-    """Before a run file is begun, with the operator's own signature; one that takes them by other names is fine."""
-    Path("slip.py").write_text(
-        "def softmax(x, dim, temperature):\n    return x\n\ndef fine(values, *, fast=True):\n    return values\n"
-    )
-    code, out, err = run("probe", "softmax", "--impl", "slip:softmax", "--dtype", "float32")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "takes (x, dim, temperature), but softmax is called with (x)" in err
-    assert "Write it as softmax(x): Over the last axis of x" in err
-    assert not Path("runs").exists()
-    assert registry.load_implementation("softmax", "slip:fine", "cpu").call(3) == 3
+    assert (code, "can't be decided" in err) == (1, True)
 
 
 _ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.jsonl", "--force"]
@@ -282,14 +238,10 @@ def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkey
     )
     for argv, kept in [
         (["probe", "mean", "--impl", "forms_mine:mean", "--m", "4"], "mean=forms_mine:mean"),
-        (["probe", "mean", "--impl", "mean=forms_mine:mean", "--m", "4"], "mean=forms_mine:mean"),
         (["probe", "reduction", "--impl", "mean=forms_mine:mean", "--m", "4"], "mean=forms_mine:mean"),
         (["probe", "matmul", "--impl", "linear=forms_mine:linear", "--n", "32", "--m", "4"], "=forms_mine:linear"),
         (["bench", "linear", "--impl", "forms_mine:linear", "--n", "32", "--m", "4"], "forms_mine:linear"),
-        (
-            ["bench", "linear", "rms-norm", "--impl", "linear=forms_mine:linear", "--n", "32", "--m", "4"],
-            "linear=forms_mine:linear",
-        ),
+        (["bench", "linear", "mean", "--impl", "linear=forms_mine:linear", "--n", "32", "--m", "4"], "=forms_mine:"),
         (["certify", "linear", "--impl", "forms_mine:linear", "--n", "32"], "forms_mine:linear"),
         (["certify", "linear", "--impl", "linear=forms_mine:linear", "--n", "32"], "linear=forms_mine:linear"),
     ]:
@@ -309,21 +261,20 @@ def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command) -> Non
         (["bench", "linear", "--impl", "stock", "--impl", "mean=forms_mine:mean"], "no operator asked for takes it"),
         (["bench", "all-reduce", "--ranks", "2", "--impl", "forms_mine:mean"], "no operator asked for takes it"),
         (["certify", "linear", "--impl", "mean=forms_mine:mean"], "is no linear"),
+        (
+            ["probe", "softmax", "--impl", "forms_mine:softmax"],
+            "takes (x, dim, temperature), but softmax is called with (x). Write it as softmax(x): Over the last axis",
+        ),
     ]:
-        Path("forms_mine.py").write_text("def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n")
+        Path("forms_mine.py").write_text(
+            "def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n\ndef softmax(x, dim, temperature):\n"
+            "    return x\n\ndef other_names(values, *, fast=True):\n    return values\n"
+        )
         code, out, err = run(*argv, *_ON_A_CPU)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert said in err
         assert not Path("r.jsonl").exists()
-
-
-def test_a_side_file_alone_is_not_overwritten(run: Command) -> None:
-    """The traces of a run that was moved away are somebody's data, too."""
-    Path("a.traces.jsonl").write_text("kept", encoding="utf-8")
-    code, _, err = run("sample", "--n", 2, "--out", "a.jsonl")
-    assert (code, "a.traces.jsonl exists" in err) == (2, True)
-    assert Path("a.traces.jsonl").read_text(encoding="utf-8") == "kept"
-    assert not Path("a.jsonl").exists()
+    assert registry.load_implementation("softmax", "forms_mine:other_names", "cpu").call(3) == 3
 
 
 def test_help_groups_the_commands(run: Command) -> None:
@@ -351,13 +302,10 @@ def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.M
         (code, short, _), (code_all, whole, _) = run(name, "--help"), run(name, "--help-all")
         assert (code, code_all) == (0, 0)
         assert max(map(len, [*short.splitlines(), *whole.splitlines()])) <= 80
-        lines = short.splitlines()
-        assert len(lines) <= 60
+        assert len(short.splitlines()) <= 60
         row = re.compile(r"^│ (?:-\w, )?--(?:\[no-\])?([\w-]+)", re.MULTILINE)
         shown, every = set(row.findall(short)), set(row.findall(whole))
-        assert every == options
-        assert "<str>" not in whole
-        assert shown < every
+        assert shown < every == options
         last = " ".join(short.split()).rpartition("`nondet ")[2]
         assert last.startswith(f"{name} --help-all` shows all {len(options)} options")
         assert f"  nondet {name} " in short.partition("Examples:")[2]
@@ -366,24 +314,12 @@ def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.M
         assert len(shown) == len(parameters & {*command_help._COMMON[name].split(), *command_help._EVERYWHERE.split()})
 
 
-def test_help_all_is_an_option_like_help(run: Command) -> None:
-    """Eager: beside what is lacking or wrong, too. As the value of another option it is a value."""
-    assert run("trace", "--help-all")[1] == run("trace", "--load", "none", "--help-all", "--help")[1]
-    assert run("--help-all")[0] == 0
-    code, _, err = run("probe", "--preset", "--help-all")
-    assert (code, "Usage" in err) == (2, False)
-
-
 @pytest.mark.slow
 def test_a_shell_completes_every_option() -> None:
     """Those of the short help, and those that --help-all shows."""
-    environment = os.environ | {
-        "COMP_WORDS": "nondet sample --",
-        "COMP_CWORD": "2",
-        "_NONDET_COMPLETE": "complete_bash",
-    }
+    words = {"COMP_WORDS": "nondet sample --", "COMP_CWORD": "2", "_NONDET_COMPLETE": "complete_bash"}
     command = [sys.executable, "-m", "nondet"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
     options = {option for p in COMMANDS["sample"].params for option in (*p.opts, *p.secondary_opts) if option[0] == "-"}
     assert {*(options - {"-o", "-v", "-q"}), "--help", "--help-all"} <= set(done.stdout.split())
 
@@ -400,6 +336,11 @@ def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
         assert [words for words in listed if words not in text] == []
         assert text.count("─╮") > run(command, "--help")[1].count("─╮")
     assert run("--version")[1].startswith("nondet ")
+    # eager: beside what is lacking or wrong, too; as the value of another option it is a value
+    assert run("trace", "--help-all")[1] == run("trace", "--load", "none", "--help-all", "--help")[1]
+    assert run("--help-all")[0] == 0
+    code, _, err = run("probe", "--preset", "--help-all")
+    assert (code, "Usage" in err) == (2, False)
 
 
 def test_what_compiles_ahead_is_a_sample_of_the_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,16 +379,15 @@ def test_a_closed_pipe_is_quiet_and_costs_no_report(tmp_path: Path) -> None:
 
 def test_a_report_of_a_whole_folder_skips_side_files(run: Command) -> None:
     """A shell's * names them too; -q is the verdict alone, and everything else is on stderr or nowhere."""
-    evidence = sorted((Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200").glob("[ds]*.jsonl.gz"))
+    evidence = sorted((ROOT / "docs" / "evidence" / "h200").glob("[ds]*.jsonl.gz"))
     assert any(path.name.endswith(".traces.jsonl.gz") for path in evidence)
-    code, out, err = run("report", *map(str, evidence))
-    assert (code, err) == (0, "")
-    lines = out.rstrip("\n").splitlines()
-    assert len(lines) <= 25
-    assert any(line.startswith("Output changes.") for line in lines[-5:])
-    code, out, err = run("report", *map(str, evidence), "--quiet")
-    assert (code, err) == (0, "")
-    assert any(line.startswith("Output changes.") for line in out.splitlines()[:2])  # the first: a run was cut off
+    for quiet in ([], ["--quiet"]):
+        code, out, err = run("report", *map(str, evidence), *quiet)
+        assert (code, err) == (0, "")
+        lines = out.rstrip("\n").splitlines()
+        assert len(lines) <= 25
+        # with -q the first two: a run was cut off
+        assert any(line.startswith("Output changes.") for line in (lines[:2] if quiet else lines[-5:]))
     assert run("report", str(evidence[0]), "-q", "-v")[0] == 2
 
 
@@ -463,16 +403,15 @@ def test_a_folder_stands_for_its_run_files(run: Command) -> None:
     assert (code, err) == (0, "")
     assert out == run("report", "runs/a.jsonl", "runs/b.jsonl.gz")[1]
     assert run("report", "runs", "--out", "rows.csv")[0] == 0
-    assert {line.split(",")[0] for line in Path("rows.csv").read_text().splitlines()} == {
-        *("run", "runs/a.jsonl", "runs/b.jsonl.gz")
-    }
+    names = {line.split(",")[0] for line in Path("rows.csv").read_text().splitlines()}
+    assert names == {"run", "runs/a.jsonl", "runs/b.jsonl.gz"}
     code, _, err = run("report", "runs/prompts.jsonl")
     assert (code, "is not a nondet run file" in err) == (2, True)
 
 
 def test_the_table_of_a_sample_run_is_its_completions(run: Command) -> None:
     """Its rounds and rows are there by name; a part of a run is a table or a figure, and never a report."""
-    kept = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200" / "sample.jsonl.gz"
+    kept = ROOT / "docs" / "evidence" / "h200" / "sample.jsonl.gz"
     code, _, err = run("report", kept, "--out", "x.csv")
     assert (code, err) == (0, "2000 completions: x.csv\n")
     for more in (["--case", "M=1"], ["--records", "rows", "--out", "y.md"], ["--figure", "tree", "--out", "y.csv"]):
@@ -516,14 +455,13 @@ def test_what_is_done_at_the_end() -> None:
         assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (code, sorted(out.split()), "")
 
 
-@pytest.mark.parametrize("command", ["diagnose", "sample", "embed", "trace", "rl"])
-def test_a_model_is_named_with_and_without_its_option(run: Command, command: str) -> None:
+def test_a_model_is_named_with_and_without_its_option(run: Command) -> None:
     """Both lead to the same folder, which is not there."""
     Path("t.txt").write_text("a\nb\n", encoding="utf-8")
-    more = ["--texts", "t.txt"] if command == "embed" else []
-    answers = [run(command, *named, *more) for named in (["./gone"], ["--model", "./gone"])]
-    assert answers[0] == answers[1]
-    assert (answers[0][0], "gone" in answers[0][2]) == (2, True)
+    for command in (["diagnose"], ["sample"], ["embed", "--texts", "t.txt"], ["trace"], ["rl"]):
+        first, second = (run(*command, *named) for named in (["./gone"], ["--model", "./gone"]))
+        assert first == second
+        assert (first[0], "gone" in first[2]) == (2, True)
 
 
 def test_the_latest_run_is_taken_and_named(run: Command) -> None:

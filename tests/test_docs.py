@@ -35,11 +35,6 @@ _LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
-def _pinned(*names: str) -> bool:
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    return all(f"{name}=={version(name)}" in pins for name in names)
-
-
 def test_the_help_in_the_docs_is_the_program_s() -> None:
     """A table of every command's options, and examples: an option that is new or gone shows here."""
     text = pages.commands_page()
@@ -86,21 +81,17 @@ def test_links_lead_somewhere() -> None:
             if not to.exists() or (anchor and to.suffix == ".md" and anchor not in _anchors(to)):
                 dead.append(f"{page}: {target}")
     assert dead == []
+    # and each file that the map sends a reader to exists
+    files = set(re.findall(r"`([\w/]+/\w+\.(?:py|sh))`", (DOCS / "architecture.md").read_text(encoding="utf-8")))
+    assert len(files) > 20
+    assert {name for name in files if not (ROOT / name).is_file()} == set()
 
 
 def test_every_page_is_in_the_site_s_navigation() -> None:
     """A page that nothing leads to is not found."""
     tags = yaml.BaseLoader
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), tags)["nav"]  # noqa: S506 - strings alone
-    listed: set[str] = set()
-    stack = list(nav)
-    while stack:
-        entry = stack.pop()
-        for value in entry.values() if isinstance(entry, dict) else [entry]:
-            if isinstance(value, list):
-                stack += value
-            else:
-                listed.add(value)
+    listed = set(re.findall(r"[\w/-]+\.md", json.dumps(nav)))
     pages = {str(p.relative_to(DOCS)) for p in PAGES if p.is_relative_to(DOCS) and "evidence" not in p.parts}
     assert pages <= listed
     assert all((DOCS / name).exists() for name in listed - {"notebook.md"})  # made of notebook.ipynb by a hook
@@ -109,9 +100,8 @@ def test_every_page_is_in_the_site_s_navigation() -> None:
 def test_commands_in_the_text_can_be_typed() -> None:
     """`nondet COMMAND --option`: the command exists and has the option."""
     wrong: list[str] = []
-    pages = [page.read_text(encoding="utf-8") for page in PAGES if page.name != "CHANGELOG.md"]
-    lines = [line for text in pages for line in re.findall(r"`(nondet [^`]+)`", text)]
-    lines += [line for text in pages for line in re.findall(r"^ *(?:\$ )?(nondet [a-z].*)$", text, re.MULTILINE)]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "CHANGELOG.md")
+    lines = re.findall(r"`(nondet [^`]+)`", text) + re.findall(r"^ *(?:\$ )?(nondet [a-z].*)$", text, re.MULTILINE)
     for line in lines:
         try:
             words = shlex.split(line.partition("  #")[0], comments=True)
@@ -127,11 +117,6 @@ def test_commands_in_the_text_can_be_typed() -> None:
         known = {option for p in COMMANDS[name].params for option in p.opts} | {"--help"}
         wrong += [line for word in words[2:] if word.startswith("--") and word.partition("=")[0] not in known]
     assert wrong == []
-
-
-def _counts(text: str) -> list[tuple[str, str, str]]:
-    """(implementation, differing cases, all cases) in order, whatever verb is between them."""
-    return re.findall(r"([\w-]+) \w+ in (\d+) of (\d+) cases", " ".join(text.split()))
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +149,8 @@ def test_every_probe_has_a_page(probed: dict[str, list[tuple[str, str, str]]]) -
         assert run is not None, name
         counts = probed[f"{name} in {run.group(1)}"]
         assert counts
-        assert _counts(text[run.end() :])[: len(counts)] == counts, name
+        said = re.findall(r"([\w-]+) \w+ in (\d+) of (\d+) cases", " ".join(text[run.end() :].split()))
+        assert said[: len(counts)] == counts, name
 
 
 @pytest.mark.nightly
@@ -174,59 +160,38 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert not os.environ.get("CI"), "mkdocs is in the dev extra"
         pytest.skip("mkdocs is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True)
     page = (tmp_path / "python" / "index.html").read_text(encoding="utf-8")
     for name in ("nondet.api.check", "nondet.api.load"):
         assert f'id="{name}"' in page
     notebook = (tmp_path / "notebook" / "index.html").read_text(encoding="utf-8")
     assert "data:image/png" in notebook
     assert "<table>" in notebook  # pandas' own class would keep the theme's style, and its scrolling, away
-    assert len(re.findall(r"<div\b", notebook)) == notebook.count("</div>")  # one too many closes the article
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css)"', page)  # nothing is fetched from elsewhere
 
 
-def test_what_the_notebook_shows_is_whole_html() -> None:
-    """Pandas brings a style inside of its <div>; what is left of each output opens what it closes."""
-    page = docs_hooks.markdown_of(json.loads((DOCS / "notebook.ipynb").read_text(encoding="utf-8")))
-    assert page.count("<div") == page.count("</div>") > 0
-    assert page.count("<table") == page.count("</table>") > 1
-    assert "<style" not in page
-
-
-def test_the_readme_is_short() -> None:
-    """One screen of what it is, and the commands that CI and newcomers type; the rest is in the docs."""
+def test_readme_and_docs_are_no_longer_than_a_reader_takes() -> None:
+    """One screen of what it is, and the commands that CI and newcomers type. Of the docs all words by hand count; what
+    scripts make of the program, its kernels and its evidence does not.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text) <= 6_500
     for command in ("    bash scripts/quickstart.sh", "    bash scripts/test.sh"):
         assert text.splitlines().count(command) == 1
-
-
-def test_the_docs_are_no_longer_than_a_reader_takes() -> None:
-    """Words of all pages by hand; what scripts make of the program, its kernels and its evidence is not counted."""
     pages = [p for p in [*DOCS.glob("*.md"), *DOCS.glob("probes/*.md")] if p.name not in ("commands.md", "gpus.md")]
-    words = sum(len(p.read_text(encoding="utf-8").partition("## The classes\n")[0].split()) for p in pages)
+    words = sum(len(p.read_text(encoding="utf-8").partition(GENERATED)[0].split()) for p in pages)
     assert words <= 22_000
 
 
 def test_the_readme_s_picture_is_that_of_its_run(tmp_path: Path) -> None:
     """The tree of branches, drawn anew: the light one is the program's own, the dark one differs in colours only."""
-    if not _pinned("matplotlib"):
+    if f"matplotlib=={version('matplotlib')}" not in (ROOT / "constraints.txt").read_text(encoding="utf-8"):
         pytest.skip("another matplotlib than the one of constraints.txt draws other bytes")
     made = tmp_path / "tree.svg"
     assert main(["report", str(DOCS / "evidence/h200/sample.jsonl.gz"), "--figure", "tree", "--out", str(made)]) == 0
     light, dark = ((DOCS / f"tree-{name}.svg").read_text(encoding="utf-8") for name in ("light", "dark"))
     assert made.read_text(encoding="utf-8") == light, "stale: bash scripts/reports.sh"
     assert re.sub(r"#\w{6}", "", dark) == re.sub(r"#\w{6}", "", light)
-
-
-def test_the_map_names_what_is_there() -> None:
-    """Each file that docs/architecture.md sends a reader to exists."""
-    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    files = set(re.findall(r"`([\w/]+/\w+\.(?:py|sh))`", text))
-    assert len(files) > 20
-    assert {name for name in files if not (ROOT / name).is_file()} == set()
 
 
 # The notebook in the docs runs from scratch, and what it says comes out.
@@ -241,40 +206,37 @@ def _text(cell: Any) -> str:
     return " ".join(parts)
 
 
-@pytest.fixture(scope="module")
-def executed() -> Any:
-    """The notebook with outputs made now, in the folder that it lies in."""
+@pytest.mark.nightly
+def test_the_notebook_runs() -> None:
+    """Every cell, in order; a kernel that splits its sum by the batch is found out, and the wrong signature named."""
     # of the dev extra, which a borrowed GPU machine may lack
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    places = {"metadata": {"path": str(DOCS)}}
-    return nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=places).execute()
-
-
-@pytest.mark.nightly
-def test_the_notebook_runs(executed: Any) -> None:
-    """Every cell, in order; a kernel that splits its sum by the batch is found out, and the wrong signature named."""
-    shown = [_text(cell) for cell in executed.cells if cell.cell_type == "code"]
-    text = " ".join(shown)
+    where = {"metadata": {"path": str(DOCS)}}
+    executed = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    text = " ".join(_text(cell) for cell in executed.cells if cell.cell_type == "code")
     assert "mine: batch-dependent in 1 of 1 case" in text
     assert "Write it as linear(x, weight, bias=None)" in text
     assert "invariant: 1 distinct completion of 10" in text
     assert "stock: 6 distinct completions of 1,000" in text
     assert any("image/png" in output.get("data", {}) for cell in executed.cells for output in cell.get("outputs", []))
-    kept = pytest.importorskip("nbformat").read(NOTEBOOK, as_version=4)
+    kept = nbformat.read(NOTEBOOK, as_version=4)
     assert [bool(_text(cell)) for cell in kept.cells] == [bool(_text(cell)) for cell in executed.cells]
 
 
 def test_the_kept_notebook_is_executed_and_small() -> None:
-    """Outputs are kept for readers, of the cells that are there, without this machine's paths."""
+    """Outputs are kept for readers, of the cells that are there; as a page each opens what it closes."""
+    page = docs_hooks.markdown_of(json.loads(NOTEBOOK.read_text(encoding="utf-8")))
+    assert page.count("<div") == page.count("</div>") > 0
+    assert page.count("<table") == page.count("</table>") > 1
+    assert "<style" not in page  # which pandas brings inside of its <div>
     nbformat = pytest.importorskip("nbformat")
     kept = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(kept)
     code = [cell for cell in kept.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in code)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert len(NOTEBOOK.read_bytes()) < 100_000
     assert "Traceback" not in " ".join(_text(cell) for cell in code)
@@ -282,27 +244,20 @@ def test_the_kept_notebook_is_executed_and_small() -> None:
 
 # Plain words: what users read is in the field's English, and words that are out stay out.
 
-# page -> words that it keeps, and why
-KEPT = {
-    "docs/commands.md": ("moved",),  # a value of `nondet diff --fail-on`
-}
 # What follows this line of docs/classes.md is printed from the declarations of the kernels, and changes with them.
 GENERATED = "## The classes\n"
-PAGES_WORDS = sorted(
-    str(page.relative_to(ROOT)) for page in [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("probes/*.md")]
-)
 
 
 def test_the_pages_are_in_plain_words() -> None:
-    """README and docs: no idiom of the project's own where the field has a word."""
-    wrong = []
-    for page in PAGES_WORDS:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        kept = tuple(f"'{word}'" for word in KEPT.get(page, ()))
-        found = words_out(prose(text.partition(GENERATED)[0]))
-        wrong += [f"{page}: {use}" for use in found if not use.startswith(kept)]
-        assert all(any(use.startswith(word) for use in found) for word in kept), f"{page}: kept for nothing"
-    assert wrong == []
+    """README, docs and templates: no idiom of the project's own where the field has a word."""
+    for page in [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("probes/*.md")]:
+        found = words_out(prose(page.read_text(encoding="utf-8").partition(GENERATED)[0]))
+        # a value of `nondet diff --fail-on`
+        assert [use for use in found if page.name != "commands.md" or not use.startswith("'moved'")] == [], page
+    for template in (ROOT / "reports" / "templates").glob("*.j2"):
+        text = re.sub(r"\{[{%#].*?[}%#]\}|<[^>]*>", " ", template.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert words_out(text) == []
+    assert words_out("; ".join(text for _, text in PROBES.values())) == []
 
 
 # Product whose strings are not looked at: digests of its code name GPU certificates, which a changed string would void.
@@ -313,55 +268,26 @@ MODULES = [
     for name in sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py"))
     if not name.startswith((*CERTIFIED, "nondet/kernels/", "nondet/probes/", "nondet/reports/"))
 ]
-TEMPLATES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "reports" / "templates").glob("*.j2"))
-# module -> (a string's beginning, why its word stays): what is recorded, and matched when runs are resumed or compared
-_CASE, _ARM = "the name of a case in the records", "the name of an arm in the records"
-STAYS: dict[str, tuple[tuple[str, str], ...]] = {
-    "nondet/bench/collect.py": (("attention {}: the last query, in company", _CASE),),
-    "nondet/commands/report.py": (
-        ("Known: moved.", "a value of --fail-on"),
-        ("nondet: --fail-on moved", "the same"),
-        ('"moved": exit 3', "the same"),
-    ),
-    "nondet/core/operator.py": (("each row alone", "an anchor's name in the records of certify"),),
-    "nondet/diagnose/steps.py": (
-        ("ragged company", "the name of an axis in the records: axis_title shows it"),
-        ("in company", _ARM),
-    ),
-    "nondet/diagnose/verdict.py": (("ragged company", "the name of an axis in the records: axis_title shows it"),),
-    "nondet/embed.py": (("alone, padded to {}", _ARM), ("{} texts, each alone and in batches", _CASE)),
-    "nondet/services/trace.py": (("in company", _ARM),),
-    "nondet/trace/search.py": (("in company", _ARM),),
-    "probes/attention.py": (("alone, {} keys", "the name of a value in the records"),),
-    "probes/grouped_matmul.py": (("one row at every place", _CASE),),
-    "probes/matmul.py": (("{} rows at every place", _CASE),),
-    "probes/rows.py": (("{} rows at every place", _CASE),),
-    "reports/traces.py": (("in company", _ARM),),
-}
+# How strings begin whose words stay: what is recorded, and matched when runs are resumed or compared (names of cases,
+# arms, axes, anchors and values); the last three are a value of --fail-on.
+STAYS = (
+    *("attention {}: the last query, in company", "in company", "ragged company", "each row alone", "alone, {} keys"),
+    *("alone, padded to {}", "{} texts, each alone and in batches", "one row at every place", "{} rows at every place"),
+    *("Known: moved.", "nondet: --fail-on moved", '"moved": exit 3'),
+)
 
 
 def test_the_product_speaks_in_plain_words() -> None:
     """Each string of the product that has a space in it: a sentence, a clause of one, or a name that a user sees."""
-    found, unused = [], []
+    found, used = [], set()
     for module in MODULES:
-        kept = [begin for begin, _ in STAYS.get(module, ())]
-        used = set()
         for line, text in strings((ROOT / module).read_text(encoding="utf-8")):
             uses = words_out(text)
-            begins = {begin for begin in kept if uses and text.startswith(begin)}
+            begins = {begin for begin in STAYS if uses and text.startswith(begin)}
             used |= begins
             found += [] if begins else [f"{module}:{line}: {use}" for use in uses]
-        unused += [f"{module}: {begin}" for begin in kept if begin not in used]
     assert found == []
-    assert unused == [], "kept for nothing"
-
-
-def test_what_else_is_shown_is_in_plain_words() -> None:
-    """Templates, and what probes test."""
-    for template in TEMPLATES:
-        text = re.sub(r"\{[{%#].*?[}%#]\}|<[^>]*>", " ", (ROOT / template).read_text(encoding="utf-8"), flags=re.DOTALL)
-        assert words_out(text) == []
-    assert words_out("; ".join(text for _, text in PROBES.values())) == []
+    assert set(STAYS) - used == set(), "kept for nothing"
 
 
 @pytest.mark.slow

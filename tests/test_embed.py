@@ -40,17 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vocabulary = {word: i for i, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *dict.fromkeys(WORDS)])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106 - a token of a vocabulary
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
+    marks = [("[CLS]", 1), ("[SEP]", 2)]
+    words.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=marks)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", model_max_length=32)  # noqa: S106 - the same
     tokenizer.save_pretrained(where)
     torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=len(vocabulary), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    BertModel(config).save_pretrained(where)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    BertModel(BertConfig(vocab_size=len(vocabulary), max_position_embeddings=32, **sizes)).save_pretrained(where)
     return where
 
 
@@ -70,6 +66,8 @@ def measured(loaded: LoadedModel, path: Path, *impls: str) -> Run:
 
 def test_every_arm_computes_the_same_vectors_but_for_roundings(encoder: LoadedModel) -> None:
     """Mean over a text's own tokens and the first token, in whatever batch, padded or packed."""
+    ids, cut = encode(encoder, ["cat " * 100, "dog"])  # 32 positions, and the special tokens are among them
+    assert (len(ids[0]), ids[0][-1], cut) == (32, 2, 1)
     ids, cut = encode(encoder, TEXTS)
     assert cut == 0
     arms = build_arms([len(row) for row in ids], 4, seed=0)
@@ -117,13 +115,10 @@ def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedModel, tmp
     assert any(name.startswith("replaced: linear") for name in ran)
     assert [name for name in ran if name.startswith(("at risk", "left stock"))] == []
 
-
-def test_neighbours_that_change_are_counted(encoder: LoadedModel, tmp_path: Path) -> None:
-    """A shuffle that is felt: vectors so far apart that other texts become the nearest."""
-
     def noisy(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        place = torch.arange(len(output)).view(-1, 1, 1) % 3
-        return output + place * torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(1)) * 3
+        """So far from what it was that other texts become the nearest."""
+        row = torch.arange(len(output)).view(-1, 1, 1) % 3
+        return output + row * torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(1)) * 3
 
     handle = encoder.model.embeddings.register_forward_hook(noisy)
     run = measured(encoder, tmp_path / "noisy.jsonl", "stock")
@@ -135,16 +130,15 @@ def test_neighbours_that_change_are_counted(encoder: LoadedModel, tmp_path: Path
 def test_a_model_that_cannot_pack_says_so(
     encoder: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes no positions, or lets packed texts see each other: the arm is left out, and never counted as parted."""
+    """It takes no positions, or lets packed texts see each other: the arm is left out, and not counted as different."""
     forward = encoder.model.forward
 
     def without_positions(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         return forward(input_ids=input_ids, attention_mask=attention_mask)
 
     def without_masks(input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> Any:
-        return forward(
-            input_ids=input_ids, attention_mask=attention_mask if attention_mask.dim() == 2 else None, **others
-        )
+        mask = attention_mask if attention_mask.dim() == 2 else None
+        return forward(input_ids=input_ids, attention_mask=mask, **others)
 
     for broken, reason in ((without_positions, "can't pack"), (without_masks, "does not keep packed texts apart")):
         monkeypatch.setattr(encoder.model, "forward", broken)
@@ -155,13 +149,6 @@ def test_a_model_that_cannot_pack_says_so(
         assert len(run.rows[0].values) == 5
 
 
-def test_texts_beyond_the_context_are_cut_and_counted(encoder: LoadedModel) -> None:
-    """32 positions; and the special tokens are among them."""
-    ids, cut = encode(encoder, ["cat " * 100, "dog"])
-    assert (len(ids[0]), cut) == (32, 1)
-    assert ids[0][-1] == 2
-
-
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run file, the terminal's words, reports; a finished run is not measured again; hostile text stays text."""
     texts, out = tmp_path / "texts.txt", tmp_path / "run.jsonl"
@@ -169,10 +156,8 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     command = ["embed", "--model", str(folder), "--texts", str(texts), "--batch", "4", "--device", "cpu"]
     command += ["--impl", "invariant", "--out", str(out), "--fail-on", "divergent"]
     assert main([*command, "--report", str(tmp_path / "r.html"), "--report", str(tmp_path / "r.md")]) == 0
-    seen = capsys.readouterr()
-    assert "invariant: no divergence observed: 9 vectors bit-identical one at a time and in 5 other arms" in " ".join(
-        seen.out.split()
-    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "invariant: no divergence observed: 9 vectors bit-identical one at a time and in 5 other arms" in shown
     for suffix in ("html", "md"):
         page = (tmp_path / f"r.{suffix}").read_text()
         assert "packed, 4 in a row" in page
@@ -184,10 +169,12 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["gate", str(out)]) == 0
 
 
-def test_bad_input_is_one_line(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, one line, and no run file."""
+    texts, single, out = tmp_path / "texts.txt", tmp_path / "single.txt", tmp_path / "run.jsonl"
+    texts.write_text("a cat\na dog\n")
+    single.write_text("a cat\n")
+    places = {"folder": folder, "texts": texts, "single": single, "embedded": embedded_folder()}
     for argv, word in [
         (["--texts", "{texts}"], "--model"),
         (["--model", "{folder}"], "--texts"),
@@ -199,21 +186,13 @@ def test_bad_input_is_one_line(
         (["--model", "{folder}", "--texts", "{texts}", "--dtype", "int8"], "'int8'"),
         (["--model", "{folder}", "--texts", "{texts}", "--impl", "fast"], "'fast'"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        texts, single, out = tmp_path / "texts.txt", tmp_path / "single.txt", tmp_path / "run.jsonl"
-        texts.write_text("a cat\na dog\n")
-        single.write_text("a cat\n")
-        places = {"folder": folder, "texts": texts, "single": single, "embedded": embedded_folder()}
         assert main(["embed", *(part.format(**places) for part in argv), "--device", "cpu", "--out", str(out)]) == 2
         seen = capsys.readouterr()
         assert word in seen.err
         assert (seen.err.count("\n"), seen.out, out.exists()) == (1, "", False)
 
-
-def test_what_is_no_encoder_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One with a decoder, one whose weights are missing, and one whose index names a pickle."""
+    # one with a decoder, one whose weights are missing, and one whose index names a pickle
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "texts.txt").write_text("a cat\na dog\n")
     for other, index, word in [
         ({"model_type": "t5", "architectures": ["T5Model"]}, "", "an encoder with a decoder"),
         (config, "", "weights"),
@@ -226,7 +205,6 @@ def test_what_is_no_encoder_is_refused(folder: Path, tmp_path: Path, capsys: pyt
         else:
             (where / "model.safetensors").unlink()
         (where / "config.json").write_text(json.dumps(other))
-        command = ["embed", "--model", str(where), "--texts", str(tmp_path / "texts.txt"), "--device", "cpu"]
-        assert main(command) == 2
+        assert main(["embed", "--model", str(where), "--texts", str(texts), "--device", "cpu"]) == 2
         assert word in capsys.readouterr().err
         shutil.rmtree(where)

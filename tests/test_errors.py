@@ -23,6 +23,16 @@ def test_what_acts_becomes_visible() -> None:
         *[("Grüße,\n\tनमस्ते, 你好, العربية, 👩‍💻",) * 2],  # text, not control
     ]:
         assert printable(hostile) == shown
+    assert one_line("a\nb\r\nc") == "a b␍ c"  # a message stays on one line whatever it quotes, and short
+    assert len(one_line("x" * 5000, limit=100)) == 100
+    # GitHub reads `::error` at a line's beginning and `##[` anywhere; Azure `##vso[`; nothing else changes
+    for hostile, shown in [
+        ("::error::x", ": :error::x"),
+        ("a\n \t\u3000::set-output name=a::b", "a\n \t\u3000: :set-output name=a::b"),
+        ("a ##[error]b ##vso[task.x]c", "a ## [error]b ## vso[task.x]c"),
+        ("at::native::mm a:: b\nc ::d # [ ##", "at::native::mm a:: b\nc ::d # [ ##"),
+    ]:
+        assert no_commands(hostile) == shown
 
 
 def test_what_a_list_names_twice_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,20 +51,3 @@ def test_what_a_list_names_twice_is_told(capsys: pytest.CaptureFixture[str]) -> 
         assert main(asked.split()) == 2
         [line] = capsys.readouterr().err.strip().splitlines()
         assert "twice. Name it once." in line
-
-
-def test_one_line_is_one_line_and_short() -> None:
-    """Messages stay on one line whatever they quote."""
-    assert one_line("a\nb\r\nc") == "a b␍ c"
-    assert len(one_line("x" * 5000, limit=100)) == 100
-
-
-def test_no_line_is_a_command_to_a_runner() -> None:
-    """GitHub reads `::error` at a line's beginning and `##[` anywhere; Azure `##vso[`; nothing else changes."""
-    for hostile, shown in [
-        ("::error::x", ": :error::x"),
-        ("a\n \t\u3000::set-output name=a::b", "a\n \t\u3000: :set-output name=a::b"),
-        ("a ##[error]b ##vso[task.x]c", "a ## [error]b ## vso[task.x]c"),
-        ("at::native::mm a:: b\nc ::d # [ ##", "at::native::mm a:: b\nc ::d # [ ##"),
-    ]:
-        assert no_commands(hostile) == shown

@@ -48,12 +48,6 @@ def drawn(name: str) -> Any:
     return draw(name, [kept(name)])
 
 
-def swept(path: Path) -> Path:
-    """A run file of two implementations over one sweep."""
-    write_run(path, run_of(*h200_sweep()))
-    return path
-
-
 @pytest.mark.parametrize("name", tiers(["class-map", "training"], FIGURES))
 def test_every_figure_is_drawn_from_a_kept_run(name: str, tmp_path: Path) -> None:
     """With the GPU's name and the implementations as text; once more, it is the same bytes."""
@@ -79,11 +73,8 @@ def test_figures_show_what_their_runs_hold() -> None:
     assert said[-4:] == ["Batch-invariant kernels", "1,000 requests, 1 answer", "1,000", said[3]]
     assert sorted(int(text) for text in said[2:14:2]) == [7, 9, 26, 42, 328, 588]
 
-
-def test_a_map_has_its_borders_where_the_run_has_them() -> None:
-    """Two dtypes; at K = 43 bfloat16 changes at M = 2, and invariant, in one line, never does."""
-    figure = drawn("map")
-    narrow, _ = figure.axes
+    # a map of two dtypes: at K = 43 bfloat16 changes at M = 2, and invariant, in one line, never does
+    narrow, _ = drawn("map").axes
     bars: dict[float, list[tuple[float, float]]] = {}
     for collection in narrow.collections:
         for path in collection.get_paths():
@@ -101,22 +92,15 @@ def test_every_svg_is_xml(name: str, tmp_path: Path) -> None:
     bad = "".join(map(chr, (0, 1, 0x1B, 0x7F, 0x85, 0xD800, 0xFFFE, 0xFFFF))) + "]]>&<script>$\\frac{$</script>"
     change, run = msgspec.structs.replace, read_run(EVIDENCE / SOURCE[name])
     run.header.environment["gpu"] = bad
-    run.rows[:] = [
-        change(
-            r, impl=bad + r.impl, case=bad + r.case, varied=bad,
-            kernel_sets=[[bad + k for k in names] for names in r.kernel_sets],
-        )
-        for r in run.rows
-    ]  # fmt: skip
-    run.cells[:] = [
-        change(
-            c, case=bad, section=bad, group=bad + c.group, dtype=bad, axis=bad + c.axis,
-            shape={bad + k: v for k, v in c.shape.items()},
-            timed=[change(t, impl=t.impl + bad if t.impl == "invariant" else t.impl) for t in c.timed],
-        )
-        for c in run.cells
-        if c.section == run.cells[0].section
-    ]  # fmt: skip
+    for i, r in enumerate(run.rows):
+        sets = [[bad + k for k in names] for names in r.kernel_sets]
+        run.rows[i] = change(r, impl=bad + r.impl, case=bad + r.case, varied=bad, kernel_sets=sets)
+    run.cells[:] = [c for c in run.cells if c.section == run.cells[0].section]
+    for i, c in enumerate(run.cells):
+        shape = {bad + k: v for k, v in c.shape.items()}
+        times = [change(t, impl=t.impl + bad if t.impl == "invariant" else t.impl) for t in c.timed]
+        c = change(c, case=bad, section=bad, dtype=bad, shape=shape, timed=times)
+        run.cells[i] = change(c, group=bad + c.group, axis=bad + c.axis)
     run.completions[:] = [change(c, impl=bad) for c in run.completions]
     save(draw(name, [run]), tmp_path / "x.svg")
     root = ElementTree.parse(tmp_path / "x.svg").getroot()  # noqa: S314 - drawn a line above
@@ -128,7 +112,8 @@ def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: py
     """Where the old scratch name or the target is somebody's link, nothing goes through it."""
     for out in ["rows.csv", "map.svg"]:
         tmp_path = tmp_path_factory.mktemp("case")
-        source, there = swept(tmp_path / "run.jsonl"), tmp_path / "precious"
+        source, there = tmp_path / "run.jsonl", tmp_path / "precious"
+        write_run(source, run_of(*h200_sweep()))
         there.write_text("kept")
         scratch = tmp_path / f".{out}.{os.getpid()}{Path(out).suffix}"
         scratch.symlink_to(there)
@@ -137,9 +122,7 @@ def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: py
         with pytest.raises(UserError, match="is a symbolic link"):
             report([source], [tmp_path / f"link-{out}"], force=True)
         assert there.read_text() == "kept"
-        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-            [scratch.name, f"link-{out}", out, "precious", "run.jsonl"]
-        )
+        assert {p.name for p in tmp_path.iterdir()} == {scratch.name, f"link-{out}", out, "precious", "run.jsonl"}
 
 
 def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
@@ -161,19 +144,17 @@ def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
 
 def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path) -> None:
     """The command: CSV and JSON read back by pandas, one line for what can't be done."""
-    source = swept(tmp_path / "run.jsonl")
-    report([source], [tmp_path / "rows.csv"])
-    report([source], [tmp_path / "rows.json"])
+    source = tmp_path / "run.jsonl"
+    write_run(source, run_of(*h200_sweep()))
+    for out in ("rows.csv", "rows.json", "map.png"):
+        report([source], [tmp_path / out])
     rows = len(read_run(source).rows)
     assert len(pd.read_csv(tmp_path / "rows.csv")) == len(pd.read_json(tmp_path / "rows.json")) == rows > 1
-    report([source], [tmp_path / "map.png"])
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="exists"):
-        report([source], [tmp_path / "rows.csv"])
-    with pytest.raises(UserError, match="suffix"):
-        report([source], [tmp_path / "rows.xlsx"])
-    with pytest.raises(UserError, match="--figure"):
-        report([EVIDENCE / "sample.jsonl.gz"], [tmp_path / "s.png"])
+    kept = EVIDENCE / "sample.jsonl.gz"
+    for run, out, said in [(source, "rows.csv", "exists"), (source, "r.xlsx", "suffix"), (kept, "s.png", "--figure")]:
+        with pytest.raises(UserError, match=said):
+            report([run], [tmp_path / out])
     with pytest.raises(UnknownNameError):
         draw("globe", [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["map.png", "rows.csv", "rows.json", "run.jsonl"]
@@ -228,14 +209,10 @@ def test_cells_have_the_ratio_of_the_reports() -> None:
     both = frame([kept("class-map"), bench], "rows")  # each line names its run, so a join is possible
     assert both["run"].nunique() == 2
     assert len(both) == len(kept("class-map").rows) + len(bench.rows)
-
-
-def test_an_unknown_kind_and_a_mixture_are_one_line() -> None:
-    """Nobody guesses which table was meant."""
+    with pytest.raises(UserError, match="--records"):  # nobody guesses which table of a mixture was meant
+        only_kind([kept("class-map"), bench])
     with pytest.raises(UnknownNameError, match="rows"):
-        frame([kept("class-map")], "row")
-    with pytest.raises(UserError, match="--records"):
-        only_kind([kept("class-map"), bench_run()])
+        frame([bench], "row")
 
 
 def test_arms_and_seeds_are_columns() -> None:

@@ -13,8 +13,6 @@ import nondet
 from nondet.errors import UnknownNameError, UserError
 from nondet.services.probe import ProbeRequest
 from nondet.services.sample import SampleRequest
-from scripts import house
-from tests.test_layers import imports
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 
@@ -22,9 +20,7 @@ EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 def test_a_loaded_run_says_what_its_report_says() -> None:
     """Verdict, frame and figure of a kept sample."""
     run = nondet.load(EVIDENCE / "sample.jsonl.gz")
-    assert run.command == "sample"
-    assert run.complete
-    assert run.environment["gpu"] == "NVIDIA H200"
+    assert (run.command, run.complete, run.environment["gpu"]) == ("sample", True, "NVIDIA H200")
     assert "stock: 6 distinct completions of 1,000" in run.verdict()
     assert run.verdict() in repr(run) or repr(run).endswith("…>")
     assert run.frame("completions").groupby("impl")["trace"].nunique().to_dict() == {"stock": 968, "invariant": 1}
@@ -68,8 +64,7 @@ def test_a_probe_from_python_is_the_command_s_run(tmp_path: Path, capsys: pytest
     """The same file, loaded; nothing printed; one that exists stays; options are the command's and no others."""
     run = nondet.probe("float-sum", device="cpu", out=tmp_path / "sums.jsonl")
     assert capsys.readouterr() == ("", "")
-    assert run.complete
-    assert run.path == tmp_path / "sums.jsonl"
+    assert (run.complete, run.path) == (True, tmp_path / "sums.jsonl")
     assert run.records == nondet.load(tmp_path / "sums.jsonl").records
     assert set(run.frame("rows")["probe"]) == {"float-sum"}
     with pytest.raises(UserError, match="exists"):
@@ -92,52 +87,27 @@ def test_options_in_python_are_those_of_the_command() -> None:
         assert all(f"\n    {name}: " in (call.__doc__ or "") for name in theirs if name != "names")
     with pytest.raises(UserError, match="no prompt file at nowhere"):
         nondet.sample(1, prompt_file="nowhere")
-
-
-def test_an_endpoint_takes_no_option_of_the_engine_from_python_either() -> None:
-    """One request is checked, whoever makes it: an option that the server decides is refused, not left unread."""
-    for options in ({"impl": "invariant"}, {"device": "cpu"}, {"threads": 2}):
-        with pytest.raises(UserError, match=f"--endpoint and --{next(iter(options))} exclude each other"):
-            nondet.sample(endpoint="http://127.0.0.1:1", **options)
-
-
-def test_commands_and_python_are_siblings_over_the_services() -> None:
-    """Neither imports the other, and what a service measures with knows of none of the three."""
-    assert sum(name.startswith("nondet.services.") for name in house.modules()) > 8
-    for above, below in (("nondet.commands", "nondet.api"), ("nondet.api", "nondet.commands")):
-        assert any(source.startswith(above) for source, _ in imports())
-        assert [arrow for arrow in imports() if arrow[0].startswith(above) and arrow[1].startswith(below)] == []
-    users = {source for source, target in imports() if target.startswith("nondet.services")}
-    tops = ("nondet.services", "nondet.commands", "nondet.api", "nondet.cli", "nondet.testing.plugin")
-    assert {user for user in users if not user.startswith(tops)} == set()
-
-
-def wrong_mean(x: torch.Tensor) -> torch.Tensor:
-    return x.sum(-1)
+    for option in ({"impl": "invariant"}, {"device": "cpu"}, {"threads": 2}):  # a server decides them: not left unread
+        with pytest.raises(UserError, match=f"--endpoint and --{next(iter(option))} exclude each other"):
+            nondet.sample(endpoint="http://127.0.0.1:1", **option)
 
 
 def test_any_function_is_checked(tmp_path: Path) -> None:
     """One that changes with its batch beside one that does not; the run can be reported like any other."""
-    rows = torch.randn(64, 32)
-
-    def steady(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+    rows, sizes = torch.randn(64, 32), [1, 2, 3, 64]
+    run = nondet.check(lambda x: x * 2, lambda size: rows[:size], over=sizes)
+    assert "no divergence observed" in run.verdict()
 
     def by_size(x: torch.Tensor) -> torch.Tensor:
         return x * (1 + x.shape[0] % 2)
 
-    run = nondet.check(steady, lambda size: rows[:size], over=[1, 2, 3, 64])
-    assert "no divergence observed" in run.verdict()
-    run = nondet.check(by_size, lambda size: rows[:size], over=[1, 2, 3, 64], name="mine", out=tmp_path / "mine.jsonl")
+    run = nondet.check(by_size, lambda size: rows[:size], over=sizes, name="mine", out=tmp_path / "mine.jsonl")
     assert "mine: batch-dependent in 2 of 2 cases" in repr(run)
     assert run.frame("classes")["label"].tolist() == [0, 1, 0, 1, 0, 1]
-    run = nondet.check_operator(wrong_mean, "mean", m=4, k=64, inputs="bell", varied=("batch_size",))
+    run = nondet.check_operator(lambda x: x.sum(-1), "mean", m=4, k=64, inputs="bell", varied=("batch_size",))
     assert "wrong" in run.verdict()
 
-
-def test_a_function_that_takes_something_else_is_told_so() -> None:
-    """Before it fails at each size, and with what was given."""
-    rows = torch.randn(4, 2)
+    # what takes something else is named before it fails at each size, and with what was given
     with pytest.raises(UserError, match=r"fn takes \(a, b\), and what make_inputs gives is 1 positional"):
         nondet.check(lambda a, b: a, lambda size: rows[:size], over=[1, 2])
     with pytest.raises(UserError, match=r"make_inputs takes \(\)"):

@@ -105,16 +105,6 @@ def test_fp8_products_are_timed_in_fp8_alone() -> None:
     assert {(c.operator, c.dtype) for c in both} == {("softmax", "float16"), ("scaled_matmul", "float8_e4m3fn")}
 
 
-@pytest.mark.usefixtures("stock_fp8")
-def test_the_peak_of_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch._scaled_mm; where torch refuses, nothing stands in its place."""
-    monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 64})
-    limit = measure_limit(peak_name("float8_e4m3fn"), "cpu", 0, PerfCounter())
-    assert limit.what == "torch._scaled_mm, 64 cubed"
-    assert limit.work == 2 * 64**3
-    assert limit.rate > 0
-
-
 def test_sizes_as_typed() -> None:
     """A size, a range with its ends and the borders between them, a range in steps; together and rising. Else a line
     that names the option.
@@ -128,10 +118,7 @@ def test_sizes_as_typed() -> None:
     for text in ["", "9" * 26, *wrong.split()]:
         with pytest.raises(UserError, match="--m"):
             parse_sizes("m", [text])
-
-
-def test_what_can_not_be_timed_is_said() -> None:
-    """Close names are suggested; an option that no operator asked for has is not left aside, beside one that has it."""
+    # close names are suggested; an option that no operator has is not left aside, beside one that has it
     for names, sizes, dtypes, said in [
         (["matmull"], Sizes(), None, "matmul"),
         (["matmul"], Sizes(), ("float8",), "float16"),
@@ -185,21 +172,17 @@ class FakeStopwatch(PerfCounter):
         return replay
 
 
-@pytest.mark.parametrize(
-    ("set_bytes", "limit_us", "sets", "calls", "cold"),
-    [
+def test_rotation() -> None:
+    """Sets exceed the cache three times where they may, calls fill a replay, and a cell that stays warm is said so."""
+    for set_bytes, limit, sets, calls, cold in [
         (50 * MIB, 13.0, 4, 40, True),  # a weight of 8B: 200 MiB rotate; 10 passes make half a millisecond
         (400 * MIB, 900.0, 2, 2, True),  # one call is longer than a replay has to be
         (2 * MIB, 0.5, 64, 256, False),  # 128 MiB of sets stay below three caches of 60
         (0, None, 64, 256, False),  # nothing known
         (90 * MIB, 1e9, 2, 2, True),
-    ],
-)
-def test_rotation(set_bytes: int, limit_us: float | None, sets: int, calls: int, cold: bool) -> None:
-    """Sets exceed the cache three times where they may, calls fill a replay, and a cell that stays warm is said so."""
-    turns = rotation(set_bytes, limit_us, 60 * MIB)
-    assert (turns.sets, turns.calls, turns.cold) == (sets, calls, cold)
-    assert turns.calls % turns.sets == 0  # every set is used as often as any other
+    ]:
+        turns = rotation(set_bytes, limit, 60 * MIB)
+        assert (turns.sets, turns.calls, turns.cold) == (sets, calls, cold)
 
 
 def test_a_replay_walks_over_the_sets_in_turn() -> None:
@@ -214,7 +197,10 @@ def test_a_replay_walks_over_the_sets_in_turn() -> None:
 
 
 def test_replays_stand_side_by_side_and_the_first_round_counts_for_nothing() -> None:
-    """The slow first replay of a kernel is in no figure, everybody runs once a round, and the order turns."""
+    """The slow first replay of a kernel is in no figure, everybody runs once a round, and the order turns.
+
+    A barrier before each one is not timed.
+    """
     watch, log = FakeStopwatch(), []
     watch.budget_us = 30_000.0
     replays = {"stock": watch.taking("stock", [0.5e-2, 1e-3], log), "ours": watch.taking("ours", [0.5e-2, 2e-3], log)}
@@ -226,18 +212,10 @@ def test_replays_stand_side_by_side_and_the_first_round_counts_for_nothing() -> 
     slow = interleave({"slow": watch.taking("slow", [1.0], log)}, watch, least=4)  # beyond any budget
     assert len(slow["slow"]) == 4
     assert interleave({}, watch) == {}
-
-
-def test_what_comes_before_a_replay_is_not_timed() -> None:
-    """A barrier before each one, the uncounted round's too; and as many rounds as are asked for, whatever they take."""
-    watch, log = FakeStopwatch(), []
-
-    def before() -> None:
-        log.append("before")
-        watch.now += 60.0
-
-    samples = interleave({"ours": watch.taking("ours", [2e-3], log)}, watch, least=3, most=3, before=before)
-    assert log == ["before", "ours"] * 4
+    log.clear()
+    barrier, ours = watch.taking("before", [60.0], log), watch.taking("ours", [2e-3], log)
+    samples = interleave({"ours": ours}, watch, least=3, most=3, before=barrier)
+    assert log == ["before", "ours"] * 4  # before the uncounted round's too
     assert samples["ours"] == pytest.approx([2000.0] * 3)
 
 
@@ -248,22 +226,15 @@ def test_quartiles() -> None:
     assert (one.low_us, one.median_us, one.high_us) == (7.0, 7.0, 7.0)
 
 
-def test_a_cpu_is_timed_by_the_clock() -> None:
-    """A real call takes a real time, more of them take longer."""
-    watch = stopwatch_for("cpu")
+def test_a_cpu_is_timed_by_the_clock_and_by_its_own_time() -> None:
+    """A real call takes a real time, more of them take longer; CPU time leaves waiting out."""
+    clock, own = stopwatch_for("cpu"), stopwatch_for("cpu", "cpu")
+    assert own.method == "process_time"
     a = torch.ones(256, 256)
-    one, many = (watch.record(torch.mm, [(a, a)], calls) for calls in (1, 64))
-    samples = interleave({"one": one, "many": many}, watch, least=5, most=5)
-    assert 0 < median(samples["one"]) < median(samples["many"])
-
-
-def test_cpu_time_leaves_waiting_out() -> None:
-    """What sleeps has next to no time of its own; what works has."""
-    watch = stopwatch_for("cpu", "cpu")
-    assert watch.method == "process_time"
-    a = torch.ones(256, 256)
-    asleep, awake = (watch.record(call, [(x,)], 1) for call, x in ((time.sleep, 0.02), (lambda a: a @ a @ a @ a, a)))
-    samples = interleave({"asleep": asleep, "awake": awake}, watch, least=3, most=3)
+    samples = interleave({str(n): clock.record(torch.mm, [(a, a)], n) for n in (1, 64)}, clock, least=5, most=5)
+    assert 0 < median(samples["1"]) < median(samples["64"])
+    calls = {"asleep": own.record(time.sleep, [(0.02,)], 1), "awake": own.record(torch.mm, [(a, a)], 4)}
+    samples = interleave(calls, own, least=3, most=3)
     assert min(samples["asleep"]) < 10_000
     assert min(samples["awake"]) > 100
 
@@ -272,13 +243,10 @@ def test_cpu_time_leaves_waiting_out() -> None:
 def test_graphs_time_what_the_device_does() -> None:
     """A product of eight times the work takes longer, and far less than a second: microseconds, not milliseconds."""
     watch = CudaGraphs()
-    small, large = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192))
-    replays = {
-        "small": watch.record(torch.mm, [(small, small)] * 2, 4),
-        "large": watch.record(torch.mm, [(large, large)] * 2, 4),
-    }
+    operands = {n: torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192)}
+    replays = {str(n): watch.record(torch.mm, [(a, a)] * 2, 4) for n, a in operands.items()}
     samples = interleave(replays, watch, least=5, most=5)
-    assert 400 < median(samples["small"]) < median(samples["large"]) / 4 < 100_000
+    assert 400 < median(samples["4096"]) < median(samples["8192"]) / 4 < 100_000
     assert watch.cache_bytes > MIB
 
 
@@ -306,29 +274,20 @@ def test_counts() -> None:
         ("logsumexp", {"M": 3, "V": 7}, "float32", 4 * 24, 0),
         ("softmax_gradient", {"M": 3, "W": 7}, "float32", 4 * 63, 0),
         ("rms_norm_gradient", {"M": 3, "W": 7}, "bfloat16", 2 * (63 + 7), 0),
-        (
-            "attention_gradient",
-            {"M": 2, "T": 5, "Hq": 4, "Hkv": 2, "D": 8},
-            "bfloat16",
-            2 * (3 * 2 * 4 * 5 * 8 + 4 * 2 * 2 * 5 * 8),
-            6 * 2 * 2 * 4 * 8 * 15,
-        ),
+        ("attention_gradient", ATTENTION | {"M": 2, "T": 5}, "bfloat16", 2 * (3 * 320 + 4 * 160), 24 * 4 * 8 * 15),
     ]:
         assert work_of(operator, shape, dtype) == Work(bytes_, flops)
 
 
-def test_every_operator_is_counted() -> None:
-    """An operator that can be asked for has a count, so none fails in the middle of a run; others are our mistake."""
+def test_bytes_are_those_of_the_inputs() -> None:
+    """The count is that of the tensors that are made, for operators that read all of them.
+
+    What can be chosen has a count, so none fails in the middle of a run; others are our mistake.
+    """
     with pytest.raises(ValueError, match="scatter_add is not timed"):
         work_of("scatter_add", {}, "float32")
     for device in ("cpu", "cuda"):
-        cases = plan_cases(["all"], Sizes(), device, None)
-        assert {case.operator for case in cases} >= {"linear", "softmax", "attention", "grouped_matmul"}
-        assert all(case.work.bytes > 0 for case in cases)
-
-
-def test_bytes_are_those_of_the_inputs() -> None:
-    """The count is that of the tensors that are made, for operators that read all of them."""
+        assert all(case.work.bytes > 0 for case in plan_cases(["all"], Sizes(), device, None))
     counted = {"linear", "matmul", "rms_norm", "softmax", "attention"}
     cases = plan_cases(list(bench_names()), Sizes(m=(4,), k=16, n=8), "cpu", ("float16",))
     assert {case.operator for case in cases} >= counted
@@ -341,17 +300,24 @@ def test_bytes_are_those_of_the_inputs() -> None:
             assert case.work.bytes == read + written, case
 
 
-def test_the_longer_of_both_limits_holds() -> None:
-    """Bytes over bandwidth against operations over the peak, in microseconds; none where a rate is missing."""
+@pytest.mark.usefixtures("stock_fp8")
+def test_the_peak_of_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch._scaled_mm; where torch refuses, nothing stands in its place."""
+    monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 64})
+    limit = measure_limit(peak_name("float8_e4m3fn"), "cpu", 0, PerfCounter())
+    assert (limit.what, limit.work, limit.rate > 0) == ("torch._scaled_mm, 64 cubed", 2 * 64**3, True)
+
+
+def test_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates follow from the work and the fastest replay; a copy counts what is read and what is written.
+
+    The longer of bytes over bandwidth and operations over the peak holds, in us; none where a rate is missing.
+    """
     assert limit_us(Work(4_000_000, 0), 4e12, None) == (pytest.approx(1.0), "memory")
     assert limit_us(Work(4_000_000, 8_000_000_000), 4e12, 8e14) == (pytest.approx(10.0), "arithmetic")
     assert limit_us(Work(4_000_000, 8_000_000), 4e12, 8e14) == (pytest.approx(1.0), "memory")
     assert limit_us(Work(1, 1), 4e12, None)[0] is None
     assert limit_us(Work(1, 0), None, 8e14)[0] is None
-
-
-def test_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates follow from the work and the fastest replay; a copy counts what is read and what is written."""
     monkeypatch.setattr("nondet.bench.cells.COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 128})
     watch = PerfCounter()

@@ -23,6 +23,7 @@ from nondet.core.runfile import read_run
 from nondet.errors import UnknownNameError
 from nondet.kernels import stock
 from nondet.ranks.group import RankError
+from tests.build import row
 
 IMPLS = {"linear": ["stock", "mine"]}
 
@@ -31,7 +32,13 @@ IMPLS = {"linear": ["stock", "mine"]}
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:
     """Implementations made here, under the names of IMPLS."""
     table: dict[str, Callable[..., Any]] = {"stock": torch.nn.functional.linear, "mine": torch.nn.functional.linear}
-    monkeypatch.setattr(module, "load_implementation", lambda _, name, device: SimpleNamespace(call=table[name]))
+
+    def load(operator: str, name: str, device: str) -> SimpleNamespace:
+        if name not in table:
+            raise ImportError(f"{name} needs another torch")
+        return SimpleNamespace(call=table[name])
+
+    monkeypatch.setattr(module, "load_implementation", load)
     return table
 
 
@@ -77,39 +84,13 @@ def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: Pe
     rows = [r for r in records if isinstance(r, Row)]
     assert (rows[0].trials, rows[1].status, rows[1].reason) == (2, Status.SKIPPED, "no M = 1")
     entries = [c.timed for c in records if isinstance(c, Cell)]
-    assert [[t.status for t in timed] for timed in entries] == [
-        [Status.TIMED, Status.SKIPPED], [Status.TIMED, Status.ERROR]
+    assert [timed[0].status for timed in entries] == [Status.TIMED] * 2
+    assert [(timed[1].status, timed[1].reason) for timed in entries] == [
+        (Status.SKIPPED, "no M = 1"), (Status.ERROR, "RuntimeError: no tile")
     ]  # fmt: skip
-    assert [timed[1].reason for timed in entries] == ["no M = 1", "RuntimeError: no tile"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (lambda x, w: None, "returned NoneType"),
-        (lambda x, w: (x @ w.T)[:, :-1], "where stock returns float32 [1, 16]"),
-        (lambda x, w: (x @ w.T).half(), "returned float16 [1, 16]"),
-        (lambda x, w: x[:, :16] + 0.0, "relative difference"),
-        (lambda x, w: (x @ w.T) * torch.nan, "relative difference nan"),
-    ],
-)
-def test_what_is_not_the_operator_is_not_timed(
-    calls: dict[str, Any], watch: PerfCounter, wrong: Callable[..., Any], said: str
-) -> None:
-    """A kernel that computes nothing, or something else, gets a reason instead of a ratio; stock keeps its figures."""
-    calls["mine"] = wrong
-    cell = next(r for r in collect(cases(), IMPLS, "cpu", 0, watch) if isinstance(r, Cell))
-    assert [t.status for t in cell.timed] == [Status.TIMED, Status.ERROR]
-    assert said in cell.timed[1].reason
-    calls["mine"] = lambda x, w: torch.stack([w @ row for row in x])  # another order of additions is no fault
-    cell = next(r for r in collect(cases(), IMPLS, "cpu", 0, watch) if isinstance(r, Cell))
-    assert [t.status for t in cell.timed] == [Status.TIMED] * 2
-
-
-def test_why_a_backend_refuses_is_told(calls: dict[str, Any], watch: PerfCounter) -> None:
-    """torch says the cause in warnings beside an error that says nothing: they belong to the reason, not on stderr."""
 
     def refuses(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """As torch does, which says the cause in warnings: they belong to the reason, not on stderr."""
         warnings.warn("Flash attention kernel not used because:", stacklevel=1)
         warnings.warn("Expected a last dimension of 8 (Triggered internally at x.cpp:1.)", stacklevel=1)
         raise RuntimeError("No available kernel. Aborting execution.")
@@ -117,27 +98,31 @@ def test_why_a_backend_refuses_is_told(calls: dict[str, Any], watch: PerfCounter
     calls["mine"] = refuses
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        records = list(collect(cases()[:1], IMPLS, "cpu", 0, watch))
-    assert isinstance(records[-1], Cell)
-    told = "No available kernel. Aborting execution. Expected a last dimension of 8"
-    assert (records[-1].timed[1].status, records[-1].timed[1].reason) == (Status.SKIPPED, told)
+        *_, last = collect(cases()[:1], IMPLS, "cpu", 0, watch)
+    assert isinstance(last, Cell)
+    reason = "No available kernel. Aborting execution. Expected a last dimension of 8"
+    assert (last.timed[1].status, last.timed[1].reason) == (Status.SKIPPED, reason)
+    del calls["mine"]  # loading goes wrong inside the run, and the run goes on
+    *_, last = collect(cases(), IMPLS, "cpu", 0, watch)
+    assert isinstance(last, Cell)
+    assert [(t.status, t.reason) for t in last.timed] == [
+        (Status.TIMED, ""), (Status.ERROR, "ImportError: mine needs another torch")
+    ]  # fmt: skip
 
 
-def test_a_function_that_does_not_import_is_a_reason(watch: PerfCounter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading goes wrong inside the run, and the run goes on."""
-
-    load = module.load_implementation
-
-    def fails(operator: str, name: str, device: str) -> Any:
-        if name == "theirs:linear":
-            raise ImportError(f"{name} needs another torch")
-        return load(operator, name, device)
-
-    monkeypatch.setattr(module, "load_implementation", fails)
-    records = list(collect(cases()[:1], {"linear": ["stock", "theirs:linear"]}, "cpu", 0, watch))
-    assert isinstance(records[-1], Cell)
-    assert [t.status for t in records[-1].timed] == [Status.TIMED, Status.ERROR]
-    assert records[-1].timed[1].reason == "ImportError: theirs:linear needs another torch"
+def test_what_is_not_the_operator_is_not_timed(calls: dict[str, Any], watch: PerfCounter) -> None:
+    """A kernel that computes nothing, or something else, gets a reason instead of a ratio; stock keeps its figures."""
+    for calls["mine"], said in [
+        (lambda x, w: None, "returned NoneType"),
+        (lambda x, w: (x @ w.T)[:, :-1], "where stock returns float32 [1, 16]"),
+        (lambda x, w: (x @ w.T).half(), "returned float16 [1, 16]"),
+        (lambda x, w: x[:, :16] + 0.0, "relative difference"),
+        (lambda x, w: (x @ w.T) * torch.nan, "relative difference nan"),
+        (lambda x, w: torch.stack([w @ one for one in x]), ""),  # another order of additions is no fault
+    ]:
+        cell = next(r for r in collect(cases(), IMPLS, "cpu", 0, watch) if isinstance(r, Cell))
+        assert [t.status for t in cell.timed] == [Status.TIMED, Status.ERROR if said else Status.TIMED]
+        assert said in cell.timed[1].reason
 
 
 def test_stock_stands_for_its_backends() -> None:
@@ -154,7 +139,7 @@ def test_bits_tell_one_class_from_two() -> None:
     group = plan_cases(["linear"], Sizes(m=(1, 2, 40), k=300, n=8), "cpu", None)
 
     def by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(row * weight).sum(-1) for row in x])
+        return torch.stack([(one * weight).sum(-1) for one in x])
 
     def by_load(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         parts = 1 + (x.shape[0] > 2)
@@ -168,40 +153,24 @@ def test_bits_tell_one_class_from_two() -> None:
 
 
 def test_bits_of_attention_join_decode_and_prefill() -> None:
-    """The last query is asked alone, beside others and in its prefill: what treats them apart must part."""
+    """The last query by itself, beside others and in its prefill: what treats them in two ways has two classes."""
     group = groups_of(plan_cases(["attention"], Sizes(m=(1, 3), k=24), "cpu", None))[0]
+    found = bits_row(group, "mine", lambda q, k, v: torch.zeros_like(q) + (q.shape[2] > 1), "cpu", 0)
+    assert found.values == ["decode B=1", "decode B=3", "prefill"]
+    assert (found.labels, found.varied) == ([0, 0, 1], "query_chunk")
+    assert bits_row(group, "mine", lambda q, k, v: torch.zeros_like(q), "cpu", 0).status == Status.IDENTICAL
 
-    def apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(q)
-        return out + 1 if q.shape[2] > 1 else out
-
-    row = bits_row(group, "mine", apart, "cpu", 0)
-    assert row.values == ["decode B=1", "decode B=3", "prefill"]
-    assert (row.labels, row.varied) == ([0, 0, 1], "query_chunk")
-    asked = bits_row(group, "mine", lambda q, k, v: torch.zeros_like(q), "cpu", 0)
-    assert asked.status == Status.IDENTICAL
-
-
-def test_every_output_counts() -> None:
-    """An operator with two outputs parts where the second does: a residual is part of what the next layer reads."""
+    # of an operator with two outputs the second counts: a residual is part of what the next layer reads
     group = plan_cases(["rms-norm-residual"], Sizes(m=(1, 4), k=16), "cpu", None)
-
-    def apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x * weight, residual + x.shape[0]
-
-    assert bits_row(group, "mine", apart, "cpu", 0).labels == [0, 1]
+    assert bits_row(group, "mine", lambda x, r, weight: (x * weight, r + x.shape[0]), "cpu", 0).labels == [0, 1]
     assert bits_row(group, "mine", lambda x, residual, weight: (x * weight, residual), "cpu", 0).labels == [0, 0]
 
 
 def test_kernels_go_to_their_cells() -> None:
     """The profiler's names are found by M, by batch and for a prefill; a cell that was not profiled has none."""
     sizes = plan_cases(["linear"], Sizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
-    row = Row(
-        probe="bench", case="c", operator="linear", shape={}, dtype="float32", device="cuda", inputs="bell",
-        varied="batch_size", impl="stock", status="identical", values=[1, 8], kernel_sets=[["gemv"], ["gemm"]],
-        kernels=[0, 1],
-    )  # fmt: skip
-    assert [kernels_at(row, case) for case in sizes] == [["gemv"], ["gemm"], []]
+    found = row(values=[1, 8], kernels=[["gemv"], ["gemm"]])
+    assert [kernels_at(found, case) for case in sizes] == [["gemv"], ["gemm"], []]
     assert kernels_at(None, sizes[0]) == []
 
 
@@ -210,15 +179,12 @@ def test_kernels_go_to_their_cells() -> None:
 SMALL = ("--device", "cpu", "--m", "1", "--m", "16", "--n", "64", "--k", "64")
 
 
-def _run(*argv: str) -> int:
-    return main(["bench", *argv, "--quiet"])
-
-
 @pytest.mark.nightly
 def test_sums_and_layers_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cell has times of all its implementations, and what claims one class of bits has one."""
     monkeypatch.chdir(tmp_path)
-    assert _run("all-reduce", "row-parallel", *SMALL, "--out", "r.jsonl", "--report", "r.md") == 0
+    command = ["bench", "all-reduce", "row-parallel", *SMALL, "--quiet", "--out", "r.jsonl"]
+    assert main([*command, "--report", "r.md"]) == 0
     run = read_run(tmp_path / "r.jsonl")
     assert run.complete
     assert [(c.operator, c.shape["M"], c.shape["ranks"]) for c in run.cells] == [
@@ -236,7 +202,7 @@ def test_sums_and_layers_over_two_ranks(tmp_path: Path, monkeypatch: pytest.Monk
     # killed before its last row, it is completed, and its cells stay as they are
     lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
     Path("r.jsonl").write_bytes(b"".join(lines[:-2]))
-    assert _run("all-reduce", "row-parallel", *SMALL, "--out", "r.jsonl", "--resume") == 0
+    assert main([*command, "--resume"]) == 0
     again = Path("r.jsonl").read_bytes().splitlines(keepends=True)
     assert again[:-2] == lines[:-2]
     assert [json.loads(line)["type"] for line in again[-2:]] == ["row", "end"]
@@ -250,15 +216,7 @@ def test_a_rank_that_dies_is_an_error_in_its_cells(tmp_path: Path, monkeypatch: 
             raise RankError("rank 1 of 2 was killed by SIGKILL (in a test)")
 
     monkeypatch.setattr(ranks, "shared_group", lambda *_, **__: Dying())
-    _run("all-reduce", *SMALL[:-2], "--out", str(tmp_path / "r.jsonl"))
+    main(["bench", "all-reduce", *SMALL[:-2], "--quiet", "--out", str(tmp_path / "r.jsonl")])
     run = read_run(tmp_path / "r.jsonl")
     assert {t.reason for c in run.cells for t in c.timed} == {"rank 1 of 2 was killed by SIGKILL (in a test)"}
     assert {r.status for r in run.rows} == {"error"}
-
-
-def test_ranks_without_anything_over_ranks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, before anything starts; and ranks that make no group."""
-    assert main(["bench", "linear", "--ranks", "2"]) == 2
-    assert "--ranks 2 is for all-reduce and row-parallel" in capsys.readouterr().err
-    assert main(["bench", "all-reduce", "--device", "cpu", "--ranks", "1"]) == 2
-    assert "not a group of ranks" in capsys.readouterr().err

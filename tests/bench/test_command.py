@@ -37,10 +37,9 @@ def test_a_run_with_reports(run: Command) -> None:
     assert finished.header.environment["num_threads"] >= 1
     assert "M=8 K=64 N=32" in Path("r.html").read_text(encoding="utf-8")
     assert "| M=8 K=64 N=32 |" in Path("r.md").read_text(encoding="utf-8")
-    code, out, _ = run(*SMALL, "--out", "j.jsonl", "--json")
-    assert [json.loads(line)["type"] for line in out.splitlines()] == [
-        "header", "limit", "limit", "row", "row", "cell", "cell", "end"
-    ]  # fmt: skip
+    _, out, _ = run(*SMALL, "--out", "j.jsonl", "--json")
+    types = [json.loads(line)["type"] for line in out.splitlines()]
+    assert types == ["header", "limit", "limit", "row", "row", "cell", "cell", "end"]
 
 
 def test_resuming_measures_the_rest_alone(run: Command) -> None:
@@ -65,32 +64,27 @@ def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
         "        return x[:, :half] @ weight[:, :half].T + x[:, half:] @ weight[:, half:].T\n"
         "    return x @ weight.T\n"
     )
-    code, out, _ = run(
-        *SMALL, "--impl", "stock", "--impl", "bench_mine:linear", "--out", "r.jsonl", "--fail-on", "divergent", "-v"
-    )
+    impls = ("--impl", "stock", "--impl", "bench_mine:linear")
+    code, out, _ = run(*SMALL, *impls, "--out", "r.jsonl", "--fail-on", "divergent", "-v")
     assert code == 3
     assert "one class 0 of 1 weight shape" in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    ("factor", "expected", "coarse"), [(0.01, 3, ()), (100.0, 0, ()), (0.01, 3, ("--clock", "cpu", "--slower", "4"))]
-)
-def test_a_kept_run_is_a_gate(
-    run: Command, factor: float, expected: int, coarse: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_run_is_a_gate(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours a hundred times slower than it was exits with 3 and says where; a hundred times faster is no complaint."""
     ticks = itertools.count()  # a clock that no neighbour of this process moves: each replay takes a millisecond
     monkeypatch.setattr(cells, "CLOCKS", dict.fromkeys(("wall", "cpu"), lambda: next(ticks) * 1e-3))
-    assert run(*SMALL, *coarse[:2], "--out", "kept.jsonl")[0] == 0
-    records = [json.loads(line) for line in Path("kept.jsonl").read_text(encoding="utf-8").splitlines()]
-    for entry in (t for r in records if r["type"] == "cell" for t in r["timed"] if t["impl"] == "invariant"):
-        entry["samples_us"] = [us * factor for us in entry["samples_us"]]
-        entry.update({name: entry[name] * factor for name in ("median_us", "low_us", "high_us")})
-    Path("kept.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    code, _, err = run(*SMALL, *coarse, "--out", "new.jsonl", "--check", "kept.jsonl")
-    assert code == expected, err
-    assert "2 of 2 cells are in both runs" in err
-    assert ("regression: linear M=8 K=64 N=32 float32, invariant" in err) == (expected == 3)
+    for factor, expected, coarse in [(0.01, 3, ("--clock", "cpu", "--slower", "4")), (0.01, 3, ()), (100.0, 0, ())]:
+        assert run(*SMALL, *coarse[:2], "--out", "kept.jsonl", "--force")[0] == 0
+        records = [json.loads(line) for line in Path("kept.jsonl").read_text(encoding="utf-8").splitlines()]
+        for entry in (t for r in records if r["type"] == "cell" for t in r["timed"] if t["impl"] == "invariant"):
+            entry["samples_us"] = [us * factor for us in entry["samples_us"]]
+            entry.update({name: entry[name] * factor for name in ("median_us", "low_us", "high_us")})
+        Path("kept.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        code, _, err = run(*SMALL, *coarse, "--out", "new.jsonl", "--force", "--check", "kept.jsonl")
+        assert code == expected, err
+        assert "2 of 2 cells are in both runs" in err
+        assert ("regression: linear M=8 K=64 N=32 float32, invariant" in err) == (expected == 3)
 
 
 def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
@@ -115,6 +109,8 @@ def test_what_is_wrong_is_one_line(run: Command) -> None:
         (["bench", "matmul", "--slower", "0.5", "--check", "x.jsonl"], "--slower 0.5"),
         (["bench", "matmul", "--slower", "nan", "--check", "x.jsonl"], "--slower nan"),
         (["bench", "attention", "--impl", "invariant:x"], "invariant"),
+        (["bench", "linear", "--ranks", "2"], "--ranks 2 is for all-reduce and row-parallel"),
+        (["bench", "all-reduce", "--device", "cpu", "--ranks", "1"], "not a group of ranks"),
     ]:
         code, _, err = run(*argv)
         assert code == 2
@@ -126,13 +122,11 @@ def test_what_is_wrong_is_one_line(run: Command) -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Graphs, kernels by name, a share of the limit that is possible, and one class of bits for ours."""
-    out = tmp_path / "r.jsonl"
-    argv = ["bench", "linear", "rms-norm", "--m", "1", "--m", "64", "--k", "4096", "--n", "4096", "--out", str(out)]
-    assert main(argv) == 0, capsys.readouterr().err
-    run = read_run(out)
-    assert {c.section for c in run.cells} == {"linear", "rms_norm"}
+    argv = ["bench", "linear", "rms-norm", "--m", "1", "--m", "64", "--k", "4096", "--n", "4096", "--out"]
+    assert main([*argv, str(tmp_path / "r.jsonl")]) == 0, capsys.readouterr().err
+    run = read_run(tmp_path / "r.jsonl")
+    assert {(c.section, c.method) for c in run.cells} == {("linear", "cuda graph"), ("rms_norm", "cuda graph")}
     for cell in run.cells:
-        assert cell.method == "cuda graph"
         for timed in cell.timed:
             assert timed.kernels, (cell.case, timed)
             assert 0.5 < timed.median_us < 10_000

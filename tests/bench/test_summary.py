@@ -12,7 +12,7 @@ import pytest
 from nondet.bench.cells import plan_cases
 from nondet.bench.summary import Comparison, best_stock, check_runs, compare, failures, is_stock, sections
 from nondet.core.operator import Sizes
-from nondet.core.records import Cell, Row, Run, Status, Timed
+from nondet.core.records import Cell, Run, Status, Timed
 from nondet.core.runfile import read_run
 from tests.build import bench_run, cell, failed, row, run_of, timed
 
@@ -24,11 +24,15 @@ def of(found: Cell, impl: str) -> Comparison:
 def test_the_best_stock_of_a_cell_is_the_baseline() -> None:
     """The fastest backend of that very cell, not the default one, and never somebody else's kernel."""
     found = cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), timed("invariant", 8.0), timed("stocking", 1.0))
-    baseline = best_stock(found)
-    assert baseline is not None
-    assert baseline.impl == "stock-cudnn"
+    assert getattr(best_stock(found), "impl", "") == "stock-cudnn"
     assert of(found, "invariant").ratio == pytest.approx(1.25)
     assert of(found, "stock").ratio == pytest.approx(0.5)
+    # no stock, or no time: no ratio, no interval, and it is in no mean
+    lost = timed("invariant", 0.0, status=Status.ERROR, reason="out of memory", samples_us=[])
+    for found in (cell(1, timed("invariant", 8.0)), cell(1, timed("stock", 8.0), lost)):
+        c = of(found, "invariant")
+        assert (c.ratio, c.within_noise, c.draws.size) == (None, False, 0)
+    assert [s.summaries for s in sections(run_of(cells=[cell(1, timed("stock", 8.0), lost)]))] == [()]
 
 
 def test_an_interval_covers_the_noise_and_nothing_more() -> None:
@@ -57,16 +61,6 @@ def test_replays_are_compared_in_pairs() -> None:
     stock, mine = [after, after, before, after, before], [after, before, before, after, before]
     c = of(cell(1, timed("stock", after, samples_us=stock), timed("mine", before, samples_us=mine)), "mine")
     assert (c.ratio, c.interval[0]) == (1.0, 1.0)
-
-
-def test_no_ratio_without_both_sides() -> None:
-    """No stock, or no time: no ratio, no interval, no place in a mean."""
-    lost = timed("invariant", 0.0, status=Status.ERROR, reason="out of memory", samples_us=[])
-    for found in (cell(1, timed("invariant", 8.0)), cell(1, timed("stock", 8.0), lost)):
-        c = of(found, "invariant")
-        assert (c.ratio, c.within_noise, c.draws.size) == (None, False, 0)
-    (section,) = sections(run_of(cells=[cell(1, timed("stock", 8.0), lost)]))
-    assert section.summaries == ()
 
 
 def test_the_limit_is_a_share_where_it_holds() -> None:
@@ -99,10 +93,7 @@ def test_sections_keep_dtypes_apart_and_their_own_bits() -> None:
     (section,) = sections(run)
     assert [(b.impl, b.one_class, b.groups) for b in section.bits] == [("stock", 0, 3), ("invariant", 3, 3)]
     run.cells.append(cell(1, timed("stock", 1.0), dtype="float16"))
-    assert [(s.name, s.dtype, len(s.rows)) for s in sections(run)] == [
-        ("matmul", "bfloat16", 6),
-        ("matmul", "float16", 0),
-    ]
+    assert [(s.dtype, len(s.rows)) for s in sections(run)] == [("bfloat16", 6), ("float16", 0)]
     other = run_of(
         row([0, 0], probe="bench", case="matmul K=9 N=9: row 0 of M rows", group="K=9 N=9"),
         failed(probe="bench", case="matmul K=4096 N=4096: row 0", group="K=4096 N=4096", impl="invariant"),
@@ -128,16 +119,15 @@ def test_failures_of_many_cells_are_one_line() -> None:
 SIZES = (1, 8, 64, 512, 4096)
 
 
-def run(slower: float = 1.0, only: int | None = None, scatter: float = 0.0, **fields: object) -> Run:
+def run(slower: float = 1.0, only: int | None = None, scatter: float = 0.0) -> Run:
     """Five cells of stock at 10 us and ours at 10 us times `slower`, in all of them or in the one with that M."""
 
-    def ours(m: int) -> Timed:
+    cells = []
+    for m in SIZES:
         us = 10.0 * (slower if only in (None, m) else 1.0)
-        wild = [us * (1 + scatter * (-1) ** i) for i in range(11)] if scatter else None
-        return timed("invariant", us, **({"samples_us": wild} if wild else {}))
-
-    cells = [cell(m, timed("stock", 10.0), ours(m)) for m in SIZES]
-    return run_of(cells=cells, **fields)
+        wild = {"samples_us": [us * (1 + scatter * (-1) ** i) for i in range(11)]} if scatter else {}
+        cells.append(cell(m, timed("stock", 10.0), timed("invariant", us, **wild)))
+    return run_of(cells=cells)
 
 
 def elsewhere(other: Run, **fields: object) -> Run:
@@ -145,14 +135,13 @@ def elsewhere(other: Run, **fields: object) -> Run:
     return msgspec.structs.replace(other, header=msgspec.structs.replace(other.header, environment=environment))
 
 
-def test_what_is_no_regression() -> None:
-    """Equal, within the margins, faster, or no further than a noisy cell scatters."""
+def test_a_regression_is_named_and_nothing_else_is() -> None:
+    """A fifth in one cell is one line with both ratios, whatever the others do; so are 7% in each of five.
+
+    Equal, within the margins, faster, or no further than a noisy cell scatters is none.
+    """
     for new in [run(), run(1.03), run(0.5), run(1.08, only=64), run(1.12, only=8, scatter=0.3)]:
         assert check_runs(run(), new).regressions == ()
-
-
-def test_a_regression_is_named() -> None:
-    """A fifth in one cell is one line with both ratios, whatever the others do; so are 7% in each of five."""
     (line,) = check_runs(run(), run(1.2, only=64)).regressions
     assert "M=64" in line
     assert "0.833 of stock, and it was 1.000" in line
@@ -177,24 +166,21 @@ def test_another_machine_is_not_judged_by_its_speed() -> None:
     check = check_runs(run(), elsewhere(run(3.0)))
     assert check.regressions == ()
     assert any("another" in note for note in check.notes)
-    kept, new = bits(Status.IDENTICAL, (0, 0)), bits(Status.DIVERGENT, (0, 1))
-    several = check_runs(run_of(kept), elsewhere(run_of(new)))
-    assert "2 classes of bits, and it was one" in several.regressions[0]
-    assert check_runs(run_of(new), run_of(new)).regressions == ()
-    assert check_runs(run_of(new), run_of(kept)).regressions == ()
-
-
-def bits(status: str, labels: tuple[int, ...]) -> Row:
-    return row(labels, probe="bench", case="linear K=8 N=8: row 0 of M rows", impl="invariant", status=status)
+    kept, new = (
+        run_of(row(labels, probe="bench", case="linear K=8 N=8: row 0 of M rows", impl="invariant"))
+        for labels in ((0, 0), (0, 1))
+    )
+    assert "2 classes of bits, and it was one" in check_runs(kept, elsewhere(new)).regressions[0]
+    assert check_runs(new, new).regressions == check_runs(new, kept).regressions == ()
 
 
 def test_what_fails_now_is_a_regression() -> None:
     """No time is worse than a bad one; what never had a time can't lose it."""
     nothing = Timed(impl="invariant", status=Status.ERROR, reason="RuntimeError: no tile")
-    broken: list[Cell] = [cell(1, timed("stock", 10.0), nothing)]
-    (line,) = check_runs(run(), run_of(cells=broken)).regressions
+    broken = run_of(cells=[cell(1, timed("stock", 10.0), nothing)])
+    (line,) = check_runs(run(), broken).regressions
     assert "it was timed, and now: RuntimeError: no tile" in line
-    assert check_runs(run_of(cells=broken), run_of(cells=broken)).regressions == ()
+    assert check_runs(broken, broken).regressions == ()
 
 
 CPU = {"cpu": "one", "aten_cpu_capability": "AVX512", "num_threads": 1}
@@ -206,18 +192,14 @@ def on_cpu(other: Run, **fields: object) -> Run:
     return elsewhere(msgspec.structs.replace(other, cells=cells), **(CPU | fields))
 
 
-def interrupted(other: Run, most: float, least: float) -> Run:
-    """Ours with all replays but one so many times slower, and that one less so."""
+def slowed(c: Cell, most: float, least: float) -> Cell:
+    """All replays but one so many times slower, and that one less so, in all but stock."""
 
-    def slowed(t: Timed) -> Timed:
+    def slow(t: Timed) -> Timed:
         samples = [us * most for us in t.samples_us[1:]] + [t.samples_us[0] * least]
         return msgspec.structs.replace(t, samples_us=samples, median_us=t.median_us * most)
 
-    cells = [
-        msgspec.structs.replace(c, timed=[slowed(t) if t.impl == "invariant" else t for t in c.timed])
-        for c in other.cells
-    ]
-    return msgspec.structs.replace(other, cells=cells)
+    return msgspec.structs.replace(c, timed=[t if is_stock(t.impl) else slow(t) for t in c.timed])
 
 
 def test_a_coarse_check_sees_a_factor_and_no_less() -> None:
@@ -227,8 +209,9 @@ def test_a_coarse_check_sees_a_factor_and_no_less() -> None:
     assert "M=64" in line
     assert "0.100 of stock, and it was 1.000" in line
     assert check_runs(kept, on_cpu(run(3.0)), 4.0).regressions == ()
-    assert check_runs(kept, on_cpu(interrupted(run(), 10.0, 3.0)), 4.0).regressions == ()
-    assert len(check_runs(kept, on_cpu(interrupted(run(), 10.0, 6.0)), 4.0).regressions) == 5
+    for least, regressions in ((3.0, 0), (6.0, 5)):
+        interrupted = run_of(cells=[slowed(c, 10.0, least) for c in run().cells])
+        assert len(check_runs(kept, on_cpu(interrupted), 4.0).regressions) == regressions
 
 
 def test_a_coarse_check_is_held_where_vector_instructions_are_the_same() -> None:
@@ -244,10 +227,7 @@ def test_a_coarse_check_is_held_where_vector_instructions_are_the_same() -> None
         assert any("speed is not judged" in note for note in check.notes) != judged
         plain = check_runs(on_cpu(run(), aten_cpu_capability="DEFAULT"), on_cpu(run(10.0), **there | {"cpu": "x"}), 4.0)
         assert plain.regressions == ()
-
-
-def test_two_clocks_are_not_compared() -> None:
-    """CPU time leaves out what the clock on the wall counts: a cell by the one is no cell by the other."""
+    # CPU time leaves out what the clock on the wall counts: a cell by the one is no cell by the other
     wall = msgspec.structs.replace(on_cpu(run()), cells=[msgspec.structs.replace(c, device="cpu") for c in run().cells])
     check = check_runs(wall, on_cpu(run(10.0)), 4.0)
     assert check.regressions == ()
@@ -257,26 +237,11 @@ def test_two_clocks_are_not_compared() -> None:
 ROOT = Path(__file__).parents[2]
 
 
-def ci_commands() -> list[list[str]]:
-    """The words of CI's checks of speed: of kernels, and of what a call costs the host."""
-    script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.findall(r'^"\$bin/(?:nondet" bench|python" scripts/host.py) (.+)$', script, re.MULTILINE)
-    return [line.split() for line in found]
-
-
-def slowed(found: Cell) -> Cell:
-    """Ten times slower in all but stock."""
-    times = [
-        t if is_stock(t.impl)
-        else msgspec.structs.replace(t, samples_us=[10 * us for us in t.samples_us], median_us=10 * t.median_us)
-        for t in found.timed
-    ]  # fmt: skip
-    return msgspec.structs.replace(found, timed=times)
-
-
 def test_the_checks_of_ci_have_their_kept_runs() -> None:
     """Every cell that CI times is in the run that it is held against, and any of them ten times slower shuts it."""
-    kernels, host = ci_commands()
+    script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r'^"\$bin/(?:nondet" bench|python" scripts/host.py) (.+)$', script, re.MULTILINE)
+    kernels, host = (line.split() for line in commands)  # of kernels, and of what a call costs the host
     for words, operators in ((kernels, kernels[: kernels.index("--device")]), (host, ["host"])):
         options = {name: words[i + 1] for i, name in enumerate(words) if name in ("--k", "--n", "--check", "--slower")}
         kept, slower = read_run(ROOT / options["--check"]), float(options["--slower"])
@@ -285,7 +250,7 @@ def test_the_checks_of_ci_have_their_kept_runs() -> None:
         compared = [place for place in kept.cells if len([c for c in compare(place) if c.ratio is not None]) > 1]
         assert len(compared) == (9 if words is kernels else 14)
         for place in compared[:: 1 if words is kernels else 5]:
-            cells = [slowed(c) if c is place else c for c in kept.cells]
+            cells = [slowed(c, 10.0, 10.0) if c is place else c for c in kept.cells]
             found = check_runs(kept, msgspec.structs.replace(kept, cells=cells), slower).regressions
             assert len(found) == 1
             assert place.case in found[0]

@@ -19,15 +19,12 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 # HTTP/1.1 by hand on asyncio streams, so that it can also be done wrongly.
 
-_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
 
-
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What a client sent."""
 
     method: str
@@ -54,7 +51,7 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
 
 
 def response(status: int, body: bytes, content_type: str = "application/json", extra: str = "") -> bytes:
-    head = f"HTTP/1.1 {status} {_REASONS.get(status, 'Status')}\r\nContent-Type: {content_type}\r\n"
+    head = f"HTTP/1.1 {status} Status\r\nContent-Type: {content_type}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n{extra}\r\n".encode() + body
 
 
@@ -180,36 +177,22 @@ class Context:
     """A prefix that grows token by token from the prompt's ids."""
 
     def __init__(self, ids: tuple[int, ...]) -> None:
-        self._hash = hashlib.sha256(bytes(i % 256 for i in ids))
-
-    def logits(self) -> dict[int, float]:
-        """Candidate -> logit."""
-        digest = self._hash.digest()
-        return {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 for i in range(_CANDIDATES)}
+        self.hash = hashlib.sha256(bytes(i % 256 for i in ids))
 
     def append(self, token: int) -> None:
         """Go on behind a token."""
-        self._hash.update(bytes([token]))
+        self.hash.update(bytes([token]))
 
 
 def step(
-    context: Context,
-    *,
-    temperature: float,
-    draw: tuple[object, ...],
-    alternatives: int,
-    noise: float = 0.0,
-    scale: float = 0.0,
-    noise_of: object = None,
-) -> Step:
+    context: Context, *, temperature: float, draw: tuple[object, ...], alternatives: int, noise: float = 0.0,
+    scale: float = 0.0, noise_of: object = None,
+) -> Step:  # fmt: skip
     """Generate one token and append it. `noise_of` is what noise follows from: how many requests ran, what was cached;
     `scale` disturbs all logits by one factor, which leaves their order, ties included."""
-    logits = context.logits()
-    if scale:
-        factor = 1 + scale * _draw(noise_of)
-        logits = {token: value * factor for token, value in logits.items()}
+    digest, key, factor = context.hash.digest(), context.hash.hexdigest(), 1 + scale * _draw(noise_of)
+    logits = {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 * factor for i in range(_CANDIDATES)}
     if noise:
-        key = context._hash.hexdigest()
         logits = {token: value + noise * (2 * _draw(key, token, noise_of) - 1) for token, value in logits.items()}
     ranked = sorted(logits, key=lambda token: (-logits[token], token))
     if temperature > 0:
@@ -248,18 +231,16 @@ def _usage(steps: list[Step], told: Told) -> dict[str, Any]:
     return {**counts, "prompt_tokens_details": {"cached_tokens": told.cached}}
 
 
-def _named(token: int, as_id: bool) -> str:
-    return f"token_id:{token}" if as_id else text_of([token])
-
-
 def _choice(steps: list[Step], told: Told, own: bool, key: str) -> dict[str, Any]:
     """Of /v1/completions with `key` "text"; of /v1/chat/completions with "message" or "delta"."""
     as_id = own and bool(told.body.get("return_tokens_as_token_ids"))
     text, chat = text_of([s.id for s in steps]), key != "text"
 
+    def named(token: int) -> str:
+        return f"token_id:{token}" if as_id else text_of([token])
+
     def entry(token: int, value: float) -> dict[str, Any]:
-        name = _named(token, as_id)
-        return {"token": name, "logprob": value, "bytes": list(name.encode())}
+        return {"token": named(token), "logprob": value, "bytes": list(named(token).encode())}
 
     choice: dict[str, Any] = {"index": 0, key: {"role": "assistant", "content": text} if chat else text}
     choice["logprobs"] = None
@@ -268,9 +249,9 @@ def _choice(steps: list[Step], told: Told, own: bool, key: str) -> dict[str, Any
         choice["logprobs"] = {"content": content}
     elif told.body.get("logprobs"):
         choice["logprobs"] = {
-            "tokens": [_named(s.id, as_id) for s in steps],
+            "tokens": [named(s.id) for s in steps],
             "token_logprobs": [s.logprob for s in steps],
-            "top_logprobs": [{_named(token, as_id): value for token, value in s.top} for s in steps],
+            "top_logprobs": [{named(token): value for token, value in s.top} for s in steps],
         }
     if own and told.body.get("return_token_ids"):
         choice["token_ids"] = [s.id for s in steps]
@@ -294,8 +275,7 @@ def transformers(steps: list[Step], told: Told, stream: bool, chat: bool) -> lis
     told.body.pop("logprobs", None)
     documents = _openai(steps, told, stream, chat, own=False)
     if stream:
-        usage = documents.pop()["usage"]
-        documents[-1]["usage"] = usage
+        documents[-1]["usage"] = documents.pop()["usage"]
     for document in documents:
         document["system_fingerprint"] = ""
     return documents
@@ -304,22 +284,13 @@ def transformers(steps: list[Step], told: Told, stream: bool, chat: bool) -> lis
 def sglang(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
     """SGLang's /generate: every event holds the whole answer so far; asked event by event here."""
 
-    def document(some: list[Step]) -> dict[str, Any]:
-        finish = {"type": "length", "length": len(steps)}
-        meta: dict[str, Any] = {
-            "id": "0",
-            "finish_reason": finish if told.finish else None,
-            "prompt_tokens": len(told.prompt),
-            "completion_tokens": len(some),
-            "cached_tokens": told.cached,
-            "weight_version": "default",
-        }
-        if told.body.get("return_logprob"):
-            meta["output_token_logprobs"] = [[s.logprob, s.id, None] for s in some]
-            meta["output_top_logprobs"] = [[[value, token, None] for token, value in s.top] for s in some]
-        return {"text": text_of([s.id for s in some]), "output_ids": [s.id for s in some], "meta_info": meta}
-
-    return [document(steps)]
+    ids, finish = [s.id for s in steps], {"type": "length", "length": len(steps)}
+    meta: dict[str, Any] = {"prompt_tokens": len(told.prompt), "completion_tokens": len(ids)}
+    meta |= {"finish_reason": finish if told.finish else None, "cached_tokens": told.cached}
+    if told.body.get("return_logprob"):
+        meta["output_token_logprobs"] = [[s.logprob, s.id, None] for s in steps]
+        meta["output_top_logprobs"] = [[[value, token, None] for token, value in s.top] for s in steps]
+    return [{"text": text_of(ids), "output_ids": ids, "meta_info": meta}]
 
 
 def llama_cpp(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
@@ -337,15 +308,8 @@ def llama_cpp(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[d
             ]
         return said
 
-    end = {
-        "stop": True,
-        "stop_type": "limit",
-        "model": MODEL,
-        "tokens_predicted": len(steps),
-        "tokens_evaluated": len(told.prompt),
-        "tokens_cached": len(told.prompt) + len(steps),
-        "timings": {"cache_n": told.cached, "prompt_n": len(told.prompt) - told.cached, "predicted_n": len(steps)},
-    }
+    end: dict[str, Any] = {"stop": True, "stop_type": "limit", "model": MODEL, "timings": {"cache_n": told.cached}}
+    end |= {"tokens_predicted": len(steps), "tokens_evaluated": len(told.prompt)}
     if not stream:
         return [{**document(steps), **end}]
     return [*(document([s]) for s in steps), {**document([]), **end}]
@@ -393,8 +357,7 @@ class Honest(Server):
         super().__init__(self._answer)
         self.dialect, self.cheats, self.token_s, self.key = dialect, Cheats(**cheats), token_s, key
         self.requests: list[dict[str, Any]] = []
-        self.running = self.most_running = 0
-        self.hits = self.queries = 0
+        self.running = self.hits = self.queries = 0
         self._cache: set[bytes] = set()
         self._count = itertools.count()
         self.pages: list[str] = []
@@ -436,22 +399,19 @@ class Honest(Server):
             said = {"enable_deterministic_inference": mode, "attention_backend": "fa3", "tp_size": 1}
             return json_response({"version": "0.0.9", **said})
         document = _PAGES.get((self.dialect, request.path))
-        return None if document is None else json_response(document)
+        return document and json_response(document)
 
     async def _complete(self, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
         prompt = _prompt(body, chat)
-        if self.dialect == "transformers" and set(body) - _OF_TRANSFORMERS:
-            writer.write(json_response({"detail": "Unexpected fields in the request"}, 422))
-            return
-        if prompt is None:
-            writer.write(json_response({"error": {"message": "no prompt"}}, 400))
+        unexpected = set(body) - _OF_TRANSFORMERS if self.dialect == "transformers" else ()
+        if unexpected or prompt is None:
+            writer.write(json_response({"error": {"message": f"no prompt, or unexpected {unexpected}"}}, 400))
             return
         self.requests.append(dict(body))
         number = len(self.requests)
         self._batches += not self.running
         self.running += 1
         self._prompts[number] = prompt
-        self.most_running = max(self.most_running, self.running)
         try:
             cached = self._hit(body, prompt)
             stream, word = bool(body.get("stream")), DIALECTS[self.dialect]
@@ -523,23 +483,16 @@ class Honest(Server):
                 context = Context(others[0])
             beside = self.running if self.running > 1 and len(prompt) // 4 + position > cheats.beyond else 0
             warm = cached if cheats.cache_noise else 0
-            new = step(
-                context,
-                temperature=temperature,
-                draw=(seed, position),
-                alternatives=max(2, _alternatives(body)),
-                noise=(cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0),
-                scale=cheats.batch_scale if beside else 0.0,
-                noise_of=(beside if cheats.batch_noise or cheats.batch_scale else 0, warm),
-            )
-            yield new, "length" if position == wanted - 1 else ""
+            noise = (cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0)
+            scale = cheats.batch_scale if beside else 0.0
+            of = (beside if cheats.batch_noise or cheats.batch_scale else 0, warm)
+            how = {"temperature": temperature, "draw": (seed, position), "alternatives": max(2, _alternatives(body))}
+            yield step(context, noise=noise, scale=scale, noise_of=of, **how), "length" * (position == wanted - 1)
 
 
 def _alternatives(body: dict[str, Any]) -> int:
-    for name in ("top_logprobs", "top_logprobs_num", "n_probs", "logprobs"):
-        if isinstance(body.get(name), int) and not isinstance(body.get(name), bool):
-            return int(body[name])
-    return 0
+    given = (body.get(name) for name in ("top_logprobs", "top_logprobs_num", "n_probs", "logprobs"))
+    return next((number for number in given if type(number) is int), 0)
 
 
 def _prompt(body: dict[str, Any], chat: bool) -> tuple[int, ...] | None:

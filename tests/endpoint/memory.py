@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class MemoryClient:
             done, most = time.monotonic(), max(most, self.running)
         finally:
             self.running -= 1
-        beside = most > 1 and bool(f.batch)
+        beside = most > 1 and f.batch
         tokens: list[int] = []
         for i in range(ask.max_tokens):
             salt: object = 0
@@ -109,24 +109,17 @@ class MemoryClient:
         if beside or (f.cache and cached) or (f.noisy and number % f.noisy == 0):
             logprobs[len(tokens) // 2 :] += np.float32(2**-18)
         margins = np.full(len(tokens), 1.5, dtype=np.float32) / np.float32(ask.temperature or 1.0)
-        given = f.logprobs and ask.top_logprobs > 0
-        return Answer(
-            ask=ask.id,
-            text="".join(_WORDS[t] for t in tokens),
-            token_ids=tuple(tokens) if f.known == "ids" else None,
+        answer = Answer(
+            ask=ask.id, text="".join(_WORDS[t] for t in tokens), cached_tokens=cached if f.cached else None,
+            prompt_tokens=len(ask.prompt) // 4, completion_tokens=len(tokens), fingerprint=f.fingerprint, model="tiny",
+            token_ids=tuple(tokens) if f.known == "ids" else None, sent=sent, done=done,
             token_bytes=tuple(_WORDS[t].encode() for t in tokens) if f.known in ("ids", "bytes") else None,
-            logprobs=logprobs.tobytes() if given else b"",
-            margins=margins.tobytes() if given else b"",
-            chosen_is_top=(len(tokens) if f.greedy else len(tokens) - 1) if given else None,
-            prompt_tokens=len(ask.prompt) // 4,
-            cached_tokens=cached if f.cached else None,
-            completion_tokens=len(tokens),
-            fingerprint=f.fingerprint,
-            model="tiny",
-            sent=sent,
             first=first if f.streams else None,
-            done=done,
-        )
+        )  # fmt: skip
+        if not f.logprobs or not ask.top_logprobs:
+            return answer
+        top = len(tokens) if f.greedy else len(tokens) - 1
+        return replace(answer, logprobs=logprobs.tobytes(), margins=margins.tobytes(), chosen_is_top=top)
 
     async def metrics(self) -> dict[str, float]:
         """As `nondet.endpoint.arms.Client`."""

@@ -63,9 +63,8 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
         # where hits are not counted, a warm prefix under load may be what parts
         (Faults(batch="bits", cached=False), None, Finding.UNATTRIBUTED, ["cause may be the prefix cache"]),
     ],
-    ids=["bits", "tokens", "cache", "noise", "rare", "unknown cache"],
 )
-def test_what_parts_is_laid_to_what_did_it(
+def test_what_differs_is_laid_to_what_did_it(
     tmp_path: Path, faults: Faults, arms: dict[str, int] | None, finding: Finding, said: list[str]
 ) -> None:
     """The load, the cache, the server itself, or nothing that is certain."""
@@ -77,31 +76,32 @@ def test_what_parts_is_laid_to_what_did_it(
     assert exit_code(run, "divergent")[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("faults", "finding"),
-    [
-        (Faults(metrics=False), Finding.CLEAN),  # streams overlap in time
-        (Faults(metrics=False, streams=False), Finding.UNPROVEN),
-        (Faults(metrics=False, serial=True), Finding.UNPROVEN),  # streams, but one after the other
-        (Faults(serial=True), Finding.UNPROVEN),  # and says that it runs one
-    ],
-    ids=["streams", "nothing", "serial", "serial-metrics"],
-)
-def test_only_a_proven_load_says_anything(tmp_path: Path, faults: Faults, finding: Finding) -> None:
+def test_only_a_proven_load_says_anything(tmp_path: Path) -> None:
     """No divergence under a load that nothing shows is not "not batch-dependent", and a gate stays shut."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), plan=planned({"solo": 4, "loaded": 12}))
-    assert verdict(run)[0] == finding, verdict(run)[1]
-    assert exit_code(run, "divergent")[0] == (0 if finding == Finding.CLEAN else 1)
-    if finding == Finding.UNPROVEN:
-        assert "of loads (" not in verdict(run)[1]
-        power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
-        assert power is not None
-        assert (power.requests, power.loads) == (0, 0)
-        assert decide(run, rate=0.9, confidence=0.95, by="load").outcome != Outcome.OPEN
+    for number, faults in enumerate(
+        [
+            Faults(metrics=False),  # streams overlap in time: proven
+            Faults(metrics=False, streams=False),
+            Faults(metrics=False, serial=True),  # streams, but one after the other
+            Faults(serial=True),  # and says that it runs one
+        ]
+    ):
+        plan = planned({"solo": 4, "loaded": 12})
+        run = sampled(tmp_path / f"{number}.jsonl", MemoryClient(faults), plan=plan)
+        found, text = verdict(run)
+        assert found == (Finding.UNPROVEN if number else Finding.CLEAN), text
+        assert exit_code(run, "divergent")[0] == (1 if number else 0)
+        if number:
+            assert "of loads (" not in text
+            power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
+            assert power is not None
+            assert (power.requests, power.loads) == (0, 0)
+            assert decide(run, rate=0.9, confidence=0.95, by="load").outcome != Outcome.OPEN
 
 
 def test_what_is_compared_is_said(tmp_path: Path) -> None:
     """Ids, else bytes, else text, whose logprobs belong to no character; forks have their text."""
+    assert Tokens(KnownBy.TEXT).piece(ord("a")) == "a"
     for known, traces in [("ids", 2), ("bytes", 2), ("text", 1)]:
         client = MemoryClient(Faults(known=known, batch="bits"))
         run = sampled(tmp_path / f"{known}.jsonl", client, plan=planned({"solo": 2, "loaded": 6}))
@@ -112,7 +112,6 @@ def test_what_is_compared_is_said(tmp_path: Path) -> None:
         watcher = Watcher(0.01, 0.95, "load")  # a gate asks for no more once an answer differs
         enough = [watcher.enough(r, [c for c in run.completions if c.round == r.round]) for r in run.rounds]
         assert (watcher.diverged, enough[-1]) == (traces > 1, traces > 1)
-    assert Tokens(KnownBy.TEXT).piece(ord("a")) == "a"
 
 
 def test_what_ran_beside_an_answer_is_known_or_not_counted() -> None:
@@ -177,55 +176,49 @@ def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
     assert client.asked == 0
     away.rename(traces_path(path))
     run = sampled(path, client, resume=True)
-    assert {c.request for c in run.completions} == {
-        r.id for round_ in planned().rounds for r in round_.requests if r.target
-    }
+    requests = (r for round_ in planned().rounds for r in round_.requests)
+    assert {c.request for c in run.completions} == {r.id for r in requests if r.target}
     asked = {name for name in client.ids if not name.startswith(("contract", "r"))}
     assert not asked & {c.request for c in before.completions}
     assert verdict(run)[0] == Finding.CLEAN
 
 
-class Busy(MemoryClient):
-    """Every `often`th request gets no answer, and all others but the contract's an error."""
-
-    often = 2
-
-    async def complete(self, ask: Ask) -> Answer:
-        """As `nondet.endpoint.arms.Client`."""
-        answer = await super().complete(ask)
-        if ask.id.startswith("contract") or ask.id == "alive":
-            return answer
-        kind = "timeout" if self.asked % self.often == 0 else "http-400"
-        return replace(answer, kind=kind, reason=f"as {kind}", token_ids=None, logprobs=b"")
-
-
 def test_answered_errors_show_that_a_server_is_there(tmp_path: Path) -> None:
     """Silence that errors break into is no dead server, however often; without them two dozen in a row are one."""
+
+    class Busy(MemoryClient):
+        """Every `often`th request gets no answer, and all others but the contract's an error."""
+
+        often = 2
+
+        async def complete(self, ask: Ask) -> Answer:
+            answer = await super().complete(ask)
+            if ask.id.startswith("contract") or ask.id == "alive":
+                return answer
+            kind = "timeout" if self.asked % self.often == 0 else "http-400"
+            return replace(answer, kind=kind, reason=f"as {kind}", token_ids=None, logprobs=b"")
+
     plan = planned({"solo": 100})
     run = sampled(tmp_path / "run.jsonl", Busy(), plan=plan)
     kinds = Counter(c.served.kind for c in run.completions if c.served)
     assert kinds["timeout"] >= 40
     assert kinds.total() == 100
-    silent = Busy()
-    silent.often = 1
+    Busy.often = 1
     with pytest.raises(ServerStoppedError, match="24 requests of one round failed"):
-        sampled(tmp_path / "silent.jsonl", silent, plan=plan)
-
-
-class Odd(MemoryClient):
-    """A server whose counters are none."""
-
-    async def metrics(self) -> dict[str, float]:
-        """As `nondet.endpoint.arms.Client`."""
-        return {
-            "fake:num_requests_running": (-3.0, math.inf, 2.0)[self.asked % 3],
-            "fake:num_requests_waiting": -1.0,
-            "fake:prefix_cache_hits": (1e308, -1e308)[self.asked % 2],
-        }
+        sampled(tmp_path / "silent.jsonl", Busy(), plan=plan)
 
 
 def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:
     """Minus three requests, infinitely many, a movement beyond every float: the run says which were odd."""
+
+    class Odd(MemoryClient):
+        async def metrics(self) -> dict[str, float]:
+            return {
+                "fake:num_requests_running": (-3.0, math.inf, 2.0)[self.asked % 3],
+                "fake:num_requests_waiting": -1.0,
+                "fake:prefix_cache_hits": (1e308, -1e308)[self.asked % 2],
+            }
+
     plan = planned({"solo": 4, "loaded": 6})
     run = sampled(tmp_path / "run.jsonl", Odd(), plan=plan)
     traffic = [r.traffic for r in run.rounds if r.traffic]
@@ -262,8 +255,7 @@ def test_an_answer_of_megabytes_costs_no_run(tmp_path: Path, monkeypatch: pytest
 
 def test_two_servers(tmp_path: Path) -> None:
     """The second is asked the same, judged alone, and held against the first."""
-    faults = Faults()
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), MemoryClient(replace(faults, cache=True)))
+    run = sampled(tmp_path / "run.jsonl", MemoryClient(), MemoryClient(Faults(cache=True)))
     assert [v.impl for v in judge(run)] == ["server", "server-2"]
     assert judge(run)[1].finding == Finding.CACHE
     assert "those of server: 10 of 10 differ, none in tokens" in " ".join(judge(run)[1].notes)

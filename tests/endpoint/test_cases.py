@@ -5,7 +5,6 @@ They are asked in OpenAI's plain form, which has names of tokens and logprobs an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.reports.content import build
 from nondet.reports.first_screen import chain
-from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import Command
 from tests.endpoint.honest import serving
@@ -32,11 +31,6 @@ def asked(
     return read_run(folder / "a.jsonl")
 
 
-def verdict(made: Run) -> Verdict:
-    """Of its first prompt."""
-    return judge(made)[0]
-
-
 def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
     """All tokens agree and their logprobs do not: by names of tokens alone that is seen.
 
@@ -48,14 +42,14 @@ def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
     assert {c.status for c in made.completions} == {"ok"}
     assert len({c.tokens_digest for c in made.completions}) == 1
     assert len({c.trace for c in made.completions}) > 1
-    assert verdict(made).is_fault
+    assert judge(made)[0].is_fault
     assert "rounding does not do that" not in (tmp_path / "a.md").read_text()
 
 
 def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path) -> None:
     """It was kept, and the same request at the end differs: divergent, and neither the load nor chance is blamed."""
     made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, first_differs=True)
-    told = verdict(made)
+    told = judge(made)[0]
     assert [r.arm for r in made.rounds][-1] == "first"
     assert told.finding == Finding.UNATTRIBUTED
     assert any("very first answer is unlike all later ones, which agree" in note for note in told.notes)
@@ -70,9 +64,8 @@ def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) ->
     """Batch-dependent, by nats: the report says that no order of additions does this."""
     few = ("--arms", "solo=6,loaded", "--n", 30, "--max-tokens", 6)
     made = asked(run, tmp_path, *few, dialect="vllm", confuses=4, prompt="The class is")
-    assert verdict(made).is_fault
-    text = (tmp_path / "a.md").read_text()
-    assert "rounding does not do that" in text
+    assert judge(made)[0].is_fault
+    assert "rounding does not do that" in (tmp_path / "a.md").read_text()
 
 
 def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
@@ -82,7 +75,7 @@ def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
         ("temperature_ignored", "the server ignores the temperature: wrong"),
         ("one_draw", "requests of one batch share a draw: wrong"),
     ]:
-        told = verdict(asked(run, tmp_path, *few, **{cheat: True}))
+        told = judge(asked(run, tmp_path, *few, **{cheat: True}))[0]
         assert told.finding == Finding.WRONG
         assert said in told.text
 
@@ -96,14 +89,10 @@ def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:
     assert {a.question: a.answer for a in made.contract}["seed"] == "yes"
     moved = {name for r in made.rounds if r.traffic for name in r.traffic.counters}
     assert moved == {"sglang:cached_tokens_total", "sglang:num_retracted_reqs"}
-    assert verdict(made).finding == Finding.BATCH
+    assert judge(made)[0].finding == Finding.BATCH
     cure = chain(build([made]))[-1].text
     assert "its own mode is on" in cure
-    assert "--attention-backend triton" in cure
     assert "not tried" not in cure
-    section = build([made]).runs[0].endpoint
-    assert section is not None
-    assert "not tried: switch on the server's own" in replace(section, servers=["server: sglang 0.0.9"]).cure
 
 
 def test_a_gate_at_a_temperature_opens_on_one(run: Command) -> None:
@@ -114,13 +103,3 @@ def test_a_gate_at_a_temperature_opens_on_one(run: Command) -> None:
         code, out, err = run("gate", "--endpoint", server.url, *argv)
         assert all(path != "/get_model_info" for path in server.pages)
     assert code == 0, out + err
-
-
-def test_the_page_names_the_server_and_who_asked(run: Command, tmp_path: Path) -> None:
-    """A client's CPU is no machine of the server's; why nothing but "divergent" is said stands beside it."""
-    few = ("--arms", "solo=1,loaded", "--n", 3, "--max-tokens", 8)
-    asked(run, tmp_path, *few, dialect="vllm", batch_noise=1e-6)
-    text = (tmp_path / "a.md").read_text()
-    assert "vllm 0.0.hash · asked from: " in text
-    head = text.split("\n## ")[0]
-    assert "divergent (If the answers that differ fell at random" in head

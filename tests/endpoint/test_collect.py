@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from nondet.endpoint.arms import EndpointLoad, Server
 from nondet.endpoint.client import HttpClient
 from nondet.endpoint.http import Limits
 from nondet.errors import ServerStoppedError
-from tests.endpoint.honest import Honest, Request, in_thread, serving
+from tests.endpoint.honest import Honest, Request, in_thread
 from tests.endpoint.hostile import BEHAVIOURS, KINDS, ODD_COUNTS, PREFIX, Hostile, act
 from tests.endpoint.memory import planned, sampled
 from tests.endpoint.test_hostile import KEY, NOTES, PATIENT
@@ -24,8 +23,8 @@ from tests.endpoint.test_hostile import KEY, NOTES, PATIENT
 HONEST = ("Once upon a time", "The cat sat on the", "In the beginning")
 
 
-def asked(url: str, **options: Any) -> Server:
-    return Server("server", partial(HttpClient, url, **options), "http://there", "hash-1")
+def asked(url: str, limits: Limits) -> Server:
+    return Server("server", partial(HttpClient, url, protocol="openai", limits=limits), "http://there", "hash-1")
 
 
 def test_hostile_behaviours_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,8 +36,7 @@ def test_hostile_behaviours_lose_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     load = EndpointLoad(concurrency=len(BEHAVIOURS), targets=200, others=4, prompt=(4, 8), tokens=(4, 8))
     plan = planned({"loaded": 1}, len(prompts), load, max_tokens=8)
     with in_thread(Hostile()) as server:
-        there = asked(server.url, protocol="openai", limits=PATIENT)
-        run = sampled(tmp_path / "run.jsonl", there, plan=plan, prompts=prompts)
+        run = sampled(tmp_path / "run.jsonl", asked(server.url, PATIENT), plan=plan, prompts=prompts)
     assert Counter(completion.request for completion in run.completions) == Counter(
         request.id for round_ in plan.rounds for request in round_.requests if request.target
     )
@@ -60,14 +58,6 @@ def test_hostile_behaviours_lose_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(KEY.encode() not in file.read_bytes() for file in tmp_path.iterdir())
 
 
-def test_what_the_server_is_is_on_record(tmp_path: Path) -> None:
-    """The software by its pages and the protocol that was chosen for it."""
-    with serving("llama.cpp") as fake:
-        run = sampled(tmp_path / "run.jsonl", asked(fake.url), plan=planned({"solo": 2}, max_tokens=4))
-    (seen,) = run.servers
-    assert (seen.software, seen.protocol, seen.model) == ("llama.cpp b0-hash", "llama.cpp", "hash-1")
-
-
 class Tired(Honest):
     """Answers so many completions, then says for ever that it is full."""
 
@@ -87,9 +77,8 @@ def test_a_server_that_is_full_for_ever_holds_no_run(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     load = EndpointLoad(concurrency=8, targets=30, others=2, prompt=(4, 8), tokens=(4, 8))
     plan = planned({"solo": 6, "loaded": 60}, load=load, max_tokens=4)
-    limits = Limits(first_wait_s=0.05, most_wait_s=0.1, patience_s=0.2)
     with in_thread(Tired()) as server:
-        there = asked(server.url, protocol="openai", limits=limits)
+        there = asked(server.url, Limits(first_wait_s=0.05, most_wait_s=0.1, patience_s=0.2))
         begun = time.monotonic()
         with pytest.raises(ServerStoppedError, match=r"stopped answering: .* the last: HTTP 429: slow down"):
             sampled(path, there, plan=plan)

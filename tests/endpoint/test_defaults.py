@@ -1,24 +1,20 @@
 """What is asked where nobody chose a prompt: attention over more than 128 and 512 keys, alone and beside others.
 
-A fault that begins at so many keys is a stub's: of a server over HTTP, or of an engine under `nondet sample`.
+A fault that begins at so many keys is a fake server's; of an engine the plan of `nondet sample` is looked at.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.sampling.collect import plan_prompts
-from nondet.sampling.plan import Load, Outcome, Request, Session, build_plan, long_prompts, parse_load
+from nondet.sampling.plan import Request, build_plan, long_prompts, parse_load
 from nondet.services.sample import SampleRequest
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
@@ -29,11 +25,6 @@ FEW = ("--n", "8", "--max-tokens", "4", "--load", "others=3,targets=6,prompt=4-8
 ARMS = ("--arms", "solo=8,cold=2,warm=2,loaded")
 
 
-def findings(run: Run) -> list[Finding]:
-    """The strongest of each prompt."""
-    return [v.finding for v in judge(run)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("beyond", tiers([512], [128]))
 def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int) -> None:
@@ -41,7 +32,8 @@ def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, be
     with serving("vllm", token_s=0.001, batch_noise=1e-6, beyond=beyond) as server:
         assert run("sample", "--endpoint", server.url, *FEW, *ARMS, "--out", "a.jsonl")[0] == 0
         second = Finding.BATCH if beyond == 128 else Finding.CLEAN
-        assert findings(read_run(tmp_path / "a.jsonl")) == [Finding.CLEAN, second, Finding.BATCH]
+        found = [v.finding for v in judge(read_run(tmp_path / "a.jsonl"))]
+        assert found == [Finding.CLEAN, second, Finding.BATCH]
         code, out, err = run("gate", "--endpoint", server.url, *FEW[2:], "--rate", "70%", "--out", "g.jsonl")
         assert code == 3, out + err
 
@@ -59,7 +51,7 @@ def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command
         (prompt, cold): 2 for prompt in range(3) for cold in (False, True)
     }
     assert [len(p["text"]) / 4.7 > 600 for p in made.header.plan["prompts"]] == [False, False, True]
-    assert findings(made) == [Finding.CLEAN] * 3
+    assert [v.finding for v in judge(made)] == [Finding.CLEAN] * 3
 
 
 def test_a_context_too_short_for_a_long_prompt_leaves_it_out(run: Command, tmp_path: Path) -> None:
@@ -84,32 +76,14 @@ def test_long_prompts_ride_with_every_forty_others() -> None:
     assert all(keys > least for keys, least in zip(map(len, long_prompts()), (1_000, 2_800), strict=True))
 
 
-class Hashes:
-    """An engine whose tokens are hashes, and whose logprobs depend on the batch where a request has many keys."""
-
-    beyond = 0
-
-    def run(self, requests: Sequence[Request], load: Load, **_: Any) -> Session:
-        """All decode together from their arrival on, one token a step."""
-        ends = [r.arrival_step + r.max_new_tokens for r in requests]
-        busy = Counter(s for r in requests for s in range(r.arrival_step, r.arrival_step + r.max_new_tokens))
-        outcomes = []
-        for r in requests:
-            tokens, logprobs = [], []
-            for i in range(r.max_new_tokens):
-                digest = hashlib.sha256(repr((r.prompt[-8:], i)).encode()).digest()
-                off = 2**-20 * busy[r.arrival_step + i] if len(r.prompt) + i > self.beyond else 0.0
-                tokens.append(digest[0])
-                logprobs.append(-1.0 - digest[1] / 256 + off)
-            schedule = [[r.arrival_step, r.max_new_tokens, 1]]
-            data = np.array(logprobs, "<f4").tobytes()
-            outcomes.append(Outcome(r, tokens, data, finish="length", schedule=schedule, batch_min=1, batch_max=9))
-        return Session(outcomes, steps=max(ends), tokens=sum(len(o.token_ids) for o in outcomes), seconds=0.1)
+def steps_of(request: Request) -> range:
+    """One token each."""
+    return range(request.arrival_step, request.arrival_step + request.max_new_tokens)
 
 
-def test_an_engine_that_differs_beyond_some_keys() -> None:
-    """Two full rounds of the default load: the short prompt agrees, four completions of each long one do not."""
-    engine, request = Hashes(), SampleRequest()
+def test_an_engine_is_asked_beyond_some_keys() -> None:
+    """Two full rounds of the default load: attention over so many keys runs in batches of several sizes."""
+    request = SampleRequest()
     loaded: Any = SimpleNamespace(
         name="hashes", identity={}, context=1024, device="cpu", dtype="float32", vocabulary=256,
         encode=lambda text: list(text.encode()[::4]), encode_plain=lambda text: list(text.encode()[::4]),
@@ -117,10 +91,11 @@ def test_an_engine_that_differs_beyond_some_keys() -> None:
     given = (["For example, the"], 80, request.length, 0, ["stock"])
     plan, described = plan_prompts(loaded, request.engine_load, *given, riders=long_prompts())
     assert [p["tokens"] for p in described["prompts"]] == [4, *(len(text.encode()[::4]) for text in long_prompts())]
-    for engine.beyond, hit in ((128, [False, True, True]), (512, [False, False, True])):
-        bits: dict[int, set[bytes]] = {}
+    for beyond, hit in ((128, [False, True, True]), (512, [False, False, True])):
+        beside: dict[int, set[tuple[int, ...]]] = {}
         for requests in plan.rounds:
-            for outcome in engine.run(requests, plan.load).outcomes:
-                if outcome.request.target:
-                    bits.setdefault(outcome.request.subject, set()).add(outcome.logprobs)
-        assert [len(bits[subject]) > 1 for subject in range(3)] == hit
+            running = Counter(step for r in requests for step in steps_of(r))
+            for r in (r for r in requests if r.target):
+                seen = [running[step] for i, step in enumerate(steps_of(r)) if len(r.prompt) + i > beyond]
+                beside.setdefault(r.subject, set()).add(tuple(seen))
+        assert [len(beside[subject]) > 1 for subject in range(3)] == hit

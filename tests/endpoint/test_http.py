@@ -9,11 +9,9 @@ import html
 import json
 import logging
 import pickle
-import socket
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import product
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -63,7 +61,7 @@ REFUSED = """
 """
 
 
-def test_other_urls_are_refused_without_showing_a_secret() -> None:
+def test_other_urls_are_refused_without_showing_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
     """One line; what may be a password in it is not repeated."""
     for url in ["", "http://ex ample:8000", "http://host /hunter2", *REFUSED.split()]:
         with pytest.raises(UserError) as caught:
@@ -71,9 +69,7 @@ def test_other_urls_are_refused_without_showing_a_secret() -> None:
         assert "hunter2" not in str(caught.value)
         assert "\n" not in str(caught.value)
 
-
-def test_a_key_in_the_place_of_a_host_is_in_no_message(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where it is connected to, and why that failed, say that it is not repeated; names of machines are."""
+    # a key where a host should be: what it is connected to, and why that failed, say that it is not repeated
     for host in ["sk-hunter2hunter2", "hf_hunter2hunter2.host", "hunter2abcdefabcdef0123456789"]:
         assert "hunter2" not in read_address(f"https://{host}:8443/v1").url
         assert main(["sample", "--endpoint", f"http://{host}"]) == 2
@@ -103,14 +99,10 @@ def test_keys_come_from_the_environment() -> None:
     for variable, wanted in ((None, "one"), ("OPENAI_API_KEY", "two"), ("MINE", "three")):
         assert key_from_environment(variable, both).headers() == {"Authorization": f"Bearer {wanted}-0123456789"}
     assert not key_from_environment(None, {})
-    for environment, variable in (
-        ({"MINE": "a\r\nX: b"}, "MINE"),
-        ({"MINE": "ключ"}, "MINE"),
-        ({}, "sk-my-secret-0123"),
-    ):
+    for secret in ("a\r\nX: b", "ключ"):
         with pytest.raises(UserError) as caught:
-            key_from_environment(variable, environment)
-        assert not any(secret in str(caught.value) for secret in ("X: b", "ключ", "sk-my-secret"))
+            key_from_environment("MINE", {"MINE": secret})
+        assert secret[-4:] not in str(caught.value)
     for name in ("sk-my-secret-0123", "AKIAIOSFODNN7EXAMPLE", "hunter2"):  # the key in place of its variable's name
         with pytest.raises(UserError, match="names an environment variable that is not set") as caught:
             key_from_environment(name, {})
@@ -179,10 +171,7 @@ def test_a_server_that_repeats_a_secret_is_not_repeated() -> None:
         left = "".join(filter(str.isalnum, line.lower()))
         assert not [i for i in range(len(squeezed) - 7) if squeezed[i : i + 8] in left], form
 
-
-def test_other_lines_stay_as_they_are() -> None:
-    """What holds no part of a key is told whole; so is anything where the key is none ("EMPTY")."""
-    for text in [
+    for text in [  # what holds no part of a key stays whole; so does anything where the key is none ("EMPTY")
         "out of memory: 1234567 of 7654321 bytes at 0x7f00deadbeef00112233",
         "no model meta-llama/Llama-3.1-8B-Instruct; have Qwen/Qwen2.5-0.5B",
         "%7B%22error%22%3A%20%22busy%22%7D QWxhZGRpbjpvcGVuIHNlc2FtZQ==",
@@ -212,9 +201,9 @@ async def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog:
 # One exchange: what a failure is called, and how long a server asks to be left alone.
 
 
-async def asked(url: str, times: Times | None = None, **limits: Any) -> AttemptError:
+async def asked(url: str, times: Times | None = None) -> AttemptError:
     """The failure of one exchange with what is there."""
-    transport = Transport(read_address(url), Key(), Limits(**limits))
+    transport = Transport(read_address(url), Key(), Limits())
     try:
         with pytest.raises(AttemptError) as caught:
             async with transport.exchange("POST", "/v1/completions", {"a": 1}, times) as answer:
@@ -224,44 +213,37 @@ async def asked(url: str, times: Times | None = None, **limits: Any) -> AttemptE
     return caught.value
 
 
-def failure(answer: bytes, **limits: Any) -> AttemptError:
-    async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
-        writer.write(answer)
-        return False
-
-    async def work() -> AttemptError:
-        async with Server(handler) as server:
-            return await asked(server.url, **limits)
-
-    return asyncio.run(asyncio.wait_for(work(), 60))
-
-
-def test_a_server_says_how_long_to_wait() -> None:
+@awaited
+async def test_a_server_says_how_long_to_wait() -> None:
     """In digits or as a date by this machine's clock; what can't be read, or is not said, is no wait of zero."""
+
+    async def failure(answer: bytes) -> AttemptError:
+        async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
+            writer.write(answer)
+            return False
+
+        async with Server(handler) as server:
+            return await asked(server.url)
+
     for header, seconds in [
         ("0", 0.0), ("7", 7.0), (" 120 ", 120.0), ("9" * 40, 999_999_999.0), ("-1", None), ("1.5", None),
         ("\u0663".encode().decode("latin-1"), None),  # a digit of another script
         ("soon", None), ("", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0),
     ]:  # fmt: skip
-        refused = failure(response(503, b'{"error": "busy"}', extra=f"Retry-After: {header}\r\n"))
+        refused = await failure(response(503, b'{"error": "busy"}', extra=f"Retry-After: {header}\r\n"))
         assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-503", "HTTP 503: busy", seconds)
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
-    wait = failure(response(429, b"", extra=f"Retry-After: {date}\r\n")).retry_after_s
-    assert wait is not None
-    assert 60 < wait <= 90
-    refused = failure(response(429, b""))
+    assert 60 < ((await failure(response(429, b"", extra=f"Retry-After: {date}\r\n"))).retry_after_s or 0) <= 90
+    refused = await failure(response(429, b""))
     assert (refused.kind, refused.reason, refused.retry_after_s) == ("http-429", "HTTP 429", None)
 
 
-def test_where_nothing_listens_there_is_no_connection() -> None:
+@awaited
+async def test_where_nothing_listens_there_is_no_connection() -> None:
     """The kind by which it is counted, and tried again; nor at a name that nobody has, or that no name can be."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        times = Times()
-        refused = asyncio.run(asked(f"http://127.0.0.1:{taken.getsockname()[1]}", times))
-    assert refused.kind == "connect"
-    assert refused.kind in RETRIED
-    assert refused.reason.startswith("no connection: ")
-    assert (times.header, times.done >= times.sent > 0) == (None, True)
-    for host in ("nobody.invalid", "a" * 70 + ".invalid"):
-        assert asyncio.run(asked(f"http://{host}:1")).kind == "connect"
+    times = Times()
+    for url in ("http://127.0.0.1:1", "http://nobody.invalid:1", f"http://{'a' * 70}.invalid:1"):
+        refused = await asked(url, times)
+        assert (refused.kind, refused.kind in RETRIED) == ("connect", True)
+        assert refused.reason.startswith("no connection: ")
+        assert (times.header, times.done >= times.sent > 0) == (None, True)

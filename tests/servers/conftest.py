@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,19 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVERS = Path(os.environ.get("NONDET_SERVERS", Path.home() / ".cache" / "nondet-servers"))
 
 
-@dataclass(frozen=True)
-class Real:
-    """One kind of server.
+class Real(NamedTuple):
+    """One kind of server."""
 
-    Attributes:
-        marker: The test marker, and what its tests are run by.
-        name: In the name of its script and of the variable that holds its URL.
-        model: What it calls the embedded model.
-    """
-
-    marker: str
-    name: str
-    model: str
+    marker: str  # of its tests, and what they are run by
+    name: str  # in the name of its script and of the variable that holds its URL
+    model: str  # what it calls the embedded model
 
     @property
     def url(self) -> str:
@@ -41,13 +34,8 @@ class Real:
 
     def script(self, *options: str) -> subprocess.CompletedProcess[str]:
         """Run its script."""
-        return subprocess.run(
-            ["bash", f"scripts/serve_{self.name}.sh", *options],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        command = ["bash", f"scripts/serve_{self.name}.sh", *options]
+        return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
 
 
 REAL = {
@@ -59,11 +47,12 @@ REAL = {
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what asks a server, unless it is asked for by its marker or its server is named."""
-    chosen = config.getoption("-m")
-    for item in items:
-        for server in REAL.values():
-            if item.get_closest_marker(server.marker) and server.marker not in chosen and not server.url:
-                reason = f"asks a real server: pytest -m {server.marker}, or set NONDET_{server.name.upper()}_URL"
+    for server in REAL.values():
+        if server.url or server.marker in config.getoption("-m"):
+            continue
+        reason = f"asks a real server: pytest -m {server.marker}, or set NONDET_{server.name.upper()}_URL"
+        for item in items:
+            if item.get_closest_marker(server.marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

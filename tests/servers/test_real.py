@@ -35,17 +35,26 @@ ARMS = {"solo": 2, "cold": 2, "warm": 2, "loaded": 8}
 KILLS = int(os.environ.get("NONDET_KILLS", "5"))
 
 
+def command(server: tuple[Real, str], out: Path, *options: str) -> list[str]:
+    """As users type it."""
+    real, url = server
+    argv = ["sample", "--endpoint", url, "--model", real.model, "--max-tokens", "12", "--out", str(out), *options]
+    return [sys.executable, "-m", "nondet", *argv]
+
+
+def complete(words: list[str], out: Path) -> Run:
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return read_run(out)
+
+
 @pytest.fixture(scope="module")
 def run(server: tuple[Real, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
-    """One run of all arms, by the command that users type."""
-    real, url = server
-    out = tmp_path_factory.mktemp(real.name) / "run.jsonl"
+    """One run of all arms."""
+    out = tmp_path_factory.mktemp(server[0].name) / "run.jsonl"
     arms = ",".join(f"{arm}={count}" for arm, count in ARMS.items())
-    options = ["--arms", arms, "--load", "light", "--max-tokens", "12", "--prompt", PROMPT, "--out", str(out)]
-    command = [sys.executable, "-m", "nondet", "sample", "--endpoint", url, "--model", real.model, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return real.name, read_run(out)
+    words = command(server, out, "--arms", arms, "--load", "light", "--prompt", PROMPT)
+    return server[0].name, complete(words, out)
 
 
 @pytest.mark.parametrize("server", SERVERS, indirect=True)
@@ -85,13 +94,9 @@ def test_the_load_formed_and_the_cache_was_what_the_arm_says(run: tuple[str, Run
 @pytest.mark.parametrize("server", SERVERS[:2], indirect=True)
 def test_a_seed_gives_one_text_alone(server: tuple[Real, str], tmp_path: Path) -> None:
     """At a temperature, one request at a time: equal seeds the same tokens, another seed other ones."""
-    real, url = server
-    out = tmp_path / "run.jsonl"
-    options = ["--temperature", "0.9", "--seeds", "2", "--arms", "solo=3", "--max-tokens", "12", "--prompt", PROMPT]
-    command = [sys.executable, "-m", "nondet", "sample", "--endpoint", url, "--model", real.model, *options]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
-    texts = {seed: {c.tokens_digest for c in read_run(out).completions if c.prompt == seed} for seed in (0, 1)}
+    out, drawn = tmp_path / "run.jsonl", ("--temperature", "0.9", "--seeds", "2", "--arms", "solo=3")
+    made = complete(command(server, out, *drawn, "--prompt", PROMPT), out)
+    texts = {seed: {c.tokens_digest for c in made.completions if c.prompt == seed} for seed in (0, 1)}
     assert [len(digests) for digests in texts.values()] == [1, 1]
     assert texts[0] != texts[1]
 
@@ -110,15 +115,12 @@ def completions(path: Path) -> dict[tuple[str, str], Completion]:
 @pytest.mark.parametrize("server", ["llamacpp"], indirect=True)
 def test_one_run_killed_again_and_again_is_whole_in_the_end(server: tuple[Real, str], tmp_path: Path) -> None:
     """SIGKILL at any moment, --resume, SIGKILL, ...: what was on disk stays as it was, and nothing is asked twice."""
-    real, url = server
     out = tmp_path / "run.jsonl"
-    arms = "solo=40,cold=20,warm=20,loaded=120"
-    options = ["--model", real.model, "--arms", arms, "--load", "light", "--max-tokens", "12", "--out", str(out)]
-    command = [sys.executable, "-m", "nondet", "sample", "--endpoint", url, *options]
+    words = command(server, out, "--arms", "solo=40,cold=20,warm=20,loaded=120", "--load", "light")
     rng, hit, kept = random.Random("kills"), 0, {}  # noqa: S311 - moments, not secrets
     for _ in range(KILLS):
         resume = ["--resume"] if out.exists() and out.stat().st_size else ["--force"]
-        with subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen([*words, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             before, deadline = len(kept), time.monotonic() + 60
             # into the asking, not into the imports: until something new is there, and then a moment
             while process.poll() is None and len(completions(out)) <= before and time.monotonic() < deadline:
@@ -129,10 +131,8 @@ def test_one_run_killed_again_and_again_is_whole_in_the_end(server: tuple[Real, 
         now = completions(out)
         assert kept.items() <= now.items()
         kept = now
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
+    made = complete([*words, "--resume"], out)
     assert kept.items() <= completions(out).items()
-    made = read_run(out)
     assert made.complete
     assert Counter(c.arm for c in made.completions) == {"solo": 40, "cold": 20, "warm": 20, "loaded": 120}
     check_traces(made, read_traces(out)[0])
@@ -158,10 +158,9 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     subprocess.run(["bash", "scripts/serve_llamacpp.sh", "--setup"], cwd=ROOT, check=True)
     model = tmp_path_factory.mktemp("gguf") / "f32.gguf"
     subprocess.run([PYTHON, "lab/embedded_to_gguf.py", "--type", "f32", "--out", model], cwd=ROOT, check=True)
-    command = [PYTHON, "scripts/servers/llamacpp.py", "--model", model, "--alias", "f32", "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--slots", "1", "--float32-attention"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
+    words = [PYTHON, "scripts/servers/llamacpp.py", "--model", model, "--alias", "f32", "--port", "0", "--slots", "1"]
+    words.append("--float32-attention")
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().split("; ")[-1].strip()
@@ -172,12 +171,12 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.llamacpp
 def test_gguf_gives_the_tokens_of_transformers(exact: str) -> None:
     """The same tokens in, the same greedy tokens out, logprobs of the first one within 1e-5."""
-    for prompt in PROMPTS:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        folder = ROOT / "nondet" / "embedded"
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    folder = ROOT / "nondet" / "embedded"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for prompt in PROMPTS:
         ids = tokenizer(prompt)["input_ids"]
         assert post(f"{exact}/tokenize", {"content": prompt, "add_special": True})["tokens"] == ids
         # ignore_eos forbids the end of text, as suppress_tokens does
