@@ -212,12 +212,11 @@ def test_the_diagnosis_of_a_planted_model(planted: PlantedModel) -> None:
 
 
 def test_there_are_enough_of_both() -> None:
-    """At least 30 faults and 15 controls in operators, 10 and 5 in models, 40 and 20 in all; each is listed once."""
+    """At least 60 faults and 20 controls in operators, 15 and 5 in models; each is listed once."""
     lists = [[(p.name, p.finding) for p in PLANTED], [(m.name, m.findings) for m in MODELS]]
     faults, controls = ([sum(bool(f) == kind for _, f in of) for of in lists] for kind in (True, False))
     assert all(len({name for name, _ in of}) == len(of) for of in lists)
-    assert all(least <= found for least, found in zip((30, 10, 15, 5), (*faults, *controls), strict=True))
-    assert (sum(faults) >= 40, sum(controls) >= 20) == (True, True)
+    assert all(least <= found for least, found in zip((60, 15, 20, 5), (*faults, *controls), strict=True))
     assert {*_SHORT, *_HERE} <= {name for of in lists for name, _ in of}
 
 
