@@ -241,13 +241,7 @@ def test_a_gpu_that_takes_one_process_gets_one(monkeypatch, modes, several):
         nvmlDeviceGetHandleByIndex_v2=lambda place, handle: put(handle, place.value + 1),
         nvmlDeviceGetComputeMode=lambda handle, mode: put(mode, modes[handle.value - 1]),
     )
-
-    def load(_: str) -> Any:
-        if modes is None:
-            raise OSError("no driver")
-        return driver
-
-    monkeypatch.setattr("ctypes.CDLL", load)
+    monkeypatch.setattr("ctypes.CDLL", Mock(return_value=driver, side_effect=OSError if modes is None else None))
     assert _takes_several.__wrapped__() is several
     monkeypatch.setattr("nondet.probes.jobs._takes_several", lambda: several)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
