@@ -181,10 +181,8 @@ def linear_without_bias(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return linear_sound(x, w)
 
 
-@of_parts
-def linear_in_order(*_: torch.Tensor) -> int:
-    """Sound: each row by itself in float32, K in four parts whatever the batch."""
-    return 4
+# Sound: each row by itself in float32, K in four parts whatever the batch.
+linear_in_order = of_parts(lambda *_: 4)
 
 
 @of_parts
@@ -206,10 +204,8 @@ def linear_tail_rows(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.cat([in_parts(rows[:body], w, 1), in_parts(rows[body:], w, 4)])
 
 
-@of_parts
-def linear_unsteady(*_: torch.Tensor) -> int:
-    """Faulty: another split at each call."""
-    return 1 + count() % 3
+# Faulty: another split at each call.
+linear_unsteady = of_parts(lambda *_: 1 + count() % 3)
 
 
 @of_rows
@@ -219,10 +215,8 @@ def linear_shared_scale(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return linear_sound((torch.round(rows.float() / scale) * scale).to(rows.dtype), w)
 
 
-@of_parts
-def linear_by_address(rows: torch.Tensor, _: torch.Tensor) -> int:
-    """Faulty: operands at an unaligned address take another order."""
-    return 4 if rows.data_ptr() % 16 else 1
+# Faulty: operands at an unaligned address take another order.
+linear_by_address = of_parts(lambda rows, _: 4 if rows.data_ptr() % 16 else 1)
 
 
 def linear_remembers_weights(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -245,29 +239,16 @@ def linear_grows(rows: torch.Tensor, _: torch.Tensor) -> int:
     return 4 if STATE["rows"] > 200 else 1
 
 
-@of_parts
-def linear_tuned_by_the_first(rows: torch.Tensor, w: torch.Tensor) -> int:
-    """Faulty: as an autotuner keyed on K and N, whose first call's number of rows decides for all."""
-    parts: int = STATE.setdefault(("first", *w.shape), 4 if len(rows) > 1 else 1)
-    return parts
-
-
-@of_parts
-def linear_by_width(_: torch.Tensor, w: torch.Tensor) -> int:
-    """Sound: how K is split follows from N, whatever the batch."""
-    return 1 + len(w) % 3
-
-
-@of_parts
-def linear_columns_of_x(rows: torch.Tensor, _: torch.Tensor) -> int:
-    """Faulty where x is stored by columns: from 3 rows on K is split."""
-    return 4 if len(rows) > 2 and rows.stride(0) == 1 else 1
-
-
-@of_parts
-def linear_part_of_a_weight(rows: torch.Tensor, w: torch.Tensor) -> int:
-    """Faulty where w is rows of a larger weight, as q of a fused one: from 3 rows on K is split."""
-    return 4 if len(rows) > 2 and w.storage_offset() and w.is_contiguous() else 1
+# Faulty: as an autotuner keyed on K and N, whose first call's number of rows decides for all.
+linear_tuned_by_the_first = of_parts(lambda rows, w: STATE.setdefault(("first", *w.shape), 4 if len(rows) > 1 else 1))
+# Sound: how K is split follows from N, whatever the batch.
+linear_by_width = of_parts(lambda _, w: 1 + len(w) % 3)
+# Faulty where x is stored by columns: from 3 rows on K is split.
+linear_columns_of_x = of_parts(lambda rows, _: 4 if len(rows) > 2 and rows.stride(0) == 1 else 1)
+# Faulty where w is rows of a larger weight, as q of a fused one: from 3 rows on K is split.
+linear_part_of_a_weight = of_parts(
+    lambda rows, w: 4 if len(rows) > 2 and w.storage_offset() and w.is_contiguous() else 1
+)
 
 
 def changed(product: Callable[..., torch.Tensor], change: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
@@ -346,10 +327,8 @@ def measure(
         between: Other calls before the last variant of a history, fewer than a user's.
     """
     forget()
-    operator, _, function = toy.rpartition("=")
-    jobs = plan_jobs(
-        [probe], [f"{operator}={__name__}:{function}" if operator else f"{__name__}:{toy}"], Options(**options)
-    )
+    operator, equals, function = toy.rpartition("=")
+    jobs = plan_jobs([probe], [f"{operator}{equals}{__name__}:{function}"], Options(**options))
     jobs = [job for job in jobs if asked is None or job.case.varied in asked]
     with mock.patch.object(base, "OTHER_CALLS", between):
         return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
@@ -432,21 +411,13 @@ def rms_norm_sound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # ---- split-K
 
 
-def _parts(a: torch.Tensor, b: torch.Tensor, cuts: list[int]) -> list[torch.Tensor]:
-    edges = zip([0, *cuts], [*cuts, a.shape[1]], strict=True)
-    return [a[:, i:j].float() @ b[i:j].float() for i, j in edges]
-
-
 def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
     """Faulty, as split-K is: the bits follow from the number of parts, and unordered from chance."""
     width = -(-a.shape[1] // splits)
-    parts = _parts(a, b, list(range(width, a.shape[1], width)))
+    parts = [x.float() @ w.float() for x, w in zip(a.split(width, 1), b.split(width), strict=True)]
     if not ordered:
         _ORDER.shuffle(parts)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(a.dtype)
+    return functools.reduce(torch.add, parts).to(a.dtype)
 
 
 def split_k_that_forgets(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
@@ -457,15 +428,11 @@ def split_k_that_forgets(a: torch.Tensor, b: torch.Tensor, *, splits: int, order
 
 def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 64) -> torch.Tensor:
     """Sound: the workers share chunks of one size, which are added in order, each result in its own place."""
-    chunks: list[torch.Tensor | None] = [None] * -(-a.shape[1] // chunk)
+    pairs = list(zip(a.float().split(chunk, 1), b.float().split(chunk), strict=True))
+    chunks: dict[int, torch.Tensor] = {}
     for worker in range(workers):
-        for i in range(worker, len(chunks), workers):
-            chunks[i] = a[:, i * chunk : (i + 1) * chunk].float() @ b[i * chunk : (i + 1) * chunk].float()
-    total = torch.zeros(a.shape[0], b.shape[1])
-    for part in chunks:
-        assert part is not None
-        total = total + part
-    return total.to(a.dtype)
+        chunks |= {i: pairs[i][0] @ pairs[i][1] for i in range(worker, len(pairs), workers)}
+    return functools.reduce(torch.add, (chunks[i] for i in range(len(pairs)))).to(a.dtype)
 
 
 # ---- grouped_matmul
