@@ -87,8 +87,7 @@ def test_another_tile_holds_and_another_order_does_not(kept: Certificates, dtype
     assert bad.status == Status.DIVERGENT
     assert bad.extra["left_at"] == list(BATCHES)
     assert bad.values == ["anchor", *BATCHES]
-    assert bad.labels[0] == 0
-    assert 0 not in bad.labels[1:]
+    assert [label == 0 for label in bad.labels] == [True] + [False] * len(BATCHES)
     assert "differs at every M tried" in bad.reason
     assert "one result at all of them" in bad.reason
 
@@ -112,19 +111,16 @@ def test_a_member_is_excluded_where_it_leaves_and_stands_elsewhere() -> None:
         assert f"; first: M = {left[0]}, element [" in row.reason
 
 
-def test_a_narrower_accumulator_is_told_from_another_order(kept: Certificates) -> None:
-    """float16 sums are less accurate, which another order in float32 is not; only the first is called so."""
-    assert "accumulator of less" in put(half_sums, kept, dtype="float32").reason
-    assert "accumulator of less" not in put(split_k, kept, dtype="float32").reason
-
-
-def test_nan_on_one_side_is_no_equality(kept: Certificates) -> None:
-    """A member that gives NaN where the anchor has a number leaves the class, though most of its inputs agree."""
+def test_nan_on_one_side_is_no_equality_and_fewer_digits_no_other_order(kept: Certificates) -> None:
+    """A member that gives NaN where the anchor has a number leaves the class, though most of its inputs agree; float16
+    sums are less accurate, which another order in float32 is not, and only they are called so."""
     row = put(changed(lambda out: out.masked_fill(out.abs() > 1e6, torch.nan)), kept, dtype="float32")
     assert row.status == Status.DIVERGENT
     assert "NaN or infinity" in row.reason
     assert row.difference is not None
     assert row.difference.nonfinite > 0
+    assert "accumulator of less" in put(half_sums, kept, dtype="float32").reason
+    assert "accumulator of less" not in put(split_k, kept, dtype="float32").reason
 
 
 def test_a_bias_added_after_the_rounding_is_another_class(kept: Certificates) -> None:
@@ -171,12 +167,10 @@ def test_certificates_say_what_was_proven(kept: Certificates) -> None:
     """Shape, strides, bias and settings of the very calls: another layout is another certificate."""
     put(narrow, kept, layout="nt, strided", values=(2,))
     (strided,) = kept.all()
-    assert f"bfloat16[2,{K}]/{2 * K},1@" in strided.key
-    assert f"bfloat16[{N},{K}]/{K},1@" in strided.key
-    assert "float32=" in strided.key
+    parts = (f"bfloat16[2,{K}]/{2 * K},1@", f"bfloat16[{N},{K}]/{K},1@", "float32=")
+    assert all(part in strided.key for part in parts), strided.key
     put(narrow, kept, layout="nt", values=(2,))
-    assert len(kept.all()) == 2
-    assert any(f"bfloat16[2,{K}]/{K},1@" in c.key for c in kept.all())
+    assert [f"bfloat16[2,{K}]/{K},1@" in c.key for c in kept.all() if c != strided] == [True]
 
 
 def test_a_call_that_held_elsewhere_is_not_what_parted(kept: Certificates) -> None:

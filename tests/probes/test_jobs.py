@@ -156,15 +156,10 @@ def test_no_worker_outlives_its_parent(tmp_path, number, copies):
 def _shared(monkeypatch: pytest.MonkeyPatch, probes: list[str]) -> tuple[SharedRun, list[list[int]]]:
     """One whose workers are no processes, and what they are given."""
     given: list[list[int]] = []
-    jobs, order = _plan(probes, ["stock"])
-    shared = SharedRun(jobs, order, set(), 2)
-
-    def start() -> None:
-        process = SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0)
-        pipe = SimpleNamespace(close=lambda: None, send=given.append)
-        shared._workers.append(Worker(process, pipe))
-
-    monkeypatch.setattr(shared, "_start", start)
+    shared = SharedRun(*_plan(probes, ["stock"]), set(), 2)
+    process = SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0)
+    pipes = {"close": lambda: None, "send": given.append}
+    monkeypatch.setattr(shared, "_start", lambda: shared._workers.append(Worker(process, SimpleNamespace(**pipes))))
     return shared, given
 
 
