@@ -28,15 +28,12 @@ def test_split_by_m_is_flagged_where_it_begins():
     assert "error" not in statuses(measure("matmul", "linear_splits_by_m", **(SMALL | {"m": 3})))
 
 
-def test_stream_k_is_flagged_by_the_place():
-    """A kernel that cuts K by the row's place: every place among 32 has the class of its cut."""
+def test_a_fault_of_the_place_or_of_later_rows_is_flagged():
+    """A kernel that cuts K by the row's place: every place among 32 has the class of its cut. One that computes row 0
+    alike in every batch, and the last rows of a large one in another order, is seen too."""
     rows = measure("matmul", "linear_stream_k", **SMALL, asked={"position"})
     row = next(r for r in rows.values() if r.varied == "position")
     assert (row.status, row.values, row.labels) == ("divergent", list(range(32)), [i % 3 for i in range(32)])
-
-
-def test_a_dependence_of_rows_after_the_first_is_seen():
-    """A kernel that computes row 0 alike in every batch, and the last rows of a large one in another order."""
     rows = measure("matmul", "linear_tail_rows", **SMALL, inputs=("order",), asked={"batch_size"})
     assert statuses(rows, varied="batch_size", inputs="order") == {"divergent"}
 
