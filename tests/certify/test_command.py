@@ -34,7 +34,6 @@ WRONG = [
     (["certify", "linear", "--member", "cublas-lt", "--device", "cpu"], ["'cublas-lt'", "invariant"]),
     (["certify", "linear", "--dtype", "floaty16"], ["'floaty16'", "float16"]),
     (["certify", "linear", "--dtype", "float8_e4m3fn", "--device", "cpu"], ["linear", "--dtype float8_e4m3fn"]),
-    (["certify", "linear", "--inputs", "wild"], ["'wild'", "wide"]),
     (["certify", "linear", "--device", "tpu"], ["'tpu'", "cpu"]),
     (["certify", "linear", "--inputs", "nope"], ["'nope'", "Known: bell, cancel, order, order-wide, outlier, wide"]),
     (["certify", "--show", "--forget"], ["--forget", "by itself"]),
@@ -52,24 +51,22 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "said"), WRONG, ids=[" ".join(a[1:]) for a, _ in WRONG])
-def test_bad_input_is_one_clear_line(run: Any, tmp_path: Path, argv: list[str], said: list[str]) -> None:
+def test_bad_input_is_one_clear_line(run: Any, tmp_path: Path) -> None:
     """Exit code 2, one line on stderr that quotes the value, nothing measured, nothing left behind."""
-    code, out, err = run(*argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("nondet: ")
-    assert err.count("\n") == 1
-    for word in said:
-        assert word in err
-    assert list(tmp_path.iterdir()) == []
+    for argv, said in WRONG:
+        code, out, err = run(*argv)
+        assert (code, out) == (2, ""), argv
+        assert err.startswith("nondet: "), argv
+        assert err.count("\n") == 1, argv
+        assert [word for word in said if word not in err] == [], argv
+        assert list(tmp_path.iterdir()) == [], argv
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_no_gpu_is_said_plainly(run: Any) -> None:
     """No silent fallback to the CPU's classes."""
     code, _, err = run("certify", "linear", "--device", "cuda")
-    assert code == 2
-    assert "--device cuda" in err
+    assert (code, "--device cuda" in err) == (2, True)
 
 
 def test_the_command_proves_keeps_shows_and_forgets(run: Any, tmp_path: Path) -> None:
@@ -86,13 +83,12 @@ def test_the_command_proves_keeps_shows_and_forgets(run: Any, tmp_path: Path) ->
     assert read_run(Path("r.jsonl")).rows == rows
     assert list((tmp_path / "cache" / "certificates").iterdir())
     code, out, _ = run("certify", "--show", "--device", "cpu", "--json")
-    listing = json.loads(out)
-    assert code == 0
-    assert all(c["holds"] for c in listing["certificates"])
-    asked = [c for c in listing["certificates"] if c["member"] == "invariant"]
+    certificates = json.loads(out)["certificates"]
+    assert (code, {c["holds"] for c in certificates}) == (0, {True})
+    asked = [c for c in certificates if c["member"] == "invariant"]
     assert len(asked) == sum(len(r.values) - 1 for r in rows) - 1  # one row has no stride: the same twice
     _, out, _ = run("certify", "--show", "--device", "cpu")
-    assert f"standing: {len(listing['certificates'])}" in out
+    assert f"standing: {len(certificates)}" in out
     assert "excluded: none" in out
     assert run("certify", "--forget", "--device", "cpu")[0] == 0
     assert not list((tmp_path / "cache" / "certificates").iterdir())
@@ -125,12 +121,10 @@ def test_a_users_kernel_gets_a_verdict_in_plain_words(run: Any, tmp_path: Path) 
 
 
 ALWAYS = "attention softmax grouped-matmul matmul scaled-matmul"
-NIGHTLY = (
-    "attention-gradient rms-norm rms-norm-residual cross-entropy sum softmax-gradient silu-gradient rms-norm-gradient"
-)
+NIGHTLY = "attention-gradient rms-norm rms-norm-residual cross-entropy sum softmax-gradient silu-gradient"
 
 
-@pytest.mark.parametrize("operator", tiers(ALWAYS.split(), NIGHTLY.split()))
+@pytest.mark.parametrize("operator", tiers(ALWAYS.split(), [*NIGHTLY.split(), "rms-norm-gradient"]))
 def test_the_cpus_classes_hold_on_this_machine(run: Any, operator: str) -> None:
     """Every operator with a class on a CPU can be asked, answers, and stays in its class."""
     how = ("--k", "48", "--n", "32") if operator not in ("attention",) else ()

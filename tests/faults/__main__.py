@@ -8,6 +8,7 @@ python -m tests.faults [--models] [--seeds 0 1 2] [name ...]
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tests.faults.models import MODELS, judge_model
-from tests.faults.operators import PLANTED, Planted, drawn, judge
+from tests.faults.operators import PLANTED, drawn, judge
 
 _SOUND = "sound"
 
@@ -34,31 +35,25 @@ class Judged(NamedTuple):
 
 def judged(names: list[str], seeds: list[int], *, models: bool = False) -> Iterator[Judged]:
     """All of them whose name holds one of `names`; every one where there are none; whole models alone, if asked."""
-    for planted, at in () if models else _operators(seeds):
-        for seed in at if _asked(planted.name, names) else ():
-            told = judge(planted, seed, hasty=planted not in PLANTED)
-            kind = " or ".join(sorted(planted.finding)) or _SOUND
-            said = next((f for f in told.findings if f in planted.finding), told.findings[0])
-            detail = f"by {', '.join(told.shown)}; first {told.first}; {told.seconds:.1f} s" if told.shown else ""
-            yield Judged(f"{planted.name} {seed}", kind, said, told.right(planted), told.cause(planted), detail)
-    for model in MODELS:
-        for seed in seeds if _asked(model.name, names) else ():
-            trace = judge_model(model, seed)
-            kind = " or ".join(sorted(model.findings)) or _SOUND
-            detail = f"`{trace.call}` of {trace.where}; " if trace.where else ""
-            detail += f"{trace.loads} of {model.loads} loads, {trace.seconds:.1f} s"
-            right, cause = trace.right(model), trace.cause(model)
-            yield Judged(f"model: {model.name} {seed}", kind, trace.finding, right, cause, detail)
-
-
-def _operators(seeds: list[int]) -> Iterator[tuple[Planted, list[int]]]:
-    """Each that is kept, under all seeds; those that the grammar draws, each under the seed that drew it."""
-    yield from ((planted, seeds) for planted in PLANTED)
-    yield from ((planted, [seed]) for seed in seeds for planted in drawn(seed))
-
-
-def _asked(name: str, names: list[str]) -> bool:
-    return not names or any(part in name for part in names)
+    # each that is kept, under all seeds; those that the grammar draws, each under the seed that drew it
+    operators = [(p, seed) for p in PLANTED for seed in seeds] + [(p, seed) for seed in seeds for p in drawn(seed)]
+    for planted, seed in () if models else operators:
+        if all(part not in planted.name for part in names or [""]):
+            continue
+        told = judge(planted, seed, hasty=planted not in PLANTED)
+        kind = " or ".join(sorted(planted.finding)) or _SOUND
+        said = next((f for f in told.findings if f in planted.finding), told.findings[0])
+        detail = f"by {', '.join(told.shown)}; first {told.first}; {told.seconds:.1f} s" if told.shown else ""
+        yield Judged(f"{planted.name} {seed}", kind, said, told.right(planted), told.cause(planted), detail)
+    for model, seed in itertools.product(MODELS, seeds):
+        if all(part not in model.name for part in names or [""]):
+            continue
+        trace = judge_model(model, seed)
+        kind = " or ".join(sorted(model.findings)) or _SOUND
+        detail = f"`{trace.call}` of {trace.where}; " if trace.where else ""
+        detail += f"{trace.loads} of {model.loads} loads, {trace.seconds:.1f} s"
+        right, cause = trace.right(model), trace.cause(model)
+        yield Judged(f"model: {model.name} {seed}", kind, trace.finding, right, cause, detail)
 
 
 def main(arguments: list[str]) -> int:
@@ -84,14 +79,11 @@ def main(arguments: list[str]) -> int:
 
 def _table(matrix: Counter[tuple[str, str]]) -> str:
     """What is right in rows, what was said in columns."""
-    said = sorted({s for _, s in matrix})
+    said, first = sorted({s for _, s in matrix}), "planted, what was said:"
     rows = sorted({r for r, _ in matrix})
-    width = max(map(len, [*rows, "planted, what was said:"]))
-    lines = ["  ".join([f"{'planted, what was said:':{width}}", *said])]
-    lines += [
-        "  ".join([f"{row:{width}}", *(f"{matrix[row, name] or '-':>{len(name)}}" for name in said)]) for row in rows
-    ]
-    return "\n".join(lines)
+    width = max(map(len, [*rows, first]))
+    counts = (f"{row:{width}}  " + "  ".join(f"{matrix[row, s] or '-':>{len(s)}}" for s in said) for row in rows)
+    return "\n".join(["  ".join([f"{first:{width}}", *said]), *counts])
 
 
 if __name__ == "__main__":

@@ -80,14 +80,6 @@ def _logsumexp(t: Tensors, order: int, **_: Any) -> torch.Tensor:
     return (_total(grown, order).double().log() + top[:, 0]).to(t[0].dtype)
 
 
-def _sum(t: Tensors, order: int, **_: Any) -> torch.Tensor:
-    return _total(t[0], order).to(t[0].dtype)
-
-
-def _mean(t: Tensors, order: int, **_: Any) -> torch.Tensor:
-    return (_total(t[0], order) / t[0].shape[-1]).to(t[0].dtype)
-
-
 def _cumsum(t: Tensors, order: int, **_: Any) -> torch.Tensor:
     """In float64; or in float32 in pieces of 16, of which each is added to what was before it."""
     if order == 0:
@@ -123,8 +115,8 @@ _CORES: dict[str, Callable[..., torch.Tensor]] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "logsumexp": _logsumexp,
-    "sum": _sum,
-    "mean": _mean,
+    "sum": lambda t, order, **_: _total(t[0], order).to(t[0].dtype),
+    "mean": lambda t, order, **_: (_total(t[0], order) / t[0].shape[-1]).to(t[0].dtype),
     "cumsum": _cumsum,
     "attention": _attention,
 }
@@ -173,7 +165,7 @@ def _where(where: str, t: Tensors, keywords: dict[str, Any]) -> torch.Tensor:
         "denormal": lambda: finite < 8 * torch.finfo(x.dtype).tiny,
         "infinite": lambda: (x == torch.inf).any(-1),
         "masked": lambda: (x == -torch.inf).any(-1),
-        "prefix": lambda: _beginnings(x),
+        "prefix": lambda: _twins(x[:, : x.shape[1] // 2]),
         "signed": lambda: every & (x >= 0).all(),
         "column": lambda: every & (x == 0).all(0).any(),
         "narrow": lambda: every & (t[2].shape[-1] < t[0].shape[-1]),
@@ -182,14 +174,13 @@ def _where(where: str, t: Tensors, keywords: dict[str, Any]) -> torch.Tensor:
         "empty": lambda: every & (torch.diff(t[2], prepend=t[2].new_zeros(1)) == 0).any(),
         "tile": lambda: every & (torch.diff(t[2], prepend=t[2].new_zeros(1)) == 64).any(),
         "hidden": lambda: every & (x == -torch.inf).all(-1).any(),
-        "twin": lambda: (x[:, None] == x[None]).all(-1).sum(-1) > 1,
+        "twin": lambda: _twins(x),
     }[where]()
 
 
-def _beginnings(x: torch.Tensor) -> torch.Tensor:
-    """Which rows share their first half with another."""
-    halves = x[:, : x.shape[1] // 2]
-    return (halves[:, None] == halves[None]).all(-1).sum(-1) > 1
+def _twins(x: torch.Tensor) -> torch.Tensor:
+    """Which rows are equal to another."""
+    return (x[:, None] == x[None]).all(-1).sum(-1) > 1
 
 
 def _when(when: str, t: Tensors) -> torch.Tensor:

@@ -5,31 +5,28 @@ from __future__ import annotations
 import itertools
 
 import torch
+import torch.nn.functional as F
 
 from tests.probes.toys import (
     STATE,
     Bias,
     adds,
     attention_anchored,
+    changed,
+    count,
     grouped_sound,
     in_parts,
     linear_in_order,
     linear_sound,
     of_parts,
     of_rows,
-)
+    rms_norm_sound,
+)  # fmt: skip
 
-
-@of_parts
-def gemv_at_one_row(rows: torch.Tensor, _: torch.Tensor) -> int:
-    """Faulty: a single row takes another order than any batch."""
-    return 1 if len(rows) == 1 else 4
-
-
-@of_parts
-def border_at_30_rows(rows: torch.Tensor, _: torch.Tensor) -> int:
-    """Faulty: the order changes far up, at 30 rows."""
-    return 3 if len(rows) >= 30 else 2
+# Faulty: a single row takes another order than any batch.
+gemv_at_one_row = of_parts(lambda rows, _: 1 if len(rows) == 1 else 4)
+# Faulty: the order changes far up, at 30 rows.
+border_at_30_rows = of_parts(lambda rows, _: 3 if len(rows) >= 30 else 2)
 
 
 @of_rows
@@ -55,19 +52,17 @@ def three_dimensions(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> tor
     return of_parts(lambda *_: 1 if x.ndim == 2 else len(x))(x, w, bias)
 
 
-def mixes_rows_by_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Faulty: rows are chosen by a product with zeros and ones, so that a neighbour's NaN comes through."""
-    out = linear_in_order(x, w, bias)
+def _mixed_by_zeros(out: torch.Tensor) -> torch.Tensor:
     rows = out.reshape(-1, out.shape[-1])
-    chosen = torch.stack([torch.where(torch.arange(len(rows)) == i, 1.0, 0.0) for i in range(len(rows))])
-    return torch.stack([(c[:, None] * rows).sum(0) for c in chosen]).reshape(out.shape).to(out.dtype)
+    return torch.stack([(c[:, None] * rows).sum(0) for c in torch.eye(len(rows))]).reshape(out.shape).to(out.dtype)
 
 
-@of_parts
-def first_call(*_: torch.Tensor) -> int:
-    """Faulty: the first call of a process takes another order than all later ones."""
-    STATE["called"] = STATE.get("called", 0) + 1
-    return 4 if STATE["called"] == 1 else 1
+# Faulty: rows are chosen by a product with zeros and ones, so that a neighbour's NaN comes through.
+mixes_rows_by_zeros = changed(linear_in_order, _mixed_by_zeros)
+
+
+# Faulty: the first call of a process takes another order than all later ones.
+first_call = of_parts(lambda *_: 4 if count() == 1 else 1)
 
 
 def remembers_results(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -78,49 +73,43 @@ def remembers_results(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> to
     return STATE[key][3].clone()
 
 
-def adds_to_old_memory(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Faulty: the accumulator is multiplied by zero instead of set to zero.
-
-    What an allocator hands out is chance; the memory of the last result of that shape is what it often is.
-    """
-    out = linear_in_order(x, w, bias)
+def _on_old_memory(out: torch.Tensor) -> torch.Tensor:
+    """What an allocator hands out is chance; the memory of the last result of that shape is what it often is."""
     key = ("memory", out.shape, out.dtype)
     STATE[key] = out + STATE.get(key, torch.zeros_like(out)) * 0.0
-    return STATE[key].clone()
+    kept: torch.Tensor = STATE[key].clone()
+    return kept
 
 
-def last_row_lost(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Wrong: the last row of a batch of 17, 33, 65 is zero: one row beyond a tile."""
-    out = linear_in_order(x, w, bias)
+# Faulty: the accumulator is multiplied by zero instead of set to zero.
+adds_to_old_memory = changed(linear_in_order, _on_old_memory)
+
+
+def _without_last_row(out: torch.Tensor) -> torch.Tensor:
     rows = out.reshape(-1, out.shape[-1])
     if len(rows) > 16 and len(rows) % 16 == 1:
         rows[-1] = 0
     return out
 
 
-def last_column_lost(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Wrong: the last output feature is zero, every time."""
-    out = linear_in_order(x, w, bias)
-    out[..., -1] = 0
-    return out
-
-
-def other_rows_weight(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Wrong: two output features are exchanged, every time."""
-    out = linear_in_order(x, w, bias)
-    return out[..., [1, 0, *range(2, out.shape[-1])]]
+# Wrong: the last row of a batch of 17, 33, 65 is zero, one row beyond a tile; the last output feature is zero, every
+# time; two output features are exchanged, every time.
+last_row_lost = changed(linear_in_order, _without_last_row)
+last_column_lost = changed(linear_in_order, lambda out: F.pad(out[..., :-1], (0, 1)))
+other_rows_weight = changed(linear_in_order, lambda out: out[..., [1, 0, *range(2, out.shape[-1])]])
 
 
 @of_rows
 def padded_to_tiles(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Sound: rows are padded to a multiple of 16, and the padding is cut off."""
-    return in_parts(torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16)), w, 2)[: len(rows)]
+    return in_parts(F.pad(rows, (0, 0, 0, -len(rows) % 16)), w, 2)[: len(rows)]
 
 
-def pool_of_buffers(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Sound: one work buffer for all calls of a shape, and every result copied out of it."""
-    out = linear_in_order(x, w, bias)
-    return STATE.setdefault(("pool", out.shape, out.dtype), torch.empty_like(out)).copy_(out).clone()
+# Sound: one work buffer for all calls of a shape, and every result copied out of it.
+pool_of_buffers = changed(
+    linear_in_order,
+    lambda out: STATE.setdefault(("pool", out.shape, out.dtype), torch.empty_like(out)).copy_(out).clone(),
+)
 
 
 def packs_by_version(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -135,8 +124,7 @@ def packs_by_version(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> tor
 @of_rows
 def tunes_its_speed(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Sound: after 100 calls rows are walked backwards, and each row's sum is taken as before."""
-    STATE["speed"] = STATE.get("speed", 0) + 1
-    return in_parts(rows, w, 4) if STATE["speed"] < 100 else in_parts(rows.flip(0), w, 4).flip(0)
+    return in_parts(rows, w, 4) if count() < 100 else in_parts(rows.flip(0), w, 4).flip(0)
 
 
 @of_rows
@@ -184,13 +172,13 @@ def rms_norm_shared_scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 def rms_norm_one_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Faulty: every result of a shape is the same memory."""
-    out = torch.stack([(r * torch.rsqrt(r.square().mean() + 1e-6) * weight).to(x.dtype) for r in x.double()])
+    out = rms_norm_sound(x, weight)
     return STATE.setdefault(("norm", out.shape, out.dtype), out.clone()).copy_(out)
 
 
 def rms_norm_without_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Wrong: the weight is left out, every time."""
-    return torch.stack([(r * torch.rsqrt(r.square().mean() + 1e-6)).to(x.dtype) for r in x.double()])
+    return rms_norm_sound(x, torch.ones_like(weight))
 
 
 def sum_last_row(x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +193,7 @@ def _in_sequence(rows: torch.Tensor) -> torch.Tensor:
     Element by element, so that a row's bits are its own however many there are.
     """
     total = torch.zeros(len(rows), 8)
-    for part in torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(len(rows), -1, 8).unbind(1):
+    for part in F.pad(rows, (0, -rows.shape[1] % 8)).view(len(rows), -1, 8).unbind(1):
         total = total + part
     for width in (4, 2, 1):
         total = total[:, :width] + total[:, width:]
@@ -214,8 +202,7 @@ def _in_sequence(rows: torch.Tensor) -> torch.Tensor:
 
 def sum_lost_tail(x: torch.Tensor) -> torch.Tensor:
     """Wrong: what a row has beyond a multiple of 32 is left out."""
-    kept = max(1, x.shape[-1] // 32 * 32)
-    return torch.stack([row[:kept].sum() for row in x.double()]).to(x.dtype)
+    return x[:, : max(1, x.shape[-1] // 32 * 32)].double().sum(-1).to(x.dtype)
 
 
 def sum_in_sequence(x: torch.Tensor) -> torch.Tensor:
@@ -238,16 +225,13 @@ def attention_other_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 def attention_neighbours_nan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Faulty: requests are told apart by weights of zero, so that a neighbour's NaN comes through."""
-    out = attention_anchored(q, k, v)
-    return out + 0.0 * v.sum()
+    return attention_anchored(q, k, v) + 0.0 * v.sum()
 
 
 def attention_first_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Faulty: the first call of a process takes its keys backwards."""
-    if STATE.setdefault("attended", False):
-        return attention_anchored(q, k, v)
-    STATE["attended"] = True
-    return attention_anchored(q, k.flip(2), v.flip(2)) if q.shape[2] == 1 else attention_anchored(q, k, v)
+    backwards = count() == 1 and q.shape[2] == 1
+    return attention_anchored(q, k.flip(2), v.flip(2)) if backwards else attention_anchored(q, k, v)
 
 
 def index_add_loses_twins(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -257,4 +241,4 @@ def index_add_loses_twins(target: torch.Tensor, index: torch.Tensor, source: tor
     return out
 
 
-index_add_backwards = adds("index_add", lambda n: list(range(n))[::-1])  # sound: an order of its own, every time
+index_add_backwards = adds("index_add", lambda n: range(n)[::-1])  # sound: an order of its own, every time

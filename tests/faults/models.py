@@ -55,23 +55,23 @@ def wrapped(model: Any, path: str, function: Rows) -> Iterator[None]:
 
 def splits_by_rows(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
     """In two halves of K once more than 4 rows come together."""
-    return inner(x) if x.shape[-2] <= 4 else _in_halves(x, inner)
+    return inner(x) if x.shape[-2] <= 4 else always_in_halves(x, inner)
 
 
 def splits_in_the_middle(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
     """In two halves of K for 6 to 9 rows alone: a border that few sizes meet."""
-    return _in_halves(x, inner) if 6 <= x.shape[-2] <= 9 else inner(x)
+    return always_in_halves(x, inner) if 6 <= x.shape[-2] <= 9 else inner(x)
 
 
 def splits_where_single(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
     """A product of its own for one row, as libraries have one."""
-    return _in_halves(x, inner) if x.shape[-2] == 1 else inner(x)
+    return always_in_halves(x, inner) if x.shape[-2] == 1 else inner(x)
 
 
 def first_row_apart(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
     """The first row of a call is added up in another order."""
     out = inner(x).clone()
-    out[..., :1, :] = _in_halves(x[..., :1, :], inner)
+    out[..., :1, :] = always_in_halves(x[..., :1, :], inner)
     return out
 
 
@@ -144,7 +144,7 @@ class Counted:
     def rarely(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
         """One call in 23 adds in another order: a race that is seldom lost."""
         self.calls += 1
-        return _in_halves(x, inner) if self.calls % 23 == 0 else inner(x)
+        return always_in_halves(x, inner) if self.calls % 23 == 0 else inner(x)
 
     def dropout(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
         """Left on."""
@@ -160,16 +160,6 @@ class Counted:
 
 
 # --- sound -----------------------------------------------------------------------------------------------------------
-
-
-def plain(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """As it is."""
-    return inner(x)
-
-
-def always_in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """Another order than the library's, the same for every batch."""
-    return _in_halves(x, inner)
 
 
 def scale_of_each_row(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
@@ -189,23 +179,25 @@ def padded(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
     return inner(F.pad(x, (0, 0, 0, -rows % 8)))[..., :rows, :]
 
 
-FAULTS: tuple[Rows, ...] = (
-    splits_by_rows, splits_in_the_middle, splits_where_single, first_row_apart, wrong_tail, capacity, norm_by_rows,
-    shared_scale, batch_mean, reads_neighbour, shared_top,
-)  # fmt: skip
-SOUND: tuple[Rows, ...] = (plain, always_in_halves, scale_of_each_row, row_by_row, padded)
-
-
-def _in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+def always_in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """Another order than the library's, the same for every batch."""
     half = x.shape[-1] // 2
     return F.linear(x[..., :half], inner.weight[:, :half]) + F.linear(x[..., half:], inner.weight[:, half:])
+
+
+def plain(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """As it is."""
+    return inner(x)
+
+
+SOUND: tuple[Rows, ...] = (plain, always_in_halves, scale_of_each_row, row_by_row, padded)
 
 
 # --- what is no module's: the cache, and the attention's plan --------------------------------------------------------
 
 
 @contextmanager
-def wrong_cache_place(_: Any) -> Iterator[None]:
+def wrong_cache_place(*_: Any) -> Iterator[None]:
     """In steps of more than 6 rows the first row's value is stored one place further, over its neighbour's."""
     from nondet.trace.capture import wrapped_cache_update
 
@@ -225,7 +217,7 @@ def wrong_cache_place(_: Any) -> Iterator[None]:
 
 
 @contextmanager
-def long_request_joins(model: Any) -> Iterator[None]:
+def long_request_joins(model: Any, _: int) -> Iterator[None]:
     """Attention whose tile follows the longest query of the batch: with a long one, results come by another order."""
     attention = model.get_submodule("model.layers.1.self_attn")
     forward = attention.forward
@@ -290,25 +282,20 @@ class ToldOfModel:
 
 def _module(function: Rows, path: str, *findings: str) -> PlantedModel:
     name = f"{function.__name__} in {path.rpartition('.')[2]}"
-    return PlantedModel(
-        name, lambda model, _: wrapped(model, path, function), frozenset(findings), path if findings else ""
-    )
+    where = path if findings else ""
+    return PlantedModel(name, lambda model, _: wrapped(model, path, function), frozenset(findings), where)
 
 
-def _remembered(name: str, path: str, *findings: str) -> PlantedModel:
+def _remembered(name: str, path: str) -> PlantedModel:
     return PlantedModel(
         f"{name} in {path.rpartition('.')[2]}",
         lambda model, seed: wrapped(model, path, getattr(Counted(seed), name)),
-        frozenset(findings),
-        path if name != "rarely" else "",
+        frozenset({Finding.RUN_TO_RUN}),
+        path if name != "rarely" else "",  # where a rare one is, one more look can't be relied on to say
     )
 
 
-def _steady(plant: Callable[[Any], AbstractContextManager[None]]) -> Plant:
-    return lambda model, _: plant(model)
-
-
-_BATCH, _RUN = Finding.BATCH, Finding.RUN_TO_RUN
+_BATCH = Finding.BATCH
 _DOWN, _UP = f"{_MLP}.down_proj", f"{_MLP}.up_proj"
 _NORM = "model.layers.1.post_attention_layernorm"
 MODELS: tuple[PlantedModel, ...] = (
@@ -325,12 +312,12 @@ MODELS: tuple[PlantedModel, ...] = (
     _module(batch_mean, _UP, DEFECT),
     _module(reads_neighbour, _DOWN, DEFECT),
     _module(shared_top, _UP, DEFECT),
-    _remembered("drifts", _DOWN, _RUN),
-    _remembered("rarely", _DOWN, _RUN),  # where a rare one is, one more look can't be relied on to say
-    _remembered("dropout", _UP, _RUN),
-    _remembered("stale_buffer", _DOWN, _RUN),
-    PlantedModel("long_request_joins", _steady(long_request_joins), frozenset({_BATCH}), _ATTENTION),
-    PlantedModel("wrong_cache_place", _steady(wrong_cache_place), frozenset({_BATCH, DEFECT}), "model.layers.0"),
+    _remembered("drifts", _DOWN),
+    _remembered("rarely", _DOWN),
+    _remembered("dropout", _UP),
+    _remembered("stale_buffer", _DOWN),
+    PlantedModel("long_request_joins", long_request_joins, frozenset({_BATCH}), _ATTENTION),
+    PlantedModel("wrong_cache_place", wrong_cache_place, frozenset({_BATCH, DEFECT}), "model.layers.0"),
     # ---- sound
     *(_module(function, _DOWN) for function in SOUND),
     PlantedModel("qwen3 as it is", lambda *_: nullcontext(), architecture="qwen3"),

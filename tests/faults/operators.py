@@ -24,7 +24,7 @@ __all__ = ["PLANTED", "Planted", "Told", "drawn", "judge"]
 
 BATCH, RUN, WRONG, OTHER = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG, Finding.OTHER
 _LINEAR = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 5}
-_GROUPED = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 4}
+_GROUPED = _LINEAR | {"runs": 4}
 _ROWS = {"m": 33, "k": 515, "dtypes": ("float32",)}
 _HEADS = {"config": {"heads": 4, "kv_heads": 2, "head_dim": 8}, "dtypes": ("float32",)}
 _FP8 = {"m": 80, "k": 512, "n": 24, "dtypes": ("float8_e4m3fn", "float32"), "runs": 3}
@@ -84,125 +84,86 @@ class Told:
         return not planted.shown or planted.shown in self.shown
 
 
-def _linear(where: str, name: str, finding: set[Finding], shown: str = "", **options: Any) -> Planted:
-    target = f"tests.{where}:{name}"
-    return Planted("matmul", target, frozenset(finding), shown, _LINEAR | options)
+def _toys(probe: str, finding: set[Finding], shown: str, names: str, options: dict[str, Any], asked: Any = None) -> Any:
+    """One for each of the names, as "function" or "operator=function"."""
+    for name in names.split():
+        operator, equals, function = name.rpartition("=")
+        where = "tests.probes.toys" if hasattr(toys, function) else "tests.faults.implementations"
+        yield Planted(probe, f"{operator}{equals}{where}:{function}", frozenset(finding), shown, options, asked)
 
 
-def _toy(
-    probe: str, name: str, finding: set[Finding], shown: str, options: dict[str, Any], asked: Any = None
-) -> Planted:
-    function = name.rpartition("=")[2]
-    where = "tests.probes.toys" if hasattr(toys, function) else "tests.faults.implementations"
-    operator = name.rpartition("=")[0]
-    target = f"{operator}={where}:{function}" if operator else f"{where}:{function}"
-    return Planted(probe, target, frozenset(finding), shown, options, asked)
-
-
-_TOYS, _HERE = "probes.toys", "faults.implementations"
+_ATOMIC, _TILED = {"m": 256, "n": 4, "dtypes": ("float32",)}, _DECODE | {"cache", "prompt_length"}
+_ORDERS = "linear_splits_by_m linear_tail_rows gemv_at_one_row border_at_30_rows order_of_one_column three_dimensions"
+_REMEMBERING = "linear_one_buffer linear_remembers_weights remembers_results"
+_WRONG = "linear_writes linear_zeros linear_flipped linear_nan linear_fewer_rows last_row_lost last_column_lost"
+_SOUND = "linear_sound linear_in_order padded_to_tiles pool_of_buffers packs_by_version tunes_its_speed other_order"
 PLANTED: tuple[Planted, ...] = (
-    _linear(_TOYS, "linear_splits_by_m", {BATCH}, "batch_size"),
-    _linear(_TOYS, "linear_stream_k", {BATCH}, "position"),
-    _linear(_TOYS, "linear_tail_rows", {BATCH}, "batch_size"),
-    _linear(_HERE, "gemv_at_one_row", {BATCH}, "batch_size"),
-    _linear(_HERE, "border_at_30_rows", {BATCH}, "batch_size"),
-    _linear(_HERE, "order_of_one_column", {BATCH}, "batch_size"),
-    _linear(_HERE, "bias_first_in_batches", {BATCH}, "batch_size"),
-    _linear(_HERE, "three_dimensions", {BATCH}, "batch_size"),
-    _linear(_TOYS, "linear_shared_scale", {BATCH, WRONG}, "neighbour_values"),
-    _linear(_HERE, "mixes_rows_by_zeros", {BATCH, WRONG}, "neighbour_values"),
-    _linear(_TOYS, "linear_by_address", {OTHER}, "alignment"),
-    _linear(_TOYS, "linear_unsteady", {RUN}, "run"),
-    _linear(_TOYS, "linear_every_fifth", {RUN}),
-    _linear(_TOYS, "linear_rarely", {RUN}),
-    _linear(_HERE, "first_call", {RUN}, "history"),
-    _linear(_TOYS, "linear_tunes_itself", {RUN}, "history"),
-    _linear(_TOYS, "linear_one_buffer", {RUN, WRONG}, "history"),
-    _linear(_TOYS, "linear_remembers_weights", {RUN, WRONG}, "history"),
-    _linear(_HERE, "remembers_results", {RUN, WRONG}, "history"),
-    _linear(_HERE, "adds_to_old_memory", {RUN, WRONG}),  # a result that held NaN decides which case shows it
-    _linear(_TOYS, "linear_writes", {WRONG}),
-    _linear(_TOYS, "linear_zeros", {WRONG}),
-    _linear(_TOYS, "linear_flipped", {WRONG}),
-    _linear(_TOYS, "linear_lost_tail", {WRONG}, k=100),
-    _linear(_TOYS, "linear_nan", {WRONG}),
-    _linear(_TOYS, "linear_wide_result", {WRONG}, dtypes=("bfloat16",)),
-    _linear(_TOYS, "linear_fewer_rows", {WRONG}),
-    _linear(_HERE, "last_row_lost", {WRONG}),
-    _linear(_HERE, "last_column_lost", {WRONG}),
-    _linear(_HERE, "other_rows_weight", {WRONG}),
-    _toy("grouped-matmul", "grouped_by_rows", {BATCH}, "routing", _GROUPED),
-    _toy("grouped-matmul", "grouped_by_place", {BATCH}, "position", _GROUPED),
-    _toy("grouped-matmul", "grouped_by_experts_in_use", {BATCH}, "routing", _GROUPED),
-    _toy("grouped-matmul", "grouped_capacity", {BATCH, WRONG}, "routing", _GROUPED),
-    _toy("grouped-matmul", "grouped_other_weight", {WRONG}, "", _GROUPED),
-    _toy("rms-norm", "rms_norm_by_rows", {BATCH}, "batch_size", _ROWS),
-    _toy("rms-norm", "rms_norm_by_place", {BATCH, WRONG}, "position", _ROWS),
-    _toy("rms-norm", "rms_norm_shared_scale", {BATCH, WRONG}, "neighbour_values", _ROWS),
-    _toy("rms-norm", "rms_norm_one_buffer", {RUN, WRONG}, "history", _ROWS),
-    _toy("rms-norm", "rms_norm_without_weight", {WRONG}, "", _ROWS),
-    _toy("softmax", "softmax_by_rows", {BATCH}, "batch_size", _ROWS),
-    _toy("softmax", "softmax_shared_maximum", {BATCH, WRONG}, "neighbour_values", _ROWS),
-    _toy("log-softmax", "log_softmax_by_rows", {BATCH}, "batch_size", _ROWS),
-    _toy("reduction", "sum=sum_by_rows", {BATCH}, "batch_size", _ROWS),
-    _toy("reduction", "mean=mean_by_rows", {BATCH}, "batch_size", _ROWS),
-    _toy("reduction", "sum=sum_last_row", {BATCH}, "batch_size", _ROWS),
-    _toy("reduction", "sum=sum_lost_tail", {WRONG}, "", _ROWS),
-    _toy("attention", "attention_splits_by_batch", {BATCH}, "batch_size", _HEADS, _DECODE),
-    _toy("attention", "attention_cache_apart", {BATCH}, "cache", _HEADS, frozenset({"cache", "batch_size"})),
-    _toy("attention", "attention_tile_by_longest", {BATCH}, "neighbour_length", _HEADS, _JOINS),
-    _toy("attention", "attention_ragged_tile", {BATCH}, "neighbour_length", _HEADS, _JOINS),
-    _toy("attention", "attention_later_requests", {BATCH}, "batch_size", _HEADS, frozenset({"batch_size"})),
-    _toy("attention", "attention_shared_maximum", {BATCH, WRONG}, "neighbour_values", _HEADS, _DECODE),
-    _toy("attention", "attention_neighbours_nan", {BATCH, WRONG}, "neighbour_values", _HEADS, _DECODE),
-    _toy("attention", "attention_first_call", {RUN, WRONG}, "history", _HEADS, _DECODE),
-    _toy("attention", "attention_sees_the_future", {WRONG, BATCH}, "", _HEADS, frozenset({"prompt_length", "cache"})),
-    _toy("attention", "attention_other_heads", {WRONG}, "", _HEADS, _DECODE),
-    _toy("atomics", "index_add=index_add_atomic", {RUN}, "run", {"m": 256, "n": 4, "dtypes": ("float32",)}),
-    _toy("atomics", "scatter_add=scatter_add_atomic", {RUN}, "run", {"m": 256, "dtypes": ("float32",)}),
-    _toy("atomics", "index_add=index_add_loses_twins", {WRONG}, "", {"m": 256, "n": 4, "dtypes": ("float32",)}),
+    *_toys("matmul", {BATCH}, "batch_size", f"{_ORDERS} bias_first_in_batches", _LINEAR),
+    *_toys("matmul", {BATCH}, "position", "linear_stream_k", _LINEAR),
+    *_toys("matmul", {BATCH, WRONG}, "neighbour_values", "linear_shared_scale mixes_rows_by_zeros", _LINEAR),
+    *_toys("matmul", {OTHER}, "alignment", "linear_by_address", _LINEAR),
+    *_toys("matmul", {RUN}, "run", "linear_unsteady", _LINEAR),
+    *_toys("matmul", {RUN}, "", "linear_every_fifth linear_rarely", _LINEAR),
+    *_toys("matmul", {RUN}, "history", "first_call linear_tunes_itself", _LINEAR),
+    *_toys("matmul", {RUN, WRONG}, "history", _REMEMBERING, _LINEAR),
+    # a result that held NaN decides which case shows it
+    *_toys("matmul", {RUN, WRONG}, "", "adds_to_old_memory", _LINEAR),
+    *_toys("matmul", {WRONG}, "", f"{_WRONG} other_rows_weight", _LINEAR),
+    *_toys("matmul", {WRONG}, "", "linear_lost_tail", _LINEAR | {"k": 100}),
+    *_toys("matmul", {WRONG}, "", "linear_wide_result", _LINEAR | {"dtypes": ("bfloat16",)}),
+    *_toys("grouped-matmul", {BATCH}, "routing", "grouped_by_rows grouped_by_experts_in_use", _GROUPED),
+    *_toys("grouped-matmul", {BATCH}, "position", "grouped_by_place", _GROUPED),
+    *_toys("grouped-matmul", {BATCH, WRONG}, "routing", "grouped_capacity", _GROUPED),
+    *_toys("grouped-matmul", {WRONG}, "", "grouped_other_weight", _GROUPED),
+    *_toys("rms-norm", {BATCH}, "batch_size", "rms_norm_by_rows", _ROWS),
+    *_toys("rms-norm", {BATCH, WRONG}, "position", "rms_norm_by_place", _ROWS),
+    *_toys("rms-norm", {BATCH, WRONG}, "neighbour_values", "rms_norm_shared_scale", _ROWS),
+    *_toys("rms-norm", {RUN, WRONG}, "history", "rms_norm_one_buffer", _ROWS),
+    *_toys("rms-norm", {WRONG}, "", "rms_norm_without_weight", _ROWS),
+    *_toys("softmax", {BATCH}, "batch_size", "softmax_by_rows", _ROWS),
+    *_toys("softmax", {BATCH, WRONG}, "neighbour_values", "softmax_shared_maximum", _ROWS),
+    *_toys("log-softmax", {BATCH}, "batch_size", "log_softmax_by_rows", _ROWS),
+    *_toys("reduction", {BATCH}, "batch_size", "sum=sum_by_rows mean=mean_by_rows sum=sum_last_row", _ROWS),
+    *_toys("reduction", {WRONG}, "", "sum=sum_lost_tail", _ROWS),
+    *_toys("attention", {BATCH}, "batch_size", "attention_splits_by_batch", _HEADS, _DECODE),
+    *_toys("attention", {BATCH}, "cache", "attention_cache_apart", _HEADS, {"cache", "batch_size"}),
+    *_toys("attention", {BATCH}, "neighbour_length", "attention_tile_by_longest attention_ragged_tile", _HEADS, _JOINS),
+    *_toys("attention", {BATCH}, "batch_size", "attention_later_requests", _HEADS, {"batch_size"}),
+    *_toys("attention", {BATCH, WRONG}, "neighbour_values", "attention_shared_maximum", _HEADS, _DECODE),
+    *_toys("attention", {BATCH, WRONG}, "neighbour_values", "attention_neighbours_nan", _HEADS, _DECODE),
+    *_toys("attention", {RUN, WRONG}, "history", "attention_first_call", _HEADS, _DECODE),
+    *_toys("attention", {WRONG, BATCH}, "", "attention_sees_the_future", _HEADS, {"prompt_length", "cache"}),
+    *_toys("attention", {WRONG}, "", "attention_other_heads", _HEADS, _DECODE),
+    *_toys("atomics", {RUN}, "run", "index_add=index_add_atomic", _ATOMIC),
+    *_toys("atomics", {RUN}, "run", "scatter_add=scatter_add_atomic", {"m": 256, "dtypes": ("float32",)}),
+    *_toys("atomics", {WRONG}, "", "index_add=index_add_loses_twins", _ATOMIC),
     Planted("pointwise", "tests.probes.toys:exp_with_a_tail", frozenset({OTHER}), "length", {"k": 256}),
-    _toy("scaled-matmul", "scaled_matmul=fp8_promotes_sooner", {BATCH}, "batch_size", _FP8, _MET),
-    _toy("scaled-matmul", "scaled_matmul=fp8_splits", {BATCH}, "batch_size", _FP8, _MET),
-    _toy("scaled-matmul", "scaled_matmul=fp8_rescales", {BATCH, WRONG}, "neighbour_values", _FP8, _MET),
-    _toy("scaled-matmul", "quantize=quantize_by_batch", {BATCH}, "neighbour_values", _FP8, _MET),
+    *_toys("scaled-matmul", {BATCH}, "batch_size", "scaled_matmul=fp8_promotes_sooner", _FP8, _MET),
+    *_toys("scaled-matmul", {BATCH}, "batch_size", "scaled_matmul=fp8_splits", _FP8, _MET),
+    *_toys("scaled-matmul", {BATCH, WRONG}, "neighbour_values", "scaled_matmul=fp8_rescales", _FP8, _MET),
+    *_toys("scaled-matmul", {BATCH}, "neighbour_values", "quantize=quantize_by_batch", _FP8, _MET),
     # ---- sound
-    _toy("scaled-matmul", "scaled_matmul=fp8_sound", set(), "", _FP8, _MET),
-    _toy("scaled-matmul", "quantize=quantize_by_row", set(), "", _FP8, _MET),
-    _linear(_TOYS, "linear_sound", set()),
-    _linear(_TOYS, "linear_in_order", set()),
-    _linear(_HERE, "padded_to_tiles", set()),
-    _linear(_HERE, "pool_of_buffers", set()),
-    _linear(_HERE, "packs_by_version", set()),
-    _linear(_HERE, "tunes_its_speed", set()),
-    _linear(_HERE, "other_order", set()),
-    _toy("grouped-matmul", "grouped_sound", set(), "", _GROUPED),
-    _toy("rms-norm", "rms_norm_sound", set(), "", _ROWS),
-    _toy("softmax", "softmax_sound", set(), "", _ROWS),
-    _toy("log-softmax", "log_softmax_sound", set(), "", _ROWS),
-    _toy("reduction", "sum=sum_sound", set(), "", _ROWS),
-    _toy("reduction", "sum=sum_in_sequence", set(), "", _ROWS),
-    _toy("reduction", "mean=mean_sound", set(), "", _ROWS),
-    _toy("attention", "attention_anchored", set(), "", _HEADS, _DECODE | {"cache", "prompt_length"}),
-    _toy("attention", "attention_sound", set(), "", _HEADS, _DECODE),
-    _toy("atomics", "index_add=index_add_sound", set(), "", {"m": 256, "n": 4}),
-    _toy("atomics", "index_add=index_add_backwards", set(), "", {"m": 256, "n": 4}),
-    _toy("atomics", "scatter_add=scatter_add_sound", set(), "", {"m": 256}),
+    *_toys("scaled-matmul", set(), "", "scaled_matmul=fp8_sound quantize=quantize_by_row", _FP8, _MET),
+    *_toys("matmul", set(), "", _SOUND, _LINEAR),
+    *_toys("grouped-matmul", set(), "", "grouped_sound", _GROUPED),
+    *_toys("rms-norm", set(), "", "rms_norm_sound", _ROWS),
+    *_toys("softmax", set(), "", "softmax_sound", _ROWS),
+    *_toys("log-softmax", set(), "", "log_softmax_sound", _ROWS),
+    *_toys("reduction", set(), "", "sum=sum_sound sum=sum_in_sequence mean=mean_sound", _ROWS),
+    *_toys("attention", set(), "", "attention_anchored", _HEADS, _TILED),
+    *_toys("attention", set(), "", "attention_sound", _HEADS, _DECODE),
+    *_toys("atomics", set(), "", "index_add=index_add_sound index_add=index_add_backwards", {"m": 256, "n": 4}),
+    *_toys("atomics", set(), "", "scatter_add=scatter_add_sound", {"m": 256}),
     Planted("pointwise", "torch:square", frozenset(), "", {"k": 256}),
 )
 
 
 # Operator -> its probe and what it is asked at: every size that a sentence may name is below these.
+_ROW_PROBES = {o: o.replace("_", "-") for o in ("rms_norm", "softmax", "log_softmax", "logsumexp", "cumsum")}
 _ASKED: dict[str, tuple[str, dict[str, Any], frozenset[str] | None]] = {
     "linear": ("matmul", _LINEAR | {"m": 80}, None),
     "grouped_matmul": ("grouped-matmul", _GROUPED | {"m": 80}, None),
-    "rms_norm": ("rms-norm", _ROWS | {"m": 80}, None),
-    "softmax": ("softmax", _ROWS | {"m": 80}, None),
-    "log_softmax": ("log-softmax", _ROWS | {"m": 80}, None),
-    "logsumexp": ("logsumexp", _ROWS | {"m": 80}, None),
-    "sum": ("reduction", _ROWS | {"m": 80}, None),
-    "mean": ("reduction", _ROWS | {"m": 80}, None),
-    "cumsum": ("cumsum", _ROWS | {"m": 80}, None),
+    **{o: (p, _ROWS | {"m": 80}, None) for o, p in (_ROW_PROBES | dict.fromkeys(("sum", "mean"), "reduction")).items()},
     "attention": ("attention", _HEADS, _DECODE | {"query_chunk", "hidden_keys"}),
 }
 

@@ -39,28 +39,19 @@ _SHORT = (
     "atomics index_add_loses_twins",
 )  # fmt: skip
 _BY_TIER = [*(p for p in PLANTED if p.name in _SHORT), *at_length(*(p for p in PLANTED if p.name not in _SHORT))]
-
-
-@pytest.mark.parametrize("planted", _BY_TIER, ids=lambda p: p.name)
-def test_the_verdict_of_planted(planted: Planted) -> None:
-    """The finding is right, and of a fault a case shows it that is about its cause."""
-    told = judge(planted, SEED, hasty=planted.name in _SHORT, first=planted.name in _SHORT)
-    assert told.right(planted), f"seed {SEED}: {told}"
-    assert told.cause(planted), f"seed {SEED}: {told}"
-
-
-# A few in CI; all of them, under any seed: python -m tests.faults.
+# A few of the grammar's in CI; all of them, under any seed: python -m tests.faults.
 DRAWN = random.Random(SEED).sample([p for p in drawn(SEED) if p.finding], 10)  # noqa: S311 - which of them, nothing secret
 _SOUND = [p for p in drawn(SEED) if not p.finding and p.probe != "matmul"]
 CONTROLS = random.Random(SEED).sample(_SOUND, 2)  # noqa: S311 - the same; products of a control take ten seconds
+_BY_SEED = [*DRAWN[:2], CONTROLS[0], *at_length(*DRAWN[2:], *CONTROLS[1:])]
 
 
-@pytest.mark.parametrize(
-    "planted", [*DRAWN[:2], CONTROLS[0], *at_length(*DRAWN[2:], *CONTROLS[1:])], ids=lambda p: p.name
-)
-def test_the_verdict_of_a_fault_that_the_grammar_drew(planted: Planted) -> None:
-    """As of those that are listed: what it does, where and when are drawn, so that no list can be learnt."""
-    told = judge(planted, SEED, hasty=True, first=True)
+@pytest.mark.parametrize("planted", [*_BY_TIER, *_BY_SEED], ids=lambda p: p.name)
+def test_the_verdict_of_planted(planted: Planted) -> None:
+    """The finding is right, and of a fault a case shows it that is about its cause; so of those that the grammar drew:
+    what they do, where and when are drawn, so that no list can be learnt."""
+    short = planted.name in _SHORT or planted not in PLANTED
+    told = judge(planted, SEED, hasty=short, first=short)
     assert told.right(planted), f"seed {SEED}: {told}"
     assert told.cause(planted), f"seed {SEED}: {told}"
 
@@ -212,12 +203,11 @@ def test_the_diagnosis_of_a_planted_model(planted: PlantedModel) -> None:
 
 
 def test_there_are_enough_of_both() -> None:
-    """At least 30 faults and 15 controls in operators, 10 and 5 in models, 40 and 20 in all; each is listed once."""
+    """At least 60 faults and 20 controls in operators, 15 and 5 in models; each is listed once."""
     lists = [[(p.name, p.finding) for p in PLANTED], [(m.name, m.findings) for m in MODELS]]
     faults, controls = ([sum(bool(f) == kind for _, f in of) for of in lists] for kind in (True, False))
     assert all(len({name for name, _ in of}) == len(of) for of in lists)
-    assert all(least <= found for least, found in zip((30, 10, 15, 5), (*faults, *controls), strict=True))
-    assert (sum(faults) >= 40, sum(controls) >= 20) == (True, True)
+    assert all(least <= found for least, found in zip((60, 15, 20, 5), (*faults, *controls), strict=True))
     assert {*_SHORT, *_HERE} <= {name for of in lists for name, _ in of}
 
 

@@ -20,16 +20,11 @@ def rows():
 
 
 def test_the_post_s_102_sums(rows):
-    """102 distinct sums between the post's two bounds: to the last digit, on any Python."""
+    """102 distinct sums between the post's two bounds: to the last digit, on any Python. Plain additions give 258
+    sums, and exact summation one, which must not be flagged."""
     row = rows["10,000 shuffles of 8 numbers, summed as Python 3.12 does", "float64"]
-    assert row.distinct == 102
-    assert row.trials == sum(row.class_sizes) == 10_000
-    assert row.extra["smallest"] == -8.326672684688674e-17
-    assert row.extra["largest"] == 8.326672684688674e-17
-
-
-def test_plain_additions_give_more_and_fsum_one(rows):
-    """What the 102 depends on: plain additions give 258 sums, and exact summation one, which must not be flagged."""
+    assert (row.distinct, row.trials, sum(row.class_sizes)) == (102, 10_000, 10_000)
+    assert row.extra["largest"] == -row.extra["smallest"] == 8.326672684688674e-17
     assert rows["10,000 shuffles of 8 numbers, added one by one", "float64"].distinct == 258
     assert rows["10,000 shuffles of 8 numbers, math.fsum", "float64"].status == "identical"
 
@@ -45,19 +40,14 @@ def test_arithmetic_is_that_of_this_python():
 
 
 def test_orders_are_flagged_and_exact_sums_are_not(rows):
-    """In every dtype cancelling numbers show the order, and integers, whose sums are exact, do not."""
+    """In every dtype cancelling numbers show the order, and integers, whose sums are exact, do not: an order that lost
+    a number would pass for rounding, but on integers each sum is fsum's."""
     for (case, dtype), row in rows.items():
         if "cancel" in case and f"accumulated in {dtype}" in case:
             assert row.status == "divergent", case
-        if "integers" in case:
-            assert row.status == "identical", case
     assert {dtype for _, dtype in rows} == {"float64", "float32", "bfloat16", "float16"}
-
-
-def test_every_order_adds_all_the_numbers(rows):
-    """An order that lost a number would pass for rounding: on integers each sum is fsum's."""
     exact = [row for (case, _), row in rows.items() if "integers" in case]
-    assert exact
+    assert {row.status for row in exact} == {"identical"}
     for row in exact:
         assert set(row.extra["sums"].values()) == {row.extra["fsum"]}
         assert len(row.extra["sums"]) == row.trials == 15
@@ -66,18 +56,18 @@ def test_every_order_adds_all_the_numbers(rows):
 # The atomics probe calls additions in no fixed order divergent, and additions one after the other identical.
 
 
-@pytest.mark.parametrize("operator", ["index_add", "scatter_add"])
-def test_any_order_is_flagged_and_one_order_is_not(operator):
+def test_any_order_is_flagged_and_one_order_is_not():
     """The same sources in another order at each call give many sums; in one order, one, as 200 calls show. Where 20
     differ, no more are made, unless the user named a number."""
-    for toy, status, options, trials in (
-        ("atomic", "divergent", {}, 20),
-        ("atomic", "divergent", {"runs": 30}, 30),
-        ("sound", "identical", {}, 200),
-    ):
-        rows = measure("atomics", f"{operator}={operator}_{toy}", m=256, n=4, dtypes=("float32",), **options)
-        assert statuses(rows, operator=operator) == {status}
-        assert [r.trials for r in rows.values() if r.operator == operator and r.varied == "run"] == [trials]
+    for operator in ("index_add", "scatter_add"):
+        for toy, status, options, trials in (
+            ("atomic", "divergent", {}, 20),
+            ("atomic", "divergent", {"runs": 30}, 30),
+            ("sound", "identical", {}, 200),
+        ):
+            rows = measure("atomics", f"{operator}={operator}_{toy}", m=256, n=4, dtypes=("float32",), **options)
+            assert statuses(rows, operator=operator) == {status}
+            assert [r.trials for r in rows.values() if r.operator == operator and r.varied == "run"] == [trials]
 
 
 def test_an_order_that_follows_others_sources_is_flagged():
@@ -93,27 +83,23 @@ def test_an_order_that_follows_others_sources_is_flagged():
 SMALL = {"m": 2, "k": 512, "n": 8, "dtypes": ("float32",), "runs": 12}
 
 
-def test_parts_and_atomics_are_flagged():
-    """Ordered parts differ by their number but not from run to run; atomic ones from run to run as well."""
+def test_parts_and_atomics_are_flagged_and_exact_sums_are_not():
+    """Ordered parts differ by their number but not from run to run; atomic ones from run to run as well. Ones and small
+    integers have exact partial sums: any order gives the known answer, and the row says so."""
     rows = measure("split-k", "split_k", **SMALL)
     assert rows["K in 1 to 16 parts added in order, M=2 K=512 N=8, bell [float32]"].distinct > 1
     assert statuses(rows, varied="run") == {"divergent"}
-
-
-def test_exact_sums_are_not_flagged():
-    """Ones and small integers have exact partial sums: any order gives the known answer, and the row says so."""
-    rows = measure("split-k", "split_k", **SMALL)
+    assert "wrong" not in statuses(rows)
     for kind in ("ones", "integers"):
         assert statuses(rows, inputs=kind) == {"identical"}
         assert all(r.extra["exact"] for r in rows.values() if r.inputs == kind)
 
 
 def test_wrong_answer_is_told_from_rounding():
-    """A kernel that loses a part is wrong where no rounding explains it, and `exact` is false; its control is not."""
+    """A kernel that loses a part is wrong where no rounding explains it, and `exact` is false."""
     rows = measure("split-k", "split_k_that_forgets", **SMALL)
     assert statuses(rows, inputs="ones") == {"wrong"}
     assert all(r.distinct > 1 for r in rows.values() if r.inputs == "ones")
-    assert "wrong" not in statuses(measure("split-k", "split_k", **SMALL))
     assert not any(r.extra["exact"] for r in rows.values() if r.inputs == "ones")
 
 

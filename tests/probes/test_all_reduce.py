@@ -13,14 +13,10 @@ from nondet.probes.runner import plan_jobs, run_jobs
 from nondet.ranks import group
 
 
-def _rows(options, impls):
-    return list(run_jobs(plan_jobs(["all-reduce"], impls, options), 0, set()))
-
-
 def test_gloo_depends_on_the_message_and_the_order_of_ranks_does_not():
     """On three ranks gloo's row follows M and its place; in the order of ranks it does not; a gather copies."""
     options = Options(ranks=(3,), dtypes=("float32",), m=16, n=128, runs=3)
-    rows = _rows(options, ["stock", "invariant"])
+    rows = list(run_jobs(plan_jobs(["all-reduce"], ["stock", "invariant"], options), 0, set()))
     assert all(row.status in (Status.IDENTICAL, Status.DIVERGENT) for row in rows), [row.reason for row in rows]
     parted = {(row.impl, row.operator, row.varied) for row in rows if row.status == Status.DIVERGENT}
     assert ("stock", "all_reduce", "batch_size") in parted
@@ -49,18 +45,15 @@ def test_a_rank_that_dies_is_a_row_and_the_next_case_has_new_ranks():
     assert group._shared[0] is not first
 
 
-def test_too_few_gpus(monkeypatch):
-    """Ranks asked for by number are refused in one line; default ones are rows that say what is missing."""
+def test_too_few_gpus_and_every_algorithm(monkeypatch):
+    """Ranks asked for by number are refused in one line; default ones are rows that say what is missing. --full holds
+    NCCL to ring and tree and to each protocol, in ranks of their own."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match="--ranks 3 needs 3 GPUs, and 1 GPU is here"):
         list(AllReduce().cases(Options(device="cuda", ranks=(3,))))
     case = next(iter(AllReduce().cases(Options(device="cuda"))))
     with pytest.raises(UserError, match="2 ranks need 2 GPUs; there are 1"):
         AllReduce().prepare(case, "cuda", 0)
-
-
-def test_the_full_sweep_asks_about_each_algorithm(monkeypatch):
-    """--full holds NCCL to ring and tree and to each protocol, in ranks of their own."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     cases = list(AllReduce().cases(Options(device="cuda", ranks=(2,), dtypes=("bfloat16",), full=True)))
     environments = {c.data["message"].environment for c in cases} - {()}

@@ -40,49 +40,40 @@ def test_an_operator_that_no_probe_asks_about_is_named(monkeypatch: pytest.Monke
         check_operator(toys.linear_sound, "linear", varied=("nothing",))
 
 
-def by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Faulty from 8 rows on."""
-    return toys.sum_by_rows(x)
-
-
 def test_any_callable_is_compared_over_its_batch_sizes() -> None:
     """Classes, the border between them and the bits at the first mismatch are in one row."""
-    faulty = check(by_rows, rows_of, [1, 2, 7, 8, 9, 20])
+    faulty = check(toys.sum_by_rows, rows_of, [1, 2, 7, 8, 9, 20])
     row = faulty.rows[0]
     assert finding(faulty) == Finding.BATCH
     assert (row.values, row.labels) == ([1, 2, 7, 8, 9, 20], [0, 0, 0, 1, 1, 1])
     assert (row.varied, row.axis, row.dtype, row.shape["M"]) == ("batch_size", Axis.BATCH, "float32", 20)
     assert row.difference is not None
     assert row.difference.first_bits is not None
-    first, other = (by_rows(rows_of(size))[:1] for size in (1, 8))
+    first, other = (toys.sum_by_rows(rows_of(size))[:1] for size in (1, 8))
     assert row.difference.first_bits == [f"0x{x.view(torch.int32).item() & 0xFFFFFFFF:08x}" for x in (first, other)]
     assert finding(check(toys.sum_sound, rows_of, [1, 2, 7, 8, 9, 20])) == Finding.CLEAN
 
 
-def test_a_number_among_the_inputs_is_no_batch() -> None:
-    """A tensor of no axes, a scale say, has no rows to begin with: it has to be the same in every batch."""
-    scale = torch.tensor(2.0)
+def test_a_number_or_a_weight_among_the_inputs_is_no_batch() -> None:
+    """A tensor of no axes, a scale say, has no rows to begin with: it has to be the same in every batch. Of a weight
+    [4, K] in a batch of 4 no row belongs to a request."""
+    scale, weight = torch.tensor(2.0), rows_of(4)
     assert finding(check(torch.mul, lambda size: (torch.ones(size, 4), scale), over=(1, 3))) == Finding.CLEAN
     with pytest.raises(UserError, match="should be equal"):
         check(torch.mul, lambda size: (torch.ones(size, 4), scale + size), over=(1, 3))
+    assert finding(check(toys.linear_sound, lambda M: (rows_of(M), weight), [4, 2, 8])) == Finding.CLEAN
 
 
 def test_noise_from_run_to_run_is_no_batch_dependence() -> None:
     """The same batch size asked again gives other bits."""
     noise = iter(range(10**6))
-
-    def noisy(x: torch.Tensor) -> torch.Tensor:
-        return x.sum(-1) * (1 + 2.0**-20 * (next(noise) % 3))
-
-    assert finding(check(noisy, rows_of, [1, 2, 8])) == Finding.RUN_TO_RUN
+    run = check(lambda x: x.sum(-1) * (1 + 2.0**-20 * (next(noise) % 3)), rows_of, [1, 2, 8])
+    assert finding(run) == Finding.RUN_TO_RUN
 
 
 def test_inputs_that_are_other_requests_are_refused() -> None:
     """Else numbers drawn anew for each batch would be called batch dependence."""
     drawn = torch.Generator().manual_seed(0)
-
-    def anew(size: int) -> torch.Tensor:
-        return torch.rand(size, WIDTH, generator=drawn)
 
     def by_size(size: int) -> torch.Tensor:
         return torch.rand(size, WIDTH, generator=torch.Generator().manual_seed(size))
@@ -90,27 +81,17 @@ def test_inputs_that_are_other_requests_are_refused() -> None:
     def other_weight(size: int) -> dict[str, Any]:
         return {"x": rows_of(size), "weight": torch.full((WIDTH,), float(size))}
 
-    with pytest.raises(UserError, match="called again"):
-        check(toys.sum_sound, anew, [1, 2])
-    with pytest.raises(UserError, match="first 2 rows"):
-        check(toys.sum_sound, by_size, [2, 4])
-    with pytest.raises(UserError, match="argument weight"):
-        check(toys.rms_norm_sound, other_weight, [1, 2])
-    with pytest.raises(UserError, match="compares nothing"):
-        check(toys.sum_sound, rows_of, [4])
-    with pytest.raises(UserError, match="no batch size"):
-        check(toys.sum_sound, rows_of, ["a", "b"])
-    with pytest.raises(UserError, match=r"over=\[2, 2\] holds one size"):
-        check(toys.sum_sound, rows_of, [2, 2])
-
-
-def test_a_weight_as_long_as_a_batch_is_not_taken_for_one() -> None:
-    """[4, K] in a batch of 4: the same weight in every batch, and no row of it belongs to a request."""
-    weight = rows_of(4)
-    run = check(
-        lambda x, w: torch.stack([w.double() @ r.double() for r in x]), lambda M: (rows_of(M), weight), [4, 2, 8]
-    )
-    assert finding(run) == Finding.CLEAN
+    refused: list[tuple[Any, Any, list[Any], str]] = [
+        (toys.sum_sound, lambda size: torch.rand(size, WIDTH, generator=drawn), [1, 2], "called again"),
+        (toys.sum_sound, by_size, [2, 4], "first 2 rows"),
+        (toys.rms_norm_sound, other_weight, [1, 2], "argument weight"),
+        (toys.sum_sound, rows_of, [4], "compares nothing"),
+        (toys.sum_sound, rows_of, ["a", "b"], "no batch size"),
+        (toys.sum_sound, rows_of, [2, 2], r"over=\[2, 2\] holds one size"),
+    ]
+    for function, make_inputs, over, said in refused:
+        with pytest.raises(UserError, match=said):
+            check(function, make_inputs, over)
 
 
 def test_select_says_what_is_compared() -> None:
@@ -127,28 +108,27 @@ def test_select_says_what_is_compared() -> None:
 
 
 def test_wrong_is_wrong_however_identical() -> None:
-    """The oracle's shape, its size, inputs written to, fewer rows than requests."""
-
-    def oracle(x: torch.Tensor) -> torch.Tensor:
-        return x.double().sum(-1)
-
-    sizes = [1, 2, 4]
-    assert finding(check(lambda x: x.sum(-1) * 0, rows_of, sizes, oracle=oracle, allowed=1e-3)) == Finding.WRONG
-    assert finding(check(toys.sum_sound, rows_of, sizes, oracle=oracle, allowed=1e-3)) == Finding.CLEAN
-    assert finding(check(lambda x: x.mul_(1.0).add_(1).sum(-1), rows_of, sizes)) == Finding.WRONG
-    assert finding(check(lambda x: x.sum(-1) * torch.nan, rows_of, sizes, oracle=oracle)) == Finding.WRONG
-    assert finding(check(lambda x: x[:3].sum(-1), rows_of, sizes)) == Finding.WRONG
-    assert finding(check(lambda x: x.sum(-1, keepdim=True), rows_of, sizes, oracle=oracle)) == Finding.WRONG
-
-
-def test_nothing_and_nan_are_wrong_though_they_agree_with_themselves() -> None:
-    """Empty results of any kind, and results without a number in them; a single infinity is only told."""
-    sizes = [1, 2, 4]
-    for run in (
-        check(lambda x: x[:0], rows_of, sizes),
-        check(lambda x: x[:, :0], rows_of, sizes),
-        check(toys.sum_sound, rows_of, sizes, select=lambda out, _: out[:0]),
-    ):
+    """The oracle's shape, its size, inputs written to, fewer rows than requests; empty results of any kind, and results
+    without a number in them. A single infinity is only told."""
+    sizes: list[Any] = [1, 2, 4]
+    oracle: dict[str, Any] = {"oracle": lambda x: x.double().sum(-1)}
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        (lambda x: x.sum(-1) * 0, oracle | {"allowed": 1e-3}),
+        (lambda x: x.mul_(1.0).add_(1).sum(-1), {}),
+        (lambda x: x.sum(-1) * torch.nan, oracle),
+        (lambda x: x[:3].sum(-1), {}),
+        (lambda x: x.sum(-1, keepdim=True), oracle),
+    ]
+    assert [finding(check(function, rows_of, sizes, **how)) for function, how in wrong] == [Finding.WRONG] * 5
+    assert finding(check(toys.sum_sound, rows_of, sizes, allowed=1e-3, **oracle)) == Finding.CLEAN
+    empty = {"select": lambda out, _: out[:0]}
+    nothing: list[tuple[Any, dict[str, Any]]] = [
+        (lambda x: x[:0], {}),
+        (lambda x: x[:, :0], {}),
+        (toys.sum_sound, empty),
+    ]
+    for function, how in nothing:
+        run = check(function, rows_of, sizes, **how)
         assert finding(run) == Finding.WRONG
         assert run.rows[0].reason == "it gave nothing: an empty result compares nothing"
     nan = check(lambda x: x * torch.nan, rows_of, sizes)
@@ -159,13 +139,8 @@ def test_nothing_and_nan_are_wrong_though_they_agree_with_themselves() -> None:
     assert (finding(masked), masked.rows[0].nonfinite) == (Finding.CLEAN, 1)
     shared = check(lambda x: x * torch.nan, rows_of, sizes, oracle=lambda x: x.double() * torch.nan)
     assert finding(shared) == Finding.CLEAN
-
-
-def test_a_kernel_that_fails_is_no_pass() -> None:
-    """What it raised is the row's reason, and nothing was compared."""
-    run = check(toys.failing, rows_of, [1, 2])
-    assert run.rows[0].reason == "RuntimeError: the kernel failed"
-    assert finding(run) == Finding.UNTESTED
+    failed = check(toys.failing, rows_of, [1, 2])  # a kernel that fails is no pass: nothing was compared
+    assert (failed.rows[0].reason, finding(failed)) == ("RuntimeError: the kernel failed", Finding.UNTESTED)
 
 
 FORMS = """
@@ -173,30 +148,24 @@ import torch
 
 right = torch.nn.functional.linear
 
-
 def product(a, b):
     return a @ b
-
 
 def tutorial(a, b):
     assert a.shape[1] == b.shape[0], "Incompatible dimensions"
     return a @ b
 
-
 def turned(x, weight, bias=None):
     return right(x, weight, bias).T
-
 
 def short(x, weight, bias=None):
     if x.dtype != torch.float32:
         raise TypeError("takes float32 as its argument")
     return right(x, weight, bias)
 
-
 def once(x, weight, bias=None, calls=[]):
     calls.append(x)
     return right(x, weight, bias) + (len(calls) == 1)
-
 
 def late(x, weight, bias=None):
     if x.shape[0] > 8:
@@ -206,66 +175,54 @@ def late(x, weight, bias=None):
 LINEAR = ("--device", "cpu", "--k", "64", "--n", "48", "--m", "16", "--inputs", "order")
 
 
-@pytest.mark.parametrize(
-    ("name", "fault", "jobs"),
-    [
+def test_a_function_of_another_form_stops_every_caller_at_one_call(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it takes, what it is called with and how to write it; no run file stays, whoever was measured before it.
+    `certify`, `check_operator` and the assertion of a test suite say the same line."""
+    (tmp_path / "forms_1.py").write_text(FORMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, fault, jobs in (
         ("product", "mat1 and mat2 shapes cannot be multiplied (8x64 and 48x64)", "1"),
         ("product", "mat1 and mat2 shapes cannot be multiplied (8x64 and 48x64)", "2"),
         ("tutorial", "AssertionError: Incompatible dimensions", "1"),
         ("turned", "linear gave the shape (48, 8), not (8, 48)", "1"),
-    ],
-)
-def test_a_function_of_another_form_stops_at_one_call(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: str, jobs: str
-) -> None:
-    """What it takes, what it is called with and how to write it; no run file stays, whoever was measured before it."""
-    (tmp_path / "forms_1.py").write_text(FORMS)
-    monkeypatch.syspath_prepend(tmp_path)
-    impls = ("--impl", "stock", "--impl", f"forms_1:{name}")
-    code, _, err = run("probe", "linear", *impls, *LINEAR, "--jobs", jobs, "--out", "a.jsonl")
-    assert code == 2
-    line = err.splitlines()[-1]
-    assert "can't be called as linear is, with x [8, 64], weight [48, 64]: " in line
-    assert fault in line
-    assert "Write it as linear(x, weight, bias=None)" in line
-    assert not Path("a.jsonl").exists()
-
-
-def test_a_function_of_another_form_stops_every_caller(run: Any, tmp_path: Path) -> None:
-    """`certify`, `check_operator` and the assertion of a test suite say the same line, and leave no file."""
-    (tmp_path / "forms_3.py").write_text(FORMS)
-    name = "forms_3:product"
+    ):
+        impls = ("--impl", "stock", "--impl", f"forms_1:{name}")
+        code, _, err = run("probe", "linear", *impls, *LINEAR, "--jobs", jobs, "--out", "a.jsonl")
+        assert (code, Path("a.jsonl").exists()) == (2, False)
+        line = err.splitlines()[-1]
+        assert "can't be called as linear is, with x [8, 64], weight [48, 64]: " in line
+        assert fault in line
+        assert "Write it as linear(x, weight, bias=None)" in line
+    name = "forms_1:product"
     code, _, err = run("certify", "linear", "--class", "cpu-tiles", "--impl", name, *LINEAR, "--out", "a.jsonl")
     assert (code, Path("a.jsonl").exists()) == (2, False)
     assert f"nondet: --impl '{name}' takes (a, b), and can't be called as linear is, with x [1, 64]" in err
     product = load_object(name)
     for caller in (check_operator, assert_batch_invariant):
-        with pytest.raises(MisfitError, match=r"^forms_3:product takes \(a, b\), and can't be called as linear is"):
+        with pytest.raises(MisfitError, match=r"^forms_1:product takes \(a, b\), and can't be called as linear is"):
             caller(product, "linear", m=8, k=64, n=48, inputs=["order"])
     with pytest.raises(UserError, match=r"fn takes \(a, b\), and what make_inputs gives is 1 positional"):
         assert_batch_invariant(product, make_inputs=lambda m: torch.ones(m, 8), over=[1, 2])
 
 
-@pytest.mark.parametrize(("name", "failed"), [("short", True), ("late", True), ("once", False)])
-def test_errors_of_its_own_stay_rows(run: Any, tmp_path: Path, name: str, failed: bool) -> None:
+def test_errors_of_its_own_stay_rows(run: Any, tmp_path: Path) -> None:
     """A dtype that it does not support, or what it says after it has answered; and its first call is measured."""
     (tmp_path / "forms_2.py").write_text(FORMS)
-    code, _, err = run("probe", "linear", "--impl", f"forms_2:{name}", *LINEAR, "--out", "a.jsonl")
-    assert code == 0, err
-    rows = read_run(Path("a.jsonl")).rows
-    assert {"error"} <= {r.status for r in rows} if failed else rows[0].status == "divergent"
-    assert any(r.status == "identical" for r in rows)
-
-
-def first_angles(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """The fault of a rotary embedding that turns all requests by the angles of request 0."""
-    return x * angles[:1].cos()
+    for name in ("short", "late", "once"):
+        code, _, err = run("probe", "linear", "--impl", f"forms_2:{name}", *LINEAR, "--out", f"{name}.jsonl")
+        assert code == 0, err
+        rows = read_run(Path(f"{name}.jsonl")).rows
+        assert rows[0].status == "divergent" if name == "once" else {"error"} <= {r.status for r in rows}
+        assert any(r.status == "identical" for r in rows)
 
 
 def test_every_request_is_held_against_itself_in_the_largest_batch() -> None:
     """The leading rows agree, and every other request has other bits solo; sound functions pass, packed ones say so."""
     angles = torch.arange(8.0)[:, None]
-    faulty = check(first_angles, lambda size: (rows_of(size), angles[:size]), [1, 2, 8])
+    # the fault of a rotary embedding that turns all requests by the angles of request 0
+    faulty = check(lambda x, angles: x * angles[:1].cos(), lambda size: (rows_of(size), angles[:size]), [1, 2, 8])
     leading, each = faulty.rows
     assert (leading.status, each.status, each.values) == ("identical", "divergent", [1, 8])
     assert each.difference is not None

@@ -156,15 +156,10 @@ def test_no_worker_outlives_its_parent(tmp_path, number, copies):
 def _shared(monkeypatch: pytest.MonkeyPatch, probes: list[str]) -> tuple[SharedRun, list[list[int]]]:
     """One whose workers are no processes, and what they are given."""
     given: list[list[int]] = []
-    jobs, order = _plan(probes, ["stock"])
-    shared = SharedRun(jobs, order, set(), 2)
-
-    def start() -> None:
-        process = SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0)
-        pipe = SimpleNamespace(close=lambda: None, send=given.append)
-        shared._workers.append(Worker(process, pipe))
-
-    monkeypatch.setattr(shared, "_start", start)
+    shared = SharedRun(*_plan(probes, ["stock"]), set(), 2)
+    process = SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0)
+    pipes = {"close": lambda: None, "send": given.append}
+    monkeypatch.setattr(shared, "_start", lambda: shared._workers.append(Worker(process, SimpleNamespace(**pipes))))
     return shared, given
 
 
@@ -241,13 +236,7 @@ def test_a_gpu_that_takes_one_process_gets_one(monkeypatch, modes, several):
         nvmlDeviceGetHandleByIndex_v2=lambda place, handle: put(handle, place.value + 1),
         nvmlDeviceGetComputeMode=lambda handle, mode: put(mode, modes[handle.value - 1]),
     )
-
-    def load(_: str) -> Any:
-        if modes is None:
-            raise OSError("no driver")
-        return driver
-
-    monkeypatch.setattr("ctypes.CDLL", load)
+    monkeypatch.setattr("ctypes.CDLL", Mock(return_value=driver, side_effect=OSError if modes is None else None))
     assert _takes_several.__wrapped__() is several
     monkeypatch.setattr("nondet.probes.jobs._takes_several", lambda: several)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")

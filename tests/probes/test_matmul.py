@@ -8,6 +8,7 @@ import torch
 from nondet.core.registry import load_probe
 from nondet.probes.base import SWEEP, Options, sweep
 from nondet.probes.matmul import Matmul
+from nondet.probes.runner import plan_jobs, run_jobs
 from tests.build import tiers
 from tests.probes.toys import measure, statuses
 
@@ -15,33 +16,24 @@ SMALL = {"m": 32, "k": 512, "n": 16, "dtypes": ("float32",), "runs": 4}
 
 
 def test_split_by_m_is_flagged_where_it_begins():
-    """A kernel that splits K from 16 rows on: the class changes at 16, in the sweeps and in no other question."""
+    """A kernel that splits K from 16 rows on: the class changes at 16, in the sweeps and in no other question. With
+    --m 3 there are 16 rows in batches of up to 3, and no case fails."""
     rows = measure("matmul", "linear_splits_by_m", **SMALL, inputs=("bell", "order"))
     for kind, asked in {"bell": sweep(32, Options()), "order": list(range(1, 33))}.items():
         row = rows[f"16 rows in batches of M, K=512 N=16, {kind} [float32]"]
-        assert row.status == "divergent"
-        assert row.distinct == 2
+        assert (row.status, row.distinct) == ("divergent", 2)
         assert [value for value, label in zip(row.values, row.labels, strict=True) if label] == asked[asked.index(16) :]
     for varied in ("position", "run", "history", "neighbour_values", "alignment"):
         assert statuses(rows, varied=varied) == {"identical"}
-
-
-def test_fewer_rows_than_are_compared_are_a_sweep_too():
-    """--m 3: 16 rows in batches of up to 3, and no case fails."""
     assert "error" not in statuses(measure("matmul", "linear_splits_by_m", **(SMALL | {"m": 3})))
 
 
-def test_stream_k_is_flagged_by_the_place():
-    """A kernel that cuts K by the row's place: every place among 32 has the class of its cut."""
+def test_a_fault_of_the_place_or_of_later_rows_is_flagged():
+    """A kernel that cuts K by the row's place: every place among 32 has the class of its cut. One that computes row 0
+    alike in every batch, and the last rows of a large one in another order, is seen too."""
     rows = measure("matmul", "linear_stream_k", **SMALL, asked={"position"})
     row = next(r for r in rows.values() if r.varied == "position")
-    assert row.status == "divergent"
-    assert row.values == list(range(32))
-    assert row.labels == [i % 3 for i in range(32)]
-
-
-def test_a_dependence_of_rows_after_the_first_is_seen():
-    """A kernel that computes row 0 alike in every batch, and the last rows of a large one in another order."""
+    assert (row.status, row.values, row.labels) == ("divergent", list(range(32)), [i % 3 for i in range(32)])
     rows = measure("matmul", "linear_tail_rows", **SMALL, inputs=("order",), asked={"batch_size"})
     assert statuses(rows, varied="batch_size", inputs="order") == {"divergent"}
 
@@ -76,14 +68,11 @@ def test_linspace_case_is_the_post_s():
     probe = Matmul()
     case = next(c for c in probe.cases(Options()) if c.inputs == "linspace")
     inputs = probe.prepare(case, "cpu", 0)
-    assert inputs["x"].shape == (64, 4096)
+    assert inputs["x"].dtype == torch.float32
     assert torch.equal(inputs["x"], torch.linspace(-1000, 1000, 2048 * 4096).reshape(2048, 4096)[:64])
     assert torch.equal(inputs["w"], torch.linspace(-1000, 1000, 4096 * 4096).reshape(4096, 4096)[:, :512])
-    assert inputs["x"][0, 0] == inputs["w"][0, 0] == -1000
-    assert inputs["x"].dtype == torch.float32
-    assert case.data["values"] == [1, 64]
     whole = next(c for c in probe.cases(Options(full=True)) if c.inputs == "linspace")
-    assert whole.data["values"] == [1, 2048]
+    assert (case.data["values"], whole.data["values"]) == ([1, 64], [1, 2048])
     assert not any(c.inputs == "linspace" for c in probe.cases(Options(**SMALL)))
 
 
@@ -92,33 +81,27 @@ def test_linspace_figure_of_the_post():
     """1669.25, the post's own figure: measured on one H200, so other GPUs need not show it."""
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("the figure is an H200's")
-    from nondet.probes.runner import plan_jobs, run_jobs
-
     jobs = [j for j in plan_jobs(["matmul"], ["stock"], Options(device="cuda")) if j.case.inputs == "linspace"]
     (row,) = run_jobs(jobs, 0, set())
     assert row.difference.max_abs == 1669.25
 
 
+def swept(**options) -> list[list[int]]:
+    """The batches of the plain layout's sweeps of the inputs that show an order."""
+    cases = [c for c in Matmul().cases(Options(**options)) if (c.inputs, c.varied) == ("order", "batch_size")]
+    return [c.data["values"] for c in cases if not c.data["layout"]]
+
+
 def test_sizes_from_the_command_line():
-    """--m is the largest of the sweep, one of --k and --n stands for both, and a model's layers are all asked about."""
-    cases = [c for c in Matmul().cases(Options(m=10, k=64)) if c.inputs == "order" and c.varied == "batch_size"]
-    cases = [c for c in cases if not c.data["layout"]]
-    assert cases[0].shape == {"M": 10, "N": 64, "K": 64}
-    assert cases[0].data["values"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    """--m is the largest of the sweep, one of --k and --n stands for both, and a model's layers are all asked about.
+    `full` goes up to M = 4096 on a CPU too, and every M up to 512 is tried there."""
+    assert swept(m=10, k=64)[0] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert {(c.shape["K"], c.shape["N"]) for c in Matmul().cases(Options(m=10, k=64))} == {(64, 64)}
     layers = (("q_proj", 32, 64), ("o_proj", 64, 32))
     assert {(c.shape["K"], c.shape["N"]) for c in Matmul().cases(Options(layers=layers))} == {(32, 64), (64, 32)}
-
-
-def test_full_sweep_is_longer():
-    """`full` goes up to M = 4096 on a CPU too, and every M up to 512 is tried there."""
-    sweeps = [
-        case.data["values"]
-        for case in Matmul().cases(Options(full=True, k=8))
-        if case.varied == "batch_size" and case.inputs == "order" and not case.data["layout"]
-    ]
-    assert sweeps
-    for values in sweeps:
-        assert (values[:512], values[-1]) == (list(range(1, 513)), 4096)
+    full = swept(full=True, k=8)
+    assert full
+    assert all((values[:512], values[-1]) == (list(range(1, 513)), 4096) for values in full)
 
 
 @pytest.mark.parametrize("probe", ["matmul", "grouped-matmul", "softmax"])
@@ -141,10 +124,8 @@ def test_sizes_are_drawn_where_the_user_chose_the_others(probe):
 def test_a_function_without_a_bias_is_not_asked_for_one():
     """What it can't be asked is skipped, and no fault: the reason says what it takes."""
     rows = measure("matmul", "linear_without_bias", **SMALL, asked={"batch_size"})
-    rows = [r for name, r in rows.items() if ", bias," in name]
-    assert rows
-    assert {r.status for r in rows} == {"skipped"}
-    assert all("too many positional arguments" in r.reason for r in rows)
+    biased = [r for name, r in rows.items() if ", bias," in name]
+    assert {(r.status, "too many positional arguments" in r.reason) for r in biased} == {("skipped", True)}
 
 
 def test_case_names_are_unique_and_readable():
@@ -185,8 +166,6 @@ def test_a_map_looks_at_every_row_of_a_call():
 @pytest.mark.parametrize("impl", ["stock", "invariant"])
 def test_a_whole_weight_is_mapped_on_a_gpu(impl):
     """Every M up to 512 of an 8B model's down_proj: one line of a map, kernels named; `invariant` has one class."""
-    from nondet.probes.runner import plan_jobs, run_jobs
-
     options = Options(device="cuda", map="mn", k=12288, n=4096, dtypes=("bfloat16",))
     jobs = plan_jobs(["matmul"], [impl], options)
     (row,) = run_jobs(jobs[-1:], 0, set())
@@ -203,16 +182,15 @@ def test_what_a_larger_batch_left_behind_is_a_moment_s():
     assert statuses(measure("matmul", "linear_by_width", asked=("history",), **SMALL)) == {"identical"}
 
 
-@pytest.mark.parametrize(
-    ("toy", "layout"),
-    [("linear_columns_of_x", "x stored [K, M]"), ("linear_part_of_a_weight", "rows of a fused weight")],
-)
-def test_a_layout_that_changes_the_order_is_flagged_there(toy, layout):
+def test_a_layout_that_changes_the_order_is_flagged_there():
     """x by columns, as a transposed activation, and rows of a fused weight: no other layout shows the fault."""
-    rows = measure("matmul", toy, asked=("batch_size",), **SMALL)
-    assert {name.partition(", K=")[0] for name, row in rows.items() if row.status == "divergent"} == {
-        f"16 rows in batches of M, {layout}"
-    }
+    for toy, layout in (
+        ("linear_columns_of_x", "x stored [K, M]"),
+        ("linear_part_of_a_weight", "rows of a fused weight"),
+    ):
+        rows = measure("matmul", toy, asked=("batch_size",), **SMALL)
+        shown = {name.partition(", K=")[0] for name, row in rows.items() if row.status == "divergent"}
+        assert shown == {f"16 rows in batches of M, {layout}"}
 
 
 def test_every_batch_up_to_128_and_some_above_256_are_asked_at_one_layer():

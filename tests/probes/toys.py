@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,8 +20,6 @@ from nondet.core.records import Row
 from nondet.probes import base
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
-
-# Attention with a known fault, and sound forms. See `tests.probes.toys`.
 
 
 def attention_sound(
@@ -59,50 +57,47 @@ def _blocks(
     return (total / mass).to(q.dtype)
 
 
-def _attention_in_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, edges: list[int], **form: Any
-) -> torch.Tensor:
-    scale, causal = form.get("scale"), form.get("causal", True)
-    groups, cached = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+def _attention_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, width: int, **form: Any) -> torch.Tensor:
+    """Blocks of so many keys; of those in the cache, and of the new ones, where `apart` says so."""
+    scale, causal, total = form.get("scale"), form.get("causal", True), k.shape[2]
+    groups, cached = q.shape[1] // k.shape[1], total - q.shape[2]
+    starts = [0, cached] if form.get("apart") else [0]
+    edges = [edge for a, b in itertools.pairwise([*starts, total]) for edge in range(a, b, width)]
     keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    requests = []
-    for b in range(q.shape[0]):
-        ends = [cached + i + 1 if causal else k.shape[2] for i in range(q.shape[2])]
-        rows = [_blocks(q[b, :, i], keys[b], values[b], edges, end, scale) for i, end in enumerate(ends)]
-        requests.append(torch.stack(rows, 1))
-    return torch.stack(requests)
+    ends = [cached + i + 1 if causal else total for i in range(q.shape[2])]
+    return torch.stack(
+        [
+            torch.stack(
+                [_blocks(q[b, :, i], keys[b], values[b], [*edges, total], end, scale) for i, end in enumerate(ends)], 1
+            )
+            for b in range(q.shape[0])
+        ]
+    )
 
 
 def attention_cache_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **form: Any) -> torch.Tensor:
     """Faulty as the post has it: cached keys in blocks of 32, then the new ones in blocks of 32 of their own."""
-    cached, total = k.shape[2] - q.shape[2], k.shape[2]
-    return _attention_in_blocks(q, k, v, [*range(0, cached, 32), *range(cached, total, 32), total], **form)
+    return _attention_in_blocks(q, k, v, 32, apart=True, **form)
 
 
 def attention_anchored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **form: Any) -> torch.Tensor:
     """Sound: blocks of 32 counted from the first key, wherever the cache ends."""
-    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], 32), k.shape[2]], **form)
+    return _attention_in_blocks(q, k, v, 32, **form)
 
 
 def attention_splits_by_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Faulty: the keys are split in a fixed number of parts, which follows from the batch."""
-    parts = 8 if q.shape[0] < 4 else 2
-    width = -(-k.shape[2] // parts)
-    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], width), k.shape[2]])
+    return _attention_in_blocks(q, k, v, -(-k.shape[2] // (8 if len(q) < 4 else 2)))
 
 
 def attention_tile_by_longest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Faulty: blocks of 32 keys, and of 48 once the longest query of the batch has 64 tokens."""
-    width = 48 if q.shape[2] >= 64 else 32
-    return _attention_in_blocks(q, k, v, [*range(0, k.shape[2], width), k.shape[2]])
+    return _attention_in_blocks(q, k, v, 48 if q.shape[2] >= 64 else 32)
 
 
 def _tile_by_longest_of_all(requests: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     width = 48 if max(q.shape[1] for q, _, _ in requests) >= 64 else 32
-    return [
-        _attention_in_blocks(q[None], k[None], v[None], [*range(0, k.shape[1], width), k.shape[1]])[0]
-        for q, k, v in requests
-    ]
+    return [_attention_in_blocks(q[None], k[None], v[None], width)[0] for q, k, v in requests]
 
 
 def attention_ragged_tile(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -125,8 +120,6 @@ def attention_shared_maximum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
     scale = k.float().abs().amax() / 127.0
     return attention_sound(q, (torch.round(k.float() / scale) * scale).to(k.dtype), v)
 
-
-# Products with a known fault, and sound ones. See `tests.probes.toys`.
 
 STATE: dict[Any, Any] = {}
 
@@ -188,10 +181,8 @@ def linear_without_bias(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return linear_sound(x, w)
 
 
-@of_parts
-def linear_in_order(*_: torch.Tensor) -> int:
-    """Sound: each row by itself in float32, K in four parts whatever the batch."""
-    return 4
+# Sound: each row by itself in float32, K in four parts whatever the batch.
+linear_in_order = of_parts(lambda *_: 4)
 
 
 @of_parts
@@ -213,10 +204,8 @@ def linear_tail_rows(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.cat([in_parts(rows[:body], w, 1), in_parts(rows[body:], w, 4)])
 
 
-@of_parts
-def linear_unsteady(*_: torch.Tensor) -> int:
-    """Faulty: another split at each call."""
-    return 1 + count() % 3
+# Faulty: another split at each call.
+linear_unsteady = of_parts(lambda *_: 1 + count() % 3)
 
 
 @of_rows
@@ -226,16 +215,8 @@ def linear_shared_scale(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return linear_sound((torch.round(rows.float() / scale) * scale).to(rows.dtype), w)
 
 
-@of_parts
-def linear_by_address(rows: torch.Tensor, _: torch.Tensor) -> int:
-    """Faulty: operands at an unaligned address take another order."""
-    return 4 if rows.data_ptr() % 16 else 1
-
-
-def linear_one_buffer(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Faulty: every result of a shape is the same memory."""
-    out = linear_sound(x, w, bias)
-    return STATE.setdefault(("buffer", out.shape, out.dtype), out.clone()).copy_(out)
+# Faulty: operands at an unaligned address take another order.
+linear_by_address = of_parts(lambda rows, _: 4 if rows.data_ptr() % 16 else 1)
 
 
 def linear_remembers_weights(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -258,29 +239,26 @@ def linear_grows(rows: torch.Tensor, _: torch.Tensor) -> int:
     return 4 if STATE["rows"] > 200 else 1
 
 
-@of_parts
-def linear_tuned_by_the_first(rows: torch.Tensor, w: torch.Tensor) -> int:
-    """Faulty: as an autotuner keyed on K and N, whose first call's number of rows decides for all."""
-    parts: int = STATE.setdefault(("first", *w.shape), 4 if len(rows) > 1 else 1)
-    return parts
+# Faulty: as an autotuner keyed on K and N, whose first call's number of rows decides for all.
+linear_tuned_by_the_first = of_parts(lambda rows, w: STATE.setdefault(("first", *w.shape), 4 if len(rows) > 1 else 1))
+# Sound: how K is split follows from N, whatever the batch.
+linear_by_width = of_parts(lambda _, w: 1 + len(w) % 3)
+# Faulty where x is stored by columns: from 3 rows on K is split.
+linear_columns_of_x = of_parts(lambda rows, _: 4 if len(rows) > 2 and rows.stride(0) == 1 else 1)
+# Faulty where w is rows of a larger weight, as q of a fused one: from 3 rows on K is split.
+linear_part_of_a_weight = of_parts(
+    lambda rows, w: 4 if len(rows) > 2 and w.storage_offset() and w.is_contiguous() else 1
+)
 
 
-@of_parts
-def linear_by_width(_: torch.Tensor, w: torch.Tensor) -> int:
-    """Sound: how K is split follows from N, whatever the batch."""
-    return 1 + len(w) % 3
+def changed(product: Callable[..., torch.Tensor], change: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
+    """A linear layer whose result something is done to."""
 
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+        out: torch.Tensor = change(product(x, w, bias))
+        return out
 
-@of_parts
-def linear_columns_of_x(rows: torch.Tensor, _: torch.Tensor) -> int:
-    """Faulty where x is stored by columns: from 3 rows on K is split."""
-    return 4 if len(rows) > 2 and rows.stride(0) == 1 else 1
-
-
-@of_parts
-def linear_part_of_a_weight(rows: torch.Tensor, w: torch.Tensor) -> int:
-    """Faulty where w is rows of a larger weight, as q of a fused one: from 3 rows on K is split."""
-    return 4 if len(rows) > 2 and w.storage_offset() and w.is_contiguous() else 1
+    return linear
 
 
 def linear_wide_result(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -288,20 +266,15 @@ def linear_wide_result(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> t
     return linear_sound(x.float(), w.float(), None if bias is None else bias.float())
 
 
-def linear_fewer_rows(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Wrong: at most 24 rows come back."""
-    out = linear_sound(x, w, bias)
-    return out[:24]
-
-
-def linear_zeros(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Wrong: zeros, every time."""
-    return torch.zeros_like(linear_sound(x, w, bias))
-
-
-def linear_flipped(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Wrong: the sign is turned."""
-    return torch.neg(linear_sound(x, w, bias))
+# Wrong: at most 24 rows come back; zeros; the sign is turned; NaN, which equals NaN.
+linear_fewer_rows = changed(linear_sound, lambda out: out[:24])
+linear_zeros = changed(linear_sound, torch.zeros_like)
+linear_flipped = changed(linear_sound, torch.neg)
+linear_nan = changed(linear_sound, lambda out: torch.full_like(out, torch.nan))
+# Faulty: every result of a shape is the same memory.
+linear_one_buffer = changed(
+    linear_sound, lambda out: STATE.setdefault(("buffer", out.shape, out.dtype), out.clone()).copy_(out)
+)
 
 
 @of_rows
@@ -309,14 +282,6 @@ def linear_lost_tail(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Wrong: what K has beyond a multiple of 24 is left out."""
     kept = rows.shape[-1] // 24 * 24
     return linear_sound(rows[:, :kept], w[:, :kept])
-
-
-# ---- wrong otherwise
-
-
-def linear_nan(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Wrong: NaN, which equals NaN."""
-    return torch.full_like(linear_sound(x, w, bias), torch.nan)
 
 
 def linear_writes(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -329,23 +294,19 @@ def linear_writes(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.
 # ---- noise that is rare
 
 
-def linear_every_fifth(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Faulty: every fifth call is a few ULP off, by the same amount, so that there are two classes."""
-    return _off_every(5, linear_every_fifth, linear_sound(x, w, bias))
+def _off_every(time: int) -> Any:
+    """Faulty: every so many calls one is a few ULP off, by the same amount, so that there are two classes."""
+
+    def linear(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
+        rare.calls += 1
+        return linear_sound(x, w, bias) * (1 if rare.calls % time else 1 + 2.0**-21)
+
+    rare: Any = linear
+    rare.calls = 0
+    return linear
 
 
-def linear_rarely(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Faulty: one call in 97 is a few ULP off."""
-    return _off_every(97, linear_rarely, linear_sound(x, w, bias))
-
-
-def _off_every(time: int, function: Any, out: torch.Tensor) -> torch.Tensor:
-    function.calls += 1
-    return out if function.calls % time else out * (1 + 2.0**-21)
-
-
-for _rare in (linear_every_fifth, linear_rarely):
-    _rare.calls = 0  # type: ignore[attr-defined] # a counter is what makes it rare
+linear_every_fifth, linear_rarely = _off_every(5), _off_every(97)
 
 
 def linear_exits(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -366,10 +327,8 @@ def measure(
         between: Other calls before the last variant of a history, fewer than a user's.
     """
     forget()
-    operator, _, function = toy.rpartition("=")
-    jobs = plan_jobs(
-        [probe], [f"{operator}={__name__}:{function}" if operator else f"{__name__}:{toy}"], Options(**options)
-    )
+    operator, equals, function = toy.rpartition("=")
+    jobs = plan_jobs([probe], [f"{operator}{equals}{__name__}:{function}"], Options(**options))
     jobs = [job for job in jobs if asked is None or job.case.varied in asked]
     with mock.patch.object(base, "OTHER_CALLS", between):
         return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
@@ -394,30 +353,28 @@ def _row_sum(x: torch.Tensor) -> torch.Tensor:
     return x[:, 0]
 
 
+# Faulty, see `_row_sum`.
+
+
 def sum_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Faulty, see `_row_sum`."""
     return _row_sum(x).to(x.dtype)
 
 
 def mean_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Faulty, see `_row_sum`."""
     return (_row_sum(x) / x.shape[-1]).to(x.dtype)
 
 
 def rms_norm_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Faulty, see `_row_sum`."""
     scale = torch.rsqrt(_row_sum(x.float().square()) / x.shape[-1] + 1e-6)[:, None]
     return (x * scale * weight).to(x.dtype)
 
 
 def softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Faulty, see `_row_sum`."""
     grown = torch.exp(x.double() - x.double().amax(-1, keepdim=True)).float()
     return (grown / _row_sum(grown)[:, None]).to(x.dtype)
 
 
 def log_softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Faulty, see `_row_sum`."""
     shifted = x.double() - x.double().amax(-1, keepdim=True)
     return (shifted.float() - _row_sum(torch.exp(shifted).float()).double().log().float()[:, None]).to(x.dtype)
 
@@ -454,21 +411,13 @@ def rms_norm_sound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # ---- split-K
 
 
-def _parts(a: torch.Tensor, b: torch.Tensor, cuts: list[int]) -> list[torch.Tensor]:
-    edges = zip([0, *cuts], [*cuts, a.shape[1]], strict=True)
-    return [a[:, i:j].float() @ b[i:j].float() for i, j in edges]
-
-
 def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
     """Faulty, as split-K is: the bits follow from the number of parts, and unordered from chance."""
     width = -(-a.shape[1] // splits)
-    parts = _parts(a, b, list(range(width, a.shape[1], width)))
+    parts = [x.float() @ w.float() for x, w in zip(a.split(width, 1), b.split(width), strict=True)]
     if not ordered:
         _ORDER.shuffle(parts)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(a.dtype)
+    return functools.reduce(torch.add, parts).to(a.dtype)
 
 
 def split_k_that_forgets(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> torch.Tensor:
@@ -479,15 +428,11 @@ def split_k_that_forgets(a: torch.Tensor, b: torch.Tensor, *, splits: int, order
 
 def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 64) -> torch.Tensor:
     """Sound: the workers share chunks of one size, which are added in order, each result in its own place."""
-    chunks: list[torch.Tensor | None] = [None] * -(-a.shape[1] // chunk)
+    pairs = list(zip(a.float().split(chunk, 1), b.float().split(chunk), strict=True))
+    chunks: dict[int, torch.Tensor] = {}
     for worker in range(workers):
-        for i in range(worker, len(chunks), workers):
-            chunks[i] = a[:, i * chunk : (i + 1) * chunk].float() @ b[i * chunk : (i + 1) * chunk].float()
-    total = torch.zeros(a.shape[0], b.shape[1])
-    for part in chunks:
-        assert part is not None
-        total = total + part
-    return total.to(a.dtype)
+        chunks |= {i: pairs[i][0] @ pairs[i][1] for i in range(worker, len(pairs), workers)}
+    return functools.reduce(torch.add, (chunks[i] for i in range(len(pairs)))).to(a.dtype)
 
 
 # ---- grouped_matmul
@@ -528,28 +473,22 @@ def grouped_leaves_later_rows(x: torch.Tensor, weight: torch.Tensor, offsets: to
 # ---- atomics
 
 
-def adds(method: str, order: Callable[[int], list[int]]) -> Callable[..., torch.Tensor]:
+def adds(method: str, order: Callable[[int], Sequence[int]]) -> Callable[..., torch.Tensor]:
     """index_add or scatter_add, whose sources come in this order."""
 
     def add(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        at = order(len(index))
+        at = list(order(len(index)))
         out: torch.Tensor = getattr(target, method)(0, index[at], source[at])
         return out
 
     return add
 
 
-def _in_order(sources: int) -> list[int]:
-    return list(range(sources))
-
-
-def _any_order(sources: int) -> list[int]:
-    return _ORDER.sample(range(sources), sources)
-
-
-index_add_atomic, scatter_add_atomic = (adds(method, _any_order) for method in ("index_add", "scatter_add"))
-index_add_sound, scatter_add_sound = (adds(method, _in_order) for method in ("index_add", "scatter_add"))
-index_add_turns = adds("index_add", lambda n: _in_order(n)[:: 1 if n < 200 else -1])  # from 200 sources on backwards
+index_add_atomic, scatter_add_atomic = (
+    adds(method, lambda n: _ORDER.sample(range(n), n)) for method in ("index_add", "scatter_add")
+)
+index_add_sound, scatter_add_sound = (adds(method, range) for method in ("index_add", "scatter_add"))
+index_add_turns = adds("index_add", lambda n: range(n)[:: 1 if n < 200 else -1])  # from 200 sources on backwards
 
 
 # ---- pointwise
@@ -579,31 +518,26 @@ def _no_blocks(scale_a: Any) -> None:
         raise NotImplementedError("no scales in blocks")
 
 
-def _promoted(interval: int, splits: int, a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
-    """In so many parts of K, each promoted every `interval` k: written anew, not by the kernel that is to find it."""
-    _no_blocks(scale_a)
-    whole = torch.zeros(a.shape[0], b.shape[1])
-    for part in torch.arange(a.shape[1]).chunk(splits):
-        total = torch.zeros_like(whole)
-        for ks in part.split(interval):
-            total += (a[:, ks].double() @ b[ks].double()).float()
-        whole += total
-    return (whole * (scale_a * scale_b)).to(dtype)
+def _promoted(form: Callable[[int], tuple[int, int]]) -> Callable[..., torch.Tensor]:
+    """Of so many rows: promoted every so many k, in so many parts of K: written anew, not by the kernel under test."""
+
+    def product(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
+        _no_blocks(scale_a)
+        interval, splits = form(len(a))
+        whole = torch.zeros(a.shape[0], b.shape[1])
+        for part in torch.arange(a.shape[1]).chunk(splits):
+            total = torch.zeros_like(whole)
+            for ks in part.split(interval):
+                total += (a[:, ks].double() @ b[ks].double()).float()
+            whole += total
+        return (whole * (scale_a * scale_b)).to(dtype)
+
+    return product
 
 
-def fp8_sound(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
-    """Sound: promoted every 128 k."""
-    return _promoted(128, 1, a, b, scale_a, scale_b, dtype)
-
-
-def fp8_promotes_sooner(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
-    """Faulty: promoted every 128 k, but every 64 from 48 rows on."""
-    return _promoted(64 if len(a) >= 48 else 128, 1, a, b, scale_a, scale_b, dtype)
-
-
-def fp8_splits(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
-    """Faulty: K in two parts from 64 rows on."""
-    return _promoted(128, 2 if len(a) >= 64 else 1, a, b, scale_a, scale_b, dtype)
+fp8_sound = _promoted(lambda _: (128, 1))
+fp8_promotes_sooner = _promoted(lambda rows: (64 if rows >= 48 else 128, 1))  # faulty
+fp8_splits = _promoted(lambda rows: (128, 2 if rows >= 64 else 1))  # faulty: K in two parts from 64 rows on
 
 
 def fp8_coarse(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torch.Tensor:
@@ -621,7 +555,7 @@ def fp8_rescales(a: Any, b: Any, scale_a: Any, scale_b: Any, dtype: Any) -> torc
     _no_blocks(scale_a)
     wide = a.float() * scale_a
     one = wide.nan_to_num(0.0).abs().amax() / 448
-    return _promoted(128, 1, (wide / one).to(a.dtype), b, one, scale_b, dtype)
+    return fp8_sound((wide / one).to(a.dtype), b, one, scale_b, dtype)
 
 
 def quantize_by_batch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
