@@ -32,6 +32,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")] if p.name not in ("report.md", "speed.md"))
 COMMANDS = typer.main.get_command(application()).commands  # type: ignore[attr-defined] # a group, as there are several commands
 _LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+# what a probe's page quotes
+_RUN = re.compile(r"\(\[run\]\(\.\./evidence/([\w/-]+)\.jsonl\.gz\)\):")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -122,8 +124,7 @@ def test_commands_in_the_text_can_be_typed() -> None:
 @pytest.fixture(scope="module")
 def probed() -> dict[str, list[tuple[str, str, str]]]:
     """Probe -> what its evidence comes to: [("stock", "19", "43"), ...]."""
-    runs = ["h200/probes", "cpu/probes"]
-    runs += [f"cpu/probe-{name}" for name in ("all-reduce", "backward", "logits", "order", "scaled-matmul")]
+    runs = sorted({run for page in DOCS.glob("probes/*.md") for run in _RUN.findall(page.read_text(encoding="utf-8"))})
     counts: dict[str, list[tuple[str, str, str]]] = {}
     for run in runs:
         for section in probes_of(read_run(DOCS / "evidence" / f"{run}.jsonl.gz").rows):
@@ -145,7 +146,7 @@ def test_every_probe_has_a_page(probed: dict[str, list[tuple[str, str, str]]]) -
         text = re.split(rf"^##? {name}$", text, flags=re.MULTILINE)[1]
         for part in (f"nondet probe {name}", f"]({name}.png)"):
             assert part in text, name
-        run = re.search(r"\(\[run\]\(\.\./evidence/([\w/-]+)\.jsonl\.gz\)\):", text)
+        run = _RUN.search(text)
         assert run is not None, name
         counts = probed[f"{name} in {run.group(1)}"]
         assert counts

@@ -74,8 +74,9 @@ def test_names_are_told_apart() -> None:
 
 def test_an_operator_declared_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lines for one name are a mistake, not a choice of the later one."""
+    first = next(iter(declared()))
     monkeypatch.setattr(registry, "DECLARATIONS", (*registry.DECLARATIONS, registry.DECLARATIONS[0]))
-    with pytest.raises(ValueError, match="declared twice: linear"):
+    with pytest.raises(ValueError, match=f"declared twice: {first}"):
         declared()
 
 

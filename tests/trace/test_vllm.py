@@ -17,7 +17,9 @@ from torch import nn
 from nondet.cli import main
 from nondet.core.records import Control, Culprit, TraceVerdict
 from nondet.core.runfile import read_run
+from nondet.errors import UserError
 from nondet.sampling.plan import Load, Outcome, Request, Session, Span, parse_load
+from nondet.services.trace import TraceRequest
 from nondet.trace.search import Arm
 from nondet.trace.vllm import VllmTrace, parts_of
 
@@ -279,6 +281,12 @@ def test_what_it_can_not_do_is_one_line(
         assert main(["trace", "--engine", "vllm", "--device", "cpu", *argv, "--out", "t.jsonl"]) == 2
         assert says in capsys.readouterr().err
         assert not (tmp_path / "t.jsonl").exists()
+
+
+def test_an_engine_that_only_samples_is_refused() -> None:
+    """`nondet sample` and `nondet trace` share a table of engines: transformers never stands in for another."""
+    with pytest.raises(UserError, match="--engine other can't be traced"):
+        TraceRequest._check(SimpleNamespace(engine="other"))  # type: ignore[arg-type] # an engine that is to come
 
 
 @pytest.mark.vllm
