@@ -474,7 +474,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
     float16, bfloat16 and float32 (accumulated in float32, in IEEE arithmetic) or float64 (in float64). The order is a
     chain over K in one accumulator, rounded once: the bits of a row are those of
-    `nondet.kernels.matmul.cuda.matmul(row, weight[g])`, so they depend only on the row and its weight. Rows
+    `nondet.kernels.matmul.triton_kernels.matmul_chain`, so they depend only on the row and its weight. Rows
     after the last offset belong to no weight and give zeros. Offsets are read only on the device: they have to ascend,
     and what is beyond R is cut. Forward only. NotImplementedError also where no kernel is proven (see `proven`).
     """
