@@ -18,8 +18,6 @@ from nondet.kernels.dispatch.operators import FAMILIES, OPERATORS
 from nondet.kernels.dispatch.state import Leave, kernels_for
 from tests.build import DEVICE, accuracy_bound, bell
 
-DEVICES = ("cpu", "cuda")
-
 
 @pytest.mark.slow
 def test_declarations_are_read_without_torch() -> None:
@@ -28,12 +26,11 @@ def test_declarations_are_read_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_invariant_of_an_operator_is_one_function(device: str) -> None:
+def test_the_invariant_of_an_operator_is_one_function() -> None:
     """What the registry calls invariant is what replacements get as `kernels.NAME`."""
     for name in (name for name, operator in operators().items() if operator.implementation(INVARIANT)):
-        call = load_implementation(name, "invariant", device).call
-        assert getattr(kernels_for(device), name) is call
+        for device in ("cpu", "cuda"):
+            assert getattr(kernels_for(device), name) is load_implementation(name, "invariant", device).call, device
 
 
 def test_a_kernel_that_is_not_there_is_left_and_an_unknown_name_is_a_mistake() -> None:
@@ -61,8 +58,8 @@ def test_every_target_leads_somewhere() -> None:
         assert bool(operator.aten) == (operator.family is not None and not beyond), operator.name
 
 
-def test_names_are_told_apart() -> None:
-    """Operators, entries and aten names are unique: one of two would silently be the other."""
+def test_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators, entries, aten names and orders are unique: one of two would silently be the other."""
     entries = [entry for o in declared().values() for i in o.implementations for entry in i.entries]
     names = [*declared(), *entries]
     assert len(names) == len(set(names))
@@ -70,23 +67,15 @@ def test_names_are_told_apart() -> None:
     assert len(aten) == len(set(aten))
     assert sorted(aten) == sorted(name for family in OPERATORS.values() for name in family)
     assert list(OPERATORS) == list(FAMILIES)
-
-
-def test_an_operator_declared_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two lines for one name are a mistake, not a choice of the later one."""
-    first = next(iter(declared()))
-    monkeypatch.setattr(registry, "DECLARATIONS", (*registry.DECLARATIONS, registry.DECLARATIONS[0]))
-    with pytest.raises(ValueError, match=f"declared twice: {first}"):
-        declared()
-
-
-def test_orders_of_one_name_are_one_order() -> None:
-    """Classes are told apart by name alone, so two orders must not share one."""
     orders: dict[str, object] = {}
     for operator in declared().values():
         for claim in operator.claims:
             assert orders.setdefault(claim.order.name, claim.order) is claim.order
     assert orders.keys() == classes().keys()
+    first = next(iter(declared()))
+    monkeypatch.setattr(registry, "DECLARATIONS", (*registry.DECLARATIONS, registry.DECLARATIONS[0]))
+    with pytest.raises(ValueError, match=f"declared twice: {first}"):
+        declared()
 
 
 # Stock launchers: they are torch's operators, with the signatures that every implementation has.

@@ -81,13 +81,18 @@ def test_a_fused_step_is_the_one_of_rational_numbers(chip: str, dtype: str, kind
     assert (fused_step(a, b, c, dtype, unit) == np.array(expected, np.float32)).all()
 
 
-def test_a_step_cuts_and_does_not_round() -> None:
+def test_a_step_cuts_and_does_not_round_and_keeps_what_is_not_finite() -> None:
     """1 + 15 terms just below a unit of the last place each: lost one by one on Hopper, kept where nothing is cut."""
     a, b = np.ones((1, 16)), np.full((1, 16), 2.0**-26)
     b[0, 0] = 1.0
     assert fused_step(a, b, np.zeros(1), "bfloat16", UNITS["Hopper", "bfloat16"])[0] == 1.0
     kept = fused_step(a, b, np.zeros(1), "bfloat16", Unit(40, 16))[0]
     assert kept == np.float32(1.0 + 2.0**-23), "15 * 2^-26, cut to 23 bits"
+    a, b = np.ones((3, 16)), np.ones((3, 16))
+    a[0, 3], b[1, 2], a[2, 0], b[2, 0] = np.inf, np.nan, np.inf, 0.0
+    got = fused_step(a, b, np.zeros(3), "float16", UNITS["Hopper", "float16"])
+    assert got[0] == np.inf
+    assert np.isnan(got[1:]).all()
 
 
 def test_the_order_in_a_step_changes_nothing_and_that_of_steps_does() -> None:
@@ -100,16 +105,6 @@ def test_the_order_in_a_step_changes_nothing_and_that_of_steps_does() -> None:
     assert (fused_chain(a[:, across], b[:, across], np.zeros(500), "bfloat16", unit) != straight).any()
     by_tree = predict(chain(64, terms=16), a, b, Arithmetic(unit=unit, dtype="bfloat16"))
     assert (by_tree.astype(np.float32) == straight).all()
-
-
-def test_nothing_finite_comes_of_what_is_not() -> None:
-    unit = UNITS["Hopper", "float16"]
-    a = np.ones((3, 16))
-    b = a.copy()
-    a[0, 3], b[1, 2], a[2, 0], b[2, 0] = np.inf, np.nan, np.inf, 0.0
-    got = fused_step(a, b, np.zeros(3), "float16", unit)
-    assert got[0] == np.inf
-    assert np.isnan(got[1:]).all()
 
 
 def test_a_fused_multiply_add_is_the_c_library_s() -> None:

@@ -24,6 +24,8 @@ def test_what_masks_mean() -> None:
     for block, q, k in ((causal(1, 5), 0, 0), (causal(3, 7), 1, 5), (causal(2, 2), 4, 12)):
         packed[q : q + block.shape[0], k : k + block.shape[1]] = block
     ended = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)
+    # behind a window it sees fewer and fewer keys, which no window leaves; the real queries keep their anchor
+    behind = [Span(0, 0, 6, 0, 6, True, 4), *(Span(0, q, q + 1, q - 3, 6, False) for q in (6, 7, 8))]
     for what, visible, queries, spans in (
         ("a window that ends", [ended], 4, [Span(0, 0, 3, 0, 3, True, 2), Span(0, 3, 4, 0, 4, True)]),
         ("left padding", [causal(6, 6), causal(6, 6, 2)], 6, [Span(0, 0, 6, 0, 6, True), Span(1, 2, 6, 2, 6, True)]),
@@ -32,21 +34,10 @@ def test_what_masks_mean() -> None:
         ("a decode", [causal(1, 10, 4)], 1, [Span(0, 0, 1, 4, 10, True)]),
         ("one row for all", [causal(1, 10, 4)], 2, [Span(0, 0, 2, 4, 10, False)]),
         ("a static cache", [static], 3, [Span(0, 0, 3, 0, 7, True)]),
+        ("padding behind a window", [causal(9, 9, 0, 3, 4)], 9, behind),
         ("packed", [packed], 8, [Span(0, 0, 1, 0, 5, True), Span(0, 1, 4, 5, 12, True), Span(0, 4, 6, 12, 14, True)]),
     ):
         assert spans_of(np.stack(visible), queries) == spans, what
-
-
-def test_padding_behind_a_window_is_spans_of_one_query() -> None:
-    """It sees fewer and fewer keys, which no window leaves; the real queries keep their anchor. Elsewhere: no spans."""
-    visible = causal(9, 9, hidden_right=3, window=4)
-    assert spans_of(visible[None], 9) == [
-        Span(0, 0, 6, 0, 6, causal=True, window=4),
-        Span(0, 6, 7, 3, 6, causal=False),
-        Span(0, 7, 8, 4, 6, causal=False),
-        Span(0, 8, 9, 5, 6, causal=False),
-    ]
-    assert spans_of(visible[None, :, :8], 9) is None  # of other keys than the queries' own nothing is known
 
 
 def test_spans_mean_what_the_mask_says() -> None:
@@ -74,6 +65,8 @@ def test_other_patterns_are_not_guessed_at() -> None:
     backwards = [[0, 0, 1], [0, 1, 1], [1, 1, 1]]
     for visible in (hole, slid, backwards):
         assert spans_of(np.array([visible], dtype=bool), 3) is None, visible
+    shorter = causal(9, 9, hidden_right=3, window=4)[None, :, :8]
+    assert spans_of(shorter, 9) is None  # of other keys than the queries' own nothing is known
 
 
 def test_a_window_keeps_its_anchor_or_says_that_it_has_none() -> None:

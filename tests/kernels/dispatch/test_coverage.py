@@ -56,15 +56,7 @@ def test_a_reduction_over_the_batch_is_at_risk() -> None:
 HARMLESS: dict[str, Callable[[], Any]] = {
     "a mask": lambda: ((X > 0).all(), (X > 0).any(0)),
     "positions": lambda: torch.arange(12).view(3, 4).max(),
-    "each row's own": lambda: (
-        X.amax(-1),
-        X.abs().amax((1, 2)),
-        X[:1].amax([2]),
-        X.max(1),
-        X.sum(1),
-        X.mean(-1),
-        torch.softmax(X, -1),
-    ),
+    "each row's own": lambda: (X.amax(-1), X.abs().amax((1, 2)), X.max(1), X.sum(1), X.mean(-1), X.softmax(-1)),
     "each token's of a packed row": lambda: X[:1].amax([2]),
     "one row": lambda: (rand(1, 8).max(), rand(1, 1, 8).amax(), rand(8).max(), rand(1, 8).sum(0)),
     "counts": lambda: (torch.histc(X, 4, -1.0, 1.0), torch.bincount(torch.arange(4))),
@@ -103,19 +95,14 @@ def test_a_sum_over_padded_places_is_named_where_its_bits_move(side: str) -> Non
 
 def experts() -> torch.Tensor:
     """Two of four experts' outputs for each of 6 tokens, zeros for the rest."""
-    chosen = torch.zeros(6, 4, 1).scatter(
-        1, torch.tensor([[0, 1], [0, 2], [1, 3], [2, 3], [1, 2], [0, 3]])[..., None], 1
-    )
-    return rand(6, 4, 8) * chosen
+    chosen = torch.tensor([[0, 1], [0, 2], [1, 3], [2, 3], [1, 2], [0, 3]])[..., None]
+    return rand(6, 4, 8) * torch.zeros(6, 4, 1).scatter(1, chosen, 1)
 
 
-def in_chunks(x: torch.Tensor) -> torch.Tensor:
-    return x.mT.reshape(2, 4, 3, 3)
-
-
+MOVES = [f"cumsum float32: {MOVED}"]
 SCANS: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "a chunked scan": (lambda: in_chunks(padded(rand(9, 4), "left", 0.3)).cumsum(-1), [f"cumsum float32: {MOVED}"]),
-    "padding of one chunk": (lambda: padded(rand(9, 4), "left").cumsum(-2), [f"cumsum float32: {MOVED}"]),
+    "a chunked scan": (lambda: padded(rand(9, 4), "left", 0.3).mT.reshape(2, 4, 3, 3).cumsum(-1), MOVES),
+    "padding of one chunk": (lambda: padded(rand(9, 4), "left").cumsum(-2), MOVES),
     "padding behind": (lambda: padded(rand(9, 4), "right", 0.3).cumsum(-2), []),
     "no padding": (lambda: rand(2, 9, 4).cumsum(1), []),
     "padding of both": (lambda: padded(rand(9, 4), "left")[1:].expand(2, 9, 4).clone().cumsum(1), []),
@@ -123,7 +110,7 @@ SCANS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a causal mask": (lambda: (rand(2, 9, 9) * torch.ones(9, 9).tril(-1)).cumsum(-2), []),
     "experts": (lambda: experts().sum(1), []),
     "top-p": (lambda: torch.tensor([[0.5, 0.5, 0.0], [0.6, 0.3, 0.1]]).cumsum(-1), []),
-}  # fmt: skip
+}
 
 
 def test_padding_in_front_is_told_from_what_looks_like_it() -> None:
@@ -182,26 +169,11 @@ WRITTEN_OUT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(name: str, dtype: torch.dtype) -> Any:
-    class_name, sizes = WRITTEN_OUT[name]
-    cls = getattr(transformers, class_name)
-    torch.manual_seed(0)
-    return cls(cls.config_class(**PLACES, **sizes)).to(dtype).eval()
-
-
 def run(name: str, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Logits, each request's positions counted from its own first token."""
     places = {} if name == "mpt" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}  # it has alibi
     logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, **places).logits
     return logits
-
-
-def padded_logits(prompts: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = torch.zeros(2, len(prompts), WIDTH, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        place = slice(WIDTH - len(prompt), WIDTH) if side == "left" else slice(len(prompt))
-        ids[row, place], mask[row, place] = prompt, 1
-    return ids, mask
 
 
 @pytest.mark.parametrize(
@@ -210,13 +182,19 @@ def padded_logits(prompts: list[torch.Tensor], side: str) -> tuple[torch.Tensor,
 )
 def test_padding_changes_no_bit_or_is_said_to(name: str, dtype: torch.dtype) -> None:
     """Prompts alone against a batch padded on either side: what is not equal is named by the batch's own coverage."""
-    model = model_of(name, dtype)
+    class_name, sizes = WRITTEN_OUT[name]
+    cls = getattr(transformers, class_name)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**PLACES, **sizes)).to(dtype).eval()
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(5, 128, (length,), generator=generator) for length in LENGTHS]
     with torch.no_grad(), batch_invariant():
         alone = [run(name, model, p[None], torch.ones(1, len(p), dtype=torch.long))[0] for p in prompts]
         for side in ("right", "left"):
-            ids, mask = padded_logits(prompts, side)
+            ids, mask = torch.zeros(2, len(prompts), WIDTH, dtype=torch.long)
+            for row, prompt in enumerate(prompts):
+                place = slice(WIDTH - len(prompt), WIDTH) if side == "left" else slice(len(prompt))
+                ids[row, place], mask[row, place] = prompt, 1
             with batch_invariant() as block:
                 logits = run(name, model, ids, mask)
             coverage = block.coverage()
