@@ -19,7 +19,6 @@ from tests.build import accuracy_bound
 from tests.kernels.tiers import at_length
 
 LENGTH = 150
-HEADS = [(4, 2), (6, 6), (8, 1)]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -94,7 +93,7 @@ def test_packed_requests_have_the_bits_they_have_alone(heads: tuple[int, int], d
 @pytest.mark.parametrize("causal", [True, False])
 def test_values(dtype: torch.dtype, causal: bool) -> None:
     """As near to float64 as one rounding and a float32 accumulation allow: prefill, chunk and decode."""
-    for heads in HEADS:
+    for heads in ((4, 2), (6, 6), (8, 1)):
         q, k, v = inputs(dtype, heads)
         bound = accuracy_bound(dtype, LENGTH + 64)
         for start in (0, 100, LENGTH - 1):

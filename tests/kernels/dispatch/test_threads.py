@@ -286,10 +286,6 @@ def stand_ins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block, "_STAND_INS", (block._STAND_INS[0], (fails, block._STAND_INS[1][1])))
 
 
-def snapshot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block, "replace_now", lambda now: fails() if now.families else None)
-
-
 def half_the_operators(patch: pytest.MonkeyPatch) -> None:
     left, key_of = iter(range(300, -1, -1)), block._parsed  # called for each operator that is put
     patch.setattr(block, "_parsed", lambda name: key_of(name) if next(left) else fails())
@@ -299,7 +295,10 @@ def half_the_operators(patch: pytest.MonkeyPatch) -> None:
 STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool]] = {
     "operators": (half_the_operators, False),
     "compiler": (lambda patch: patch.setattr(functions, "_forget_graphs", fails), False),
-    "snapshot": (snapshot, True),
+    "snapshot": (
+        lambda patch: patch.setattr(block, "replace_now", lambda now: fails() if now.families else None),
+        True,
+    ),
     "stand-ins": (stand_ins, True),
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.models.llama import modeling_llama as modeling
 
 from nondet.core.compare import identical
@@ -16,17 +17,13 @@ from nondet.kernels.dispatch.block import batch_invariant
 from tests.kernels.tiers import tiny
 
 
-def rows(count: int) -> torch.Tensor:
-    return make("bell", (64, 64), torch.float32, "cpu", generator(8, "cpu"))[:count].clone()
-
-
 def test_autocast_chooses_the_dtype_before_and_after_a_first_call() -> None:
     """One shape in float32 and then in bfloat16: autocast chooses before the block does."""
-    layer = torch.nn.Linear(64, 64)
+    layer, rows = torch.nn.Linear(64, 64), make("bell", (64, 64), torch.float32, "cpu", generator(8, "cpu"))
     with torch.no_grad(), batch_invariant():
-        layer(rows(64))
+        layer(rows)
         with torch.autocast("cpu", torch.bfloat16):
-            whole, part = layer(rows(64)), layer(rows(16))
+            whole, part = layer(rows), layer(rows[:16].clone())
     assert whole.dtype == part.dtype == torch.bfloat16
     assert identical(whole[:16], part)
 
@@ -51,17 +48,13 @@ def doubled(function: Any) -> Any:
     return wrapper
 
 
-def scaled_product(patch: pytest.MonkeyPatch) -> None:
-    own = torch.nn.functional.linear
-    patch.setattr(torch.nn.functional, "linear", lambda *args: own(*args) * 1.5)
-
-
 def wrapped(owner: Any, name: str) -> Patch:
     return lambda patch: patch.setattr(owner, name, doubled(vars(owner)[name]))
 
 
+LINEAR = F.linear
 PATCHES: dict[str, Patch] = {
-    "F.linear": scaled_product,
+    "F.linear": lambda patch: patch.setattr(F, "linear", lambda *args: LINEAR(*args) * 1.5),
     "attention": wrapped(modeling.LlamaAttention, "forward"),
     "norm": wrapped(modeling.LlamaRMSNorm, "forward"),
     "rotary": wrapped(modeling, "apply_rotary_pos_emb"),

@@ -29,8 +29,6 @@ EACH = [  # on a GPU both
     *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.bfloat16, torch.float32)),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
 _LAYERS = ["sliding_attention", "full_attention"]
 # name -> (model type, what is its own); Gemma 2 with a window in its first layer, and caps low enough to bend
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -409,7 +407,7 @@ def called(mask, size=_WINDOW, cap=None, values=torch.float32) -> Any:
         return str(error)
 
 
-def test_sdpa_makes_of_a_cap_what_it_makes_of_it_outside() -> None:
+def test_sdpa_makes_of_a_cap_and_of_a_mask_what_it_makes_of_them_outside() -> None:
     """transformers' sdpa leaves a cap out before 5.23 and refuses it since; the stand-in does so in a window, too."""
     for mask in (None, window()):
         stock = called(mask, cap=0.5)
@@ -420,10 +418,7 @@ def test_sdpa_makes_of_a_cap_what_it_makes_of_it_outside() -> None:
         else:
             assert identical(capped, plain)
             torch.testing.assert_close(capped, stock, rtol=1e-4, atol=1e-5)
-
-
-def test_a_mask_that_is_not_the_layers_window_is_read() -> None:
-    """What it shows (both ways, or another layer's window) is computed, as stock does, and not the layer's window."""
+    # what another mask shows (both ways, or another layer's window) is computed, and not the layer's window
     for mask, size in ((torch.ones(1, 1, _LENGTH, _LENGTH).bool(), 2 * _LENGTH), (window(), _WINDOW + 1)):
         stock = called(mask, size)
         with torch.no_grad(), batch_invariant():
