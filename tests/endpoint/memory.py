@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -160,12 +160,9 @@ def planned(
 
 
 def sampled(
-    path: Path,
-    *servers: MemoryClient | Server,
-    plan: ArmPlan | None = None,
-    prompts: Sequence[str] | int = 1,
+    path: Path, *servers: MemoryClient | Server, plan: ArmPlan | None = None, prompts: Sequence[str] | int = 1,
     resume: bool = False,
-) -> Run:
+) -> Run:  # fmt: skip
     """A run file of these servers."""
     if isinstance(prompts, int):
         prompts = [f"prompt number {i}, of some length" for i in range(prompts)]
@@ -177,11 +174,9 @@ def sampled(
     ]
     header = describe(asked, plan, settings, LOAD, seed=1)
     writer = open_run(path, command="sample", plan=header, environment=ENVIRONMENT, resume=resume)
-    try:
+    with closing(writer):
         collect(asked, plan, settings, writer)
         writer.finish()
-    finally:
-        writer.close()
     run = read_run(path)
     check_traces(run, read_traces(path)[0])
     return run

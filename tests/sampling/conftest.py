@@ -63,10 +63,13 @@ def planned(
 
 
 class Silent:
-    """Notes that nothing is done with."""
+    """Notes that nothing is done with, but by what is given here under their names."""
 
     progress: Any = staticmethod(lambda *_: None)
     preparing = first_round = progress
+
+    def __init__(self, **heard: Any) -> None:
+        vars(self).update(heard)
 
 
 def sampled_into(

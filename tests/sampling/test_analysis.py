@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from nondet.core.records import FORMAT, SCHEMA_VERSION, Completion, Header, Round, Run, Step
+from nondet.core.records import Completion, Round, Run, Step
 from nondet.core.statistics import round_interval
 from nondet.core.traces import Trace, tokens_digest, trace_digest
 from nondet.reports.samples import flips_text, rate_text
@@ -27,6 +27,7 @@ from nondet.sampling.analysis import (
     Group,
     SampleSummary,
     SpeedRatio,
+    TokenFlips,
     compared,
     coverage_rows,
     coverage_text,
@@ -41,6 +42,7 @@ from nondet.sampling.analysis import (
 )
 from nondet.sampling.collect import _beside_captures
 from nondet.sampling.plan import Pace, Session
+from tests import build
 from tests.build import tiers
 
 PIECES = {i: f" w{i}" for i in range(50)}
@@ -61,11 +63,7 @@ def run_of(
     *members: tuple[Trace, int], impl: str = "stock", failed: int = 0, **rounds: Any
 ) -> tuple[Run, dict[str, Trace]]:
     """A run with each trace as often as said, and one round."""
-    header = Header(
-        format="nondet-run", schema=3, command="sample", plan={"prompts": [{"text": "Once upon", "tokens": 2}]},
-        environment={}, started="2026-01-01T00:00:00+00:00",
-    )  # fmt: skip
-    run = Run(header=header)
+    run = Run(header=build.header("sample", {"prompts": [{"text": "Once upon", "tokens": 2}]}))
     for t, count in members:
         for _ in range(count):
             run.completions.append(completion(t, len(run.completions), impl))
@@ -80,20 +78,9 @@ def run_of(
 
 
 def completion(t: Trace, number: int, impl: str) -> Completion:
-    return Completion(
-        impl=impl,
-        request=f"t{number:06d}",
-        round=0,
-        prompt=0,
-        tokens_digest=tokens_digest(t.token_ids),
-        trace=t.digest,
-        n_tokens=len(t.token_ids),
-        finish="length",
-        arrival_step=0,
-        schedule=[[0, 1, 3], [1, 2, 1]],
-        batch_min=1,
-        batch_max=3,
-    )
+    digest, schedule = tokens_digest(t.token_ids), [[0, 1, 3], [1, 2, 1]]
+    more = {"tokens_digest": digest, "n_tokens": len(t.token_ids), "schedule": schedule}
+    return build.completion(f"t{number:06d}", t.digest, impl=impl, **more)
 
 
 def summarize(run: Run, traces: dict[str, Trace], impl: str = "stock") -> SampleSummary:
@@ -116,6 +103,11 @@ def in_rounds(*rounds: Sequence[Trace]) -> SampleSummary:
     return summarize(run, {t.digest: t for members in rounds for t in members})
 
 
+def flips_of(s: SampleSummary) -> TokenFlips:
+    assert s.flips is not None
+    return s.flips
+
+
 A = trace([1, 2, 3, 4], margins=[1.0, 0.5, 0.25, 2.0])
 A2 = trace([1, 2, 3, 4], [-0.5, -0.5, -0.25, -0.5], margins=[1.0, 0.5, 0.125, 2.0])
 B = trace([1, 2, 9, 4], margins=[1.0, 0.5, 0.0, 2.0])
@@ -124,8 +116,7 @@ C = trace([1, 2, 9, 7], margins=[1.0, 0.5, 0.5, 1.5])
 
 def test_flips_are_counted_by_hand() -> None:
     """Tokens compared end with the one that flips."""
-    flips = summary_of((A, 2), (A2, 1), (B, 2), (C, 1)).flips
-    assert flips is not None
+    flips = flips_of(summary_of((A, 2), (A2, 1), (B, 2), (C, 1)))
     # the other two of (1, 2, 3, 4) have 4 tokens each, three others 3, because they differ at the third
     assert (flips.flips, flips.tokens, flips.interval) == (3, 2 * 4 + 3 * 3, None)
     assert summary_of((A, 1)).flips is None, "one completion is compared with nothing"
@@ -145,8 +136,7 @@ def test_the_rate_of_flips_has_an_interval_by_round(runs: int) -> None:
     inside, widths = 0, []
     for _ in range(runs):
         rounds = [[ways[8]], *([draw(p) for _ in range(12)] for p in rng.choices(chances, k=24))]
-        flips = in_rounds(*rounds).flips
-        assert flips is not None
+        flips = flips_of(in_rounds(*rounds))
         assert flips.interval is not None
         low, high = flips.interval
         assert low <= flips.flips / flips.tokens <= high
@@ -154,26 +144,24 @@ def test_the_rate_of_flips_has_an_interval_by_round(runs: int) -> None:
         widths.append(high / max(low, 1e-9))
     assert inside >= 0.95 * runs
     assert median(widths) < 30, "an interval that holds everything says nothing"
-    empty, none = in_rounds([*[trace([])] * 4, trace([1])], [trace([])] * 4), in_rounds(*[[ways[8]] * 4] * 3)
-    assert empty.flips is not None
-    assert none.flips is not None
-    assert (empty.flips.flips, empty.flips.tokens) == (1, 1), "most completions are empty"
-    assert (none.flips.flips, none.flips.tokens, none.flips.rounds) == (0, 11 * 8, 2)
-    assert empty.flips.interval is not None
-    assert none.flips.interval is not None
-    assert (empty.flips.interval[1], none.flips.interval[0], none.flips.interval[1] > 0) == (1.0, 0.0, True)
+    empty = flips_of(in_rounds([*[trace([])] * 4, trace([1])], [trace([])] * 4))
+    none = flips_of(in_rounds(*[[ways[8]] * 4] * 3))
+    assert (empty.flips, empty.tokens) == (1, 1), "most completions are empty"
+    assert (none.flips, none.tokens, none.rounds) == (0, 11 * 8, 2)
+    assert empty.interval is not None
+    assert none.interval is not None
+    assert (empty.interval[1], none.interval[0], none.interval[1] > 0) == (1.0, 0.0, True)
 
 
 def test_flips_are_shown_as_one_token_in_so_many() -> None:
     """With the interval the same way round; none, and where too few rounds were run."""
     s = in_rounds([A] * 4, [A, A, B, B])
-    assert s.flips is not None
     for flips, low, words in [
         (2, 0.004, "2 of 109, 1 in 54 (95% 1 in 33 to 1 in 250 over 24 rounds)"),
         (2, 0.0, "2 of 109, 1 in 54 (95% 1 in 33 or fewer over 24 rounds)"),
         (0, 0.0, "none of 109 (95% 1 in 33 or fewer over 24 rounds)"),
     ]:
-        shown = replace(s.flips, flips=flips, tokens=109, interval=(low, 0.03), rounds=24)
+        shown = replace(flips_of(s), flips=flips, tokens=109, interval=(low, 0.03), rounds=24)
         assert flips_text(replace(s, flips=shown)) == words
     assert flips_text(in_rounds([A, A, B])).endswith("(no interval: too few rounds)")
 
@@ -281,10 +269,7 @@ def test_overall_figures() -> None:
     pair = compared(stock, invariant)
     assert (pair.only_first, pair.only_second, pair.p) == (1, 0, 1.0)
     assert s.agree.low == pytest.approx(1 - s.rate.high)
-
-
-def test_a_round_in_which_nothing_was_compared_is_in_no_bound() -> None:
-    """Ten prompts with a completion in each of two rounds: the second is compared with the first."""
+    # ten prompts with a completion in each of two rounds: the second is compared with the first
     s = in_rounds([A], [A])
     assert (s.held_rounds, summary_of((A, 2)).held_rounds) == ({1: (4,)}, {})
     (both,) = prompt_sets([replace(s, prompt=i) for i in range(10)], {"stock": 2})
@@ -364,10 +349,7 @@ def test_reading_a_run_needs_no_torch() -> None:
 
 
 def run_with(*rounds: Round, **plan: Any) -> Run:
-    header = Header(
-        format=FORMAT, schema=SCHEMA_VERSION, command="sample", plan={"turns": True} | plan, environment={}, started=""
-    )
-    return Run(header=header, rounds=list(rounds))
+    return Run(header=build.header("sample", {"turns": True} | plan), rounds=list(rounds))
 
 
 def timed(*seconds: float, impl: str, **more: Any) -> list[Round]:
@@ -375,6 +357,12 @@ def timed(*seconds: float, impl: str, **more: Any) -> list[Round]:
         Round(impl=impl, round=i, targets=1, others=0, steps=4, tokens=100, seconds=s, **more)
         for i, s in enumerate(seconds)
     ]
+
+
+def speed_of(run: Run) -> SpeedRatio:
+    speed = speed_ratio_of(run)
+    assert speed is not None
+    return speed
 
 
 def test_calls_add_up_by_group() -> None:
@@ -407,7 +395,7 @@ def test_there_is_one_speed_ratio() -> None:
     assert speed_ratio_of(run_with(*stock, *bare, *invariant, device="cuda")) == fastest
     assert speed_ratio_of(run_with(*stock, *bare)) is None
     run = run_with(*stock, *invariant)
-    speed = speed_ratio_of(run)
+    speed = speed_of(run)
     assert speed == SpeedRatio("stock", 25.0, 100.0, rounds=3, no_cost=TOO_FEW_ROUNDS)
     assert "stock may run" not in ratio_text(speed)
     run.header.plan.update(device="cuda", load={"graphs": False})
@@ -424,8 +412,7 @@ def test_a_diagnosis_has_one_ratio() -> None:
     figures = {"stock_tokens_per_second": 100.0, "invariant_tokens_per_second": 50.0, "invariant_ratio": 0.5}
     figures["invariant:attention_tokens_per_second"] = 60.0
     run.steps.append(Step(name="cost", outcome="yes", sentence="a warm round", figures=figures))
-    speed = speed_ratio_of(run)
-    assert speed is not None
+    speed = speed_of(run)
     assert (speed.ratio, speed.interval) == (0.5, None)
     rates = "50 against 100 tokens/s, warm; with only attention 60"
     assert diagnosed_cost(run) == f"Not measured: too few rounds were timed for an interval ({rates})."
@@ -442,21 +429,17 @@ def test_a_ratio_of_few_rounds_is_no_cost() -> None:
     other batches shows nothing about the kernels; what capturing took is in no rate."""
     for count, interval in [(2, None), (5, None), (6, (0.5, 0.75)), (9, (0.5, 0.75))]:
         stock = timed(*[2.0, 3.0] * 5, impl="stock")[:count]
-        speed = speed_ratio_of(run_with(*stock, *timed(*[4.0] * count, impl="invariant")))
-        assert speed is not None
+        speed = speed_of(run_with(*stock, *timed(*[4.0] * count, impl="invariant")))
         assert (speed.interval, not speed.no_cost, speed.rounds) == (interval, interval is not None, count)
         assert ("not measured" in ratio_text(speed)) == (interval is None)
     run = run_with(*timed(*[4.0] * 7, impl="stock"), *timed(*[2.0] * 7, impl="invariant"))
     run.rounds[7] = msgspec.structs.replace(run.rounds[7], steps=5)
-    speed = speed_ratio_of(run)
-    assert speed is not None
+    speed = speed_of(run)
     assert (speed.ratio, speed.interval, speed.rounds) == (2.0, (2.0, 2.0), 6)
     pace = [Pace(3.0, 10, True), Pace(0.5, 8, False), Pace(0.25, 8, False)]
     figures = _beside_captures(Session(outcomes=[], steps=3, tokens=26, seconds=3.75, pace=pace))
     run.rounds[:] = timed(*[3.75] * 7, impl="stock", figures=figures) + timed(*[1.0] * 7, impl="invariant")
-    speed = speed_ratio_of(run)
-    assert speed is not None
-    assert speed.stock == pytest.approx(16 / 0.75)
+    assert speed_of(run).stock == pytest.approx(16 / 0.75)
     assert _beside_captures(Session(outcomes=[], steps=1, tokens=8, seconds=0.5, pace=pace[1:])) == {}
 
 

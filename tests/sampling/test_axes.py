@@ -318,13 +318,12 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
     base, axes = axes_of(tiny_float32, plan, "sharing,scheduler=shortest")
 
     def run(path: Path, stop: str = "nowhere") -> Run:
-        class Stops(Silent):
-            def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
-                if arm == stop:
-                    raise KeyboardInterrupt
+        def halt(impl: str, arm: str, *_: int) -> None:
+            if arm == stop:
+                raise KeyboardInterrupt
 
         more: dict[str, Any] = {"base": base, "axes": axes, "resume": path.exists()}
-        return sampled_into(path, tiny_float32, plan, notes=Stops(), **more)
+        return sampled_into(path, tiny_float32, plan, notes=Silent(progress=halt), **more)
 
     whole = run(tmp_path / "whole.jsonl")
     with pytest.raises(KeyboardInterrupt):

@@ -31,7 +31,7 @@ from nondet.services.run import Sink
 from nondet.services.sample import _Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.build import tiers
+from tests.build import completion, tiers
 from tests.sampling.conftest import Silent, planned, sampled_into
 
 PROMPT = "The following exceptions"
@@ -84,9 +84,9 @@ def test_a_run_holds_everybody(whole: tuple[Run, Path], tiny: LoadedModel) -> No
     assert [r.targets for r in run.rounds] == [4, 4, 2]
     assert all(len(r.background) == r.others == 3 for r in run.rounds)
     assert len({c.key for c in run.completions}) == len(run.completions) == 10
-    for completion in run.completions:
-        trace = traces[completion.trace]
-        assert (completion.status, completion.finish, completion.n_tokens) == ("ok", "length", 5)
+    for c in run.completions:
+        trace = traces[c.trace]
+        assert (c.status, c.finish, c.n_tokens) == ("ok", "length", 5)
         assert len(trace.token_ids) == len(trace.logprob_array) == len(trace.margin_array) == len(trace.runner_up) == 5
         assert trace.text == tiny.decode(trace.token_ids)
         assert set(trace.token_ids) | set(trace.runner_up) <= set(pieces)
@@ -126,13 +126,12 @@ def test_stopping_and_resuming_gives_the_same_run(
     """Ctrl-C in any round, then --resume: record for record the run that was never stopped."""
     path = tmp_path / "run.jsonl"
 
-    class Stops(Silent):
-        def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
-            if done == after:
-                raise KeyboardInterrupt
+    def stop(impl: str, arm: str, done: int, *_: int) -> None:
+        if done == after:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sample(tiny, path, notes=Stops())
+        sample(tiny, path, notes=Silent(progress=stop))
     stopped = read_run(path)
     assert len(stopped.rounds) == (after - 1) // 4
     assert sum(r.targets for r in stopped.rounds) == len(stopped.completions)
@@ -194,21 +193,19 @@ def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path
     path = tmp_path / "run.jsonl"
     armed = False
 
-    class Arms(Silent):
-        def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
-            nonlocal armed
-            armed = done >= 4
+    def arm(impl: str, arm: str, done: int, *_: int) -> None:
+        nonlocal armed
+        armed = done >= 4
 
     def hook(*_: Any) -> None:
         if armed:
             raise RuntimeError("no such kernel")
 
-    handle = tiny.model.register_forward_pre_hook(hook)
-    try:
-        with pytest.raises(EngineStoppedError, match=r"round 1.*no such kernel"):
-            sample(tiny, path, notes=Arms())
-    finally:
-        handle.remove()
+    with (
+        tiny.model.register_forward_pre_hook(hook),
+        pytest.raises(EngineStoppedError, match=r"round 1.*no such kernel"),
+    ):
+        sample(tiny, path, notes=Silent(progress=arm))
     run = read_run(path)
     assert [c.status for c in run.completions] == ["ok"] * 4 + ["error"] * 4
     assert all("no such kernel" in c.reason and not c.trace for c in run.completions[4:])
@@ -227,12 +224,8 @@ def test_every_implementation_gets_the_same_load(
 
     monkeypatch.setattr(collecting, "implementation", noted)
     seen: list[tuple[str, int, int]] = []
-
-    class Noted(Silent):
-        def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
-            seen.append((impl, done, total))
-
-    run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=Noted())
+    notes = Silent(progress=lambda impl, arm, done, total, tokens: seen.append((impl, done, total)))
+    run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=notes)
     assert entered == ["stock", "invariant"]
     assert seen == [(impl, i, 4) for impl in entered for i in (1, 2, 3, 4)]
     stock, invariant = ([c for c in run.completions if c.impl == name] for name in entered)
@@ -245,11 +238,8 @@ def test_every_implementation_gets_the_same_load(
 def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> None:
     """The thread count asked for holds in the engine, and only there."""
     seen: set[int] = set()
-    handle = tiny.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
-    try:
+    with tiny.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads())):
         sample(tiny, tmp_path / "run.jsonl", n=2, threads=2)
-    finally:
-        handle.remove()
     assert seen == {2}
     assert torch.get_num_threads() == 1
 
@@ -308,19 +298,17 @@ def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_pat
     """With its completions, before the second begins; not where there is but one round, or with -q."""
     seen: list[tuple[str, int, int]] = []
 
-    class Noted(Silent):
-        def first_round(self, impl: str, completions: Sequence[Completion]) -> None:
-            seen.append((impl, len(completions), len(read_run(tmp_path / "run.jsonl", allow_truncated=True).rounds)))
+    def first(impl: str, completions: Sequence[Completion]) -> None:
+        seen.append((impl, len(completions), len(read_run(tmp_path / "run.jsonl", allow_truncated=True).rounds)))
 
-    sample(tiny, tmp_path / "run.jsonl", n=5, notes=Noted())
+    notes = Silent(first_round=first)
+    sample(tiny, tmp_path / "run.jsonl", n=5, notes=notes)
     assert seen == [("stock", 4, 1)]
-    sample(tiny, tmp_path / "one.jsonl", n=4, notes=Noted())
+    sample(tiny, tmp_path / "one.jsonl", n=4, notes=notes)
     assert len(seen) == 1
-    said, (first, *_) = Said(), read_run(tmp_path / "one.jsonl").completions
+    said = Said()
     traces = [("a", "T", 0), ("a", "T", 0), ("b", "T", 0), ("b", "U", 0), ("d", "V", 1), ("d", "V", 1)]
-    made = [
-        msgspec.structs.replace(first, trace=trace, tokens_digest=text, prompt=prompt) for trace, text, prompt in traces
-    ]
+    made = [completion(trace=trace, tokens_digest=text, prompt=prompt) for trace, text, prompt in traces]
     for completions in (made[:4], made):
         _Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", completions)
     assert said.lines == [

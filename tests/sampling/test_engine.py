@@ -9,8 +9,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -145,24 +143,6 @@ def test_watching_changes_no_bit(tiny: LoadedModel) -> None:
         assert mine.logprobs == np.asarray(other.logprobs, "<f4").tobytes()
 
 
-@contextmanager
-def breaking(model: Any, calls: int, error: BaseException) -> Iterator[None]:
-    """Let the model raise in its call number `calls`."""
-    seen = 0
-
-    def hook(*_: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == calls:
-            raise error
-
-    handle = model.register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def leftovers(model: Any) -> tuple[Any, ...]:
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
@@ -176,9 +156,14 @@ def leftovers(model: Any) -> tuple[Any, ...]:
 
 def test_a_crash_leaves_an_outcome_for_every_request(tiny: LoadedModel) -> None:
     """An engine that dies in step 7 says so, and every request has its reason; what was done by then is kept."""
-    before = leftovers(tiny.model)
+    before, calls = leftovers(tiny.model), itertools.count(1)
     plan = plan_of(tiny, "others=0,targets=3,spread=1,budget=16,requests=1", new=4)
-    with breaking(tiny.model, 7, RuntimeError("a kernel failed\nwith a long story")):
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 7:
+            raise RuntimeError("a kernel failed\nwith a long story")
+
+    with tiny.model.register_forward_pre_hook(fail):
         session = run_session(tiny.model, plan.rounds[0], plan.load)
     assert "a kernel failed" in session.fatal
     assert "long story" not in session.fatal
@@ -319,13 +304,9 @@ def test_what_is_proven_inside_of_a_step_is_not_in_its_seconds(tiny: LoadedModel
             with proving():
                 time.sleep(0.2)
 
-    def play(*hooks: Any) -> Any:
-        handles = [tiny.model.register_forward_pre_hook(hook) for hook in hooks]
-        try:
+    def play(hook: Any = lambda *_: None) -> Any:
+        with tiny.model.register_forward_pre_hook(hook):
             return run_session(tiny.model, plan.rounds[0], plan.load)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     began = time.perf_counter()
     session = play(prove)
@@ -554,20 +535,17 @@ def test_rounds_in_graphs_have_few_shapes_between_them(tiny: LoadedModel) -> Non
 def test_sessions_on_a_gpu_take_turns_on_one_thread(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a library keeps for a thread is there in the next session, with the outcomes of threads of their own."""
     met: list[threading.Thread] = []
-    hook = tiny.model.register_forward_pre_hook(lambda *_: met.append(threading.current_thread()))
     spec = "others=2,targets=3,spread=4,prompt=4-9,tokens=3-5"
 
     def sessions() -> tuple[list[Session], set[threading.Thread]]:
         met.clear()
         return [session_of(tiny, spec) for _ in range(2)], set(met)
 
-    try:
+    with tiny.model.register_forward_pre_hook(lambda *_: met.append(threading.current_thread())):
         plain, threads = sessions()
         assert len(threads) == 2
         monkeypatch.setattr(engine, "start", lambda manager, _: start(manager, torch.device("cuda")))
         kept, threads = sessions()
-    finally:
-        hook.remove()
     assert len(threads) == 1
     assert threads.pop().is_alive()
     assert [s.outcomes for s in kept] == [s.outcomes for s in plain]

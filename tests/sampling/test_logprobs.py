@@ -88,14 +88,11 @@ def test_what_is_not_kept_has_no_chance_and_no_gradient() -> None:
     assert not rows.grad.any()
 
 
-def test_rows_that_hold_no_numbers_are_nan() -> None:
+def test_rows_of_no_numbers_no_rows_and_more_axes() -> None:
     rows = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf]])
     out = nondet.token_logprobs(rows, torch.tensor([0, 0, 0]))
     assert out.isnan().tolist() == [True, True, False]
     assert out[2] == 0.0
-
-
-def test_no_rows_and_more_axes() -> None:
     assert nondet.token_logprobs(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)).shape == (0,)
     rows = rows_of(6, 50)
     ids = torch.arange(6)

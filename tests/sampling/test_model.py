@@ -45,6 +45,17 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
+def refusal(good: Path, folder: Path, spoil: Callable[[Path], None], said: str) -> UserError:
+    """What is said of a spoiled copy of a model, in one line."""
+    shutil.copytree(good, folder)
+    spoil(folder)
+    with pytest.raises(UserError) as caught:
+        load_model(str(folder), "bfloat16", "cpu")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
 def test_a_broken_folder_is_one_clear_line(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Half-written, truncated, mismatched and foreign models are refused: none runs with random numbers in it."""
     for spoil, said in [
@@ -64,16 +75,10 @@ def test_a_broken_folder_is_one_clear_line(tiny_folder: Path, tmp_path_factory: 
         (change_config(architectures=["Qwen3ForSequenceClassification"]), "not a causal language model"),
         (change_config(model_type="t5", architectures=["T5ForConditionalGeneration"]), "not a causal language model"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        folder = tmp_path / "model"
-        shutil.copytree(tiny_folder, folder)
-        spoil(folder)
-        with pytest.raises(UserError) as caught:
-            load_model(str(folder), "bfloat16", "cpu")
-        assert said in str(caught.value)
-        assert str(folder) in str(caught.value)
-        assert "\n" not in str(caught.value)
-        assert caught.value.hint
+        folder = tmp_path_factory.mktemp("case") / "model"
+        error = refusal(tiny_folder, folder, spoil, said)
+        assert str(folder) in str(error)
+        assert error.hint
 
 
 def sharded(*names: str) -> Callable[[Path], None]:
@@ -105,6 +110,7 @@ def test_weights_are_safetensors_within_their_folder(
     tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index or a config that names a pickle or a file elsewhere is refused before anything is opened."""
+    monkeypatch.setattr(torch, "load", None)  # called, it would raise
     for spoil, said in [
         (sharded("shard.safetensors", "x.bin"), "'x.bin'"),
         (sharded("x.safetensors.bin"), "'x.safetensors.bin'"),
@@ -121,15 +127,7 @@ def test_weights_are_safetensors_within_their_folder(
         (change_config(transformers_weights="adapter_model.bin"), "'adapter_model.bin'"),
         (change_config(transformers_weights="../model.safetensors"), "out of its folder"),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        folder = tmp_path / "model"
-        shutil.copytree(tiny_folder, folder)
-        spoil(folder)
-        monkeypatch.setattr(torch, "load", None)  # called, it would raise
-        with pytest.raises(UserError) as caught:
-            load_model(str(folder), "bfloat16", "cpu")
-        assert said in str(caught.value)
-        assert "\n" not in str(caught.value)
+        refusal(tiny_folder, tmp_path_factory.mktemp("case") / "model", spoil, said)
 
 
 def test_a_hub_cache_of_links_loads_and_what_is_loaded_is_digested(tiny_folder: Path, tmp_path: Path) -> None:
@@ -194,15 +192,14 @@ def test_offline_hub_names_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_code_from_a_repository_is_not_run_unasked(tiny_folder: Path, tmp_path: Path) -> None:
     """A folder that brings code is refused by default, and its code has not run."""
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder)
     flag = tmp_path / "ran"
-    (folder / "modeling_x.py").write_text(f"open({str(flag)!r}, 'w').close()\n")
-    change_config(model_type="x", auto_map={"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.Y"})(
-        folder
-    )
-    with pytest.raises(UserError, match="code of its own"):
-        load_model(str(folder), "bfloat16", "cpu")
+
+    def bring(folder: Path) -> None:
+        write("modeling_x.py", f"open({str(flag)!r}, 'w').close()\n")(folder)
+        classes = {"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.Y"}
+        change_config(model_type="x", auto_map=classes)(folder)
+
+    refusal(tiny_folder, tmp_path / "model", bring, "code of its own")
     assert not flag.exists()
 
 

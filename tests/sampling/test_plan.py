@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,8 @@ def test_background_fits_the_ranges_and_the_context() -> None:
     assert len(lengths) > 20
     assert all(len(r.prompt) + r.max_new_tokens <= 64 for r in others)
     assert all(r.prompt == (1, 2, 3) for requests in wide.rounds for r in requests if r.target)
+    for tokens_for in (lambda text: [1], lambda text: [7] * len(text)):  # very long tokens, very short ones
+        assert {len(r.prompt) for r in plan_of(LOAD, encode=tokens_for).rounds[0] if not r.target} <= set(range(4, 41))
 
 
 def test_seed_and_text_change_the_plan_and_its_digest() -> None:
@@ -106,12 +109,6 @@ def test_seed_and_text_change_the_plan_and_its_digest() -> None:
     assert plan_of(LOAD, texts=TEXTS[::-1]).digest != base.digest
     assert plan_of(LOAD, n=10).rounds[0] == base.rounds[0]
     assert all(r.target for requests in plan_of(PRESETS["none"], n=3, texts=None).rounds for r in requests)
-
-
-def test_any_tokenizer_fills_a_prompt() -> None:
-    """A tokenizer with very long or very short tokens still gives prompts of the drawn length."""
-    for tokens_for in (lambda text: [1], lambda text: [7] * len(text)):
-        assert {len(r.prompt) for r in plan_of(LOAD, encode=tokens_for).rounds[0] if not r.target} <= set(range(4, 41))
 
 
 @pytest.mark.slow
@@ -152,17 +149,13 @@ def test_every_format_gives_the_same_prompts(tmp_path: Path) -> None:
     for file in files:
         assert load_prompts(file) == PROMPTS
     assert load_prompts(files[1])[2].place == "a.jsonl, line 3"
+    prompts = load_prompts(write(tmp_path, "b.csv", 'prompt,x\n"one\ntwo",1\nthree,2\n'))  # rows are not lines
+    assert [(p, p.place) for p in prompts] == [("one\ntwo", "b.csv, line 2"), ("three", "b.csv, line 4")]
     pyarrow = pytest.importorskip("pyarrow", reason="Parquet is optional")
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"x": [1, 2, 3], "words": PROMPTS}), tmp_path / "a.parquet")
     assert load_prompts(tmp_path / "a.parquet", "words") == PROMPTS
-
-
-def test_a_quoted_field_goes_over_lines_and_is_named_by_its_first(tmp_path: Path) -> None:
-    """CSV rows are not lines: the row after a two-line prompt is still named rightly."""
-    prompts = load_prompts(write(tmp_path, "a.csv", 'prompt,x\n"one\ntwo",1\nthree,2\n'))
-    assert [(p, p.place) for p in prompts] == [("one\ntwo", "a.csv, line 2"), ("three", "a.csv, line 4")]
 
 
 BAD = [
@@ -201,34 +194,26 @@ def test_a_bad_file_is_refused_and_the_row_named(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_million_rows_are_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is named, and no row beyond it is read; as many as the limit are taken."""
+def test_too_many_rows_or_no_pyarrow_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is named, and no row beyond it is read; as many as the limit are taken. Parquet needs pyarrow."""
     monkeypatch.setattr(module, "PROMPTS_MOST", 50)
     assert len(load_prompts(write(tmp_path, "most.txt", "x\n" * 50))) == 50
     with pytest.raises(UserError, match="more than 50 prompts"):
         load_prompts(write(tmp_path, "million.txt", "x\n" * 51 + "\xff" * 1000))
-
-
-def test_without_pyarrow_parquet_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other formats need nothing."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match="needs pyarrow, which is not installed"):
         load_prompts(write(tmp_path, "a.parquet", "x"))
 
 
-def test_prompts_take_turns(tmp_path: Path) -> None:
+def test_prompts_take_turns() -> None:
     """Each prompt's completions are spread over the rounds, n of each; greedy single prompts are planned as before."""
-
-    def plan(**more: object) -> object:
-        given = {"n": 4, "seed": 0, "max_new_tokens": 4, "context": 99, "encode": lambda _: [1, 2]}
-        return build_plan(parse_load("others=1,targets=6,spread=4"), **(given | more))  # type: ignore[arg-type]
-
+    plan = partial(plan_of, parse_load("others=1,targets=6,spread=4"), n=4)
     several = plan(prompts=[[5], [6, 7], [8]])
-    targets = [[r for r in requests if r.target] for requests in several.rounds]  # type: ignore[attr-defined]
+    targets = [[r for r in requests if r.target] for requests in several.rounds]
     assert [Counter(r.subject for r in t) for t in targets] == [Counter({0: 2, 1: 2, 2: 2})] * 2
     assert {r.subject: r.prompt for t in targets for r in t} == {0: (5,), 1: (6, 7), 2: (8,)}
     seeded = plan(prompts=[[5], [6]], samplings=[Sampling(1.0, 0, 1.0, s) for s in (3, 9)])
-    pairs = {r.subject: (r.prompt, r.sampling.seed) for t in seeded.rounds for r in t if r.target}  # type: ignore[attr-defined]
+    pairs = {r.subject: (r.prompt, r.sampling.seed) for t in seeded.rounds for r in t if r.target}
     assert pairs == {0: ((5,), 3), 1: ((5,), 9), 2: ((6,), 3), 3: ((6,), 9)}
     greedy, drawn = plan(prompts=[[5]]), plan(prompts=[[5]], samplings=[Sampling(1.0, 0, 1.0, 0)])
-    assert greedy.digest != drawn.digest  # type: ignore[attr-defined]
+    assert greedy.digest != drawn.digest

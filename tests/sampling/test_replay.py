@@ -34,6 +34,7 @@ from nondet.sampling.replay import (
 )
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
+from tests.build import completion
 from tests.sampling import test_collect
 from tests.sampling.conftest import planned, sampled_into
 from tests.sampling.test_collect import sample
@@ -175,14 +176,11 @@ def test_forced_tokens_are_fed_and_the_session_can_be_cut(tiny: LoadedModel) -> 
 def completions(*rounds: dict[int, str]) -> list[Completion]:
     """Round by round: prompt -> one trace name for each of its completions there."""
     return [
-        Completion(
-            impl="stock", request=f"{number}-{prompt}-{i}", round=number, prompt=prompt, tokens_digest="", trace=name,
-            n_tokens=1, finish="length", arrival_step=0, schedule=[], batch_min=1, batch_max=1,
-        )
+        completion(f"{number}-{prompt}-{i}", name, round=number, prompt=prompt)
         for number, members in enumerate(rounds)
         for prompt, names in members.items()
         for i, name in enumerate(names)
-    ]  # fmt: skip
+    ]
 
 
 def test_rounds_are_chosen_by_what_they_settle() -> None:

@@ -6,24 +6,18 @@ from dataclasses import replace
 
 import torch
 
-from nondet.core.records import Completion, Header, Round, Run, Status
+from nondet.core.records import Round, Run, Status
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.shapes import Shapes, explain_no_divergence, shapes_met
-
-
-def completion(request: str, schedule: list[list[int]], impl: str = "stock") -> Completion:
-    return Completion(
-        impl=impl, request=request, round=0, prompt=0, tokens_digest="", trace="", n_tokens=1, finish="length",
-        arrival_step=0, schedule=schedule, batch_min=0, batch_max=0,
-    )  # fmt: skip
+from tests.build import completion, header
 
 
 def test_shapes_are_read_off_the_schedules() -> None:
     """Tokens, requests and keys of each step that a target took part in, added up by hand."""
-    header = Header(format="nondet-run", schema=3, command="sample", plan={}, environment={}, started="")
-    run = Run(header=header)
+    run = Run(header=header("sample"))
     # target: a prefill of 5 in step 0, three decodes; background: 4 and 4 in chunks, then decodes until step 5
-    run.completions = [completion("t", [[0, 1, 5], [1, 3, 1]]), completion("x", [[0, 9, 9]], impl="invariant")]
+    other = completion("x", schedule=[[0, 9, 9]], impl="invariant")
+    run.completions = [completion("t", schedule=[[0, 1, 5], [1, 3, 1]]), other]
     background = {"b": [[1, 2, 4], [3, 3, 1]]}
     run.rounds = [
         Round(impl="stock", round=0, targets=1, others=1, steps=6, tokens=9, seconds=1.0, background=background)
