@@ -109,9 +109,6 @@ def accuracy_bound(dtype: torch.dtype, terms: int) -> float:
     return torch.finfo(dtype).eps / 2 + 8.0 * math.sqrt(terms) * unit
 
 
-# Members of a class, asked by who proves them.
-
-
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """In float64: exact enough to have one order."""
     return (x.double() @ weight.double().T + (0 if bias is None else bias.double())).to(x.dtype)

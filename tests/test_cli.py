@@ -255,26 +255,26 @@ def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkey
 
 def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command) -> None:
     """One line, and nothing is judged as what its user says it is not."""
+    Path("taken_mine.py").write_text(
+        "def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n\ndef softmax(x, dim, temperature):\n"
+        "    return x\n\ndef other_names(values, *, fast=True):\n    return values\n"
+    )
     for argv, said in [
-        (["probe", "matmul", "--impl", "mean=forms_mine:mean"], "no probe asked for has an operator 'mean'"),
-        (["probe", "float-sum", "--impl", "forms_mine:mean"], "no case asked for takes a function of yours"),
-        (["bench", "linear", "--impl", "stock", "--impl", "mean=forms_mine:mean"], "no operator asked for takes it"),
-        (["bench", "all-reduce", "--ranks", "2", "--impl", "forms_mine:mean"], "no operator asked for takes it"),
-        (["certify", "linear", "--impl", "mean=forms_mine:mean"], "is no linear"),
+        (["probe", "matmul", "--impl", "mean=taken_mine:mean"], "no probe asked for has an operator 'mean'"),
+        (["probe", "float-sum", "--impl", "taken_mine:mean"], "no case asked for takes a function of yours"),
+        (["bench", "linear", "--impl", "stock", "--impl", "mean=taken_mine:mean"], "no operator asked for takes it"),
+        (["bench", "all-reduce", "--ranks", "2", "--impl", "taken_mine:mean"], "no operator asked for takes it"),
+        (["certify", "linear", "--impl", "mean=taken_mine:mean"], "is no linear"),
         (
-            ["probe", "softmax", "--impl", "forms_mine:softmax"],
+            ["probe", "softmax", "--impl", "taken_mine:softmax"],
             "takes (x, dim, temperature), but softmax is called with (x). Write it as softmax(x): Over the last axis",
         ),
     ]:
-        Path("forms_mine.py").write_text(
-            "def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n\ndef softmax(x, dim, temperature):\n"
-            "    return x\n\ndef other_names(values, *, fast=True):\n    return values\n"
-        )
         code, out, err = run(*argv, *_ON_A_CPU)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert said in err
         assert not Path("r.jsonl").exists()
-    assert registry.load_implementation("softmax", "forms_mine:other_names", "cpu").call(3) == 3
+    assert registry.load_implementation("softmax", "taken_mine:other_names", "cpu").call(3) == 3
 
 
 def test_help_groups_the_commands(run: Command) -> None:

@@ -331,9 +331,6 @@ def test_the_device_says_what_the_host_says():
         assert torch.equal(bits(x.cuda()).cpu(), bits(x))
 
 
-# Hashes of rows: equal for equal bits, whatever the batch; different for what an XOR or a norm would not see.
-
-
 def test_a_row_has_one_hash_in_every_batch() -> None:
     """Alone, among others and at another place a row has the same hash: else the tool would be what it looks for."""
     for dtype in [torch.float32, torch.bfloat16, torch.float16, torch.int64]:

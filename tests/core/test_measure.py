@@ -218,9 +218,6 @@ def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> N
     assert watch.accuracy.elements == 32 * 5
 
 
-# Results and repeats that a GPU is asked about together get the answers of asking one by one.
-
-
 def test_agreement_is_identity() -> None:
     """Both ways to ask give what `identical` gives, of every pair; NaN equals NaN whatever its payload."""
     nan = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)  # three patterns

@@ -144,9 +144,6 @@ def test_elements_with_places_of_their_own() -> None:
         assert (len(set(places)) == x.numel()) == apart
 
 
-# First uses told from several threads at once: none is lost, and no listener.
-
-
 def test_no_use_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that change over between reading a count and writing it, each time, still end at the sum."""
 

@@ -282,9 +282,6 @@ def test_a_completion_that_no_reader_would_take_is_a_failed_one(tmp_path: Path) 
     assert [c.status for c in read_run(path).completions] == ["error"] * len(odd) + ["ok"]
 
 
-# The side file: each distinct trace once, whole or not at all.
-
-
 def trace(tokens: list[int], runner_up: list[int] | None = None) -> Trace:
     logprobs = b"\0" * 4 * len(tokens)
     digest = trace_digest(tokens, logprobs)

@@ -217,9 +217,6 @@ def test_looking_is_free_with_the_confidence_sequence_and_not_with_wilsons() -> 
     assert missed[1] > 0.15 * runs
 
 
-# Comparisons of pairs, against brute force and their definitions.
-
-
 def test_mcnemar_counts_coin_tosses() -> None:
     """The exact p is that of a fair coin, counted outright; published: 8 against 1 gives 0.0391."""
     for b, c in itertools.product(range(7), repeat=2):

@@ -252,9 +252,6 @@ def test_bits_that_change_beyond_a_tile_of_keys_are_seen_by_the_long_prompt_alon
         assert not try_axis(engine, axes["batch size"], "invariant").traces
 
 
-# `nondet diagnose` on the command line: bad input is one line before anything is measured; the gate's codes.
-
-
 def test_bad_input_is_one_line(run: Command, tmp_path: Path) -> None:
     """Exit 2, what and what to try, and no run file is left behind."""
     for arguments, reason in [

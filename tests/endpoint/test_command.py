@@ -264,9 +264,6 @@ def test_bad_input_of_a_gate_is_one_line(run: Command, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-# Ctrl-C in an endpoint run: a cancellation of the whole, never an exception inside of the event loop.
-
-
 def test_an_interrupt_waits_for_an_await_and_cleans_up() -> None:
     """What runs at that moment goes on to its next await; tasks end, then the interrupt is raised."""
     seen: list[str] = []

@@ -22,9 +22,6 @@ Tensors = tuple[Any, ...]
 BATCH, RUN, WRONG, OTHER = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG, Finding.OTHER
 
 
-# ---- operators whose order of additions is chosen, row by row
-
-
 def _total(x: torch.Tensor, order: int) -> torch.Tensor:
     """Over the last axis in float32, neighbours to neighbours from the first element on, or from the one before it.
 
@@ -120,9 +117,6 @@ _CORES: dict[str, Callable[..., torch.Tensor]] = {
     "cumsum": _cumsum,
     "attention": _attention,
 }
-
-
-# ---- effects, and where and when they are
 
 
 def _effect(effect: str, t: Tensors, keywords: dict[str, Any]) -> tuple[Tensors, int, dict[str, Any]]:
@@ -229,9 +223,6 @@ def __getattr__(name: str) -> Callable[..., torch.Tensor]:
         return out.reshape(*x.shape[:-1], -1) if operator == "linear" else out
 
     return planted
-
-
-# ---- rules
 
 
 def _size(rng: random.Random, largest: int) -> str:

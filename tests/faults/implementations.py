@@ -133,9 +133,6 @@ def other_order(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return in_parts(rows.flip(1), w.flip(1), 3)
 
 
-# Faults of the other operators that the probes' own tests do not have.
-
-
 def grouped_other_weight(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Wrong: rows of the last expert get the weight of the first."""
     return grouped_sound(x, torch.cat([weight[:-1], weight[:1]]), offsets)
