@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _MOST, _CORES_EACH = 8, 2
 _MOST_COLD = 16
 _ON_CPU = 2  # most of a probe's work there is one core's
-_MEMORY_EACH = 5 * 2**30  # bytes of the device: a context, and the operands and oracles of a large case
+_MEMORY_EACH = 6 * 2**30  # bytes of the device: a context, and the operands and oracles of a large case
 _JOBS_EACH = 20  # below, starting a worker takes longer than its measurements
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 

@@ -279,7 +279,7 @@ def test_how_many_workers_on_a_gpu(monkeypatch, cores):
     kept.rename(kept.with_name("intel-xeon-12ab.jsonl"))
     assert workers_ahead(["all"], "auto", [], None) == 16
     card.total_memory = 80 * 2**30
-    assert default_workers("cuda", ["stock"], 700) == 16
+    assert default_workers("cuda", ["stock"], 700) == 13
     assert workers_ahead(["all"], "cuda", ["stock"], 3) == 3
     for names, impls, count in ((["all"], [], 1), (["matmul"], [], None), (["all"], ["mine:softmax"], None)):
         assert workers_ahead(names, "auto", impls, count) == 0
