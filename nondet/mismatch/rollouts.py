@@ -151,7 +151,6 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
             except ValueError as error:
                 nan = b"NaN" in line or b"Infinity" in line
                 why = "a logprob is NaN or infinite" if nan else one_line(str(error), 160)
-                why = f"not UTF-8 text (byte {error.start})" if isinstance(error, UnicodeDecodeError) else why
                 raise UserError(f"{path}, line {number}: {why}", _FORM) from None
     except FileNotFoundError:
         raise UserError(f"no such file: {path}", "Give a .jsonl file of rollouts, or a folder of them.") from None
