@@ -55,6 +55,11 @@ needs_row_scales = pytest.mark.skipif(
 # which transformers asks for to load FP8 weights, and a model in shares
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+# every real floating dtype that this torch has, float8 and packed float4 variants included
+FLOAT_DTYPES = sorted(
+    {d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d == PACKED)}, key=str
+)
 
 
 def bell(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

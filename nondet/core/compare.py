@@ -32,12 +32,6 @@ _PACKED = {getattr(torch, "float4_e2m1fn_x2", None)} - {None}
 _UNSIGNED = {getattr(torch, "float8_e8m0fnu", None)} - {None}  # only an exponent: no sign bit
 
 
-def float_dtypes() -> list[torch.dtype]:
-    """Every real floating dtype that this torch has, float8 and packed float4 variants included."""
-    floats = {d for d in vars(torch).values() if isinstance(d, torch.dtype) and (d.is_floating_point or d in _PACKED)}
-    return sorted(floats, key=str)
-
-
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Integer view of `x` (real or complex, any device) in which equal integers mean equal results: every NaN becomes
     one pattern. It has x's shape, for complex with a last axis of 2; integer and bool tensors come back as is."""

@@ -21,7 +21,6 @@ from nondet.core.compare import (
     digest,
     error_against,
     first_difference,
-    float_dtypes,
     identical,
     memory_of,
     numbers,
@@ -34,9 +33,9 @@ from nondet.errors import UserError
 from nondet.sampling.plan import Session
 from nondet.trace.capture import _rows
 from nondet.trace.search import logits_at_fault
+from tests.build import FLOAT_DTYPES, PACKED
 
-PACKED = getattr(torch, "float4_e2m1fn_x2", None)
-DTYPES = [d for d in float_dtypes() if d != PACKED]
+DTYPES = [d for d in FLOAT_DTYPES if d != PACKED]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,7 +51,7 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
 
 def test_all_float_dtypes_are_known():
     """Every floating dtype of this torch takes part, so that a new one can't slip by unnoticed."""
-    names = {str(d) for d in float_dtypes()}
+    names = {str(d) for d in FLOAT_DTYPES}
     assert {"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16"} <= names
     assert {"torch.float8_e4m3fn", "torch.float8_e5m2", "torch.float8_e4m3fnuz", "torch.float8_e5m2fnuz"} <= names
     assert {"torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2"} <= names

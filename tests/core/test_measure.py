@@ -18,7 +18,6 @@ from nondet.core.compare import (
     difference,
     error_against,
     errors_against,
-    float_dtypes,
     identical,
     looked_at,
     same,
@@ -37,7 +36,7 @@ from nondet.probes.runner import plan_jobs, run_jobs
 from nondet.reports.html import render
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
-from tests.build import run_of
+from tests.build import FLOAT_DTYPES, run_of
 from tests.probes import toys
 
 SMALL: dict[str, Any] = {"m": 16, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
@@ -223,7 +222,7 @@ def test_agreement_is_identity() -> None:
     nan = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)  # three patterns
     values = torch.tensor([[1.0, 2.0, 0.0], [1.0, 4.0, 0.0], [2.0, 2.0, 0.0], [1.0, 2.0, 1.0]])
     pools = [[*nan, torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(math.inf)]]
-    for dtype in [*float_dtypes(), torch.int64, torch.bool, torch.complex64]:
+    for dtype in [*FLOAT_DTYPES, torch.int64, torch.bool, torch.complex64]:
         pools.append([*(values.to(torch.uint8).view(dtype) if "float4" in str(dtype) else values.to(dtype))])
     for pool in pools:
         pairs = [(a, b.clone()) for a in pool for b in pool]
