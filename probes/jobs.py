@@ -522,11 +522,12 @@ def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
         job = jobs[place]
         return _group(job), 0 if job.probe.name in _BY_ONE else id(job.case)
 
+    def length(unit: _Unit) -> tuple[int, int]:
+        return unit.weight, math.prod(jobs[unit.places[0]].case.shape.values())
+
     units = []
     for (group, _), neighbours in itertools.groupby(places, of):
         own = list(neighbours)
-        case = jobs[own[0]].case
-        each = _WEIGHTS.get(group[0], 1) * (_ORDER_WEIGHT if case.inputs.startswith("order") else 1)
-        unit = _Unit(group, own, len(own) * each)
-        units.append((unit.weight, math.prod(case.shape.values()), unit))
-    return [unit for *_, unit in sorted(units, key=lambda long: long[:2], reverse=True)]
+        each = _WEIGHTS.get(group[0], 1) * (_ORDER_WEIGHT if jobs[own[0]].case.inputs.startswith("order") else 1)
+        units.append(_Unit(group, own, len(own) * each))
+    return sorted(units, key=length, reverse=True)
