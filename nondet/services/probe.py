@@ -53,7 +53,7 @@ class ProbeRequest(o.Machine, Request):
         o.opt(
             "Processes that share the cases, on one device. The rows are the same.",
             "--jobs",
-            shown="on CUDA one per two cores, up to 8, and 15 if nothing is certified yet; on a CPU 1, and 2 for all",
+            shown="on CUDA one per two cores, up to 8, or 16 if nothing is certified yet; on a CPU 1, and 2 for all",
             panel=o.MACHINE,
         ),
     ] = None
