@@ -116,7 +116,10 @@ class GroupedMatmul(Probe):
             plans = [("all", [_batch(spread, every, rows, E)])]
             if case.varied == "run":  # a whole tile at one expert, and no rows at the others
                 plans[0][1].append(_batch(here, every[:_TILE], min(rows, _TILE), E))
-        there = [(value, [_Batch(*(t.to(device) for t in batch)) for batch in batches]) for value, batches in plans]
+        there = [
+            (value, [_Batch(*(t.to(device, non_blocking=True) for t in batch)) for batch in batches])
+            for value, batches in plans
+        ]
         return {"x": x, "weight": w.mT, "plans": there}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:

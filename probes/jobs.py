@@ -271,6 +271,17 @@ def load() -> None:
     operators()
 
 
+def _load_kernels() -> None:
+    """Load what the first kernels of a GPU wait for, while this process waits for the device."""
+    from nondet.core.launch import ready_compiler
+
+    ready_compiler()
+    for operator in operators().values():
+        for target in {one.target("cuda") for one in operator.implementations} - {None}:
+            with suppress(Exception):  # it is reported where it is measured
+                importlib.import_module(str(target).partition(":")[0])
+
+
 def _measure(pipe: Any, device: str) -> None:
     load()
     import torch
@@ -280,8 +291,11 @@ def _measure(pipe: Any, device: str) -> None:
     from nondet.probes.runner import plan_jobs, run_jobs
 
     if device != "cpu" and torch.cuda.is_available():  # a context and a profiler, while the parent still plans
+        compiler = threading.Thread(target=_load_kernels)
+        compiler.start()
         with profile_variants("cuda"):
             pass
+        compiler.join()
     order: Order = pipe.recv()
     torch.set_num_threads(order.threads)
     if order.gpu is not None:
@@ -312,7 +326,7 @@ _WEIGHTS = {
 }  # fmt: skip
 # The time in which a group's kernels are compiled and proven, however few its cases are.
 _FIRST_WEIGHTS = {"attention": 50}
-_ORDER_WEIGHT = 4  # so many times longer where a row shows its order of additions: that order is found
+_LONGER = 4  # so many times longer where an order of additions is found, or a stock library plans for each chunk
 # Collectives start ranks of their own on all GPUs, so a second group would wait for the first.
 _BY_ONE = frozenset({"all-reduce"})
 # How rows report that memory ran out: torch's errors, cuBLAS's, Triton's, the host's.
@@ -528,6 +542,8 @@ def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
     units = []
     for (group, _), neighbours in itertools.groupby(places, of):
         own = list(neighbours)
-        each = _WEIGHTS.get(group[0], 1) * (_ORDER_WEIGHT if jobs[own[0]].case.inputs.startswith("order") else 1)
+        case = jobs[own[0]].case
+        long = case.inputs.startswith("order") or (case.varied == "query_chunk" and "values" in case.data)
+        each = _WEIGHTS.get(group[0], 1) * (_LONGER if long else 1)
         units.append(_Unit(group, own, len(own) * each))
     return sorted(units, key=length, reverse=True)

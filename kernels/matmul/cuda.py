@@ -354,7 +354,7 @@ def stands(bound: Member, given: Operands, *, may_prove: bool = True) -> bool | 
 
 
 # The first two have an exact result of zero, so only the rounding errors of the order are left.
-PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell")
+PROOFS = ("order", "order-wide", "wide, cancel, outlier, bell, underflow")
 _PIECE = 2**22
 
 

@@ -22,6 +22,7 @@ KINDS = {
     "mixed": "rows in turn of bell and of order: ordinary results and bare rounding errors from one call",
     "tiny": "bell times 2^-12, whose squares are small beside the epsilon of a norm",
     "denormal": "bell times the dtype's smallest normal number: a kernel that flushes to zero gives other bits",
+    "underflow": "bell, so small that products are subnormal or a zero with a sign, which not every kernel keeps",
     "masked": "bell, and minus infinity from some place of each row on, as a mask leaves a row of scores",
     "infinite": "bell, with one infinity in every second row",
     "positive": "bell without its sign, and one column of zeros: what a kernel may treat apart, if a whole batch is so",
@@ -64,7 +65,15 @@ def make(
         return _in_turn(bell().to(dtype), make("order", shape, dtype, device, rng))
     if kind == "denormal":
         return bell().to(dtype).mul_(torch.finfo(dtype).tiny)
+    if kind == "underflow":
+        return bell().to(dtype).mul_(underflow(dtype))
     return _drawn(kind, shape[-1] if shape else 1, uniform, bell).to(dtype)
+
+
+def underflow(dtype: torch.dtype) -> float:
+    """A power of two; products of two numbers of that size are about the smallest subnormal one of the sum's dtype."""
+    info = torch.finfo(torch.float32 if dtype == torch.bfloat16 else dtype)
+    return math.ldexp(1.0, math.frexp(info.tiny * info.eps)[1] // 2)
 
 
 def _drawn(

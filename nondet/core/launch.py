@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +138,18 @@ def wait_for_device() -> None:
 
 class DeviceLostError(RuntimeError):
     """A sticky CUDA error: every later call would fail, and a proof would be void."""
+
+
+def ready_compiler() -> None:
+    """What the first kernel of a process waits for otherwise: Triton reads its own files for the key of its cache, and
+    builds its link to the driver."""
+    import triton
+
+    with suppress(Exception):  # what fails here, fails again where it is reported
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+        _ = triton.runtime.driver.active.utils
 
 
 def check_device_alive(device: str, error: BaseException) -> None:

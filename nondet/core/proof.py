@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nondet.core.compare import difference, same
+from nondet.core.compare import numbers, same
 from nondet.core.inputs import generator, make, product_operands
 from nondet.core.launch import check_device_alive, proving
 from nondet.errors import UserError
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 # "order" comes first: its exact result is zero, so the result consists of the rounding errors of the order only.
 # "order-wide" is the same with exponents further apart, for sums of few terms.
-PRODUCT_INPUTS = ("order", "order-wide", "wide", "cancel", "outlier", "bell")
+PRODUCT_INPUTS = ("order", "order-wide", "wide", "cancel", "outlier", "bell", "underflow")
 
 # A bias of the size of the rounding errors: a larger one would hide them where the result is rounded to bfloat16.
-BIAS_SIZE = {"order": 2.0**-14, "order-wide": 2.0**-4}
+BIAS_SIZE = {"order": 2.0**-14, "order-wide": 2.0**-4, "underflow": 2.0**-126}
 
 
 class Claim(NamedTuple):
@@ -137,55 +137,64 @@ def prove(
     kept: Certificates,
 ) -> list[bool | None]:
     """Whether each member has the anchor's bits on all of the inputs, (name, operands) one after the other. Results are
-    recorded under its claim. All calls get the same tensors and must not write to them.
+    recorded under its claim. All calls get the same tensors and must not write to them. Only the end waits for the
+    device, because each wait is long where other processes use it.
 
     None: it failed to run, gave another shape or dtype, was given no inputs, or gave only NaN and infinities. A failure
     may be temporary, so it is not an exclusion: the member is set aside for as long as this process lasts. Where memory
     did not suffice, nothing is even set aside. Raises DeviceLostError: a call took the CUDA context with it.
     """
-    verdicts: list[bool | None] = [True] * len(claims)
-    compared, kinds = 0, []
+    failed: dict[int, tuple[str, Exception]] = {}
+    seen: list[tuple[str, int, list[torch.Tensor]]] = []  # kind, elements; finite; of each claim, differing
     try:
         for kind, operands in inputs:
-            if True not in verdicts:
-                return verdicts
             expected = anchor(*operands)
+            finite = torch.isfinite(expected).sum()
+            counts = [finite]
             for i, claim in enumerate(claims):
-                if verdicts[i]:
-                    verdicts[i] = _stands_on(claim, kind, operands, expected, kept)
-            compared += int(torch.isfinite(expected).sum())  # NaN and infinities are the same in any order
-            kinds.append(kind)
-    except torch.cuda.OutOfMemoryError:
-        return [None if verdict else verdict for verdict in verdicts]
-    evidence = f"{compared} finite elements equal to the anchor's on {', '.join(kinds)}"
+                count = finite.new_zeros(()) if i in failed else _differing(expected, claim, operands)
+                if isinstance(count, Exception):
+                    failed[i], count = (kind, count), finite.new_zeros(())
+                counts.append(count)
+            seen.append((kind, expected.numel(), counts))
+            if len(failed) == len(claims):
+                break
+    except torch.cuda.OutOfMemoryError as error:
+        failed = dict.fromkeys(range(len(claims)), ("", error)) | failed
+    known = iter(_counted([count for _, _, counts in seen for count in counts]))
+    rows = [(kind, size, [int(next(known)) for _ in counts]) for kind, size, counts in seen]
+    compared = sum(counts[0] for _, _, counts in rows)  # NaN and infinities are the same in any order
+    equal = f"{compared} finite elements equal to the anchor's on {', '.join(kind for kind, _, _ in rows)}"
+    verdicts: list[bool | None] = []
     for i, claim in enumerate(claims):
-        if verdicts[i] and compared:
-            kept.record(claim.member, claim.key, True, evidence)
-        elif verdicts[i]:
+        differ = next((f"{kind}: {n[i + 1]} of {size} elements differ" for kind, size, n in rows if n[i + 1]), None)
+        holds = not differ if differ or (compared and i not in failed) else None
+        kind, failure = failed.get(i, ("", None))
+        if holds is not None:
+            kept.record(claim.member, claim.key, holds, differ or equal)
+        elif failure is None:
             kept.set_aside(claim.member, claim.key, "nothing finite was compared")
-            verdicts[i] = None
+        elif not isinstance(failure, torch.cuda.OutOfMemoryError):
+            kept.set_aside(claim.member, claim.key, f"{kind}: {in_words(failure)}")
+        verdicts.append(holds)
     return verdicts
 
 
-def _stands_on(
-    claim: Claim, kind: str, operands: tuple[Any, ...], expected: torch.Tensor, kept: Certificates
-) -> bool | None:
-    """The verdict of one input, recorded unless it is True."""
-    tried = attempt(expected, lambda: claim.call(*operands))
-    if isinstance(tried.failure, torch.cuda.OutOfMemoryError):
-        return None
-    if tried.result is None:
-        kept.set_aside(claim.member, claim.key, f"{kind}: {in_words(tried.failure)}")
-        return None
-    if tried.equal:
-        return True
-    apart = difference(expected, tried.result)
-    evidence = (
-        f"{kind}: {apart.mismatched} of {apart.compared} elements differ, first at {apart.first_mismatch}, "
-        f"by up to {apart.max_ulp} ULP" + (f", {apart.nonfinite} not finite" if apart.nonfinite else "")
-    )
-    kept.record(claim.member, claim.key, False, evidence)
-    return False
+def _differing(expected: torch.Tensor, claim: Claim, operands: tuple[Any, ...]) -> torch.Tensor | Exception:
+    """How many elements differ, on the device, or why there is no result."""
+    try:
+        return (~same(expected, claim.call(*operands))).sum()
+    except Exception as error:  # noqa: BLE001 - whatever a library raises, it is not a proof
+        check_device_alive(expected.device.type, error)
+        return error
+
+
+def _counted(counts: list[torch.Tensor]) -> list[float]:
+    try:
+        return numbers(*counts)
+    except Exception as error:
+        check_device_alive(counts[0].device.type, error)
+        raise
 
 
 def in_words(error: Exception | None) -> str:

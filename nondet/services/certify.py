@@ -44,7 +44,7 @@ class CertifyRequest(o.Machine, Request):
     inputs: Annotated[
         list[str] | None,
         o.opt("order, order-wide, wide, cancel, outlier, bell. Repeatable.", shown="all"),
-        o.OneOf(("order", "order-wide", "wide", "cancel", "outlier", "bell"), o.KINDS.what),
+        o.OneOf(("order", "order-wide", "wide", "cancel", "outlier", "bell", "underflow"), o.KINDS.what),
     ] = None
     full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
     vllm: Annotated[

@@ -173,7 +173,7 @@ IMPLS = Annotated[
 KINDS = OneOf(
     (
         *("bell", "wide", "cancel", "outlier", "order", "order-wide", "integers", "positive"),
-        *("mixed", "tiny", "denormal", "masked", "infinite"),
+        *("mixed", "tiny", "denormal", "underflow", "masked", "infinite"),
     ),
     "unknown kind of input {value!r}",
 )

@@ -125,7 +125,7 @@ def test_nan_on_one_side_is_no_equality_and_fewer_digits_no_other_order(kept: Ce
 
 def test_a_bias_added_after_the_rounding_is_another_class(kept: Certificates) -> None:
     """Two roundings instead of one: caught with a bias, and equal without."""
-    afterwards: Call = lambda x, weight, bias=None: chain(x, weight) + (0 if bias is None else bias)  # noqa: E731
+    afterwards: Call = lambda x, weight, bias=None: chain(x, weight) + (-0.0 if bias is None else bias)  # noqa: E731
     assert put(afterwards, kept).status == Status.IDENTICAL
     assert put(afterwards, kept, layout="nt, bias").status == Status.DIVERGENT
 

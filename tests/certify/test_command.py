@@ -35,7 +35,10 @@ WRONG = [
     (["certify", "linear", "--dtype", "floaty16"], ["'floaty16'", "float16"]),
     (["certify", "linear", "--dtype", "float8_e4m3fn", "--device", "cpu"], ["linear", "--dtype float8_e4m3fn"]),
     (["certify", "linear", "--device", "tpu"], ["'tpu'", "cpu"]),
-    (["certify", "linear", "--inputs", "nope"], ["'nope'", "Known: bell, cancel, order, order-wide, outlier, wide"]),
+    (
+        ["certify", "linear", "--inputs", "nope"],
+        ["'nope'", "Known: bell, cancel, order, order-wide, outlier, underflow, wide"],
+    ),
     (["certify", "--show", "--forget"], ["--forget", "by itself"]),
     (["certify", "linear", "--forget"], ["--forget", "by itself"]),
     (["certify", "linear", "--seed", "99999999999999999999999"], ["'--seed'"]),

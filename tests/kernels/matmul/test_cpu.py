@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from nondet import batch_invariant
 from nondet.core.certificates import Certificate, Certificates
 from nondet.core.compare import error_against, identical
-from nondet.core.inputs import generator, make, order_revealing
+from nondet.core.inputs import generator, make, order_revealing, product_operands
 from nondet.core.launch import listen
 from nondet.errors import UserError
 from nondet.kernels import reference
@@ -40,6 +41,18 @@ def test_a_row_does_not_depend_on_the_batch(threads: int, dtype: torch.dtype, ki
     for rows in ROWS:
         for start in (0, 1, max(ROWS) - rows):
             assert identical(cpu.linear(x[start : start + rows], weight), whole[start : start + rows])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_underflows_has_the_same_bits_in_every_batch(bias: bool) -> None:
+    """oneDNN's kernels for few rows keep subnormal numbers and the sign of such a zero, those for many rows do not."""
+    for dtype, k in itertools.product((torch.bfloat16, torch.float64), (3, 64)):
+        x, weight = product_operands("underflow", (max(ROWS), k), (64, k), dtype, "cpu", 3)
+        for size in (0.0, 2.0**-126, 2.0**-120):
+            added = make("bell", (64,), dtype, "cpu", generator(2, "cpu")) * size if bias else None
+            whole = cpu.linear(x, weight, added)
+            for rows in ROWS:
+                assert identical(cpu.linear(x[:rows], weight, added), whole[:rows])
 
 
 @pytest.mark.parametrize("columns", [1, 2, 9, 16])

@@ -474,6 +474,17 @@ def test_one_class_over_m_on_hard_inputs(dtype, k, n):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_zero_that_underflow_leaves_has_one_sign_in_every_batch(dtype):
+    """Triton's float32 chain left -0 where cuBLASLt leaves +0: which of them serves an M must not show."""
+    for k, n in ((1024, 1024), (96, 128), (7, 64)):
+        x, weight = inputs.product_operands("underflow", (300, k), (n, k), dtype, DEVICE, 3)
+        whole = linear(x, weight)
+        for m in (1, 5, 16, 17, 64, 200):
+            assert compare.identical(linear(x[:m], weight), whole[:m])
+
+
+@pytest.mark.gpu
 def test_a_captured_graph_replays_the_same_bits():
     """A CUDA graph holds the certified member, also for a shape that was never seen outside of a capture."""
     x, weight = bell(40, 4096, dtype=torch.bfloat16), bell(4096, 4096, dtype=torch.bfloat16, seed=1)
