@@ -58,7 +58,7 @@ class GroupedMatmul(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M and one over routings; for the first all other cases, too."""
-        default, given = _LAYERS[options.device], base.given_layer(options)
+        default, given = _LAYERS[options.device][: 1 if options.one_of_all else None], base.given_layer(options)
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[options.device])
         layers = default if given is None else (("", options.config.get("experts", default[0][1]), *given),)
         shortened = layers is default and not (options.m or options.inputs or options.full)
@@ -73,7 +73,7 @@ class GroupedMatmul(Probe):
                 if first:
                     yield case("mixed", "history", min(largest, 16))
                 every = ("bell", "order", *(_HARD if first else ()), "integers")
-                for kind in kinds(options, every if first or given or not options.one_of_all else ("order",)):
+                for kind in kinds(options, every):
                     few = kind == "integers" or (shortened and (kind != "order" or not first))
                     sizes = some(_FEW, largest, options) if few else sweep(largest, options)
                     yield case(kind, "batch_size", largest, values=sizes)
