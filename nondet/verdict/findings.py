@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 from nondet.core.records import Completion, Role, role_of
 from nondet.verdict.wording import Reason, phrase, reason, stated, words
@@ -191,7 +191,6 @@ def successful(completions: Iterable[Completion]) -> list[Completion]:
     return [c for c in completions if c.status == "ok"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Tally:
     """Completions, counted by what they gave.
 
@@ -199,50 +198,20 @@ class Tally:
     end-of-text token is not always among the tokens, so the reason can be all that differs.
     """
 
-    completions: Counter[str]  # digest of the tokens -> completions
-    answers: Counter[tuple[str, str]]  # (trace, reason why it ended) -> completions: equal answers have both in common
-    failed: Counter[str]  # kind of failure -> requests that did not succeed; they are in no other figure
-    nonfinite: int  # completions with a logprob that is NaN or infinite
+    def __init__(self, completions: Iterable[Completion]) -> None:
+        self.every = list(completions)
+        self.good = successful(self.every)  # those that failed are in no figure but `failed`
+        self.n = len(self.good)
+        self.completions = Counter(c.tokens_digest for c in self.good)
+        self.traces = Counter(c.trace for c in self.good)  # the tokens with the bits of their logprobs
+        self.ends = Counter(c.finish for c in self.good)
+        self.answers = Counter((c.trace, c.finish) for c in self.good)  # equal answers have both in common
+        self.failed = Counter((c.served.kind if c.served else "") or "error" for c in self.every if c.status != "ok")
+        self.nonfinite = sum(c.nonfinite > 0 for c in self.good)  # with a logprob that is NaN or infinite
 
-    @classmethod
-    def of(cls, completions: Iterable[Completion], **more: Any) -> Self:
-        """The tally of these; `more`: what a subclass adds."""
-        every = list(completions)
-        good = successful(every)
-        return cls(
-            completions=Counter(c.tokens_digest for c in good),
-            answers=Counter((c.trace, c.finish) for c in good),
-            failed=Counter((c.served.kind if c.served else "") or "error" for c in every if c.status != "ok"),
-            nonfinite=sum(c.nonfinite > 0 for c in good),
-            **more,
-        )
-
-    def __add__(self, other: Tally) -> Tally:
-        names = ("completions", "answers", "failed", "nonfinite")
-        return Tally(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
-    @property
-    def n(self) -> int:
-        """Completions that succeeded."""
-        return self.answers.total()
-
-    @property
-    def traces(self) -> Counter[str]:
-        """Trace, the tokens with the bits of their logprobs -> completions."""
-        return Counter(trace for trace, _ in self.answers.elements())
-
-    @property
-    def ends(self) -> Counter[str]:
-        """Reason why they ended -> completions."""
-        return Counter(end for _, end in self.answers.elements())
-
-    @property
-    def ended_otherwise(self) -> int:
-        """Completions that ended for another reason than most of those with the same tokens and logprobs."""
-        most = {
-            trace: n for (trace, _), n in reversed(self.answers.most_common())
-        }  # the last of a trace is its largest
-        return self.n - sum(most.values())
+        most = {trace: n for (trace, _), n in reversed(self.answers.most_common())}  # a trace's last is its largest
+        # completions that ended for another reason than most of those with the same tokens and logprobs
+        self.ended_otherwise = self.n - sum(most.values())
 
     def checked(self, verdict: Verdict) -> Verdict:
         """The verdict on these completions, wrong if any holds a logprob that is no number."""
@@ -255,11 +224,9 @@ class Tally:
 
     def notes_on_ends(self) -> list[Reason]:
         """One reason where completions ended in several ways, else none."""
-        odd = self.ended_otherwise
-        several = reason("ends", named=self.ends, odd=reason("ends-odd", n=odd) if odd else None)
-        return stated((len(self.ends) > 1, several))
+        return stated((len(self.ends) > 1, reason("ends", named=self.ends)))
 
-    def clauses(self, by: Reason | None = None, *, of_server: bool = False, logprobs: bool = True) -> list[Reason]:
+    def clauses(self, by: Reason | None = None, *, logprobs: bool = True) -> list[Reason]:
         """Distinct completions, distinct traces if there are more, and how many equal ones ended differently.
 
         Args:
@@ -269,11 +236,9 @@ class Tally:
         completions = len(self.completions)
         traces = len(self.traces) if logprobs else completions
         same_tokens = completions == 1 and traces > 1
-        code = "tokens-identical" if same_tokens and of_server else "distinct"
-        odd = self.ended_otherwise
         return stated(
-            (True, reason(code, n=completions, of=self.n, by=by)),
+            (True, reason("tokens-identical" if same_tokens else "distinct", n=completions, of=self.n, by=by)),
             (not logprobs, reason("no-logprobs")),
             (traces != completions, reason("one-but" if same_tokens else "traces", n=traces)),
-            (odd, reason("ended-otherwise", n=odd)),
+            (self.ended_otherwise, reason("ended-otherwise", n=self.ended_otherwise)),
         )

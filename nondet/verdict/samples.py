@@ -12,8 +12,8 @@ named only where traces differ among completions whose rounds were bit-identical
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -113,14 +113,15 @@ def _batches(
     return BatchEvidence(len(patterns), len(set(patterns)), alone, differ, padded)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SampleCounts(Tally):
     """The completions of one prompt under one implementation."""
 
-    impl: str
-    prompt: int
-    rounds: Mapping[int, Set[str]]  # round -> its traces
-    batches: BatchEvidence
+    def __init__(self, completions: Iterable[Completion], impl: str, prompt: int, batches: BatchEvidence) -> None:
+        super().__init__(completions)
+        self.impl, self.prompt, self.batches = impl, prompt, batches
+        self.rounds: dict[int, set[str]] = {}  # round -> its traces
+        for c in self.good:
+            self.rounds.setdefault(c.round, set()).add(c.trace)
 
 
 def subjects(run: Run) -> Iterator[SampleCounts]:
@@ -135,27 +136,17 @@ def subjects(run: Run) -> Iterator[SampleCounts]:
     load = run.header.plan.get("load")
     padded = isinstance(load, dict) and bool(load.get("graphs"))
     for (prompt, _, impl), mine in sorted(members.items()):
-        good = successful(mine)
-        rounds: dict[int, set[str]] = {}
-        for c in good:
-            rounds.setdefault(c.round, set()).add(c.trace)
-        batches = _batches(good, totals[impl], run.header.plan["prompts"][prompt]["tokens"], padded)
-        yield SampleCounts.of(mine, impl=impl, prompt=prompt, rounds=rounds, batches=batches)
+        batches = _batches(successful(mine), totals[impl], run.header.plan["prompts"][prompt]["tokens"], padded)
+        yield SampleCounts(mine, impl, prompt, batches)
 
 
 def judge_samples(run: Run) -> list[Verdict]:
     """A verdict for each prompt and implementation, stock first. Raises UserError: records contradict each other."""
-    again = replays(run)
-    unseeded = UNSEEDED if run.header.plan.get("sampling") else ()
-    verdicts = []
-    for counts in subjects(run):
-        verdict = judge_counts(counts, again.get(counts.impl, []))
-        more = stated((counts.impl in unseeded, reason("unseeded-engine")))
-        verdicts.append(replace(verdict, reasons=(*verdict.reasons, *more)))
-    return verdicts
+    again, unseeded = replays(run), UNSEEDED if run.header.plan.get("sampling") else ()
+    return [judge_counts(c, again.get(c.impl, []), unseeded=c.impl in unseeded) for c in subjects(run)]
 
 
-def judge_counts(counts: SampleCounts, again: Sequence[Row] = ()) -> Verdict:
+def judge_counts(counts: SampleCounts, again: Sequence[Row] = (), *, unseeded: bool = False) -> Verdict:
     """The verdict on the completions of one prompt under one implementation; `again` are the rows of rounds that were
     run again, in equal batches. Raises UserError: the counts contradict each other."""
     if len(counts.completions) > len(counts.traces) == 1:
@@ -176,6 +167,7 @@ def judge_counts(counts: SampleCounts, again: Sequence[Row] = ()) -> Verdict:
         if finding == Finding.CLEAN:
             reasons += stated((counts.nonfinite, reason("nan-agrees")))
             bounds = (_bound(counts),)
+    reasons += stated((unseeded, reason("unseeded-engine")))
     # one trace is one text: if it diverged, its end differs or a repeated run
     changes = counts.changes((finding,))
     verdict = Verdict(counts.impl, (finding,), tuple(clauses), tuple(reasons), counts.prompt, bounds, changes)
@@ -230,55 +222,36 @@ def is_varied(run: Run) -> bool:
     return "vary" in run.header.plan
 
 
-@dataclass(frozen=True, kw_only=True)
 class ValueTally(Tally):
-    """The completions at one value."""
+    """The completions at one value. `base`: those of the same requests at the base, by name."""
 
-    record: AxisValue
-    moved: int  # requests whose trace is not that of the same request at the base, of `compared`
-    moved_first: int  # those among them that ran in the plan's first round, which the base ran again
-    compared: int
-
-    @property
-    def comparisons(self) -> int:
-        """With the base where the axis must not change anything, else of completions with the first."""
-        return self.compared if self.record.held else max(0, self.n - 1)
-
-    @property
-    def differs(self) -> bool:
-        """Whether any of these differed."""
-        return self.moved > 0 if self.record.held else len(self.traces) > 1
+    def __init__(self, record: AxisValue, completions: Iterable[Completion], base: Mapping[str, Completion]) -> None:
+        super().__init__(completions)
+        self.record = record
+        pairs = [(c, base[_name(c)]) for c in self.good if _name(c) in base] if record.arm != BASE_ARM else []
+        moved = [b.round for a, b in pairs if a.trace != b.trace]
+        # requests whose trace is not that of the same request at the base, of `compared`; those among them that ran in
+        # the plan's first round, which the base ran again
+        self.moved, self.moved_first, self.compared = len(moved), moved.count(0), len(pairs)
+        # with the base where the axis must not change anything, else of completions with the first
+        self.comparisons = self.compared if record.held else max(0, self.n - 1)
+        self.differs = self.moved > 0 if record.held else len(self.traces) > 1
 
 
-@dataclass(frozen=True)
 class AxisTally:
     """One axis under one implementation; only values that took effect are counted."""
 
-    axis: str
-    held: bool
-    values: tuple[ValueTally, ...]  # the base's first
-    idle: tuple[ValueTally, ...]  # values that did not take effect, or are not shown to have
-    note: str
-    # `texts`, `traces`: distinct ones over all values; within: at the value with the most
-    texts: int
-    texts_within: int
-    traces: int
-    traces_within: int
-
-    @property
-    def tried(self) -> tuple[ValueTally, ...]:
-        """The values other than the base's."""
-        return tuple(v for v in self.values if v.record.arm != BASE_ARM)
-
-    @property
-    def moved(self) -> int:
-        """Requests whose trace followed the axis."""
-        return sum(v.moved for v in self.tried)
-
-    @property
-    def compared(self) -> int:
-        """Requests that were compared with themselves at the base."""
-        return sum(v.compared for v in self.tried)
+    def __init__(self, records: Sequence[AxisValue], every: Sequence[ValueTally]) -> None:
+        self.axis, self.held = records[0].axis, records[0].held
+        self.note = next((r.note for r in records if r.note), "")
+        self.values = [v for v in every if v.record.proven]  # the base's first
+        self.idle = [v for v in every if not v.record.proven]  # did not take effect, or are not shown to have
+        self.tried = [v for v in self.values if v.record.arm != BASE_ARM]
+        # requests whose trace followed the axis, of those that were compared with themselves at the base
+        self.moved, self.compared = sum(v.moved for v in self.tried), sum(v.compared for v in self.tried)
+        # distinct ones over all values; at the value with the most
+        self.texts, self.texts_within = _distinct([v.completions for v in self.values])
+        self.traces, self.traces_within = _distinct([v.traces for v in self.values])
 
 
 def tally_axes(run: Run, impl: str) -> list[AxisTally]:
@@ -292,14 +265,10 @@ def tally_axes(run: Run, impl: str) -> list[AxisTally]:
     for record in run.axis_values:
         if record.impl == impl:
             axes.setdefault(record.axis, []).append(record)
-    tallies = []
-    for axis, records in axes.items():
-        every = [_tally(r, by_arm.get(r.arm, []), base) for r in records if r.arm or r.proven]
-        values, idle = (tuple(v for v in every if v.record.proven == proven) for proven in (True, False))
-        note = next((r.note for r in records if r.note), "")
-        counts = (*_distinct([v.completions for v in values]), *_distinct([v.traces for v in values]))
-        tallies.append(AxisTally(axis, records[0].held, values, idle, note, *counts))
-    return tallies
+    return [
+        AxisTally(records, [ValueTally(r, by_arm.get(r.arm, []), base) for r in records if r.arm or r.proven])
+        for records in axes.values()
+    ]
 
 
 def _distinct(counts: Sequence[Mapping[str, int]]) -> tuple[int, int]:
@@ -312,18 +281,12 @@ def _name(completion: Completion) -> str:
     return completion.request.rpartition(" ")[2]
 
 
-def _tally(record: AxisValue, good: Sequence[Completion], base: Mapping[str, Completion]) -> ValueTally:
-    pairs = [(c, base[_name(c)]) for c in good if _name(c) in base] if record.arm != BASE_ARM else []
-    moved = [b.round for a, b in pairs if a.trace != b.trace]
-    return ValueTally.of(good, record=record, moved=len(moved), moved_first=moved.count(0), compared=len(pairs))
-
-
 def judge_axes(run: Run) -> list[Verdict]:
     """A verdict for each implementation."""
     again = replays(run)
     verdicts = []
     for impl in sort_impls(c.impl for c in run.completions):
-        whole = Tally.of(c for c in run.completions if c.impl == impl)
+        whole = Tally(c for c in run.completions if c.impl == impl)
         verdicts.append(whole.checked(_judge_values(run, impl, whole.failed.total(), again.get(impl, []))))
     return verdicts
 

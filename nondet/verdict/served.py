@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from nondet.core.records import Completion, Round, Run, Traffic
@@ -32,28 +33,43 @@ def is_endpoint(run: Run) -> bool:
     return "endpoint" in run.header.plan
 
 
-@dataclass(frozen=True, kw_only=True)
+Answers = Counter[tuple[str, str]]  # (trace, reason why it ended) -> completions
+
+
 class ArmEvidence(Tally):
     """The completions of one prompt in one arm, and what shows that the arm was what it is called."""
 
-    arm: str
-    tokens: int  # of all completions together
-    texts: Counter[str]  # text -> completions; "" for those of older files, which don't have it
-    # prompt tokens that the server had cached -> the answers; None where it does not report them
-    by_cache: Mapping[int | None, Counter[tuple[str, str]]]
-    proof: bool  # whether anything shows that the arm was what it is called
-    shown: Reason  # the proof, or lack of proof, with figures
-    concurrent: int  # completions that are known to have run beside another request: at least this many
-    rounds: int  # rounds whose end is on record; under load those in which a request under study ran with others
-    fingerprints: Set[str]
-    opening: Completion | None  # the earliest one
+    def __init__(self, arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, int], Round]) -> None:
+        super().__init__(completions)
+        self.arm = arm
+        rounds = [known[number] for number in dict.fromkeys((c.impl, c.round) for c in completions) if number in known]
+        seen = [(r, r.traffic) for r in rounds if r.traffic is not None]
+        traffic = [t for _, t in seen]
+        counted = [[v for name, v in t.counters.items() if any(h in name for h in _HITS)] for t in traffic]
+        hits = sum(map(sum, counted)) if counted and all(counted) else None
+        # prompt tokens that the server had cached -> the answers; None where it does not report them
+        self.by_cache: dict[int | None, Answers] = {}
+        for c in self.good:
+            cached = c.served.cached_tokens if c.served else None
+            # where an answer does not report its cached tokens, the server's counter shows none if it did not change
+            self.by_cache.setdefault(0 if cached is None and hits == 0 else cached, Counter())[c.trace, c.finish] += 1
+        # completions that are known to have run beside another request: at least this many, because it is not on record
+        # which of a round's targets ran solo: they may all have been this prompt's
+        of_round = Counter(c.round for c in self.good)
+        self.concurrent = sum(max(0, of_round[r.round] - max(0, r.targets - t.in_company)) for r, t in seen)
+        self.rounds = sum(_formed(t) for t in traffic)  # in which a request under study ran with others
+        self.fingerprints = {name for t in traffic for name in t.fingerprints}
+        # whether anything shows that the arm was what it is called, and what, with figures
+        self.proof, self.shown = _proof(arm, traffic, list(self.by_cache), hits)
+        if self.proof and arm not in ALONE and not self.concurrent:
+            self.proof, self.shown = False, reason("none-among", proof=self.shown)
 
     @property
     def steady(self) -> bool:
         """Whether completions with as many cached tokens agree with each other."""
         return all(len(answers) <= 1 for answers in self.by_cache.values())
 
-    def held_against(self, base: ArmEvidence) -> Iterator[tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]]:
+    def held_against(self, base: ArmEvidence) -> Iterator[tuple[Answers, Answers]]:
         """The answers with each number of cached tokens, and the base's with as many, or else all of them."""
         for cached, answers in self.by_cache.items():
             yield answers, base.by_cache.get(cached, base.answers)
@@ -62,7 +78,10 @@ class ArmEvidence(Tally):
         """The arm, and the others' answers with numbers of cached tokens that it did not have."""
         more = [(cached, some) for arm in others if arm and arm.proof for cached, some in arm.by_cache.items()]
         known = {cached: some for cached, some in more if cached not in self.by_cache and None not in self.by_cache}
-        return replace(self, answers=sum(known.values(), self.answers), by_cache={**self.by_cache, **known})
+        base = copy(self)
+        base.answers, base.by_cache = sum(known.values(), self.answers), {**self.by_cache, **known}
+        base.n = base.answers.total()
+        return base
 
 
 def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
@@ -71,46 +90,11 @@ def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
     members: dict[tuple[str, int], dict[str, list[Completion]]] = {}
     for c in run.completions:
         members.setdefault((c.impl, c.prompt), {}).setdefault(c.arm, []).append(c)
-    rounds = {(r.impl, r.round): r for r in run.rounds if r.traffic is not None}
+    rounds = {(r.impl, r.round): r for r in run.rounds}
     return {
-        subject: {arm: _arm(arm, arms[arm], rounds) for arm in sorted(arms, key=lambda a: order.get(a, len(order)))}
+        subject: {a: ArmEvidence(a, arms[a], rounds) for a in sorted(arms, key=lambda a: order.get(a, len(order)))}
         for subject, arms in members.items()
     }
-
-
-def _arm(arm: str, completions: Sequence[Completion], known: Mapping[tuple[str, int], Round]) -> ArmEvidence:
-    good = successful(completions)
-    numbers = dict.fromkeys((c.impl, c.round) for c in completions)
-    rounds = [known[number] for number in numbers if number in known]
-    traffic = [r.traffic for r in rounds if r.traffic is not None]
-    counted = [[v for name, v in t.counters.items() if any(h in name for h in _HITS)] for t in traffic]
-    hits = sum(map(sum, counted)) if counted and all(counted) else None
-    by_cache: dict[int | None, Counter[tuple[str, str]]] = {}
-    for c in good:
-        cached = c.served.cached_tokens if c.served else None
-        # where an answer does not report its cached tokens, the server's counter shows none if it did not change
-        by_cache.setdefault(0 if cached is None and hits == 0 else cached, Counter())[c.trace, c.finish] += 1
-    # it is not on record which of a round's targets ran solo: they may all have been this prompt's
-    good_in = Counter(c.round for c in good)
-    concurrent = sum(
-        max(0, good_in[r.round] - max(0, r.targets - t.in_company)) for r, t in zip(rounds, traffic, strict=True)
-    )
-    proof, shown = _proof(arm, traffic, list(by_cache), hits)
-    if proof and arm not in ALONE and not concurrent:
-        proof, shown = False, reason("none-among", proof=shown)
-    return ArmEvidence.of(
-        completions,
-        arm=arm,
-        tokens=sum(c.n_tokens for c in good),
-        texts=Counter(c.served.text if c.served else "" for c in good),
-        by_cache=by_cache,
-        proof=proof,
-        shown=shown,
-        concurrent=concurrent,
-        rounds=len(rounds) if arm in ALONE else sum(_formed(t) for t in traffic),
-        fingerprints={name for t in traffic for name in t.fingerprints},
-        opening=min(good, key=lambda c: (c.round, c.request), default=None),
-    )
 
 
 def proven_tries(run: Run, impl: str) -> tuple[int, int]:
@@ -146,10 +130,9 @@ def _proof(
             return False, reason("cached-unsaid")
         return fits, shown if fits else reason("was-not", proof=shown, arm=arm)
     polls, decoding = sum(t.polls for t in traffic), max((t.decoding_most for t in traffic), default=0)
-    running, waiting = -1.0, 0.0  # the most that the server reported; it may report neither
-    for t in traffic:
-        running = running if t.running_most is None else max(running, t.running_most)
-        waiting = max(waiting, t.waiting_most or 0)
+    # the most that the server reported; it may report neither
+    running = max((t.running_most for t in traffic if t.running_most is not None), default=-1.0)
+    waiting = max((t.waiting_most or 0.0 for t in traffic), default=0.0)
     reported = running >= 0 and polls > 0
     if arm in ALONE:
         code = "one-at-a-time" if not reported else "ran-most" if running <= 1 else "others-too"
@@ -205,8 +188,7 @@ def off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
     return sum(count for answer, count in arm.items() if answer not in base)
 
 
-def _apart(arm: ArmEvidence, base: ArmEvidence) -> tuple[int, int]:
-    """Answers of the arm that its base does not have: with these tokens, logprobs and end; with these tokens."""
+def _apart(arm: ArmEvidence, base: ArmEvidence) -> Apart:
     return sum(off(*pair) for pair in arm.held_against(base)), off(arm.completions, base.completions)
 
 
@@ -219,45 +201,29 @@ def _differing(n: int, traces_off: int, tokens_off: int) -> Reason:
 _CHANCE = 0.01
 
 
-@dataclass(frozen=True)
+Apart = tuple[int, int]  # answers whose trace, and those whose tokens, the arm that is compared with does not have
+
+
 class Comparison:
-    """One arm compared with another, or with itself (`base` is then "itself")."""
+    """One arm compared with another, or with itself (`base` is then "itself").
 
-    arm: str
-    base: str
-    n: int  # completions of the arm
-    # `traces_off`, `tokens_off`: those whose trace, or whose tokens, the other arm does not have
-    traces_off: int
-    tokens_off: int
-    cause: Finding  # the finding where something differed, and nothing speaks against this cause
-    doubts: tuple[Reason, ...] = ()  # what does
-    clean: Finding = Finding.CLEAN  # the finding where nothing differed
+    Args:
+        n: Completions of the arm.
+        cause: The finding where something differs, and nothing speaks against this cause.
+        doubts: What does.
+        proven: Whether anything shows that the arm was what it is called.
+    """
 
-    @property
-    def finding(self) -> Finding:
-        """What the comparison shows."""
-        return self.clean if not self.traces_off else Finding.UNATTRIBUTED if self.doubts else self.cause
-
-    @property
-    def reasons(self) -> tuple[Reason, ...]:
-        """Why the cause of a difference can't be named."""
-        return self.doubts if self.traces_off else ()
-
-    @property
-    def seen(self) -> Reason:
-        """The counts of what differed."""
-        seen = _differing(self.n, self.traces_off, self.tokens_off)
-        return reason("against", arm=self.arm, base=self.base, seen=seen)
-
-    @property
-    def text(self) -> str:
-        """ "loaded compared with solo: 180 of 200 differ, 3 in tokens"."""
-        return words(self.seen)
-
-    @property
-    def why(self) -> tuple[str, ...]:
-        """The reasons, one sentence each."""
-        return tuple(map(words, self.reasons))
+    def __init__(
+        self, arm: str, base: str, n: int, apart: Apart, cause: Finding, doubts: Sequence[Reason], proven: bool = True
+    ) -> None:
+        self.arm, self.base, self.traces_off = arm, base, apart[0]
+        clean = Finding.CLEAN if proven else Finding.UNPROVEN
+        self.finding = clean if not self.traces_off else Finding.UNATTRIBUTED if doubts else cause
+        self.reasons = doubts if self.traces_off else ()  # why the cause of a difference can't be named
+        self.why = tuple(map(words, self.reasons))
+        self.seen = reason("against", arm=arm, base=base, seen=_differing(n, *apart))
+        self.text = words(self.seen)  # "loaded compared with solo: 180 of 200 differ, 3 in tokens"
 
 
 @dataclass(frozen=True)
@@ -316,16 +282,15 @@ def _pairs(arms: Mapping[str, ArmEvidence]) -> dict[str, tuple[ArmEvidence, ArmE
 
 def _opening(some: Mapping[str, ArmEvidence], doubts: Sequence[Reason]) -> Iterator[Comparison]:
     """The first answer, compared with all others that came one at a time, if there are any."""
-    if "first" not in some or (opening := some["first"].opening) is None:
+    if "first" not in some:
         return
-    answer, arms = (opening.trace, opening.finish), [some[name] for name in ALONE if name in some]
-    later = sum((arm.answers for arm in arms), Counter[tuple[str, str]]()) - Counter([answer])
-    texts = sum((arm.completions for arm in arms), Counter[str]()) - Counter([opening.tokens_digest])
-    if later:
-        differs = answer not in later
-        why = reason("first-alone" if len(later) == 1 else "first-unsteady")
-        apart = (int(differs), int(differs and opening.tokens_digest not in texts))
-        yield Comparison("first", "solo", 1, *apart, Finding.UNATTRIBUTED, (*doubts, why))
+    opening = min(some["first"].good, key=lambda c: (c.round, c.request))
+    alone = Tally(c for name in ALONE if name in some for c in some[name].good if c is not opening)
+    if alone.n:
+        differs = (opening.trace, opening.finish) not in alone.answers
+        why = reason("first-alone" if len(alone.answers) == 1 else "first-unsteady")
+        apart = (int(differs), int(differs and opening.tokens_digest not in alone.completions))
+        yield Comparison("first", "solo", 1, apart, Finding.UNATTRIBUTED, (*doubts, why))
 
 
 def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
@@ -335,7 +300,7 @@ def _itself(arm: ArmEvidence, doubts: Sequence[Reason]) -> Comparison:
         (None in arm.by_cache, reason("cache-unknown")),
         (None not in arm.by_cache and arm.steady, reason("cache-split")),
     )
-    return Comparison(arm.arm, "itself", arm.n, *apart, Finding.RUN_TO_RUN, (*doubts, *why))
+    return Comparison(arm.arm, "itself", arm.n, apart, Finding.RUN_TO_RUN, (*doubts, *why))
 
 
 def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
@@ -382,8 +347,7 @@ def _against(
         (chance > _CHANCE, reason("chance", n=base.n, share=chance, **names)),
     )
     cause = Finding.CACHE if of_cache else Finding.BATCH
-    clean = Finding.CLEAN if arm.proof else Finding.UNPROVEN
-    return Comparison(arm.arm, base.arm, arm.n, *_apart(arm, base), cause, (*doubts, *why), clean)
+    return Comparison(arm.arm, base.arm, arm.n, _apart(arm, base), cause, (*doubts, *why), arm.proof)
 
 
 def judge_served(run: Run) -> list[Verdict]:
@@ -397,9 +361,9 @@ def judge_served(run: Run) -> list[Verdict]:
 def _judge(subject: Subject, first: Subject | None) -> Verdict:
     """The verdict on one prompt's answers. `first`: the same prompt on the first server."""
     server, arms = subject.server, subject.arms
-    whole = sum(arms.values(), Tally.of(()))
+    whole = Tally(c for arm in arms.values() for c in arm.every)
     reasons = _reasons(server, arms, whole) + ([_beside(subject, first)] if server.impl != "server" else [])
-    if whole.n > 1 and any(arm.tokens for arm in arms.values()):
+    if whole.n > 1 and any(c.n_tokens for c in whole.good):
         verdict = _judge_bits(subject, whole, reasons)
     else:
         counts = [reason("too-few" if whole.n < 2 else "no-tokens", n=whole.n)]
@@ -442,9 +406,11 @@ def _beside(subject: Subject, first: Subject | None) -> Reason:
     known = [s.server.seen.known_by if s.server.seen else None for s in (subject, first)]
     if known[0] == known[1]:
         return reason("beside", seen=_differing(mine.n, *_apart(mine, theirs)))
-    if "" in {*mine.texts, *theirs.texts}:
+    # tokens are identified in different ways in both; text, which older files do not have, is not
+    texts = [Counter(c.served.text if c.served else "" for c in arm.good) for arm in (mine, theirs)]
+    if "" in texts[0] | texts[1]:
         return reason("known-otherwise", mine=known[0], first=known[1])
-    odd_texts = off(mine.texts, theirs.texts)  # tokens are identified in different ways in both; text is not
+    odd_texts = off(*texts)
     return reason("by-texts", seen=reason("differ-texts" if odd_texts else "alike", n=mine.n, traces=odd_texts))
 
 
@@ -452,7 +418,7 @@ def _judge_bits(subject: Subject, whole: Tally, reasons: Sequence[Reason]) -> Ve
     server, comparisons, bounds = subject.server, subject.comparisons, tuple[Reason, ...]()
     seen, keys = server.seen, server.keys
     by = None if seen is None or seen.known_by == "ids" else reason("compared-by", known_by=seen.known_by)
-    counts = whole.clauses(by, of_server=True, logprobs=seen is None or seen.logprobs)
+    counts = whole.clauses(by, logprobs=seen is None or seen.logprobs)
     findings: tuple[Finding, ...]
     if len(whole.answers) == 1:
         findings, bounds = (_undiverged(subject),), _bounds(subject.arms)

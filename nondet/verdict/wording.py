@@ -99,8 +99,7 @@ WORDS: dict[str, str] = {
     # of completions
     "requests-failed": "{n:#failed request is|failed requests are} counted in no other figure.",
     "kinds-failed": "{n:#failed request is|failed requests are} counted in no other figure: {kinds}.",
-    "ends": "Completions ended for different reasons: {named}{odd}.",
-    "ends-odd": "; {n:,} of them for another reason than most with the same tokens and logprobs",
+    "ends": "Completions ended for different reasons: {named}.",
     "ends-alone": "Completions that ended for different reasons agree in all else: these may be batch or run-to-run "
     "effects.",
     "unseeded-engine": "The engine draws from one generator for the whole batch, so no request has a seed of its own: "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from nondet.reports.traces import story, story_headline
 from nondet.sampling.analysis import speed_ratio_of
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import AxisTally, ValueTally
-from tests.build import failed, h200_sweep, row, run_of, sampled, six_rounds, stock_parts
+from tests.build import completion, failed, h200_sweep, row, run_of, sampled, six_rounds, stock_parts
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
 from tests.reports.test_effect import screen_of
@@ -143,12 +142,8 @@ def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
     effects = {}
     for name, held, first, count in lines:
         record = AxisValue(axis=name, proof="", value="b", arm=f"{name}=b", held=held, impl="stock", proven=True)
-        texts, answers = Counter(map(str, range(count))), Counter((str(i), "length") for i in range(count))
-        value = ValueTally(
-            completions=texts, answers=answers, failed=Counter(), nonfinite=0,
-            record=record, moved=count - 1, moved_first=0, compared=count,
-        )  # fmt: skip
-        tally = AxisTally(name, held, (value,), (), "", count, count, count, count)
+        made = [completion(f"{i}", f"{i}", tokens_digest=f"{i}") for i in range(count)]
+        tally = AxisTally([record], [ValueTally(record, made, {f"{i}": made[0] for i in range(count)})])
         effects[name] = {"stock": AxisEffect("stock", tally, first)}
     return replace(report, runs=(replace(report.runs[0], axes=effects),))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,7 @@ def counts(*rounds: str, eos: int = 0, batches: BatchEvidence = VARIED) -> Sampl
         completion(f"t{i}", letter, round=n, tokens_digest=letter.lower(), finish="eos" if i < eos else "length")
         for i, (n, letter) in enumerate(letters)
     ]
-    by_round = {number: set(traces) for number, traces in enumerate(rounds)}
-    return SampleCounts.of(made, impl="stock", prompt=0, rounds=by_round, batches=batches)
+    return SampleCounts(made, "stock", 0, batches)
 
 
 def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
@@ -52,7 +50,7 @@ def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
         (counts("AaBC"), [replay(0)], batch, "3 distinct completions of 4 (4 distinct logprob traces), b", ""),
         (counts("AaBC"), [], unknown, "(4 distinct logprob traces), divergent", not_repeated),
         # tokens that agree over numbers that don't are not a clean run
-        (counts("AAaa"), [replay(0)], batch, "1 distinct completion of 4, but 2 distinct", "The tokens agree"),
+        (counts("AAaa"), [replay(0)], batch, "tokens identical in 4 completions, but 2 distinct", "The tokens agree"),
         (counts(equal), [], clean, "no divergence observed (at 95%, one-sided: below 4.96% of completions", ""),
         (counts(equal), [], clean, "; one round bounds no rate of rounds)", ""),
         # of five rounds four are compared with the first, which a difference of whole rounds may have made its own
@@ -75,7 +73,7 @@ def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
         assert note in " ".join(verdict.notes)
         assert bool(verdict.notes) == bool(note or rows)
     with pytest.raises(UserError, match=r"stock has 2 completions in one trace\b.*edited by hand"):
-        judge_counts(replace(counts("AA"), completions=Counter(a=1, b=1)))
+        judge_counts(SampleCounts([completion("0", "A", tokens_digest=t) for t in "ab"], "stock", 0, VARIED))
 
 
 def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
@@ -155,6 +153,11 @@ def varied(arms: Arms, unproven: str = "", per_round: int = 4, note: str = "", l
 BASE: Arms = {"base": "AAAA"}
 
 
+def tallied(run: Run) -> list[tuple[object, ...]]:
+    """What is counted along each axis under stock."""
+    return [(t.axis, t.texts, t.traces, t.traces_within, t.moved, t.compared) for t in tally_axes(run, "stock")]
+
+
 def test_each_implementation_has_its_own_completions() -> None:
     """NaN, failures, bits that follow an axis and noise of one are nothing of the other's, whichever it is. NaN that
     agrees with itself is wrong, whatever else is found and told: the count of such completions comes first."""
@@ -177,13 +180,13 @@ def test_each_implementation_has_its_own_completions() -> None:
     for finding, run in faulty.items():
         assert [v.finding for v in judge(beside(clean, run))] == [Finding.CLEAN, finding]
         assert [v.finding for v in judge(beside(run, clean))] == [finding, Finding.CLEAN]
-        assert tally_axes(beside(clean, run), "stock") == tally_axes(clean, "stock")
+        assert tallied(beside(clean, run)) == tallied(clean)
     several = varied(BASE | {"chunk=5": "AAAA"}, per_round=1)
     assert judge(beside(clean, several))[0].text == judge(clean)[0].text  # its own rounds bound it
     later, first = (varied({"base": t, "chunk=5": t}, per_round=2) for t in ("AAAB", "ABAB"))
     assert [v.finding for v in judge(beside(later, first))] == [Finding.UNATTRIBUTED, Finding.BATCH]
     idle = varied(BASE | {"chunk=5": "AAAA", "page=4": "AAAA"}, "page=4", note="needs CUDA")
-    assert tally_axes(beside(clean, idle), "stock") == tally_axes(clean, "stock")
+    assert tallied(beside(clean, idle)) == tallied(clean)
     assert len(tally_axes(beside(clean, idle), "invariant")) == 3
     sound, failed = judge(beside(clean, faulty[Finding.UNTESTED]))
     assert not [note for note in sound.notes if "failed" in note]
