@@ -27,7 +27,6 @@ from nondet.reports.training import training_figure
 from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, smallest_cures, speed_ratio_of
 from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import Effect, Finding, plural
-from nondet.verdict.gate import TELLING
 from nondet.verdict.rows import axis_of
 from nondet.verdict.wording import words
 
@@ -74,8 +73,8 @@ def _of_sides(report: Report) -> list[Step]:
     """What verdicts on a sampler and a trainer know besides their counts."""
     reasons = [reason for r in report.runs for v in r.verdicts for reason in v.reasons]
     steps = []
-    for label, codes in zip(("kind", "call", "reward"), TELLING, strict=True):
-        text = next((words(reason) for reason in reasons if reason.code in codes), "")
+    for label in ("kind", "call", "reward"):  # the codes of their reasons begin so
+        text = next((words(reason) for reason in reasons if reason.code.partition("-")[0] == label), "")
         steps += [Step(label, text.removeprefix("Kind: ").removeprefix("First diverging call: "))] if text else []
     return steps
 

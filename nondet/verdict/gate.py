@@ -15,7 +15,7 @@ from nondet.core.records import RECORDS, Conclusion, Neighbours, Role, Run, Stat
 from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
 from nondet.verdict.findings import Effect, Finding, Verdict
-from nondet.verdict.mismatch import KINDS, Thresholds, held, judge_mismatch, judge_training
+from nondet.verdict.mismatch import Thresholds, held, judge_mismatch, judge_training
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
 from nondet.verdict.served import is_endpoint, judge_served, proven_tries, unseeded
@@ -33,10 +33,6 @@ class Outcome(StrEnum):
 
 # Outcome -> exit code, as the command's help has them.
 CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT: 3, Outcome.NOT_ENOUGH: 4}
-
-
-# Reasons that a headline has as well, the first of each group: the kind of mismatch, where it begins, the rewards.
-TELLING = (KINDS, ("mm-where",), ("rl-spread",))
 
 
 def judge(run: Run) -> list[Verdict]:

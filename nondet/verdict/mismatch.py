@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from statistics import fmean
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from msgspec.structs import asdict
 
-from nondet.core.records import (
-    ImplementationRecord,
-    MismatchCost,
-    MismatchFloor,
-    MismatchKind,
-    MismatchPlace,
-    MismatchRollout,
-    MismatchVocabulary,
-    Run,
-    TrainingStep,
-)
+from nondet.core.records import ImplementationRecord, MismatchKind, MismatchRollout, Role, Run, TrainingStep, role_of
 from nondet.core.statistics import one_sided_bound
 from nondet.errors import UserError
 from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
 from nondet.verdict.findings import Finding, Verdict
 from nondet.verdict.wording import Reason, reason, stated
 
-NAMED, SHOWN = 0.9, 0.1  # shares of the mismatch above rounding, for a hypothesis to be named and to be shown
-KINDS = (  # reasons that name the kind
-    "mm-exact", "mm-named", "mm-numeric", "mm-unexplained", "mm-few", "mm-rounded", "mm-shifted", "mm-one-sided",
-)  # fmt: skip
+_NAMED, _SHOWN = 0.9, 0.1  # shares of the mismatch above rounding, for a hypothesis to be named and to be shown
 _LEFT = 10.0  # times rounding: a hypothesis that reproduces the bits of most tokens may leave this much in the others
 _MOVED = 0.1  # of the middle |d|, where each logprob is compared with the next token's: then it is that token's
-FEWEST = 16  # tokens for a kind to be named: one fitted value explains a few, and two formulas agree on them
+_FEWEST = 16  # tokens for a kind to be named: one fitted value explains a few, and two formulas agree on them
 
 _SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that have figures: a tenth, and three at least
 _WINDOW = 5  # steps whose mean reward is an arm's best
@@ -44,29 +30,25 @@ _FELL = 0.5  # of its best: an arm that ended lower has collapsed
 _R = TypeVar("_R", bound=ImplementationRecord)
 
 
-@dataclass(frozen=True)
 class Pair:
     """One arm of a run: its rollouts, and every hypothesis on each side, those that leave least first."""
 
-    impl: str
-    rollouts: Sequence[MismatchRollout]
-    failed: Sequence[MismatchRollout]
-    kinds: Sequence[MismatchKind]
-    floor: MismatchFloor | None
-    place: MismatchPlace | None
-    whole: MismatchVocabulary | None
-    cost: MismatchCost | None
+    def __init__(self, run: Run, impl: str) -> None:
+        def first(records: Sequence[_R]) -> _R | None:
+            return next((r for r in records if r.impl == impl), None)
 
-    @cached_property
-    def figures(self) -> Figures | None:
-        """The figures of its rollouts; None where no rollout was compared."""
-        if not self.rollouts:
-            return None
-        sides = (np.frombuffer(b"".join(getattr(r, s) for r in self.rollouts), "<f4") for s in ("sampler", "trainer"))
-        sampler, trainer = (side.astype(np.float32) for side in sides)
-        return Figures(sampler, trainer, [r.tokens for r in self.rollouts])
+        mine = [r for r in run.mismatch_rollouts if r.impl == impl]
+        self.impl, self.failed = impl, [r for r in mine if r.status != "ok"]
+        self.rollouts = [r for r in mine if r.status == "ok"]
+        self.figures = _figures_of(self.rollouts) if self.rollouts else None
+        self.kinds = sorted((k for k in run.mismatch_kinds if k.impl == impl), key=lambda k: k.left)
+        self.floor, self.place = first(run.mismatch_floors), first(run.mismatch_places)
+        self.whole, self.cost = first(run.mismatch_vocabularies), first(run.mismatch_costs)
+        # whole rows of logits that differ, and their mean KL(sampler || trainer) in nats a token
+        self.rows_differ = sum(n > 0 for n in self.whole.differ) if self.whole else 0
+        self.kl = sum(self.whole.kl) / len(self.whole.kl) if self.whole and self.whole.kl else 0.0
 
-    @cached_property
+    @property
     def steps(self) -> list[Bin]:
         """The figures by training step; empty if there is only one step."""
         numbers, f = sorted({r.step for r in self.rollouts}), self.figures
@@ -75,45 +57,17 @@ class Pair:
         each = np.repeat(np.array([r.step for r in self.rollouts], dtype=np.float64), f.lengths)
         return f.bins(each, [*numbers, numbers[-1] + 1], closed=False)
 
-    @property
-    def rows_differ(self) -> int:
-        """Whole rows of logits that differ."""
-        return sum(n > 0 for n in self.whole.differ) if self.whole else 0
-
-    @property
-    def kl(self) -> float:
-        """KL(sampler || trainer) in nats per token: the mean over whole rows; 0 without any."""
-        return sum(self.whole.kl) / len(self.whole.kl) if self.whole and self.whole.kl else 0.0
-
-    @cached_property
-    def kl_interval(self) -> tuple[float, float] | None:
-        """Its 95% interval, by rollout."""
-        by: dict[str, list[float]] = {}
-        for name, value in zip(self.whole.rollouts, self.whole.kl, strict=True) if self.whole else ():
-            by.setdefault(name, []).append(value)
-        return interval_by_sequence(np.array([sum(v) for v in by.values()]), [len(v) for v in by.values()])
-
     @cached_property
     def named(self) -> MismatchKind | None:
         """The hypothesis that is the cause: it gives exactly the same bits, or leaves least, at most a tenth and what
         rounding explains; or None. K3 is exponential: a few tokens that are far off outweigh the rest, and any shift
         fits them."""
-        if self.figures is None or not self.figures.differ or (self.floor and self.floor.tokens < FEWEST):
+        if self.figures is None or not self.figures.differ or (self.floor and self.floor.tokens < _FEWEST):
             return None
-        exact = [k for k in self.kinds if k.exactly >= NAMED and k.left <= _LEFT * k.floor]
+        exact = [k for k in self.kinds if k.exactly >= _NAMED and k.left <= _LEFT * k.floor]
         if exact:
             return max(exact, key=lambda k: (k.exactly, -k.left))
-        fitting = [k for k in self.kinds if k.k3 > ABOVE * k.floor >= k.left and removed(k) >= NAMED]
-        return min(fitting, key=lambda k: k.left, default=None)
-
-    @property
-    def shown(self) -> list[MismatchKind]:
-        """The best of each cause that removes a tenth, but is not the named one."""
-        best: dict[str, MismatchKind] = {}
-        for kind in self.kinds:
-            if kind.k3 > ABOVE * kind.floor and removed(kind) >= SHOWN:
-                best.setdefault(kind.cause, kind)
-        return [k for k in best.values() if self.named is None or k.cause != self.named.cause]
+        return next((k for k in self.kinds if k.k3 > ABOVE * k.floor >= k.left and removed(k) >= _NAMED), None)
 
     @property
     def off(self) -> list[str]:
@@ -121,6 +75,12 @@ class Pair:
         if (floor := self.floor) is None:
             return []
         return [side for side in ("sampler", "trainer") if getattr(floor, side) > margin(floor.tokens) * floor.own]
+
+
+def _figures_of(rollouts: Sequence[MismatchRollout]) -> Figures:
+    sides = (np.frombuffer(b"".join(getattr(r, s) for r in rollouts), "<f4") for s in ("sampler", "trainer"))
+    sampler, trainer = (side.astype(np.float32) for side in sides)
+    return Figures(sampler, trainer, [r.tokens for r in rollouts])
 
 
 def removed(kind: MismatchKind) -> float:
@@ -131,19 +91,7 @@ def removed(kind: MismatchKind) -> float:
 
 def pairs(run: Run) -> list[Pair]:
     """The arms of a run, in the order of the file."""
-
-    def first(records: Sequence[_R], impl: str) -> _R | None:
-        return next((r for r in records if r.impl == impl), None)
-
-    made = []
-    for impl in dict.fromkeys(r.impl for r in run.mismatch_rollouts):
-        mine = [r for r in run.mismatch_rollouts if r.impl == impl]
-        good, bad = ([r for r in mine if (r.status == "ok") == ok] for ok in (True, False))
-        kinds = sorted((k for k in run.mismatch_kinds if k.impl == impl), key=lambda k: k.left)
-        floor, place = first(run.mismatch_floors, impl), first(run.mismatch_places, impl)
-        whole, cost = first(run.mismatch_vocabularies, impl), first(run.mismatch_costs, impl)
-        made.append(Pair(impl, good, bad, kinds, floor, place, whole, cost))
-    return made
+    return [Pair(run, impl) for impl in dict.fromkeys(r.impl for r in run.mismatch_rollouts)]
 
 
 def judge_mismatch(run: Run) -> list[Verdict]:
@@ -154,11 +102,10 @@ def judge_mismatch(run: Run) -> list[Verdict]:
 
 def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
     notes = [reason("mm-failed", n=len(pair.failed), why=pair.failed[0].reason)] if pair.failed else []
-    f = pair.figures
+    f, rows = pair.figures, _rows(pair)
     if f is None:
         return Verdict(pair.impl, (Finding.UNTESTED,), (reason("mm-none"),), tuple(notes))
     counted = {"tokens": f.tokens, "rollouts": len(f.lengths)}
-    rows = _rows(pair)
     if not f.differ and not pair.rows_differ:
         return _clean(pair.impl, reason("mm-zero", **counted), [*notes, rows], f.tokens)
     if not f.differ:
@@ -168,7 +115,7 @@ def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
         seen = reason("mm-apart", **counted, differ=f.differ, k3=f.k3, interval=_interval(f.k3_interval))
         tails = reason("mm-tails", outside=f.outside / f.tokens, least=f.ratios[0], most=f.ratios[1])
         long = reason("mm-long", share=f.long[1])
-        notes += [*_kind(pair), *_where(pair), tails, rows, long, *_so_what(pair, arms)]
+        notes += [*_kind(pair), *_where(pair), tails, rows, long, *_cures(pair, arms)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen,), tuple(notes))
 
 
@@ -185,23 +132,28 @@ def _rows(pair: Pair) -> Reason:
     """The whole vocabulary, where it was compared; a note that it was not, where sides gave only logprobs."""
     if (w := pair.whole) is None or not w.differ:
         return reason("mm-rows-none")
-    numbers = {"n": len(w.differ), "size": w.size}
     if not pair.rows_differ:
-        return reason("mm-rows-zero", **numbers)
-    interval = _interval(pair.kl_interval)
-    return reason("mm-rows", **numbers, rows=pair.rows_differ, kl=pair.kl, most=max(w.kl), interval=interval)
+        return reason("mm-rows-zero", n=len(w.differ), size=w.size)
+    by: dict[str, list[float]] = {}  # rollout -> KL of its rows
+    for name, kl in zip(w.rollouts, w.kl, strict=True):
+        by.setdefault(name, []).append(kl)
+    ends = interval_by_sequence(np.array([sum(v) for v in by.values()]), [len(v) for v in by.values()])
+    figures = {"rows": pair.rows_differ, "kl": pair.kl, "most": max(w.kl), "interval": _interval(ends)}
+    return reason("mm-rows", n=len(w.differ), size=w.size, **figures)
 
 
 def _kind(pair: Pair) -> list[Reason]:
     if (k := pair.named) is not None:
-        return [reason("mm-exact" if k.exactly >= NAMED else "mm-named", **asdict(k))]
+        return [reason("kind-exact" if k.exactly >= _NAMED else "kind-fits", **asdict(k))]
     if (f := pair.floor) is None:
         return [*_without_model(pair), reason("mm-unasked")]
-    if f.tokens < FEWEST:
-        return [reason("mm-few", n=f.tokens, least=FEWEST)]
-    reasons = [reason("mm-unexplained" if pair.off else "mm-numeric", sides=tuple(pair.off), **asdict(f))]
-    reasons += [why for why in _without_model(pair) if why.code == "mm-shifted"] if pair.off else []
-    for k in pair.shown[:2]:
+    if f.tokens < _FEWEST:
+        return [reason("kind-few", n=f.tokens, least=_FEWEST)]
+    reasons = [reason("kind-unexplained" if pair.off else "kind-numeric", sides=tuple(pair.off), **asdict(f))]
+    reasons += [why for why in _without_model(pair) if why.code == "kind-shifted"] if pair.off else []
+    # the best of each cause that removes a tenth
+    best = {k.cause: k for k in reversed(pair.kinds) if k.k3 > ABOVE * k.floor and removed(k) >= _SHOWN}
+    for k in sorted(best.values(), key=lambda k: k.left)[:2]:
         cause, share = k.cause.capitalize(), min(1.0, removed(k))
         reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
     return reasons
@@ -212,22 +164,22 @@ def _without_model(pair: Pair) -> list[Reason]:
 
     Rounding has no sign: that the tokens which differ most, a tenth and 16 at least, have one by chance is one in 2^15.
     """
-    if (f := pair.figures) is None or f.differ < FEWEST:
+    if (f := pair.figures) is None or f.differ < _FEWEST:
         return []
     sides = (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler))
     grids = {"sampler": coarse(f.sampler), "trainer": coarse(f.trainer)}
-    reasons = [reason("mm-rounded", side=side, name=grids[side]) for side in grids if grids[side]]
+    reasons = [reason("kind-rounded", side=side, name=grids[side]) for side in grids if grids[side]]
     reasons = reasons if len(reasons) == 1 else []  # where both sides are coarse, they were computed so
     later = np.setdiff1d(np.arange(f.tokens), np.cumsum([0, *f.lengths])[:-1])  # all but the first of each rollout
-    here = float(np.median(np.abs(f.distance[later]))) if len(later) >= FEWEST else 0.0
+    here = float(np.median(np.abs(f.distance[later]))) if len(later) >= _FEWEST else 0.0
     for side, one, other in sides:
         moved = float(np.median(np.abs(one[later - 1] - other[later]))) if here else 0.0
         if moved < _MOVED * here:
-            return [*reasons, reason("mm-shifted", side=side, here=here, moved=moved)]
-    most = f.distance[np.argsort(-np.abs(f.distance))[: max(FEWEST, f.tokens // 10)]]
+            return [*reasons, reason("kind-shifted", side=side, here=here, moved=moved)]
+    most = f.distance[np.argsort(-np.abs(f.distance))[: max(_FEWEST, f.tokens // 10)]]
     if abs(np.sign(most).sum()) == len(most):
         side, ends = "trainer" if most[0] > 0 else "sampler", sorted(np.abs(most))
-        reasons.append(reason("mm-one-sided", n=len(most), side=side, least=ends[0], most=ends[-1]))
+        reasons.append(reason("kind-one-sided", n=len(most), side=side, least=ends[0], most=ends[-1]))
     return reasons
 
 
@@ -241,45 +193,39 @@ def _where(pair: Pair) -> list[Reason]:
     if not p.call or (d := p.difference) is None:
         return [reason("mm-nowhere", **asdict(p))]
     rows = dict(zip(("sampled", "trained"), p.rows, strict=False))
-    return [reason("mm-where", **asdict(p), **rows, differ=d.mismatched, of=d.compared, ulp=d.max_ulp)]
+    return [reason("call-where", **asdict(p), **rows, differ=d.mismatched, of=d.compared, ulp=d.max_ulp)]
 
 
-def _so_what(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
-    reasons: list[Reason] = []
+def _cures(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
+    """For stock, what the invariant arms leave of it, and what they cost."""
+    reasons = []
     for cured in arms if pair.impl == "stock" and pair.cost else ():
-        base, colon, families = cured.impl.partition(":")
-        if base == "invariant" and (f := cured.figures) and cured.cost:
-            seconds = [p.cost.sample_seconds + p.cost.train_seconds for p in (cured, pair) if p.cost]
+        if role_of(cured.impl) in (Role.INVARIANT, Role.PART) and (f := cured.figures) and cured.cost:
+            seconds = [cost.sample_seconds + cost.train_seconds for cost in (cured.cost, pair.cost)]
             times = seconds[0] / seconds[1] if seconds[1] else 0.0
-            only = reason("mm-only", families=tuple(families.split("+"))) if colon else None
-            reasons.append(reason("mm-cure", only=only, differ=f.differ, tokens=f.tokens, k3=f.k3, times=times))
+            reasons.append(reason("mm-cure", impl=cured.impl, differ=f.differ, tokens=f.tokens, k3=f.k3, times=times))
     return reasons
 
 
 # Reinforcement learning, step by step: in how many steps the KL of sampler and trainer was 0, and how rewards compare.
 
 
-@dataclass(frozen=True)
 class Course:
     """One arm under one seed: its steps in order, and why it ended early, where it did."""
 
-    impl: str
-    seed: int
-    steps: Sequence[TrainingStep]
-    failed: str
-
-    @property
-    def ends(self) -> tuple[Sequence[TrainingStep], Sequence[TrainingStep]]:
-        """Its first and its last steps: a tenth of them, and three at least."""
+    def __init__(self, impl: str, seed: int, steps: Sequence[TrainingStep]) -> None:
+        self.impl, self.seed = impl, seed
+        self.steps = sorted((s for s in steps if s.status == "ok"), key=lambda s: s.step)
+        self.failed = next((s.reason for s in steps if s.status != "ok"), "")
         few = max(_LEAST, len(self.steps) // _SHARE)
-        return self.steps[:few], self.steps[-few:]
+        self.ends = self.steps[:few], self.steps[-few:]
 
     def mean(self, name: str, steps: Sequence[TrainingStep] | None = None) -> float | None:
         """The mean of a figure over its steps; None where none has it."""
         values = [value for s in (self.steps if steps is None else steps) if (value := getattr(s, name)) is not None]
         return fmean(values) if values else None
 
-    @cached_property
+    @property
     def fell(self) -> tuple[float, float] | None:
         """The best mean reward of consecutive steps and that of the last ones, where these earned less than half."""
         rewards, last = [s.reward for s in self.steps if s.reward is not None], self.mean("reward", self.ends[1])
@@ -294,11 +240,8 @@ def courses(run: Run) -> list[Course]:
     found: dict[tuple[str, int], list[TrainingStep]] = {}
     for step in run.training_steps:
         found.setdefault((step.impl, step.seed), []).append(step)
-    arms, made = list(dict.fromkeys(impl for impl, _ in found)), []
-    for (impl, seed), steps in sorted(found.items(), key=lambda item: (arms.index(item[0][0]), item[0][1])):
-        done = sorted((s for s in steps if s.status == "ok"), key=lambda s: s.step)
-        made.append(Course(impl, seed, done, next((s.reason for s in steps if s.status != "ok"), "")))
-    return made
+    arms = list(dict.fromkeys(impl for impl, _ in found))
+    return [Course(*key, found[key]) for key in sorted(found, key=lambda key: (arms.index(key[0]), key[1]))]
 
 
 class Line(NamedTuple):
@@ -313,12 +256,11 @@ def lines_of(arms: Sequence[Course], name: str) -> list[Line]:
     """The lines of a figure: for each arm thin ones of its seeds, where there are several, then its own."""
     made = []
     for impl in dict.fromkeys(c.impl for c in arms):
-        seeds = [[(s.step, v) for s in c.steps if (v := getattr(s, name)) is not None] for c in arms if c.impl == impl]
-        at: dict[int, list[float]] = {}
-        for step, value in chain.from_iterable(seeds):
-            at.setdefault(step, []).append(value)
-        made += [Line(impl, True, points) for points in seeds if len(seeds) > 1]
-        made.append(Line(impl, False, [(i, fmean(v)) for i, v in sorted(at.items()) if len(v) == len(seeds)]))
+        of_arm = [c.steps for c in arms if c.impl == impl]
+        seeds = [{s.step: v for s in steps if (v := getattr(s, name)) is not None} for steps in of_arm]
+        made += [Line(impl, True, list(points.items())) for points in seeds if len(seeds) > 1]
+        shared = sorted(set(seeds[0]).intersection(*seeds))
+        made.append(Line(impl, False, [(step, fmean(points[step] for points in seeds)) for step in shared]))
     return [line for line in made if len(line.points) > 1]
 
 
@@ -341,7 +283,7 @@ def _spread(arms: Sequence[Course]) -> list[Reason]:
         return []
     means = [fmean(values) for values in rewards.values()]
     apart, seeds = max(means) - min(means), max(max(values) - min(values) for values in rewards.values())
-    return [reason("rl-spread", arms=apart, seeds=seeds, than="no more" if apart <= seeds else "more")]
+    return [reason("reward", arms=apart, seeds=seeds, than="no more" if apart <= seeds else "more")]
 
 
 def _judge_steps(impl: str, mine: Sequence[Course]) -> Verdict:
@@ -351,22 +293,17 @@ def _judge_steps(impl: str, mine: Sequence[Course]) -> Verdict:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rl-none"),), tuple(notes))
     names = ("tokens", "differ", "groups", "flat", "alike")
     tokens, differ, groups, flat, alike = (sum(getattr(s, name) for s in steps) for name in names)
-    notes += stated(
-        (flat, reason("rl-flat", n=flat, of=groups, alike=alike)),
-        (flat and flat == groups, reason("rl-nothing")),
-    )
+    notes += stated((flat, reason("rl-flat", n=flat, of=groups, alike=alike)))
+    notes += stated((flat and flat == groups, reason("rl-nothing")))
     notes += [reason("rl-fell", seed=c.seed, best=c.fell[0], last=c.fell[1]) for c in mine if c.fell]
     zero = sum(s.differ == 0 for s in steps)
     figures = {"n": zero, "of": len(steps), "differ": differ, "tokens": tokens}
     if differ == 0:
         return _clean(impl, reason("rl-zero", **figures), notes, tokens)
     k3, least, most = [s.k3 for s in steps], min(s.ratio_least for s in steps), max(s.ratio_most for s in steps)
-    clauses = [
-        reason("rl-apart", **figures, low=min(k3), high=max(k3)),
-        *stated((zero, reason("rl-zero-steps", n=zero))),
-    ]
+    apart = reason("rl-apart", **figures, low=min(k3), high=max(k3))
     notes.append(reason("rl-ratios", least=least, most=most))
-    return Verdict(impl, (Finding.MISMATCH,), tuple(clauses), tuple(notes))
+    return Verdict(impl, (Finding.MISMATCH,), (apart, *stated((zero, reason("rl-zero-steps", n=zero)))), tuple(notes))
 
 
 class Thresholds(NamedTuple):

@@ -210,7 +210,7 @@ WORDS: dict[str, str] = {
     "rl-failed": "Seed {seed} ended after {n:#step}: {why}.",
     "rl-flat": "In {n:#group} of {of:,} all rollouts had one reward, which teaches nothing; in {alike:,} one text.",
     "rl-nothing": "No group had two rewards: nothing could be learnt, and what the arms earned shows nothing.",
-    "rl-spread": "Mean rewards differ by {arms:.2f} between arms, {than} than seeds do (up to {seeds:.2f} in one arm).",
+    "reward": "Mean rewards differ by {arms:.2f} between arms, {than} than seeds do (up to {seeds:.2f} in one arm).",
     "rl-fell": "Seed {seed} fell: {best:.2f} at its best over five steps, {last:.2f} at its end.",
     # of a sampler and a trainer
     "mm-none": "no rollout was compared",
@@ -226,34 +226,33 @@ WORDS: dict[str, str] = {
     "mm-interval": " (95%, by sequence: {low:.1e} to {high:.1e})",
     "mm-tails": "Ratios: {outside:near} outside 0.99 to 1.01, {least:.3f} to {most:.3f}.",
     "mm-long": "If others differed like these, 4,096 tokens would have a ratio of 0.5 to 2 in {share:near} of cases.",
-    "mm-named": "Kind: {layer}. The {side} has {cause} ({fitted}): K3 is {left:.1e} without, {floor:.1e} by rounding.",
-    "mm-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): that gives exactly the bits of {exactly:near} of "
+    "kind-fits": "Kind: {layer}. The {side} has {cause} ({fitted}): K3 is {left:.1e} without, {floor:.1e} by rounding.",
+    "kind-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): that gives exactly the bits of {exactly:near} of "
     "tokens, and K3 without it is {left:.1e}.",
-    "mm-numeric": "Kind: numeric. No known cause explains the mismatch. Both sides are as close to a {wide} forward "
+    "kind-numeric": "Kind: numeric. No known cause explains the mismatch. Both sides are as close to a {wide} forward "
     "pass as rounding allows (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
-    "mm-unexplained": "Kind: unexplained. No known cause explains the mismatch. Farther from a {wide} forward pass "
+    "kind-unexplained": "Kind: unexplained. No known cause explains the mismatch. Farther from a {wide} forward pass "
     "than rounding allows: {sides} (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other weights, which "
     "--older computes, look so, and logprobs of other tokens.",
     "mm-shown": "{cause} ({fitted}) in the {side} explains {removed:near}, too little to be named (K3 left: "
     "{left:.1e}).",
-    "mm-where": "First diverging call: {call} of {module}, {layer:layer}, at position {position} of {rollout}: its "
+    "call-where": "First diverging call: {call} of {module}, {layer:layer}, at position {position} of {rollout}: its "
     "inputs are equal bit for bit and {differ:,} of {of:,} outputs differ by at most {ulp:,} ULP, at {sampled:#row} in "
     "the sampler's step and {trained:#row} in the trainer's batch.",
     "mm-nowhere": "The first difference is in {layer:layer}, at position {position} of {rollout}; none of "
     "{compared:#call} compared there has equal inputs and other outputs.",
     "mm-formula": "Hidden states and logits agree bit for bit: only how logprobs are computed from them differs.",
     "mm-unsteady": "Where it begins was not found: the {unsteady} gave other bits when it ran again.",
-    "mm-few": "Kind: not said of {n:#token}; any one value fits so few. It takes {least}.",
-    "mm-rounded": "Kind: format. Only the {side}'s logprobs are all numbers of {name}: they were rounded.",
-    "mm-shifted": "Kind: semantic. The {side}'s logprobs stand one token early: shifted by one, their middle |d| is "
+    "kind-few": "Kind: not said of {n:#token}; any one value fits so few. It takes {least}.",
+    "kind-rounded": "Kind: format. Only the {side}'s logprobs are all numbers of {name}: they were rounded.",
+    "kind-shifted": "Kind: semantic. The {side}'s logprobs stand one token early: shifted by one, their middle |d| is "
     "{moved:.1e}, where it is {here:.1e}.",
-    "mm-one-sided": "Kind: not rounding, which has no side: of the {n:,} tokens that differ most the {side} gives each "
-    "the larger logprob, by {least:.1e} to {most:.1e}. Top-p or top-k on that side looks so; another temperature, "
+    "kind-one-sided": "Kind: not rounding, which has no side: of the {n:,} tokens that differ most the {side} gives "
+    "each the larger logprob, by {least:.1e} to {most:.1e}. Top-p or top-k on that side looks so; another temperature, "
     "template or weights may.",
     "mm-unasked": "Hypotheses were not tested: that takes --model.",
-    "mm-cure": "Invariant on both sides{only} leaves {differ:,} of {tokens:#token}, K3 {k3:.1e}, in {times:.1f} times "
+    "mm-cure": "{impl:capital} on both sides leaves {differ:,} of {tokens:#token}, K3 {k3:.1e}, in {times:.1f} times "
     "stock's seconds.",
-    "mm-only": " in {families:and} only",
     "mm-failed": "{n:#rollout} could not be compared: {why}.",
     "mm-threshold": "{impl}: {name} {value}{where} is above {limit}",
     "mm-within": "{impl}: {name} {value}{where} is within {limit}",
@@ -308,8 +307,6 @@ class _Writer(Formatter):
                 return percent(value, spec)
             case "capital":
                 return str(value).capitalize()
-            case "and":
-                return " and ".join(value)
             case "layer":
                 return f"layer {value}" if str(value).isdigit() else f"the {value}"
             case "verb":

@@ -191,8 +191,8 @@ def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
     assert part.figures is not None
     [told] = [note for note in judge(run)[0].notes if note.startswith("First diverging call: ")]
     assert stock.place.module in told
-    cures = [note for note in judge(run)[0].notes if note.startswith("Invariant on both sides")]
-    assert f" in attention only leaves {part.figures.differ} of" in cures[0]
+    cures = [note for note in judge(run)[0].notes if note.startswith("Invariant")]
+    assert f"Invariant:attention on both sides leaves {part.figures.differ} of" in cures[0]
     assert "leaves 0 of 24 tokens, K3 0.0e+00" in cures[1]
     with pytest.raises(UserError, match="unknown operator family 'attn'"):
         nondet.find_mismatch(arms="invariant:attn", out=tmp_path / "o.jsonl")
