@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from nondet.core.records import Completion, Role, role_of
+from nondet.core.statistics import one_sided_bound
 from nondet.verdict.wording import Reason, phrase, reason, stated, words
 from nondet.verdict.wording import plural as plural  # the reports' too
 
@@ -29,14 +30,9 @@ class Finding(StrEnum):
     UNTESTED = "nothing compared"
 
     @property
-    def is_divergence(self) -> bool:
-        """Whether bits differ that a user would want equal."""
-        return self not in (Finding.WRONG, Finding.ORDER, Finding.CLEAN, Finding.UNPROVEN, Finding.UNTESTED)
-
-    @property
     def is_fault(self) -> bool:
-        """Whether a gate must fail: bits differ, or the result does not answer the question at all."""
-        return self == Finding.WRONG or self.is_divergence
+        """Whether a gate must fail: bits differ that a user would want equal, or the result is no answer at all."""
+        return self not in (Finding.ORDER, Finding.CLEAN, Finding.UNPROVEN, Finding.UNTESTED)
 
 
 class Effect(StrEnum):
@@ -78,14 +74,8 @@ class Effect(StrEnum):
 
 
 # The effect of these findings, whatever was compared.
-_EFFECTS = {
-    Finding.WRONG: Effect.WRONG,
-    Finding.MISMATCH: Effect.SIDES,
-    Finding.ORDER: Effect.ORDER,
-    Finding.CLEAN: Effect.NONE,
-    Finding.UNPROVEN: Effect.UNPROVEN,
-    Finding.UNTESTED: Effect.NOTHING,
-}
+_EFFECTS = {Finding.WRONG: Effect.WRONG, Finding.MISMATCH: Effect.SIDES, Finding.ORDER: Effect.ORDER}
+_EFFECTS |= {Finding.CLEAN: Effect.NONE, Finding.UNPROVEN: Effect.UNPROVEN, Finding.UNTESTED: Effect.NOTHING}
 
 
 def change_of(texts: int, findings: Iterable[str]) -> Effect:
@@ -157,11 +147,6 @@ class Verdict:
         return role_of(self.impl)
 
 
-def strongest_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Each finding once."""
-    return tuple(sorted(set(findings), key=list(Finding).index))
-
-
 def subject_unit(plan: Mapping[str, Any]) -> str:
     """What the subjects of a plan are called: "prompt", "seed" (of one prompt), or "seeded prompt"."""
     seeds = [p.get("seed") for p in plan.get("prompts") or []]
@@ -184,6 +169,12 @@ def sort_impls(names: Iterable[str]) -> list[str]:
     """Stock, its backends, invariant, its partial forms, then others in the order given; each once."""
     roles = list(Role)
     return sorted(dict.fromkeys(names), key=lambda name: roles.index(role_of(name)))
+
+
+def bounds_of(n: int, of: str, groups: int = 0, group: str = "", each: Reason | None = None) -> Reason:
+    """What no divergence excludes, by n completions or the like, and by groups of them: only these are independent."""
+    by = reason("bounds-by", rate=one_sided_bound(groups), n=groups, of=group) if groups else None
+    return reason("bounds", each=each, by=by, rate=one_sided_bound(n), n=n, of=of)
 
 
 def successful(completions: Iterable[Completion]) -> list[Completion]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -139,20 +138,21 @@ def _no_answer(
 # free while nothing diverged: a rate p is excluded wrongly only if nothing was hit in the first n tries, n the fewest
 # that exclude it, which has a chance of at most 1 - confidence. A sweep over chosen sizes has no power of this kind.
 
-BY = ("load", "request")
 
-
-@dataclass(frozen=True)
 class Power:
-    """What was tried under one implementation, and the power that was requested."""
+    """What was tried under one implementation, and the power that was requested.
 
-    impl: str
-    requests: int  # comparisons of one request with the others; loads: of one load with the others
-    loads: int
-    # `rate`, `confidence`: the divergence rate to detect, and the confidence to detect it with; both between 0 and 1
-    rate: float
-    confidence: float
-    by: str  # what the rate is per, "load" or "request"
+    Args:
+        requests, loads: Comparisons of one request, and of one load, with the others.
+        rate, confidence: The divergence rate to detect, and the confidence to detect it with; both between 0 and 1.
+        by: What the rate is per, "load" or "request".
+    """
+
+    def __init__(self, impl: str, requests: int, loads: int, rate: float, confidence: float, by: str) -> None:
+        self.impl, self.requests, self.loads = impl, requests, loads
+        self.rate, self.confidence, self.by = rate, confidence, by
+        self.needed = trials_to_see(rate, confidence)  # tries that would be enough, in the unit `by`
+        self.enough = self.tries(by) >= self.needed
 
     def tries(self, by: str) -> int:
         """Tries by one unit."""
@@ -167,16 +167,6 @@ class Power:
         tries = self.tries(by)
         return -math.expm1(math.log1p(-self.confidence) / tries) if tries else 1.0
 
-    @property
-    def needed(self) -> int:
-        """The number of tries that would be enough, in the unit `by`."""
-        return trials_to_see(self.rate, self.confidence)
-
-    @property
-    def enough(self) -> bool:
-        """Whether what was tried is enough."""
-        return self.tries(self.by) >= self.needed
-
 
 def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) -> Power | None:
     """The power of the completions under `impl`; None where there are none: a sweep has counts and no rate.
@@ -189,7 +179,7 @@ def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) ->
         return None
     if is_endpoint(run):
         return Power(impl, *proven_tries(run, impl), rate, confidence, by)
-    tried = [counts for counts in subjects(run) if counts.impl == impl and counts.batches.varied]
+    tried = [counts for counts in subjects(run) if counts.impl == impl and counts.varied]
     loads = {number for counts in tried for number in counts.rounds.keys() - {min(counts.rounds)}}
     return Power(impl, sum(counts.n - 1 for counts in tried), len(loads), rate, confidence, by)
 
@@ -202,7 +192,6 @@ class Decision:
     reasons: tuple[Reason, ...]  # why: where the gate passes or fails the first verdicts behind it
     verdicts: tuple[Verdict, ...]
     power: tuple[Power, ...]  # the power of each sampled implementation; empty for sweeps
-    faults: tuple[Finding, ...] = ()  # findings on which it fails; empty where it does not
     above: frozenset[str] | None = None  # implementations that are above a threshold; None where no threshold decided
 
     @property
@@ -233,11 +222,14 @@ def of_impls(run: Run, impls: Sequence[str]) -> Run:
 def power_text(power: Power) -> str:
     """By both units: "a divergence in 1% of loads would have been seen with 95% (299 loads compared; ...)"."""
     clauses = []
-    for by in BY:
-        numbers = {"tries": power.tries(by), "seen": power.seen(by), "bound": power.bound(by)}
-        independent = None if by == "load" else reason("if-independent")
-        share = {"rate": power.rate, "confidence": power.confidence, "independent": independent}
-        clauses.append(reason("power", by=by, **numbers, **share))
+    for by, independent in (("load", None), ("request", reason("if-independent"))):
+        numbers = {
+            "tries": power.tries(by),
+            "seen": power.seen(by),
+            "bound": power.bound(by),
+            "independent": independent,
+        }
+        clauses.append(reason("power", by=by, rate=power.rate, confidence=power.confidence, **numbers))
     return phrase(clauses)
 
 
@@ -274,8 +266,7 @@ def decide(
         share = {"by": by, "rate": rate, "confidence": confidence}
         outcome = Outcome.NOT_ENOUGH
         reasons = tuple(reason("not-enough", impl=p.impl, tries=p.tries(by), needed=p.needed, **share) for p in short)
-    faults = tuple(f for v in verdicts for f in _faults(v, drawn)) if outcome == Outcome.SHUT else ()
-    return Decision(outcome, reasons, verdicts, power, faults)
+    return Decision(outcome, reasons, verdicts, power)
 
 
 def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) -> Decision:
@@ -284,17 +275,11 @@ def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) 
         what = f"{run.source or 'the run'} compared no sampler with a trainer, which thresholds are of"
         hint = "Gate a run of `nondet mismatch` or `nondet rl`, or leave --mismatch-bits, --k3 and the like out."
         raise UserError(what, hint)
-    above, within = dict[str, list[Reason]](), list[Reason]()
-    for impl, name, value, where, limit in held(run, limits):
-        seen = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-        numbers = {"impl": impl, "name": name, "where": where, "value": seen, "limit": f"{limit:.9g}"}
-        if value > limit:
-            above.setdefault(impl, []).append(reason("mm-threshold", **numbers))
-        else:
-            within.append(reason("mm-within", **numbers))
-    if above:
-        reasons = tuple(chain.from_iterable(above.values()))
-        return Decision(Outcome.SHUT, reasons, verdicts, (), (Finding.MISMATCH,), frozenset(above))
-    why = _no_answer(run, verdicts, {}, None) or (None if within else reason("incomplete"))
-    outcome = Outcome.NO_ANSWER if why else Outcome.OPEN
-    return Decision(outcome, (why,) if why else tuple(within), verdicts, ())
+    every = list(held(run, limits))
+    if above := [h for h in every if h.value > h.limit]:
+        reasons = tuple(reason("mm-threshold", **h._asdict(), side="above") for h in above)
+        return Decision(Outcome.SHUT, reasons, verdicts, (), frozenset(h.impl for h in above))
+    if why := _no_answer(run, verdicts, {}, None) or (None if every else reason("incomplete")):
+        return Decision(Outcome.NO_ANSWER, (why,), verdicts, ())
+    within = tuple(reason("mm-threshold", **h._asdict(), side="within") for h in every)
+    return Decision(Outcome.OPEN, within, verdicts, ())

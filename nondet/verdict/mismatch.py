@@ -12,10 +12,9 @@ import numpy as np
 from msgspec.structs import asdict
 
 from nondet.core.records import ImplementationRecord, MismatchKind, MismatchRollout, Role, Run, TrainingStep, role_of
-from nondet.core.statistics import one_sided_bound
 from nondet.errors import UserError
 from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
-from nondet.verdict.findings import Finding, Verdict
+from nondet.verdict.findings import Finding, Verdict, bounds_of
 from nondet.verdict.wording import Reason, reason, stated
 
 _NAMED, _SHOWN = 0.9, 0.1  # shares of the mismatch above rounding, for a hypothesis to be named and to be shown
@@ -120,8 +119,7 @@ def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
 
 
 def _clean(impl: str, count: Reason, notes: Sequence[Reason], tokens: int) -> Verdict:
-    bound = reason("rl-bound", rate=one_sided_bound(tokens))
-    return Verdict(impl, (Finding.CLEAN,), (count,), tuple(notes), bounds=(bound,))
+    return Verdict(impl, (Finding.CLEAN,), (count,), tuple(notes), bounds=(bounds_of(tokens, "token"),))
 
 
 def _interval(ends: tuple[float, float] | None) -> Reason | None:
@@ -155,7 +153,7 @@ def _kind(pair: Pair) -> list[Reason]:
     best = {k.cause: k for k in reversed(pair.kinds) if k.k3 > ABOVE * k.floor and removed(k) >= _SHOWN}
     for k in sorted(best.values(), key=lambda k: k.left)[:2]:
         cause, share = k.cause.capitalize(), min(1.0, removed(k))
-        reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share, left=k.left))
+        reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share))
     return reasons
 
 
@@ -201,8 +199,8 @@ def _cures(pair: Pair, arms: Sequence[Pair]) -> list[Reason]:
     reasons = []
     for cured in arms if pair.impl == "stock" and pair.cost else ():
         if role_of(cured.impl) in (Role.INVARIANT, Role.PART) and (f := cured.figures) and cured.cost:
-            seconds = [cost.sample_seconds + cost.train_seconds for cost in (cured.cost, pair.cost)]
-            times = seconds[0] / seconds[1] if seconds[1] else 0.0
+            theirs, own = (p.cost.sample_seconds + p.cost.train_seconds for p in (cured, pair) if p.cost)
+            times = theirs / own if own else 0.0
             reasons.append(reason("mm-cure", impl=cured.impl, differ=f.differ, tokens=f.tokens, k3=f.k3, times=times))
     return reasons
 
@@ -320,8 +318,14 @@ class Thresholds(NamedTuple):
         return [(*name, limit) for name, limit in zip(names, self, strict=True) if limit is not None]
 
 
-# An arm, the name of its figure, the figure, where it was seen, and the threshold.
-Held = tuple[str, str, float, str, float]
+class Held(NamedTuple):
+    """A figure of an arm, with where it was seen, and its threshold."""
+
+    impl: str
+    name: str
+    value: float
+    where: str
+    limit: float
 
 
 def held(run: Run, limits: Thresholds) -> Iterator[Held]:
@@ -329,9 +333,10 @@ def held(run: Run, limits: Thresholds) -> Iterator[Held]:
     and the worst step's means. Raises UserError: the steps have no such mean, because an older nondet made them."""
     for pair in pairs(run):
         if (figures := pair.figures) is not None:
-            yield from ((pair.impl, name, getattr(figures, field), "", limit) for name, field, limit in limits.given)
+            for name, field, limit in limits.given:
+                yield Held(pair.impl, name, getattr(figures, field), "", limit)
             if limits.bits == 0 and pair.whole:
-                yield pair.impl, "rows of other logits", pair.rows_differ, "", 0
+                yield Held(pair.impl, "rows of other logits", pair.rows_differ, "", 0)
     for impl in dict.fromkeys(s.impl for s in run.training_steps):
         steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
         for name, field, limit in limits.given if steps else ():
@@ -341,4 +346,4 @@ def held(run: Run, limits: Thresholds) -> Iterator[Held]:
                 raise UserError(what, "Gate it by --k3, or train again.")
             worst, count = steps[values.index(max(values))], field == "differ"
             where = f" ({'most in ' * count}step {worst.step}, seed {worst.seed})" * bool(max(values))
-            yield impl, name, sum(values) if count else max(values), where, limit
+            yield Held(impl, name, sum(values) if count else max(values), where, limit)

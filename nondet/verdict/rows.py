@@ -18,8 +18,6 @@ from nondet.core.records import Axis, Row, Status
 from nondet.verdict.findings import Finding, Verdict, sort_impls
 from nondet.verdict.wording import Reason, reason, stated
 
-_AXES = frozenset(Axis)
-
 
 def axis_of(row: Row) -> Axis:
     """The kind of what varied, as it counts for the verdict.
@@ -27,10 +25,8 @@ def axis_of(row: Row) -> Axis:
     Other orders of reduction may give other bits, so a difference there is not a fault; but it is one where the order
     can't matter (every partial sum is exact), and where the implementation claims that how the work is split doesn't.
     """
-    axis = Axis(row.axis) if row.axis in _AXES else Axis.OTHER
-    if axis == Axis.ORDER and (row.claims_invariance or (row.differs and row.exact)):
-        return Axis.OTHER
-    return axis
+    must_agree = row.claims_invariance or (row.differs and row.exact)
+    return Axis.OTHER if row.axis == Axis.ORDER and must_agree else Axis(row.axis)
 
 
 def judge_rows(rows: Sequence[Row]) -> list[Verdict]:

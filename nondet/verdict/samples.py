@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Row, Run, Status
-from nondet.core.statistics import one_sided_bound
 from nondet.errors import UserError
 from nondet.sampling.analysis import batch_totals
 from nondet.sampling.plan import UNSEEDED
-from nondet.verdict.findings import Finding, Tally, Verdict, change_of, sort_impls, strongest_first, successful
+from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, change_of, sort_impls, successful
 from nondet.verdict.wording import Reason, reason, stated, words
 
 # The operator of the row that compares a round with its repetition.
@@ -56,72 +54,48 @@ def _repetition(again: Sequence[Row]) -> Reason:
     return reason(code, n=other, of=requests, rounds=len(again))
 
 
-# Whether the batch really changed under sampled completions: without that, "batch-dependent" is not a verdict. The size
-# of every batch follows from the schedules of all requests of a round. A completion's *batches* are its own query
-# tokens and the whole batch's, for each of its steps.
-
 Steps = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class BatchEvidence:
-    """What the schedules show about the completions of one prompt under one implementation."""
-
-    # completions whose batches are on record; for the others the round was cut short, or no schedule was kept
-    known: int
-    different: int  # different sequences of batches among them
-    # completions that ran solo in every batch and computed every key themselves: pages of a shared prefix hold bits of
-    # the batch that computed them
-    alone: int
-    # whether two of these, with equal batches, have different traces: the same shapes and data gave other bits, so this
-    # is run-to-run nondeterminism and nothing else
-    alone_differ: bool
-    # whether steps ran as CUDA graphs, so that products had a few fixed sizes, and not those on record
-    padded: bool = False
-
-    @property
-    def varied(self) -> bool:
-        """Whether at least two completions had different batches."""
-        return self.different > 1
-
-    @property
-    def constant(self) -> bool:
-        """Whether every completion ran solo, in equal batches: then the batch can't be the cause."""
-        return self.known > 0 and self.different == 1 and self.alone == self.known
-
-
-def _batches(
-    completions: Iterable[Completion], totals: Mapping[int, Steps], prompt_tokens: int, padded: bool
-) -> BatchEvidence:
-    """The batches of these successful completions of one prompt. `totals`: round -> query tokens of the whole batch at
-    each step, for rounds that ended."""
-    patterns: list[bytes] = []
-    traces_alone: dict[bytes, list[str]] = {}
-    for completion in completions:
-        total = totals.get(completion.round)
-        if total is None or not completion.schedule:
-            continue
-        own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in completion.schedule])
-        whole = np.concatenate([total[first : first + steps] for first, steps, _ in completion.schedule])
-        patterns.append(hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest())
-        # the last token is never fed back; a smaller sum means that pages were shared
-        shared_nothing = int(own.sum()) == prompt_tokens + completion.n_tokens - 1
-        if shared_nothing and np.array_equal(own, whole):
-            traces_alone.setdefault(patterns[-1], []).append(completion.trace)
-    alone = sum(map(len, traces_alone.values()))
-    differ = any(len(set(traces)) > 1 for traces in traces_alone.values())
-    return BatchEvidence(len(patterns), len(set(patterns)), alone, differ, padded)
-
-
 class SampleCounts(Tally):
-    """The completions of one prompt under one implementation."""
+    """The completions of one prompt under one implementation, and whether the batch really changed under them.
 
-    def __init__(self, completions: Iterable[Completion], impl: str, prompt: int, batches: BatchEvidence) -> None:
+    The size of every batch follows from the schedules of all requests of a round. A completion's *batches* are its own
+    query tokens and the whole batch's, for each of its steps. They are known where its round ended and its schedule was
+    kept. `totals`: round -> query tokens of the whole batch at each step, for rounds that ended.
+    """
+
+    def __init__(
+        self, run: Run, impl: str, prompt: int, completions: Iterable[Completion], totals: Mapping[int, Steps]
+    ) -> None:
         super().__init__(completions)
-        self.impl, self.prompt, self.batches = impl, prompt, batches
+        self.impl, self.prompt = impl, prompt
         self.rounds: dict[int, set[str]] = {}  # round -> its traces
+        patterns: list[bytes] = []  # a digest of each completion's batches
+        # the same -> traces of completions that ran solo in every batch and computed every key themselves: pages of a
+        # shared prefix hold bits of the batch that computed them
+        alone: dict[bytes, list[str]] = {}
         for c in self.good:
             self.rounds.setdefault(c.round, set()).add(c.trace)
+            total = totals.get(c.round)
+            if total is None or not c.schedule:
+                continue
+            own = np.concatenate([np.full(steps, tokens, dtype=np.int64) for _, steps, tokens in c.schedule])
+            whole = np.concatenate([total[first : first + steps] for first, steps, _ in c.schedule])
+            patterns.append(hashlib.sha256(own.tobytes() + b"|" + whole.tobytes()).digest())
+            # the last token is never fed back; a smaller sum means that pages were shared
+            shared_nothing = int(own.sum()) == run.header.plan["prompts"][prompt]["tokens"] + c.n_tokens - 1
+            if shared_nothing and np.array_equal(own, whole):
+                alone.setdefault(patterns[-1], []).append(c.trace)
+        different = len(set(patterns))
+        self.varied = different > 1  # at least two completions had different batches
+        # every completion ran solo, in equal batches: then the batch can't be the cause
+        self.constant = different == 1 and sum(map(len, alone.values())) == len(patterns)
+        # in equal batches the same shapes and data gave other bits: run-to-run nondeterminism and nothing else
+        self.alone_differ = any(len(set(traces)) > 1 for traces in alone.values())
+        load = run.header.plan.get("load")
+        # steps ran as CUDA graphs, so that products had a few fixed sizes, and not those on record
+        self.padded = isinstance(load, dict) and bool(load.get("graphs"))
 
 
 def subjects(run: Run) -> Iterator[SampleCounts]:
@@ -133,11 +107,8 @@ def subjects(run: Run) -> Iterator[SampleCounts]:
     # failed completions were in others' batches, and count in the totals
     ended = {(record.impl, record.round) for record in run.rounds}
     totals = {impl: {n: t for n, t in batch_totals(run, impl).items() if (impl, n) in ended} for impl in order}
-    load = run.header.plan.get("load")
-    padded = isinstance(load, dict) and bool(load.get("graphs"))
     for (prompt, _, impl), mine in sorted(members.items()):
-        batches = _batches(successful(mine), totals[impl], run.header.plan["prompts"][prompt]["tokens"], padded)
-        yield SampleCounts(mine, impl, prompt, batches)
+        yield SampleCounts(run, impl, prompt, mine, totals[impl])
 
 
 def judge_samples(run: Run) -> list[Verdict]:
@@ -166,7 +137,8 @@ def judge_counts(counts: SampleCounts, again: Sequence[Row] = (), *, unseeded: b
         reasons += [*counts.notes_on_ends(), *repetition, *limits]
         if finding == Finding.CLEAN:
             reasons += stated((counts.nonfinite, reason("nan-agrees")))
-            bounds = (_bound(counts),)
+            # completions of one round share its batches; the others are compared with the first round
+            bounds = (bounds_of(counts.n - 1, "completion", len(counts.rounds) - 1, "round"),)
     reasons += stated((unseeded, reason("unseeded-engine")))
     # one trace is one text: if it diverged, its end differs or a repeated run
     changes = counts.changes((finding,))
@@ -174,18 +146,9 @@ def judge_counts(counts: SampleCounts, again: Sequence[Row] = (), *, unseeded: b
     return counts.checked(verdict)
 
 
-def _bound(counts: SampleCounts) -> Reason:
-    """The bound on the rate where nothing diverged. Completions of one round share its batches, and are not
-    independent; the others are compared with the first round."""
-    rounds, rate = len(counts.rounds) - 1, one_sided_bound(counts.n - 1)
-    if not rounds:
-        return reason("bounds-one-round", completions=rate)
-    return reason("bounds", rounds=one_sided_bound(rounds), n=rounds, completions=rate)
-
-
 def _attribute(counts: SampleCounts, again: Sequence[Row]) -> tuple[Finding, list[Reason]]:
     """The possible cause where completions differ, what agreement leaves open, and why: the first line that holds."""
-    traces, batches = len(counts.traces), counts.batches
+    traces = len(counts.traces)
     agree, differ = traces == 1, traces > 1
     # rows from before schema 3 are about the first round
     repeated_rounds = {int(row.extra.get("round", 0)) for row in again}
@@ -193,11 +156,11 @@ def _attribute(counts: SampleCounts, again: Sequence[Row]) -> tuple[Finding, lis
     table = (
         (any(r.differs for r in again), Finding.RUN_TO_RUN, ""),
         (agree and counts.ended_otherwise, Finding.UNATTRIBUTED, "ends-alone"),  # one trace, yet several answers
-        (agree and batches.constant, Finding.CLEAN, "constant"),
-        (agree and not batches.varied, Finding.CLEAN, "hardly-tested"),
-        (agree, Finding.CLEAN, "graphs-padded" if batches.padded else ""),
-        (batches.alone_differ, Finding.RUN_TO_RUN, "alone-differ"),
-        (not batches.varied, Finding.UNATTRIBUTED, "batches-unknown"),
+        (agree and counts.constant, Finding.CLEAN, "constant"),
+        (agree and not counts.varied, Finding.CLEAN, "hardly-tested"),
+        (agree, Finding.CLEAN, "graphs-padded" if counts.padded else ""),
+        (counts.alone_differ, Finding.RUN_TO_RUN, "alone-differ"),
+        (not counts.varied, Finding.UNATTRIBUTED, "batches-unknown"),
         (shown < 2, Finding.UNATTRIBUTED, "others-again" if again else "none-again"),
         (True, Finding.BATCH, "traces-open" if traces > shown else ""),
     )
@@ -205,7 +168,7 @@ def _attribute(counts: SampleCounts, again: Sequence[Row]) -> tuple[Finding, lis
     unrepeated = differ and not table[0][0]
     return finding, stated(
         (unrepeated and len(counts.completions) == 1, reason("tokens-agree")),
-        (unrepeated and batches.padded, reason("graphs-first")),
+        (unrepeated and counts.padded, reason("graphs-first")),
         (code, reason(code, n=traces - shown)),
     )
 
@@ -287,20 +250,19 @@ def judge_axes(run: Run) -> list[Verdict]:
     verdicts = []
     for impl in sort_impls(c.impl for c in run.completions):
         whole = Tally(c for c in run.completions if c.impl == impl)
-        verdicts.append(whole.checked(_judge_values(run, impl, whole.failed.total(), again.get(impl, []))))
+        verdicts.append(whole.checked(_judge_values(run, impl, whole, again.get(impl, []))))
     return verdicts
 
 
-def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Verdict:
+def _judge_values(run: Run, impl: str, whole: Tally, again: Sequence[Row]) -> Verdict:
     axes = [t for t in tally_axes(run, impl) if not t.note]
     tested = [t for t in axes if any(v.comparisons for v in t.values)]
-    unproven = ((t.axis, v.record) for t in axes for v in t.idle)
-    reasons = [reason("value-unproven", axis=axis, value=r.value, proof=r.proof) for axis, r in unproven]
+    failed, idle = whole.failed.total(), [(t.axis, v) for t in axes for v in t.idle]
+    reasons = [reason("value-unproven", axis=axis, value=v.record.value, proof=v.record.proof) for axis, v in idle]
     reasons += stated((failed, reason("requests-failed", n=failed)))
     # where bits differ though the value is not shown to have taken effect, the cause is unknown
-    idle = tuple(f"{t.axis}={v.record.value}" for t in axes for v in t.idle if v.differs)
-    unexplained = reason("differ-idly", values=idle)
-    findings, only_once = _followed(run, impl, tested, bool(again))
+    differing = tuple(f"{axis}={v.record.value}" for axis, v in idle if v.differs)
+    findings, once = _followed(whole, tested, bool(again))
     bounds: tuple[Reason, ...] = ()
     if tested:
         clauses = _axis_clauses(tested)
@@ -310,10 +272,10 @@ def _judge_values(run: Run, impl: str, failed: int, again: Sequence[Row]) -> Ver
     if tested and any(r.differs for r in again):
         findings = (Finding.RUN_TO_RUN,)
         clauses.append(reason("finding", findings=findings))
-    elif findings or idle:
-        reasons += stated((only_once, reason("followed-once")))
+    elif findings or differing:
+        reasons += once
         if not findings:
-            findings = (Finding.UNATTRIBUTED,)
+            findings, unexplained = (Finding.UNATTRIBUTED,), reason("differ-idly", values=differing)
             clauses.append(unexplained if tested else reason("but", what=unexplained))
         clauses.append(reason("findings", findings=findings))
     elif not tested:
@@ -346,18 +308,17 @@ def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
     return [*clauses, reason("within", n=within) if within > 1 else reason("within-one")]
 
 
-def _followed(run: Run, impl: str, tested: Sequence[AxisTally], again: bool) -> tuple[tuple[Finding, ...], bool]:
-    """What the bits followed, where the repeated round was bit-identical, () where they did not change; and whether
-    they followed an axis only in rounds that were run once: there the run itself may have changed them."""
+def _followed(whole: Tally, tested: Sequence[AxisTally], again: bool) -> tuple[tuple[Finding, ...], list[Reason]]:
+    """What the bits followed, where the repeated round was bit-identical, () where they did not change; and a reason
+    where they followed an axis only in rounds that were run once: there the run itself may have changed them."""
     findings = list[Finding]()
     if any(t.traces_within > 1 for t in tested):
-        good = successful(run.completions)
-        first = {c.trace for c in good if (c.impl, c.arm, c.round) == (impl, BASE_ARM, 0)}
+        first = {c.trace for c in whole.good if (c.arm, c.round) == (BASE_ARM, 0)}
         findings.append(Finding.BATCH if again and len(first) > 1 else Finding.UNATTRIBUTED)
     moved = [v for t in tested if t.held for v in t.tried if v.moved]
     shown = again and any(v.moved_first for v in moved)
     findings += [Finding.OTHER if shown else Finding.UNATTRIBUTED] if moved else []
-    return strongest_first(findings), bool(moved) and again and not shown
+    return tuple(dict.fromkeys(findings)), stated((moved and again and not shown, reason("followed-once")))
 
 
 def _value_bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> Reason:
@@ -367,5 +328,4 @@ def _value_bound(run: Run, impl: str, tested: Sequence[AxisTally]) -> Reason:
     if least < 1 or rounds < 1:
         return reason("bounds-none")
     rounds -= any(not t.held for t in tested)  # there the others are compared with the first completion
-    by_round = reason("bounds-rounds", rate=one_sided_bound(rounds), n=rounds) if rounds else None
-    return reason("bounds-values", rounds=by_round, completions=one_sided_bound(least), n=least)
+    return bounds_of(least, "completion", rounds, "round", reason("each-value"))

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nondet.core.records import Completion, Round, Run, Traffic
-from nondet.core.statistics import one_sided_bound
 from nondet.sampling.plan import KEYS_LEAST
-from nondet.verdict.findings import Finding, Tally, Verdict, sort_impls, strongest_first, successful
+from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, sort_impls, successful
 from nondet.verdict.wording import Reason, reason, stated, words
 
 # Arms whose requests go one at a time, and those under load.
@@ -123,16 +122,15 @@ def _proof(
         if known and None not in cached:
             low, high = min(known), max(known)
             fits = low > 0 if arm == "warm" else high == 0
-            shown = reason("cached", low=low, high=None if low == high else reason("up-to", n=high))
+            shown = reason("cached", tokens=low if low == high else f"{low}-{high}")
         elif hits is not None:
             fits, shown = (hits > 0) == (arm == "warm"), reason("counter", hits=hits)
         else:
             return False, reason("cached-unsaid")
         return fits, shown if fits else reason("was-not", proof=shown, arm=arm)
     polls, decoding = sum(t.polls for t in traffic), max((t.decoding_most for t in traffic), default=0)
-    # the most that the server reported; it may report neither
+    # the most that the server reported; it may not
     running = max((t.running_most for t in traffic if t.running_most is not None), default=-1.0)
-    waiting = max((t.waiting_most or 0.0 for t in traffic), default=0.0)
     reported = running >= 0 and polls > 0
     if arm in ALONE:
         code = "one-at-a-time" if not reported else "ran-most" if running <= 1 else "others-too"
@@ -140,9 +138,7 @@ def _proof(
         code = "ran-at-once" if running >= 2 else "streamed"
     else:
         code = "not-formed" if reported else "not-streamed"
-    queued = reason("waiting", n=waiting) if waiting else None
-    proven = code in ("ran-most", "ran-at-once", "streamed")
-    return proven, reason(code, running=running, waiting=queued, polls=polls, n=decoding)
+    return code in ("ran-most", "ran-at-once", "streamed"), reason(code, running=running, polls=polls, n=decoding)
 
 
 # Contract questions without whose "yes" a comparison means less; their codes explain a "no".
@@ -379,10 +375,9 @@ def _judge(subject: Subject, first: Subject | None) -> Verdict:
 def _reasons(server: Server, arms: Mapping[str, ArmEvidence], whole: Tally) -> list[Reason]:
     reasons = whole.notes_on_ends()
     reasons += stated((whole.failed, reason("kinds-failed", n=whole.failed.total(), kinds=whole.failed)))
-    for question, answer in sorted(server.contract.items(), key=lambda item: item[0] == "seed"):  # that one last
-        code = question if question in _BROKEN and answer.answer == "no" else ""
-        code = f"seed-{answer.answer}" if question == "seed" and server.drawn else code
-        reasons += [reason("contract", what=reason(code), evidence=answer.evidence)] if code else []
+    for question, a in sorted(server.contract.items(), key=lambda item: item[0] == "seed"):  # that one last
+        if (question in _BROKEN and a.answer == "no") or (question == "seed" and server.drawn):
+            reasons.append(reason("contract", what=reason(question, answer=a.answer), evidence=a.evidence))
     reasons += stated((server.answer("greedy") == "unknown" and not server.drawn, reason("greedy-unknown")))
     for arm in arms.values():
         if arm.arm in (*LOADED, "cold", "warm") and not arm.proof:
@@ -426,7 +421,8 @@ def _judge_bits(subject: Subject, whole: Tally, reasons: Sequence[Reason]) -> Ve
         few = keys is not None and keys <= KEYS_LEAST and server.loads
         reasons = [*stated((few, reason("few-keys", n=keys))), *reasons]
     else:
-        findings = strongest_first(c.finding for c in comparisons if c.finding.is_divergence)
+        every = {c.finding for c in comparisons if c.finding.is_fault}
+        findings = tuple(sorted(every, key=list(Finding).index))
         counts += stated((comparisons, reason("arms", comparisons=tuple(c.seen for c in comparisons))))
         counts.append(reason("findings", findings=findings or Finding.UNATTRIBUTED))
         # that an arm is unproven is among the reasons already
@@ -453,6 +449,4 @@ def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
     proven = [a for a in arms.values() if a.arm in LOADED and a.proof]
     first = "solo" not in arms  # then the others are compared with the first
     n, rounds = sum(a.concurrent for a in proven) - first, sum(a.rounds for a in proven) - first
-    if n < 1 or rounds < 1:
-        return ()
-    return (reason("bounds-loads", rate=one_sided_bound(rounds), n=rounds, requests=one_sided_bound(n), of=n),)
+    return (bounds_of(n, "request", rounds, "load"),) if n > 0 and rounds > 0 else ()

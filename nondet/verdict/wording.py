@@ -86,24 +86,16 @@ WORDS: dict[str, str] = {
     "finding": ", {findings}",
     "findings": ": {findings}",
     # what no divergence excludes
-    "bounds": " (at 95%, one-sided: below {rounds:up} of rounds ({n:,} compared), below {completions:up} of "
-    "completions if they were independent)",
-    "bounds-one-round": " (at 95%, one-sided: below {completions:up} of completions if they were independent; one "
-    "round bounds no rate of rounds)",
-    "bounds-values": " (at 95%, one-sided, at each value: {rounds}below {completions:up} of completions if they were "
-    "independent ({n:,}))",
-    "bounds-rounds": "below {rate:up} of rounds ({n:#round}), ",
+    "bounds": " (at 95%, one-sided{each}: {by}below {rate:up} of {of}s if they were independent ({n:,}))",
+    "bounds-by": "below {rate:up} of {of}s ({n:,}), ",
+    "each-value": ", at each value",
     "bounds-none": " (too few for a bound)",
-    "bounds-loads": " (at 95%, one-sided: below {rate:up} of loads ({n:#load}), below {requests:up} of requests if "
-    "they were independent ({of:,} that ran beside others))",
     # of completions
     "requests-failed": "{n:#failed request is|failed requests are} counted in no other figure.",
     "kinds-failed": "{n:#failed request is|failed requests are} counted in no other figure: {kinds}.",
     "ends": "Completions ended for different reasons: {named}.",
-    "ends-alone": "Completions that ended for different reasons agree in all else: these may be batch or run-to-run "
-    "effects.",
-    "unseeded-engine": "The engine draws from one generator for the whole batch, so no request has a seed of its own: "
-    "the other requests change what it draws, whatever its logits.",
+    "ends-alone": "Completions that ended for different reasons are equal otherwise: batch or run-to-run effects.",
+    "unseeded-engine": "The engine draws from one generator for the whole batch: a request's draws depend on others.",
     "again": "Run again: {what}.",
     "again-none": "not tried",
     "again-differs": "{n:,} of {of:#request} in {rounds:#round} differed",
@@ -116,26 +108,21 @@ WORDS: dict[str, str] = {
     "hardly-tested": "No two completions are known to have had different batches: batch dependence was hardly tested.",
     "nan-agrees": "NaN equals NaN whatever was computed: that nothing diverged shows nothing here.",
     "alone-differ": "Completions that ran solo, in equal batches at every step, differ: the batch did not change.",
-    "batches-unknown": "These completions are not known to have run in different batches: their differences may be "
-    "batch or run-to-run effects.",
-    "traces-open": "{n:#more trace comes|more traces come} from rounds that were not repeated, and may be batch or "
-    "run-to-run effects.",
+    "batches-unknown": "No two are known to have run in different batches: these may be batch or run-to-run effects.",
+    "traces-open": "{n:#trace is|traces are} of rounds not repeated: these may be batch or run-to-run effects.",
     "others-again": "The rounds in which traces differ were not repeated: these may be batch or run-to-run effects.",
     "none-again": "No round was repeated: differences may be batch or run-to-run effects.",
     "value-unproven": "{axis}={value} is unproven, and not counted: {proof}.",
     "base-once": "The base was not repeated: differences may be run-to-run effects.",
-    "followed-once": "Traces changed with an axis only in rounds that were not repeated: these may be run-to-run "
-    "effects.",
+    "followed-once": "Traces followed an axis only in rounds that were not repeated: these may be run-to-run effects.",
     # of rows
     "left-out": "{cases: and }, counted in no other figure.",
     "cases": "{n:#case} {what}",
     "rows-nonfinite": "{n:#case gave|cases gave} NaN or infinity, which equal themselves whatever was computed.",
     "rows-noted": "{n:#case has|cases have} a note, listed below.",
     "built": "Built by the probe to demonstrate a cause, and not counted in this verdict ({operators}): {shown}.",
-    "order": "Another order of reduction, chosen on purpose, gave other bits in {hits:where}: this is expected of "
-    "floating-point, and no fault.",
-    "unsteady": "{n:#sweep} of {operators} differed too. Their results change from run to run, so whether what was "
-    "swept matters there is not known.",
+    "order": "Another order of reduction, chosen on purpose, gave other bits in {hits:where}: expected, and no fault.",
+    "unsteady": "{n:#sweep} of {operators} differed too: these differ from run to run, so the cause is not known.",
     "batch-not-varied": "The batch was not varied: batch dependence was not tested.",
     "not-repeated": "No call of {operators} was repeated: differences there may be batch or run-to-run effects.",
     # of servers
@@ -145,9 +132,7 @@ WORDS: dict[str, str] = {
     "sums": "logprobs are no probabilities, so their bits show nothing",
     "repeatable": "the same request, sent twice solo, gave different tokens in the contract check",
     "repeatable-bits": "the same request, sent twice solo, gave different logprob bits in the contract check",
-    "seed-yes": "the server respects a seed",
-    "seed-no": "the server does not respect a seed",
-    "seed-unknown": "whether the server respects a seed is not known",
+    "seed": "a seed is respected: {answer}",
     "tempered": "the server ignores the temperature: wrong ({evidence})",
     "independent": "requests of one batch share a draw: wrong ({evidence})",
     "few-keys": "No request had more than {n:,} tokens with its answer: attention over more keys was not tested.",
@@ -161,8 +146,7 @@ WORDS: dict[str, str] = {
     "arm-unanswered": "The arm {arm} was planned under load, and got no answer.",
     "no-load": "No arm put the server under load: batch dependence was not tested.",
     "no-fingerprint": "The server gives no fingerprint: whether it stayed the same is not known.",
-    "arms-apart": "The arms that differ were not compared with one another: the cause may be the run, the cache or the "
-    "load.",
+    "arms-apart": "No two arms that differ were compared: the cause may be the run, the cache or the load.",
     "doubt": "{arm:capital} compared with {base}: {why}",
     "not-held": "It was not compared with server: one of them has no solo answers.",
     "by-texts": "Solo answers compared with those of server, by text only: {seen}.",
@@ -172,37 +156,31 @@ WORDS: dict[str, str] = {
     "seed-not-shown": "At this temperature nothing shows that the server respects a seed: the cause may be sampling.",
     "servers": "By their fingerprints {n} servers answered: that may be the cause.",
     "no-solo": "There is no solo arm to compare it with.",
-    "others-unknown": "Whether the server ran other requests meanwhile is not known: these may be batch or run-to-run "
-    "effects.",
+    "others-unknown": "Whether the server had other clients is not known: these may be batch or run-to-run effects.",
     "cache-unknown": "What the server had cached is not known: the cause may be the prefix cache.",
     "cache-split": "Answers with equal numbers of cached prompt tokens agree: the cause may be the prefix cache.",
     "cache-differs": "The server had not cached the same in both arms: the cause may be the prefix cache.",
-    "base-unsteady": "{base:capital} does not agree with itself either: the cause may be the {cause}, or a change from "
-    "run to run.",
+    "base-unsteady": "{base:capital} does not agree with itself: the cause may be the {cause} or the run itself.",
     "arm-unsteady": "{arm:capital} does not agree with itself.",
     "not-shown": "It is unproven that {arm} was {arm}: {proof}.",
     "chance": "If the answers that differ fell at random, the {n:#answer} of {base} would hold none of them in "
-    "{share:near} of cases: the cause may be the {cause}, or a change from run to run. Compare more with nondet sample "
-    "--endpoint URL --arms {base}=N,{arm}.",
+    "{share:near} of cases. Compare more with nondet sample --endpoint URL --arms {base}=N,{arm}.",
     # what shows that an arm was what it is called
     "none-among": "{proof}, but none of the compared requests is known to have been among them",
-    "cached": "the server had {low}{high} prompt tokens cached",
-    "up-to": " to {n}",
+    "cached": "the server had {tokens} prompt tokens cached",
     "counter": "the server's counter shows {hits:g} cached prompt tokens",
     "was-not": "{proof}, so it was not {arm}",
     "cached-unsaid": "the server does not report what it had cached",
     "one-at-a-time": "one at a time from here; whether the server had other clients is not known",
     "ran-most": "the server ran at most {running:g} at once, in {polls:#poll}",
     "others-too": "the server ran up to {running:g} at once: it had other clients too",
-    "ran-at-once": "the server ran up to {running:g} at once{waiting}, in {polls:#poll}",
-    "waiting": ", {n:g} waiting",
+    "ran-at-once": "the server ran up to {running:g} at once, in {polls:#poll}",
     "streamed": "up to {n} answers streamed at the same time",
     "not-formed": "the server ran at most {running:g} at once: the load did not form",
     "not-streamed": "answers did not stream, and the server does not report what it runs",
     # of reinforcement learning
     "rl-none": "no step was made",
     "rl-zero": "no divergence observed: KL 0 in {n:,} of {of:#step} ({differ} of {tokens:#token})",
-    "rl-bound": " (at 95%, one-sided: below {rate:up} of tokens if they were independent)",
     "rl-apart": "sampler and trainer disagree in the logprob bits of {differ:,} of {tokens:#token} in {of:#step}, K3 "
     "{low:.1e} to {high:.1e}",
     "rl-ratios": "Ratios: {least:.3f} to {most:.3f}.",
@@ -227,15 +205,12 @@ WORDS: dict[str, str] = {
     "mm-tails": "Ratios: {outside:near} outside 0.99 to 1.01, {least:.3f} to {most:.3f}.",
     "mm-long": "If others differed like these, 4,096 tokens would have a ratio of 0.5 to 2 in {share:near} of cases.",
     "kind-fits": "Kind: {layer}. The {side} has {cause} ({fitted}): K3 is {left:.1e} without, {floor:.1e} by rounding.",
-    "kind-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): that gives exactly the bits of {exactly:near} of "
-    "tokens, and K3 without it is {left:.1e}.",
+    "kind-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): it gives the bits of {exactly:near} of tokens.",
     "kind-numeric": "Kind: numeric. No known cause explains the mismatch. Both sides are as close to a {wide} forward "
     "pass as rounding allows (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
-    "kind-unexplained": "Kind: unexplained. No known cause explains the mismatch. Farther from a {wide} forward pass "
-    "than rounding allows: {sides} (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other weights, which "
-    "--older computes, look so, and logprobs of other tokens.",
-    "mm-shown": "{cause} ({fitted}) in the {side} explains {removed:near}, too little to be named (K3 left: "
-    "{left:.1e}).",
+    "kind-unexplained": "Kind: unexplained. Farther from a {wide} forward pass than rounding allows: {sides} (K3 "
+    "{own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other weights (--older) or tokens look so.",
+    "mm-shown": "{cause} ({fitted}) in the {side} explains {removed:near}, too little to be named.",
     "call-where": "First diverging call: {call} of {module}, {layer:layer}, at position {position} of {rollout}: its "
     "inputs are equal bit for bit and {differ:,} of {of:,} outputs differ by at most {ulp:,} ULP, at {sampled:#row} in "
     "the sampler's step and {trained:#row} in the trainer's batch.",
@@ -248,14 +223,12 @@ WORDS: dict[str, str] = {
     "kind-shifted": "Kind: semantic. The {side}'s logprobs stand one token early: shifted by one, their middle |d| is "
     "{moved:.1e}, where it is {here:.1e}.",
     "kind-one-sided": "Kind: not rounding, which has no side: of the {n:,} tokens that differ most the {side} gives "
-    "each the larger logprob, by {least:.1e} to {most:.1e}. Top-p or top-k on that side looks so; another temperature, "
-    "template or weights may.",
+    "each the larger logprob, by {least:.1e} to {most:.1e}. Top-p or top-k there looks so, and maybe other weights.",
     "mm-unasked": "Hypotheses were not tested: that takes --model.",
     "mm-cure": "{impl:capital} on both sides leaves {differ:,} of {tokens:#token}, K3 {k3:.1e}, in {times:.1f} times "
     "stock's seconds.",
     "mm-failed": "{n:#rollout} could not be compared: {why}.",
-    "mm-threshold": "{impl}: {name} {value}{where} is above {limit}",
-    "mm-within": "{impl}: {name} {value}{where} is within {limit}",
+    "mm-threshold": "{impl}: {name} {value:figure}{where} is {side} {limit:.9g}",
     # of a gate
     "fail-on": "--fail-on {option} can't be decided: {why}.",
     "invariance": "Batch invariance can't be decided: {why}",
@@ -307,6 +280,8 @@ class _Writer(Formatter):
                 return percent(value, spec)
             case "capital":
                 return str(value).capitalize()
+            case "figure":
+                return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
             case "layer":
                 return f"layer {value}" if str(value).isdigit() else f"the {value}"
             case "verb":

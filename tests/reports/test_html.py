@@ -114,7 +114,7 @@ def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
     for fact in (
         "4 distinct completions of 60 (5 distinct logprob traces), batch-dependent.",
         "1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 4.96% of completions "
-        "if they were independent; one round bounds no rate of rounds).",
+        "if they were independent (59)).",
         "52 of 60 = 86.7% (no interval: too few rounds)",
         "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
         "First divergent token of stock: index 5", "54 of 60", "6 of 60", "0.0625 / 0.0625", "“ an”", "“ no”",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,23 @@ from nondet.reports.document import Details, Table
 from nondet.reports.samples import sample_blocks
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
-from nondet.verdict.samples import BatchEvidence, SampleCounts, judge_counts, replays, subjects, tally_axes
+from nondet.verdict.samples import SampleCounts, judge_counts, replays, subjects, tally_axes
 from tests.build import beside, completion, header, replayed, sampled
 
-VARIED = BatchEvidence(known=60, different=60, alone=0, alone_differ=False)
-CONSTANT = BatchEvidence(known=60, different=1, alone=60, alone_differ=False)
+ONE = Run(header=header("sample", {"prompts": [{"text": "p", "tokens": 4}]}))
 
 
-def counts(*rounds: str, eos: int = 0, batches: BatchEvidence = VARIED) -> SampleCounts:
-    """A letter for each completion: its trace, and in lower case its tokens. The first `eos` ended otherwise."""
+def counts(*rounds: str, eos: int = 0, **batches: bool) -> SampleCounts:
+    """A letter for each completion: its trace, and in lower case its tokens. The first `eos` ended otherwise. Batches
+    varied, if nothing else is said of them."""
     letters = [(number, letter) for number, traces in enumerate(rounds) for letter in traces]
     made = [
         completion(f"t{i}", letter, round=n, tokens_digest=letter.lower(), finish="eos" if i < eos else "length")
         for i, (n, letter) in enumerate(letters)
     ]
-    return SampleCounts(made, "stock", 0, batches)
+    found = SampleCounts(ONE, "stock", 0, made, {})
+    vars(found).update({"varied": True} | batches)
+    return found
 
 
 def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
@@ -52,14 +53,13 @@ def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
         # tokens that agree over numbers that don't are not a clean run
         (counts("AAaa"), [replay(0)], batch, "tokens identical in 4 completions, but 2 distinct", "The tokens agree"),
         (counts(equal), [], clean, "no divergence observed (at 95%, one-sided: below 4.96% of completions", ""),
-        (counts(equal), [], clean, "; one round bounds no rate of rounds)", ""),
         # of five rounds four are compared with the first, which a difference of whole rounds may have made its own
-        (counts(*["A" * 12] * 5), [], clean, "below 52.8% of rounds (4 compared), below 4.96%", ""),
+        (counts(*["A" * 12] * 5), [], clean, "below 52.8% of rounds (4), below 4.96%", ""),
         (counts(equal, eos=3), [], unknown, "60, 3 of which ended for another reason than equal", "eos 3, "),
         (counts("AB", eos=1), [replay(0)], batch, "", "Completions ended for different reasons: eos 1, length 1."),
         # equal batches and other bits: the batch is not the cause, even where other requests did run concurrently
-        (counts("AB", batches=replace(CONSTANT, alone_differ=True)), [], unsteady, "", "solo, in equal"),
-        (counts("AB", batches=replace(VARIED, alone=5, alone_differ=True)), [], unsteady, "", "solo, in equal"),
+        (counts("AB", varied=False, constant=True, alone_differ=True), [], unsteady, "", "solo, in equal"),
+        (counts("AB", alone_differ=True), [], unsteady, "", "solo, in equal"),
         (counts("AB"), [replay(3)], unsteady, "", again),
         (counts("AA"), [replay(3)], unsteady, "", again),
         # one trace of 180 differs in round 2: that round 0 was bit-identical says nothing of it
@@ -73,26 +73,25 @@ def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
         assert note in " ".join(verdict.notes)
         assert bool(verdict.notes) == bool(note or rows)
     with pytest.raises(UserError, match=r"stock has 2 completions in one trace\b.*edited by hand"):
-        judge_counts(SampleCounts([completion("0", "A", tokens_digest=t) for t in "ab"], "stock", 0, VARIED))
+        judge_counts(SampleCounts(ONE, "stock", 0, [completion("0", "A", tokens_digest=t) for t in "ab"], {}))
 
 
 def test_batches_are_read_off_the_schedules(tmp_path: Path) -> None:
     """Requests among others met different batches; requests one after the other met equal ones, solo. Keys of a shared
     prefix hold bits of another request's batch, and without the round's record no completion is known to be solo."""
 
-    def batches(run: Run, impl: str = "stock") -> BatchEvidence:
-        [only] = [counts.batches for counts in subjects(run) if counts.impl == impl]
-        return only
+    def batches(run: Run, impl: str = "stock") -> tuple[bool, bool, bool]:
+        [of] = [counts for counts in subjects(run) if counts.impl == impl]
+        return of.varied, of.constant, of.alone_differ
 
-    mixed, run = batches(sampled(tmp_path)), sampled(tmp_path, alone=True)
-    assert (mixed.varied, mixed.constant, mixed.known) == (True, False, 60)
-    assert batches(run, "invariant") == CONSTANT
-    assert (CONSTANT.constant, CONSTANT.varied) == (True, False)
-    assert batches(run).alone_differ  # stock's divergence, in equal batches
+    run = sampled(tmp_path, alone=True)
+    assert batches(sampled(tmp_path)) == (True, False, False)
+    assert batches(run, "invariant") == (False, True, False)
+    assert batches(run) == (False, True, True)  # stock's divergence, in equal batches
     run.header.plan["prompts"][0]["tokens"] = 20  # of which each request computed 4, and took 16 from the cache
-    assert (batches(run).alone, batches(run).alone_differ, batches(run).constant) == (0, False, False)
+    assert batches(run) == (False, False, False)
     run.rounds.clear()
-    assert batches(run) == BatchEvidence(known=0, different=0, alone=0, alone_differ=False)
+    assert batches(run) == (False, False, False)
 
 
 def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) -> None:
