@@ -20,7 +20,8 @@ from nondet.reports.text import counted, number
 from nondet.sampling import analysis
 from nondet.sampling.analysis import DistinctCompletion, Interval, PromptSet, SampleSummary, compared, prompt_sets
 from nondet.verdict.findings import plural, sort_impls, subject_name, subject_unit
-from nondet.verdict.samples import repeated, replays
+from nondet.verdict.samples import repetition, replays
+from nondet.verdict.wording import words
 
 # Prompts of one run that are shown one by one, with their divergences and branches; of more, those that differ most.
 SAMPLES_MOST = 24
@@ -228,7 +229,7 @@ def _counts(run: Run, s: SampleSummary, again: Sequence[Row]) -> dict[str, str]:
         "margin where they differ; elsewhere": _margins_text(s),
         "tokens that flip": flips_text(s),
         "draw where they first differ; elsewhere": _draws_text(s),
-        "run again": repeated(again),
+        "run again": words(repetition(again)),
         "first fork, token index": str(s.first_fork.index) if s.first_fork else "none",
         "largest logprob gap": number(s.logprob_spread) if s.has_logprobs else "no logprobs",
         "batch, query tokens a step": f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes" * bool(s.batch_max),

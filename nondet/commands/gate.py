@@ -18,7 +18,6 @@ def _gate(request: GateRequest, sink: Terminal) -> None:
     from nondet.core.runfile import append_text, check_outputs, read_run, replace_text
     from nondet.reports import gate as gate_text
     from nondet.verdict.gate import decide
-    from nondet.verdict.mismatch import Thresholds
 
     started = time.perf_counter()
     path = request.run or (None if request.endpoint else latest_run(say))
@@ -29,7 +28,7 @@ def _gate(request: GateRequest, sink: Terminal) -> None:
         say(f"run file: {path}", quiet=sink.quiet)
     run, (rate, confidence) = read_run(path), request.power
     given = (request.rate, request.confidence, request.by) != (None, None, None)
-    limits = Thresholds(request.mismatch_bits, request.k3, request.mult_prob_error)
+    limits = {"differ": request.mismatch_bits, "k3": request.k3, "mult_prob_error": request.mult_prob_error}
     decision = decide(
         run, impls=request.impl or (), rate=rate, confidence=confidence, by=request.unit, given=given, limits=limits
     )

@@ -196,9 +196,14 @@ class Tally:
         self.completions = Counter(c.tokens_digest for c in self.good)
         self.traces = Counter(c.trace for c in self.good)  # the tokens with the bits of their logprobs
         self.ends = Counter(c.finish for c in self.good)
+        self.texts = max(len(self.completions), len(self.ends))  # for a user another end is another text
         self.answers = Counter((c.trace, c.finish) for c in self.good)  # equal answers have both in common
         self.failed = Counter((c.served.kind if c.served else "") or "error" for c in self.every if c.status != "ok")
         self.nonfinite = sum(c.nonfinite > 0 for c in self.good)  # with a logprob that is NaN or infinite
+        self.notes = stated(
+            (self.failed, reason("failed", n=self.failed.total(), kinds=self.failed)),
+            (len(self.ends) > 1, reason("ends", named=self.ends)),
+        )
 
         most = {trace: n for (trace, _), n in reversed(self.answers.most_common())}  # a trace's last is its largest
         # completions that ended for another reason than most of those with the same tokens and logprobs
@@ -208,14 +213,6 @@ class Tally:
         """The verdict on these completions, wrong if any holds a logprob that is no number."""
         lost = reason("nonfinite", n=self.nonfinite, of=self.n)
         return verdict.called_wrong(lost) if self.nonfinite else verdict
-
-    def changes(self, findings: Iterable[str]) -> Effect:
-        """What their divergence changes for a user."""
-        return change_of(max(len(self.completions), len(self.ends)), findings)
-
-    def notes_on_ends(self) -> list[Reason]:
-        """One reason where completions ended in several ways, else none."""
-        return stated((len(self.ends) > 1, reason("ends", named=self.ends)))
 
     def clauses(self, by: Reason | None = None, *, logprobs: bool = True) -> list[Reason]:
         """Distinct completions, distinct traces if there are more, and how many equal ones ended differently.

@@ -83,23 +83,15 @@ def answer(
 
     It fails where something diverged that a user would want equal, or where a result is wrong, even if it is
     consistent. It has no answer where neither was seen and the run was killed, cases failed, or nothing was compared
-    for a requested implementation. Sums that were taken in another order on purpose are not a divergence.
-
-    Args:
-        drawn: From `unseeded`: a difference in these is not a fault unless the result is wrong, and not an answer.
-        conclusion: The conclusion of a diagnosis or a trace, where it counts next to the verdicts on its samples.
+    for a requested implementation. Sums that were taken in another order on purpose are not a divergence; a difference
+    in `drawn`, from `unseeded`, is neither a fault nor an answer. A `conclusion` counts beside the verdicts.
     """
     drawn = drawn or {}
-    faults = [v for v in verdicts if _faults(v, drawn)]
+    faults = [v for v in verdicts if (v.is_fault if v.impl not in drawn else Finding.WRONG in v.findings)]
     if faults or (conclusion is not None and conclusion.is_fault):
         return Outcome.SHUT, (*_first(faults), *stated((len(faults) > _FIRST, reason("more", n=len(faults) - _FIRST))))
     why = _no_answer(run, verdicts, drawn, conclusion)
     return (Outcome.NO_ANSWER, (why,)) if why else (Outcome.OPEN, _first(verdicts))
-
-
-def _faults(verdict: Verdict, drawn: Mapping[str, str]) -> list[Finding]:
-    """The findings of a verdict on which a gate fails; for draws without a seed only wrong results."""
-    return [f for f in verdict.findings if f.is_fault and (verdict.impl not in drawn or f == Finding.WRONG)]
 
 
 _FIRST = 3  # verdicts in a reason
@@ -237,17 +229,9 @@ def decide(
     run: Run, *, impls: Sequence[str] = (), rate: float, confidence: float, by: str, given: bool = False,
     limits: Thresholds | None = None,
 ) -> Decision:  # fmt: skip
-    """Judge a run as a gate does.
-
-    Args:
-        impls: Those that must be consistent; none: all that the run has.
-        rate, confidence, by: The power that a sample must have: see `Power`.
-        given: Whether that power was requested, so that a run without a sample can't be enough.
-        limits: Thresholds for a run of `nondet mismatch` or `nondet rl`, which decide instead of its verdicts.
-
-    Raises:
-        UserError: the run has no sample, and a power was requested; or its records contradict each other.
-    """
+    """Judge a run as a gate does: those of `impls`, or all that it has. Raises UserError: its records contradict each
+    other, or it has no sample or trainer and a power (see `Power`; `given`: requested) or threshold was requested.
+    Thresholds decide instead of verdicts."""
     run = of_impls(run, impls)
     verdicts = tuple(judge(run))
     names = list(dict.fromkeys(c.impl for c in run.completions))
@@ -257,8 +241,8 @@ def decide(
             f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
             "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
         )
-    if limits is not None and limits.given:
-        return _by_thresholds(run, verdicts, limits)
+    if given_limits := {figure: limit for figure, limit in (limits or {}).items() if limit is not None}:
+        return _by_thresholds(run, verdicts, given_limits)
     drawn = unseeded(run)
     outcome, reasons = answer(run, verdicts, drawn=drawn)
     short = [p for p in power if not p.enough]
@@ -269,17 +253,17 @@ def decide(
     return Decision(outcome, reasons, verdicts, power)
 
 
-def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Thresholds) -> Decision:
+def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Mapping[str, float]) -> Decision:
     """Raises UserError: the run compared no sampler with a trainer, or holds no figure with a threshold."""
     if not run.mismatch_rollouts and not run.training_steps:
         what = f"{run.source or 'the run'} compared no sampler with a trainer, which thresholds are of"
         hint = "Gate a run of `nondet mismatch` or `nondet rl`, or leave --mismatch-bits, --k3 and the like out."
         raise UserError(what, hint)
     every = list(held(run, limits))
-    if above := [h for h in every if h.value > h.limit]:
-        reasons = tuple(reason("mm-threshold", **h._asdict(), side="above") for h in above)
-        return Decision(Outcome.SHUT, reasons, verdicts, (), frozenset(h.impl for h in above))
+    above = frozenset(impl for impl, over, _ in every if over)
+    reasons = tuple(why for _, over, why in every if over or not above)
+    if above:
+        return Decision(Outcome.SHUT, reasons, verdicts, (), above)
     if why := _no_answer(run, verdicts, {}, None) or (None if every else reason("incomplete")):
         return Decision(Outcome.NO_ANSWER, (why,), verdicts, ())
-    within = tuple(reason("mm-threshold", **h._asdict(), side="within") for h in every)
-    return Decision(Outcome.OPEN, within, verdicts, ())
+    return Decision(Outcome.OPEN, reasons, verdicts, ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from msgspec.structs import asdict
 
-from nondet.core.records import ImplementationRecord, MismatchKind, MismatchRollout, Role, Run, TrainingStep, role_of
+from nondet.core.records import ImplementationRecord, MismatchKind, Role, Run, TrainingStep, role_of
 from nondet.errors import UserError
 from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
 from nondet.verdict.findings import Finding, Verdict, bounds_of
@@ -39,7 +39,9 @@ class Pair:
         mine = [r for r in run.mismatch_rollouts if r.impl == impl]
         self.impl, self.failed = impl, [r for r in mine if r.status != "ok"]
         self.rollouts = [r for r in mine if r.status == "ok"]
-        self.figures = _figures_of(self.rollouts) if self.rollouts else None
+        ends = (np.frombuffer(b"".join(getattr(r, s) for r in self.rollouts), "<f4") for s in ("sampler", "trainer"))
+        sampler, trainer = (side.astype(np.float32) for side in ends)
+        self.figures = Figures(sampler, trainer, [r.tokens for r in self.rollouts]) if self.rollouts else None
         self.kinds = sorted((k for k in run.mismatch_kinds if k.impl == impl), key=lambda k: k.left)
         self.floor, self.place = first(run.mismatch_floors), first(run.mismatch_places)
         self.whole, self.cost = first(run.mismatch_vocabularies), first(run.mismatch_costs)
@@ -74,12 +76,6 @@ class Pair:
         if (floor := self.floor) is None:
             return []
         return [side for side in ("sampler", "trainer") if getattr(floor, side) > margin(floor.tokens) * floor.own]
-
-
-def _figures_of(rollouts: Sequence[MismatchRollout]) -> Figures:
-    sides = (np.frombuffer(b"".join(getattr(r, s) for r in rollouts), "<f4") for s in ("sampler", "trainer"))
-    sampler, trainer = (side.astype(np.float32) for side in sides)
-    return Figures(sampler, trainer, [r.tokens for r in rollouts])
 
 
 def removed(kind: MismatchKind) -> float:
@@ -304,46 +300,34 @@ def _judge_steps(impl: str, mine: Sequence[Course]) -> Verdict:
     return Verdict(impl, (Finding.MISMATCH,), (apart, *stated((zero, reason("rl-zero-steps", n=zero)))), tuple(notes))
 
 
-class Thresholds(NamedTuple):
-    """A user's own thresholds, or None: tokens with other bits, K3 in nats per token, NeMo RL's mean of exp |d|."""
-
-    bits: int | None = None
-    k3: float | None = None
-    mult_prob_error: float | None = None
-
-    @property
-    def given(self) -> list[tuple[str, str, float]]:
-        """Those that are set: the figure's name, its field, and the threshold."""
-        names = ("other bits", "differ"), ("K3", "k3"), ("mean of exp |d|", "mult_prob_error")
-        return [(*name, limit) for name, limit in zip(names, self, strict=True) if limit is not None]
+# A user's own thresholds, by figure: tokens with other bits, K3 in nats per token, NeMo RL's mean of exp |d|.
+Thresholds = Mapping[str, float | None]
+_FIGURES = {"differ": "other bits", "k3": "K3", "mult_prob_error": "mean of exp |d|"}
+# An arm, whether its figure is above its threshold, and both in words.
+Held = tuple[str, bool, Reason]
 
 
-class Held(NamedTuple):
-    """A figure of an arm, with where it was seen, and its threshold."""
-
-    impl: str
-    name: str
-    value: float
-    where: str
-    limit: float
-
-
-def held(run: Run, limits: Thresholds) -> Iterator[Held]:
+def held(run: Run, limits: Mapping[str, float]) -> Iterator[Held]:
     """What a run holds for each of the thresholds that are set; of steps of training, differing bits over all of them,
     and the worst step's means. Raises UserError: the steps have no such mean, because an older nondet made them."""
+
+    def compared(impl: str, name: str, value: float, limit: float, where: str = "") -> Held:
+        figures = {"value": value, "limit": limit, "side": "above" if value > limit else "within"}
+        return impl, value > limit, reason("mm-threshold", impl=impl, name=name, where=where, **figures)
+
     for pair in pairs(run):
-        if (figures := pair.figures) is not None:
-            for name, field, limit in limits.given:
-                yield Held(pair.impl, name, getattr(figures, field), "", limit)
-            if limits.bits == 0 and pair.whole:
-                yield Held(pair.impl, "rows of other logits", pair.rows_differ, "", 0)
+        if (f := pair.figures) is not None:
+            for field, limit in limits.items():
+                yield compared(pair.impl, _FIGURES[field], getattr(f, field), limit)
+            if limits.get("differ") == 0 and pair.whole:
+                yield compared(pair.impl, "rows of other logits", pair.rows_differ, 0)
     for impl in dict.fromkeys(s.impl for s in run.training_steps):
         steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
-        for name, field, limit in limits.given if steps else ():
+        for field, limit in limits.items() if steps else ():
             values = [getattr(s, field) for s in steps]
             if None in values:
-                what = f"{run.source or 'the run'} holds no {name}: an older nondet made it"
+                what = f"{run.source or 'the run'} holds no {_FIGURES[field]}: an older nondet made it"
                 raise UserError(what, "Gate it by --k3, or train again.")
             worst, count = steps[values.index(max(values))], field == "differ"
             where = f" ({'most in ' * count}step {worst.step}, seed {worst.seed})" * bool(max(values))
-            yield Held(impl, name, sum(values) if count else max(values), where, limit)
+            yield compared(impl, _FIGURES[field], sum(values) if count else max(values), limit, where)

@@ -22,15 +22,12 @@ from nondet.errors import UserError
 from nondet.sampling.analysis import batch_totals
 from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, change_of, sort_impls, successful
-from nondet.verdict.wording import Reason, reason, stated, words
-
-# The operator of the row that compares a round with its repetition.
-REPLAY = "engine"
+from nondet.verdict.wording import Reason, reason, stated
 
 
 def is_replay(row: Row) -> bool:
     """Whether the row compares a round of completions with its repetition."""
-    return row.operator == REPLAY and row.varied == "run"
+    return row.operator == "engine" and row.varied == "run"
 
 
 def replays(run: Run) -> dict[str, list[Row]]:
@@ -42,13 +39,8 @@ def replays(run: Run) -> dict[str, list[Row]]:
     return rows
 
 
-def repeated(again: Sequence[Row]) -> str:
-    """The result of the repeated rounds, in a phrase."""
-    return words(_repetition(again))
-
-
-def _repetition(again: Sequence[Row]) -> Reason:
-    """A repetition is one trial, however many requests were in it."""
+def repetition(again: Sequence[Row]) -> Reason:
+    """The result of the repeated rounds. A repetition is one trial, however many requests were in it."""
     requests, other = (sum(int(r.extra.get(key, 0)) for r in again) for key in ("requests", "requests_parted"))
     code = "again-none" if not again else "again-differs" if any(r.differs for r in again) else "again-equal"
     return reason(code, n=other, of=requests, rounds=len(again))
@@ -126,22 +118,23 @@ def judge_counts(counts: SampleCounts, again: Sequence[Row] = (), *, unseeded: b
             f"the run contradicts itself: {counts.impl} has {len(counts.completions)} completions in one trace",
             "Was it edited by hand?",
         )
-    failed, finding, bounds = counts.failed.total(), Finding.UNTESTED, tuple[Reason, ...]()
-    reasons = stated((failed, reason("requests-failed", n=failed)))
-    if counts.n < 2:
-        clauses = [reason("all-failed", n=failed) if failed and not counts.n else reason("too-few", n=counts.n)]
-    else:
+    finding, clauses, reasons, bounds = (
+        Finding.UNTESTED,
+        [reason("too-few", n=counts.n)],
+        counts.notes,
+        tuple[Reason, ...](),
+    )
+    if counts.n > 1:
         finding, limits = _attribute(counts, again)
         clauses = [*counts.clauses(), reason("finding", findings=finding)]
-        repetition = stated((again, reason("again", what=_repetition(again))))
-        reasons += [*counts.notes_on_ends(), *repetition, *limits]
+        reasons = [*reasons, *stated((again, reason("again", what=repetition(again)))), *limits]
         if finding == Finding.CLEAN:
             reasons += stated((counts.nonfinite, reason("nan-agrees")))
             # completions of one round share its batches; the others are compared with the first round
             bounds = (bounds_of(counts.n - 1, "completion", len(counts.rounds) - 1, "round"),)
-    reasons += stated((unseeded, reason("unseeded-engine")))
+    reasons = [*reasons, *stated((unseeded, reason("unseeded-engine")))]
     # one trace is one text: if it diverged, its end differs or a repeated run
-    changes = counts.changes((finding,))
+    changes = change_of(counts.texts, (finding,))
     verdict = Verdict(counts.impl, (finding,), tuple(clauses), tuple(reasons), counts.prompt, bounds, changes)
     return counts.checked(verdict)
 
@@ -161,7 +154,7 @@ def _attribute(counts: SampleCounts, again: Sequence[Row]) -> tuple[Finding, lis
         (agree, Finding.CLEAN, "graphs-padded" if counts.padded else ""),
         (counts.alone_differ, Finding.RUN_TO_RUN, "alone-differ"),
         (not counts.varied, Finding.UNATTRIBUTED, "batches-unknown"),
-        (shown < 2, Finding.UNATTRIBUTED, "others-again" if again else "none-again"),
+        (shown < 2, Finding.UNATTRIBUTED, "others-again"),
         (True, Finding.BATCH, "traces-open" if traces > shown else ""),
     )
     finding, code = next((finding, code) for holds, finding, code in table if holds)
@@ -215,6 +208,9 @@ class AxisTally:
         # distinct ones over all values; at the value with the most
         self.texts, self.texts_within = _distinct([v.completions for v in self.values])
         self.traces, self.traces_within = _distinct([v.traces for v in self.values])
+        # distinct texts that are an effect on the output, at idle values too
+        together, most = _distinct([v.completions for v in every])
+        self.outputs = together if self.held else most
 
 
 def tally_axes(run: Run, impl: str) -> list[AxisTally]:
@@ -257,30 +253,28 @@ def judge_axes(run: Run) -> list[Verdict]:
 def _judge_values(run: Run, impl: str, whole: Tally, again: Sequence[Row]) -> Verdict:
     axes = [t for t in tally_axes(run, impl) if not t.note]
     tested = [t for t in axes if any(v.comparisons for v in t.values)]
-    failed, idle = whole.failed.total(), [(t.axis, v) for t in axes for v in t.idle]
+    idle = [(t.axis, v) for t in axes for v in t.idle]
     reasons = [reason("value-unproven", axis=axis, value=v.record.value, proof=v.record.proof) for axis, v in idle]
-    reasons += stated((failed, reason("requests-failed", n=failed)))
+    reasons += whole.notes
     # where bits differ though the value is not shown to have taken effect, the cause is unknown
     differing = tuple(f"{axis}={v.record.value}" for axis, v in idle if v.differs)
     findings, once = _followed(whole, tested, bool(again))
     bounds: tuple[Reason, ...] = ()
     if tested:
         clauses = _axis_clauses(tested)
-        reasons.append(reason("again", what=_repetition(again)) if again else reason("base-once"))
+        reasons.append(reason("again", what=repetition(again)) if again else reason("base-once"))
     else:
         clauses = [reason("no-pair" if any(t.tried for t in axes) else "no-effect")]
     if tested and any(r.differs for r in again):
-        findings = (Finding.RUN_TO_RUN,)
-        clauses.append(reason("finding", findings=findings))
-    elif findings or differing:
+        findings, once = (Finding.RUN_TO_RUN,), []
+    elif differing and not findings:
+        findings, unexplained = (Finding.UNATTRIBUTED,), reason("differ-idly", values=differing)
+        clauses.append(unexplained if tested else reason("but", what=unexplained))
+    if findings:
         reasons += once
-        if not findings:
-            findings, unexplained = (Finding.UNATTRIBUTED,), reason("differ-idly", values=differing)
-            clauses.append(unexplained if tested else reason("but", what=unexplained))
         clauses.append(reason("findings", findings=findings))
     elif not tested:
         findings = (Finding.UNTESTED,)
-        clauses.append(reason("so-nothing"))
     else:
         clauses.append(reason("finding", findings=Finding.CLEAN))
         without = tuple(t.axis for t in axes if not t.tried)
@@ -288,13 +282,8 @@ def _judge_values(run: Run, impl: str, whole: Tally, again: Sequence[Row]) -> Ve
         untested = tuple(stated((without, reason("idle-axes", axes=without)), (lone, reason("lone-axes", axes=lone))))
         findings = (Finding.UNPROVEN if untested else Finding.CLEAN,)
         bounds = (_value_bound(run, impl, tested), *stated((untested, reason("but", what=untested))))
-    return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds, change_of(_texts(axes), findings))
-
-
-def _texts(axes: Sequence[AxisTally]) -> int:
-    """Distinct texts of the axis with the most; of one that may change the arithmetic, at the value with the most."""
-    every = [(t.held, _distinct([v.completions for v in (*t.values, *t.idle)])) for t in axes]
-    return max((together if held else most for held, (together, most) in every), default=0)
+    changes = change_of(max((t.outputs for t in axes), default=0), findings)
+    return Verdict(impl, findings, tuple(clauses), tuple(reasons), 0, bounds, changes)
 
 
 def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
@@ -305,7 +294,7 @@ def _axis_clauses(tested: Sequence[AxisTally]) -> list[Reason]:
     clauses = [reason("axes-followed", n=len(following), of=len(held), which=which)] if held else []
     # what may change the arithmetic is not a fault, but it was requested
     clauses += [reason("axis-apart", n=t.traces, axis=t.axis) for t in tested if not t.held and t.traces > 1]
-    return [*clauses, reason("within", n=within) if within > 1 else reason("within-one")]
+    return [*clauses, reason("within" if within > 1 else "within-one", n=within)]
 
 
 def _followed(whole: Tally, tested: Sequence[AxisTally], again: bool) -> tuple[tuple[Finding, ...], list[Reason]]:

@@ -17,12 +17,13 @@ from typing import Any
 
 from nondet.core.records import Completion, Round, Run, Traffic
 from nondet.sampling.plan import KEYS_LEAST
-from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, sort_impls, successful
+from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, change_of, sort_impls, successful
 from nondet.verdict.wording import Reason, reason, stated, words
 
-# Arms whose requests go one at a time, and those under load.
-ALONE = ("solo", "cold", "warm", "first")
-LOADED = ("chunked", "loaded")
+# Arms whose requests go one at a time, those under load, and the arms with which some are compared.
+_ALONE = ("solo", "cold", "warm", "first")
+_LOADED = ("chunked", "loaded")
+_BASES = {"warm": "cold", "chunked": "solo", "loaded": "solo"}
 # Parts of the names of counters of cached prompt tokens that were used.
 _HITS = ("prefix_cache_hits", "cached_tokens", "cache_hits")
 
@@ -60,7 +61,7 @@ class ArmEvidence(Tally):
         self.fingerprints = {name for t in traffic for name in t.fingerprints}
         # whether anything shows that the arm was what it is called, and what, with figures
         self.proof, self.shown = _proof(arm, traffic, list(self.by_cache), hits)
-        if self.proof and arm not in ALONE and not self.concurrent:
+        if self.proof and arm not in _ALONE and not self.concurrent:
             self.proof, self.shown = False, reason("none-among", proof=self.shown)
 
     @property
@@ -96,16 +97,19 @@ def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
     }
 
 
-def proven_tries(run: Run, impl: str) -> tuple[int, int]:
-    """(requests that ran with others, loads that formed) over all prompts: the tries of a bound. Without a solo arm the
+def _proven(arms: Mapping[str, ArmEvidence]) -> tuple[int, int]:
+    """(requests that ran with others, loads that formed) of one prompt, in arms that are proven. Without a solo arm the
     others are compared with the first of each, so it does not count."""
-    requests, first = 0, False
-    for arms in (arms for (name, _), arms in evidence(run).items() if name == impl):
-        lone = "solo" not in arms
-        requests += max(0, sum(a.concurrent for a in arms.values() if a.arm not in ALONE and a.proof) - lone)
-        first = first or lone
-    mine = [r for r in run.rounds if r.impl == impl and r.arm not in ALONE]
-    return requests, max(0, sum(r.traffic is not None and _formed(r.traffic) for r in mine) - first)
+    proven, first = [a for a in arms.values() if a.arm in _LOADED and a.proof], "solo" not in arms
+    return sum(a.concurrent for a in proven) - first, sum(a.rounds for a in proven) - first
+
+
+def proven_tries(run: Run, impl: str) -> tuple[int, int]:
+    """The same over all prompts, which share loads: the tries of a bound."""
+    mine = [arms for (name, _), arms in evidence(run).items() if name == impl]
+    traffic = [r.traffic for r in run.rounds if r.impl == impl and r.arm in _LOADED and r.traffic is not None]
+    loads = sum(map(_formed, traffic)) - any("solo" not in arms for arms in mine)
+    return sum(max(0, _proven(arms)[0]) for arms in mine), max(0, loads)
 
 
 def _formed(traffic: Traffic) -> bool:
@@ -132,7 +136,7 @@ def _proof(
     # the most that the server reported; it may not
     running = max((t.running_most for t in traffic if t.running_most is not None), default=-1.0)
     reported = running >= 0 and polls > 0
-    if arm in ALONE:
+    if arm in _ALONE:
         code = "one-at-a-time" if not reported else "ran-most" if running <= 1 else "others-too"
     elif running >= 2 or decoding >= 2:
         code = "ran-at-once" if running >= 2 else "streamed"
@@ -156,7 +160,7 @@ class Server:
         # what it reported of itself; None where that is not on record
         self.seen = next((s for s in run.servers if s.impl == impl), None)
         self.drawn = bool(run.header.plan.get("temperature"))
-        self.loads = [name for name in LOADED if name in run.header.plan.get("arms", {})]  # planned arms under load
+        self.loads = [name for name in _LOADED if name in run.header.plan.get("arms", {})]  # planned arms under load
         # largest number of tokens of a request, prompt and answer; None where that is not known
         self.keys = max((p + a for p, a in lengths if p is not None and a is not None), default=None)
 
@@ -201,14 +205,8 @@ Apart = tuple[int, int]  # answers whose trace, and those whose tokens, the arm 
 
 
 class Comparison:
-    """One arm compared with another, or with itself (`base` is then "itself").
-
-    Args:
-        n: Completions of the arm.
-        cause: The finding where something differs, and nothing speaks against this cause.
-        doubts: What does.
-        proven: Whether anything shows that the arm was what it is called.
-    """
+    """One arm compared with another, or with itself (`base` is then "itself"): of its n completions `apart` differ.
+    `cause` is the finding where any do and nothing speaks against it, as `doubts` do."""
 
     def __init__(
         self, arm: str, base: str, n: int, apart: Apart, cause: Finding, doubts: Sequence[Reason], proven: bool = True
@@ -259,17 +257,17 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
     yield from _opening(some, doubts)
     if "solo" in some and some["solo"].n > 1:
         yield _itself(some["solo"], doubts)
-    for name, (arm, base) in pairs.items():
-        yield _against(arm, base, doubts, caches_agree, odds.get(name))
-    for arm in (some[name] for name in LOADED if name in some and name not in pairs):
-        if arm.n > 1:
-            yield _itself(arm, [*doubts, reason("no-solo")])
+    for name in _BASES:
+        if name in pairs:
+            yield _against(*pairs[name], doubts, caches_agree, odds.get(name))
+        elif name in _LOADED and name in some and some[name].n > 1:
+            yield _itself(some[name], [*doubts, reason("no-solo")])
 
 
 def _pairs(arms: Mapping[str, ArmEvidence]) -> dict[str, tuple[ArmEvidence, ArmEvidence]]:
     """Arm -> the arm and its base, where both have answers; the base of a load also has those of cold and warm."""
     pairs = {}
-    for name, base in (("warm", "cold"), ("chunked", "solo"), ("loaded", "solo")):
+    for name, base in _BASES.items():
         if name in arms and base in arms and arms[name].n and arms[base].n:
             others = (arms.get("cold"), arms.get("warm")) if base == "solo" else ()
             pairs[name] = (arms[name], arms[base].beside(*others))
@@ -281,7 +279,7 @@ def _opening(some: Mapping[str, ArmEvidence], doubts: Sequence[Reason]) -> Itera
     if "first" not in some:
         return
     opening = min(some["first"].good, key=lambda c: (c.round, c.request))
-    alone = Tally(c for name in ALONE if name in some for c in some[name].good if c is not opening)
+    alone = Tally(c for name in _ALONE if name in some for c in some[name].good if c is not opening)
     if alone.n:
         differs = (opening.trace, opening.finish) not in alone.answers
         why = reason("first-alone" if len(alone.answers) == 1 else "first-unsteady")
@@ -362,9 +360,8 @@ def _judge(subject: Subject, first: Subject | None) -> Verdict:
     if whole.n > 1 and any(c.n_tokens for c in whole.good):
         verdict = _judge_bits(subject, whole, reasons)
     else:
-        counts = [reason("too-few" if whole.n < 2 else "no-tokens", n=whole.n)]
-        counts += stated((whole.n < 2 and whole.failed, reason("failed-beside", n=whole.failed.total())))
-        verdict = Verdict(server.impl, (Finding.UNTESTED,), tuple(counts), tuple(reasons), subject.prompt)
+        count = reason("too-few" if whole.n < 2 else "no-tokens", n=whole.n)
+        verdict = Verdict(server.impl, (Finding.UNTESTED,), (count,), tuple(reasons), subject.prompt)
     verdict = whole.checked(verdict)
     for question in ("tempered", "independent"):
         if server.drawn and server.answer(question) == "no":
@@ -373,22 +370,21 @@ def _judge(subject: Subject, first: Subject | None) -> Verdict:
 
 
 def _reasons(server: Server, arms: Mapping[str, ArmEvidence], whole: Tally) -> list[Reason]:
-    reasons = whole.notes_on_ends()
-    reasons += stated((whole.failed, reason("kinds-failed", n=whole.failed.total(), kinds=whole.failed)))
+    reasons = [*whole.notes]
     for question, a in sorted(server.contract.items(), key=lambda item: item[0] == "seed"):  # that one last
         if (question in _BROKEN and a.answer == "no") or (question == "seed" and server.drawn):
             reasons.append(reason("contract", what=reason(question, answer=a.answer), evidence=a.evidence))
     reasons += stated((server.answer("greedy") == "unknown" and not server.drawn, reason("greedy-unknown")))
     for arm in arms.values():
-        if arm.arm in (*LOADED, "cold", "warm") and not arm.proof:
+        if arm.arm in (*_LOADED, "cold", "warm") and not arm.proof:
             reasons.append(reason("arm-unproven", arm=arm.arm, proof=arm.shown))
-        elif arm.arm in LOADED:
+        elif arm.arm in _LOADED:
             solo = arm.n - arm.concurrent
             unshown = reason("arm-unshown", n=solo) if solo else None
             reasons.append(reason("arm-shown", arm=arm.arm, proof=arm.shown, unshown=unshown))
     reasons += [reason("arm-unanswered", arm=name) for name in server.unanswered(arms)]
     return reasons + stated(
-        (not any(name in arms for name in LOADED), reason("no-load")),
+        (not any(name in arms for name in _LOADED), reason("no-load")),
         (server.seen is not None and not server.seen.fingerprint, reason("no-fingerprint")),
     )
 
@@ -416,7 +412,8 @@ def _judge_bits(subject: Subject, whole: Tally, reasons: Sequence[Reason]) -> Ve
     counts = whole.clauses(by, logprobs=seen is None or seen.logprobs)
     findings: tuple[Finding, ...]
     if len(whole.answers) == 1:
-        findings, bounds = (_undiverged(subject),), _bounds(subject.arms)
+        findings, (n, loads) = (_undiverged(subject),), _proven(subject.arms)
+        bounds = (bounds_of(n, "request", loads, "load"),) if n > 0 and loads > 0 else ()
         counts.append(reason("finding", findings=findings))
         few = keys is not None and keys <= KEYS_LEAST and server.loads
         reasons = [*stated((few, reason("few-keys", n=keys))), *reasons]
@@ -430,7 +427,7 @@ def _judge_bits(subject: Subject, whole: Tally, reasons: Sequence[Reason]) -> Ve
         apart = stated((not findings, reason("arms-apart")))
         reasons = [*reasons, *apart, *(reason("doubt", arm=c.arm, base=c.base, why=why) for c, why in doubts)]
         findings = findings or (Finding.UNATTRIBUTED,)
-    changes = whole.changes(findings)
+    changes = change_of(whole.texts, findings)
     return Verdict(server.impl, findings, tuple(counts), tuple(reasons), subject.prompt, bounds, changes)
 
 
@@ -439,14 +436,6 @@ def _undiverged(subject: Subject) -> Finding:
     server, comparisons = subject.server, subject.comparisons
     if server.loads and len(server.unanswered(subject.arms)) == len(server.loads):
         return Finding.UNPROVEN
-    of_load = [c.finding for c in comparisons if c.arm in LOADED]
+    of_load = [c.finding for c in comparisons if c.arm in _LOADED]
     deciding = of_load or [c.finding for c in comparisons if c.arm == "warm"]
     return Finding.CLEAN if not deciding or Finding.CLEAN in deciding else Finding.UNPROVEN
-
-
-def _bounds(arms: Mapping[str, ArmEvidence]) -> tuple[Reason, ...]:
-    """What no divergence excludes, by loads and by requests; only for proven loads."""
-    proven = [a for a in arms.values() if a.arm in LOADED and a.proof]
-    first = "solo" not in arms  # then the others are compared with the first
-    n, rounds = sum(a.concurrent for a in proven) - first, sum(a.rounds for a in proven) - first
-    return (bounds_of(n, "request", rounds, "load"),) if n > 0 and rounds > 0 else ()

@@ -45,10 +45,8 @@ def plural(count: int, noun: str, many: str = "") -> str:
 WORDS: dict[str, str] = {
     # what was counted
     "nonfinite": "{n:#completion} of {of:,} hold NaN or infinite logprobs: wrong",
-    "all-failed": "nothing was compared: {n:#request} failed and none succeeded",
     "too-few": "{n:#completion}, so nothing was compared",
     "no-tokens": "{n:#completion} without a token, so nothing was compared",
-    "failed-beside": "{n:#request} failed",
     "distinct": "{n:#distinct completion} of {of:,}{by}",
     "tokens-identical": "tokens identical in {of:,} completions{by}",
     "compared-by": ", compared by {known_by}",
@@ -68,7 +66,6 @@ WORDS: dict[str, str] = {
     "within-one": "one trace at every value",
     "no-pair": "no two completions can be compared",
     "no-effect": "no axis took effect at any value",
-    "so-nothing": ", so nothing was compared",
     "but": ", but {what}",
     "differ-idly": "bits differ at {values}, where nothing shows that the value took effect",
     "idle-axes": "no value of {axes} took effect",
@@ -91,8 +88,7 @@ WORDS: dict[str, str] = {
     "each-value": ", at each value",
     "bounds-none": " (too few for a bound)",
     # of completions
-    "requests-failed": "{n:#failed request is|failed requests are} counted in no other figure.",
-    "kinds-failed": "{n:#failed request is|failed requests are} counted in no other figure: {kinds}.",
+    "failed": "{n:#failed request is|failed requests are} counted in no other figure: {kinds}.",
     "ends": "Completions ended for different reasons: {named}.",
     "ends-alone": "Completions that ended for different reasons are equal otherwise: batch or run-to-run effects.",
     "unseeded-engine": "The engine draws from one generator for the whole batch: a request's draws depend on others.",
@@ -110,8 +106,7 @@ WORDS: dict[str, str] = {
     "alone-differ": "Completions that ran solo, in equal batches at every step, differ: the batch did not change.",
     "batches-unknown": "No two are known to have run in different batches: these may be batch or run-to-run effects.",
     "traces-open": "{n:#trace is|traces are} of rounds not repeated: these may be batch or run-to-run effects.",
-    "others-again": "The rounds in which traces differ were not repeated: these may be batch or run-to-run effects.",
-    "none-again": "No round was repeated: differences may be batch or run-to-run effects.",
+    "others-again": "Rounds in which traces differ were not repeated: these may be batch or run-to-run effects.",
     "value-unproven": "{axis}={value} is unproven, and not counted: {proof}.",
     "base-once": "The base was not repeated: differences may be run-to-run effects.",
     "followed-once": "Traces followed an axis only in rounds that were not repeated: these may be run-to-run effects.",
@@ -232,7 +227,7 @@ WORDS: dict[str, str] = {
     # of a gate
     "fail-on": "--fail-on {option} can't be decided: {why}.",
     "invariance": "Batch invariance can't be decided: {why}",
-    "unmeasured": "nothing was measured: {n:#case} failed or {n:verb} skipped.",
+    "unmeasured": "nothing was measured: {n:#case failed or was|cases failed or were} skipped.",
     "incomplete": "the run did not finish",
     "inconclusive": "a step that is needed has no answer",
     "axis-untested": "an axis was not tested under {impls}",
@@ -284,8 +279,6 @@ class _Writer(Formatter):
                 return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
             case "layer":
                 return f"layer {value}" if str(value).isdigit() else f"the {value}"
-            case "verb":
-                return "was" if value == 1 else "were"
         if spec.startswith("#"):
             return plural(value, *spec[1:].split("|"))
         if value is None or isinstance(value, Reason):

@@ -29,7 +29,7 @@ from nondet.mismatch.rollouts import Rollout
 from nondet.sampling.model import LoadedModel
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import Outcome, decide, judge
-from nondet.verdict.mismatch import Thresholds, pairs, removed
+from nondet.verdict.mismatch import pairs, removed
 from tests.endpoint.honest import serving, text_of
 
 SMALL = ["--n", "2", "--tokens", "6", "--threads", "1", "--device", "cpu", "--prompt", "Return a", "--prompt", "The"]
@@ -393,7 +393,7 @@ def test_gates_of_a_run(whole: Path, capsys: pytest.CaptureFixture[str]) -> None
     failed = msgspec.structs.replace(run, mismatch_rollouts=[*run.mismatch_rollouts[1:], bad])
     killed = msgspec.structs.replace(run, complete=False)
     for each, outcome in ((run, Outcome.OPEN), (failed, Outcome.NO_ANSWER), (killed, Outcome.NO_ANSWER)):
-        assert decide(each, rate=0.1, confidence=0.95, by="load", limits=Thresholds(k3=0.015)).outcome == outcome
+        assert decide(each, rate=0.1, confidence=0.95, by="load", limits={"k3": 0.015}).outcome == outcome
 
 
 @pytest.mark.nightly

@@ -23,7 +23,7 @@ from nondet.reports import gate
 from nondet.sampling.model import load_model
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import decide, exit_code, judge
-from nondet.verdict.mismatch import Thresholds, courses
+from nondet.verdict.mismatch import courses
 from tests.build import tiers
 
 SMALL = "--steps 3 --prompts 2 --group 3 --tokens 6 --lr 1e-2 --threads 1 --device cpu --quiet".split()  # noqa: SIM905
@@ -346,15 +346,15 @@ def test_a_gate_goes_by_the_worst_step() -> None:
     failed = run_of(*steps, TrainingStep(impl="quiet", seed=0, step=0, status="error", reason="out of memory"))
     limits: dict[str, Any]
     for limits, shut in [
-        ({"bits": 199}, "stock: other bits 200 (most in step 7, seed 0) is above 199"),
-        ({"bits": 200}, ""),
+        ({"differ": 199}, "stock: other bits 200 (most in step 7, seed 0) is above 199"),
+        ({"differ": 200}, ""),
         ({"k3": 1.9e-4}, "stock: K3 0.0002 (step 7, seed 0) is above 0.00019"),
         ({"k3": 2e-4}, ""),
         ({"mult_prob_error": 1.05}, "stock: mean of exp |d| 1.06 (step 3, seed 0) is above 1.05"),
         ({"mult_prob_error": 1.07}, ""),
-        ({"bits": 200, "k3": 1e-5}, "stock: K3 0.0002 (step 7, seed 0) is above 1e-05"),
+        ({"differ": 200, "k3": 1e-5}, "stock: K3 0.0002 (step 7, seed 0) is above 1e-05"),
     ]:
-        asked: dict[str, Any] = {"rate": 0.1, "confidence": 0.95, "by": "load", "limits": Thresholds(**limits)}
+        asked: dict[str, Any] = {"rate": 0.1, "confidence": 0.95, "by": "load", "limits": limits}
         decision = decide(run, **asked)
         assert decision.code == (3 if shut else 0)
         assert shut in gate.text(decision, run)[-1]

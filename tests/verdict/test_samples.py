@@ -44,7 +44,7 @@ def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
     an observation with its bound; equal answers that ended in two ways are not clean, and two completions in one trace
     are a contradiction."""
     equal, last_differs = "A" * 60, ("A" * 60, "A" * 60, "A" * 59 + "B")
-    not_repeated = "No round was repeated: differences may be batch or run-to-run effects."
+    not_repeated = "Rounds in which traces differ were not repeated: these may be batch or run-to-run effects."
     again = "Run again: 3 of 60 requests in 1 round differed."
     batch, unknown, clean, unsteady = Finding.BATCH, Finding.UNATTRIBUTED, Finding.CLEAN, Finding.RUN_TO_RUN
     for made, rows, finding, text, note in [
@@ -198,5 +198,5 @@ def test_one_failed_request_takes_no_other_with_it() -> None:
     assert ([v.n for v in tally.values], tally.compared, tally.moved) == ([4, 3], 3, 1)
     assert (tally.traces, tally.traces_within, tally.texts, tally.texts_within) == (2, 2, 1, 1)
     (verdict,) = judge(varied(BASE | {"chunk=5": ["A", "", "A", "A"]}))
-    assert (verdict.finding, verdict.notes[0]) == (Finding.CLEAN, "1 failed request is counted in no other figure.")
+    assert (verdict.finding, verdict.notes[0]) == (Finding.CLEAN, "1 failed request is counted in no other figure: error 1.")
     assert "below 63.2% of completions if they were independent (3)" in verdict.text
