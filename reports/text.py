@@ -12,6 +12,7 @@ from nondet.core.statistics import one_sided_bound, percent, percent_range, wils
 from nondet.errors import one_line, printable
 from nondet.verdict.findings import Finding, Verdict, plural
 from nondet.verdict.rows import axis_of
+from nondet.verdict.wording import phrase
 
 
 def number(x: float | None) -> str:
@@ -163,7 +164,7 @@ def probe_of_mine(row: Row, target: str) -> list[str]:
 
 
 def findings_text(
-    verdicts: Sequence[Verdict], most: int = 5, said: Callable[[Verdict], str] = lambda verdict: verdict.brief
+    verdicts: Sequence[Verdict], most: int = 5, said: Callable[[Verdict], str] = lambda v: phrase(v.clauses, brief=True)
 ) -> str:
     """Each implementation with its finding; of more than `most` stock, invariant and those that are not clean, if they
     are no more than that. The others are counted."""

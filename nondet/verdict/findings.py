@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from nondet.core.records import Completion, Role, role_of
 from nondet.core.statistics import one_sided_bound
 from nondet.verdict.wording import Reason, phrase, reason, stated, words
 from nondet.verdict.wording import plural as plural  # the reports' too
+
+_T = TypeVar("_T")
+_K = TypeVar("_K", bound=Hashable)
 
 
 class Finding(StrEnum):
@@ -119,11 +122,6 @@ class Verdict:
         return phrase(self.clauses)
 
     @property
-    def brief(self) -> str:
-        """The same without the list of operators, for the headline."""
-        return phrase(self.clauses, brief=True)
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """The reasons as whole sentences, each once."""
         return tuple(dict.fromkeys(map(words, self.reasons)))
@@ -177,17 +175,22 @@ def bounds_of(n: int, of: str, groups: int = 0, group: str = "", each: Reason | 
     return reason("bounds", each=each, by=by, rate=one_sided_bound(n), n=n, of=of)
 
 
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """Items by their key, both in the order of the items."""
+    groups: dict[_K, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def successful(completions: Iterable[Completion]) -> list[Completion]:
     """The completions that ended; the others only count as failures."""
     return [c for c in completions if c.status == "ok"]
 
 
 class Tally:
-    """Completions, counted by what they gave.
-
-    A completion that ended for another reason than one with the same tokens and logprobs is a different answer. An
-    end-of-text token is not always among the tokens, so the reason can be all that differs.
-    """
+    """Completions, counted by what they gave. One that ended for another reason than one with the same tokens and
+    logprobs is a different answer: an end-of-text token is not always among the tokens."""
 
     def __init__(self, completions: Iterable[Completion]) -> None:
         self.every = list(completions)
@@ -204,23 +207,17 @@ class Tally:
             (self.failed, reason("failed", n=self.failed.total(), kinds=self.failed)),
             (len(self.ends) > 1, reason("ends", named=self.ends)),
         )
-
         most = {trace: n for (trace, _), n in reversed(self.answers.most_common())}  # a trace's last is its largest
         # completions that ended for another reason than most of those with the same tokens and logprobs
         self.ended_otherwise = self.n - sum(most.values())
 
     def checked(self, verdict: Verdict) -> Verdict:
         """The verdict on these completions, wrong if any holds a logprob that is no number."""
-        lost = reason("nonfinite", n=self.nonfinite, of=self.n)
-        return verdict.called_wrong(lost) if self.nonfinite else verdict
+        return verdict.called_wrong(reason("nonfinite", n=self.nonfinite, of=self.n)) if self.nonfinite else verdict
 
     def clauses(self, by: Reason | None = None, *, logprobs: bool = True) -> list[Reason]:
-        """Distinct completions, distinct traces if there are more, and how many equal ones ended differently.
-
-        Args:
-            by: What completions are compared by, where that is not their tokens.
-            logprobs: Whether they have any; else their traces are their tokens.
-        """
+        """Distinct completions, distinct traces if there are more, and how many equal ones ended differently; `by`:
+        what they are compared by, where that is not their tokens. Without logprobs traces are tokens."""
         completions = len(self.completions)
         traces = len(self.traces) if logprobs else completions
         same_tokens = completions == 1 and traces > 1

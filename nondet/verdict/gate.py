@@ -32,6 +32,7 @@ class Outcome(StrEnum):
 
 # Outcome -> exit code, as the command's help has them.
 CODES: dict[Outcome, int] = {Outcome.OPEN: 0, Outcome.NO_ANSWER: 1, Outcome.SHUT: 3, Outcome.NOT_ENOUGH: 4}
+_FIRST = 3  # verdicts in a reason
 
 
 def judge(run: Run) -> list[Verdict]:
@@ -60,16 +61,13 @@ def _of_vectors(verdict: Verdict, vectors: Sequence[Neighbours]) -> Verdict:
 
 
 def exit_code(run: Run, fail_on: str | None) -> tuple[int, str]:
-    """The exit code under --fail-on, and the line that explains why there is no answer ("" otherwise).
-
-    With "divergent" it is that of `answer`. Without --fail-on it is 1 where cases were run and none was measured: a
-    script should not take that for an answer. Raises UserError: the records contradict each other.
-    """
+    """The exit code under --fail-on, that of `answer`, and the line that explains why there is none ("" otherwise).
+    Without --fail-on it is 1 where cases were run and none was measured: a script should not take that for an answer.
+    Raises UserError: the records contradict each other."""
     if fail_on is not None:
         conclusion = next(iter([*run.diagnoses[-1:], *run.trace_verdicts[-1:]]), None)
         outcome, why = answer(run, judge(run), conclusion=conclusion)
-        line = words(reason("fail-on", option=fail_on, why=why)) if outcome == Outcome.NO_ANSWER else ""
-        return CODES[outcome], line
+        return CODES[outcome], words(reason("fail-on", option=fail_on, why=why)) * (outcome == Outcome.NO_ANSWER)
     every = run.statuses + [timed.status for cell in run.cells for timed in cell.timed]
     if not every or set(every) - {Status.ERROR, Status.SKIPPED}:
         return 0, ""
@@ -88,17 +86,13 @@ def answer(
     """
     drawn = drawn or {}
     faults = [v for v in verdicts if (v.is_fault if v.impl not in drawn else Finding.WRONG in v.findings)]
-    if faults or (conclusion is not None and conclusion.is_fault):
-        return Outcome.SHUT, (*_first(faults), *stated((len(faults) > _FIRST, reason("more", n=len(faults) - _FIRST))))
+    first = tuple(reason("verdict", impl=v.impl, clauses=v.clauses) for v in (faults or verdicts)[:_FIRST])
+    if faults:
+        return Outcome.SHUT, (*first, *stated((len(faults) > _FIRST, reason("more", n=len(faults) - _FIRST))))
+    if conclusion is not None and conclusion.is_fault:
+        return Outcome.SHUT, ()
     why = _no_answer(run, verdicts, drawn, conclusion)
-    return (Outcome.NO_ANSWER, (why,)) if why else (Outcome.OPEN, _first(verdicts))
-
-
-_FIRST = 3  # verdicts in a reason
-
-
-def _first(verdicts: Sequence[Verdict]) -> tuple[Reason, ...]:
-    return tuple(reason("verdict", impl=v.impl, clauses=v.clauses) for v in verdicts[:_FIRST])
+    return (Outcome.NO_ANSWER, (why,)) if why else (Outcome.OPEN, first)
 
 
 def _no_answer(
@@ -125,20 +119,11 @@ def _no_answer(
     return None
 
 
-# The power of a run without a divergence, by request and by load. Loads are independent; the requests of one load share
-# its batches, so a figure by request holds only if requests were independent, and its text says so. Stopping early is
-# free while nothing diverged: a rate p is excluded wrongly only if nothing was hit in the first n tries, n the fewest
-# that exclude it, which has a chance of at most 1 - confidence. A sweep over chosen sizes has no power of this kind.
-
-
 class Power:
-    """What was tried under one implementation, and the power that was requested.
-
-    Args:
-        requests, loads: Comparisons of one request, and of one load, with the others.
-        rate, confidence: The divergence rate to detect, and the confidence to detect it with; both between 0 and 1.
-        by: What the rate is per, "load" or "request".
-    """
+    """What was tried under one implementation without a divergence, and the rate that it was to detect with a
+    confidence. Both are by load and by request: comparisons of one with the others. Loads are independent; the requests
+    of one share its batches, so their figure holds only if they were independent, and its text says so. Stopping early
+    is free while nothing diverged: see `one_sided_bound`. A sweep over chosen sizes has no power of this kind."""
 
     def __init__(self, impl: str, requests: int, loads: int, rate: float, confidence: float, by: str) -> None:
         self.impl, self.requests, self.loads = impl, requests, loads
@@ -161,12 +146,10 @@ class Power:
 
 
 def power_of(run: Run, impl: str, *, rate: float, confidence: float, by: str) -> Power | None:
-    """The power of the completions under `impl`; None where there are none: a sweep has counts and no rate.
-
-    Several prompts are one sample of requests: a divergence of any of them is one. The first completion of a prompt is
-    the reference of the others, and so is its load. Completions that are not known to have run in different batches are
-    not tries; of a server, those that are not known to have run concurrently with others.
-    """
+    """The power of the completions under `impl`; None where there are none: a sweep has counts and no rate. Several
+    prompts are one sample of requests: a divergence of any of them is one. The first completion of a prompt is the
+    reference of the others, and so is its load. Completions that are not known to have run in different batches are no
+    tries; of a server, those that are not known to have run concurrently with others."""
     if is_varied(run) or not any(c.impl == impl for c in run.completions):
         return None
     if is_endpoint(run):
@@ -203,9 +186,8 @@ def of_impls(run: Run, impls: Sequence[str]) -> Run:
         return run
     judged: list[Any] = [*run.rows, *run.completions, *run.training_steps, *run.mismatch_rollouts]
     names = {record.impl for record in judged}
-    for impl in impls:
-        if impl not in names:
-            raise UnknownNameError("implementation in this run", impl, names)
+    for impl in [impl for impl in impls if impl not in names]:
+        raise UnknownNameError("implementation in this run", impl, names)
     every = {field: getattr(run, field) for field in RECORDS.values()}
     mine = {field: [r for r in rs if getattr(r, "impl", None) in (None, *impls)] for field, rs in every.items()}
     return msgspec.structs.replace(run, **mine)
@@ -234,13 +216,11 @@ def decide(
     Thresholds decide instead of verdicts."""
     run = of_impls(run, impls)
     verdicts = tuple(judge(run))
-    names = list(dict.fromkeys(c.impl for c in run.completions))
+    names = dict.fromkeys(c.impl for c in run.completions)
     power = tuple(p for name in names if (p := power_of(run, name, rate=rate, confidence=confidence, by=by)))
     if given and not power:
-        raise UserError(
-            f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate",
-            "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.",
-        )
+        what = f"{run.source or 'the run'} holds no sample: a sweep over chosen sizes has counts and no rate"
+        raise UserError(what, "Leave --rate, --confidence and --by out, or gate a run of `nondet sample`.")
     if given_limits := {figure: limit for figure, limit in (limits or {}).items() if limit is not None}:
         return _by_thresholds(run, verdicts, given_limits)
     drawn = unseeded(run)
@@ -257,8 +237,7 @@ def _by_thresholds(run: Run, verdicts: tuple[Verdict, ...], limits: Mapping[str,
     """Raises UserError: the run compared no sampler with a trainer, or holds no figure with a threshold."""
     if not run.mismatch_rollouts and not run.training_steps:
         what = f"{run.source or 'the run'} compared no sampler with a trainer, which thresholds are of"
-        hint = "Gate a run of `nondet mismatch` or `nondet rl`, or leave --mismatch-bits, --k3 and the like out."
-        raise UserError(what, hint)
+        raise UserError(what, "Gate a run of `nondet mismatch` or `nondet rl`, or leave thresholds (--k3 ...) out.")
     every = list(held(run, limits))
     above = frozenset(impl for impl, over, _ in every if over)
     reasons = tuple(why for _, over, why in every if over or not above)

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import asdict
 
-from nondet.core.records import ImplementationRecord, MismatchKind, Role, Run, TrainingStep, role_of
+from nondet.core.records import MismatchKind, Role, Run, TrainingStep, role_of
 from nondet.errors import UserError
 from nondet.mismatch.figures import ABOVE, Bin, Figures, coarse, interval_by_sequence, margin
-from nondet.verdict.findings import Finding, Verdict, bounds_of
+from nondet.verdict.findings import Finding, Verdict, bounds_of, grouped
 from nondet.verdict.wording import Reason, reason, stated
 
-_NAMED, _SHOWN = 0.9, 0.1  # shares of the mismatch above rounding, for a hypothesis to be named and to be shown
+_NAMED = 0.9  # of the mismatch above rounding, or of tokens whose bits it gives: a hypothesis that is named
 _LEFT = 10.0  # times rounding: a hypothesis that reproduces the bits of most tokens may leave this much in the others
 _MOVED = 0.1  # of the middle |d|, where each logprob is compared with the next token's: then it is that token's
 _FEWEST = 16  # tokens for a kind to be named: one fitted value explains a few, and two formulas agree on them
@@ -26,16 +26,11 @@ _SHARE, _LEAST = 10, 3  # the first and the last steps of an arm that have figur
 _WINDOW = 5  # steps whose mean reward is an arm's best
 _FELL = 0.5  # of its best: an arm that ended lower has collapsed
 
-_R = TypeVar("_R", bound=ImplementationRecord)
-
 
 class Pair:
     """One arm of a run: its rollouts, and every hypothesis on each side, those that leave least first."""
 
     def __init__(self, run: Run, impl: str) -> None:
-        def first(records: Sequence[_R]) -> _R | None:
-            return next((r for r in records if r.impl == impl), None)
-
         mine = [r for r in run.mismatch_rollouts if r.impl == impl]
         self.impl, self.failed = impl, [r for r in mine if r.status != "ok"]
         self.rollouts = [r for r in mine if r.status == "ok"]
@@ -43,8 +38,10 @@ class Pair:
         sampler, trainer = (side.astype(np.float32) for side in ends)
         self.figures = Figures(sampler, trainer, [r.tokens for r in self.rollouts]) if self.rollouts else None
         self.kinds = sorted((k for k in run.mismatch_kinds if k.impl == impl), key=lambda k: k.left)
-        self.floor, self.place = first(run.mismatch_floors), first(run.mismatch_places)
-        self.whole, self.cost = first(run.mismatch_vocabularies), first(run.mismatch_costs)
+        self.floor = next((r for r in run.mismatch_floors if r.impl == impl), None)
+        self.place = next((r for r in run.mismatch_places if r.impl == impl), None)
+        self.whole = next((r for r in run.mismatch_vocabularies if r.impl == impl), None)
+        self.cost = next((r for r in run.mismatch_costs if r.impl == impl), None)
         # whole rows of logits that differ, and their mean KL(sampler || trainer) in nats a token
         self.rows_differ = sum(n > 0 for n in self.whole.differ) if self.whole else 0
         self.kl = sum(self.whole.kl) / len(self.whole.kl) if self.whole and self.whole.kl else 0.0
@@ -143,14 +140,8 @@ def _kind(pair: Pair) -> list[Reason]:
         return [*_without_model(pair), reason("mm-unasked")]
     if f.tokens < _FEWEST:
         return [reason("kind-few", n=f.tokens, least=_FEWEST)]
-    reasons = [reason("kind-unexplained" if pair.off else "kind-numeric", sides=tuple(pair.off), **asdict(f))]
-    reasons += [why for why in _without_model(pair) if why.code == "kind-shifted"] if pair.off else []
-    # the best of each cause that removes a tenth
-    best = {k.cause: k for k in reversed(pair.kinds) if k.k3 > ABOVE * k.floor and removed(k) >= _SHOWN}
-    for k in sorted(best.values(), key=lambda k: k.left)[:2]:
-        cause, share = k.cause.capitalize(), min(1.0, removed(k))
-        reasons.append(reason("mm-shown", cause=cause, fitted=k.fitted, side=k.side, removed=share))
-    return reasons
+    shifted = [why for why in _without_model(pair) if why.code == "kind-shifted"] if pair.off else []
+    return [reason("kind-unexplained" if pair.off else "kind-numeric", sides=tuple(pair.off), **asdict(f)), *shifted]
 
 
 def _without_model(pair: Pair) -> list[Reason]:
@@ -161,9 +152,9 @@ def _without_model(pair: Pair) -> list[Reason]:
     if (f := pair.figures) is None or f.differ < _FEWEST:
         return []
     sides = (("sampler", f.sampler, f.trainer), ("trainer", f.trainer, f.sampler))
-    grids = {"sampler": coarse(f.sampler), "trainer": coarse(f.trainer)}
-    reasons = [reason("kind-rounded", side=side, name=grids[side]) for side in grids if grids[side]]
-    reasons = reasons if len(reasons) == 1 else []  # where both sides are coarse, they were computed so
+    grids = [(side, name) for side, values, _ in sides if (name := coarse(values))]
+    # where both sides are coarse, they were computed so
+    reasons = [reason("kind-rounded", side=side, name=name) for side, name in grids if len(grids) == 1]
     later = np.setdiff1d(np.arange(f.tokens), np.cumsum([0, *f.lengths])[:-1])  # all but the first of each rollout
     here = float(np.median(np.abs(f.distance[later]))) if len(later) >= _FEWEST else 0.0
     for side, one, other in sides:
@@ -231,9 +222,7 @@ class Course:
 
 def courses(run: Run) -> list[Course]:
     """The courses of a run, arms in the order of the file, seeds within."""
-    found: dict[tuple[str, int], list[TrainingStep]] = {}
-    for step in run.training_steps:
-        found.setdefault((step.impl, step.seed), []).append(step)
+    found = grouped(run.training_steps, lambda step: (step.impl, step.seed))
     arms = list(dict.fromkeys(impl for impl, _ in found))
     return [Course(*key, found[key]) for key in sorted(found, key=lambda key: (arms.index(key[0]), key[1]))]
 
@@ -249,9 +238,8 @@ class Line(NamedTuple):
 def lines_of(arms: Sequence[Course], name: str) -> list[Line]:
     """The lines of a figure: for each arm thin ones of its seeds, where there are several, then its own."""
     made = []
-    for impl in dict.fromkeys(c.impl for c in arms):
-        of_arm = [c.steps for c in arms if c.impl == impl]
-        seeds = [{s.step: v for s in steps if (v := getattr(s, name)) is not None} for steps in of_arm]
+    for impl, mine in grouped(arms, lambda course: course.impl).items():
+        seeds = [{s.step: v for s in c.steps if (v := getattr(s, name)) is not None} for c in mine]
         made += [Line(impl, True, list(points.items())) for points in seeds if len(seeds) > 1]
         shared = sorted(set(seeds[0]).intersection(*seeds))
         made.append(Line(impl, False, [(step, fmean(points[step] for points in seeds)) for step in shared]))
@@ -261,7 +249,7 @@ def lines_of(arms: Sequence[Course], name: str) -> list[Line]:
 def judge_training(run: Run) -> list[Verdict]:
     """One verdict for each arm, over its seeds."""
     arms = courses(run)
-    verdicts = [_judge_steps(impl, [c for c in arms if c.impl == impl]) for impl in dict.fromkeys(c.impl for c in arms)]
+    verdicts = [_judge_steps(impl, mine) for impl, mine in grouped(arms, lambda course: course.impl).items()]
     # of all arms, so it appears once
     return [replace(v, reasons=(*_spread(arms), *v.reasons)) for v in verdicts[:1]] + verdicts[1:]
 
@@ -269,14 +257,12 @@ def judge_training(run: Run) -> list[Verdict]:
 def _spread(arms: Sequence[Course]) -> list[Reason]:
     """How far mean rewards are apart: of the arms, over their seeds, and of the seeds of the arm that varies most. None
     where there is one arm, one seed, or an arm without rewards."""
-    rewards: dict[str, list[float]] = {}
-    for course in arms:
-        if (mean := course.mean("reward")) is not None:
-            rewards.setdefault(course.impl, []).append(mean)
-    if len(rewards) < 2 or min(map(len, rewards.values())) < 2:
+    means = ((c.impl, mean) for c in arms if (mean := c.mean("reward")) is not None)
+    rewards = [[mean for _, mean in of] for of in grouped(means, lambda item: item[0]).values()]
+    if len(rewards) < 2 or min(map(len, rewards)) < 2:
         return []
-    means = [fmean(values) for values in rewards.values()]
-    apart, seeds = max(means) - min(means), max(max(values) - min(values) for values in rewards.values())
+    apart = max(map(fmean, rewards)) - min(map(fmean, rewards))
+    seeds = max(max(values) - min(values) for values in rewards)
     return [reason("reward", arms=apart, seeds=seeds, than="no more" if apart <= seeds else "more")]
 
 
@@ -321,9 +307,8 @@ def held(run: Run, limits: Mapping[str, float]) -> Iterator[Held]:
                 yield compared(pair.impl, _FIGURES[field], getattr(f, field), limit)
             if limits.get("differ") == 0 and pair.whole:
                 yield compared(pair.impl, "rows of other logits", pair.rows_differ, 0)
-    for impl in dict.fromkeys(s.impl for s in run.training_steps):
-        steps = [s for s in run.training_steps if s.impl == impl and s.status == "ok"]
-        for field, limit in limits.items() if steps else ():
+    for impl, steps in grouped((s for s in run.training_steps if s.status == "ok"), lambda s: s.impl).items():
+        for field, limit in limits.items():
             values = [getattr(s, field) for s in steps]
             if None in values:
                 what = f"{run.source or 'the run'} holds no {_FIGURES[field]}: an older nondet made it"

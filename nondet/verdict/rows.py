@@ -58,9 +58,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         (Finding.BATCH, _cases([r for r in steady[Axis.BATCH] if _family(r) in tried])),
         (Finding.UNATTRIBUTED, _cases([r for r in steady[Axis.BATCH] if _family(r) not in tried])),
     )
-    found = [
-        (finding, reason("rows", finding=finding, hits=hits)) for finding, hits in table if any(h for _, h in hits)
-    ]
+    found = [(f, reason("rows", finding=f, hits=hits)) for f, hits in table if any(was_hit for _, was_hit in hits)]
     for varied in dict.fromkeys(r.varied for r in steady[Axis.OTHER] if r.differs):
         # "class": compared with the reference kernel of a numerics class, by `nondet certify`
         hits = _cases([r for r in steady[Axis.OTHER] if r.varied == varied])
@@ -86,12 +84,12 @@ def _cases(rows: Sequence[Row]) -> tuple[tuple[str, bool], ...]:
 
 
 def _left_out(rows: Sequence[Row]) -> list[Reason]:
-    failed, skipped = (sum(r.status == status for r in rows) for status in (Status.ERROR, Status.SKIPPED))
+    absent = [(sum(r.status == s for r in rows), w) for s, w in ((Status.ERROR, "failed"), (Status.SKIPPED, "skipped"))]
+    cases = tuple(reason("cases", n=n, what=what) for n, what in absent if n)
     nonfinite = sum(r.nonfinite > 0 and not r.wrong for r in rows)
     noted = sum(bool(r.reason) for r in rows if r.measured)
-    absent = ((failed, reason("cases", n=failed, what="failed")), (skipped, reason("cases", n=skipped, what="skipped")))
     return stated(
-        (failed or skipped, reason("left-out", cases=tuple(stated(*absent)))),
+        (cases, reason("left-out", cases=cases)),
         (nonfinite, reason("rows-nonfinite", n=nonfinite)),
         (noted, reason("rows-noted", n=noted)),
     )
@@ -119,9 +117,8 @@ def _clean_rows(rows: Sequence[Row]) -> Reason:
         "sizes": sorted({v for r in rows if r.varied == "batch_size" for v in r.values if isinstance(v, int)}),
     }
     trials = sum(r.trials for r in rows)
-    return reason(
-        "rows-clean", finding=Finding.CLEAN, trials=trials, n=len(rows), comparisons=trials - len(rows), tried=tried
-    )
+    counts = {"trials": trials, "n": len(rows), "comparisons": trials - len(rows)}
+    return reason("rows-clean", finding=Finding.CLEAN, tried=tried, **counts)
 
 
 def _reasons(

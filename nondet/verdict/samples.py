@@ -1,8 +1,7 @@
 """The verdict on sampled completions: how many differ, the possible cause, and what followed an axis.
 
 Only where completions ran in different batches is divergence batch dependence, and only then does agreement show
-anything about the batch. Distinct completions and distinct logprob traces are different findings: if the numbers under
-equal tokens differ, that is batch dependence too.
+anything about the batch. If the logprobs of equal tokens differ, that is batch dependence too.
 
 A round that is run again in equal batches distinguishes run-to-run nondeterminism from batch dependence, but only for
 its own completions: traces that differ only in rounds that were not run again may be noise of one run. So the batch is
@@ -21,7 +20,7 @@ from nondet.core.records import BASE_ARM, AxisValue, Completion, Row, Run, Statu
 from nondet.errors import UserError
 from nondet.sampling.analysis import batch_totals
 from nondet.sampling.plan import UNSEEDED
-from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, change_of, sort_impls, successful
+from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, change_of, grouped, sort_impls, successful
 from nondet.verdict.wording import Reason, reason, stated
 
 
@@ -32,11 +31,8 @@ def is_replay(row: Row) -> bool:
 
 def replays(run: Run) -> dict[str, list[Row]]:
     """The rows that compare a round with its repetition, by implementation; without those that failed."""
-    rows: dict[str, list[Row]] = {}
-    for row in run.rows:
-        if is_replay(row) and row.status in (Status.IDENTICAL, Status.DIVERGENT):
-            rows.setdefault(row.impl, []).append(row)
-    return rows
+    measured = (Status.IDENTICAL, Status.DIVERGENT)
+    return grouped((row for row in run.rows if is_replay(row) and row.status in measured), lambda row: row.impl)
 
 
 def repetition(again: Sequence[Row]) -> Reason:
@@ -52,9 +48,8 @@ Steps = npt.NDArray[np.int64]
 class SampleCounts(Tally):
     """The completions of one prompt under one implementation, and whether the batch really changed under them.
 
-    The size of every batch follows from the schedules of all requests of a round. A completion's *batches* are its own
-    query tokens and the whole batch's, for each of its steps. They are known where its round ended and its schedule was
-    kept. `totals`: round -> query tokens of the whole batch at each step, for rounds that ended.
+    A completion's *batches* are its own query tokens and the whole batch's, for each of its steps; they are known where
+    its schedule was kept and its round ended. `totals`: round -> query tokens of the whole batch at each step.
     """
 
     def __init__(
@@ -93,12 +88,10 @@ class SampleCounts(Tally):
 def subjects(run: Run) -> Iterator[SampleCounts]:
     """Each prompt under each implementation, prompt by prompt, stock first; in one pass: a set has thousands."""
     order = {impl: i for i, impl in enumerate(sort_impls(c.impl for c in run.completions))}
-    members: dict[tuple[int, int, str], list[Completion]] = {}
-    for c in run.completions:
-        members.setdefault((c.prompt, order[c.impl], c.impl), []).append(c)
     # failed completions were in others' batches, and count in the totals
     ended = {(record.impl, record.round) for record in run.rounds}
     totals = {impl: {n: t for n, t in batch_totals(run, impl).items() if (impl, n) in ended} for impl in order}
+    members = grouped(run.completions, lambda c: (c.prompt, order[c.impl], c.impl))
     for (prompt, _, impl), mine in sorted(members.items()):
         yield SampleCounts(run, impl, prompt, mine, totals[impl])
 
@@ -112,27 +105,19 @@ def judge_samples(run: Run) -> list[Verdict]:
 def judge_counts(counts: SampleCounts, again: Sequence[Row] = (), *, unseeded: bool = False) -> Verdict:
     """The verdict on the completions of one prompt under one implementation; `again` are the rows of rounds that were
     run again, in equal batches. Raises UserError: the counts contradict each other."""
-    if len(counts.completions) > len(counts.traces) == 1:
-        # a trace is the tokens and their logprobs: other tokens in one trace mean that the file contradicts itself
-        raise UserError(
-            f"the run contradicts itself: {counts.impl} has {len(counts.completions)} completions in one trace",
-            "Was it edited by hand?",
-        )
-    finding, clauses, reasons, bounds = (
-        Finding.UNTESTED,
-        [reason("too-few", n=counts.n)],
-        counts.notes,
-        tuple[Reason, ...](),
-    )
+    if len(counts.completions) > len(counts.traces) == 1:  # though a trace is the tokens and their logprobs
+        what = f"the run contradicts itself: {counts.impl} has {len(counts.completions)} completions in one trace"
+        raise UserError(what, "Was it edited by hand?")
+    finding, clauses = Finding.UNTESTED, [reason("too-few", n=counts.n)]
+    reasons, bounds = [*counts.notes], tuple[Reason, ...]()
     if counts.n > 1:
         finding, limits = _attribute(counts, again)
         clauses = [*counts.clauses(), reason("finding", findings=finding)]
-        reasons = [*reasons, *stated((again, reason("again", what=repetition(again)))), *limits]
+        reasons += [*stated((again, reason("again", what=repetition(again)))), *limits]
         if finding == Finding.CLEAN:
-            reasons += stated((counts.nonfinite, reason("nan-agrees")))
             # completions of one round share its batches; the others are compared with the first round
             bounds = (bounds_of(counts.n - 1, "completion", len(counts.rounds) - 1, "round"),)
-    reasons = [*reasons, *stated((unseeded, reason("unseeded-engine")))]
+    reasons += stated((unseeded, reason("unseeded-engine")))
     # one trace is one text: if it diverged, its end differs or a repeated run
     changes = change_of(counts.texts, (finding,))
     verdict = Verdict(counts.impl, (finding,), tuple(clauses), tuple(reasons), counts.prompt, bounds, changes)
@@ -143,7 +128,6 @@ def _attribute(counts: SampleCounts, again: Sequence[Row]) -> tuple[Finding, lis
     """The possible cause where completions differ, what agreement leaves open, and why: the first line that holds."""
     traces = len(counts.traces)
     agree, differ = traces == 1, traces > 1
-    # rows from before schema 3 are about the first round
     repeated_rounds = {int(row.extra.get("round", 0)) for row in again}
     shown = len(set[str]().union(*(counts.rounds.get(number, ()) for number in repeated_rounds)))
     table = (
@@ -166,11 +150,10 @@ def _attribute(counts: SampleCounts, again: Sequence[Row]) -> tuple[Finding, lis
     )
 
 
-# What `nondet sample --vary` shows: along each axis, how many texts and traces, and what followed the axis. *Within* a
-# value the batches change from completion to completion, as in any sample. *Across* values the plan is the same for
-# each request: where a request's trace at a value is not its trace at the base, only the axis changed, so the bits
-# followed it. That holds only while the same session run twice gives the same bits, and only for values that took
-# effect. Over an axis that changes the arithmetic itself (dtype, attention, threads) completions are only counted.
+# What `nondet sample --vary` shows. *Within* a value of an axis the batches change from completion to completion, as in
+# any sample. *Across* values the plan is the same for each request: where its trace is not that at the base, only the
+# axis changed, so the bits followed it. That holds only while the same session run twice gives the same bits, and only
+# for values that took effect. Over an axis that changes the arithmetic itself completions are only counted.
 
 
 def is_varied(run: Run) -> bool:
@@ -186,8 +169,7 @@ class ValueTally(Tally):
         self.record = record
         pairs = [(c, base[_name(c)]) for c in self.good if _name(c) in base] if record.arm != BASE_ARM else []
         moved = [b.round for a, b in pairs if a.trace != b.trace]
-        # requests whose trace is not that of the same request at the base, of `compared`; those among them that ran in
-        # the plan's first round, which the base ran again
+        # requests whose trace is not that at the base, of `compared`; those in the round that the base ran again
         self.moved, self.moved_first, self.compared = len(moved), moved.count(0), len(pairs)
         # with the base where the axis must not change anything, else of completions with the first
         self.comparisons = self.compared if record.held else max(0, self.n - 1)
@@ -215,19 +197,14 @@ class AxisTally:
 
 def tally_axes(run: Run, impl: str) -> list[AxisTally]:
     """Every axis under one implementation, in the order of the run."""
-    by_arm: dict[str, list[Completion]] = {}
-    for c in successful(run.completions):
-        if c.impl == impl:
-            by_arm.setdefault(c.arm, []).append(c)
+    by_arm = grouped((c for c in successful(run.completions) if c.impl == impl), lambda c: c.arm)
     base = {_name(c): c for c in by_arm.get(BASE_ARM, [])}
-    axes: dict[str, list[AxisValue]] = {}
-    for record in run.axis_values:
-        if record.impl == impl:
-            axes.setdefault(record.axis, []).append(record)
-    return [
-        AxisTally(records, [ValueTally(r, by_arm.get(r.arm, []), base) for r in records if r.arm or r.proven])
-        for records in axes.values()
-    ]
+    axes = grouped((record for record in run.axis_values if record.impl == impl), lambda record: record.axis)
+    tallies = []
+    for records in axes.values():
+        values = [ValueTally(r, by_arm.get(r.arm, []), base) for r in records if r.arm or r.proven]
+        tallies.append(AxisTally(records, values))
+    return tallies
 
 
 def _distinct(counts: Sequence[Mapping[str, int]]) -> tuple[int, int]:
@@ -243,11 +220,8 @@ def _name(completion: Completion) -> str:
 def judge_axes(run: Run) -> list[Verdict]:
     """A verdict for each implementation."""
     again = replays(run)
-    verdicts = []
-    for impl in sort_impls(c.impl for c in run.completions):
-        whole = Tally(c for c in run.completions if c.impl == impl)
-        verdicts.append(whole.checked(_judge_values(run, impl, whole, again.get(impl, []))))
-    return verdicts
+    wholes = {impl: Tally(mine) for impl, mine in grouped(run.completions, lambda c: c.impl).items()}
+    return [wholes[i].checked(_judge_values(run, i, wholes[i], again.get(i, []))) for i in sort_impls(wholes)]
 
 
 def _judge_values(run: Run, impl: str, whole: Tally, again: Sequence[Row]) -> Verdict:

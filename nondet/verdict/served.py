@@ -17,23 +17,25 @@ from typing import Any
 
 from nondet.core.records import Completion, Round, Run, Traffic
 from nondet.sampling.plan import KEYS_LEAST
-from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, change_of, sort_impls, successful
+from nondet.verdict.findings import Finding, Tally, Verdict, bounds_of, change_of, grouped, sort_impls, successful
 from nondet.verdict.wording import Reason, reason, stated, words
 
-# Arms whose requests go one at a time, those under load, and the arms with which some are compared.
+# arms whose requests go one at a time, those under load, and the arms with which some are compared
 _ALONE = ("solo", "cold", "warm", "first")
 _LOADED = ("chunked", "loaded")
 _BASES = {"warm": "cold", "chunked": "solo", "loaded": "solo"}
-# Parts of the names of counters of cached prompt tokens that were used.
-_HITS = ("prefix_cache_hits", "cached_tokens", "cache_hits")
+_HITS = ("prefix_cache_hits", "cached_tokens", "cache_hits")  # in names of counters of cached prompt tokens
+# Contract questions without whose "yes" a comparison means less; their codes explain a "no".
+_BROKEN = ("greedy", "max-tokens", "sums", "repeatable", "repeatable-bits")
+_CHANCE = 0.01  # if chance puts the differing answers in one of two arms more often, they are not attributed
+
+Answers = Counter[tuple[str, str]]  # (trace, reason why it ended) -> completions
+Apart = tuple[int, int]  # answers whose trace, and those whose tokens, the arm that is compared with does not have
 
 
 def is_endpoint(run: Run) -> bool:
     """Whether the run's completions come from servers."""
     return "endpoint" in run.header.plan
-
-
-Answers = Counter[tuple[str, str]]  # (trace, reason why it ended) -> completions
 
 
 class ArmEvidence(Tally):
@@ -53,8 +55,7 @@ class ArmEvidence(Tally):
             cached = c.served.cached_tokens if c.served else None
             # where an answer does not report its cached tokens, the server's counter shows none if it did not change
             self.by_cache.setdefault(0 if cached is None and hits == 0 else cached, Counter())[c.trace, c.finish] += 1
-        # completions that are known to have run beside another request: at least this many, because it is not on record
-        # which of a round's targets ran solo: they may all have been this prompt's
+        # so many completions at least ran beside another request: those of a round that did not may be this prompt's
         of_round = Counter(c.round for c in self.good)
         self.concurrent = sum(max(0, of_round[r.round] - max(0, r.targets - t.in_company)) for r, t in seen)
         self.rounds = sum(_formed(t) for t in traffic)  # in which a request under study ran with others
@@ -87,14 +88,12 @@ class ArmEvidence(Tally):
 def evidence(run: Run) -> dict[tuple[str, int], dict[str, ArmEvidence]]:
     """(server, prompt) -> arm -> its evidence, arms in the order of the plan. One pass: prompts may be many."""
     order = {arm: i for i, arm in enumerate(run.header.plan.get("arms", {}))}
-    members: dict[tuple[str, int], dict[str, list[Completion]]] = {}
-    for c in run.completions:
-        members.setdefault((c.impl, c.prompt), {}).setdefault(c.arm, []).append(c)
     rounds = {(r.impl, r.round): r for r in run.rounds}
-    return {
-        subject: {a: ArmEvidence(a, arms[a], rounds) for a in sorted(arms, key=lambda a: order.get(a, len(order)))}
-        for subject, arms in members.items()
-    }
+    found = {}
+    for subject, mine in grouped(run.completions, lambda c: (c.impl, c.prompt)).items():
+        arms = sorted(grouped(mine, lambda c: c.arm).items(), key=lambda item: order.get(item[0], len(order)))
+        found[subject] = {arm: ArmEvidence(arm, completions, rounds) for arm, completions in arms}
+    return found
 
 
 def _proven(arms: Mapping[str, ArmEvidence]) -> tuple[int, int]:
@@ -125,15 +124,12 @@ def _proof(
         known = [tokens for tokens in cached if tokens is not None]
         if known and None not in cached:
             low, high = min(known), max(known)
-            fits = low > 0 if arm == "warm" else high == 0
             shown = reason("cached", tokens=low if low == high else f"{low}-{high}")
-        elif hits is not None:
-            fits, shown = (hits > 0) == (arm == "warm"), reason("counter", hits=hits)
-        else:
+            return low > 0 if arm == "warm" else high == 0, shown
+        if hits is None:
             return False, reason("cached-unsaid")
-        return fits, shown if fits else reason("was-not", proof=shown, arm=arm)
+        return (hits > 0) == (arm == "warm"), reason("counter", hits=hits)
     polls, decoding = sum(t.polls for t in traffic), max((t.decoding_most for t in traffic), default=0)
-    # the most that the server reported; it may not
     running = max((t.running_most for t in traffic if t.running_most is not None), default=-1.0)
     reported = running >= 0 and polls > 0
     if arm in _ALONE:
@@ -143,10 +139,6 @@ def _proof(
     else:
         code = "not-formed" if reported else "not-streamed"
     return code in ("ran-most", "ran-at-once", "streamed"), reason(code, running=running, polls=polls, n=decoding)
-
-
-# Contract questions without whose "yes" a comparison means less; their codes explain a "no".
-_BROKEN = ("greedy", "max-tokens", "sums", "repeatable", "repeatable-bits")
 
 
 class Server:
@@ -175,33 +167,22 @@ class Server:
 
 def unseeded(run: Run) -> dict[str, str]:
     """Servers that drew tokens and are not shown to respect a seed -> the contract's evidence."""
-    found: dict[str, str] = {}
-    for impl in dict.fromkeys(c.impl for c in run.completions) if is_endpoint(run) else ():
-        server = Server(run, impl)
-        if server.drawn and server.answer("seed") != "yes":
-            found[impl] = server.contract["seed"].evidence if "seed" in server.contract else "it was not tested"
-    return found
+    servers = [Server(run, impl) for impl in dict.fromkeys(c.impl for c in run.completions)] if is_endpoint(run) else []
+    drawn = [(s.impl, s.contract.get("seed")) for s in servers if s.drawn and s.answer("seed") != "yes"]
+    return {impl: seed.evidence if seed else "it was not tested" for impl, seed in drawn}
 
 
-def off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
-    """Answers of the arm that its base does not have."""
+def _off(arm: Mapping[Any, int], base: Mapping[Any, int]) -> int:
     return sum(count for answer, count in arm.items() if answer not in base)
 
 
 def _apart(arm: ArmEvidence, base: ArmEvidence) -> Apart:
-    return sum(off(*pair) for pair in arm.held_against(base)), off(arm.completions, base.completions)
+    return sum(_off(*pair) for pair in arm.held_against(base)), _off(arm.completions, base.completions)
 
 
 def _differing(n: int, traces_off: int, tokens_off: int) -> Reason:
     tokens = f"{tokens_off:,}" if tokens_off else "none"
     return reason("differ" if traces_off else "alike", n=n, traces=traces_off, tokens=tokens)
-
-
-# If chance puts the differing answers in one of two arms with a higher probability, they are not attributed.
-_CHANCE = 0.01
-
-
-Apart = tuple[int, int]  # answers whose trace, and those whose tokens, the arm that is compared with does not have
 
 
 class Comparison:
@@ -261,7 +242,7 @@ def compare_arms(server: Server, arms: Mapping[str, ArmEvidence], odds: Mapping[
         if name in pairs:
             yield _against(*pairs[name], doubts, caches_agree, odds.get(name))
         elif name in _LOADED and name in some and some[name].n > 1:
-            yield _itself(some[name], [*doubts, reason("no-solo")])
+            yield _itself(some[name], doubts)
 
 
 def _pairs(arms: Mapping[str, ArmEvidence]) -> dict[str, tuple[ArmEvidence, ArmEvidence]]:
@@ -302,25 +283,21 @@ def chance_of(arm: ArmEvidence, base: ArmEvidence) -> float:
     are if the arms do not differ; answers of each number of cached tokens are dealt separately."""
     chance = 0.0
     for some, held in arm.held_against(base):
-        n, both, odd = some.total(), some.total() + held.total(), off(some, held)
+        n, both, odd = some.total(), some.total() + held.total(), _off(some, held)
         chance += math.lgamma(both - odd + 1) - math.lgamma(n - odd + 1) - (math.lgamma(both + 1) - math.lgamma(n + 1))
     return math.exp(chance)
 
 
 def pooled_odds(known: Mapping[tuple[str, int], Mapping[str, ArmEvidence]], impl: str) -> dict[str, float]:
-    """Arm -> the probability of what was seen in all prompts of a server, each of which is dealt separately.
-
-    An arm whose base is inconsistent at some prompt has none: the prompts with a consistent base would be picked by
-    luck, and a product of probabilities over such a choice is too small.
-    """
-    every: dict[str, list[tuple[ArmEvidence, ArmEvidence]]] = {}
-    for name, pair in (item for (i, _), arms in known.items() if i == impl for item in _pairs(arms).items()):
-        every.setdefault(name, []).append(pair)
-    return {
-        name: math.prod(chance_of(*pair) for pair in pairs)
-        for name, pairs in every.items()
-        if all(base.steady for _, base in pairs)
-    }
+    """Arm -> the probability of what was seen in all prompts of a server, each of which is dealt separately. An arm
+    whose base is inconsistent at some prompt has none: the prompts with a consistent base would be picked by luck, and
+    a product of probabilities over such a choice is too small."""
+    mine, odds = [_pairs(arms) for (name, _), arms in known.items() if name == impl], dict[str, float]()
+    for arm in _BASES:
+        pairs = [of[arm] for of in mine if arm in of]
+        if pairs and all(base.steady for _, base in pairs):
+            odds[arm] = math.prod(chance_of(*pair) for pair in pairs)
+    return odds
 
 
 def _against(
@@ -334,9 +311,9 @@ def _against(
     other_cache = not of_cache and not caches_agree and (unknown or set(arm.by_cache) - set(base.by_cache))
     why = stated(
         (not base.steady, reason("base-unsteady", **names)),
-        (not arm.proof, reason("not-shown", arm=arm.arm, proof=arm.shown)),
+        (not arm.proof, reason("arm-unproven", arm=arm.arm, proof=arm.shown)),
         (of_cache and len(arm.answers) > 1, reason("arm-unsteady", **names)),
-        (of_cache and not base.proof, reason("not-shown", arm=base.arm, proof=base.shown)),
+        (of_cache and not base.proof, reason("arm-unproven", arm=base.arm, proof=base.shown)),
         (other_cache, reason("cache-unknown" if unknown else "cache-differs")),
         (chance > _CHANCE, reason("chance", n=base.n, share=chance, **names)),
     )
@@ -401,7 +378,7 @@ def _beside(subject: Subject, first: Subject | None) -> Reason:
     texts = [Counter(c.served.text if c.served else "" for c in arm.good) for arm in (mine, theirs)]
     if "" in texts[0] | texts[1]:
         return reason("known-otherwise", mine=known[0], first=known[1])
-    odd_texts = off(*texts)
+    odd_texts = _off(*texts)
     return reason("by-texts", seen=reason("differ-texts" if odd_texts else "alike", n=mine.n, traces=odd_texts))
 
 
@@ -412,7 +389,12 @@ def _judge_bits(subject: Subject, whole: Tally, reasons: Sequence[Reason]) -> Ve
     counts = whole.clauses(by, logprobs=seen is None or seen.logprobs)
     findings: tuple[Finding, ...]
     if len(whole.answers) == 1:
-        findings, (n, loads) = (_undiverged(subject),), _proven(subject.arms)
+        # about loads if one of them is proven, else that none is
+        of_load = [c.finding for c in comparisons if c.arm in _LOADED]
+        deciding = of_load or [c.finding for c in comparisons if c.arm == "warm"]
+        silent = server.loads and len(server.unanswered(subject.arms)) == len(server.loads)
+        clean = not silent and (not deciding or Finding.CLEAN in deciding)
+        findings, (n, loads) = (Finding.CLEAN if clean else Finding.UNPROVEN,), _proven(subject.arms)
         bounds = (bounds_of(n, "request", loads, "load"),) if n > 0 and loads > 0 else ()
         counts.append(reason("finding", findings=findings))
         few = keys is not None and keys <= KEYS_LEAST and server.loads
@@ -423,19 +405,9 @@ def _judge_bits(subject: Subject, whole: Tally, reasons: Sequence[Reason]) -> Ve
         counts += stated((comparisons, reason("arms", comparisons=tuple(c.seen for c in comparisons))))
         counts.append(reason("findings", findings=findings or Finding.UNATTRIBUTED))
         # that an arm is unproven is among the reasons already
-        doubts = ((c, why) for c in comparisons for why in c.reasons if why.code != "not-shown")
+        doubts = ((c, why) for c in comparisons for why in c.reasons if why.code != "arm-unproven")
         apart = stated((not findings, reason("arms-apart")))
         reasons = [*reasons, *apart, *(reason("doubt", arm=c.arm, base=c.base, why=why) for c, why in doubts)]
         findings = findings or (Finding.UNATTRIBUTED,)
     changes = change_of(whole.texts, findings)
     return Verdict(server.impl, findings, tuple(counts), tuple(reasons), subject.prompt, bounds, changes)
-
-
-def _undiverged(subject: Subject) -> Finding:
-    """The conclusion where nothing differed: about loads if one of them is proven, else that none is."""
-    server, comparisons = subject.server, subject.comparisons
-    if server.loads and len(server.unanswered(subject.arms)) == len(server.loads):
-        return Finding.UNPROVEN
-    of_load = [c.finding for c in comparisons if c.arm in _LOADED]
-    deciding = of_load or [c.finding for c in comparisons if c.arm == "warm"]
-    return Finding.CLEAN if not deciding or Finding.CLEAN in deciding else Finding.UNPROVEN

@@ -102,7 +102,6 @@ WORDS: dict[str, str] = {
     "graphs-padded": "Steps ran as CUDA graphs, padded to a few sizes: matrix products ran at no others.",
     "constant": "Every completion ran solo, in equal batches: batch dependence was not tested.",
     "hardly-tested": "No two completions are known to have had different batches: batch dependence was hardly tested.",
-    "nan-agrees": "NaN equals NaN whatever was computed: that nothing diverged shows nothing here.",
     "alone-differ": "Completions that ran solo, in equal batches at every step, differ: the batch did not change.",
     "batches-unknown": "No two are known to have run in different batches: these may be batch or run-to-run effects.",
     "traces-open": "{n:#trace is|traces are} of rounds not repeated: these may be batch or run-to-run effects.",
@@ -150,21 +149,18 @@ WORDS: dict[str, str] = {
     "not-greedy": "Temperature 0 is not greedy here: the cause may be sampling.",
     "seed-not-shown": "At this temperature nothing shows that the server respects a seed: the cause may be sampling.",
     "servers": "By their fingerprints {n} servers answered: that may be the cause.",
-    "no-solo": "There is no solo arm to compare it with.",
     "others-unknown": "Whether the server had other clients is not known: these may be batch or run-to-run effects.",
     "cache-unknown": "What the server had cached is not known: the cause may be the prefix cache.",
     "cache-split": "Answers with equal numbers of cached prompt tokens agree: the cause may be the prefix cache.",
     "cache-differs": "The server had not cached the same in both arms: the cause may be the prefix cache.",
     "base-unsteady": "{base:capital} does not agree with itself: the cause may be the {cause} or the run itself.",
     "arm-unsteady": "{arm:capital} does not agree with itself.",
-    "not-shown": "It is unproven that {arm} was {arm}: {proof}.",
     "chance": "If the answers that differ fell at random, the {n:#answer} of {base} would hold none of them in "
     "{share:near} of cases. Compare more with nondet sample --endpoint URL --arms {base}=N,{arm}.",
     # what shows that an arm was what it is called
     "none-among": "{proof}, but none of the compared requests is known to have been among them",
     "cached": "the server had {tokens} prompt tokens cached",
     "counter": "the server's counter shows {hits:g} cached prompt tokens",
-    "was-not": "{proof}, so it was not {arm}",
     "cached-unsaid": "the server does not report what it had cached",
     "one-at-a-time": "one at a time from here; whether the server had other clients is not known",
     "ran-most": "the server ran at most {running:g} at once, in {polls:#poll}",
@@ -205,7 +201,6 @@ WORDS: dict[str, str] = {
     "pass as rounding allows (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
     "kind-unexplained": "Kind: unexplained. Farther from a {wide} forward pass than rounding allows: {sides} (K3 "
     "{own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other weights (--older) or tokens look so.",
-    "mm-shown": "{cause} ({fitted}) in the {side} explains {removed:near}, too little to be named.",
     "call-where": "First diverging call: {call} of {module}, {layer:layer}, at position {position} of {rollout}: its "
     "inputs are equal bit for bit and {differ:,} of {of:,} outputs differ by at most {ulp:,} ULP, at {sampled:#row} in "
     "the sampler's step and {trained:#row} in the trainer's batch.",

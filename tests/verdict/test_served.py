@@ -219,10 +219,10 @@ def test_a_cache_is_proven_by_every_answer() -> None:
     that stood still says it of every answer."""
     for arm, cached, proven, said in [
         ("cold", (0, 0), True, "the server had 0 prompt tokens cached"),
-        ("cold", (0, 1), False, "the server had 0-1 prompt tokens cached, so it was not cold"),
+        ("cold", (0, 1), False, "the server had 0-1 prompt tokens cached"),
         ("warm", (5, 5), True, "the server had 5 prompt tokens cached"),
         ("warm", (1, 5), True, "the server had 1-5 prompt tokens cached"),
-        ("warm", (0, 5), False, "the server had 0-5 prompt tokens cached, so it was not warm"),
+        ("warm", (0, 5), False, "the server had 0-5 prompt tokens cached"),
     ]:
         run = made([completion(i, arm, round=i, cached=n) for i, n in enumerate(cached)], [])
         seen = evidence(run)["server", 0][arm]
@@ -233,7 +233,6 @@ def test_a_cache_is_proven_by_every_answer() -> None:
         seen = evidence(traffic(run, arm, counters={"vllm:prefix_cache_hits_total": hits / 2}))["server", 0][arm]
         assert seen.proof == proven
         assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
-        assert words(seen.shown).endswith("so it was not cold") == (not proven)
 
 
 def cold_and_cached(alone: tuple[str, str], loaded: str) -> Run:
