@@ -23,7 +23,7 @@ from nondet.core.records import Run
 from nondet.errors import printable
 from nondet.reports import classes, document
 from nondet.reports import text as figures
-from nondet.reports.content import Report, build, run_blocks
+from nondet.reports.content import Report, build
 from nondet.reports.first_screen import first_screen
 from nondet.verdict.findings import plural
 
@@ -77,7 +77,7 @@ def render(runs: list[Run]) -> str:
         "report.html.j2",
         report=report,
         screen=first_screen(report),
-        parts=[run_blocks(report, number) for number in range(1, len(report.runs) + 1)],
+        parts=[list(document.shown(blocks, document.PAGE)) for blocks in report.blocks],
         data_place=_DATA,
         cut_place=_CUT,
     )

@@ -12,7 +12,7 @@ from itertools import pairwise
 from nondet.core.records import Run
 from nondet.errors import one_line
 from nondet.reports import document as doc
-from nondet.reports.content import build, run_blocks
+from nondet.reports.content import build
 from nondet.reports.document import bits, flat, shown
 from nondet.reports.first_screen import first_screen
 from nondet.reports.text import code, escape, fence
@@ -78,7 +78,7 @@ def render(runs: list[Run], *, full: bool = False) -> str:
     report = build(runs)
     screen = first_screen(report)
     head = list(blocks(screen.blocks)) if screen else []
-    bodies = [list(blocks(run_blocks(report, number))) for number in range(1, len(report.runs) + 1)]
+    bodies = [list(blocks(parts)) for parts in report.blocks]
     most = FULL_MOST if full else BRIEF_MOST
     left_out = [0] * len(bodies)
 

@@ -20,7 +20,7 @@ from nondet.core.records import Run
 from nondet.errors import one_line
 from nondet.reports import document as doc
 from nondet.reports import text as figures
-from nondet.reports.content import INCOMPLETE, Report, build, run_blocks
+from nondet.reports.content import INCOMPLETE, Report, build
 from nondet.reports.document import Bit, bits, flat, plain, shown
 from nondet.reports.first_screen import FirstScreen, first_screen
 
@@ -144,8 +144,8 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
     screen = first_screen(report)
     tail = _last_words(report, screen, console, next_too=not quiet)
     if verbose and not quiet:
-        for number in range(1, len(report.runs) + 1):
-            for part in renderables(run_blocks(report, number), console, doc.VERBOSE):
+        for blocks in report.blocks:
+            for part in renderables(blocks, console, doc.VERBOSE):
                 console.print(part)
         console.print()
     elif not quiet:
@@ -191,5 +191,5 @@ def _body(report: Report, screen: FirstScreen | None, console: Console) -> Itera
         for section in report.runs:
             yield Text(one_line(f"{section.name}: {section.headline}", console.width))
     elif report.runs:
-        title, name, machine, *rest = run_blocks(report, 1)
+        title, name, machine, *rest = report.blocks[0]
         yield from renderables([title, name, machine, *chained, *rest], console, doc.BRIEF)
