@@ -18,7 +18,7 @@ from nondet.errors import one_line
 from nondet.reports.axes import Effects, axes_blocks, axes_of
 from nondet.reports.bench import bench_blocks, bench_headline
 from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.endpoint import Servers, counts_alone, endpoint_blocks, machine_line, servers_of
+from nondet.reports.endpoint import Servers, counts_alone, endpoint_blocks, machine_line
 from nondet.reports.mismatch import mismatch_blocks
 from nondet.reports.probes import probe_blocks, probes_of
 from nondet.reports.samples import sample_blocks, samples_of
@@ -249,7 +249,7 @@ def _read(run: Run) -> RunSection:
     traces, pieces = side_file(run)
     summaries = summarize_all(run, traces, pieces) if traces else []
     if is_endpoint(run):
-        return RunSection(run, [*map(counts_alone, summaries)], endpoint=servers_of(run, traces))
+        return RunSection(run, [*map(counts_alone, summaries)], endpoint=Servers(run, traces))
     return RunSection(run, summaries)
 
 

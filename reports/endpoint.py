@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -25,6 +25,10 @@ from nondet.verdict.wording import words
 _COMPARISONS_MOST = 40
 # In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
 _FAR = 1.0
+
+
+Subject = tuple[str, int]  # a server, and the index of a prompt
+Evidence = Mapping[str, ArmEvidence]  # by arm
 
 
 class Divergence(NamedTuple):
@@ -53,22 +57,26 @@ def divergence_of(base: Trace, other: Trace) -> Divergence:
     return Divergence(token, int(other_bits[0]) if other_bits.size else None, gap, margin)
 
 
-@dataclass(frozen=True)
 class Arm:
-    """One arm of one server, over all prompts."""
+    """One arm of one server, over all prompts. `known`: the evidence of all arms, by server and prompt."""
 
-    run: Run
-    impl: str
-    arm: str
-    requests: Sequence[Completion]  # those that failed, too
-    evidence: Mapping[int, ArmEvidence]  # by prompt
-    # how each trace differs from the most common solo one of its prompt and server (without solo: the arm's own most
-    # common), and how many requests gave it
-    divergences: Sequence[tuple[Divergence, int]]
-    has_logprobs: bool  # whether the server gave any; without them a trace is its tokens
-    gap: float  # the largest of any trace
-    gap_requests: int  # requests whose logprobs differ
-    margins: Sequence[float]  # where tokens differ, one for each request; none where tokens are drawn
+    def __init__(
+        self, run: Run, impl: str, arm: str, known: Mapping[Subject, Evidence], traces: Mapping[str, Trace]
+    ) -> None:
+        self.run, self.impl, self.arm = run, impl, arm
+        self.requests = [c for c in run.completions if (c.impl, c.arm) == (impl, arm)]  # those that failed, too
+        mine = {prompt: of for (server, prompt), of in known.items() if server == impl and arm in of}
+        self.evidence = {prompt: of[arm] for prompt, of in mine.items()}
+        # how each trace differs from the most common solo one of its prompt and server (without solo: the arm's own
+        # most common), and how many requests gave it
+        self.divergences = [found for of in mine.values() for found in _divergences(of.get("solo"), of[arm], traces)]
+        # whether the server gave any; without them a trace is its tokens
+        self.has_logprobs = any(traces[trace].logprobs for e in self.evidence.values() for trace in e.traces)
+        self.gap = max((d.gap for d, _ in self.divergences), default=0.0)  # the largest of any trace
+        self.gap_requests = sum(n for d, n in self.divergences if d.bits is not None)  # whose logprobs differ
+        margins = [d.margin for d, n in self.divergences if d.margin is not None for _ in range(n)]
+        # where tokens differ, one for each request; none where tokens are drawn
+        self.margins = [] if run.header.plan.get("sampling") else margins
 
     @property
     def proof(self) -> str:
@@ -152,38 +160,29 @@ def _divergences(
                 yield divergence_of(traces[base], traces[digest]), count
 
 
-def _arms(run: Run, traces: Mapping[str, Trace]) -> list[Arm]:
-    """Every arm of every server, in the order of the plan."""
-    known, order = evidence(run), list(run.header.plan.get("arms", {}))
-    members: dict[tuple[str, str], list[Completion]] = {}
-    for c in run.completions:
-        members.setdefault((c.impl, c.arm), []).append(c)
-    arms = []
-    for impl, arm in sorted(members, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else len(order))):
-        mine = {prompt: of[arm] for (server, prompt), of in known.items() if server == impl and arm in of}
-        divergences = [
-            found for prompt, e in mine.items() for found in _divergences(known[impl, prompt].get("solo"), e, traces)
-        ]
-        logprobs = any(traces[t].logprobs for e in mine.values() for t in e.traces)
-        gap, off = (
-            max((d.gap for d, _ in divergences), default=0.0),
-            sum(n for d, n in divergences if d.bits is not None),
-        )
-        margins = [d.margin for d, n in divergences if d.margin is not None for _ in range(n)]
-        margins = [] if run.header.plan.get("sampling") else margins
-        arms.append(Arm(run, impl, arm, members[impl, arm], mine, divergences, logprobs, gap, off, margins))
-    return arms
-
-
-@dataclass(frozen=True)
 class Servers:
-    """What a run shows of its servers."""
+    """What a run shows of its servers: their arms in the order of the plan, and what comparing them showed."""
 
-    run: Run
-    arms: Sequence[Arm]
-    impls: Sequence[str]  # the names under which servers were compared
-    comparisons: Sequence[tuple[str, str, Comparison]]  # (server, prompt, comparison)
-    differences: Sequence[str]  # those in which anything differed, in words; with the prompt if there are several
+    def __init__(self, run: Run, traces: Mapping[str, Trace]) -> None:
+        self.run, known, order = run, evidence(run), [*run.header.plan.get("arms", {})]
+        named = sorted(
+            dict.fromkeys((c.impl, c.arm) for c in run.completions),
+            key=lambda pair: (pair[0], order.index(pair[1]) if pair[1] in order else len(order)),
+        )
+        self.arms = [Arm(run, impl, arm, known, traces) for impl, arm in named]
+        # the names under which servers were compared
+        self.impls = list(dict.fromkeys([s.impl for s in run.servers] or [arm.impl for arm in self.arms]))
+        plan = run.header.plan
+        self.comparisons = [
+            (s.server.impl, subject_name(plan, s.prompt), c) for s in subjects(run) for c in s.comparisons
+        ]
+        several = len({prompt for _, prompt, _ in self.comparisons}) > 1
+        # those in which anything differed, in words; with the prompt if there are several
+        self.differences = []
+        for _, prompt, c in self.comparisons:
+            if c.traces_off:
+                why = f" ({c.why[0].rstrip('.')})" if c.finding == Finding.UNATTRIBUTED and c.why else ""
+                self.differences.append(f"{f'{prompt}, ' * several}{c.text}: {c.finding}{why}")
 
     @property
     def cure(self) -> str:
@@ -204,19 +203,6 @@ class Servers:
         return f"logprobs off by up to {number(largest)} at {counted(requests)} requests" if requests else ""
 
 
-def servers_of(run: Run, traces: Mapping[str, Trace]) -> Servers:
-    """The servers of a run: their arms, and what comparing them showed."""
-    arms = _arms(run, traces)
-    impls = list(dict.fromkeys([s.impl for s in run.servers] or [arm.impl for arm in arms]))
-    named = [(s.server.impl, subject_name(run.header.plan, s.prompt), c) for s in subjects(run) for c in s.comparisons]
-    several, differences = len({prompt for _, prompt, _ in named}) > 1, []
-    for _, prompt, c in named:
-        if c.traces_off:
-            why = f" ({c.why[0].rstrip('.')})" if c.finding == Finding.UNATTRIBUTED and c.why else ""
-            differences.append(f"{f'{prompt}, ' * several}{c.text}: {c.finding}{why}")
-    return Servers(run, arms, impls, named, differences)
-
-
 def machine_line(run: Run) -> str:
     """The machine in one line; for a server, what it reports of itself, and the machine that sent the requests."""
     here = environment_line(run.header.environment)
@@ -224,14 +210,10 @@ def machine_line(run: Run) -> str:
     return one_line(f"{', '.join(servers)} · requests sent from: {here}", 400) if servers else here
 
 
-_ARMS = (
-    "arm", "requests", "texts", "traces", "other token", "first other logprob",
-    "largest logprob gap", "margin where tokens differ", "failed", "what proves the arm",
-)  # fmt: skip
-_TIMES = (
-    "arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s", "tokens/s of all requests",
-    "retried",
-)  # fmt: skip
+_ARMS = ("arm", "requests", "texts", "traces", "other token", "first other logprob", "largest logprob gap")
+_ARMS += ("margin where tokens differ", "failed", "what proves the arm")
+_TIMES = ("arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s")
+_TIMES += ("tokens/s of all requests", "retried")
 _ARMS_NOTE = (
     "Texts and traces: distinct ones. Positions: of the first token, or logprob, that differs from the most common "
     "solo answer. Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
@@ -242,15 +224,14 @@ def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
     """The servers, the arms and what proves them, the comparisons, the contract, the times."""
     run, impls = servers.run, servers.impls
     lines = [_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)]
+    named = [(Bit(f"{arm.impl}, {arm.arm}" if len(impls) > 1 else arm.arm), arm) for arm in servers.arms]
     made: list[Block] = [Heading("Servers", f"servers-{number_}", "servers")]
     made += [Paragraph(Bit(line), only=ALL) for line in lines or ["None answered."]]
-    named = [(Bit(f"{arm.impl}, {arm.arm}" if len(impls) > 1 else arm.arm), arm) for arm in servers.arms]
-    made, times = [*made, *_contract(run, impls)], list[Block]()
+    made += _contract(run, impls)
     if named:
         rows = [(name, *arm.cells) for name, arm in named]
         table = Table(_ARMS, rows, ("", *["cell"] * 9), unshown=_ARMS[4:9], clipped=True, only=ALL)
         made += [Heading("Arms", level=4), Paragraph(_ARMS_NOTE, "soft"), table, *_not_rounding(servers.arms)]
-        times = [Table(_TIMES, [(name, *arm.times) for name, arm in named], ("", *["cell"] * 6))]
     listed = servers.comparisons
     if len(listed) > _COMPARISONS_MOST:
         listed = [entry for entry in listed if entry[2].traces_off][:_COMPARISONS_MOST]
@@ -263,7 +244,8 @@ def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
         made += [Heading("Compared with each other", level=4), Table(names, seen, ("", *["cell"] * 4))]
     if left := len(servers.comparisons) - len(listed):
         made.append(Paragraph(f"… and {plural(left, 'more comparison')}, without a difference.", "soft"))
-    return [*made, *([Details("Times", times, opened=True)] if times else [])]
+    times = Table(_TIMES, [(name, *arm.times) for name, arm in named], ("", *["cell"] * 6))
+    return [*made, Details("Times", [times], opened=True)]
 
 
 def _not_rounding(arms: Sequence[Arm]) -> list[Block]:
