@@ -21,7 +21,7 @@ from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Heading, In
 from nondet.reports.endpoint import Servers, counts_alone, endpoint_blocks, machine_line
 from nondet.reports.mismatch import mismatch_blocks
 from nondet.reports.probes import probe_blocks, probes_of
-from nondet.reports.samples import sample_blocks, samples_of
+from nondet.reports.samples import Samples, sample_blocks
 from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
 from nondet.reports.traces import story, story_blocks, story_headline, trace_blocks, trace_headline
 from nondet.reports.training import training_blocks
@@ -140,8 +140,8 @@ class RunSection:
         gap = f"; {endpoint.gap}" if endpoint and endpoint.gap else ""
         self.headline = headline(run, self.verdicts) + gap
         self.answer = one_line(headline(run, self.verdicts, brief=True) + gap, 900)  # for a page's head
-        self.sampled = samples_of(run, seen, served=endpoint is not None) if seen else None
-        self.samples = self.sampled.prompts if self.sampled else ()  # the prompts that completed anything
+        self.sampled = Samples(run, seen) if seen else None
+        self.samples = self.sampled.prompts if self.sampled else []  # the prompts that completed anything
         self.story = story(run) if run.steps else None  # of a diagnosis
         self.probes = probes_of([r for r in run.rows if not is_replay(r)])
         # whether it compares a sampler with a trainer, once or over steps of training

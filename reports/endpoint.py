@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nondet.core.records import Completion, Run
+from nondet.core.records import Run
 from nondet.core.traces import Trace
 from nondet.endpoint.arms import DETERMINISTIC
 from nondet.endpoint.contract import QUESTIONS
@@ -19,7 +19,7 @@ from nondet.reports.document import ALL, Bit, Block, Cells, Details, Heading, Pa
 from nondet.reports.text import counted, environment_line, number
 from nondet.sampling.analysis import COUNTS, SampleSummary
 from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
-from nondet.verdict.served import ArmEvidence, Comparison, evidence, subjects
+from nondet.verdict.served import ArmEvidence, evidence, subjects
 from nondet.verdict.wording import words
 
 _COMPARISONS_MOST = 40

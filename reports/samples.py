@@ -21,6 +21,7 @@ from nondet.sampling import analysis
 from nondet.sampling.analysis import DistinctCompletion, Interval, PromptSet, SampleSummary, compared, prompt_sets
 from nondet.verdict.findings import plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.samples import repeated, replays
+from nondet.verdict.served import is_endpoint
 
 # Prompts of one run that are shown one by one, with their divergences and branches; of more, those that differ most.
 SAMPLES_MOST = 24
@@ -42,43 +43,36 @@ class Sample:
     main: tuple[SampleSummary, ...]  # all but replacements of single families, if there are any: those of the report
 
 
-@dataclass(frozen=True)
 class Samples:
-    """All prompts that completed anything. `overall`: each implementation over several prompts."""
+    """What completed, by prompt and, in `overall`, each implementation over several prompts."""
 
-    run: Run
-    prompts: tuple[Sample, ...]
-    overall: tuple[PromptSet, ...]
+    def __init__(self, run: Run, summaries: Sequence[SampleSummary]) -> None:
+        order, plan = sort_impls(s.impl for s in summaries), run.header.plan
+        by_impl = sorted(summaries, key=lambda s: order.index(s.impl))
+        self.run, self.prompts, self.overall = run, list[Sample](), list[PromptSet]()
+        for prompt, of in itertools.groupby(sorted(by_impl, key=lambda s: s.prompt), key=lambda s: s.prompt):
+            mine = tuple(of)
+            main = tuple(s for s in mine if role_of(s.impl) != Role.PART) or mine
+            self.prompts.append(Sample(prompt, subject_name(plan, prompt), mine[0].prompt_text, mine, main))
+        if (
+            not is_endpoint(run) and len(self.prompts) > 1
+        ):  # a server's arms are not one sample: each has its own bounds
+            rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
+            self.overall = prompt_sets(by_impl, rounds, subject_unit(plan))
 
     @property
     def ranked(self) -> list[Sample]:
         """The prompts, those that differ most first."""
-        texts = {p.prompt: max(s.distinct_completions for s in p.summaries) for p in self.prompts}
-        traces = {p.prompt: max(s.distinct_traces for s in p.summaries) for p in self.prompts}
-        return sorted(self.prompts, key=lambda p: (-texts[p.prompt], -traces[p.prompt], p.prompt))
+
+        def differing(p: Sample) -> tuple[int, int]:
+            return max(s.distinct_completions for s in p.summaries), max(s.distinct_traces for s in p.summaries)
+
+        return sorted(self.prompts, key=differing, reverse=True)  # of equal ones the first stays first
 
     @property
     def shown(self) -> list[Sample]:
         """The prompts that are shown one by one: those that differ most, by their number."""
         return sorted(self.ranked[:SAMPLES_MOST], key=lambda p: p.prompt)
-
-
-def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) -> Samples:
-    """What completed, by prompt and all together."""
-    order, plan = sort_impls(s.impl for s in summaries), run.header.plan
-    by_impl = sorted(summaries, key=lambda s: order.index(s.impl))
-    by_prompt: dict[int, list[SampleSummary]] = {}
-    for s in by_impl:
-        by_prompt.setdefault(s.prompt, []).append(s)
-    prompts = []
-    for prompt, mine in sorted(by_prompt.items()):
-        main = [s for s in mine if role_of(s.impl) != Role.PART] or mine
-        name, said = subject_name(plan, prompt), mine[0].prompt_text
-        prompts.append(Sample(prompt, name, said, tuple(mine), tuple(main)))
-    if served or len(prompts) < 2:  # a server's arms are not one sample: each has its own bounds
-        return Samples(run, tuple(prompts), ())
-    rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
-    return Samples(run, tuple(prompts), tuple(prompt_sets(by_impl, rounds, subject_unit(plan))))
 
 
 def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
@@ -90,9 +84,7 @@ def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
         mine: list[Block] = [Code(sample.text)]
         if any(s.distinct_completions > 1 for s in sample.main):
             mine.append(answers_of(sample, sample.main, f"{place}-answers"))
-        mine += [block for s in sample.main for block in _branches(s)]
-        if any(s.impl == "stock" and s.distinct_traces > 1 for s in sample.main):
-            mine += _families(sample)
+        mine += [block for s in sample.main for block in _branches(s)] + _families(sample)
         counts = "Counts and forks" + f" of {sample.name}" * several
         said, figures = "where they differ, what each continues with", _figures(samples.run, sample, again, place)
         mine.append(Details(counts, figures, f"{place}-where", said, opened=opened))
@@ -110,12 +102,10 @@ def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
 
 def _overall(samples: Samples, number: int) -> list[Block]:
     parts, shown, total = samples.overall, len(samples.shown), len(samples.prompts)
-    first, second = (next((o for o in parts if role_of(o.impl) == role), None) for role in (Role.STOCK, Role.INVARIANT))
-    against = _comparison(first, second) if first and second else []
     made: list[Block] = [
         Heading(f"All {plural(total, parts[0].unit)}", f"overall-{number}"),
         _side_by_side([o.impl for o in parts], [_measures_of_all(o) for o in parts]),
-        *([Items(against)] if against else []),
+        Items(_comparison(parts)),
         Details("One by one", _one_by_one(samples), only="mp"),
     ]
     if shown < total:
@@ -155,18 +145,18 @@ def _traces_text(o: PromptSet) -> str:
     return f"{counts} (95% {percent_range(*o.share)} of {o.unit}s drawn like these, under such loads)"
 
 
-def _comparison(first: PromptSet, second: PromptSet) -> list[str]:
-    c = compared(first, second)
-    if c.prompts < 2:
+def _comparison(parts: Sequence[PromptSet]) -> list[str]:
+    """Of stock with invariant."""
+    of = {role_of(o.impl): o for o in reversed(parts)}
+    if not {Role.STOCK, Role.INVARIANT} <= of.keys():
         return []
-    return [
-        f"Texts differ only under {first.impl} on {plural(c.only_first, first.unit)}, only under {second.impl} on "
-        f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.p)}).",
-    ]
-
-
-def _p(p: float) -> str:
-    return "1" if p >= 1.0 else f"{p:.2g}" if p >= 1e-300 else "below 1e-300"
+    stock, c = of[Role.STOCK], compared(of[Role.STOCK], of[Role.INVARIANT])
+    p = f"{c.p:.2g}" if c.p >= 1e-300 else "below 1e-300"
+    said = (
+        f"Texts differ only under {stock.impl} on {plural(c.only_first, stock.unit)}, only under invariant on "
+        f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {p})."
+    )
+    return [said] if c.prompts > 1 else []
 
 
 def _one_by_one(samples: Samples) -> list[Block]:
@@ -184,17 +174,19 @@ def _one_by_one(samples: Samples) -> list[Block]:
 
 
 def _families(sample: Sample) -> list[Block]:
+    parts = [s for s in sample.summaries if role_of(s.impl) == Role.PART]
+    if not parts or not any(s.impl == "stock" and s.distinct_traces > 1 for s in sample.main):
+        return []
     rows, cures = [], analysis.smallest_cures(sample.summaries)
-    for s in sample.summaries:
-        if role_of(s.impl) == Role.PART:
-            result = "divergence remains" if s.distinct_traces > 1 else "too few completions to tell"
-            result = REMOVED if families_of(s.impl) in cures else result
-            texts, traces = _of_all(s.distinct_completions, s), counted(s.distinct_traces)
-            rows.append((Bit(families_of(s.impl), "code"), texts, traces, result))
+    for s in parts:
+        result = "divergence remains" if s.distinct_traces > 1 else "too few completions to tell"
+        result = REMOVED if families_of(s.impl) in cures else result
+        texts, traces = _of_all(s.distinct_completions, s), counted(s.distinct_traces)
+        rows.append((Bit(families_of(s.impl), "code"), texts, traces, result))
     head = ("replaced", "distinct completions", "distinct traces", "result")
     note = "One family of operators replaced at a time, all others stock, under the same load plan."
     table = Table(head, rows, ("", "num", "num", "wide"), only=ALL)
-    return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table] if rows else []
+    return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table]
 
 
 REMOVED = "replacing only it removed every divergence seen"
@@ -207,11 +199,12 @@ def _of_all(count: int, s: SampleSummary) -> str:
 def _figures(run: Run, sample: Sample, again: Mapping[str, Sequence[Row]], place: str) -> list[Block]:
     """Counts side by side, where each implementation's completions first differ, and how many still agree."""
     counts = [_counts(run, s, again.get(s.impl, ())) for s in sample.summaries]
-    made: list[Block] = [_side_by_side([s.impl for s in sample.summaries], counts)]
-    made += [block for s in sample.main for block in _fork(s)]
-    if plots := curve_plots(sample.main):
-        made.append(Figure("plots", plots, f"{place}-curve", "Agreement with the most common completion by position"))
-    return made
+    table, title = (
+        _side_by_side([s.impl for s in sample.summaries], counts),
+        "Agreement with the most common completion",
+    )
+    curve = Figure("plots", curve_plots(sample.main), f"{place}-curve", f"{title} by position")
+    return [table, *(block for s in sample.main for block in _fork(s)), curve]
 
 
 def _counts(run: Run, s: SampleSummary, again: Sequence[Row]) -> dict[str, str]:
@@ -244,20 +237,19 @@ def rate_text(interval: Interval) -> str:
     if interval.n == 0:
         return "0 of 0"
     share = f"{counted(interval.k)} of {counted(interval.n)}"
+    rate = f"{share} = {percent(interval.k / interval.n)}"
     if interval.method == analysis.COUNTS:
         return share
+    if interval.method == analysis.TOO_FEW:
+        return f"{rate} ({interval.method})"
     if interval.method == analysis.ANYTIME:
-        span = percent_range(interval.low, interval.high)
-        how = f"95% {span} over {plural(interval.rounds, 'round')}, {interval.method}"
-    elif interval.method == analysis.TOO_FEW:
-        how = interval.method
-    else:
-        by_completion = f"below {percent(interval.high, 'up')} of completions if they were independent"
-        if interval.rounds < 1:
-            return f"{share} (at 95%, one-sided: {by_completion}; one round bounds no rate of rounds)"
-        by_round = f"below {percent(one_sided_bound(interval.rounds), 'up')} of rounds"
-        return f"{share} (at 95%, one-sided: {by_round}, {by_completion})"
-    return f"{share} = {percent(interval.k / interval.n)} ({how})"
+        span, rounds = percent_range(interval.low, interval.high), plural(interval.rounds, "round")
+        return f"{rate} (95% {span} over {rounds}, {interval.method})"
+    by_completion = f"below {percent(interval.high, 'up')} of completions if they were independent"
+    if interval.rounds < 1:
+        return f"{share} (at 95%, one-sided: {by_completion}; one round bounds no rate of rounds)"
+    by_round = f"below {percent(one_sided_bound(interval.rounds), 'up')} of rounds"
+    return f"{share} (at 95%, one-sided: {by_round}, {by_completion})"
 
 
 def _margins_text(summary: SampleSummary) -> str:
@@ -329,9 +321,8 @@ def _branches(s: SampleSummary) -> list[Block]:
         at = s.completions[1].parts_at if c.parts_at is None else c.parts_at
         where = "" if at is None else f", token {at}"
         only = "vmp" if i < _BRANCHES_MOST else "p"
-        named = (Bit(letter(i), "strong"), f", {counted(c.count)} of {counted(s.n)}{where}")
         code = branch_of(c, at, only)
-        made += [Paragraph(named, only=only), code]
+        made += [Paragraph((Bit(letter(i), "strong"), f", {_of_all(c.count, s)}{where}"), only=only), code]
         if code.text != c.text and "…" in (code.text[:1], code.after[-1:]):
             made.append(Details("Whole text", [Code(c.text)], only="p"))
     for most, only in ((_BRANCHES_MOST, "vm"), (COMPLETIONS_MOST, "p")):

@@ -25,7 +25,7 @@ from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.picture import WIDE, Picture, answers_picture
 from nondet.reports.plots import WIDTH, Panel, Plot, Plots
 from nondet.reports.probes import probes_of
-from nondet.reports.samples import curve_plots, samples_of
+from nondet.reports.samples import Samples, curve_plots
 from nondet.reports.text import environment_line
 from nondet.reports.training import training_figure
 from nondet.verdict.samples import is_varied
@@ -233,7 +233,7 @@ def _survival(runs: Sequence[Run]) -> Iterator[Drawing]:
 def _trees(runs: Sequence[Run]) -> Iterator[Drawing]:
     for run in runs:
         summaries = _summaries([run])
-        for prompt in samples_of(run, summaries, served=False).prompts if summaries else ():
+        for prompt in Samples(run, summaries).prompts if summaries else ():
             if any(s.distinct_completions > 1 for s in prompt.main):
                 picture = answers_picture(prompt.main)
                 yield WIDE / 100, picture.height / 100, partial(_answers, picture)
