@@ -21,12 +21,12 @@ from nondet.reports.mismatch import mismatch_figure
 from nondet.reports.picture import Picture, card_of
 from nondet.reports.probes import Case
 from nondet.reports.samples import REMOVED, Sample, answers_of
-from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options
+from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options, repeated
 from nondet.reports.traces import pair_of
 from nondet.reports.training import training_figure
 from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, smallest_cures, speed_ratio_of
 from nondet.sampling.plan import UNSEEDED
-from nondet.verdict.findings import Effect, Finding, plural
+from nondet.verdict.findings import Effect, plural, strongest_first
 from nondet.verdict.gate import TELLING
 from nondet.verdict.rows import axis_of
 from nondet.verdict.wording import words
@@ -73,41 +73,40 @@ def chain(report: Report) -> list[Step]:
 def _of_sides(report: Report) -> list[Step]:
     """What verdicts on a sampler and a trainer know besides their counts."""
     reasons = [reason for r in report.runs for v in r.verdicts for reason in v.reasons]
-    steps = []
-    for label, codes in zip(("kind", "call", "reward"), TELLING, strict=True):
-        text = next((words(reason) for reason in reasons if reason.code in codes), "")
-        steps += [Step(label, text.removeprefix("Kind: ").removeprefix("First diverging call: "))] if text else []
-    return steps
+    said = [next((words(reason) for reason in reasons if reason.code in codes), "") for codes in TELLING]
+    named = zip(("kind", "call", "reward"), said, strict=True)
+    return [
+        Step(name, text.removeprefix("Kind: ").removeprefix("First diverging call: ")) for name, text in named if text
+    ]
 
 
 def _of_vectors(run: Run) -> list[Step]:
     """The operator and the fix of an encoder, whose sentence has its vectors."""
-
-    def again(*impls: str) -> str:
-        typed = [word for impl in impls for word in ("--impl", impl)]
-        return shlex.join(["nondet", "embed", *typed, *own_options(run.header, _EMBED)])
-
-    differing = {n.impl for n in run.neighbours if n.parted}
-    impls, steps = {n.impl for n in run.neighbours}, list[Step]()
+    differing, impls = {n.impl for n in run.neighbours if n.parted}, {n.impl for n in run.neighbours}
+    parts = {impl for impl in impls if role_of(impl) == Role.PART}
+    steps = []
     if any(role_of(impl) in STOCK for impl in differing):
-        parts = {impl for impl in impls if role_of(impl) == Role.PART}
         cures = sorted(parts - differing)
         text = f"replacing only {', '.join(cures)} removed it" if cures else "which operator is not known"
-        command = "" if parts else again("stock", "invariant:matmul", "invariant:attention", "invariant:norm")
+        tried = [word for name in ("matmul", "attention", "norm") for word in ("--impl", f"invariant:{name}")]
+        command = "" if parts else repeated(run.header, "embed", "--impl", "stock", *tried, names=_EMBED)
         steps.append(Step("operator", text, bool(cures), command))
     if not any(role_of(impl) == Role.INVARIANT for impl in impls):
-        steps.append(Step("cure", NOT_RUN, False, again("both")))
+        steps.append(Step("cure", NOT_RUN, False, repeated(run.header, "embed", "--impl", "both", names=_EMBED)))
     return steps
 
 
 def _of_classes(report: Report) -> Step:
+    rows = [row for r in report.runs for row in r.run.rows if row.measured]
     left: dict[str, dict[str, None]] = {}  # member -> operators in which it is not in the class, each once
-    for row in (row for r in report.runs for row in r.run.rows if row.measured):
-        left.setdefault(row.impl, {}).update({row.operator: None} if row.differs or row.wrong else {})
-    named = [f"{impl} ({', '.join(operators)})" for impl, operators in left.items() if operators]
-    if named:
-        return Step("operator", one_line(f"not in the class everywhere: {'; '.join(named)}", 320))
-    return Step("operator", f"{plural(len(left), 'member')} tested, each in its class at every shape tested")
+    for row in rows:
+        if row.differs or row.wrong:
+            left.setdefault(row.impl, {})[row.operator] = None
+    if left:
+        named = "; ".join(f"{impl} ({', '.join(operators)})" for impl, operators in left.items())
+        return Step("operator", one_line(f"not in the class everywhere: {named}", 320))
+    members = plural(len({row.impl for row in rows}), "member")
+    return Step("operator", f"{members} tested, each in its class at every shape tested")
 
 
 def _own_rows(report: Report) -> list[Row]:
@@ -123,13 +122,15 @@ def _of_servers(report: Report) -> list[Step]:
     differences = [text for server in servers for text in server.differences]
     more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
     cause = one_line("; ".join(differences[:3]) + more, 320) or "nothing differs, so there is none to name"
-    prompt = next((p.text for r in report.runs for p in r.samples), "")
+    prompt = one_line(next((p.text for r in report.runs for p in r.samples), ""), 80)
     greedy = "; a trace is greedy, and shows only what the logits do" if any(map(_is_drawn, report.runs)) else ""
     operator = f"a server does not show it: trace the model's folder in process{greedy}"
-    trace = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
     cure = f"{'; '.join(dict.fromkeys(server.cure for server in servers))}; sample again, and compare the two runs"
-    compare = "nondet diff BEFORE.jsonl AFTER.jsonl"
-    return [Step("cause", cause), Step("operator", operator, False, trace), Step("cure", cure, False, compare)]
+    return [
+        Step("cause", cause),
+        Step("operator", operator, False, shlex.join(["nondet", "trace", "--model", "FOLDER", "--prompt", prompt])),
+        Step("cure", cure, False, "nondet diff BEFORE.jsonl AFTER.jsonl"),
+    ]
 
 
 def _stock_summaries(report: Report) -> list[tuple[RunSection, Sample, SampleSummary]]:
@@ -160,9 +161,9 @@ def _token(report: Report) -> Step:
         return Step("token", f"the traced difference reaches the logits of token {reached}")
     effects = [e for r in report.runs for of in (r.axes or {}).values() for e in of.values() if e.tally.tried]
     varied = [e for e in effects if role_of(e.impl) in STOCK]
-    if any(e.differs for e in varied):
-        firsts = [e.first for e in varied if e.differs and e.first is not None]
-        where = f", first in the bits of token {min(firsts)}" if firsts else ""
+    if differing := [e for e in varied if e.differs]:
+        first = min((e.first for e in differing if e.first is not None), default=None)
+        where = "" if first is None else f", first in the bits of token {first}"
         return Step("token", f"traces of stock differ{where}")
     if varied:
         return Step("token", "no trace changes with what was varied")
@@ -250,11 +251,10 @@ def _again(report: Report, *words: str, names: Collection[str] = SAMPLE) -> str:
     run = next((r.run for r in report.runs if r.run.header.command in _OF_MODELS), report.runs[0].run)
     if run.header.command not in _OF_MODELS and names in (MODEL, SAMPLE):
         names = MACHINE
-    typed = own_options(run.header, names)
     model = _model_of(run)
-    if "--model" in names and model and not {"--model", f"--model={model}"} & {*typed}:
-        typed = ["--model", model, *typed]
-    return shlex.join(["nondet", *words, *typed])
+    if "--model" in names and model and not {"--model", f"--model={model}"} & {*own_options(run.header, names)}:
+        words = (*words, "--model", model)
+    return repeated(run.header, *words, names=names)
 
 
 def _model_of(run: Run) -> str:
@@ -318,14 +318,13 @@ def _divergent_rows(report: Report) -> list[Row]:
 
 def _kernel(report: Report) -> Step:
     culprits = _culprits_of(*report.runs)
-    for c in culprits:
-        arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
-        if any(arms):
-            text = " compared with ".join(arm or "none seen" for arm in arms[:2])
-            if len(set(arms)) == 1:
-                same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
-                text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
-            return Step("kernel", one_line(text, 260))
+    for c in (c for c in culprits if any(c.kernels)):
+        arms = [", ".join(dict.fromkeys(map(short_kernel, arm))) for arm in c.kernels]
+        text = " compared with ".join(arm or "none seen" for arm in arms[:2])
+        if len(set(arms)) == 1:
+            same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
+            text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
+        return Step("kernel", one_line(text, 260))
     families = [c.family for c in culprits] + [family for family, _ in _cures(report)]
     probe = PROBE_OF.get(next(filter(None, families), ""), "")
     rows = [r for r in _divergent_rows(report) if not probe or r.probe == probe]
@@ -335,11 +334,11 @@ def _kernel(report: Report) -> Step:
         return Step("kernel", one_line(f"{row.operator} in isolation, {row.case}: {map_text(row, 3)}{unnamed}", 300))
     if not probe and any(row.probe not in _BESIDE for row in _tested_rows(report)):
         return Step("kernel", "none to name: no operator depends on the batch or the run")
-    traced = next((r for r in report.runs if any(c.call and c.family in PROBE_OF for c in _culprits_of(r))), None)
-    if traced is not None:
-        command = _again(Report((traced,)), "probe", "--from-trace", traced.run.source, names=MACHINE)
-    else:
-        command = _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *MACHINE))
+    command = _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *MACHINE))
+    for r in report.runs:
+        if any(c.call and c.family in PROBE_OF for c in _culprits_of(r)):
+            command = repeated(r.run.header, "probe", "--from-trace", r.run.source, names=MACHINE)
+            break
     return Step("kernel", "not probed yet", known=False, command=command)
 
 
@@ -373,12 +372,11 @@ def _cure(report: Report) -> list[Step]:
     if said:
         text = one_line(said.partition(" (at 95%")[0].rstrip("."), 200)  # a record's own words, its bound left out
     elif sampled:
-        text = f"invariant: {min((v.finding for v in sampled), key=list(Finding).index)}"
+        text = f"invariant: {strongest_first(v.finding for v in sampled)[0]}"
     elif traced:
-        text = f"replacing {' and '.join(traced)} removes the divergence"
+        text = one_line(f"replacing {' and '.join(traced)} removes the divergence", 420)
     else:
         return [Step("cure", NOT_RUN, known=False, command=command)]
-    text = one_line(text, 420)
     if _cure_refuted(report):  # its cost does not matter
         return [Step("cure", text)]
     if (said or (stories and not sampled)) and not any(s.cured for s in stories):
@@ -511,9 +509,8 @@ def next_command(o: FirstScreen) -> Suggestion:
     if o.command == "certify" or any(c.tokens for c in o.run.cells):
         return Suggestion("", "")  # a certificate and an engine's times are answers: nothing follows from them
     if o.command == "bench":
-        typed = own_options(o.run.header, ["--models"])
-        model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
-        words = ["--model", model] if model != "embedded" else []
+        model = "".join(own_options(o.run.header, ["--models"])).removeprefix("--models").removeprefix("=")
+        words = ["--model", model] if model not in ("", "embedded") else []
         return Suggestion(_again(o.report, "sample", "--impl", "both", *words, names=MACHINE), _WHY["token"])
     if o.command == "probe" and all(p.demonstration for r in runs for p in r.probes):
         command = _again(o.report, "probe", "all", names=MACHINE)
@@ -536,8 +533,10 @@ def _after_chain(o: FirstScreen) -> Suggestion:
     if embedded and refuted:
         return Suggestion(certify, tested)
     if embedded and not o.diverged:
-        command = _again(o.report, "embed", "--batch", "128", names=[name for name in _EMBED if name != "--batch"])
-        return Suggestion(command, "compares vectors in larger batches")
+        others = [name for name in _EMBED if name != "--batch"]
+        return Suggestion(
+            _again(o.report, "embed", "--batch", "128", names=others), "compares vectors in larger batches"
+        )
     if refuted:
         command = _again(o.report, "trace", "--impl", "invariant", names=MODEL)
         return Suggestion(command, "names the operator that diverges under it, too")
@@ -551,7 +550,7 @@ def _after_clean(o: FirstScreen) -> Suggestion:
     sampled = _stock_summaries(o.report)
     if sampled and o.command == "sample":
         why = "passes or fails this run in CI, and says how rare a divergence it would have shown"
-        return Suggestion(shlex.join(["nondet", "gate", o.run.source, "--impl", sampled[0][2].impl]), why)
+        return Suggestion(repeated(o.run.header, "gate", o.run.source, "--impl", sampled[0][2].impl), why)
     if sampled:
         command = _again(o.report, "sample", "--n", "10000", "--load", "heavy")
         return Suggestion(command, "compares more completions, under a heavier load")
@@ -559,12 +558,11 @@ def _after_clean(o: FirstScreen) -> Suggestion:
 
 
 def _after_trace(o: FirstScreen) -> Suggestion:
-    culprit = next((c for c in _culprits_of(o.report.runs[0]) if c.call), None)
     families = next((v.families for v in o.run.trace_verdicts if v.families), None)
     snippet = f"nondet.batch_invariant({families!r})" if families else ""
-    if culprit is not None and culprit.family in PROBE_OF:
+    if next((c.family in PROBE_OF for c in _culprits_of(o.report.runs[0]) if c.call), False):
         then = f"; {snippet} replaces it" if snippet else ""
-        command = _again(o.report, "probe", "--from-trace", one_line(o.run.source, 200), names=MACHINE)
+        command = repeated(o.run.header, "probe", "--from-trace", one_line(o.run.source, 200), names=MACHINE)
         return Suggestion(command, f"tests that operator by itself, at these shapes{then}")
     if snippet:
         return Suggestion(f"with {snippet}: ...", "in Python: replaces what diverged in this trace")
@@ -581,11 +579,11 @@ def _after_own(o: FirstScreen, own: Sequence[Row]) -> Suggestion:
     named = row.probe != "check" and "<" not in target and not target.startswith("__main__")  # --impl can name it
     if bad and named and not pinned:
         why = f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
-        return Suggestion(shlex.join([*words, *own_options(o.run.header, MACHINE)]), why)
+        return Suggestion(repeated(o.run.header, *words[1:], names=MACHINE), why)
     if not bad and o.command == "probe" and not o.run.header.plan.get("full"):
-        command = shlex.join([*words[:5], "--full", *own_options(o.run.header, _PROBE)])
+        command = repeated(o.run.header, *words[1:5], "--full", names=_PROBE)
         return Suggestion(command, "tests it at batch sizes up to 4,096")
-    page = shlex.join(["nondet", "report", one_line(o.run.source, 200), "--out", "report.html"])
+    page = repeated(o.run.header, "report", one_line(o.run.source, 200), "--out", "report.html")
     return Suggestion(page, "shows every case with its batch sizes")
 
 
@@ -607,14 +605,13 @@ def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
 def _after_mismatch(run: Run) -> Suggestion:
     typed = own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *MACHINE))
     flags = {word.partition("=")[0] for word in typed}
-    if "--rollouts" in flags and not {"--model", "--older"} <= flags:
+    if "--rollouts" not in flags or {"--model", "--older"} <= flags:
+        command = repeated(run.header, "rl", "--steps", "20", names=("--model", "--dtype", *MACHINE))
+        return Suggestion(command, "shows what becomes of it over steps of reinforcement learning")
+    more, why = ["--model", "FOLDER"], "tests what kind of mismatch it is"
+    if "--model" in flags:
         more, why = ["--older", "CHECKPOINT"], "tests whether a side has weights of before"
-        if "--model" not in flags:
-            more, why = ["--model", "FOLDER"], "tests what kind of mismatch it is"
-        return Suggestion(shlex.join(["nondet", "mismatch", *typed, *more]), why)
-    kept = own_options(run.header, ("--model", "--dtype", *MACHINE))
-    why = "shows what becomes of it over steps of reinforcement learning"
-    return Suggestion(shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why)
+    return Suggestion(shlex.join(["nondet", "mismatch", *typed, *more]), why)
 
 
 def _after_training(run: Run) -> Suggestion:
@@ -623,8 +620,7 @@ def _after_training(run: Run) -> Suggestion:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
     elif len({s.seed for s in run.training_steps}) == 1:
         more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
-    typed = own_options(run.header, [name for name in _RL if name != more[0]])
-    return Suggestion(shlex.join(["nondet", "rl", *typed, *more]), why)
+    return Suggestion(repeated(run.header, "rl", *more, names=[name for name in _RL if name != more[0]]), why)
 
 
 def _picture(section: RunSection) -> Figure | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -140,6 +141,11 @@ def own_options(header: Header, names: Collection[str]) -> list[str]:
         if name in names:
             kept += [word] if equals or name in _FLAGS else [word, next(typed, "")]
     return kept
+
+
+def repeated(header: Header, *words: str, names: Collection[str] = ()) -> str:
+    """A command with the options of these names from the run's own command line."""
+    return shlex.join(["nondet", *words, *own_options(header, names)])
 
 
 def sizes(row: Row) -> list[tuple[str, int]]:
