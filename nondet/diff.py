@@ -8,8 +8,8 @@ with logprob bits), which are valid across runs and machines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -38,22 +38,19 @@ class CompletionDiff:
     impl: str
     arm: str
     reason: str = ""  # why they can't be compared; empty where they can
-    # `n_a`, `n_b`: completions that succeeded
-    n_a: int = 0
+    failed_a: int = 0  # those that failed, counted even where there is a reason
+    failed_b: int = 0
+    n_a: int = 0  # those that succeeded
     n_b: int = 0
-    # `tokens`, `traces`: digests -> (how many in A, how many in B)
+    # digests of tokens, and of traces -> (how many in A, how many in B)
     tokens: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     traces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     with_logprobs: bool = True  # whether traces hold logprobs in both runs; else only tokens were compared
-    # requests of one name in both runs; tokens_alike, traces_alike: those with equal digests; ended_otherwise: those
-    # that are otherwise equal, but ended for another reason
+    # requests of one name in both runs; those with equal digests; equal ones that ended for another reason
     pairs: int = 0
     tokens_alike: int = 0
     traces_alike: int = 0
     ended_otherwise: int = 0
-    # `failed_a`, `failed_b`: those that failed, counted even where there is a reason
-    failed_a: int = 0
-    failed_b: int = 0
 
     @property
     def same(self) -> bool:
@@ -77,16 +74,14 @@ def compare_completions(a: Run, b: Run) -> Iterator[CompletionDiff]:
         x, y = (of.get((prompt, impl, arm), []) for of in (mine, theirs))
         good_a, good_b = successful(x), successful(y)
         (ids_a, logprobs_a), (ids_b, logprobs_b) = (_known_by(run, impl) for run in (a, b))
-        reason = of_all
         if not x or not y:
             reason = f"only {'A' if x else 'B'} has completions of it"
-        elif not reason and ids_a != ids_b:
+        elif not of_all and ids_a != ids_b:
             reason = f"they are known by {ids_a} in A and by {ids_b} in B"
-        elif not reason and not (good_a and good_b):
-            reason = "one run has none that succeeded"
-        counts = {} if reason else _counts(good_a, good_b, logprobs_a and logprobs_b)
-        failed: dict[str, Any] = {"failed_a": len(x) - len(good_a), "failed_b": len(y) - len(good_b)}
-        yield CompletionDiff(prompt, impl, arm, reason, **failed, **counts)
+        else:
+            reason = of_all or ("" if good_a and good_b else "one run has none that succeeded")
+        diff = CompletionDiff(prompt, impl, arm, reason, len(x) - len(good_a), len(y) - len(good_b))
+        yield diff if reason else _counted(diff, good_a, good_b, logprobs_a and logprobs_b)
 
 
 def _groups(run: Run) -> dict[tuple[str, str, str], list[Completion]]:
@@ -119,26 +114,29 @@ def _known_by(run: Run, impl: str) -> tuple[str, bool]:
     return ("ids", True) if server is None else (server.known_by, server.logprobs)
 
 
-def _counts(a: list[Completion], b: list[Completion], with_logprobs: bool) -> dict[str, Any]:
+def _counted(diff: CompletionDiff, a: list[Completion], b: list[Completion], with_logprobs: bool) -> CompletionDiff:
     def digest(c: Completion) -> str:  # without logprobs in both, traces are not comparable, only tokens
         return c.trace if with_logprobs else c.tokens_digest
 
-    tokens_a, tokens_b = (Counter(c.tokens_digest for c in group) for group in (a, b))
-    traces_a, traces_b = (Counter(map(digest, group)) for group in (a, b))
+    def both(digest_of: Callable[[Completion], str]) -> dict[str, tuple[int, int]]:
+        in_a, in_b = (Counter(map(digest_of, group)) for group in (a, b))
+        return {name: (in_a[name], in_b[name]) for name in in_a | in_b}
+
     theirs = {c.request: c for c in b}
     pairs = [(c, theirs[c.request]) for c in {c.request: c for c in a}.values() if c.request in theirs]
     alike = [(x, y) for x, y in pairs if digest(x) == digest(y)]
-    return {
-        "n_a": len(a),
-        "n_b": len(b),
-        "tokens": {name: (tokens_a[name], tokens_b[name]) for name in tokens_a | tokens_b},
-        "traces": {name: (traces_a[name], traces_b[name]) for name in traces_a | traces_b},
-        "with_logprobs": with_logprobs,
-        "pairs": len(pairs),
-        "tokens_alike": sum(x.tokens_digest == y.tokens_digest for x, y in pairs),
-        "traces_alike": len(alike) if with_logprobs else 0,
-        "ended_otherwise": sum(x.finish != y.finish for x, y in alike),
-    }
+    return replace(
+        diff,
+        n_a=len(a),
+        n_b=len(b),
+        tokens=both(lambda c: c.tokens_digest),
+        traces=both(digest),
+        with_logprobs=with_logprobs,
+        pairs=len(pairs),
+        tokens_alike=sum(x.tokens_digest == y.tokens_digest for x, y in pairs),
+        traces_alike=len(alike) if with_logprobs else 0,
+        ended_otherwise=sum(x.finish != y.finish for x, y in alike),
+    )
 
 
 @dataclass(frozen=True)
@@ -218,14 +216,12 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
     same one. Raises UnknownNameError: a run holds nothing of that implementation."""
     if impl:
         a, b = _of(a, impl, impl), _of(b, against or impl, impl)
-    kinds, changes = [], list[Change]()
-    for name in records.RECORDS.values():
-        if name not in _LEFT_OUT and (getattr(a, name) or getattr(b, name)):
-            kind, found = _kind(name, getattr(a, name), getattr(b, name))
-            kinds.append(kind)
-            changes += found
+    names = [
+        name for name in records.RECORDS.values() if name not in _LEFT_OUT and (getattr(a, name) or getattr(b, name))
+    ]
+    found = [_kind(name, getattr(a, name), getattr(b, name)) for name in names]
     notes = []
-    if any(kind.name in ("rows", "cells") and kind.matched for kind in kinds):
+    if any(kind.name in ("rows", "cells") and kind.matched for kind, _ in found):
         notes.append(
             "A run file stores which sizes gave equal bits, not the bits themselves. Two runs can both be consistent "
             "and still differ from each other."
@@ -234,10 +230,11 @@ def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
         notes.append(f"Records of {impl} in A are compared with those of {against} in B.")
     notes += [f"{name} did not finish." for name, run in (("A", a), ("B", b)) if not run.complete]
     plans = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
+    changes = [change for _, changes in found for change in changes]
     return RunDiff(
         environment=tuple(_fields(a.header.environment, b.header.environment)),
         plan=tuple(_fields(plans[0], plans[1])),
-        kinds=tuple(kinds),
+        kinds=tuple(kind for kind, _ in found),
         changes=tuple(sorted(changes, key=lambda change: (not change.worse, not change.better))),
         completions=tuple(compare_completions(a, b)),
         notes=tuple(notes),
@@ -281,14 +278,10 @@ def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[
         if isinstance(mine, dict) and isinstance(theirs, dict):
             yield from _fields(mine, theirs, f"{prefix}{name}.")
         elif mine != theirs:
-            if isinstance(mine, list) and isinstance(theirs, list) and _is_set(mine) and _is_set(theirs):
+            # names in order, as sets are written: only what the other lacks matters
+            if all(isinstance(x, list) and x == sorted(map(str, x)) for x in (mine, theirs)):
                 mine, theirs = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
             yield Field(f"{prefix}{name}", mine, theirs)
-
-
-def _is_set(values: list[Any]) -> bool:
-    """Whether a list holds names in order, as sets are written: then only what the other lacks matters."""
-    return values == sorted(map(str, values))
 
 
 def _kind(name: str, a: Sequence[Record], b: Sequence[Record]) -> tuple[Kind, list[Change]]:
@@ -316,28 +309,18 @@ def _name(record: Record) -> str:
 
 
 def _change(kind: str, a: Record, b: Record) -> Change | None:
-    worse = better = False
+    worse, better = _is_bad(b) and not _is_bad(a), _is_bad(a) and not _is_bad(b)
     if isinstance(a, Row) and isinstance(b, Row):
         what = list(_row_changes(a, b))
-        worse = (_is_bad(b) and not _is_bad(a)) or (a.measured and not b.measured)
-        better = b.measured and _is_bad(a) and not _is_bad(b)
+        worse, better = worse or (a.measured and not b.measured), better and b.measured
     elif isinstance(a, Cell) and isinstance(b, Cell):
         what, worse = _cell_changes(a, b)
     else:
         mine, theirs = (_without_times(msgspec.to_builtins(record)) for record in (a, b))
         names = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
-        what = [
-            f"{name}: {one_line(str(mine.get(name)), 60)} -> {one_line(str(theirs.get(name)), 60)}" for name in names
-        ]
-        what, worse, better = what[:_LIST_MOST], _kept(a) and not _kept(b), _kept(b) and not _kept(a)
+        told = [(name, *(one_line(str(of.get(name)), 60) for of in (mine, theirs))) for name in names[:_LIST_MOST]]
+        what = [f"{name}: {before} -> {after}" for name, before, after in told]
     return Change(kind, _name(a), tuple(what), worse, better) if what else None
-
-
-def _kept(record: Record) -> bool:
-    """Whether a value of an axis took effect, or a server passes a check of the contract."""
-    if isinstance(record, records.AxisValue):
-        return record.proven
-    return isinstance(record, records.ContractAnswer) and record.answer == "yes"
 
 
 def _without_times(value: Any) -> Any:
@@ -346,8 +329,13 @@ def _without_times(value: Any) -> Any:
     return [_without_times(part) for part in value] if isinstance(value, list) else value
 
 
-def _is_bad(row: Row) -> bool:
-    return row.wrong or row.differs or row.replays_parted > 0 or row.status == Status.ERROR
+def _is_bad(record: Record) -> bool:
+    """A divergence, a wrong result, a failure; a value that took no effect, a check that a server does not pass."""
+    if isinstance(record, Row):
+        return record.wrong or record.differs or record.replays_parted > 0 or record.status == Status.ERROR
+    if isinstance(record, records.AxisValue):
+        return not record.proven
+    return isinstance(record, records.ContractAnswer) and record.answer != "yes"
 
 
 def _row_changes(a: Row, b: Row) -> Iterator[str]:

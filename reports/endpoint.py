@@ -109,20 +109,6 @@ class Arm:
         named = Bit(f"{counted(len(self.requests))}{of}")
         return named, texts, traces, *where, _kinds(failed), Bit(one_line(self.proof, 300))
 
-    @property
-    def times(self) -> Cells:
-        """Its columns of the table of times, but for its name."""
-        good = [c.served for c in self.requests if c.status == "ok" and c.served is not None]
-        rounds = [r for r in self.run.rounds if (r.impl, r.arm) == (self.impl, self.arm)]
-        first, whole = [s.first - s.sent for s in good if s.first is not None], [s.done - s.sent for s in good]
-        allowed = max((r.traffic.concurrency for r in rounds if r.traffic is not None), default=0)
-        seconds, tokens = sum(r.seconds for r in rounds), sum(r.tokens for r in rounds)
-        at_once = max((s.in_flight for s in good), default=0)
-        took = (_seconds(first), _seconds(whole), _seconds(whole, 0.95))
-        rate = f"{tokens / seconds if seconds > 0 else 0.0:,.1f}"
-        refused = sum((Counter(s.refusals) for s in good), Counter[str]())
-        return f"{at_once} at once of {allowed} allowed", *took, rate, _kinds(refused)
-
 
 def _each(counts: Sequence[int], prompts: int) -> str:
     """The fewest and the most of a prompt: "1 to 3 each"; of one prompt, its number."""
@@ -134,13 +120,6 @@ def _each(counts: Sequence[int], prompts: int) -> str:
 
 def _kinds(counts: Mapping[str, int]) -> Bit:
     return Bit(one_line(", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())), 200) or "none")
-
-
-def _seconds(values: Sequence[float], share: float = 0.5) -> str:
-    took = sorted(values)
-    if not took:
-        return "not streamed"
-    return f"{median(took) if share == 0.5 else took[min(len(took) - 1, int(share * len(took)))]:.3f}"
 
 
 def _earliest(indices: Iterable[int | None]) -> str:
@@ -212,8 +191,6 @@ def machine_line(run: Run) -> str:
 
 _ARMS = ("arm", "requests", "texts", "traces", "other token", "first other logprob", "largest logprob gap")
 _ARMS += ("margin where tokens differ", "failed", "what proves the arm")
-_TIMES = ("arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s")
-_TIMES += ("tokens/s of all requests", "retried")
 _ARMS_NOTE = (
     "Texts and traces: distinct ones. Positions: of the first token, or logprob, that differs from the most common "
     "solo answer. Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
@@ -221,7 +198,7 @@ _ARMS_NOTE = (
 
 
 def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
-    """The servers, the arms and what proves them, the comparisons, the contract, the times."""
+    """The servers, the contract, the arms and what proves them, the comparisons."""
     run, impls = servers.run, servers.impls
     lines = [_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)]
     named = [(Bit(f"{arm.impl}, {arm.arm}" if len(impls) > 1 else arm.arm), arm) for arm in servers.arms]
@@ -244,8 +221,7 @@ def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
         made += [Heading("Compared with each other", level=4), Table(names, seen, ("", *["cell"] * 4))]
     if left := len(servers.comparisons) - len(listed):
         made.append(Paragraph(f"… and {plural(left, 'more comparison')}, without a difference.", "soft"))
-    times = Table(_TIMES, [(name, *arm.times) for name, arm in named], ("", *["cell"] * 6))
-    return [*made, Details("Times", [times], opened=True)]
+    return made
 
 
 def _not_rounding(arms: Sequence[Arm]) -> list[Block]:
