@@ -19,12 +19,11 @@ from nondet.reports.axes import Effects, axes_blocks, axes_of
 from nondet.reports.bench import bench_blocks, bench_headline
 from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.endpoint import Servers, counts_alone, endpoint_blocks, machine_line
-from nondet.reports.mismatch import mismatch_blocks
+from nondet.reports.mismatch import mismatch_blocks, training_blocks
 from nondet.reports.probes import probe_blocks, probes_of
 from nondet.reports.samples import Samples, sample_blocks
 from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
 from nondet.reports.traces import story, story_blocks, story_headline, trace_blocks, trace_headline
-from nondet.reports.training import training_blocks
 from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge

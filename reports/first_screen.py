@@ -17,13 +17,12 @@ from nondet.reports import text as figures
 from nondet.reports.classes import map_text, short_kernel
 from nondet.reports.content import STOCK, Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Paragraph
-from nondet.reports.mismatch import mismatch_figure
+from nondet.reports.mismatch import mismatch_figure, training_figure
 from nondet.reports.picture import Picture, card_of
 from nondet.reports.probes import Case
 from nondet.reports.samples import REMOVED, Sample, answers_of
 from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options, repeated
 from nondet.reports.traces import pair_of
-from nondet.reports.training import training_figure
 from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, smallest_cures, speed_ratio_of
 from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import Effect, plural, strongest_first

@@ -21,13 +21,12 @@ from nondet.reports import html
 from nondet.reports.bench import bench_plots
 from nondet.reports.classes import hue, letter, map_figures, tint
 from nondet.reports.content import side_file
-from nondet.reports.mismatch import mismatch_figure
+from nondet.reports.mismatch import mismatch_figure, training_figure
 from nondet.reports.picture import WIDE, Picture, answers_picture
 from nondet.reports.plots import WIDTH, Panel, Plot, Plots
 from nondet.reports.probes import probes_of
 from nondet.reports.samples import Samples, curve_plots
 from nondet.reports.text import environment_line
-from nondet.reports.training import training_figure
 from nondet.verdict.samples import is_varied
 from nondet.verdict.served import is_endpoint
 
