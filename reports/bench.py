@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, is_stock, sections
 from nondet.core.records import Cell, Run, Status, Timed
@@ -213,42 +213,38 @@ def bench_plots(section: Section) -> Plots | None:
         sizes = sorted({row[0].cell.shape[axis] for row in rows})
         if len(sizes) < _POINTS_LEAST:
             continue
-        shares, ratios = ([list[tuple[float, float]]() for _ in impls] for _ in range(2))
+        shares, ratios = ({impl: list[tuple[float, float]]() for impl in impls} for _ in range(2))
         for c in (c for row in sorted(rows, key=lambda row: row[0].cell.shape[axis]) for c in row):
             name, size = _STOCK if c.timed is c.baseline else c.timed.impl, c.cell.shape[axis]
             if name in impls and c.share is not None:
-                shares[impls.index(name)].append((size, c.share))
+                shares[name].append((size, c.share))
             if name in impls[1:] and c.ratio is not None:
-                ratios[impls.index(name)].append((size, c.ratio))
+                ratios[name].append((size, c.ratio))
         across, shown = doublings(sizes[0], sizes[-1]), one_line(title, 120)
-        drawn = [share for points in shares for _, share in points]
+        drawn = [share for points in shares.values() for _, share in points]
         # from a round share below all of them to a little above the limit
         foot = max((x for x in (0.0, 0.25, 0.5, 0.75, 0.9) if x < min(drawn, default=0.0)), default=0.0)
         levels = {f"{share * 100:.3g}%": share for share in (foot, (foot + 1.0) / 2, 1.0)}
         up = linear(foot, max([1.0, *drawn]) * 1.04, levels)
-        marks = _curves(impls, axis, shares, across, up, "{:.0%} of the limit")
-        plots = [Plot("share of the limit", 130, up.levels, marks, f"share of the limit over {axis}, {shown}")]
-        if any(len(points) > 1 for points in ratios):
+        plots = [_plot("share of the limit", 130, f"{axis}, {shown}", shares, across, up, "{:.0%} of the limit")]
+        if any(len(points) > 1 for points in ratios.values()):
             # tenths around all of them and 1, never tighter than 0.8 to 1.2
-            drawn = [0.8, 1.2, *(ratio for points in ratios for _, ratio in points)]
+            drawn = [0.8, 1.2, *(ratio for points in ratios.values() for _, ratio in points)]
             low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
             up = linear(low, high, {f"{x:.4g}": x for x in (low, 1.0, high)})
-            marks = _curves(impls, axis, ratios, across, up, "{:.2f} times the best stock")
-            unit = "ratio to the best stock"
-            plots.append(Plot(unit, 60, up.levels, marks, f"{unit} over {axis}, {shown}"))
+            said = "{:.2f} times the best stock"
+            plots.append(_plot("ratio to the best stock", 60, f"{axis}, {shown}", ratios, across, up, said))
         panels.append(Panel(shown, plots, across.ticks, f"{axis}, log2 scale"))
     return Plots([(one_line(impl, 80), "") for impl in impls], panels, "limit; ratio 1") if panels else None
 
 
-def _curves(
-    impls: Sequence[str], axis: str, points: Sequence[Points], across: Scale, up: Scale, said: str
-) -> list[Mark]:
+def _plot(unit: str, height: int, over: str, points: Mapping[str, Points], across: Scale, up: Scale, said: str) -> Plot:
     """A curve for each implementation of several points, with each point's figures under the pointer."""
     marks = [limit(1.0, up)]
-    for i, (impl, mine) in enumerate(zip(impls, points, strict=True)):
+    for i, (impl, mine) in enumerate(points.items()):
         if len(mine) > 1:
             marks.append(Mark("curve", i, placed(mine, across, up)))
             for x, y in mine:
-                words = f"{one_line(impl, 80)}, {axis} {x:,}: {said.format(y)}"
+                words = f"{one_line(impl, 80)}, {over.partition(',')[0]} {x:,}: {said.format(y)}"
                 marks.append(Mark("spot", i, placed([(x, y)], across, up), words))
-    return marks
+    return Plot(unit, height, up.levels, marks, f"{unit} over {over}")

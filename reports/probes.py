@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,9 +12,9 @@ from nondet.core.registry import PROBES
 from nondet.core.statistics import wilson
 from nondet.errors import one_line
 from nondet.reports.classes import ProductMap, axis_name, letter, map_text, product_map
-from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.text import apart_text, counted, error_span, extras, findings_text, run_rate, sentence
-from nondet.verdict.findings import Finding, plural, sort_impls
+from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
 
 _DRAWN_MOST = 4  # class maps that are there without a fold
@@ -142,39 +141,11 @@ def _by_impl(rows: list[Row]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda r: order.index(r.impl)))
 
 
-_SHORT: dict[str, str] = {
-    Finding.RUN_TO_RUN: "run to run",
-    Finding.BATCH: "batch",
-    Finding.UNATTRIBUTED: "batch or run to run",
-}
-
-
-def hits_table(probes: Sequence[Probe]) -> list[Table]:
-    """Of the first implementation that differs: operators down, findings across, in the counts of its verdict, so that
-    the first line is the headline and the others add up to it; none where nothing was found."""
-    rows = [row for probe in probes if not probe.demonstration for case in probe.cases for row in case.rows]
-    for verdict in judge_rows(rows):
-        columns: dict[str, Sequence[tuple[str, bool]]] = {}
-        for n in (clause.numbers for clause in verdict.counts if "hits" in clause.numbers):
-            columns[str(_SHORT.get(n.get("finding", ""), n.get("finding") or n["varied"]))] = n["hits"]
-        if not columns:
-            continue
-        hit = Counter(operator for hits in columns.values() for operator, was_hit in hits if was_hit)
-        others = {operator for hits in columns.values() for operator, _ in hits} - {*hit}
-        lines = [("all", {*hit, *others}), *((name, {name}) for name, _ in hit.most_common())]
-        lines += [(plural(len(others), "other operator"), others)] if others else []
-        cells = []
-        for name, operators in lines:
-            mine = [[was_hit for operator, was_hit in hits if operator in operators] for hits in columns.values()]
-            cells.append((name, *(f"{sum(hits)} of {len(hits)}" if hits else "–" for hits in mine)))
-        head = (f"{verdict.impl}, cases that differ by", *columns)
-        return [Table(head, cells, ("", *["num"] * len(columns)), only=ALL)]
-    return []
-
-
 def probe_blocks(probes: Sequence[Probe], number: int, opened: bool) -> list[Block]:
     """A part for each probe, demonstrations last."""
-    made: list[Block] = [*hits_table(probes)]
+    tested = judge_rows([row for p in probes if not p.demonstration for case in p.cases for row in case.rows])
+    by_operator = [v for v in tested if v.is_fault and v.text != v.brief][:1]  # the headline leaves operators out
+    made: list[Block] = [Paragraph(f"{v.impl}: {sentence(v.text)}", only=BRIEF, lines=4) for v in by_operator]
     for i, probe in enumerate(probes, 1):
         if probe.demonstration and not any(p.demonstration for p in probes[: i - 1]):
             made.append(Heading("Demonstrations"))
