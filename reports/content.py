@@ -220,7 +220,7 @@ class Report:
     @property
     def title(self) -> str:
         """The page's title."""
-        return one_line("; ".join(dict.fromkeys(r.title for r in self.runs)) or "nondet", 200)
+        return one_line("; ".join(dict.fromkeys(r.title for r in self.runs)), 200)
 
     @cached_property
     def blocks(self) -> list[list[Block]]:

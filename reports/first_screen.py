@@ -464,11 +464,6 @@ class FirstScreen:
         return made
 
 
-def first_screen(report: Report) -> FirstScreen | None:
-    """The first screen; None for a report without a run."""
-    return FirstScreen(report) if report.runs else None
-
-
 def _gravity(r: RunSection) -> tuple[bool, int, bool, int, int]:
     """A model's own answer first, then the gravest change, then a diagnosis, though it have no answer."""
     rank = len(Effect) if r.effect is None else r.effect.rank

@@ -24,7 +24,7 @@ from nondet.errors import printable
 from nondet.reports import classes, document
 from nondet.reports import text as figures
 from nondet.reports.content import Report, build
-from nondet.reports.first_screen import first_screen
+from nondet.reports.first_screen import FirstScreen
 from nondet.verdict.findings import plural
 
 _JSON_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
@@ -76,7 +76,7 @@ def render(runs: list[Run]) -> str:
     page = render_page(
         "report.html.j2",
         report=report,
-        screen=first_screen(report),
+        screen=FirstScreen(report),
         parts=[list(document.shown(blocks, document.PAGE)) for blocks in report.blocks],
         data_place=_DATA,
         cut_place=_CUT,
@@ -107,7 +107,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )
-    environment.globals.update(kinds=classes.KINDS.values())
+    environment.globals.update(kinds=classes.KINDS)
     named = (
         document.bits, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, figures.counted,

@@ -14,7 +14,7 @@ from nondet.errors import one_line
 from nondet.reports import document as doc
 from nondet.reports.content import build
 from nondet.reports.document import bits, flat, shown
-from nondet.reports.first_screen import first_screen
+from nondet.reports.first_screen import FirstScreen
 from nondet.reports.text import code, escape, fence
 
 _ROWS_MOST = 60  # of one block: a longer table is several, of which some may have to be left out
@@ -73,11 +73,8 @@ def render(runs: list[Run], *, full: bool = False) -> str:
     what was left out. With `full` the limit is GitHub's. Raises UserError: a sampled run's side file is missing,
     malformed or another run's.
     """
-    if not runs:
-        return "No run was given.\n"
     report = build(runs)
-    screen = first_screen(report)
-    head = list(blocks(screen.blocks)) if screen else []
+    head = list(blocks(FirstScreen(report).blocks))
     bodies = [list(blocks(parts)) for parts in report.blocks]
     most = FULL_MOST if full else BRIEF_MOST
     left_out = [0] * len(bodies)
