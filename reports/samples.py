@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
 from nondet.core.statistics import one_sided_bound, percent, percent_range
-from nondet.errors import one_line
 from nondet.reports import text
 from nondet.reports.classes import letter
-from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.picture import answers_picture
 from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, linear, placed
 from nondet.reports.text import counted, number
@@ -23,13 +22,12 @@ from nondet.verdict.findings import plural, sort_impls, subject_name, subject_un
 from nondet.verdict.samples import repeated, replays
 from nondet.verdict.served import is_endpoint
 
-# Prompts of one run that are shown one by one, with their divergences and branches; of more, those that differ most.
+# Prompts of one run that are shown, with their divergences and branches; of more, those that differ most.
 SAMPLES_MOST = 24
 # Distinct completions on a page, the most common ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12  # elsewhere
 _BEFORE, _AFTER = 120, 160  # characters around the position where a branch differs
-_TEXT = 60
 
 
 @dataclass(frozen=True)
@@ -54,25 +52,17 @@ class Samples:
             mine = tuple(of)
             main = tuple(s for s in mine if role_of(s.impl) != Role.PART) or mine
             self.prompts.append(Sample(prompt, subject_name(plan, prompt), mine[0].prompt_text, mine, main))
-        if (
-            not is_endpoint(run) and len(self.prompts) > 1
-        ):  # a server's arms are not one sample: each has its own bounds
+        # a server's arms are not one sample: each has its own bounds
+        if len(self.prompts) > 1 and not is_endpoint(run):
             rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
             self.overall = prompt_sets(by_impl, rounds, subject_unit(plan))
-
-    @property
-    def ranked(self) -> list[Sample]:
-        """The prompts, those that differ most first."""
 
         def differing(p: Sample) -> tuple[int, int]:
             return max(s.distinct_completions for s in p.summaries), max(s.distinct_traces for s in p.summaries)
 
-        return sorted(self.prompts, key=differing, reverse=True)  # of equal ones the first stays first
-
-    @property
-    def shown(self) -> list[Sample]:
-        """The prompts that are shown one by one: those that differ most, by their number."""
-        return sorted(self.ranked[:SAMPLES_MOST], key=lambda p: p.prompt)
+        # those that are shown: the ones that differ most, by their number
+        most = sorted(self.prompts, key=differing, reverse=True)[:SAMPLES_MOST]
+        self.shown = sorted(most, key=lambda p: p.prompt)
 
 
 def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
@@ -102,26 +92,29 @@ def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
 
 def _overall(samples: Samples, number: int) -> list[Block]:
     parts, shown, total = samples.overall, len(samples.shown), len(samples.prompts)
+    unit, measures = parts[0].unit, []
+    for o in parts:
+        mine = {
+            f"{unit}s": counted(o.prompts),
+            "completions (failed), rounds": f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
+            f"{unit}s whose logprob traces differ": _traces_text(o),
+            f"{unit}s whose texts differ": f"{o.differing_texts:,} of {o.prompts:,}",
+            f"pairs that differ, mean over {unit}s": _share(o.disagreement),
+            f"chance of a new text next, mean over {unit}s": _share(o.new),
+        }
+        measures.append(mine)
     made: list[Block] = [
-        Heading(f"All {plural(total, parts[0].unit)}", f"overall-{number}"),
-        _side_by_side([o.impl for o in parts], [_measures_of_all(o) for o in parts]),
-        Items(_comparison(parts)),
-        Details("One by one", _one_by_one(samples), only="mp"),
+        Heading(f"All {plural(total, unit)}", f"overall-{number}"),
+        _side_by_side([o.impl for o in parts], measures),
     ]
+    of = {o.impl: o for o in parts}
+    if {"stock", "invariant"} <= of.keys() and (c := compared(of["stock"], of["invariant"])).prompts > 1:
+        p = f"{c.p:.2g}" if c.p >= 1e-300 else "below 1e-300"
+        only = f"only under stock on {plural(c.only_first, unit)}, only under invariant on {c.only_second:,}"
+        made.append(Items([f"Texts differ {only}, of {c.prompts:,} (McNemar, exact: p = {p})."]))
     if shown < total:
         made.append(Paragraph(f"Shown one by one below: the {shown} that differ most.", "soft", "mp"))
     return made
-
-
-def _measures_of_all(o: PromptSet) -> dict[str, str]:
-    return {
-        f"{o.unit}s": counted(o.prompts),
-        "completions (failed), rounds": f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
-        f"{o.unit}s whose logprob traces differ": _traces_text(o),
-        f"{o.unit}s whose texts differ": f"{o.differing_texts:,} of {o.prompts:,}",
-        f"pairs that differ, mean over {o.unit}s": _share(o.disagreement),
-        f"chance of a new text next, mean over {o.unit}s": _share(o.new),
-    }
 
 
 def _side_by_side(impls: Sequence[str], measures: Sequence[Mapping[str, str]]) -> Table:
@@ -143,34 +136,6 @@ def _traces_text(o: PromptSet) -> str:
     if o.prompts < 2:
         return counts
     return f"{counts} (95% {percent_range(*o.share)} of {o.unit}s drawn like these, under such loads)"
-
-
-def _comparison(parts: Sequence[PromptSet]) -> list[str]:
-    """Of stock with invariant."""
-    of = {role_of(o.impl): o for o in reversed(parts)}
-    if not {Role.STOCK, Role.INVARIANT} <= of.keys():
-        return []
-    stock, c = of[Role.STOCK], compared(of[Role.STOCK], of[Role.INVARIANT])
-    p = f"{c.p:.2g}" if c.p >= 1e-300 else "below 1e-300"
-    said = (
-        f"Texts differ only under {stock.impl} on {plural(c.only_first, stock.unit)}, only under invariant on "
-        f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {p})."
-    )
-    return [said] if c.prompts > 1 else []
-
-
-def _one_by_one(samples: Samples) -> list[Block]:
-    rows: list[tuple[Inline, ...]] = []
-    for p in samples.ranked[:COMPLETIONS_MOST]:
-        cells = []
-        for s in (o.summaries.get(p.prompt) for o in samples.overall):
-            where = f", token {s.first_fork.index}" if s and s.first_fork else ""
-            cells.append(f"{s.distinct_completions:,} / {s.distinct_traces:,} of {s.n:,}{where}" if s else "–")
-        rows.append((str(p.prompt + 1), Bit(one_line(p.text, _TEXT)), *cells))
-    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first difference" for o in samples.overall))
-    left = len(samples.prompts) - len(rows)
-    more = f"… and {plural(left, samples.overall[0].unit)} that differ less."
-    return [Table(head, rows), *([Paragraph(more, "soft")] if left else [])]
 
 
 def _families(sample: Sample) -> list[Block]:
