@@ -15,16 +15,16 @@ from nondet.core.records import Role, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.diagnose.verdict import diagnosed_effect, traced_effect
 from nondet.errors import one_line
-from nondet.reports.axes import Effects, axes_blocks, axes_of
+from nondet.reports.axes import axes_blocks, axes_of
 from nondet.reports.bench import bench_blocks, bench_headline
 from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.endpoint import Servers, counts_alone, endpoint_blocks, machine_line
+from nondet.reports.endpoint import Servers, endpoint_blocks, machine_line
 from nondet.reports.mismatch import mismatch_blocks, training_blocks
 from nondet.reports.probes import probe_blocks, probes_of
 from nondet.reports.samples import Samples, sample_blocks
 from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
 from nondet.reports.traces import story, story_blocks, story_headline, trace_blocks, trace_headline
-from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
+from nondet.sampling.analysis import coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import is_replay, is_varied
@@ -128,21 +128,24 @@ def _gravest(verdicts: Sequence[Verdict]) -> Effect:
 
 
 class RunSection:
-    """One run file: what it has of each kind of record, gathered where it has any."""
+    """One run file: what it has of each kind of record, gathered where it has any. Raises UserError: its side file is
+    missing, malformed or another run's."""
 
-    def __init__(
-        self, run: Run, seen: Sequence[SampleSummary] = (), endpoint: Servers | None = None, axes: Effects | None = None
-    ) -> None:
-        self.run, self.endpoint, self.axes = run, endpoint, axes
+    def __init__(self, run: Run) -> None:
+        self.run, self.verdicts, self.problems = run, tuple(judge(run)), problems(run)
         self.name = one_line(Path(run.source).name.removesuffix(".gz") or "run", 120)
-        self.verdicts, self.problems = tuple(judge(run)), problems(run)
-        gap = f"; {endpoint.gap}" if endpoint and endpoint.gap else ""
-        self.headline = headline(run, self.verdicts) + gap
-        self.answer = one_line(headline(run, self.verdicts, brief=True) + gap, 900)  # for a page's head
-        self.sampled = Samples(run, seen) if seen else None
+        traces, pieces = side_file(run)
+        self.axes = axes_of(run, traces) if run.axis_values else {}
+        self.endpoint = Servers(run, traces) if is_endpoint(run) else None
+        # completions of many settings are not one sample
+        summaries = summarize_all(run, traces, pieces) if traces and not is_varied(run) else []
+        self.sampled = Samples(run, summaries) if summaries else None
         self.samples = self.sampled.prompts if self.sampled else []  # the prompts that completed anything
         self.story = story(run) if run.steps else None  # of a diagnosis
         self.probes = probes_of([r for r in run.rows if not is_replay(r)])
+        gap = f"; {self.endpoint.gap}" if self.endpoint and self.endpoint.gap else ""
+        self.headline = headline(run, self.verdicts) + gap
+        self.answer = one_line(headline(run, self.verdicts, brief=True) + gap, 900)  # for a page's head
         # whether it compares a sampler with a trainer, once or over steps of training
         self.is_of_trainer = bool(run.training_steps or run.mismatch_rollouts)
         # whether it tested a whole model or a server, not operators by themselves
@@ -230,7 +233,7 @@ class Report:
 
 def build(runs: Iterable[Run]) -> Report:
     """Gather everything. Raises UserError: the side file of a run is missing, malformed or another run's."""
-    return Report(tuple(map(_read, runs)))
+    return Report(tuple(map(RunSection, runs)))
 
 
 def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
@@ -240,16 +243,6 @@ def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
     traces, pieces = read_traces(Path(run.source))
     check_traces(run, traces)
     return traces, pieces
-
-
-def _read(run: Run) -> RunSection:
-    if is_varied(run):  # completions of many settings are not one sample
-        return RunSection(run, axes=axes_of(run, side_file(run)[0]) if run.axis_values else None)
-    traces, pieces = side_file(run)
-    summaries = summarize_all(run, traces, pieces) if traces else []
-    if is_endpoint(run):
-        return RunSection(run, [*map(counts_alone, summaries)], endpoint=Servers(run, traces))
-    return RunSection(run, summaries)
 
 
 def _blocks(report: Report, number: int) -> list[Block]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
 from nondet.reports.document import ALL, Bit, Block, Cells, Details, Heading, Paragraph, Table
 from nondet.reports.text import counted, environment_line, number
-from nondet.sampling.analysis import COUNTS, SampleSummary
 from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
 from nondet.verdict.served import ArmEvidence, evidence, subjects
 from nondet.verdict.wording import words
@@ -255,12 +253,6 @@ def _contract(run: Run, impls: Sequence[str]) -> list[Block]:
     note = "What a comparison assumes, checked before anything was sampled, one request at a time."
     table = Table(("contract", *(Bit(impl, "code") for impl in impls)), rows, ("", *("wide",) * len(impls)))
     return [Paragraph(said, only=ALL), Details("Contract", [Paragraph(note, "soft"), table])]
-
-
-def counts_alone(summary: SampleSummary) -> SampleSummary:
-    """A summary of a server's arms together, which are not one sample: what differs where, without a rate."""
-    bare = replace(summary.rate, low=0.0, high=1.0, method=COUNTS, rounds=0)
-    return replace(summary, rate=bare, disagreement=None, new_share=None, flips=None, k3=None)
 
 
 def _server_line(run: Run, impl: str) -> str:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
 from nondet.core.statistics import one_sided_bound, percent, percent_range
@@ -45,15 +45,15 @@ class Samples:
     """What completed, by prompt and, in `overall`, each implementation over several prompts."""
 
     def __init__(self, run: Run, summaries: Sequence[SampleSummary]) -> None:
-        order, plan = sort_impls(s.impl for s in summaries), run.header.plan
-        by_impl = sorted(summaries, key=lambda s: order.index(s.impl))
+        order, plan, served = sort_impls(s.impl for s in summaries), run.header.plan, is_endpoint(run)
+        counts = map(_counts_alone, summaries) if served else summaries
+        by_impl = sorted(counts, key=lambda s: order.index(s.impl))
         self.run, self.prompts, self.overall = run, list[Sample](), list[PromptSet]()
         for prompt, of in itertools.groupby(sorted(by_impl, key=lambda s: s.prompt), key=lambda s: s.prompt):
             mine = tuple(of)
             main = tuple(s for s in mine if role_of(s.impl) != Role.PART) or mine
             self.prompts.append(Sample(prompt, subject_name(plan, prompt), mine[0].prompt_text, mine, main))
-        # a server's arms are not one sample: each has its own bounds
-        if len(self.prompts) > 1 and not is_endpoint(run):
+        if len(self.prompts) > 1 and not served:
             rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
             self.overall = prompt_sets(by_impl, rounds, subject_unit(plan))
 
@@ -63,6 +63,12 @@ class Samples:
         # those that are shown: the ones that differ most, by their number
         most = sorted(self.prompts, key=differing, reverse=True)[:SAMPLES_MOST]
         self.shown = sorted(most, key=lambda p: p.prompt)
+
+
+def _counts_alone(summary: SampleSummary) -> SampleSummary:
+    """A server's arms together are not one sample: what differs where, without a rate."""
+    bare = replace(summary.rate, low=0.0, high=1.0, method=analysis.COUNTS, rounds=0)
+    return replace(summary, rate=bare, disagreement=None, new_share=None, flips=None, k3=None)
 
 
 def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
