@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, is_stock, sections
+from nondet.bench.summary import SLOW, Comparison, Section, is_stock, sections
 from nondet.core.records import Cell, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import short_kernel
@@ -40,11 +40,16 @@ def cell_label(cell: Cell, section: Section) -> str:
 
 def bench_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """The speeds, how they were timed, then each section: its plot, and a row for each case."""
-    listed, limits = sections(run), _limits_text(run)
-    made: list[Block] = [speed_table(listed)]
-    note = "One class: the bits of a row, or of a last query, are the same at every size that was timed."
-    made.append(Paragraph(f"{note} {limits}".rstrip(), "soft", ALL))
-    made.append(Paragraph(_method_text(run.cells), "soft"))
+    listed, note = (
+        sections(run),
+        "One class: the bits of a row, or of a last query, are the same at every size that was timed.",
+    )
+    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in run.limits]
+    if named:
+        note += f" Limits, measured in this run: {', '.join(named)}."
+    elif not all(cell.tokens or cell.bus_bytes for cell in run.cells):  # such as steps of the engine, which have none
+        note += " No limit was measured in this run."
+    made: list[Block] = [speed_table(listed), Paragraph(note, "soft", ALL), Paragraph(_method_text(run.cells), "soft")]
     for i, bench in enumerate(listed, 1):
         place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
         cells, plots, parts = plural(len(bench.cells), "cell"), bench_plots(bench), list[Block]()
@@ -63,7 +68,11 @@ def speed_table(listed: Sequence[Section]) -> Table:
     """A row for each implementation in each section, with its bits and stock's."""
     rows: list[Cells] = []
     for bench in listed:
-        speeds, alike = {s.impl: s for s in bench.summaries}, {b.impl: _bits_text(b, bench) for b in bench.bits}
+        speeds, kind = {s.impl: s for s in bench.summaries}, "group"
+        if bench.cells[0].flops and bench.cells[0].axis == "M":
+            kind = "weight shape"
+        failed = {b.impl: f" ({b.failed} not compared)" if b.failed else "" for b in bench.bits}
+        alike = {b.impl: f"{b.one_class} of {plural(b.groups, kind)}{failed[b.impl]}" for b in bench.bits}
         for impl in speeds or alike:
             named = (f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(impl, 60), "code"))
             speed: Cells = ("–",) * 4
@@ -127,20 +136,6 @@ def _kernel(timed: Timed) -> str:
     return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _bits_text(count: BitsCount, section: Section) -> str:
-    kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
-    failed = f" ({count.failed} not compared)" if count.failed else ""
-    return f"{count.one_class} of {plural(count.groups, kind)}{failed}"
-
-
-def _limits_text(run: Run) -> str:
-    """The limits of a run, as one sentence; empty where no case has one, such as steps of the engine."""
-    if not run.limits and all(cell.tokens or cell.bus_bytes for cell in run.cells):
-        return ""
-    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in run.limits]
-    return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
-
-
 def _method_text(cells: Sequence[Cell]) -> str:
     replays = sorted({len(t.samples_us) for c in cells for t in c.timed if t.samples_us})
     if not replays:
@@ -186,11 +181,11 @@ def bench_headline(run: Run) -> str:
     benches, parts = sections(run), []
     several = len({section.dtype for section in benches}) > 1
     for impl in dict.fromkeys(s.impl for section in benches for s in section.summaries):
-        named = [(s.mean, section) for section in benches for s in section.summaries if s.impl == impl]
-        means = [f"{one_line(s.name, 40)}{f' ({s.dtype})' if several else ''} {mean:.2f}" for mean, s in named]
+        timed = [(s.mean, section) for section in benches for s in section.summaries if s.impl == impl]
+        named = [(mean, f"{one_line(s.name, 40)}{f' ({s.dtype})' * several} {mean:.2f}") for mean, s in timed]
+        means = [text for _, text in named]
         if len(means) > _NAMED_MOST:
-            order = sorted(range(len(named)), key=lambda i: named[i][0])
-            means = [f"from {means[order[0]]} to {means[order[-1]]} in {len(means)} sections"]
+            means = [f"from {min(named)[1]} to {max(named)[1]} in {len(means)} sections"]
         rows = {r.key: r for section in benches for r in section.rows if r.impl == impl}.values()
         compared = [r.status for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
         alike = f"{compared.count(Status.IDENTICAL)} of {plural(len(compared), 'group')}"
