@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -177,10 +178,12 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     name = "<script>\x1b[2J|x`"
     diff = diff_runs(run_of(row([0, 0], case=name)), run_of(row([0, 1], case=name)))
     assert "\x1b" not in told(diff)
-    page = diff_html.markdown(diff, (name, name), {})
-    for text in (page, diff_html.render(diff, (name, name), {})):
+    page = diff_html.render(diff, (f"{name} first", f"{name} second"), {})
+    for text in (diff_html.markdown(diff, (name, name), {}), page):
         assert "<script>" not in text
         assert "\x1b" not in text
+    assert re.search(r'<p class="env">A: &lt;script&gt;\S+ first</p>\n<p class="env">B: \S+ second', page)
+    assert '<div class="layout plain">' in page, "as wide as a page: it has no contents"
 
 
 def test_varied_runs_are_held_against_each_other() -> None:
@@ -266,3 +269,14 @@ def test_implementations_are_told_in_the_order_of_the_first_run() -> None:
     before, after = (run_of(cells=[cell(1, *(timed(name, us) for name in names))]) for us in (10.0, 20.0))
     [change] = diff_runs(before, after).changes
     assert [what.rpartition(": ")[0] for what in change.what] == names
+
+
+def test_a_comparison_says_that_the_divergence_went(tmp_path: Path) -> None:
+    """First of all, and only where one of the two runs has it."""
+    before = sampled(tmp_path, impls=("stock",))
+    quiet = sampled(tmp_path, impls=("stock",), variants=lambda *_: ((), 0), name="after.jsonl")
+    pairs = ((before, quiet), (quiet, before), (before, before))
+    said, back, same = (diff_html.headline(diff_runs(a, b)) for a, b in pairs)
+    assert said.startswith("stock: batch-dependent in A, no divergence observed in B; ")
+    assert back.startswith("stock: no divergence observed in A, batch-dependent in B; ")
+    assert "in A, " not in same
