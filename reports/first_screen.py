@@ -133,9 +133,9 @@ def _of_servers(report: Report) -> list[Step]:
 
 
 def _stock_summaries(report: Report) -> list[tuple[RunSection, Sample, SampleSummary]]:
-    """Stock completions, the default backend before the others, the largest sample first."""
+    """Stock completions, run by run; the default backend before the others, the largest sample first."""
     rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in STOCK]
-    return sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n))
+    return sorted(rows, key=lambda row: (report.runs.index(row[0]), role_of(row[2].impl) != Role.STOCK, -row[2].n))
 
 
 def _culprits_of(*sections: RunSection) -> list[Culprit]:
@@ -404,12 +404,15 @@ class Suggestion(NamedTuple):
 
 class FirstScreen:
     """The answer, the run whose finding it is (`section`), chain, picture and next command; a bench has neither chain
-    nor picture. `effect` is None where that run holds neither a verdict nor times."""
+    nor picture. `effect` is None where that run holds neither a verdict nor times. Of several runs, chain and next
+    command are of this run, and of the others of its model and machine (`report`)."""
 
     def __init__(self, report: Report) -> None:
-        runs, self.report = report.runs, report
+        self.runs = runs = report.runs
         self.section = section = min(runs, key=_gravity)
-        self.run, self.command = runs[0].run, runs[0].run.header.command if len(runs) == 1 else ""
+        self.report = Report((section, *(r for r in runs if r is not section and _goes_with(r.run, section.run))))
+        self.run = section.run
+        self.command = self.run.header.command if len(self.report.runs) == 1 else ""
         self.effect, self.answer = section.effect, section.answer
         if all(r.run.cells for r in runs):
             self.effect = Effect.SPEED
@@ -417,12 +420,12 @@ class FirstScreen:
             self.answer = figures.findings_text(section.verdicts, 3)
         if self.effect is Effect.NONE and not all(r.run.complete for r in runs):
             self.effect = Effect.SO_FAR
-        self.answer = figures.sentence(self.answer)
+        self.answer = f"{section.name}: " * (len(runs) > 1) + figures.sentence(self.answer)
         self.diverged = self.effect is not None and self.effect.is_change
         # beside a model's answer, what other runs found of operators by themselves
         others = [r for r in runs if r is not section and not r.is_of_model and r.effect and r.effect.is_change]
-        isolated = [Step(ISOLATED, r.answer) for r in others] if section.is_of_model else []
-        self.steps = () if self.effect in (None, Effect.SPEED) else (*chain(report), *isolated)
+        isolated = [Step(ISOLATED, f"{r.name}: {r.answer}") for r in others] if section.is_of_model else []
+        self.steps = () if self.effect in (None, Effect.SPEED) else (*chain(self.report), *isolated)
         self.picture = None if self.effect is Effect.SPEED else _picture(section)
         self.next = next_command(self) if self.effect else Suggestion("", "")
         more = any(v.effect.is_change for v in section.defaults) or any(s.label == ISOLATED for s in self.steps)
@@ -432,7 +435,7 @@ class FirstScreen:
     def machines(self) -> list[str]:
         """What was tested, and where; each once."""
         lines = []
-        for r in self.report.runs:
+        for r in self.runs:
             here = figures.environment_line({k: r.run.header.environment.get(k) for k in ("gpu", "cpu", "torch")})
             for s in r.run.servers:
                 lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
@@ -462,6 +465,16 @@ class FirstScreen:
             command, why = Bit(one_line(self.next.command, 400), "code"), Bit(figures.sentence(self.next.why))
             made.append(Paragraph(("Next: ", command, ": ", why), only=MARKDOWN))
         return made
+
+
+def _goes_with(one: Run, other: Run) -> bool:
+    """Whether both are of one machine, and of one model if both are of any."""
+    machines, models = set(), set()
+    for run in (one, other):
+        model = run.header.plan.get("model")
+        models.add(str((model.get("name") if isinstance(model, dict) else model) or ""))
+        machines.add(str(run.header.environment.get("gpu") or run.header.environment.get("cpu") or ""))
+    return len(models - {""}) < 2 and len(machines - {""}) < 2
 
 
 def _gravity(r: RunSection) -> tuple[bool, int, bool, int, int]:

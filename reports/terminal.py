@@ -160,7 +160,7 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
 
 
 def _last_words(screen: FirstScreen, console: Console, *, next_too: bool) -> list[Text]:
-    words, runs = [], screen.report.runs
+    words, runs = [], screen.runs
     if next_too and screen.next.command:
         said = one_line(screen.next.command, 200)
         words.append(Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")))
@@ -175,7 +175,7 @@ def _last_words(screen: FirstScreen, console: Console, *, next_too: bool) -> lis
 
 def _body(screen: FirstScreen, console: Console) -> Iterator[RenderableType]:
     """Lines, the most important first: what does not fit is cut off at the end."""
-    runs = screen.report.runs
+    runs = screen.runs
     if len(runs) > 1:
         yield from renderables(screen.blocks, console, doc.BRIEF)
         for section in runs:

@@ -139,7 +139,10 @@ def test_a_bench_has_a_card_of_its_own() -> None:
     parting.rows[:] = [row([0, 1], probe="bench")]
     assert screen_of(parting).effect is Effect.SPEED
     beside = screen_of(parting, run_of(row([0, 0])))
-    assert (beside.effect, beside.answer) == (Effect.KERNELS, "stock: batch-dependent in 1 of 1 case (linear).")
+    assert (beside.effect, beside.answer) == (
+        Effect.KERNELS,
+        "probe.jsonl: stock: batch-dependent in 1 of 1 case (linear).",
+    )
 
 
 def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:

@@ -104,14 +104,6 @@ def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
     assert page.tags.count("mark") >= 4
 
 
-def test_several_runs_make_one_page(tmp_path: Path) -> None:
-    """A probe run and a sampled run stand one after the other, under one answer."""
-    page = check(render([run_of(*h200_sweep()), sampled(tmp_path)]))
-    assert page.tags.count("h1") == 1
-    assert page.tags.count("h2") == 2  # the runs
-    assert ("a", "href", "#sample-2-1") in page.attributes, "the contents lead to a part"
-
-
 def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
     """Scripts, handlers, escape codes, overrides and template syntax are text like any other."""
     page = check(render(hostile_runs(tmp_path)))
@@ -207,3 +199,23 @@ def test_backticks_become_code_and_nothing_else() -> None:
         ("K3 7.3e-05<br>", 'K3 <span class="whole">7.3e-05</span>&lt;br&gt;'),
     ):
         assert page.render(text=text, screen=None) == shown
+
+
+def test_several_runs_make_one_page(tmp_path: Path) -> None:
+    """Under one answer, which names its run, the chain and picture of that run; a run of another model has its headline
+    and its picture in its own part."""
+    run, other = sampled(tmp_path), sampled(tmp_path, n=30, name="other.jsonl")
+    run.header.plan["model"], other.header.plan["model"] = {"name": "m"}, {"name": "another"}
+    text = render([run_of(*h200_sweep()), other, run])
+    page = check(text)
+    assert page.tags.count("h1") == 1
+    assert page.tags.count("h2") == 3  # the runs
+    assert ("a", "href", "#sample-2-1") in page.attributes, "the contents lead to a part"
+    first, *parts = re.split(r'<section class="run"', text)
+    assert '<span class="answer">sample.jsonl: stock: 4 distinct completions of 60' in first
+    assert "<dd>stock diverges at token 5: of 60 completions" in first
+    assert "<dd>probe.jsonl: stock: batch-dependent in 1 of 1 case" in first
+    pictures = [re.findall(r'class="picture" .*?"Stock kernels: (\d+) requests', part) for part in (first, *parts)]
+    assert pictures == [["60"], [], ["30"], []]
+    heads = [re.findall(r'<p class="headline">.*? of (\d+)', part) for part in (first, *parts)]
+    assert heads == [[], ["1"], ["30"], ["60"]]
