@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nondet.core.records import Role, Row, Value, role_of
+from nondet.core.records import Row, Value
 from nondet.errors import one_line
 from nondet.reports.plots import WIDTH, Tick
 
@@ -67,17 +67,6 @@ class ClassInfo(NamedTuple):
     count: int
     ranges: str
     kernels: Sequence[Sequence[str]]
-
-
-def hue(impl: str, index: int = 0) -> int:
-    """The number of an implementation's colour: orange is stock's in every chart, and blue is invariant's."""
-    role = Role.STOCK if impl == "best stock" else role_of(impl)
-    return {Role.STOCK: 0, Role.BACKEND: 0, Role.INVARIANT: 1}.get(role, 2 + index % 2)
-
-
-def tint(label: int, row: Row | None = None) -> str:
-    """The colour of a class; the only class of a row has that of its implementation."""
-    return f"c{label % 8}" if row is None or row.distinct > 1 else f"r{hue(row.impl)}"
 
 
 def letter(label: int) -> str:

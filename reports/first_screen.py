@@ -18,7 +18,7 @@ from nondet.reports.classes import map_text, short_kernel
 from nondet.reports.content import STOCK, Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Paragraph
 from nondet.reports.mismatch import mismatch_figure, training_figure
-from nondet.reports.picture import Picture, card_of
+from nondet.reports.plots import Picture, card_of
 from nondet.reports.probes import Case
 from nondet.reports.samples import REMOVED, Sample, answers_of
 from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options, repeated

@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 
 from nondet.core.records import Run
 from nondet.errors import printable
-from nondet.reports import classes, document
+from nondet.reports import classes, document, plots
 from nondet.reports import text as figures
 from nondet.reports.content import build
 from nondet.reports.first_screen import FirstScreen
@@ -67,8 +67,8 @@ def _environment() -> jinja2.Environment:
     named = (
         document.bits, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, figures.counted,
-        figures.extras, figures.run_rate, figures.sentence, figures.shape_text, plural, classes.hue,
-        classes.span_path, classes.tint, unbroken,
+        figures.extras, figures.run_rate, figures.sentence, figures.shape_text, plural, plots.hue,
+        classes.span_path, plots.tint, unbroken,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in named})
     environment.filters.update(shown=lambda blocks: document.shown(blocks, document.PAGE))

@@ -13,8 +13,7 @@ from nondet.core.statistics import one_sided_bound, percent, percent_range
 from nondet.reports import text
 from nondet.reports.classes import letter
 from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Items, Paragraph, Table
-from nondet.reports.picture import answers_picture
-from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, linear, placed
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, answers_picture, linear, placed
 from nondet.reports.text import counted, number
 from nondet.sampling import analysis
 from nondet.sampling.analysis import DistinctCompletion, Interval, PromptSet, SampleSummary, compared, prompt_sets

@@ -19,11 +19,10 @@ from nondet.core.records import Row, Run
 from nondet.errors import UnknownNameError, UserError, one_line
 from nondet.reports import html
 from nondet.reports.bench import bench_plots
-from nondet.reports.classes import hue, letter, map_figures, tint
+from nondet.reports.classes import letter, map_figures
 from nondet.reports.content import side_file
 from nondet.reports.mismatch import mismatch_figure, training_figure
-from nondet.reports.picture import WIDE, Picture, answers_picture
-from nondet.reports.plots import WIDTH, Panel, Plot, Plots
+from nondet.reports.plots import WIDE, WIDTH, Panel, Picture, Plot, Plots, answers_picture, hue, tint
 from nondet.reports.probes import probes_of
 from nondet.reports.samples import Samples, curve_plots
 from nondet.reports.text import environment_line

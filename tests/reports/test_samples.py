@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nondet.core.statistics import round_interval
-from nondet.reports.picture import answers_picture, counts_text
-from nondet.reports.plots import Plot, Points
+from nondet.reports.plots import Plot, Points, answers_picture, counts_text
 from nondet.reports.samples import branch_of, curve_plots
 from nondet.reports.text import token
 from nondet.sampling.analysis import SampleSummary
