@@ -278,9 +278,11 @@ def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[
         if isinstance(mine, dict) and isinstance(theirs, dict):
             yield from _fields(mine, theirs, f"{prefix}{name}.")
         elif mine != theirs:
-            # names in order, as sets are written: only what the other lacks matters
-            if all(isinstance(x, list) and x == sorted(map(str, x)) for x in (mine, theirs)):
-                mine, theirs = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+            sets = [
+                x for x in (mine, theirs) if isinstance(x, list) and x == sorted(map(str, x))
+            ]  # as they are written
+            if len(sets) == 2:  # only what the other lacks matters
+                mine, theirs = (sorted(set(x) - set(y)) for x, y in (sets, sets[::-1]))
             yield Field(f"{prefix}{name}", mine, theirs)
 
 

@@ -60,7 +60,8 @@ class Segment(NamedTuple):
     kernels: int
 
 
-class ClassInfo(NamedTuple):
+@dataclass(frozen=True)
+class ClassInfo:
     """One class of one row: its values as text ("1-3, 8-15"; empty where not listed), and its sets of kernels."""
 
     label: int

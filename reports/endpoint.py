@@ -187,8 +187,8 @@ def machine_line(run: Run) -> str:
     return one_line(f"{', '.join(servers)} · requests sent from: {here}", 400) if servers else here
 
 
-_ARMS = ("arm", "requests", "texts", "traces", "other token", "first other logprob", "largest logprob gap")
-_ARMS += ("margin where tokens differ", "failed", "what proves the arm")
+_APART = ("other token", "first other logprob", "largest logprob gap", "margin where tokens differ", "failed")
+_ARMS = ("arm", "requests", "texts", "traces", *_APART, "what proves the arm")
 _ARMS_NOTE = (
     "Texts and traces: distinct ones. Positions: of the first token, or logprob, that differs from the most common "
     "solo answer. Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
@@ -205,7 +205,7 @@ def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
     made += _contract(run, impls)
     if named:
         rows = [(name, *arm.cells) for name, arm in named]
-        table = Table(_ARMS, rows, ("", *["cell"] * 9), unshown=_ARMS[4:9], clipped=True, only=ALL)
+        table = Table(_ARMS, rows, ("", *["cell"] * 9), unshown=_APART, clipped=True, only=ALL)
         made += [Heading("Arms", level=4), Paragraph(_ARMS_NOTE, "soft"), table, *_not_rounding(servers.arms)]
     listed = servers.comparisons
     if len(listed) > _COMPARISONS_MOST:

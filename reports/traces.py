@@ -52,7 +52,7 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
         if lines:
             place, toc = f"trace-{number}-{len(made) + 1}", "" if made else "trace"
             drawn = [replace(figure, id=f"{place}-pair") for figure in figures]
-            within = [Items(lines, only=ALL), *drawn, Details("details", [Items(details)])]
+            within: list[Block] = [Items(lines, only=ALL), *drawn, Details("details", [Items(details)])]
             made.append(Details(title, within, place, "", toc, opened=opened, only=ALL))
 
     last = run.trace_verdicts[-1:]
