@@ -84,14 +84,13 @@ def piece(text: str, token_id: int) -> str:
 
 def environment_line(environment: dict[str, Any]) -> str:
     """The machine in one line: the GPU or else the CPU, and what computes."""
-    device, threads = environment.get("gpu") or environment.get("cpu"), environment.get("num_threads")
-    parts = [str(device)] if device else []
-    if environment.get("gpu") is None and threads:
+    gpu, threads = environment.get("gpu"), environment.get("num_threads")
+    parts = [gpu or environment.get("cpu")]
+    if gpu is None and threads:
         parts.append(f"{threads} thread{'' if threads == 1 else 's'}")
-    named = {"torch": "torch", "triton": "Triton", "transformers": "transformers", "driver": "driver"}
-    for key, name in (named | {"commit": "commit"}).items():
-        parts += [f"{name} {environment[key]}"] if environment.get(key) else []
-    return one_line(" · ".join(parts), 400)
+    for key in ("torch", "triton", "transformers", "driver", "commit"):
+        parts.append(environment.get(key) and f"{key.replace('triton', 'Triton')} {environment[key]}")
+    return one_line(" · ".join(str(part) for part in parts if part), 400)
 
 
 def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
@@ -171,15 +170,13 @@ def probe_of_mine(row: Row, target: str) -> list[str]:
 def findings_text(
     verdicts: Sequence[Verdict], most: int = 5, said: Callable[[Verdict], str] = lambda verdict: verdict.brief
 ) -> str:
-    """Each implementation with its finding; of more than `most` stock, invariant and those that are not clean, if they
-    are no more than that. The others are counted."""
-    named = main = [v for v in verdicts if v.role in (Role.STOCK, Role.INVARIANT)]
-    if len(verdicts) <= most:
-        named = list(verdicts)
-    elif (hits := sum(v not in main and v.finding != Finding.CLEAN for v in verdicts)) + len(main) <= most and hits:
-        named = [v for v in verdicts if v in main or v.finding != Finding.CLEAN]
-    rest = Counter(v.finding for v in verdicts if named and v not in named)
-    parts = [f"{v.impl}: {said(v) or v.text}" for v in named or verdicts]
+    """Each implementation with its finding; of more than `most` stock, invariant and those that are not clean, if there
+    are any. The others are counted."""
+    main = [v for v in verdicts if v.role in (Role.STOCK, Role.INVARIANT)]
+    found = [v for v in verdicts if v not in main and v.finding != Finding.CLEAN]
+    named = [*main, *found][:most] if len(verdicts) > most and (main or found) else verdicts
+    rest = Counter(v.finding for v in verdicts if v not in named)
+    parts = [f"{v.impl}: {said(v) or v.text}" for v in named]
     return "; ".join([*parts, *(f"{plural(n, 'other')}: {finding}" for finding, n in rest.items())])
 
 
