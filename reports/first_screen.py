@@ -42,6 +42,7 @@ _PANELS_MOST = 2  # of plots on the first screen; the section has all
 _POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
 ISOLATED = "isolated"  # the label of what was found of operators by themselves
 NOT_RUN = "the invariant implementation was not run here"
+_OF_BATCHES = (Axis.BATCH, Axis.RUN)
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
 
 
@@ -176,10 +177,10 @@ def _token(report: Report) -> Step:
 def _fork_text(s: SampleSummary, fork: Fork) -> str:
     """Where completions of an implementation first differ, what they continue with, and how near that was."""
     tokens = [one_line(figures.token(b.text, b.token_id), 40) for b in fork.branches[:3]]
-    ways = []
-    for b, token in zip(fork.branches, tokens, strict=False):
-        same = f" (id {b.token_id})" if tokens.count(token) > 1 else ""
-        ways.append(f"{b.count:,} continue with {token}{same}")
+    ways = [
+        f"{b.count:,} continue with {token}{f' (id {b.token_id})' * (tokens.count(token) > 1)}"
+        for b, token in zip(fork.branches, tokens, strict=False)
+    ]
     near, margin = "", min((b.margin_min for b in fork.branches if b.margin_min is not None), default=None)
     if s.draws is not None:  # drawn tokens flip at a boundary between tokens, wherever the margin is
         near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
@@ -193,20 +194,19 @@ def _operator(report: Report) -> Step:
     for c in _culprits_of(*report.runs):
         # the pair that was traced need not be the completions whose token is named above
         ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
-        places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
-        # a record's own words; the next step names the kernels
-        before = c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
-        text = one_line(f"in the pair traced{ahead}: {before}", 320)
-        return Step("operator", text, known=bool(c.call), command="" if c.call else command)
+        # a record's own words, up to the kernels, which the next step names
+        ends = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
+        said = c.sentence[: min(ends)].rstrip(" ;,") if ends else c.sentence
+        text = one_line(f"in the pair traced{ahead}: {said}", 320)
+        return Step("operator", text, bool(c.call), "" if c.call else command)
     if any(r.run.culprits for r in report.runs):
-        return Step("operator", f"not named: {NOT_MET}", known=False, command=command)
+        return Step("operator", f"not named: {NOT_MET}", False, command)
     if cures := _cures(report):
         named = ", ".join(dict.fromkeys(family for family, _ in cures))
         return Step("operator", f"{named}: {REMOVED}, in {cures[0][1]:,} completions")
     if any(map(_is_drawn, report.runs)):
         return _of_drawn(report)
-    rows = _divergent_rows(report)
-    if rows:
+    if rows := _divergent_rows(report):
         named = ", ".join(one_line(operator, 40) for operator in [*dict.fromkeys(r.operator for r in rows)][:6])
         text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {named}"
         return Step("operator", text, known=not _stock_summaries(report), command=command)
@@ -228,19 +228,20 @@ def _is_drawn(section: RunSection) -> bool:
 
 def _of_drawn(report: Report) -> Step:
     """A trace is greedy: it explains logits that differ under a draw, but not a draw."""
-    differing = {s.impl for _, _, s in _stock_summaries(report) if s.distinct_traces > 1}
+    summaries = [s for _, _, s in _stock_summaries(report)]
+    differing = {s.impl for s in summaries if s.distinct_traces > 1}
     if differing - set(UNSEEDED):
         text = "not traced; a trace is greedy, and shows only what the logits do: here they differ under one draw"
-        return Step("operator", text, known=False, command=_trace_command(report))
+        return Step("operator", text, False, _trace_command(report))
     if not differing:
         return Step("operator", "nothing differs under one seed")
-    if seeded := sum(s.n for _, _, s in _stock_summaries(report) if s.impl == "stock-seeded"):
+    if seeded := sum(s.n for s in summaries if s.impl == "stock-seeded"):
         text = f"none seen: stock-seeded, with stock's logits, is identical in {seeded:,}; only the draw is left"
         return Step("operator", text)
     text = "not known: the engine's own draw changes texts whatever the logits; stock-seeded separates the two"
-    drawn = next(r.run.header.plan["sampling"] for r in report.runs if _is_drawn(r))
     command = _again(report, "sample", "--impl", "stock-seeded")
     if "--temperature" not in command:  # of a run that no command line began
+        drawn = next(r.run.header.plan["sampling"] for r in report.runs if _is_drawn(r))
         command += f" --temperature {drawn['temperature']:g}"
     return Step("operator", text, False, command)
 
@@ -308,11 +309,9 @@ def _tested_rows(report: Report) -> list[Row]:
 
 def _divergent_rows(report: Report) -> list[Row]:
     """Rows whose bits depend on the batch or the run: of the implementation that the answer is about, else of any."""
-    for rows in (_rows(report, Role.STOCK), _tested_rows(report), _rows(report)):
-        differ = [r for r in rows if (r.differs or r.replays_parted) and axis_of(r) in (Axis.BATCH, Axis.RUN)]
-        if differ:
-            return differ
-    return []
+    of_each = (_rows(report, Role.STOCK), _tested_rows(report), _rows(report))
+    differ = ([r for r in rows if (r.differs or r.replays_parted) and axis_of(r) in _OF_BATCHES] for rows in of_each)
+    return next(filter(None, differ), [])
 
 
 def _kernel(report: Report) -> Step:
@@ -387,12 +386,11 @@ def _cure(report: Report) -> list[Step]:
 def _cost(report: Report) -> Step:
     """The lowest fair ratio end to end, else the command that measures it."""
     speeds = [speed_ratio_of(r.run) for r in report.runs if r.samples or r.story]
-    measured = sorted((s for s in speeds if s is not None and not s.no_cost), key=lambda s: s.ratio)
-    if measured:
+    if measured := [s for s in speeds if s is not None and not s.no_cost]:
         lowest = f", the lowest of {len(measured)}" if len(measured) > 1 else ""
-        return Step("cost", f"{ratio_text(measured[0])}{lowest}")
+        return Step("cost", f"{ratio_text(min(measured, key=lambda s: s.ratio))}{lowest}")
     command = _again(report, "sample", "--turns", names=("--model", "--dtype", *MACHINE))
-    return Step("cost", "not measured", known=False, command=command)
+    return Step("cost", "not measured", False, command)
 
 
 class Suggestion(NamedTuple):
@@ -596,16 +594,14 @@ def _after_own(o: FirstScreen, own: Sequence[Row]) -> Suggestion:
 
 def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
     """The run's own command again, and what has to be fixed first: the first failure of `count`."""
-    header = section.run.header
-    words = figures.typed_words(header)
-    if words[:1] != [header.command]:  # a script's own, of a run that no command line began
-        words = [header.command]
+    command, words = section.run.header.command, figures.typed_words(section.run.header)
+    if words[:1] != [command]:  # a script's own, of a run that no command line began
+        words = [command]
     if {"--out", "-o"} & {*words} and "--force" not in words:
         words.append("--force")
     which = "the failure" if count == 1 else f"the first of {count:,} failures"
-    why = f"again, once {which} is mended: {problem.name}: {problem.reason}"
-    if "memory" in problem.reason.lower():
-        why += " (ask for smaller sizes, or free memory)"
+    more = " (ask for smaller sizes, or free memory)" if "memory" in problem.reason.lower() else ""
+    why = f"again, once {which} is mended: {problem.name}: {problem.reason}{more}"
     return Suggestion(shlex.join(["nondet", *words]), one_line(why, 320))
 
 
@@ -641,14 +637,12 @@ def _picture(section: RunSection) -> Figure | None:
     if section.is_of_trainer:
         drawn = training_figure(section.run) if section.run.training_steps else mismatch_figure(section.run)
         return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:_PANELS_MOST]), title="")
-    rows = [
-        r for r in _divergent_rows(Report((section,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH
-    ]
-    if rows:
+    found = _divergent_rows(Report((section,)))
+    if rows := [r for r in found if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]:
         chosen = clearest(rows)
-        cases = (case for p in section.probes for case in p.cases)
-        rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
-        shown = Case(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
+        cases = (case.rows for p in section.probes for case in p.cases)
+        beside = next(of for of in cases if any(row is chosen for row in of))
+        shown = Case(tuple(row for row in beside if row.impl in (chosen.impl, "invariant")))
         return Figure("family", (shown,), "fig-answer")
     return _answers(section, section.samples[0]) if section.samples else None
 
