@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -171,7 +171,6 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     figures = []
     for values, group in groups.items():
         marks, scale = _marks(values, group[0].varied)
-        ticks = _value_ticks(values, marks, {run[0].start for row in group for run in _stretches(row)[1:]})
         panels = []
         for row in group:
             high = 16.0 if row.distinct <= _NAMED_MOST else 6.0 if row.distinct <= 32 else 4.0
@@ -180,6 +179,7 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 for c in classes(row)
             ]
             panels.append({"row": row, "lanes": lanes})
+        ticks = _value_ticks(values, marks, group)
         figures.append({"panels": panels, "ticks": ticks, "axis": axis_name(group[0]), "scale": scale})
     return figures
 
@@ -210,7 +210,6 @@ class ProductMap:
         values = max((row.values for row in every), key=len)
         places = [WIDTH * math.log2(m) / math.log2(len(values) + 1) for m in range(1, len(values) + 2)]
         marks = list(itertools.pairwise(places))
-        borders = {run[0].start for row in every for run in _stretches(row)[1:]}
         panels = []
         for rows in self.rows.values():
             one = all(row.distinct == 1 and row.values == values for row in rows)
@@ -222,7 +221,7 @@ class ProductMap:
                 cells = [cell | {"words": f"{at}, {cell['words']}"} for cell in cells]
                 lanes.append({"name": "all" if one else f"{size:,}", "height": 16.0, "cells": cells})
             panels.append({"row": max(rows, key=lambda row: row.distinct), "lanes": lanes})
-        return {"panels": panels, "ticks": _value_ticks(values, marks, borders), "axis": "M", "scale": "log2 scale"}
+        return {"panels": panels, "ticks": _value_ticks(values, marks, every), "axis": "M", "scale": "log2 scale"}
 
 
 def product_map(rows: Sequence[Row]) -> ProductMap | None:
@@ -297,12 +296,13 @@ def span_path(cells: Sequence[tuple[float, float]], height: float) -> str:
     return "".join(f"M{left:.1f} 1H{right:.1f}V{height - 1:g}H{left:.1f}Z" for left, right in cells)
 
 
-def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], borders: Collection[int]) -> list[Tick]:
+def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], rows: Sequence[Row]) -> list[Tick]:
     """Those of borders first, then of the ends and of round values, as far as their texts have room."""
     ticks: list[Tick] = []
     count, named = len(values), any(isinstance(v, str) for v in values)
     if named and sum(len(str(v)) for v in values) > 60:
         return ticks  # names, not numbers: all of them or none
+    borders = {run[0].start for row in rows for run in _stretches(row)[1:]}
     wanted: Sequence[int] = range(count)
     if count > 12 and not named:
         wanted = range(0, count, -(-count // 8))

@@ -23,7 +23,7 @@ from nondet.reports.mismatch import mismatch_blocks, training_blocks
 from nondet.reports.probes import probe_blocks, probes_of
 from nondet.reports.samples import Samples, sample_blocks
 from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
-from nondet.reports.traces import story, story_blocks, story_headline, trace_blocks, trace_headline
+from nondet.reports.traces import Story, story_blocks, story_headline, trace_blocks, trace_headline
 from nondet.sampling.analysis import coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge
@@ -59,7 +59,7 @@ def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
     if run.cells:
         return bench_headline(run)
     if run.steps:
-        return story_headline(story(run))
+        return story_headline(Story(run))
     if own := trace_headline(run):
         return own
     if not verdicts:
@@ -141,7 +141,7 @@ class RunSection:
         summaries = summarize_all(run, traces, pieces) if traces and not is_varied(run) else []
         self.sampled = Samples(run, summaries) if summaries else None
         self.samples = self.sampled.prompts if self.sampled else []  # the prompts that completed anything
-        self.story = story(run) if run.steps else None  # of a diagnosis
+        self.story = Story(run) if run.steps else None  # of a diagnosis
         self.probes = probes_of([r for r in run.rows if not is_replay(r)])
         gap = f"; {self.endpoint.gap}" if self.endpoint and self.endpoint.gap else ""
         self.headline = headline(run, self.verdicts) + gap
@@ -209,21 +209,14 @@ class RunSection:
         return one_line(f"{done}{f' of {of}' * bool(of)}{f' on {on}' * bool(on)}", 120)
 
 
-@dataclass(frozen=True)
 class Report:
     """All runs of a report."""
 
-    runs: tuple[RunSection, ...]
-
-    @property
-    def folded(self) -> bool:
-        """Whether the report is so long that a page shows each part by its title and one sentence."""
-        return len(self.runs) > 1 or sum(len(p.families) for r in self.runs for p in r.probes) > 12
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return one_line("; ".join(dict.fromkeys(r.title for r in self.runs)), 200)
+    def __init__(self, runs: Sequence[RunSection]) -> None:
+        self.runs = runs
+        # so long that a page shows each part by its title and one sentence
+        self.folded = len(runs) > 1 or sum(len(p.families) for r in runs for p in r.probes) > 12
+        self.title = one_line("; ".join(dict.fromkeys(r.title for r in runs)), 200)
 
     @cached_property
     def blocks(self) -> list[list[Block]]:
@@ -233,7 +226,7 @@ class Report:
 
 def build(runs: Iterable[Run]) -> Report:
     """Gather everything. Raises UserError: the side file of a run is missing, malformed or another run's."""
-    return Report(tuple(map(RunSection, runs)))
+    return Report([*map(RunSection, runs)])
 
 
 def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:

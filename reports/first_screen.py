@@ -277,7 +277,7 @@ def _trace_command(report: Report) -> str:
         words += ["--impl", s.impl] if s.impl != "stock" and not _is_drawn(r) else []
         if not any("graphs=on" in word for word in figures.typed_words(r.run.header)):  # a graph can't be traced
             names.append("--load")
-        return _again(Report((r,)), "trace", *words, names=names)
+        return _again(Report([r]), "trace", *words, names=names)
     return _again(report, "trace", names=MODEL)
 
 
@@ -408,7 +408,7 @@ class FirstScreen:
     def __init__(self, report: Report) -> None:
         self.runs = runs = report.runs
         self.section = section = min(runs, key=_gravity)
-        self.report = Report((section, *(r for r in runs if r is not section and _goes_with(r.run, section.run))))
+        self.report = Report([section, *(r for r in runs if r is not section and _goes_with(r.run, section.run))])
         self.run = section.run
         self.command = self.run.header.command if len(self.report.runs) == 1 else ""
         self.effect, self.answer = section.effect, section.answer
@@ -637,12 +637,12 @@ def _picture(section: RunSection) -> Figure | None:
     if section.is_of_trainer:
         drawn = training_figure(section.run) if section.run.training_steps else mismatch_figure(section.run)
         return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:_PANELS_MOST]), title="")
-    found = _divergent_rows(Report((section,)))
+    found = _divergent_rows(Report([section]))
     if rows := [r for r in found if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]:
         chosen = clearest(rows)
         cases = (case.rows for p in section.probes for case in p.cases)
         beside = next(of for of in cases if any(row is chosen for row in of))
-        shown = Case(tuple(row for row in beside if row.impl in (chosen.impl, "invariant")))
+        shown = Case([row for row in beside if row.impl in (chosen.impl, "invariant")])
         return Figure("family", (shown,), "fig-answer")
     return _answers(section, section.samples[0]) if section.samples else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -35,68 +35,45 @@ _HOW_BAD = (
 _TREE_DEEP, _TREE_LINES = 8, 6  # steps to the right; lines of a tree on a terminal
 
 
-@dataclass(frozen=True)
 class Case:
     """One case under every implementation that ran it; the rows differ only in `impl` and their figures."""
 
-    rows: tuple[Row, ...]
-
-    @property
-    def head(self) -> Row:
-        """The row to read the case's own fields from."""
-        return self.rows[0]
-
-    @property
-    def differs(self) -> bool:
-        """Whether any implementation was inconsistent."""
-        return any(r.differs for r in self.rows)
-
-    @property
-    def axis(self) -> str:
-        """What the values are called."""
-        return axis_name(self.head)
-
-    @cached_property
-    def measured(self) -> tuple[Row, ...]:
-        """Rows that hold figures."""
-        return tuple(r for r in self.rows if r.measured)
-
-    @cached_property
-    def is_map(self) -> bool:
-        """Whether it is a line of a product's map."""
-        return product_map(self.measured) is not None
-
-    @property
-    def title(self) -> str:
-        """Its name without the kind of input."""
-        return one_line(self.head.case.removesuffix(f", {self.head.inputs}"), 400)
+    def __init__(self, rows: Sequence[Row]) -> None:
+        order = sort_impls(r.impl for r in rows)
+        self.rows = sorted(rows, key=lambda r: order.index(r.impl))
+        self.head = head = self.rows[0]  # to read the case's own fields from
+        self.measured = [r for r in self.rows if r.measured]
+        self.differs = any(r.differs for r in rows)
+        self.axis = axis_name(head)  # what the values are called
+        self.is_map = product_map(self.measured) is not None  # a line of one
+        self.title = one_line(head.case.removesuffix(f", {head.inputs}"), 400)
 
 
 Family = tuple[Case, ...]  # cases that differ only in the kind of input: tabs of one figure
 
 
-@dataclass(frozen=True)
 class Probe:
     """One probe's cases, in the order of the run file; demonstrations come after measurements."""
 
-    name: str
-    cases: tuple[Case, ...]
-
-    @property
-    def demonstration(self) -> bool:
-        """Whether it shows a cause on purpose, and is not a finding about a library."""
-        return all(c.head.demonstration for c in self.cases)
+    def __init__(self, name: str, cases: Sequence[Case]) -> None:
+        self.name, self.cases = name, cases
+        # it shows a cause on purpose, and is not a finding about a library
+        self.demonstration = all(c.head.demonstration for c in cases)
+        self.differing = [c for c in cases if c.differs]
+        # a case that was not measured is a problem, not a result
+        self.clean = [c for c in cases if c.measured and not c.differs]
+        # counts of verdicts, which add up to the run's
+        self.summary = findings_text(judge_rows([r for c in cases for r in c.measured])) or "nothing was measured"
 
     @cached_property
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> list[Family]:
         """The cases that were measured, those of one question on several inputs together; differing ones first."""
         grouped: dict[tuple[str, str, str, str], list[Case]] = {}
         for case in self.cases:
             if case.measured and not case.is_map:
                 head = case.head
                 grouped.setdefault((case.title, head.dtype, head.device, head.varied), []).append(case)
-        families = map(tuple[Case, ...], grouped.values())
-        return tuple(sorted(families, key=lambda family: not any(c.differs for c in family)))
+        return sorted(map(tuple[Case, ...], grouped.values()), key=lambda family: not any(c.differs for c in family))
 
     @cached_property
     def maps(self) -> list[tuple[str, ProductMap]]:
@@ -111,34 +88,14 @@ class Probe:
                 grouped.setdefault(one_line(title, 200), []).extend(case.measured)
         return [(title, drawn) for title, rows in grouped.items() if (drawn := product_map(rows))]
 
-    @cached_property
-    def differing(self) -> tuple[Case, ...]:
-        """Cases in which an implementation was inconsistent."""
-        return tuple(c for c in self.cases if c.differs)
-
-    @cached_property
-    def clean(self) -> tuple[Case, ...]:
-        """Cases that were measured and consistent. A case that was not measured is a problem, not a result."""
-        return tuple(c for c in self.cases if c.measured and not c.differs)
-
-    @property
-    def summary(self) -> str:
-        """ "stock: batch-dependent in 3 of 8 cases; invariant: ...": counts of verdicts, which add up to the run's."""
-        return findings_text(judge_rows([r for c in self.cases for r in c.measured])) or "nothing was measured"
-
 
 def probes_of(rows: Sequence[Row]) -> list[Probe]:
     """Each probe with its cases, demonstrations last."""
     grouped: dict[str, dict[tuple[str, str, str], list[Row]]] = {}
     for row in rows:
         grouped.setdefault(row.probe, {}).setdefault((row.case, row.dtype, row.device), []).append(row)
-    probes = [Probe(name, tuple(Case(_by_impl(of)) for of in cases.values())) for name, cases in grouped.items()]
+    probes = [Probe(name, [*map(Case, cases.values())]) for name, cases in grouped.items()]
     return sorted(probes, key=lambda p: p.demonstration)
-
-
-def _by_impl(rows: list[Row]) -> tuple[Row, ...]:
-    order = sort_impls(r.impl for r in rows)
-    return tuple(sorted(rows, key=lambda r: order.index(r.impl)))
 
 
 def probe_blocks(probes: Sequence[Probe], number: int, opened: bool) -> list[Block]:

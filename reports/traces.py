@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import msgspec
@@ -146,36 +146,27 @@ def _details(culprit: Culprit) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
 class Story:
-    """What a diagnosis found, how, and its limits: what was not tested, or has no answer."""
+    """What `nondet diagnose` found, how, and its limits: what was not tested, or has no answer. A run that was stopped
+    gives what it reached."""
 
-    run: Run
-    finding: str
-    answers: Mapping[str, str]  # question -> answer of the verdict; no entry where the question did not arise
-    steps: Sequence[Step]  # the steps, in the words of their answers
-    limits: Sequence[str]
-
-    @property
-    def cured(self) -> bool:
-        """Whether the invariant implementation was seen to leave no divergence."""
-        return any(s.name == "cure" and s.outcome == "yes" for s in self.steps)
-
-
-def story(run: Run) -> Story:
-    """The story of a run of `nondet diagnose`. A run that was stopped gives what it reached."""
-    cost = diagnosed_cost(run)
-    steps = []
-    for s in run.steps:
-        sentence = _batch_again(run, s) if s.name == "batch" else s.sentence
-        sentence = (cost.rstrip(".") or sentence) if s.name == "cost" else sentence
-        steps.append(msgspec.structs.replace(s, sentence=_without_trees(sentence, run)))
-    anew = conclude(msgspec.structs.replace(run, steps=steps))  # in the words and by the formulas of this version
-    verdict = next((d for d in run.diagnoses[-1:] if d.finding != anew.finding), anew)
-    answers = {name.capitalize(): getattr(verdict, name) for name in ("whether", "where", "why", "cure", "cost")}
-    answers["Cost"] = cost or verdict.cost
-    said = {name: _without_trees(text, run) for name, text in answers.items() if text}
-    return Story(run, verdict.finding, said, steps, verdict.limits)
+    def __init__(self, run: Run) -> None:
+        self.run, cost = run, diagnosed_cost(run)
+        self.steps = []  # in the words of their answers
+        for s in run.steps:
+            sentence = _batch_again(run, s) if s.name == "batch" else s.sentence
+            sentence = (cost.rstrip(".") or sentence) if s.name == "cost" else sentence
+            self.steps.append(msgspec.structs.replace(s, sentence=_without_trees(sentence, run)))
+        # in the words and by the formulas of this version
+        anew = conclude(msgspec.structs.replace(run, steps=self.steps))
+        verdict = next((d for d in run.diagnoses[-1:] if d.finding != anew.finding), anew)
+        answers = {name.capitalize(): getattr(verdict, name) for name in ("whether", "where", "why", "cure", "cost")}
+        answers["Cost"] = cost or verdict.cost
+        # question -> answer; no entry where the question did not arise
+        self.answers = {name: _without_trees(text, run) for name, text in answers.items() if text}
+        self.finding, self.limits = verdict.finding, verdict.limits
+        # whether the invariant implementation was seen to leave no divergence
+        self.cured = any(s.name == "cure" and s.outcome == "yes" for s in self.steps)
 
 
 def _batch_again(run: Run, batch: Step) -> str:

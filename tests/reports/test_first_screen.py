@@ -26,7 +26,7 @@ from nondet.reports.content import Report, build, headline
 from nondet.reports.first_screen import PROBE_OF, chain, clearest
 from nondet.reports.first_screen import Step as Link
 from nondet.reports.text import probe_of_mine
-from nondet.reports.traces import story, story_headline
+from nondet.reports.traces import Story, story_headline
 from nondet.sampling.analysis import speed_ratio_of
 from nondet.verdict.rows import judge_rows
 from tests.build import failed, h200_sweep, row, run_of, sampled, six_rounds, stock_parts
@@ -160,20 +160,20 @@ NAMED = traced("batch-dependent", ("repeat", "identical"))
 def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
     """Run-to-run is no fault of the call that a trace found between batches, each arm of which came again equal."""
     innocent = diagnosis(PARTED | {"run": "no"}, **NAMED)
-    assert "linear" not in story_headline(story(innocent))
+    assert "linear" not in story_headline(Story(innocent))
     told = said(innocent)
     assert "not named" in told["operator"][0]
     assert "linear" not in told["operator"][0]
     assert told["operator"][1] == "nondet trace"
     assert told["kernel"][1] == "nondet probe matmul attention"
-    why = story(innocent).answers["Why"]
+    why = Story(innocent).answers["Why"]
     assert why.startswith("No operator could be named: each arm was bit-identical when it was repeated")
     for found in (traced("run-to-run"), traced("batch-dependent", ("repeat", "divergent"))):
         diagnosed = diagnosis(PARTED | {"run": "no"}, **found)
-        assert story_headline(story(diagnosed)).startswith("Run-to-run nondeterministic: ")
-        assert story_headline(story(diagnosed)).endswith("; the first operator to differ is `linear` of m")
+        assert story_headline(Story(diagnosed)).startswith("Run-to-run nondeterministic: ")
+        assert story_headline(Story(diagnosed)).endswith("; the first operator to differ is `linear` of m")
         assert said(diagnosed)["operator"] == ("in the pair traced: it parts", "")
-    batch = story_headline(story(diagnosis(PARTED, **NAMED)))
+    batch = story_headline(Story(diagnosis(PARTED, **NAMED)))
     assert batch == "Batch-dependent: what batch found; the first operator to differ is `linear` of m"
 
 
