@@ -8,8 +8,8 @@ with logprob bits), which are valid across runs and machines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,28 +29,42 @@ _LIST_MOST = 6
 _ABOUT = (records.AxisValue, records.Limit, records.ServerSeen)
 _LEFT_OUT = ("completions", "rounds", "tapes")  # compared by themselves, or what completions came from
 
+Group = tuple[str, str, str]  # a prompt, an implementation, an arm
 
-@dataclass(frozen=True)
+
 class CompletionDiff:
     """The completions of one prompt under one implementation, in one arm, in both runs."""
 
-    prompt: str
-    impl: str
-    arm: str
-    reason: str = ""  # why they can't be compared; empty where they can
-    failed_a: int = 0  # those that failed, counted even where there is a reason
-    failed_b: int = 0
-    n_a: int = 0  # those that succeeded
-    n_b: int = 0
-    # digests of tokens, and of traces -> (how many in A, how many in B)
-    tokens: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    traces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    with_logprobs: bool = True  # whether traces hold logprobs in both runs; else only tokens were compared
-    # requests of one name in both runs; those with equal digests; equal ones that ended for another reason
-    pairs: int = 0
-    tokens_alike: int = 0
-    traces_alike: int = 0
-    ended_otherwise: int = 0
+    def __init__(
+        self, group: Group, reason: str, a: list[Completion], b: list[Completion], *, with_logprobs: bool
+    ) -> None:
+        self.prompt, self.impl, self.arm = group
+        self.reason = reason  # why they can't be compared; empty where they can
+        good_a, good_b = successful(a), successful(b)
+        self.failed_a, self.failed_b = len(a) - len(good_a), len(b) - len(good_b)  # even where there is a reason
+        if reason:
+            good_a, good_b = [], []
+        self.n_a, self.n_b = len(good_a), len(good_b)
+        # whether traces hold logprobs in both runs; else only tokens were compared
+        self.with_logprobs = with_logprobs or bool(reason)
+
+        def digest(c: Completion) -> str:
+            return c.trace if with_logprobs else c.tokens_digest
+
+        def counts(digest_of: Callable[[Completion], str]) -> dict[str, tuple[int, int]]:
+            in_a, in_b = (Counter(map(digest_of, good)) for good in (good_a, good_b))
+            return {name: (in_a[name], in_b[name]) for name in in_a | in_b}
+
+        # digests -> (how many in A, how many in B)
+        self.tokens, self.traces = counts(lambda c: c.tokens_digest), counts(digest)
+        theirs = {c.request: c for c in good_b}
+        pairs = [(c, theirs[c.request]) for c in {c.request: c for c in good_a}.values() if c.request in theirs]
+        alike = [(x, y) for x, y in pairs if digest(x) == digest(y)]
+        # requests of one name in both runs; those with equal digests; equal ones that ended for another reason
+        self.pairs = len(pairs)
+        self.tokens_alike = sum(x.tokens_digest == y.tokens_digest for x, y in pairs)
+        self.traces_alike = len(alike) if with_logprobs else 0
+        self.ended_otherwise = sum(x.finish != y.finish for x, y in alike)
 
     @property
     def same(self) -> bool:
@@ -70,23 +84,21 @@ def compare_completions(a: Run, b: Run) -> Iterator[CompletionDiff]:
     """Every prompt, implementation and arm that either run has."""
     of_all = _other_settings(a, b)
     mine, theirs = _groups(a), _groups(b)
-    for prompt, impl, arm in dict.fromkeys([*mine, *theirs]):
-        x, y = (of.get((prompt, impl, arm), []) for of in (mine, theirs))
-        good_a, good_b = successful(x), successful(y)
-        (ids_a, logprobs_a), (ids_b, logprobs_b) = (_known_by(run, impl) for run in (a, b))
+    for group in dict.fromkeys([*mine, *theirs]):
+        x, y = mine.get(group, []), theirs.get(group, [])
+        (ids_a, logprobs_a), (ids_b, logprobs_b) = (_known_by(run, group[1]) for run in (a, b))
         if not x or not y:
             reason = f"only {'A' if x else 'B'} has completions of it"
         elif not of_all and ids_a != ids_b:
             reason = f"they are known by {ids_a} in A and by {ids_b} in B"
         else:
-            reason = of_all or ("" if good_a and good_b else "one run has none that succeeded")
-        diff = CompletionDiff(prompt, impl, arm, reason, len(x) - len(good_a), len(y) - len(good_b))
-        yield diff if reason else _counted(diff, good_a, good_b, logprobs_a and logprobs_b)
+            reason = of_all or ("" if successful(x) and successful(y) else "one run has none that succeeded")
+        yield CompletionDiff(group, reason, x, y, with_logprobs=logprobs_a and logprobs_b)
 
 
-def _groups(run: Run) -> dict[tuple[str, str, str], list[Completion]]:
+def _groups(run: Run) -> dict[Group, list[Completion]]:
     prompts = run.header.plan.get("prompts", [])
-    groups: dict[tuple[str, str, str], list[Completion]] = {}
+    groups: dict[Group, list[Completion]] = {}
     for completion in run.completions:
         prompt = prompts[completion.prompt]
         seed = f" [seed {prompt['seed']}]" if prompt.get("seed") is not None else ""
@@ -112,31 +124,6 @@ def _known_by(run: Run, impl: str) -> tuple[str, bool]:
     """How tokens are identified (by ids in a run of ours), and whether there are logprobs."""
     server = next((s for s in run.servers if s.impl == impl), None)
     return ("ids", True) if server is None else (server.known_by, server.logprobs)
-
-
-def _counted(diff: CompletionDiff, a: list[Completion], b: list[Completion], with_logprobs: bool) -> CompletionDiff:
-    def digest(c: Completion) -> str:  # without logprobs in both, traces are not comparable, only tokens
-        return c.trace if with_logprobs else c.tokens_digest
-
-    def both(digest_of: Callable[[Completion], str]) -> dict[str, tuple[int, int]]:
-        in_a, in_b = (Counter(map(digest_of, group)) for group in (a, b))
-        return {name: (in_a[name], in_b[name]) for name in in_a | in_b}
-
-    theirs = {c.request: c for c in b}
-    pairs = [(c, theirs[c.request]) for c in {c.request: c for c in a}.values() if c.request in theirs]
-    alike = [(x, y) for x, y in pairs if digest(x) == digest(y)]
-    return replace(
-        diff,
-        n_a=len(a),
-        n_b=len(b),
-        tokens=both(lambda c: c.tokens_digest),
-        traces=both(digest),
-        with_logprobs=with_logprobs,
-        pairs=len(pairs),
-        tokens_alike=sum(x.tokens_digest == y.tokens_digest for x, y in pairs),
-        traces_alike=len(alike) if with_logprobs else 0,
-        ended_otherwise=sum(x.finish != y.finish for x, y in alike),
-    )
 
 
 @dataclass(frozen=True)
@@ -173,73 +160,40 @@ class Kind:
     only_b: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class RunDiff:
-    """Everything about two runs."""
-
-    environment: tuple[Field, ...]
-    plan: tuple[Field, ...]
-    kinds: tuple[Kind, ...]
-    changes: tuple[Change, ...]
-    completions: tuple[CompletionDiff, ...]
-    notes: tuple[str, ...]
-    verdicts: tuple[str, ...] = ()  # of implementations that diverge in one run only
-
-    @property
-    def worse(self) -> int:
-        """Records that got worse."""
-        return sum(change.worse for change in self.changes)
-
-    @property
-    def differing(self) -> list[CompletionDiff]:
-        """Groups of completions that were compared and are not the same set."""
-        return [c for c in self.completions if not c.reason and not c.same]
-
-    @property
-    def failed_more(self) -> int:
-        """Groups of completions of which more failed in B than in A."""
-        return sum(c.failed_b > c.failed_a for c in self.completions)
-
-    @property
-    def held(self) -> bool:
-        """Whether anything could be compared: completions, or records that both runs measured."""
-        return any(kind.measured for kind in self.kinds) or any(not c.reason for c in self.completions)
-
-    @property
-    def compared(self) -> bool:
-        """Whether "no change" is justified: every group of completions was compared; without any, some record."""
-        return all(not c.reason for c in self.completions) if self.completions else self.held
-
-
-def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
-    """Match the records of two runs by key: of A only those of `impl`, if given, of B those of `against`, or of the
+    """Two runs, their records matched by key: of A only those of `impl`, if given, of B those of `against`, or of the
     same one. Raises UnknownNameError: a run holds nothing of that implementation."""
-    if impl:
-        a, b = _of(a, impl, impl), _of(b, against or impl, impl)
-    names = [
-        name for name in records.RECORDS.values() if name not in _LEFT_OUT and (getattr(a, name) or getattr(b, name))
-    ]
-    found = [_kind(name, getattr(a, name), getattr(b, name)) for name in names]
-    notes = []
-    if any(kind.name in ("rows", "cells") and kind.matched for kind, _ in found):
-        notes.append(
-            "A run file stores which sizes gave equal bits, not the bits themselves. Two runs can both be consistent "
-            "and still differ from each other."
-        )
-    if impl and against and impl != against:
-        notes.append(f"Records of {impl} in A are compared with those of {against} in B.")
-    notes += [f"{name} did not finish." for name, run in (("A", a), ("B", b)) if not run.complete]
-    plans = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
-    changes = [change for _, changes in found for change in changes]
-    return RunDiff(
-        environment=tuple(_fields(a.header.environment, b.header.environment)),
-        plan=tuple(_fields(plans[0], plans[1])),
-        kinds=tuple(kind for kind, _ in found),
-        changes=tuple(sorted(changes, key=lambda change: (not change.worse, not change.better))),
-        completions=tuple(compare_completions(a, b)),
-        notes=tuple(notes),
-        verdicts=tuple(_verdicts(a, b)),
-    )
+
+    def __init__(self, a: Run, b: Run, *, impl: str = "", against: str = "") -> None:
+        if impl:
+            a, b = _of(a, impl, impl), _of(b, against or impl, impl)
+        names = [n for n in records.RECORDS.values() if n not in _LEFT_OUT and (getattr(a, n) or getattr(b, n))]
+        found = [_kind(name, getattr(a, name), getattr(b, name)) for name in names]
+        self.kinds = [kind for kind, _ in found]
+        changes = [change for _, changes in found for change in changes]
+        self.changes = sorted(changes, key=lambda change: (not change.worse, not change.better))
+        self.completions = list(compare_completions(a, b))
+        self.environment = list(_fields(a.header.environment, b.header.environment))
+        plans = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
+        self.plan = list(_fields(plans[0], plans[1]))
+        self.verdicts = list(_verdicts(a, b))  # of implementations that diverge in one run only
+        self.notes = []
+        if any(kind.name in ("rows", "cells") and kind.matched for kind in self.kinds):
+            self.notes.append(
+                "A run file stores which sizes gave equal bits, not the bits themselves. Two runs can both be "
+                "consistent and still differ from each other."
+            )
+        if impl and against and impl != against:
+            self.notes.append(f"Records of {impl} in A are compared with those of {against} in B.")
+        self.notes += [f"{name} did not finish." for name, run in (("A", a), ("B", b)) if not run.complete]
+        self.worse = sum(change.worse for change in self.changes)  # records that got worse
+        # groups of completions that were compared and are not the same set; those of which more failed in B than in A
+        self.differing = [c for c in self.completions if not c.reason and not c.same]
+        self.failed_more = sum(c.failed_b > c.failed_a for c in self.completions)
+        # whether anything could be compared: completions, or records that both runs measured
+        self.held = any(kind.measured for kind in self.kinds) or any(not c.reason for c in self.completions)
+        # whether "no change" is justified: every group of completions was compared; without any, some record
+        self.compared = all(not c.reason for c in self.completions) if self.completions else self.held
 
 
 def _verdicts(a: Run, b: Run) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -138,10 +137,13 @@ def markdown(diff: RunDiff, names: Names, firsts: Firsts) -> str:
 
 def as_json(diff: RunDiff, names: Names, firsts: Firsts) -> str:
     """One JSON object on a line."""
-    data = asdict(diff) | {"a": names[0], "b": names[1], "headline": headline(diff)}
-    for i, group in enumerate(data["completions"]):
-        group["first_divergence"] = dict(zip(("token", "logprob"), firsts.get(i) or (None, None), strict=True))
-    return json.dumps(data, ensure_ascii=True)
+    data = {name: list(map(vars, getattr(diff, name))) for name in ("environment", "plan", "kinds", "changes")}
+    data["completions"] = [
+        vars(c) | {"first_divergence": dict(zip(("token", "logprob"), firsts.get(i) or (None, None), strict=True))}
+        for i, c in enumerate(diff.completions)
+    ]
+    more = {"notes": diff.notes, "verdicts": diff.verdicts, "a": names[0], "b": names[1], "headline": headline(diff)}
+    return json.dumps(data | more, ensure_ascii=True)
 
 
 def render(diff: RunDiff, names: Names, firsts: Firsts) -> str:
