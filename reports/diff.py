@@ -139,7 +139,7 @@ def as_json(diff: RunDiff, names: Names, firsts: Firsts) -> str:
     """One JSON object on a line."""
     data = {name: list(map(vars, getattr(diff, name))) for name in ("environment", "plan", "kinds", "changes")}
     data["completions"] = [
-        vars(c) | {"first_divergence": dict(zip(("token", "logprob"), firsts.get(i) or (None, None), strict=True))}
+        {**vars(c), "first_divergence": dict(zip(("token", "logprob"), firsts.get(i) or (None, None), strict=True))}
         for i, c in enumerate(diff.completions)
     ]
     more = {"notes": diff.notes, "verdicts": diff.verdicts, "a": names[0], "b": names[1], "headline": headline(diff)}

@@ -170,13 +170,15 @@ def probe_of_mine(row: Row, target: str) -> list[str]:
 def findings_text(
     verdicts: Sequence[Verdict], most: int = 5, said: Callable[[Verdict], str] = lambda verdict: verdict.brief
 ) -> str:
-    """Each implementation with its finding; of more than `most` stock, invariant and those that are not clean, if there
-    are any. The others are counted."""
+    """Each implementation with its finding; of more than `most` stock, invariant and those that are not clean, if they
+    are no more than that. The others are counted."""
     main = [v for v in verdicts if v.role in (Role.STOCK, Role.INVARIANT)]
     found = [v for v in verdicts if v not in main and v.finding != Finding.CLEAN]
-    named = [*main, *found][:most] if len(verdicts) > most and (main or found) else verdicts
-    rest = Counter(v.finding for v in verdicts if v not in named)
-    parts = [f"{v.impl}: {said(v) or v.text}" for v in named]
+    named = verdicts
+    if len(verdicts) > most:
+        named = [*main, *found] if len(main) + len(found) <= most else main
+    rest = Counter(v.finding for v in verdicts if named and v not in named)
+    parts = [f"{v.impl}: {said(v) or v.text}" for v in named or verdicts]
     return "; ".join([*parts, *(f"{plural(n, 'other')}: {finding}" for finding, n in rest.items())])
 
 

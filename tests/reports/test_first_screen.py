@@ -147,7 +147,9 @@ def test_the_chain_of_what_was_varied_and_of_servers() -> None:
     ]:
         report: Any = build([run_of(row([0, 0]))])
         for i, (held, first, count) in enumerate(lines):
-            tally: Any = SimpleNamespace(held=held, tried=True, moved=count - 1, traces_within=count)
+            tally: Any = SimpleNamespace(
+                held=held, tried=True, moved=count - 1, traces_within=count, values=(), idle=()
+            )
             report.runs[0].axes[str(i)] = {"stock": AxisEffect("stock", tally, first)}
         assert steps_of(report)["token"].text == text
     report.runs[0].endpoint = SimpleNamespace(differences=[f"s{i}: bits" for i in range(4)], cure="not tried")
