@@ -134,7 +134,10 @@ class RunSection:
     def __init__(self, run: Run) -> None:
         self.run, self.verdicts, self.problems = run, tuple(judge(run)), problems(run)
         self.name = one_line(Path(run.source).name.removesuffix(".gz") or "run", 120)
-        traces, pieces = side_file(run)
+        traces, pieces = dict[str, Trace](), dict[int, str]()
+        if any(c.status == "ok" for c in run.completions):
+            traces, pieces = read_traces(Path(run.source))
+            check_traces(run, traces)
         self.axes = axes_of(run, traces) if run.axis_values else {}
         self.endpoint = Servers(run, traces) if is_endpoint(run) else None
         # completions of many settings are not one sample
@@ -227,15 +230,6 @@ class Report:
 def build(runs: Iterable[Run]) -> Report:
     """Gather everything. Raises UserError: the side file of a run is missing, malformed or another run's."""
     return Report([*map(RunSection, runs)])
-
-
-def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
-    """Traces and tokens' texts, of a run that has a side file."""
-    if not any(c.status == "ok" for c in run.completions):
-        return {}, {}
-    traces, pieces = read_traces(Path(run.source))
-    check_traces(run, traces)
-    return traces, pieces
 
 
 def _blocks(report: Report, number: int) -> list[Block]:

@@ -275,10 +275,8 @@ def _fork(s: SampleSummary) -> list[Block]:
         rows.append((token, str(b.token_id), _of_all(b.count, s), margin, continues))
     head = ("token", "id", "completions", "top-1 − top-2 logit, min / median", "continues")
     named = f"First divergent token of `{s.impl}`: index {s.first_fork.index}, after "
-    return [
-        Paragraph((named, Bit(s.first_fork.before, "code"))),
-        Table(head, rows, ("nowrap", "num", "num", "num", "wide")),
-    ]
+    table = Table(head, rows, ("nowrap", "num", "num", "num", "wide"))
+    return [Paragraph((named, Bit(s.first_fork.before, "code"))), table]
 
 
 def _branches(s: SampleSummary) -> list[Block]:
@@ -328,8 +326,7 @@ def curve_plots(summaries: Sequence[SampleSummary]) -> Plots | None:
     drawn = [s for s in summaries if len(s.survival) > 1 and s.n > 0]
     if not drawn:
         return None
-    length = max(len(s.survival) - 1 for s in drawn)
-    worst = min(min(s.survival) for s in drawn)
+    length, worst = max(len(s.survival) - 1 for s in drawn), min(min(s.survival) for s in drawn)
     # the axis starts at the nearest of a few round shares below the data: a curve along the top edge shows nothing
     low = max((x for x in (0.0, 0.5, 0.8, 0.9, 0.95) if x < worst - (1 - worst) * 0.15 - 0.005), default=0.0)
     step = next(x for x in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, length) if length / x <= 8)

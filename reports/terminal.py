@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -117,13 +118,14 @@ def _table(block: doc.Table, width: int, most: int) -> Iterator[RenderableType]:
     else:
         grid = Grid(expand=False, pad_edge=False, box=None, padding=(0, 1, 0, 0), header_style="dim")
         for place, i in enumerate(columns):
-            last, figure = block.clipped and place == len(columns) - 1, kinds.get(i) == "num"
-            fixed = min(widths[place], 40) if block.clipped and not last else None  # figures whole, names give way
-            widest = max(6, width - sum(min(w, 40) + 1 for w in widths[:-1])) if last else None
-            grid.add_column(
-                Text(head[place]), justify="right" if figure else "left", no_wrap=last or figure, width=fixed,
-                max_width=widest, overflow="ellipsis" if last else "fold",
-            )  # fmt: skip
+            figure = kinds.get(i) == "num"
+            shape: dict[str, Any] = {"justify": "right" if figure else "left", "no_wrap": figure, "overflow": "fold"}
+            if block.clipped and place < len(columns) - 1:  # figures whole, names give way
+                shape["width"] = min(widths[place], 40)
+            elif block.clipped:
+                rest = max(6, width - sum(min(w, 40) + 1 for w in widths[:-1]))
+                shape |= {"no_wrap": True, "overflow": "ellipsis", "max_width": rest}
+            grid.add_column(Text(head[place]), **shape)
         for row in rows:
             if block.clipped:
                 row[-1].overflow = "ellipsis"
