@@ -127,15 +127,6 @@ def _known_by(run: Run, impl: str) -> tuple[str, bool]:
 
 
 @dataclass(frozen=True)
-class Field:
-    """A difference between the two headers; None where one of them lacks the field."""
-
-    name: str
-    a: Any
-    b: Any
-
-
-@dataclass(frozen=True)
 class Change:
     """A record that both have, and that is not the same. It is `worse` if B has a divergence, a wrong result or a
     failure, and A has none, or only A measured it; `better` if A has one of these, and B measured none."""
@@ -226,7 +217,8 @@ def _of(run: Run, impl: str, name: str) -> Run:
     return msgspec.structs.replace(run, **kept)
 
 
-def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[Field]:
+def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[dict[str, Any]]:
+    """Each difference between the two headers: its name, "a" and "b", None where one of them lacks the field."""
     for name in sorted(a.keys() | b.keys()):
         mine, theirs = a.get(name), b.get(name)
         if isinstance(mine, dict) and isinstance(theirs, dict):
@@ -237,7 +229,7 @@ def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[
             ]  # as they are written
             if len(sets) == 2:  # only what the other lacks matters
                 mine, theirs = (sorted(set(x) - set(y)) for x, y in (sets, sets[::-1]))
-            yield Field(f"{prefix}{name}", mine, theirs)
+            yield {"name": f"{prefix}{name}", "a": mine, "b": theirs}
 
 
 def _kind(name: str, a: Sequence[Record], b: Sequence[Record]) -> tuple[Kind, list[Change]]:

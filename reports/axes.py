@@ -58,14 +58,12 @@ def _values_text(effects: Mapping[str, AxisEffect]) -> str:
     """The values that took effect and those that did not, or why no value was tried."""
     if note := next((e.tally.note for e in effects.values() if e.tally.note), ""):
         return note
-    proven: dict[str, None] = {}
+    records = [(impl, record) for impl, effect in effects.items() for record in effect.values]
+    proven = dict.fromkeys(record.value for _, record in records if record.proven)
     lacking: dict[str, list[str]] = {}
-    for impl, effect in effects.items():
-        for record in effect.values:
-            if record.proven:
-                proven[record.value] = None
-            else:
-                lacking.setdefault(record.value, []).append(impl)
+    for impl, record in records:
+        if not record.proven:
+            lacking.setdefault(record.value, []).append(impl)
     unproven = [v if len(impls) == len(effects) else f"{v} ({', '.join(impls)})" for v, impls in lacking.items()]
     text = ", ".join(proven) or "–"
     return text + (f"; unproven, not counted: {', '.join(unproven)}" if unproven else "")

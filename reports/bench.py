@@ -10,7 +10,7 @@ from nondet.core.records import Cell, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import short_kernel
 from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
-from nondet.reports.plots import Mark, Panel, Plot, Plots, Points, Scale, doublings, limit, linear, placed
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Points, Scale, doublings, linear, placed
 from nondet.verdict.findings import plural
 
 # Sizes that are mostly those of one model.
@@ -235,7 +235,7 @@ def bench_plots(section: Section) -> Plots | None:
 
 def _plot(unit: str, height: int, over: str, points: Mapping[str, Points], across: Scale, up: Scale, said: str) -> Plot:
     """A curve for each implementation of several points, with each point's figures under the pointer."""
-    marks = [limit(1.0, up)]
+    marks = [Mark("limit", None, [(0.0, up.at(1.0)), (1.0, up.at(1.0))])]
     for i, (impl, mine) in enumerate(points.items()):
         if len(mine) > 1:
             marks.append(Mark("curve", i, placed(mine, across, up)))

@@ -109,7 +109,7 @@ def blocks(diff: RunDiff, firsts: Firsts) -> list[Block]:
         name = ", ".join(part for part in (c.impl, c.arm, f"“{one_line(c.prompt, 40)}”") if part)
         groups.append((Bit(name), Bit(_group_text(c, firsts.get(i)))))
     environment, plan = (
-        [(Bit(one_line(f.name, 80)), _value(f.a), _value(f.b)) for f in listed]
+        [(Bit(one_line(f["name"], 80)), _value(f["a"]), _value(f["b"])) for f in listed]
         for listed in (diff.environment, diff.plan)
     )
     sheets: tuple[tuple[str, Cells, Sequence[Cells]], ...] = (
@@ -137,13 +137,13 @@ def markdown(diff: RunDiff, names: Names, firsts: Firsts) -> str:
 
 def as_json(diff: RunDiff, names: Names, firsts: Firsts) -> str:
     """One JSON object on a line."""
-    data = {name: list(map(vars, getattr(diff, name))) for name in ("environment", "plan", "kinds", "changes")}
-    data["completions"] = [
-        {**vars(c), "first_divergence": dict(zip(("token", "logprob"), firsts.get(i) or (None, None), strict=True))}
-        for i, c in enumerate(diff.completions)
-    ]
-    more = {"notes": diff.notes, "verdicts": diff.verdicts, "a": names[0], "b": names[1], "headline": headline(diff)}
-    return json.dumps(data | more, ensure_ascii=True)
+    data: dict[str, Any] = {name: getattr(diff, name) for name in ("environment", "plan", "notes", "verdicts")}
+    data |= {"a": names[0], "b": names[1], "headline": headline(diff), "completions": []}
+    data |= {name: [vars(one) for one in getattr(diff, name)] for name in ("kinds", "changes")}
+    for i, c in enumerate(diff.completions):
+        token, logprob = firsts.get(i) or (None, None)
+        data["completions"].append({**vars(c), "first_divergence": {"token": token, "logprob": logprob}})
+    return json.dumps(data, ensure_ascii=True)
 
 
 def render(diff: RunDiff, names: Names, firsts: Firsts) -> str:

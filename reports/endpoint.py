@@ -93,7 +93,8 @@ class Arm:
     def cells(self) -> Cells:
         """Its columns of the table of arms, but for its name."""
         arms = [e for e in self.evidence.values() if e.n]
-        failed = sum((e.failed for e in self.evidence.values()), Counter[str]())
+        failed = sorted(sum((e.failed for e in self.evidence.values()), Counter[str]()).items())
+        lost = one_line(", ".join(f"{kind} {count}" for kind, count in failed), 200)
         prompts, margins = len(self.evidence), self.margins
         of = f" of {counted(prompts)} {subject_unit(self.run.header.plan)}s" if prompts > 1 else ""
         span = f"{number(min(margins))} to {number(max(margins))}, median {number(median(margins))}" if margins else "–"
@@ -105,7 +106,7 @@ class Arm:
         texts = _each([len(e.completions) for e in arms], prompts)
         where = (_earliest(d.token for d, _ in self.divergences), first, gap, span)
         named = Bit(f"{counted(len(self.requests))}{of}")
-        return named, texts, traces, *where, _kinds(failed), Bit(one_line(self.proof, 300))
+        return named, texts, traces, *where, Bit(lost or "none"), Bit(one_line(self.proof, 300))
 
 
 def _each(counts: Sequence[int], prompts: int) -> str:
@@ -114,10 +115,6 @@ def _each(counts: Sequence[int], prompts: int) -> str:
     if prompts < 2:
         return counted(high)
     return f"{counted(low)} to {counted(high)} each" if low < high else f"{counted(high)} each"
-
-
-def _kinds(counts: Mapping[str, int]) -> Bit:
-    return Bit(one_line(", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())), 200) or "none")
 
 
 def _earliest(indices: Iterable[int | None]) -> str:
@@ -175,9 +172,9 @@ class Servers:
     @property
     def gap(self) -> str:
         """ "logprobs off by up to 0.047 at 44 requests", or ""."""
-        requests = sum(arm.gap_requests for arm in self.arms)
-        largest = max((arm.gap for arm in self.arms), default=0.0)
-        return f"logprobs off by up to {number(largest)} at {counted(requests)} requests" if requests else ""
+        apart = [arm for arm in self.arms if arm.gap_requests]
+        largest, requests = max((arm.gap for arm in apart), default=0.0), sum(arm.gap_requests for arm in apart)
+        return f"logprobs off by up to {number(largest)} at {counted(requests)} requests" if apart else ""
 
 
 def machine_line(run: Run) -> str:

@@ -39,8 +39,7 @@ def _small(value: float | None) -> str:
 def mismatch_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """The arms, the pictures, the hypotheses."""
     place, listed = f"mismatch-{number}", pairs(run)
-    figure = mismatch_figure(run, f"{place}-plot")
-    parts: list[Block] = [_pairs_table(listed), *([figure] if figure else [])]
+    parts: list[Block] = [_pairs_table(listed), *filter(None, [mismatch_figure(run, f"{place}-plot")])]
     for pair in listed:
         if pair.figures is not None and pair.figures.differ:
             title = (_arm(pair.impl), ": hypotheses, each fitted")
@@ -128,11 +127,10 @@ def training_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     if plan.get("rollouts"):
         how += f"; rollouts from {one_line(str(plan['rollouts']), 20)} weights"
     arms = dict.fromkeys(c.impl for c in listed)
-    figure = training_figure(run, f"{place}-plot")
     parts: list[Block] = [
         Items([(_arm(name), f": {ARMS[name].help}") for name in arms if name in ARMS]),
         _courses_table(listed),
-        *([figure] if figure else []),
+        *filter(None, [training_figure(run, f"{place}-plot")]),
         Paragraph(_rewards_text(listed), "soft", ALL),
         Paragraph(_HEALTH, "soft"),
     ]

@@ -134,11 +134,6 @@ def placed(points: Iterable[tuple[float, float]], across: Scale, up: Scale) -> P
     return [(across.at(x), up.at(y)) for x, y in points]
 
 
-def limit(y: float, up: Scale) -> Mark:
-    """A dotted line across."""
-    return Mark("limit", None, [(0.0, up.at(y)), (1.0, up.at(y))])
-
-
 def hue(impl: str, index: int = 0) -> int:
     """The number of an implementation's colour: orange is stock's in every chart, and blue is invariant's."""
     role = Role.STOCK if impl == "best stock" else role_of(impl)

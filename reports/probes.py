@@ -202,15 +202,12 @@ def _drawn(case: Case, trees: Sequence[Tree], most: int = 1000) -> list[Block]:
 
 def _differences(cases: Sequence[Case], differing: Sequence[Case], opened: bool) -> list[Block]:
     """How far apart, how bad, and which class each value is in; `cases`: those that differ and are no line of a map."""
-    made: list[Block] = []
-    if cases:
-        made.append(Details("How far apart, and how far from float64", [_figures(cases)], opened=opened))
+    made: list[Block] = [Details("How far apart, and how far from float64", [_figures(cases)], opened=opened)]
     plain = [row for case in differing for row in case.measured if row.inputs in _ORDINARY]
     if errors := [(row, label) for row in plain for label in range(len(row.class_errors))]:
         table: list[Block] = [_how_bad(errors), Paragraph(_HOW_BAD, "soft")]
         made.append(Details("How bad: each class against float64", table, opened=opened, only="mp"))
-    maps = [block for case in cases for block in _map(case)]
-    return [*made, *([Details("Class maps", maps, only="vm")] if maps else [])]
+    return [*made, Details("Class maps", [block for case in cases for block in _map(case)], only="vm")]
 
 
 def _map(case: Case) -> list[Block]:

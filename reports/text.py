@@ -174,9 +174,8 @@ def findings_text(
     are no more than that. The others are counted."""
     main = [v for v in verdicts if v.role in (Role.STOCK, Role.INVARIANT)]
     found = [v for v in verdicts if v not in main and v.finding != Finding.CLEAN]
-    named = verdicts
-    if len(verdicts) > most:
-        named = [*main, *found] if len(main) + len(found) <= most else main
+    kept = [*main, *found] if len(main) + len(found) <= most else main
+    named = [v for v in verdicts if v in kept] if len(verdicts) > most else verdicts
     rest = Counter(v.finding for v in verdicts if named and v not in named)
     parts = [f"{v.impl}: {said(v) or v.text}" for v in named or verdicts]
     return "; ".join([*parts, *(f"{plural(n, 'other')}: {finding}" for finding, n in rest.items())])

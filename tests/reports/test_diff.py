@@ -59,7 +59,7 @@ def test_environments_show_what_differs_alone() -> None:
     that is the first thing said."""
     a, b = run_of(), run_of()
     b.header.environment.update(torch="2.12.0", cpu_isa=["amx_bf16", "avx2", "sve"], variables={})
-    fields = {field.name: (field.a, field.b) for field in RunDiff(a, b).environment}
+    fields = {field["name"]: (field["a"], field["b"]) for field in RunDiff(a, b).environment}
     assert fields == {
         "torch": ("2.11.0+cu130", "2.12.0"),
         "cpu_isa": (["avx512f"], ["sve"]),
