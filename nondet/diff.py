@@ -86,7 +86,9 @@ def compare_completions(a: Run, b: Run) -> Iterator[CompletionDiff]:
     mine, theirs = _groups(a), _groups(b)
     for group in dict.fromkeys([*mine, *theirs]):
         x, y = mine.get(group, []), theirs.get(group, [])
-        (ids_a, logprobs_a), (ids_b, logprobs_b) = (_known_by(run, group[1]) for run in (a, b))
+        # how tokens are identified (by ids in a run of ours), and whether there are logprobs
+        known = [[(s.known_by, s.logprobs) for s in run.servers if s.impl == group[1]] for run in (a, b)]
+        (ids_a, logprobs_a), (ids_b, logprobs_b) = ([*of, ("ids", True)][0] for of in known)
         if not x or not y:
             reason = f"only {'A' if x else 'B'} has completions of it"
         elif not of_all and ids_a != ids_b:
@@ -118,12 +120,6 @@ def _other_settings(a: Run, b: Run) -> str:
         return "" if weights[0] == weights[1] else "their models have other weights"
     named = [model.get("name") for model in models]
     return "" if named[0] == named[1] else f"their models have other names ({named[0]}, {named[1]})"
-
-
-def _known_by(run: Run, impl: str) -> tuple[str, bool]:
-    """How tokens are identified (by ids in a run of ours), and whether there are logprobs."""
-    server = next((s for s in run.servers if s.impl == impl), None)
-    return ("ids", True) if server is None else (server.known_by, server.logprobs)
 
 
 @dataclass(frozen=True)

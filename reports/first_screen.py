@@ -343,20 +343,20 @@ def _kernel(report: Report) -> Step:
 def clearest(rows: Sequence[Row]) -> Row:
     """The row whose picture explains most: few classes and several kernels, bfloat16 and products first. Where the
     values of other rows change a row, the number of classes explains nothing."""
+
+    def coarse(row: Row) -> int:
+        pairs = zip(row.values, row.values[1:], row.labels, row.labels[1:], strict=False)
+        return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
+
     return min(
         rows,
         key=lambda r: (
             axis_of(r) != Axis.BATCH, "by meaning" in r.reason, not r.labels, r.varied != "neighbour_values",
             r.varied != "batch_size",
-            not r.kernel_sets, role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, _coarse(r),
+            not r.kernel_sets, role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, coarse(r),
             -r.distinct,
         ),
     )  # fmt: skip
-
-
-def _coarse(row: Row) -> int:
-    pairs = zip(row.values, row.values[1:], row.labels, row.labels[1:], strict=False)
-    return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
 
 
 def _cure(report: Report) -> list[Step]:
@@ -435,9 +435,8 @@ class FirstScreen:
         lines = []
         for r in self.runs:
             here = figures.environment_line({k: r.run.header.environment.get(k) for k in ("gpu", "cpu", "torch")})
-            for s in r.run.servers:
-                lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
-            lines.append(f"requests sent from: {here}" if r.run.servers else here)
+            asked = [f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}" for s in r.run.servers]
+            lines += [*(one_line(text, 200) for text in asked), f"{'requests sent from: ' * bool(asked)}{here}"]
         return [*dict.fromkeys(lines)]
 
     @property

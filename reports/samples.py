@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
 from nondet.core.statistics import one_sided_bound, percent, percent_range
+from nondet.errors import printable
 from nondet.reports import text
 from nondet.reports.classes import letter
 from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Items, Paragraph, Table
@@ -312,7 +313,9 @@ def branch_of(completion: DistinctCompletion, at: int | None, only: str = "vmp")
         after = (after[:_AFTER].rpartition(" ")[0] or after[:_AFTER]) + "…"
     if place >= len(pieces):
         return Code(tail, "ends here" * (at is not None), only=only)
-    return Code(tail, text.visible(text.piece(pieces[place], completion.token_ids[place])), after, only)
+    # a mark around a bare line end would show nothing
+    mark = printable(text.piece(pieces[place], completion.token_ids[place])).replace("\n", "⏎\n").replace("\t", "⇥")
+    return Code(tail, mark, after, only)
 
 
 def answers_of(sample: Sample, summaries: Sequence[SampleSummary], place: str) -> Figure:

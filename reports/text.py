@@ -19,8 +19,6 @@ def number(x: float | None) -> str:
     """Four significant digits; exact where it is a small whole number; a dash where there is no finite figure."""
     if x is None:
         return "not finite"
-    if x == 0:
-        return "0"
     if float(x).is_integer() and abs(x) < 1e6:
         return str(int(x))
     return f"{x:.4g}"
@@ -60,11 +58,8 @@ def shape_text(shape: dict[str, int]) -> str:
 
 def error_span(row: Row) -> str:
     """The first variant's relative error in the norm and, where it differs, the worst class's; else a dash."""
-    if row.error is None:
-        return "–"
-    first = number(row.error.relative_norm)
-    worst = number(row.worst_error.relative_norm) if row.worst_error else first
-    return first if worst == first else f"{first} … {worst}"
+    both = (row.error, row.worst_error) if row.error else ()
+    return " … ".join(dict.fromkeys(number(e.relative_norm) for e in both if e)) or "–"
 
 
 def token(text: str, token_id: int | None = None) -> str:
@@ -202,11 +197,6 @@ def run_rate(row: Row) -> str:
 def sentence(text: str) -> str:
     """A phrase with a full stop."""
     return text if text.endswith((".", "…", "?")) else f"{text}."
-
-
-def visible(text: str) -> str:
-    """A marked token with its line ends visible: a mark around a bare line end shows nothing."""
-    return printable(text).replace("\n", "⏎\n").replace("\t", "⇥")
 
 
 def extras(rows: Sequence[Row]) -> list[tuple[str, str]]:
