@@ -8,8 +8,8 @@ with logprob bits), which are valid across runs and machines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -29,31 +29,42 @@ _LIST_MOST = 6
 _ABOUT = (records.AxisValue, records.Limit, records.ServerSeen)
 _LEFT_OUT = ("completions", "rounds", "tapes")  # compared by themselves, or what completions came from
 
+Group = tuple[str, str, str]  # a prompt, an implementation, an arm
 
-@dataclass(frozen=True)
+
 class CompletionDiff:
     """The completions of one prompt under one implementation, in one arm, in both runs."""
 
-    prompt: str
-    impl: str
-    arm: str
-    reason: str = ""  # why they can't be compared; empty where they can
-    # `n_a`, `n_b`: completions that succeeded
-    n_a: int = 0
-    n_b: int = 0
-    # `tokens`, `traces`: digests -> (how many in A, how many in B)
-    tokens: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    traces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    with_logprobs: bool = True  # whether traces hold logprobs in both runs; else only tokens were compared
-    # requests of one name in both runs; tokens_alike, traces_alike: those with equal digests; ended_otherwise: those
-    # that are otherwise equal, but ended for another reason
-    pairs: int = 0
-    tokens_alike: int = 0
-    traces_alike: int = 0
-    ended_otherwise: int = 0
-    # `failed_a`, `failed_b`: those that failed, counted even where there is a reason
-    failed_a: int = 0
-    failed_b: int = 0
+    def __init__(
+        self, group: Group, reason: str, a: list[Completion], b: list[Completion], *, with_logprobs: bool
+    ) -> None:
+        self.prompt, self.impl, self.arm = group
+        self.reason = reason  # why they can't be compared; empty where they can
+        good_a, good_b = successful(a), successful(b)
+        self.failed_a, self.failed_b = len(a) - len(good_a), len(b) - len(good_b)  # even where there is a reason
+        if reason:
+            good_a, good_b = [], []
+        self.n_a, self.n_b = len(good_a), len(good_b)
+        # whether traces hold logprobs in both runs; else only tokens were compared
+        self.with_logprobs = with_logprobs or bool(reason)
+
+        def digest(c: Completion) -> str:
+            return c.trace if with_logprobs else c.tokens_digest
+
+        def counts(digest_of: Callable[[Completion], str]) -> dict[str, tuple[int, int]]:
+            in_a, in_b = (Counter(map(digest_of, good)) for good in (good_a, good_b))
+            return {name: (in_a[name], in_b[name]) for name in in_a | in_b}
+
+        # digests -> (how many in A, how many in B)
+        self.tokens, self.traces = counts(lambda c: c.tokens_digest), counts(digest)
+        theirs = {c.request: c for c in good_b}
+        pairs = [(c, theirs[c.request]) for c in {c.request: c for c in good_a}.values() if c.request in theirs]
+        alike = [(x, y) for x, y in pairs if digest(x) == digest(y)]
+        # requests of one name in both runs; those with equal digests; equal ones that ended for another reason
+        self.pairs = len(pairs)
+        self.tokens_alike = sum(x.tokens_digest == y.tokens_digest for x, y in pairs)
+        self.traces_alike = len(alike) if with_logprobs else 0
+        self.ended_otherwise = sum(x.finish != y.finish for x, y in alike)
 
     @property
     def same(self) -> bool:
@@ -73,25 +84,23 @@ def compare_completions(a: Run, b: Run) -> Iterator[CompletionDiff]:
     """Every prompt, implementation and arm that either run has."""
     of_all = _other_settings(a, b)
     mine, theirs = _groups(a), _groups(b)
-    for prompt, impl, arm in dict.fromkeys([*mine, *theirs]):
-        x, y = (of.get((prompt, impl, arm), []) for of in (mine, theirs))
-        good_a, good_b = successful(x), successful(y)
-        (ids_a, logprobs_a), (ids_b, logprobs_b) = (_known_by(run, impl) for run in (a, b))
-        reason = of_all
+    for group in dict.fromkeys([*mine, *theirs]):
+        x, y = mine.get(group, []), theirs.get(group, [])
+        # how tokens are identified (by ids in a run of ours), and whether there are logprobs
+        known = [[(s.known_by, s.logprobs) for s in run.servers if s.impl == group[1]] for run in (a, b)]
+        (ids_a, logprobs_a), (ids_b, logprobs_b) = ([*of, ("ids", True)][0] for of in known)
         if not x or not y:
             reason = f"only {'A' if x else 'B'} has completions of it"
-        elif not reason and ids_a != ids_b:
+        elif not of_all and ids_a != ids_b:
             reason = f"they are known by {ids_a} in A and by {ids_b} in B"
-        elif not reason and not (good_a and good_b):
-            reason = "one run has none that succeeded"
-        counts = {} if reason else _counts(good_a, good_b, logprobs_a and logprobs_b)
-        failed: dict[str, Any] = {"failed_a": len(x) - len(good_a), "failed_b": len(y) - len(good_b)}
-        yield CompletionDiff(prompt, impl, arm, reason, **failed, **counts)
+        else:
+            reason = of_all or ("" if successful(x) and successful(y) else "one run has none that succeeded")
+        yield CompletionDiff(group, reason, x, y, with_logprobs=logprobs_a and logprobs_b)
 
 
-def _groups(run: Run) -> dict[tuple[str, str, str], list[Completion]]:
+def _groups(run: Run) -> dict[Group, list[Completion]]:
     prompts = run.header.plan.get("prompts", [])
-    groups: dict[tuple[str, str, str], list[Completion]] = {}
+    groups: dict[Group, list[Completion]] = {}
     for completion in run.completions:
         prompt = prompts[completion.prompt]
         seed = f" [seed {prompt['seed']}]" if prompt.get("seed") is not None else ""
@@ -111,43 +120,6 @@ def _other_settings(a: Run, b: Run) -> str:
         return "" if weights[0] == weights[1] else "their models have other weights"
     named = [model.get("name") for model in models]
     return "" if named[0] == named[1] else f"their models have other names ({named[0]}, {named[1]})"
-
-
-def _known_by(run: Run, impl: str) -> tuple[str, bool]:
-    """How tokens are identified (by ids in a run of ours), and whether there are logprobs."""
-    server = next((s for s in run.servers if s.impl == impl), None)
-    return ("ids", True) if server is None else (server.known_by, server.logprobs)
-
-
-def _counts(a: list[Completion], b: list[Completion], with_logprobs: bool) -> dict[str, Any]:
-    def digest(c: Completion) -> str:  # without logprobs in both, traces are not comparable, only tokens
-        return c.trace if with_logprobs else c.tokens_digest
-
-    tokens_a, tokens_b = (Counter(c.tokens_digest for c in group) for group in (a, b))
-    traces_a, traces_b = (Counter(map(digest, group)) for group in (a, b))
-    theirs = {c.request: c for c in b}
-    pairs = [(c, theirs[c.request]) for c in {c.request: c for c in a}.values() if c.request in theirs]
-    alike = [(x, y) for x, y in pairs if digest(x) == digest(y)]
-    return {
-        "n_a": len(a),
-        "n_b": len(b),
-        "tokens": {name: (tokens_a[name], tokens_b[name]) for name in tokens_a | tokens_b},
-        "traces": {name: (traces_a[name], traces_b[name]) for name in traces_a | traces_b},
-        "with_logprobs": with_logprobs,
-        "pairs": len(pairs),
-        "tokens_alike": sum(x.tokens_digest == y.tokens_digest for x, y in pairs),
-        "traces_alike": len(alike) if with_logprobs else 0,
-        "ended_otherwise": sum(x.finish != y.finish for x, y in alike),
-    }
-
-
-@dataclass(frozen=True)
-class Field:
-    """A difference between the two headers; None where one of them lacks the field."""
-
-    name: str
-    a: Any
-    b: Any
 
 
 @dataclass(frozen=True)
@@ -175,74 +147,40 @@ class Kind:
     only_b: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class RunDiff:
-    """Everything about two runs."""
-
-    environment: tuple[Field, ...]
-    plan: tuple[Field, ...]
-    kinds: tuple[Kind, ...]
-    changes: tuple[Change, ...]
-    completions: tuple[CompletionDiff, ...]
-    notes: tuple[str, ...]
-    verdicts: tuple[str, ...] = ()  # of implementations that diverge in one run only
-
-    @property
-    def worse(self) -> int:
-        """Records that got worse."""
-        return sum(change.worse for change in self.changes)
-
-    @property
-    def differing(self) -> list[CompletionDiff]:
-        """Groups of completions that were compared and are not the same set."""
-        return [c for c in self.completions if not c.reason and not c.same]
-
-    @property
-    def failed_more(self) -> int:
-        """Groups of completions of which more failed in B than in A."""
-        return sum(c.failed_b > c.failed_a for c in self.completions)
-
-    @property
-    def held(self) -> bool:
-        """Whether anything could be compared: completions, or records that both runs measured."""
-        return any(kind.measured for kind in self.kinds) or any(not c.reason for c in self.completions)
-
-    @property
-    def compared(self) -> bool:
-        """Whether "no change" is justified: every group of completions was compared; without any, some record."""
-        return all(not c.reason for c in self.completions) if self.completions else self.held
-
-
-def diff_runs(a: Run, b: Run, *, impl: str = "", against: str = "") -> RunDiff:
-    """Match the records of two runs by key: of A only those of `impl`, if given, of B those of `against`, or of the
+    """Two runs, their records matched by key: of A only those of `impl`, if given, of B those of `against`, or of the
     same one. Raises UnknownNameError: a run holds nothing of that implementation."""
-    if impl:
-        a, b = _of(a, impl, impl), _of(b, against or impl, impl)
-    kinds, changes = [], list[Change]()
-    for name in records.RECORDS.values():
-        if name not in _LEFT_OUT and (getattr(a, name) or getattr(b, name)):
-            kind, found = _kind(name, getattr(a, name), getattr(b, name))
-            kinds.append(kind)
-            changes += found
-    notes = []
-    if any(kind.name in ("rows", "cells") and kind.matched for kind in kinds):
-        notes.append(
-            "A run file stores which sizes gave equal bits, not the bits themselves. Two runs can both be consistent "
-            "and still differ from each other."
-        )
-    if impl and against and impl != against:
-        notes.append(f"Records of {impl} in A are compared with those of {against} in B.")
-    notes += [f"{name} did not finish." for name, run in (("A", a), ("B", b)) if not run.complete]
-    plans = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
-    return RunDiff(
-        environment=tuple(_fields(a.header.environment, b.header.environment)),
-        plan=tuple(_fields(plans[0], plans[1])),
-        kinds=tuple(kinds),
-        changes=tuple(sorted(changes, key=lambda change: (not change.worse, not change.better))),
-        completions=tuple(compare_completions(a, b)),
-        notes=tuple(notes),
-        verdicts=tuple(_verdicts(a, b)),
-    )
+
+    def __init__(self, a: Run, b: Run, *, impl: str = "", against: str = "") -> None:
+        if impl:
+            a, b = _of(a, impl, impl), _of(b, against or impl, impl)
+        names = [n for n in records.RECORDS.values() if n not in _LEFT_OUT and (getattr(a, n) or getattr(b, n))]
+        found = [_kind(name, getattr(a, name), getattr(b, name)) for name in names]
+        self.kinds = [kind for kind, _ in found]
+        changes = [change for _, changes in found for change in changes]
+        self.changes = sorted(changes, key=lambda change: (not change.worse, not change.better))
+        self.completions = list(compare_completions(a, b))
+        self.environment = list(_fields(a.header.environment, b.header.environment))
+        plans = [{"command": run.header.command, **run.header.plan} for run in (a, b)]
+        self.plan = list(_fields(plans[0], plans[1]))
+        self.verdicts = list(_verdicts(a, b))  # of implementations that diverge in one run only
+        self.notes = []
+        if any(kind.name in ("rows", "cells") and kind.matched for kind in self.kinds):
+            self.notes.append(
+                "A run file stores which sizes gave equal bits, not the bits themselves. Two runs can both be "
+                "consistent and still differ from each other."
+            )
+        if impl and against and impl != against:
+            self.notes.append(f"Records of {impl} in A are compared with those of {against} in B.")
+        self.notes += [f"{name} did not finish." for name, run in (("A", a), ("B", b)) if not run.complete]
+        self.worse = sum(change.worse for change in self.changes)  # records that got worse
+        # groups of completions that were compared and are not the same set; those of which more failed in B than in A
+        self.differing = [c for c in self.completions if not c.reason and not c.same]
+        self.failed_more = sum(c.failed_b > c.failed_a for c in self.completions)
+        # whether anything could be compared: completions, or records that both runs measured
+        self.held = any(kind.measured for kind in self.kinds) or any(not c.reason for c in self.completions)
+        # whether "no change" is justified: every group of completions was compared; without any, some record
+        self.compared = all(not c.reason for c in self.completions) if self.completions else self.held
 
 
 def _verdicts(a: Run, b: Run) -> Iterator[str]:
@@ -275,20 +213,19 @@ def _of(run: Run, impl: str, name: str) -> Run:
     return msgspec.structs.replace(run, **kept)
 
 
-def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[Field]:
+def _fields(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> Iterator[dict[str, Any]]:
+    """Each difference between the two headers: its name, "a" and "b", None where one of them lacks the field."""
     for name in sorted(a.keys() | b.keys()):
         mine, theirs = a.get(name), b.get(name)
         if isinstance(mine, dict) and isinstance(theirs, dict):
             yield from _fields(mine, theirs, f"{prefix}{name}.")
         elif mine != theirs:
-            if isinstance(mine, list) and isinstance(theirs, list) and _is_set(mine) and _is_set(theirs):
-                mine, theirs = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
-            yield Field(f"{prefix}{name}", mine, theirs)
-
-
-def _is_set(values: list[Any]) -> bool:
-    """Whether a list holds names in order, as sets are written: then only what the other lacks matters."""
-    return values == sorted(map(str, values))
+            sets = [
+                x for x in (mine, theirs) if isinstance(x, list) and x == sorted(map(str, x))
+            ]  # as they are written
+            if len(sets) == 2:  # only what the other lacks matters
+                mine, theirs = (sorted(set(x) - set(y)) for x, y in (sets, sets[::-1]))
+            yield {"name": f"{prefix}{name}", "a": mine, "b": theirs}
 
 
 def _kind(name: str, a: Sequence[Record], b: Sequence[Record]) -> tuple[Kind, list[Change]]:
@@ -316,28 +253,18 @@ def _name(record: Record) -> str:
 
 
 def _change(kind: str, a: Record, b: Record) -> Change | None:
-    worse = better = False
+    worse, better = _is_bad(b) and not _is_bad(a), _is_bad(a) and not _is_bad(b)
     if isinstance(a, Row) and isinstance(b, Row):
         what = list(_row_changes(a, b))
-        worse = (_is_bad(b) and not _is_bad(a)) or (a.measured and not b.measured)
-        better = b.measured and _is_bad(a) and not _is_bad(b)
+        worse, better = worse or (a.measured and not b.measured), better and b.measured
     elif isinstance(a, Cell) and isinstance(b, Cell):
         what, worse = _cell_changes(a, b)
     else:
         mine, theirs = (_without_times(msgspec.to_builtins(record)) for record in (a, b))
         names = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
-        what = [
-            f"{name}: {one_line(str(mine.get(name)), 60)} -> {one_line(str(theirs.get(name)), 60)}" for name in names
-        ]
-        what, worse, better = what[:_LIST_MOST], _kept(a) and not _kept(b), _kept(b) and not _kept(a)
+        told = [(name, *(one_line(str(of.get(name)), 60) for of in (mine, theirs))) for name in names[:_LIST_MOST]]
+        what = [f"{name}: {before} -> {after}" for name, before, after in told]
     return Change(kind, _name(a), tuple(what), worse, better) if what else None
-
-
-def _kept(record: Record) -> bool:
-    """Whether a value of an axis took effect, or a server passes a check of the contract."""
-    if isinstance(record, records.AxisValue):
-        return record.proven
-    return isinstance(record, records.ContractAnswer) and record.answer == "yes"
 
 
 def _without_times(value: Any) -> Any:
@@ -346,8 +273,13 @@ def _without_times(value: Any) -> Any:
     return [_without_times(part) for part in value] if isinstance(value, list) else value
 
 
-def _is_bad(row: Row) -> bool:
-    return row.wrong or row.differs or row.replays_parted > 0 or row.status == Status.ERROR
+def _is_bad(record: Record) -> bool:
+    """A divergence, a wrong result, a failure; a value that took no effect, a check that a server does not pass."""
+    if isinstance(record, Row):
+        return record.wrong or record.differs or record.replays_parted > 0 or record.status == Status.ERROR
+    if isinstance(record, records.AxisValue):
+        return not record.proven
+    return isinstance(record, records.ContractAnswer) and record.answer != "yes"
 
 
 def _row_changes(a: Row, b: Row) -> Iterator[str]:

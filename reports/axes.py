@@ -6,9 +6,8 @@ Numbers in brackets are those of the value with the most traces: there only the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from nondet.core.records import AxisValue, Run
+from nondet.core.records import Run
 from nondet.core.traces import Trace
 from nondet.reports.document import ALL, Bit, Block, Code, Details, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.endpoint import divergence_of
@@ -16,18 +15,15 @@ from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.samples import AxisTally, tally_axes
 
 
-@dataclass(frozen=True)
 class AxisEffect:
     """One axis under one implementation; `first`: the first generated token at which anything differed, or None."""
 
-    impl: str
-    tally: AxisTally
-    first: int | None
-
-    @property
-    def differs(self) -> bool:
-        """Whether requests followed the axis, or, at one value, the batch."""
-        return self.tally.moved > 0 if self.tally.held else self.tally.traces_within > 1
+    def __init__(self, impl: str, tally: AxisTally, first: int | None) -> None:
+        self.impl, self.tally, self.first = impl, tally, first
+        # what was recorded of each value, those that took effect first
+        self.values = [v.record for v in (*tally.values, *tally.idle)]
+        # whether requests followed the axis, or, at one value, the batch
+        self.differs = tally.moved > 0 if tally.held else tally.traces_within > 1
 
     @property
     def cells(self) -> list[Inline]:
@@ -39,11 +35,6 @@ class AxisEffect:
         changed = f"{t.moved:,} of {t.compared:,}" if t.held else "may differ"
         return [traces, f"{t.texts:,} ({t.texts_within:,})", changed, "–" if self.first is None else str(self.first)]
 
-    @property
-    def values(self) -> list[AxisValue]:
-        """What was recorded of each value, those that took effect first."""
-        return [*(v.record for v in self.tally.values), *(v.record for v in self.tally.idle)]
-
 
 Effects = Mapping[str, Mapping[str, AxisEffect]]  # axis -> implementation -> its effect
 
@@ -53,32 +44,26 @@ def axes_of(run: Run, traces: Mapping[str, Trace]) -> Effects:
     effects: dict[str, dict[str, AxisEffect]] = {}
     for impl in sort_impls(record.impl for record in run.axis_values):
         for tally in tally_axes(run, impl):
-            effects.setdefault(tally.axis, {})[impl] = AxisEffect(impl, tally, _first(tally, traces))
+            groups = [set(v.traces) for v in tally.values]
+            firsts = []
+            for group in [set[str]().union(*groups)] if tally.held else groups:
+                known = [traces[digest] for digest in sorted(group) if digest in traces]
+                found = [divergence_of(known[0], other) for other in known[1:]]
+                firsts += [index for d in found for index in (d.token, d.bits) if index is not None]
+            effects.setdefault(tally.axis, {})[impl] = AxisEffect(impl, tally, min(firsts, default=None))
     return effects
-
-
-def _first(tally: AxisTally, traces: Mapping[str, Trace]) -> int | None:
-    groups = [set(v.traces) for v in tally.values]
-    firsts = []
-    for group in [set[str]().union(*groups)] if tally.held else groups:
-        known = [traces[digest] for digest in sorted(group) if digest in traces]
-        found = [divergence_of(known[0], other) for other in known[1:]]
-        firsts += [index for d in found for index in (d.token, d.bits) if index is not None]
-    return min(firsts, default=None)
 
 
 def _values_text(effects: Mapping[str, AxisEffect]) -> str:
     """The values that took effect and those that did not, or why no value was tried."""
     if note := next((e.tally.note for e in effects.values() if e.tally.note), ""):
         return note
-    proven: dict[str, None] = {}
+    records = [(impl, record) for impl, effect in effects.items() for record in effect.values]
+    proven = dict.fromkeys(record.value for _, record in records if record.proven)
     lacking: dict[str, list[str]] = {}
-    for impl, effect in effects.items():
-        for record in effect.values:
-            if record.proven:
-                proven[record.value] = None
-            else:
-                lacking.setdefault(record.value, []).append(impl)
+    for impl, record in records:
+        if not record.proven:
+            lacking.setdefault(record.value, []).append(impl)
     unproven = [v if len(impls) == len(effects) else f"{v} ({', '.join(impls)})" for v, impls in lacking.items()]
     text = ", ".join(proven) or "–"
     return text + (f"; unproven, not counted: {', '.join(unproven)}" if unproven else "")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from nondet.bench.summary import SLOW, BitsCount, Comparison, Section, is_stock, sections
+from nondet.bench.summary import SLOW, Comparison, Section, is_stock, sections
 from nondet.core.records import Cell, Run, Status, Timed
 from nondet.errors import one_line
 from nondet.reports.classes import short_kernel
 from nondet.reports.document import ALL, Bit, Block, Cells, Details, Figure, Inline, Paragraph, Table
-from nondet.reports.plots import Mark, Panel, Plot, Plots, Points, Scale, doublings, limit, linear, placed
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Points, Scale, doublings, linear, placed
 from nondet.verdict.findings import plural
 
 # Sizes that are mostly those of one model.
@@ -40,11 +40,16 @@ def cell_label(cell: Cell, section: Section) -> str:
 
 def bench_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """The speeds, how they were timed, then each section: its plot, and a row for each case."""
-    listed, limits = sections(run), _limits_text(run)
-    made: list[Block] = [speed_table(listed)]
-    note = "One class: the bits of a row, or of a last query, are the same at every size that was timed."
-    made.append(Paragraph(f"{note} {limits}".rstrip(), "soft", ALL))
-    made.append(Paragraph(_method_text(run.cells), "soft"))
+    listed, note = (
+        sections(run),
+        "One class: the bits of a row, or of a last query, are the same at every size that was timed.",
+    )
+    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in run.limits]
+    if named:
+        note += f" Limits, measured in this run: {', '.join(named)}."
+    elif not all(cell.tokens or cell.bus_bytes for cell in run.cells):  # such as steps of the engine, which have none
+        note += " No limit was measured in this run."
+    made: list[Block] = [speed_table(listed), Paragraph(note, "soft", ALL), Paragraph(_method_text(run.cells), "soft")]
     for i, bench in enumerate(listed, 1):
         place, label = f"bench-{number}-{i}", f"{bench.name}, {bench.dtype}"
         cells, plots, parts = plural(len(bench.cells), "cell"), bench_plots(bench), list[Block]()
@@ -63,7 +68,11 @@ def speed_table(listed: Sequence[Section]) -> Table:
     """A row for each implementation in each section, with its bits and stock's."""
     rows: list[Cells] = []
     for bench in listed:
-        speeds, alike = {s.impl: s for s in bench.summaries}, {b.impl: _bits_text(b, bench) for b in bench.bits}
+        speeds, kind = {s.impl: s for s in bench.summaries}, "group"
+        if bench.cells[0].flops and bench.cells[0].axis == "M":
+            kind = "weight shape"
+        failed = {b.impl: f" ({b.failed} not compared)" if b.failed else "" for b in bench.bits}
+        alike = {b.impl: f"{b.one_class} of {plural(b.groups, kind)}{failed[b.impl]}" for b in bench.bits}
         for impl in speeds or alike:
             named = (f"{one_line(bench.name, 40)}, {bench.dtype}", Bit(one_line(impl, 60), "code"))
             speed: Cells = ("–",) * 4
@@ -127,20 +136,6 @@ def _kernel(timed: Timed) -> str:
     return " + ".join(names[:3]) + (f" + {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _bits_text(count: BitsCount, section: Section) -> str:
-    kind = "weight shape" if section.cells[0].flops and section.cells[0].axis == "M" else "group"
-    failed = f" ({count.failed} not compared)" if count.failed else ""
-    return f"{count.one_class} of {plural(count.groups, kind)}{failed}"
-
-
-def _limits_text(run: Run) -> str:
-    """The limits of a run, as one sentence; empty where no case has one, such as steps of the engine."""
-    if not run.limits and all(cell.tokens or cell.bus_bytes for cell in run.cells):
-        return ""
-    named = [f"{one_line(x.name, 40)} {_rate_text(x.rate, x.unit)} ({one_line(x.what, 80)})" for x in run.limits]
-    return f"Limits, measured in this run: {', '.join(named)}." if named else "No limit was measured in this run."
-
-
 def _method_text(cells: Sequence[Cell]) -> str:
     replays = sorted({len(t.samples_us) for c in cells for t in c.timed if t.samples_us})
     if not replays:
@@ -186,11 +181,11 @@ def bench_headline(run: Run) -> str:
     benches, parts = sections(run), []
     several = len({section.dtype for section in benches}) > 1
     for impl in dict.fromkeys(s.impl for section in benches for s in section.summaries):
-        named = [(s.mean, section) for section in benches for s in section.summaries if s.impl == impl]
-        means = [f"{one_line(s.name, 40)}{f' ({s.dtype})' if several else ''} {mean:.2f}" for mean, s in named]
+        timed = [(s.mean, section) for section in benches for s in section.summaries if s.impl == impl]
+        named = [(mean, f"{one_line(s.name, 40)}{f' ({s.dtype})' * several} {mean:.2f}") for mean, s in timed]
+        means = [text for _, text in named]
         if len(means) > _NAMED_MOST:
-            order = sorted(range(len(named)), key=lambda i: named[i][0])
-            means = [f"from {means[order[0]]} to {means[order[-1]]} in {len(means)} sections"]
+            means = [f"from {min(named)[1]} to {max(named)[1]} in {len(means)} sections"]
         rows = {r.key: r for section in benches for r in section.rows if r.impl == impl}.values()
         compared = [r.status for r in rows if r.status in (Status.IDENTICAL, Status.DIVERGENT)]
         alike = f"{compared.count(Status.IDENTICAL)} of {plural(len(compared), 'group')}"
@@ -213,42 +208,38 @@ def bench_plots(section: Section) -> Plots | None:
         sizes = sorted({row[0].cell.shape[axis] for row in rows})
         if len(sizes) < _POINTS_LEAST:
             continue
-        shares, ratios = ([list[tuple[float, float]]() for _ in impls] for _ in range(2))
+        shares, ratios = ({impl: list[tuple[float, float]]() for impl in impls} for _ in range(2))
         for c in (c for row in sorted(rows, key=lambda row: row[0].cell.shape[axis]) for c in row):
             name, size = _STOCK if c.timed is c.baseline else c.timed.impl, c.cell.shape[axis]
             if name in impls and c.share is not None:
-                shares[impls.index(name)].append((size, c.share))
+                shares[name].append((size, c.share))
             if name in impls[1:] and c.ratio is not None:
-                ratios[impls.index(name)].append((size, c.ratio))
+                ratios[name].append((size, c.ratio))
         across, shown = doublings(sizes[0], sizes[-1]), one_line(title, 120)
-        drawn = [share for points in shares for _, share in points]
+        drawn = [share for points in shares.values() for _, share in points]
         # from a round share below all of them to a little above the limit
         foot = max((x for x in (0.0, 0.25, 0.5, 0.75, 0.9) if x < min(drawn, default=0.0)), default=0.0)
         levels = {f"{share * 100:.3g}%": share for share in (foot, (foot + 1.0) / 2, 1.0)}
         up = linear(foot, max([1.0, *drawn]) * 1.04, levels)
-        marks = _curves(impls, axis, shares, across, up, "{:.0%} of the limit")
-        plots = [Plot("share of the limit", 130, up.levels, marks, f"share of the limit over {axis}, {shown}")]
-        if any(len(points) > 1 for points in ratios):
+        plots = [_plot("share of the limit", 130, f"{axis}, {shown}", shares, across, up, "{:.0%} of the limit")]
+        if any(len(points) > 1 for points in ratios.values()):
             # tenths around all of them and 1, never tighter than 0.8 to 1.2
-            drawn = [0.8, 1.2, *(ratio for points in ratios for _, ratio in points)]
+            drawn = [0.8, 1.2, *(ratio for points in ratios.values() for _, ratio in points)]
             low, high = math.floor(min(drawn) * 10.0 + 1e-9) / 10.0, math.ceil(max(drawn) * 10.0 - 1e-9) / 10.0
             up = linear(low, high, {f"{x:.4g}": x for x in (low, 1.0, high)})
-            marks = _curves(impls, axis, ratios, across, up, "{:.2f} times the best stock")
-            unit = "ratio to the best stock"
-            plots.append(Plot(unit, 60, up.levels, marks, f"{unit} over {axis}, {shown}"))
+            said = "{:.2f} times the best stock"
+            plots.append(_plot("ratio to the best stock", 60, f"{axis}, {shown}", ratios, across, up, said))
         panels.append(Panel(shown, plots, across.ticks, f"{axis}, log2 scale"))
     return Plots([(one_line(impl, 80), "") for impl in impls], panels, "limit; ratio 1") if panels else None
 
 
-def _curves(
-    impls: Sequence[str], axis: str, points: Sequence[Points], across: Scale, up: Scale, said: str
-) -> list[Mark]:
+def _plot(unit: str, height: int, over: str, points: Mapping[str, Points], across: Scale, up: Scale, said: str) -> Plot:
     """A curve for each implementation of several points, with each point's figures under the pointer."""
-    marks = [limit(1.0, up)]
-    for i, (impl, mine) in enumerate(zip(impls, points, strict=True)):
+    marks = [Mark("limit", None, [(0.0, up.at(1.0)), (1.0, up.at(1.0))])]
+    for i, (impl, mine) in enumerate(points.items()):
         if len(mine) > 1:
             marks.append(Mark("curve", i, placed(mine, across, up)))
             for x, y in mine:
-                words = f"{one_line(impl, 80)}, {axis} {x:,}: {said.format(y)}"
+                words = f"{one_line(impl, 80)}, {over.partition(',')[0]} {x:,}: {said.format(y)}"
                 marks.append(Mark("spot", i, placed([(x, y)], across, up), words))
-    return marks
+    return Plot(unit, height, up.levels, marks, f"{unit} over {over}")

@@ -6,51 +6,39 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nondet.core.records import Role, Row, Value, role_of
+from nondet.core.records import Row, Value
 from nondet.errors import one_line
 from nondet.reports.plots import WIDTH, Tick
 
 # The kind of a device kernel is what its name shows and no more: a tile whose name shows no split may still add in
-# another order than another tile. `docs/classes.md` has what each pattern usually means.
+# another order than another tile. `docs/classes.md` has what each pattern usually means. The first counts whose pattern
+# any name of a set has: a split decides the order wherever it shows.
+_PATTERNS = {
+    "split": r"split_?k(?!v)|stream_?k|splitkv.*combine|merge_(?:all_)?kernel|combine_kernel",
+    "GEMV": r"gemv|gemmSN",
+    "tile": r"gemm|nvjet|xmma|cutlass|matmul|flash|fmha|sdpa|attend|prefill|decode_kernel|grouped",
+    "atomics": r"indexFunc|scatter_gather|atomic|index_put",
+    "row reduction": r"softmax|layer_?norm|rms_norm|reduce_kernel|reduction|logsumexp|cross_entropy|sum|mean",
+}
+KINDS = {
+    "split": "K, or the keys, cut into parts that are added afterwards (split-K)",
+    "GEMV": "a matrix-vector kernel, for one row or a few",
+    "tile": "tiles of the result; the name shows no split",
+    "row reduction": "one row is summed by a block of threads",
+    "atomics": "added in the order in which threads arrive",
+    "other": "the name shows no order",
+    "not seen": "no profiler saw kernels here, as on a CPU",
+}
 
 
-class Kind(NamedTuple):
-    """A kind of kernel: its name in style sheets, in a table or next to a mark, and in a legend."""
-
-    key: str
-    name: str
-    words: str
-
-
-_KINDS = (
-    Kind("split", "split", "K, or the keys, cut into parts that are added afterwards (split-K)"),
-    Kind("gemv", "GEMV", "a matrix-vector kernel, for one row or a few"),
-    Kind("tile", "tile", "tiles of the result; the name shows no split"),
-    Kind("row", "row reduction", "one row is summed by a block of threads"),
-    Kind("atomic", "atomics", "added in the order in which threads arrive"),
-    Kind("other", "other", "the name shows no order"),
-    Kind("unseen", "not seen", "no profiler saw kernels here, as on a CPU"),
-)
-KINDS = {kind.key: kind for kind in _KINDS}
-
-# The first whose pattern any name of a set has: a split decides the order wherever it shows.
-_TABLE: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("split", re.compile(r"split_?k(?!v)|stream_?k|splitkv.*combine|merge_(?:all_)?kernel|combine_kernel", re.I)),
-    ("gemv", re.compile(r"gemv|gemmSN", re.I)),
-    ("tile", re.compile(r"gemm|nvjet|xmma|cutlass|matmul|flash|fmha|sdpa|attend|prefill|decode_kernel|grouped", re.I)),
-    ("atomic", re.compile(r"indexFunc|scatter_gather|atomic|index_put", re.I)),
-    ("row", re.compile(r"softmax|layer_?norm|rms_norm|reduce_kernel|reduction|logsumexp|cross_entropy|sum|mean", re.I)),
-)
-
-
-def kind_of(names: Sequence[str]) -> Kind:
+def kind_of(names: Sequence[str]) -> str:
     """The kind of a set of kernels, by the one that decides its order."""
-    found = (key for key, pattern in _TABLE if any(pattern.search(name) for name in names))
-    return KINDS[next(found, "other") if names else "unseen"]
+    found = (kind for kind, at in _PATTERNS.items() if any(re.search(at, name, re.IGNORECASE) for name in names))
+    return next(found, "other") if names else "not seen"
 
 
 # Letters number the classes of one row by first appearance. They mean nothing across rows: A of stock and A of
@@ -82,25 +70,9 @@ class ClassInfo:
     kernels: Sequence[Sequence[str]]
 
 
-def hue(impl: str, index: int = 0) -> int:
-    """The number of an implementation's colour: orange is stock's in every chart, and blue is invariant's."""
-    role = Role.STOCK if impl == "best stock" else role_of(impl)
-    return {Role.STOCK: 0, Role.BACKEND: 0, Role.INVARIANT: 1}.get(role, 2 + index % 2)
-
-
-def tint(label: int, row: Row | None = None) -> str:
-    """The colour of a class; the only class of a row has that of its implementation."""
-    return f"c{label % 8}" if row is None or row.distinct > 1 else f"r{hue(row.impl)}"
-
-
 def letter(label: int) -> str:
     """0 -> A, 25 -> Z, 26 -> AA, like the columns of a spreadsheet."""
-    out = ""
-    label += 1
-    while label:
-        label, digit = divmod(label - 1, 26)
-        out = chr(ord("A") + digit) + out
-    return out
+    return (letter(label // 26 - 1) if label > 25 else "") + chr(ord("A") + label % 26)
 
 
 def axis_name(row: Row) -> str:
@@ -125,14 +97,14 @@ def _stretches(row: Row) -> list[list[Segment]]:
     return [list(run) for _, run in itertools.groupby(segments(row), lambda s: s.label)]
 
 
-def classes(row: Row, most_ranges: int = 12) -> list[ClassInfo]:
+def classes(row: Row) -> list[ClassInfo]:
     """Every class with its size, its values and its kernels."""
     stretches, out = _stretches(row), []
     for label, count in enumerate(row.class_sizes):
         mine = [run for run in stretches if run[0].label == label]
         sets = dict.fromkeys(s.kernels for run in mine for s in run if s.kernels >= 0)
-        ranges = ", ".join(value_range(run[0].first, run[-1].last) for run in mine[:most_ranges])
-        ranges += f" and {len(mine) - most_ranges} more ranges" if len(mine) > most_ranges else ""
+        ranges = ", ".join(value_range(run[0].first, run[-1].last) for run in mine[:_RANGES_MOST])
+        ranges += f" and {len(mine) - _RANGES_MOST} more ranges" if len(mine) > _RANGES_MOST else ""
         out.append(ClassInfo(label, count, ranges, [row.kernel_sets[i] for i in sets]))
     return out
 
@@ -159,13 +131,12 @@ def map_text(row: Row, most: int = 8) -> str:
     words, named = [], set()
     for run in parts[:most]:
         label, kernels = run[0].label, run[0].kernels
-        word = f"{value_range(run[0].first, run[-1].last)}: {letter(label)}"
+        words.append(f"{value_range(run[0].first, run[-1].last)}: {letter(label)}")
         if kernels >= 0 and (label, kernels) not in named and row.distinct > 1:
             named.add((label, kernels))
-            word += f" ({_names([row.kernel_sets[kernels]])})"
-        words.append(word)
-    rest = f" | … {len(parts) - most} more" if len(parts) > most else ""
-    return f"{axis_name(row)} {' | '.join(words)}{rest}"
+            words[-1] += f" ({_names([row.kernel_sets[kernels]])})"
+    words += [f"… {len(parts) - most} more"] if len(parts) > most else []
+    return f"{axis_name(row)} {' | '.join(words)}"
 
 
 @functools.cache
@@ -183,6 +154,7 @@ def short_kernel(name: str, limit: int = 56) -> str:
 
 # Geometry of class maps: only numbers, in the units of `plots`; templates draw them.
 
+_RANGES_MOST = 12  # of a class in a table
 _LANES_MOST = 64
 _NAMED_MOST = 16  # most lanes that are labelled with kernels
 # Segments of a lane that are drawn one by one; beyond them a lane is one shape per kind of kernel.
@@ -199,7 +171,6 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     figures = []
     for values, group in groups.items():
         marks, scale = _marks(values, group[0].varied)
-        ticks = _value_ticks(values, marks, {run[0].start for row in group for run in _stretches(row)[1:]})
         panels = []
         for row in group:
             high = 16.0 if row.distinct <= _NAMED_MOST else 6.0 if row.distinct <= 32 else 4.0
@@ -208,6 +179,7 @@ def map_figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 for c in classes(row)
             ]
             panels.append({"row": row, "lanes": lanes})
+        ticks = _value_ticks(values, marks, group)
         figures.append({"panels": panels, "ticks": ticks, "axis": axis_name(group[0]), "scale": scale})
     return figures
 
@@ -238,7 +210,6 @@ class ProductMap:
         values = max((row.values for row in every), key=len)
         places = [WIDTH * math.log2(m) / math.log2(len(values) + 1) for m in range(1, len(values) + 2)]
         marks = list(itertools.pairwise(places))
-        borders = {run[0].start for row in every for run in _stretches(row)[1:]}
         panels = []
         for rows in self.rows.values():
             one = all(row.distinct == 1 and row.values == values for row in rows)
@@ -250,7 +221,7 @@ class ProductMap:
                 cells = [cell | {"words": f"{at}, {cell['words']}"} for cell in cells]
                 lanes.append({"name": "all" if one else f"{size:,}", "height": 16.0, "cells": cells})
             panels.append({"row": max(rows, key=lambda row: row.distinct), "lanes": lanes})
-        return {"panels": panels, "ticks": _value_ticks(values, marks, borders), "axis": "M", "scale": "log2 scale"}
+        return {"panels": panels, "ticks": _value_ticks(values, marks, every), "axis": "M", "scale": "log2 scale"}
 
 
 def product_map(rows: Sequence[Row]) -> ProductMap | None:
@@ -292,7 +263,7 @@ def _names(used: Sequence[Sequence[str]]) -> str:
     """Of the first set the two that decide most, because a kernel that only picks the rows may come first."""
     if not used:
         return ""
-    ranked = sorted(dict.fromkeys(used[0]), key=lambda name: kind_of([name]).key == "other")
+    ranked = sorted(dict.fromkeys(used[0]), key=lambda name: kind_of([name]) == "other")
     names = " + ".join(dict.fromkeys(short_kernel(name, 36) for name in ranked[:2])) or "no kernel"
     return names + (f", {len(used) - 1} more" if len(used) > 1 else "")
 
@@ -305,12 +276,12 @@ def _cells(row: Row, label: int, marks: Sequence[tuple[float, float]]) -> list[d
     for i, s in enumerate(mine):
         kind = kind_of(row.kernel_sets[s.kernels] if s.kernels >= 0 else ())
         if len(mine) > _CELLS_MOST:
-            place, words = kind.key, f"class {letter(s.label)}, {kind.name}"
+            place, words = kind, f"class {letter(s.label)}, {kind}"
         else:
             place, words = str(i), f"{axis_name(row)} {value_range(s.first, s.last)}: class {letter(s.label)}"
             if s.kernels >= 0:
                 names = dict.fromkeys(short_kernel(k, 40) for k in row.kernel_sets[s.kernels][:2])
-                words += f", {kind.name}, {' + '.join(names) or 'no kernel'}"
+                words += f", {kind}, {' + '.join(names) or 'no kernel'}"
         parts = shapes.setdefault(place, (one_line(words, 160), []))[1]
         for left, right in marks[s.start : s.stop]:
             if parts and left - parts[-1][1] < 0.5:  # no gap would show
@@ -325,12 +296,13 @@ def span_path(cells: Sequence[tuple[float, float]], height: float) -> str:
     return "".join(f"M{left:.1f} 1H{right:.1f}V{height - 1:g}H{left:.1f}Z" for left, right in cells)
 
 
-def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], borders: Collection[int]) -> list[Tick]:
+def _value_ticks(values: Sequence[Value], marks: Sequence[tuple[float, float]], rows: Sequence[Row]) -> list[Tick]:
     """Those of borders first, then of the ends and of round values, as far as their texts have room."""
     ticks: list[Tick] = []
     count, named = len(values), any(isinstance(v, str) for v in values)
     if named and sum(len(str(v)) for v in values) > 60:
         return ticks  # names, not numbers: all of them or none
+    borders = {run[0].start for row in rows for run in _stretches(row)[1:]}
     wanted: Sequence[int] = range(count)
     if count > 12 and not named:
         wanted = range(0, count, -(-count // 8))

@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from nondet.bench.summary import failures, sections
-from nondet.core.records import Role, Row, Run, Status
+from nondet.core.records import Role, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
 from nondet.diagnose.verdict import diagnosed_effect, traced_effect
 from nondet.errors import one_line
-from nondet.reports.axes import Effects, axes_blocks, axes_of
+from nondet.reports.axes import axes_blocks, axes_of
 from nondet.reports.bench import bench_blocks, bench_headline
 from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.endpoint import Servers, counts_alone, endpoint_blocks, machine_line, servers_of
-from nondet.reports.mismatch import mismatch_blocks
-from nondet.reports.probes import Probe, probe_blocks, probes_of
-from nondet.reports.samples import Sample, Samples, sample_blocks, samples_of
+from nondet.reports.endpoint import Servers, endpoint_blocks, machine_line
+from nondet.reports.mismatch import mismatch_blocks, training_blocks
+from nondet.reports.probes import probe_blocks, probes_of
+from nondet.reports.samples import Samples, sample_blocks
 from nondet.reports.text import counted, environment_line, environment_rows, findings_text, sentence
-from nondet.reports.traces import Story, story, story_blocks, story_headline, trace_blocks, trace_headline
-from nondet.reports.training import training_blocks
-from nondet.sampling.analysis import SampleSummary, coverage_rows, coverage_text, summarize_all
+from nondet.reports.traces import Story, story_blocks, story_headline, trace_blocks, trace_headline
+from nondet.sampling.analysis import coverage_rows, coverage_text, summarize_all
 from nondet.verdict.findings import Effect, Finding, Verdict, plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import is_replay, is_varied
@@ -60,7 +59,7 @@ def _found(run: Run, verdicts: Sequence[Verdict], brief: bool) -> str:
     if run.cells:
         return bench_headline(run)
     if run.steps:
-        return story_headline(story(run))
+        return story_headline(Story(run))
     if own := trace_headline(run):
         return own
     if not verdicts:
@@ -103,10 +102,13 @@ def _worth_a_headline(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def problems(run: Run) -> list[Problem]:
-    """Every failed, skipped and wrong row by name, every note, and the failed requests by reason."""
+    """Every failed, skipped and wrong row by name, every note, and the failed requests by reason; failures first."""
     kinds: dict[str, str] = {Status.ERROR: "failed", Status.SKIPPED: "skipped", Status.WRONG: "wrong"}
-    bad = [row for status in kinds for row in run.rows if row.status == status]
-    listed = [Problem(kinds[row.status], _row_name(row), row.reason or "no reason recorded") for row in bad]
+    listed = []
+    for row in run.rows:
+        if row.status in kinds or row.reason:
+            name = f"{row.probe}: {row.case}, {row.dtype}, {row.impl}"
+            listed.append(Problem(kinds.get(row.status, "note"), name, row.reason or "no reason recorded"))
     lost = Counter((c.impl, c.reason or "no reason recorded") for c in run.completions if c.status != "ok")
     listed += [Problem("failed", f"{plural(n, 'request')} ({impl})", why, n) for (impl, why), n in lost.items()]
     if run.cells:
@@ -114,12 +116,7 @@ def problems(run: Run) -> list[Problem]:
     steps = [s for s in run.training_steps if s.status != "ok"]
     listed += [Problem("failed", f"{s.impl}, seed {s.seed}, step {s.step}", s.reason) for s in steps]
     listed += [Problem("failed", f"{r.impl}, {r.name}", r.reason) for r in run.mismatch_rollouts if r.status != "ok"]
-    noted = [row for row in run.rows if row.reason and row.status not in kinds]
-    return listed + [Problem("note", _row_name(row), row.reason) for row in noted]
-
-
-def _row_name(row: Row) -> str:
-    return f"{row.probe}: {row.case}, {row.dtype}, {row.impl}"
+    return sorted(listed, key=lambda p: [*kinds.values(), "note"].index(p.kind))
 
 
 def _gravest(verdicts: Sequence[Verdict]) -> Effect:
@@ -130,19 +127,33 @@ def _gravest(verdicts: Sequence[Verdict]) -> Effect:
     return min(effects, key=lambda effect: effect.rank)
 
 
-@dataclass(frozen=True)
 class RunSection:
-    """One run file: what it has of each kind of record, gathered where it has any."""
+    """One run file: what it has of each kind of record, gathered where it has any. Raises UserError: its side file is
+    missing, malformed or another run's."""
 
-    run: Run
-    name: str
-    headline: str
-    answer: str  # the same for a page's head
-    verdicts: Sequence[Verdict]
-    problems: Sequence[Problem]
-    sampled: Samples | None = None
-    endpoint: Servers | None = None
-    axes: Effects | None = None
+    def __init__(self, run: Run) -> None:
+        self.run, self.verdicts, self.problems = run, tuple(judge(run)), problems(run)
+        self.name = one_line(Path(run.source).name.removesuffix(".gz") or "run", 120)
+        traces, pieces = dict[str, Trace](), dict[int, str]()
+        if any(c.status == "ok" for c in run.completions):
+            traces, pieces = read_traces(Path(run.source))
+            check_traces(run, traces)
+        self.axes = axes_of(run, traces) if run.axis_values else {}
+        self.endpoint = Servers(run, traces) if is_endpoint(run) else None
+        # completions of many settings are not one sample
+        summaries = summarize_all(run, traces, pieces) if traces and not is_varied(run) else []
+        self.sampled = Samples(run, summaries) if summaries else None
+        self.samples = self.sampled.prompts if self.sampled else []  # the prompts that completed anything
+        self.story = Story(run) if run.steps else None  # of a diagnosis
+        self.probes = probes_of([r for r in run.rows if not is_replay(r)])
+        gap = f"; {self.endpoint.gap}" if self.endpoint and self.endpoint.gap else ""
+        self.headline = headline(run, self.verdicts) + gap
+        self.answer = one_line(headline(run, self.verdicts, brief=True) + gap, 900)  # for a page's head
+        # whether it compares a sampler with a trainer, once or over steps of training
+        self.is_of_trainer = bool(run.training_steps or run.mismatch_rollouts)
+        # whether it tested a whole model or a server, not operators by themselves
+        tested = run.completions or run.steps or run.trace_verdicts or run.neighbours
+        self.is_of_model = bool(tested or self.is_of_trainer)
 
     @property
     def defaults(self) -> list[Verdict]:
@@ -167,32 +178,6 @@ class RunSection:
             effects += [_gravest(self.defaults)] if self.defaults else []
         none = Effect.NO_STOCK if self.verdicts else Effect.SPEED if run.cells else None
         return min(effects, key=lambda effect: effect.rank, default=none)
-
-    @property
-    def is_of_model(self) -> bool:
-        """Whether it tested a whole model or a server, not operators by themselves."""
-        run = self.run
-        return bool(run.completions or run.steps or run.trace_verdicts or run.neighbours or self.is_of_trainer)
-
-    @property
-    def is_of_trainer(self) -> bool:
-        """Whether it compares a sampler with a trainer, once or over steps of training."""
-        return bool(self.run.training_steps or self.run.mismatch_rollouts)
-
-    @cached_property
-    def story(self) -> Story | None:
-        """A diagnosis."""
-        return story(self.run) if self.run.steps else None
-
-    @cached_property
-    def probes(self) -> Sequence[Probe]:
-        """The rows, by probe."""
-        return probes_of([r for r in self.run.rows if not is_replay(r)])
-
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """The prompts that completed anything."""
-        return self.sampled.prompts if self.sampled else ()
 
     @property
     def shown_verdicts(self) -> Sequence[Verdict]:
@@ -227,61 +212,28 @@ class RunSection:
         return one_line(f"{done}{f' of {of}' * bool(of)}{f' on {on}' * bool(on)}", 120)
 
 
-@dataclass(frozen=True)
 class Report:
     """All runs of a report."""
 
-    runs: tuple[RunSection, ...]
+    def __init__(self, runs: Sequence[RunSection]) -> None:
+        self.runs = runs
+        # so long that a page shows each part by its title and one sentence
+        self.folded = len(runs) > 1 or sum(len(p.families) for r in runs for p in r.probes) > 12
+        self.title = one_line("; ".join(dict.fromkeys(r.title for r in runs)), 200)
 
-    @property
-    def folded(self) -> bool:
-        """Whether the report is so long that a page shows each part by its title and one sentence."""
-        return len(self.runs) > 1 or sum(len(p.families) for r in self.runs for p in r.probes) > 12
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return one_line("; ".join(dict.fromkeys(r.title for r in self.runs)) or "nondet", 200)
+    @cached_property
+    def blocks(self) -> list[list[Block]]:
+        """All that is shown of each run."""
+        return [_blocks(self, number) for number in range(1, len(self.runs) + 1)]
 
 
 def build(runs: Iterable[Run]) -> Report:
     """Gather everything. Raises UserError: the side file of a run is missing, malformed or another run's."""
-    return Report(tuple(map(_read, runs)))
+    return Report([*map(RunSection, runs)])
 
 
-def side_file(run: Run) -> tuple[dict[str, Trace], dict[int, str]]:
-    """Traces and tokens' texts, of a run that has a side file."""
-    if not any(c.status == "ok" for c in run.completions):
-        return {}, {}
-    traces, pieces = read_traces(Path(run.source))
-    check_traces(run, traces)
-    return traces, pieces
-
-
-def _read(run: Run) -> RunSection:
-    if is_varied(run):  # completions of many settings are not one sample
-        axes = axes_of(run, side_file(run)[0]) if run.axis_values else None
-        return section(run, [], axes=axes)
-    traces, pieces = side_file(run)
-    summaries = summarize_all(run, traces, pieces) if traces else []
-    if is_endpoint(run):
-        return section(run, [*map(counts_alone, summaries)], endpoint=servers_of(run, traces))
-    return section(run, summaries)
-
-
-def section(
-    run: Run, summaries: Sequence[SampleSummary], *, endpoint: Servers | None = None, axes: Effects | None = None
-) -> RunSection:
-    """One run's part of the report."""
-    verdicts, name = tuple(judge(run)), one_line(Path(run.source).name.removesuffix(".gz") or "run", 120)
-    gap = f"; {endpoint.gap}" if endpoint and endpoint.gap else ""
-    said, brief = (headline(run, verdicts, brief=brief) + gap for brief in (False, True))
-    sampled = samples_of(run, summaries, served=endpoint is not None) if summaries else None
-    return RunSection(run, name, said, one_line(brief, 900), verdicts, problems(run), sampled, endpoint, axes)
-
-
-def run_blocks(report: Report, number: int) -> list[Block]:
-    """All that is shown of one run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
+def _blocks(report: Report, number: int) -> list[Block]:
+    """Of a run, counted from 1: who it is, what it found, what it has of each kind, its machine."""
     section, opened = report.runs[number - 1], not report.folded
     run = section.run
     parts = trace_blocks(run, number, opened)
@@ -300,7 +252,7 @@ def run_blocks(report: Report, number: int) -> list[Block]:
     parts += probe_blocks(section.probes, number, opened)
     if section.story:  # the parts are the evidence, which the story's answers name
         parts = [*story_blocks(section.story, number, opened), *map(_not_brief, parts)]
-    return [*_head(report, section), *parts, *_tail(section, number, opened)]
+    return [*_head(section, number, len(report.runs)), *parts, *_tail(section, number, opened)]
 
 
 def _not_brief(block: Block) -> Block:
@@ -310,7 +262,7 @@ def _not_brief(block: Block) -> Block:
     return replace(block, only=block.only.replace(BRIEF, ""))
 
 
-def _head(report: Report, section: RunSection) -> list[Block]:
+def _head(section: RunSection, number: int, runs: int) -> list[Block]:
     made: list[Block] = [
         Heading(Bit(section.title), level=2, only="mp"),
         Paragraph((Bit(section.name, "code"), f" · {section.facts}"), "soft", ALL, 1),
@@ -319,47 +271,43 @@ def _head(report: Report, section: RunSection) -> list[Block]:
     if not section.run.complete:
         made.append(Paragraph(INCOMPLETE, "warn"))
         made.append(Paragraph("Go on with it by repeating its command with `--resume`.", "soft", "p"))
-    if len(report.runs) > 1:  # of a lone run the first screen shows it
+    if runs > 1:  # of a lone run the first screen shows it
         made.append(Paragraph(sentence(section.headline), "headline", "mp"))
-    if section.verdicts:
-        items: list[Inline] = []
-        for v in section.shown_verdicts:
-            several = len(section.samples) > 1 and v.prompt is not None
-            which = f", {subject_name(section.run.header.plan, v.prompt or 0)}" if several else ""
-            style = "bad" if v.is_fault else "good" if v.finding == Finding.CLEAN else "dull"
-            parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
-            marked = (Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
-            items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
-        title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
-        listed = Items(items, [v.notes for v in section.shown_verdicts])
-        made.append(Details(title, [listed], f"verdicts-{report.runs.index(section) + 1}"))
-    return made
+    items: list[Inline] = []
+    for v in section.shown_verdicts:
+        several = len(section.samples) > 1 and v.prompt is not None
+        which = f", {subject_name(section.run.header.plan, v.prompt or 0)}" if several else ""
+        style = "bad" if v.is_fault else "good" if v.finding == Finding.CLEAN else "dull"
+        parts = re.split(f"({'|'.join(re.escape(f.value) for f in v.findings)})", sentence(v.text))
+        marked = (Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
+        items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
+    title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
+    notes = [v.notes for v in section.shown_verdicts]
+    return [*made, Details(title, [Items(items, notes)], f"verdicts-{number}")]
 
 
 def _tail(section: RunSection, number: int, opened: bool) -> list[Block]:
-    run, made = section.run, list[Block]()
-    if coverage := coverage_rows(run):
-        rows = [(Bit(impl, "code"), group, Bit(operator), counted(calls)) for impl, group, operator, calls in coverage]
-        table = Table(("impl", "group", "operator", "calls"), rows, ("nowrap", "nowrap", "wide", "num"))
-        said, place = "; ".join(coverage_text(run)) or "which operators were replaced", f"coverage-{number}"
-        made.append(Details("Coverage", [table], place, said, "coverage", fold=True, only="mp"))
-    if section.problems:
-        kinds = [(kind, sum(p.count for p in section.problems if p.kind == kind)) for kind in ("failed", "skipped")]
-        title = ", ".join(f"{n} {kind}" for kind, n in kinds if n) or plural(len(section.problems), "note")
-        table = _problems_table(section.problems)
-        place = f"problems-{number}"
-        made.append(Details(title, [table], place, "", "failed, skipped", fold=True, opened=opened, only=ALL))
-    made += [Paragraph(f"Coverage of {line}.", "soft", "bv") for line in coverage_text(run)]
-    if names := sorted({k for row in run.rows for kernels in row.kernel_sets for k in kernels}):
-        listed, place = Items([Bit(name, "code") for name in names]), f"kernels-{number}"
-        made.append(Details("Kernels by their full names", [listed], place, plural(len(names), "kernel"), only="p"))
+    run = section.run
+    rows = [(Bit(impl, "code"), group, Bit(operator), counted(n)) for impl, group, operator, n in coverage_rows(run)]
+    coverage = Table(("impl", "group", "operator", "calls"), rows, ("nowrap", "nowrap", "wide", "num"))
+    replaced = "; ".join(coverage_text(run)) or "which operators were replaced"
+    counts = [(sum(p.count for p in section.problems if p.kind == kind), kind) for kind in ("failed", "skipped")]
+    troubles = ", ".join(f"{n} {kind}" for n, kind in counts if n) or plural(len(section.problems), "note")
+    kernels = sorted({name for row in run.rows for names in row.kernel_sets for name in names})
     environment = run.header.environment
     tables = [
         Table((name, "value"), [(label, Bit(value, "code")) for label, value in environment_rows(entries)])
         for name, entries in (("environment", environment), ("option", run.header.plan))
     ]
-    title, said = "Environment and options", environment_line(environment)
-    return [*made, Details(title, tables, f"environment-{number}", said, "environment", fold=True, only="mp")]
+    failed, names = [_problems_table(section.problems)], [Items([Bit(name, "code") for name in kernels])]
+    title, place, said = "Environment and options", f"environment-{number}", environment_line(environment)
+    return [  # what has no row is not printed
+        Details("Coverage", [coverage], f"coverage-{number}", replaced, "coverage", fold=True, only="mp"),
+        Details(troubles, failed, f"problems-{number}", "", "failed, skipped", fold=True, opened=opened, only=ALL),
+        *(Paragraph(f"Coverage of {line}.", "soft", "bv") for line in coverage_text(run)),
+        Details("Kernels by their full names", names, f"kernels-{number}", plural(len(kernels), "kernel"), only="p"),
+        Details(title, tables, place, said, "environment", fold=True, only="mp"),
+    ]
 
 
 def _problems_table(listed: Sequence[Problem]) -> Table:

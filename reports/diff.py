@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -110,7 +109,7 @@ def blocks(diff: RunDiff, firsts: Firsts) -> list[Block]:
         name = ", ".join(part for part in (c.impl, c.arm, f"“{one_line(c.prompt, 40)}”") if part)
         groups.append((Bit(name), Bit(_group_text(c, firsts.get(i)))))
     environment, plan = (
-        [(Bit(one_line(f.name, 80)), _value(f.a), _value(f.b)) for f in listed]
+        [(Bit(one_line(f["name"], 80)), _value(f["a"]), _value(f["b"])) for f in listed]
         for listed in (diff.environment, diff.plan)
     )
     sheets: tuple[tuple[str, Cells, Sequence[Cells]], ...] = (
@@ -138,9 +137,12 @@ def markdown(diff: RunDiff, names: Names, firsts: Firsts) -> str:
 
 def as_json(diff: RunDiff, names: Names, firsts: Firsts) -> str:
     """One JSON object on a line."""
-    data = asdict(diff) | {"a": names[0], "b": names[1], "headline": headline(diff)}
-    for i, group in enumerate(data["completions"]):
-        group["first_divergence"] = dict(zip(("token", "logprob"), firsts.get(i) or (None, None), strict=True))
+    data: dict[str, Any] = {name: getattr(diff, name) for name in ("environment", "plan", "notes", "verdicts")}
+    data |= {"a": names[0], "b": names[1], "headline": headline(diff), "completions": []}
+    data |= {name: [vars(one) for one in getattr(diff, name)] for name in ("kinds", "changes")}
+    for i, c in enumerate(diff.completions):
+        token, logprob = firsts.get(i) or (None, None)
+        data["completions"].append({**vars(c), "first_divergence": {"token": token, "logprob": logprob}})
     return json.dumps(data, ensure_ascii=True)
 
 

@@ -144,9 +144,18 @@ Block = Heading | Paragraph | Items | Table | Figure | Code | Details
 
 
 def shown(blocks: Iterable[Block], form: str) -> Iterator[Block]:
-    """The blocks that a format prints; empty folds are left out, and a brief format shows a fold's brief content."""
+    """The blocks that a format prints. Empty ones are left out, and a brief format shows a fold's brief content."""
     for block in blocks:
         if form == BRIEF and isinstance(block, Details) and form not in block.only:
             yield from shown(block.blocks, form)
-        elif form in block.only and not (isinstance(block, Details) and not any(shown(block.blocks, form))):
+        elif form in block.only and _holds_anything(block, form):
             yield block
+
+
+def _holds_anything(block: Block, form: str) -> bool:
+    match block:
+        case Details(blocks=inner):
+            return any(shown(inner, form))
+        case Table(rows=held) | Items(items=held) | Paragraph(text=held) | Figure(data=held):
+            return bool(held)
+    return True  # a heading; a text of others, which may be empty

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-from nondet.core.records import Completion, Run
+from nondet.core.records import Run
 from nondet.core.traces import Trace
 from nondet.endpoint.arms import DETERMINISTIC
 from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
 from nondet.reports.document import ALL, Bit, Block, Cells, Details, Heading, Paragraph, Table
 from nondet.reports.text import counted, environment_line, number
-from nondet.sampling.analysis import COUNTS, SampleSummary
 from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
-from nondet.verdict.served import ArmEvidence, Comparison, evidence, subjects
+from nondet.verdict.served import ArmEvidence, evidence, subjects
 from nondet.verdict.wording import words
 
 _COMPARISONS_MOST = 40
 # In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
 _FAR = 1.0
+
+
+Subject = tuple[str, int]  # a server, and the index of a prompt
+Evidence = Mapping[str, ArmEvidence]  # by arm
 
 
 class Divergence(NamedTuple):
@@ -53,22 +55,26 @@ def divergence_of(base: Trace, other: Trace) -> Divergence:
     return Divergence(token, int(other_bits[0]) if other_bits.size else None, gap, margin)
 
 
-@dataclass(frozen=True)
 class Arm:
-    """One arm of one server, over all prompts."""
+    """One arm of one server, over all prompts. `known`: the evidence of all arms, by server and prompt."""
 
-    run: Run
-    impl: str
-    arm: str
-    requests: Sequence[Completion]  # those that failed, too
-    evidence: Mapping[int, ArmEvidence]  # by prompt
-    # how each trace differs from the most common solo one of its prompt and server (without solo: the arm's own most
-    # common), and how many requests gave it
-    divergences: Sequence[tuple[Divergence, int]]
-    has_logprobs: bool  # whether the server gave any; without them a trace is its tokens
-    gap: float  # the largest of any trace
-    gap_requests: int  # requests whose logprobs differ
-    margins: Sequence[float]  # where tokens differ, one for each request; none where tokens are drawn
+    def __init__(
+        self, run: Run, impl: str, arm: str, known: Mapping[Subject, Evidence], traces: Mapping[str, Trace]
+    ) -> None:
+        self.run, self.impl, self.arm = run, impl, arm
+        self.requests = [c for c in run.completions if (c.impl, c.arm) == (impl, arm)]  # those that failed, too
+        mine = {prompt: of for (server, prompt), of in known.items() if server == impl and arm in of}
+        self.evidence = {prompt: of[arm] for prompt, of in mine.items()}
+        # how each trace differs from the most common solo one of its prompt and server (without solo: the arm's own
+        # most common), and how many requests gave it
+        self.divergences = [found for of in mine.values() for found in _divergences(of.get("solo"), of[arm], traces)]
+        # whether the server gave any; without them a trace is its tokens
+        self.has_logprobs = any(traces[trace].logprobs for e in self.evidence.values() for trace in e.traces)
+        self.gap = max((d.gap for d, _ in self.divergences), default=0.0)  # the largest of any trace
+        self.gap_requests = sum(n for d, n in self.divergences if d.bits is not None)  # whose logprobs differ
+        margins = [d.margin for d, n in self.divergences if d.margin is not None for _ in range(n)]
+        # where tokens differ, one for each request; none where tokens are drawn
+        self.margins = [] if run.header.plan.get("sampling") else margins
 
     @property
     def proof(self) -> str:
@@ -87,7 +93,8 @@ class Arm:
     def cells(self) -> Cells:
         """Its columns of the table of arms, but for its name."""
         arms = [e for e in self.evidence.values() if e.n]
-        failed = sum((e.failed for e in self.evidence.values()), Counter[str]())
+        failed = sorted(sum((e.failed for e in self.evidence.values()), Counter[str]()).items())
+        lost = one_line(", ".join(f"{kind} {count}" for kind, count in failed), 200)
         prompts, margins = len(self.evidence), self.margins
         of = f" of {counted(prompts)} {subject_unit(self.run.header.plan)}s" if prompts > 1 else ""
         span = f"{number(min(margins))} to {number(max(margins))}, median {number(median(margins))}" if margins else "–"
@@ -99,21 +106,7 @@ class Arm:
         texts = _each([len(e.completions) for e in arms], prompts)
         where = (_earliest(d.token for d, _ in self.divergences), first, gap, span)
         named = Bit(f"{counted(len(self.requests))}{of}")
-        return named, texts, traces, *where, _kinds(failed), Bit(one_line(self.proof, 300))
-
-    @property
-    def times(self) -> Cells:
-        """Its columns of the table of times, but for its name."""
-        good = [c.served for c in self.requests if c.status == "ok" and c.served is not None]
-        rounds = [r for r in self.run.rounds if (r.impl, r.arm) == (self.impl, self.arm)]
-        first, whole = [s.first - s.sent for s in good if s.first is not None], [s.done - s.sent for s in good]
-        allowed = max((r.traffic.concurrency for r in rounds if r.traffic is not None), default=0)
-        seconds, tokens = sum(r.seconds for r in rounds), sum(r.tokens for r in rounds)
-        at_once = max((s.in_flight for s in good), default=0)
-        took = (_seconds(first), _seconds(whole), _seconds(whole, 0.95))
-        rate = f"{tokens / seconds if seconds > 0 else 0.0:,.1f}"
-        refused = sum((Counter(s.refusals) for s in good), Counter[str]())
-        return f"{at_once} at once of {allowed} allowed", *took, rate, _kinds(refused)
+        return named, texts, traces, *where, Bit(lost or "none"), Bit(one_line(self.proof, 300))
 
 
 def _each(counts: Sequence[int], prompts: int) -> str:
@@ -122,17 +115,6 @@ def _each(counts: Sequence[int], prompts: int) -> str:
     if prompts < 2:
         return counted(high)
     return f"{counted(low)} to {counted(high)} each" if low < high else f"{counted(high)} each"
-
-
-def _kinds(counts: Mapping[str, int]) -> Bit:
-    return Bit(one_line(", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())), 200) or "none")
-
-
-def _seconds(values: Sequence[float], share: float = 0.5) -> str:
-    took = sorted(values)
-    if not took:
-        return "not streamed"
-    return f"{median(took) if share == 0.5 else took[min(len(took) - 1, int(share * len(took)))]:.3f}"
 
 
 def _earliest(indices: Iterable[int | None]) -> str:
@@ -152,38 +134,29 @@ def _divergences(
                 yield divergence_of(traces[base], traces[digest]), count
 
 
-def _arms(run: Run, traces: Mapping[str, Trace]) -> list[Arm]:
-    """Every arm of every server, in the order of the plan."""
-    known, order = evidence(run), list(run.header.plan.get("arms", {}))
-    members: dict[tuple[str, str], list[Completion]] = {}
-    for c in run.completions:
-        members.setdefault((c.impl, c.arm), []).append(c)
-    arms = []
-    for impl, arm in sorted(members, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else len(order))):
-        mine = {prompt: of[arm] for (server, prompt), of in known.items() if server == impl and arm in of}
-        divergences = [
-            found for prompt, e in mine.items() for found in _divergences(known[impl, prompt].get("solo"), e, traces)
-        ]
-        logprobs = any(traces[t].logprobs for e in mine.values() for t in e.traces)
-        gap, off = (
-            max((d.gap for d, _ in divergences), default=0.0),
-            sum(n for d, n in divergences if d.bits is not None),
-        )
-        margins = [d.margin for d, n in divergences if d.margin is not None for _ in range(n)]
-        margins = [] if run.header.plan.get("sampling") else margins
-        arms.append(Arm(run, impl, arm, members[impl, arm], mine, divergences, logprobs, gap, off, margins))
-    return arms
-
-
-@dataclass(frozen=True)
 class Servers:
-    """What a run shows of its servers."""
+    """What a run shows of its servers: their arms in the order of the plan, and what comparing them showed."""
 
-    run: Run
-    arms: Sequence[Arm]
-    impls: Sequence[str]  # the names under which servers were compared
-    comparisons: Sequence[tuple[str, str, Comparison]]  # (server, prompt, comparison)
-    differences: Sequence[str]  # those in which anything differed, in words; with the prompt if there are several
+    def __init__(self, run: Run, traces: Mapping[str, Trace]) -> None:
+        self.run, known, order = run, evidence(run), [*run.header.plan.get("arms", {})]
+        named = sorted(
+            dict.fromkeys((c.impl, c.arm) for c in run.completions),
+            key=lambda pair: (pair[0], order.index(pair[1]) if pair[1] in order else len(order)),
+        )
+        self.arms = [Arm(run, impl, arm, known, traces) for impl, arm in named]
+        # the names under which servers were compared
+        self.impls = list(dict.fromkeys([s.impl for s in run.servers] or [arm.impl for arm in self.arms]))
+        plan = run.header.plan
+        self.comparisons = [
+            (s.server.impl, subject_name(plan, s.prompt), c) for s in subjects(run) for c in s.comparisons
+        ]
+        several = len({prompt for _, prompt, _ in self.comparisons}) > 1
+        # those in which anything differed, in words; with the prompt if there are several
+        self.differences = []
+        for _, prompt, c in self.comparisons:
+            if c.traces_off:
+                why = f" ({c.why[0].rstrip('.')})" if c.finding == Finding.UNATTRIBUTED and c.why else ""
+                self.differences.append(f"{f'{prompt}, ' * several}{c.text}: {c.finding}{why}")
 
     @property
     def cure(self) -> str:
@@ -199,22 +172,9 @@ class Servers:
     @property
     def gap(self) -> str:
         """ "logprobs off by up to 0.047 at 44 requests", or ""."""
-        requests = sum(arm.gap_requests for arm in self.arms)
-        largest = max((arm.gap for arm in self.arms), default=0.0)
-        return f"logprobs off by up to {number(largest)} at {counted(requests)} requests" if requests else ""
-
-
-def servers_of(run: Run, traces: Mapping[str, Trace]) -> Servers:
-    """The servers of a run: their arms, and what comparing them showed."""
-    arms = _arms(run, traces)
-    impls = list(dict.fromkeys([s.impl for s in run.servers] or [arm.impl for arm in arms]))
-    named = [(s.server.impl, subject_name(run.header.plan, s.prompt), c) for s in subjects(run) for c in s.comparisons]
-    several, differences = len({prompt for _, prompt, _ in named}) > 1, []
-    for _, prompt, c in named:
-        if c.traces_off:
-            why = f" ({c.why[0].rstrip('.')})" if c.finding == Finding.UNATTRIBUTED and c.why else ""
-            differences.append(f"{f'{prompt}, ' * several}{c.text}: {c.finding}{why}")
-    return Servers(run, arms, impls, named, differences)
+        apart = [arm for arm in self.arms if arm.gap_requests]
+        largest, requests = max((arm.gap for arm in apart), default=0.0), sum(arm.gap_requests for arm in apart)
+        return f"logprobs off by up to {number(largest)} at {counted(requests)} requests" if apart else ""
 
 
 def machine_line(run: Run) -> str:
@@ -224,14 +184,8 @@ def machine_line(run: Run) -> str:
     return one_line(f"{', '.join(servers)} · requests sent from: {here}", 400) if servers else here
 
 
-_ARMS = (
-    "arm", "requests", "texts", "traces", "other token", "first other logprob",
-    "largest logprob gap", "margin where tokens differ", "failed", "what proves the arm",
-)  # fmt: skip
-_TIMES = (
-    "arm", "concurrency", "first token, median s", "answer, median s", "answer, 95% s", "tokens/s of all requests",
-    "retried",
-)  # fmt: skip
+_APART = ("other token", "first other logprob", "largest logprob gap", "margin where tokens differ", "failed")
+_ARMS = ("arm", "requests", "texts", "traces", *_APART, "what proves the arm")
 _ARMS_NOTE = (
     "Texts and traces: distinct ones. Positions: of the first token, or logprob, that differs from the most common "
     "solo answer. Logprobs are compared bit for bit, as the decimals that were sent, up to where tokens differ."
@@ -239,18 +193,17 @@ _ARMS_NOTE = (
 
 
 def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
-    """The servers, the arms and what proves them, the comparisons, the contract, the times."""
+    """The servers, the contract, the arms and what proves them, the comparisons."""
     run, impls = servers.run, servers.impls
     lines = [_server_line(run, impl) for impl in impls if any(s.impl == impl for s in run.servers)]
+    named = [(Bit(f"{arm.impl}, {arm.arm}" if len(impls) > 1 else arm.arm), arm) for arm in servers.arms]
     made: list[Block] = [Heading("Servers", f"servers-{number_}", "servers")]
     made += [Paragraph(Bit(line), only=ALL) for line in lines or ["None answered."]]
-    named = [(Bit(f"{arm.impl}, {arm.arm}" if len(impls) > 1 else arm.arm), arm) for arm in servers.arms]
-    made, times = [*made, *_contract(run, impls)], list[Block]()
+    made += _contract(run, impls)
     if named:
         rows = [(name, *arm.cells) for name, arm in named]
-        table = Table(_ARMS, rows, ("", *["cell"] * 9), unshown=_ARMS[4:9], clipped=True, only=ALL)
+        table = Table(_ARMS, rows, ("", *["cell"] * 9), unshown=_APART, clipped=True, only=ALL)
         made += [Heading("Arms", level=4), Paragraph(_ARMS_NOTE, "soft"), table, *_not_rounding(servers.arms)]
-        times = [Table(_TIMES, [(name, *arm.times) for name, arm in named], ("", *["cell"] * 6))]
     listed = servers.comparisons
     if len(listed) > _COMPARISONS_MOST:
         listed = [entry for entry in listed if entry[2].traces_off][:_COMPARISONS_MOST]
@@ -263,7 +216,7 @@ def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
         made += [Heading("Compared with each other", level=4), Table(names, seen, ("", *["cell"] * 4))]
     if left := len(servers.comparisons) - len(listed):
         made.append(Paragraph(f"… and {plural(left, 'more comparison')}, without a difference.", "soft"))
-    return [*made, *([Details("Times", times, opened=True)] if times else [])]
+    return made
 
 
 def _not_rounding(arms: Sequence[Arm]) -> list[Block]:
@@ -297,12 +250,6 @@ def _contract(run: Run, impls: Sequence[str]) -> list[Block]:
     note = "What a comparison assumes, checked before anything was sampled, one request at a time."
     table = Table(("contract", *(Bit(impl, "code") for impl in impls)), rows, ("", *("wide",) * len(impls)))
     return [Paragraph(said, only=ALL), Details("Contract", [Paragraph(note, "soft"), table])]
-
-
-def counts_alone(summary: SampleSummary) -> SampleSummary:
-    """A summary of a server's arms together, which are not one sample: what differs where, without a rate."""
-    bare = replace(summary.rate, low=0.0, high=1.0, method=COUNTS, rounds=0)
-    return replace(summary, rate=bare, disagreement=None, new_share=None, flips=None, k3=None)
 
 
 def _server_line(run: Run, impl: str) -> str:

@@ -17,13 +17,12 @@ from nondet.reports import text as figures
 from nondet.reports.classes import map_text, short_kernel
 from nondet.reports.content import STOCK, Problem, Report, RunSection
 from nondet.reports.document import BRIEF, MARKDOWN, Bit, Block, Figure, Heading, Paragraph
-from nondet.reports.mismatch import mismatch_figure
-from nondet.reports.picture import Picture, card_of
+from nondet.reports.mismatch import mismatch_figure, training_figure
+from nondet.reports.plots import Picture, card_of
 from nondet.reports.probes import Case
 from nondet.reports.samples import REMOVED, Sample, answers_of
-from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options
+from nondet.reports.text import MACHINE, MODEL, SAMPLE, SERVER, own_options, repeated
 from nondet.reports.traces import pair_of
-from nondet.reports.training import training_figure
 from nondet.sampling.analysis import Fork, SampleSummary, ratio_text, smallest_cures, speed_ratio_of
 from nondet.sampling.plan import UNSEEDED
 from nondet.verdict.findings import Effect, Finding, plural
@@ -42,6 +41,7 @@ _PANELS_MOST = 2  # of plots on the first screen; the section has all
 _POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
 ISOLATED = "isolated"  # the label of what was found of operators by themselves
 NOT_RUN = "the invariant implementation was not run here"
+_OF_BATCHES = (Axis.BATCH, Axis.RUN)
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
 
 
@@ -81,32 +81,31 @@ def _of_sides(report: Report) -> list[Step]:
 
 def _of_vectors(run: Run) -> list[Step]:
     """The operator and the fix of an encoder, whose sentence has its vectors."""
-
-    def again(*impls: str) -> str:
-        typed = [word for impl in impls for word in ("--impl", impl)]
-        return shlex.join(["nondet", "embed", *typed, *own_options(run.header, _EMBED)])
-
-    differing = {n.impl for n in run.neighbours if n.parted}
-    impls, steps = {n.impl for n in run.neighbours}, list[Step]()
+    differing, impls = {n.impl for n in run.neighbours if n.parted}, {n.impl for n in run.neighbours}
+    parts = {impl for impl in impls if role_of(impl) == Role.PART}
+    steps = []
     if any(role_of(impl) in STOCK for impl in differing):
-        parts = {impl for impl in impls if role_of(impl) == Role.PART}
         cures = sorted(parts - differing)
         text = f"replacing only {', '.join(cures)} removed it" if cures else "which operator is not known"
-        command = "" if parts else again("stock", "invariant:matmul", "invariant:attention", "invariant:norm")
+        tried = [word for name in ("matmul", "attention", "norm") for word in ("--impl", f"invariant:{name}")]
+        command = "" if parts else repeated(run.header, "embed", "--impl", "stock", *tried, names=_EMBED)
         steps.append(Step("operator", text, bool(cures), command))
     if not any(role_of(impl) == Role.INVARIANT for impl in impls):
-        steps.append(Step("cure", NOT_RUN, False, again("both")))
+        steps.append(Step("cure", NOT_RUN, False, repeated(run.header, "embed", "--impl", "both", names=_EMBED)))
     return steps
 
 
 def _of_classes(report: Report) -> Step:
+    rows = [row for r in report.runs for row in r.run.rows if row.measured]
     left: dict[str, dict[str, None]] = {}  # member -> operators in which it is not in the class, each once
-    for row in (row for r in report.runs for row in r.run.rows if row.measured):
-        left.setdefault(row.impl, {}).update({row.operator: None} if row.differs or row.wrong else {})
-    named = [f"{impl} ({', '.join(operators)})" for impl, operators in left.items() if operators]
-    if named:
-        return Step("operator", one_line(f"not in the class everywhere: {'; '.join(named)}", 320))
-    return Step("operator", f"{plural(len(left), 'member')} tested, each in its class at every shape tested")
+    for row in rows:
+        if row.differs or row.wrong:
+            left.setdefault(row.impl, {})[row.operator] = None
+    if left:
+        named = "; ".join(f"{impl} ({', '.join(operators)})" for impl, operators in left.items())
+        return Step("operator", one_line(f"not in the class everywhere: {named}", 320))
+    members = plural(len({row.impl for row in rows}), "member")
+    return Step("operator", f"{members} tested, each in its class at every shape tested")
 
 
 def _own_rows(report: Report) -> list[Row]:
@@ -122,19 +121,21 @@ def _of_servers(report: Report) -> list[Step]:
     differences = [text for server in servers for text in server.differences]
     more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
     cause = one_line("; ".join(differences[:3]) + more, 320) or "nothing differs, so there is none to name"
-    prompt = next((p.text for r in report.runs for p in r.samples), "")
+    prompt = one_line(next((p.text for r in report.runs for p in r.samples), ""), 80)
     greedy = "; a trace is greedy, and shows only what the logits do" if any(map(_is_drawn, report.runs)) else ""
     operator = f"a server does not show it: trace the model's folder in process{greedy}"
-    trace = f"nondet trace --model FOLDER --prompt {shlex.quote(one_line(prompt, 80))}"
     cure = f"{'; '.join(dict.fromkeys(server.cure for server in servers))}; sample again, and compare the two runs"
-    compare = "nondet diff BEFORE.jsonl AFTER.jsonl"
-    return [Step("cause", cause), Step("operator", operator, False, trace), Step("cure", cure, False, compare)]
+    return [
+        Step("cause", cause),
+        Step("operator", operator, False, shlex.join(["nondet", "trace", "--model", "FOLDER", "--prompt", prompt])),
+        Step("cure", cure, False, "nondet diff BEFORE.jsonl AFTER.jsonl"),
+    ]
 
 
 def _stock_summaries(report: Report) -> list[tuple[RunSection, Sample, SampleSummary]]:
-    """Stock completions, the default backend before the others, the largest sample first."""
+    """Stock completions, run by run; the default backend before the others, the largest sample first."""
     rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in STOCK]
-    return sorted(rows, key=lambda row: (role_of(row[2].impl) != Role.STOCK, -row[2].n))
+    return sorted(rows, key=lambda row: (report.runs.index(row[0]), role_of(row[2].impl) != Role.STOCK, -row[2].n))
 
 
 def _culprits_of(*sections: RunSection) -> list[Culprit]:
@@ -159,9 +160,9 @@ def _token(report: Report) -> Step:
         return Step("token", f"the traced difference reaches the logits of token {reached}")
     effects = [e for r in report.runs for of in (r.axes or {}).values() for e in of.values() if e.tally.tried]
     varied = [e for e in effects if role_of(e.impl) in STOCK]
-    if any(e.differs for e in varied):
-        firsts = [e.first for e in varied if e.differs and e.first is not None]
-        where = f", first in the bits of token {min(firsts)}" if firsts else ""
+    if differing := [e for e in varied if e.differs]:
+        first = min((e.first for e in differing if e.first is not None), default=None)
+        where = "" if first is None else f", first in the bits of token {first}"
         return Step("token", f"traces of stock differ{where}")
     if varied:
         return Step("token", "no trace changes with what was varied")
@@ -175,10 +176,10 @@ def _token(report: Report) -> Step:
 def _fork_text(s: SampleSummary, fork: Fork) -> str:
     """Where completions of an implementation first differ, what they continue with, and how near that was."""
     tokens = [one_line(figures.token(b.text, b.token_id), 40) for b in fork.branches[:3]]
-    ways = []
-    for b, token in zip(fork.branches, tokens, strict=False):
-        same = f" (id {b.token_id})" if tokens.count(token) > 1 else ""
-        ways.append(f"{b.count:,} continue with {token}{same}")
+    ways = [
+        f"{b.count:,} continue with {token}{f' (id {b.token_id})' * (tokens.count(token) > 1)}"
+        for b, token in zip(fork.branches, tokens, strict=False)
+    ]
     near, margin = "", min((b.margin_min for b in fork.branches if b.margin_min is not None), default=None)
     if s.draws is not None:  # drawn tokens flip at a boundary between tokens, wherever the margin is
         near = f"; the nearest draw there {percent(s.draws.nearest)} of the mass from another token"
@@ -192,20 +193,19 @@ def _operator(report: Report) -> Step:
     for c in _culprits_of(*report.runs):
         # the pair that was traced need not be the completions whose token is named above
         ahead = f", ahead of token {c.token}" if c.token >= 0 else ""
-        places = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
-        # a record's own words; the next step names the kernels
-        before = c.sentence[: min(places)].rstrip(" ;,") if places else c.sentence
-        text = one_line(f"in the pair traced{ahead}: {before}", 320)
-        return Step("operator", text, known=bool(c.call), command="" if c.call else command)
+        # a record's own words, up to the kernels, which the next step names
+        ends = [c.sentence.find(kernel) for arm in c.kernels for kernel in arm if kernel and kernel in c.sentence]
+        said = c.sentence[: min(ends)].rstrip(" ;,") if ends else c.sentence
+        text = one_line(f"in the pair traced{ahead}: {said}", 320)
+        return Step("operator", text, bool(c.call), "" if c.call else command)
     if any(r.run.culprits for r in report.runs):
-        return Step("operator", f"not named: {NOT_MET}", known=False, command=command)
+        return Step("operator", f"not named: {NOT_MET}", False, command)
     if cures := _cures(report):
         named = ", ".join(dict.fromkeys(family for family, _ in cures))
         return Step("operator", f"{named}: {REMOVED}, in {cures[0][1]:,} completions")
     if any(map(_is_drawn, report.runs)):
         return _of_drawn(report)
-    rows = _divergent_rows(report)
-    if rows:
+    if rows := _divergent_rows(report):
         named = ", ".join(one_line(operator, 40) for operator in [*dict.fromkeys(r.operator for r in rows)][:6])
         text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {named}"
         return Step("operator", text, known=not _stock_summaries(report), command=command)
@@ -227,19 +227,20 @@ def _is_drawn(section: RunSection) -> bool:
 
 def _of_drawn(report: Report) -> Step:
     """A trace is greedy: it explains logits that differ under a draw, but not a draw."""
-    differing = {s.impl for _, _, s in _stock_summaries(report) if s.distinct_traces > 1}
+    summaries = [s for _, _, s in _stock_summaries(report)]
+    differing = {s.impl for s in summaries if s.distinct_traces > 1}
     if differing - set(UNSEEDED):
         text = "not traced; a trace is greedy, and shows only what the logits do: here they differ under one draw"
-        return Step("operator", text, known=False, command=_trace_command(report))
+        return Step("operator", text, False, _trace_command(report))
     if not differing:
         return Step("operator", "nothing differs under one seed")
-    if seeded := sum(s.n for _, _, s in _stock_summaries(report) if s.impl == "stock-seeded"):
+    if seeded := sum(s.n for s in summaries if s.impl == "stock-seeded"):
         text = f"none seen: stock-seeded, with stock's logits, is identical in {seeded:,}; only the draw is left"
         return Step("operator", text)
     text = "not known: the engine's own draw changes texts whatever the logits; stock-seeded separates the two"
-    drawn = next(r.run.header.plan["sampling"] for r in report.runs if _is_drawn(r))
     command = _again(report, "sample", "--impl", "stock-seeded")
     if "--temperature" not in command:  # of a run that no command line began
+        drawn = next(r.run.header.plan["sampling"] for r in report.runs if _is_drawn(r))
         command += f" --temperature {drawn['temperature']:g}"
     return Step("operator", text, False, command)
 
@@ -249,11 +250,10 @@ def _again(report: Report, *words: str, names: Collection[str] = SAMPLE) -> str:
     run = next((r.run for r in report.runs if r.run.header.command in _OF_MODELS), report.runs[0].run)
     if run.header.command not in _OF_MODELS and names in (MODEL, SAMPLE):
         names = MACHINE
-    typed = own_options(run.header, names)
     model = _model_of(run)
-    if "--model" in names and model and not {"--model", f"--model={model}"} & {*typed}:
-        typed = ["--model", model, *typed]
-    return shlex.join(["nondet", *words, *typed])
+    if "--model" in names and model and not {"--model", f"--model={model}"} & {*own_options(run.header, names)}:
+        words = (*words, "--model", model)
+    return repeated(run.header, *words, names=names)
 
 
 def _model_of(run: Run) -> str:
@@ -276,7 +276,7 @@ def _trace_command(report: Report) -> str:
         words += ["--impl", s.impl] if s.impl != "stock" and not _is_drawn(r) else []
         if not any("graphs=on" in word for word in figures.typed_words(r.run.header)):  # a graph can't be traced
             names.append("--load")
-        return _again(Report((r,)), "trace", *words, names=names)
+        return _again(Report([r]), "trace", *words, names=names)
     return _again(report, "trace", names=MODEL)
 
 
@@ -308,23 +308,20 @@ def _tested_rows(report: Report) -> list[Row]:
 
 def _divergent_rows(report: Report) -> list[Row]:
     """Rows whose bits depend on the batch or the run: of the implementation that the answer is about, else of any."""
-    for rows in (_rows(report, Role.STOCK), _tested_rows(report), _rows(report)):
-        differ = [r for r in rows if (r.differs or r.replays_parted) and axis_of(r) in (Axis.BATCH, Axis.RUN)]
-        if differ:
-            return differ
-    return []
+    of_each = (_rows(report, Role.STOCK), _tested_rows(report), _rows(report))
+    differ = ([r for r in rows if (r.differs or r.replays_parted) and axis_of(r) in _OF_BATCHES] for rows in of_each)
+    return next(filter(None, differ), [])
 
 
 def _kernel(report: Report) -> Step:
     culprits = _culprits_of(*report.runs)
-    for c in culprits:
-        arms = [", ".join(dict.fromkeys(short_kernel(k) for k in arm)) for arm in c.kernels]
-        if any(arms):
-            text = " compared with ".join(arm or "none seen" for arm in arms[:2])
-            if len(set(arms)) == 1:
-                same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
-                text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
-            return Step("kernel", one_line(text, 260))
+    for c in (c for c in culprits if any(c.kernels)):
+        arms = [", ".join(dict.fromkeys(map(short_kernel, arm))) for arm in c.kernels]
+        text = " compared with ".join(arm or "none seen" for arm in arms[:2])
+        if len(set(arms)) == 1:
+            same = all(set(arm) == set(c.kernels[0]) for arm in c.kernels)
+            text = f"{arms[0]} in both{'' if same else ', with other template arguments'}"
+        return Step("kernel", one_line(text, 260))
     families = [c.family for c in culprits] + [family for family, _ in _cures(report)]
     probe = PROBE_OF.get(next(filter(None, families), ""), "")
     rows = [r for r in _divergent_rows(report) if not probe or r.probe == probe]
@@ -334,31 +331,31 @@ def _kernel(report: Report) -> Step:
         return Step("kernel", one_line(f"{row.operator} in isolation, {row.case}: {map_text(row, 3)}{unnamed}", 300))
     if not probe and any(row.probe not in _BESIDE for row in _tested_rows(report)):
         return Step("kernel", "none to name: no operator depends on the batch or the run")
-    traced = next((r for r in report.runs if any(c.call and c.family in PROBE_OF for c in _culprits_of(r))), None)
-    if traced is not None:
-        command = _again(Report((traced,)), "probe", "--from-trace", traced.run.source, names=MACHINE)
-    else:
-        command = _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *MACHINE))
+    command = _again(report, "probe", *([probe] if probe else ["matmul", "attention"]), names=("--dtype", *MACHINE))
+    for r in report.runs:
+        if any(c.call and c.family in PROBE_OF for c in _culprits_of(r)):
+            command = repeated(r.run.header, "probe", "--from-trace", r.run.source, names=MACHINE)
+            break
     return Step("kernel", "not probed yet", known=False, command=command)
 
 
 def clearest(rows: Sequence[Row]) -> Row:
     """The row whose picture explains most: few classes and several kernels, bfloat16 and products first. Where the
     values of other rows change a row, the number of classes explains nothing."""
+
+    def coarse(row: Row) -> int:
+        pairs = zip(row.values, row.values[1:], row.labels, row.labels[1:], strict=False)
+        return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
+
     return min(
         rows,
         key=lambda r: (
             axis_of(r) != Axis.BATCH, "by meaning" in r.reason, not r.labels, r.varied != "neighbour_values",
             r.varied != "batch_size",
-            not r.kernel_sets, role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, _coarse(r),
+            not r.kernel_sets, role_of(r.impl) != Role.STOCK, r.dtype != "bfloat16", r.distinct > 6, coarse(r),
             -r.distinct,
         ),
     )  # fmt: skip
-
-
-def _coarse(row: Row) -> int:
-    pairs = zip(row.values, row.values[1:], row.labels, row.labels[1:], strict=False)
-    return max((b - a for a, b, x, y in pairs if x != y and isinstance(a, int) and isinstance(b, int)), default=0)
 
 
 def _cure(report: Report) -> list[Step]:
@@ -374,10 +371,9 @@ def _cure(report: Report) -> list[Step]:
     elif sampled:
         text = f"invariant: {min((v.finding for v in sampled), key=list(Finding).index)}"
     elif traced:
-        text = f"replacing {' and '.join(traced)} removes the divergence"
+        text = one_line(f"replacing {' and '.join(traced)} removes the divergence", 420)
     else:
         return [Step("cure", NOT_RUN, known=False, command=command)]
-    text = one_line(text, 420)
     if _cure_refuted(report):  # its cost does not matter
         return [Step("cure", text)]
     if (said or (stories and not sampled)) and not any(s.cured for s in stories):
@@ -389,12 +385,11 @@ def _cure(report: Report) -> list[Step]:
 def _cost(report: Report) -> Step:
     """The lowest fair ratio end to end, else the command that measures it."""
     speeds = [speed_ratio_of(r.run) for r in report.runs if r.samples or r.story]
-    measured = sorted((s for s in speeds if s is not None and not s.no_cost), key=lambda s: s.ratio)
-    if measured:
+    if measured := [s for s in speeds if s is not None and not s.no_cost]:
         lowest = f", the lowest of {len(measured)}" if len(measured) > 1 else ""
-        return Step("cost", f"{ratio_text(measured[0])}{lowest}")
+        return Step("cost", f"{ratio_text(min(measured, key=lambda s: s.ratio))}{lowest}")
     command = _again(report, "sample", "--turns", names=("--model", "--dtype", *MACHINE))
-    return Step("cost", "not measured", known=False, command=command)
+    return Step("cost", "not measured", False, command)
 
 
 class Suggestion(NamedTuple):
@@ -406,12 +401,15 @@ class Suggestion(NamedTuple):
 
 class FirstScreen:
     """The answer, the run whose finding it is (`section`), chain, picture and next command; a bench has neither chain
-    nor picture. `effect` is None where that run holds neither a verdict nor times."""
+    nor picture. `effect` is None where that run holds neither a verdict nor times. Of several runs, chain and next
+    command are of this run, and of the others of its model and machine (`report`)."""
 
     def __init__(self, report: Report) -> None:
-        runs, self.report = report.runs, report
+        self.runs = runs = report.runs
         self.section = section = min(runs, key=_gravity)
-        self.run, self.command = runs[0].run, runs[0].run.header.command if len(runs) == 1 else ""
+        self.report = Report([section, *(r for r in runs if r is not section and _goes_with(r.run, section.run))])
+        self.run = section.run
+        self.command = self.run.header.command if len(self.report.runs) == 1 else ""
         self.effect, self.answer = section.effect, section.answer
         if all(r.run.cells for r in runs):
             self.effect = Effect.SPEED
@@ -419,12 +417,12 @@ class FirstScreen:
             self.answer = figures.findings_text(section.verdicts, 3)
         if self.effect is Effect.NONE and not all(r.run.complete for r in runs):
             self.effect = Effect.SO_FAR
-        self.answer = figures.sentence(self.answer)
+        self.answer = f"{section.name}: " * (len(runs) > 1) + figures.sentence(self.answer)
         self.diverged = self.effect is not None and self.effect.is_change
         # beside a model's answer, what other runs found of operators by themselves
         others = [r for r in runs if r is not section and not r.is_of_model and r.effect and r.effect.is_change]
-        isolated = [Step(ISOLATED, r.answer) for r in others] if section.is_of_model else []
-        self.steps = () if self.effect in (None, Effect.SPEED) else (*chain(report), *isolated)
+        isolated = [Step(ISOLATED, f"{r.name}: {r.answer}") for r in others] if section.is_of_model else []
+        self.steps = () if self.effect in (None, Effect.SPEED) else (*chain(self.report), *isolated)
         self.picture = None if self.effect is Effect.SPEED else _picture(section)
         self.next = next_command(self) if self.effect else Suggestion("", "")
         more = any(v.effect.is_change for v in section.defaults) or any(s.label == ISOLATED for s in self.steps)
@@ -434,11 +432,10 @@ class FirstScreen:
     def machines(self) -> list[str]:
         """What was tested, and where; each once."""
         lines = []
-        for r in self.report.runs:
+        for r in self.runs:
             here = figures.environment_line({k: r.run.header.environment.get(k) for k in ("gpu", "cpu", "torch")})
-            for s in r.run.servers:
-                lines.append(one_line(f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}", 200))
-            lines.append(f"requests sent from: {here}" if r.run.servers else here)
+            asked = [f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}" for s in r.run.servers]
+            lines += [*(one_line(text, 200) for text in asked), f"{'requests sent from: ' * bool(asked)}{here}"]
         return [*dict.fromkeys(lines)]
 
     @property
@@ -466,9 +463,14 @@ class FirstScreen:
         return made
 
 
-def first_screen(report: Report) -> FirstScreen | None:
-    """The first screen; None for a report without a run."""
-    return FirstScreen(report) if report.runs else None
+def _goes_with(one: Run, other: Run) -> bool:
+    """Whether both are of one machine, and of one model if both are of any."""
+    machines, models = set(), set()
+    for run in (one, other):
+        model = run.header.plan.get("model")
+        models.add(str((model.get("name") if isinstance(model, dict) else model) or ""))
+        machines.add(str(run.header.environment.get("gpu") or run.header.environment.get("cpu") or ""))
+    return len(models - {""}) < 2 and len(machines - {""}) < 2
 
 
 def _gravity(r: RunSection) -> tuple[bool, int, bool, int, int]:
@@ -510,9 +512,8 @@ def next_command(o: FirstScreen) -> Suggestion:
     if o.command == "certify" or any(c.tokens for c in o.run.cells):
         return Suggestion("", "")  # a certificate and an engine's times are answers: nothing follows from them
     if o.command == "bench":
-        typed = own_options(o.run.header, ["--models"])
-        model = next(iter(typed[1:2] or typed), "embedded").removeprefix("--models=")
-        words = ["--model", model] if model != "embedded" else []
+        model = "".join(own_options(o.run.header, ["--models"])).removeprefix("--models").removeprefix("=")
+        words = ["--model", model] if model not in ("", "embedded") else []
         return Suggestion(_again(o.report, "sample", "--impl", "both", *words, names=MACHINE), _WHY["token"])
     if o.command == "probe" and all(p.demonstration for r in runs for p in r.probes):
         command = _again(o.report, "probe", "all", names=MACHINE)
@@ -535,8 +536,10 @@ def _after_chain(o: FirstScreen) -> Suggestion:
     if embedded and refuted:
         return Suggestion(certify, tested)
     if embedded and not o.diverged:
-        command = _again(o.report, "embed", "--batch", "128", names=[name for name in _EMBED if name != "--batch"])
-        return Suggestion(command, "compares vectors in larger batches")
+        others = [name for name in _EMBED if name != "--batch"]
+        return Suggestion(
+            _again(o.report, "embed", "--batch", "128", names=others), "compares vectors in larger batches"
+        )
     if refuted:
         command = _again(o.report, "trace", "--impl", "invariant", names=MODEL)
         return Suggestion(command, "names the operator that diverges under it, too")
@@ -550,7 +553,7 @@ def _after_clean(o: FirstScreen) -> Suggestion:
     sampled = _stock_summaries(o.report)
     if sampled and o.command == "sample":
         why = "passes or fails this run in CI, and says how rare a divergence it would have shown"
-        return Suggestion(shlex.join(["nondet", "gate", o.run.source, "--impl", sampled[0][2].impl]), why)
+        return Suggestion(repeated(o.run.header, "gate", o.run.source, "--impl", sampled[0][2].impl), why)
     if sampled:
         command = _again(o.report, "sample", "--n", "10000", "--load", "heavy")
         return Suggestion(command, "compares more completions, under a heavier load")
@@ -558,12 +561,11 @@ def _after_clean(o: FirstScreen) -> Suggestion:
 
 
 def _after_trace(o: FirstScreen) -> Suggestion:
-    culprit = next((c for c in _culprits_of(o.report.runs[0]) if c.call), None)
     families = next((v.families for v in o.run.trace_verdicts if v.families), None)
     snippet = f"nondet.batch_invariant({families!r})" if families else ""
-    if culprit is not None and culprit.family in PROBE_OF:
+    if next((c.family in PROBE_OF for c in _culprits_of(o.report.runs[0]) if c.call), False):
         then = f"; {snippet} replaces it" if snippet else ""
-        command = _again(o.report, "probe", "--from-trace", one_line(o.run.source, 200), names=MACHINE)
+        command = repeated(o.run.header, "probe", "--from-trace", one_line(o.run.source, 200), names=MACHINE)
         return Suggestion(command, f"tests that operator by itself, at these shapes{then}")
     if snippet:
         return Suggestion(f"with {snippet}: ...", "in Python: replaces what diverged in this trace")
@@ -580,40 +582,37 @@ def _after_own(o: FirstScreen, own: Sequence[Row]) -> Suggestion:
     named = row.probe != "check" and "<" not in target and not target.startswith("__main__")  # --impl can name it
     if bad and named and not pinned:
         why = f"repeats the case in which it {'is wrong' if row.wrong else 'diverges'}"
-        return Suggestion(shlex.join([*words, *own_options(o.run.header, MACHINE)]), why)
+        return Suggestion(repeated(o.run.header, *words[1:], names=MACHINE), why)
     if not bad and o.command == "probe" and not o.run.header.plan.get("full"):
-        command = shlex.join([*words[:5], "--full", *own_options(o.run.header, _PROBE)])
+        command = repeated(o.run.header, *words[1:5], "--full", names=_PROBE)
         return Suggestion(command, "tests it at batch sizes up to 4,096")
-    page = shlex.join(["nondet", "report", one_line(o.run.source, 200), "--out", "report.html"])
+    page = repeated(o.run.header, "report", one_line(o.run.source, 200), "--out", "report.html")
     return Suggestion(page, "shows every case with its batch sizes")
 
 
 def _mended(section: RunSection, problem: Problem, count: int) -> Suggestion:
     """The run's own command again, and what has to be fixed first: the first failure of `count`."""
-    header = section.run.header
-    words = figures.typed_words(header)
-    if words[:1] != [header.command]:  # a script's own, of a run that no command line began
-        words = [header.command]
+    command, words = section.run.header.command, figures.typed_words(section.run.header)
+    if words[:1] != [command]:  # a script's own, of a run that no command line began
+        words = [command]
     if {"--out", "-o"} & {*words} and "--force" not in words:
         words.append("--force")
     which = "the failure" if count == 1 else f"the first of {count:,} failures"
-    why = f"again, once {which} is mended: {problem.name}: {problem.reason}"
-    if "memory" in problem.reason.lower():
-        why += " (ask for smaller sizes, or free memory)"
+    more = " (ask for smaller sizes, or free memory)" if "memory" in problem.reason.lower() else ""
+    why = f"again, once {which} is mended: {problem.name}: {problem.reason}{more}"
     return Suggestion(shlex.join(["nondet", *words]), one_line(why, 320))
 
 
 def _after_mismatch(run: Run) -> Suggestion:
     typed = own_options(run.header, ("--rollouts", "--model", "--older", "--trainer", "--dtype", *MACHINE))
     flags = {word.partition("=")[0] for word in typed}
-    if "--rollouts" in flags and not {"--model", "--older"} <= flags:
+    if "--rollouts" not in flags or {"--model", "--older"} <= flags:
+        command = repeated(run.header, "rl", "--steps", "20", names=("--model", "--dtype", *MACHINE))
+        return Suggestion(command, "shows what becomes of it over steps of reinforcement learning")
+    more, why = ["--model", "FOLDER"], "tests what kind of mismatch it is"
+    if "--model" in flags:
         more, why = ["--older", "CHECKPOINT"], "tests whether a side has weights of before"
-        if "--model" not in flags:
-            more, why = ["--model", "FOLDER"], "tests what kind of mismatch it is"
-        return Suggestion(shlex.join(["nondet", "mismatch", *typed, *more]), why)
-    kept = own_options(run.header, ("--model", "--dtype", *MACHINE))
-    why = "shows what becomes of it over steps of reinforcement learning"
-    return Suggestion(shlex.join(["nondet", "rl", *kept, "--steps", "20"]), why)
+    return Suggestion(shlex.join(["nondet", "mismatch", *typed, *more]), why)
 
 
 def _after_training(run: Run) -> Suggestion:
@@ -622,8 +621,7 @@ def _after_training(run: Run) -> Suggestion:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
     elif len({s.seed for s in run.training_steps}) == 1:
         more, why = ["--seeds", "3"], "shows how far seeds scatter, which is what arms are to be compared with"
-    typed = own_options(run.header, [name for name in _RL if name != more[0]])
-    return Suggestion(shlex.join(["nondet", "rl", *typed, *more]), why)
+    return Suggestion(repeated(run.header, "rl", *more, names=[name for name in _RL if name != more[0]]), why)
 
 
 def _picture(section: RunSection) -> Figure | None:
@@ -637,14 +635,12 @@ def _picture(section: RunSection) -> Figure | None:
     if section.is_of_trainer:
         drawn = training_figure(section.run) if section.run.training_steps else mismatch_figure(section.run)
         return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:_PANELS_MOST]), title="")
-    rows = [
-        r for r in _divergent_rows(Report((section,))) if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH
-    ]
-    if rows:
+    found = _divergent_rows(Report([section]))
+    if rows := [r for r in found if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]:
         chosen = clearest(rows)
-        cases = (case for p in section.probes for case in p.cases)
-        rows_of = next(case.rows for case in cases if any(row is chosen for row in case.rows))
-        shown = Case(tuple(row for row in rows_of if row.impl in (chosen.impl, "invariant")))
+        cases = (case.rows for p in section.probes for case in p.cases)
+        beside = next(of for of in cases if any(row is chosen for row in of))
+        shown = Case([row for row in beside if row.impl in (chosen.impl, "invariant")])
         return Figure("family", (shown,), "fig-answer")
     return _answers(section, section.samples[0]) if section.samples else None
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from xml.etree import ElementTree
 
 from nondet.core.records import Run
-from nondet.core.statistics import percent
 from nondet.errors import one_line
-from nondet.reports.document import Bit, Block, Heading, Paragraph, Table
+from nondet.reports.document import Bit, Block, Heading, Items, Paragraph
 from nondet.reports.endpoint import machine_line
 from nondet.reports.markdown import blocks as as_markdown
-from nondet.reports.text import SAMPLE, SERVER, own_options, verdict_data
+from nondet.reports.text import SAMPLE, SERVER, own_options, repeated, verdict_data
 from nondet.verdict.findings import Verdict, subject_name
 from nondet.verdict.gate import Decision, Outcome, power_text
 from nondet.verdict.served import is_endpoint
@@ -48,9 +46,9 @@ def enough_command(decision: Decision, run: Run) -> str:
         return ""
     power = short[0]
     if is_endpoint(run):
-        share = [f"--rate={power.rate:g}", f"--confidence={power.confidence:g}", f"--by={power.by}"]
-        return shlex.join(["nondet", "gate", *own_options(run.header, _OF_SERVER), *share])
-    words = ["nondet", "sample", *(word for p in short for word in ("--impl", p.impl))]
+        share = (f"--rate={power.rate:g}", f"--confidence={power.confidence:g}", f"--by={power.by}")
+        return repeated(run.header, "gate", *share, names=_OF_SERVER)
+    words = [word for p in short for word in ("--impl", p.impl)]
     load = [word.removeprefix("--load=") for word in own_options(run.header, ["--load"])[-1:]]
     plan = run.header.plan
     listed = max(1, len(plan.get("prompts") or []))
@@ -63,7 +61,7 @@ def enough_command(decision: Decision, run: Run) -> str:
     else:
         n = math.ceil(power.needed / subjects) + 1
     words += ["--load", *load] if load else []
-    return shlex.join([*words, "--n", str(n), *own_options(run.header, _LARGER)])
+    return repeated(run.header, "sample", *words, "--n", str(n), names=_LARGER)
 
 
 def text(decision: Decision, run: Run) -> list[str]:
@@ -83,26 +81,13 @@ def text(decision: Decision, run: Run) -> list[str]:
 def summary(decision: Decision, run: Run) -> str:
     """Markdown for a step summary or a pull request."""
     mark = {Outcome.OPEN: "✅", Outcome.SHUT: "❌"}.get(decision.outcome, "⚠️")
-    found = [(Bit(_subject(v, run)), Bit(one_line(v.text, 600))) for v in decision.verdicts]
+    *found, why = text(decision, run)
     made: list[Block] = [
         Heading(f"{mark} nondet: {_WORDS[decision.outcome].lower()}"),
-        Paragraph(Bit(one_line(_why(decision, run), 1500))),
-        Table(("what", "finding"), found),
+        Paragraph(Bit(why)),
+        Items([Bit(line) for line in found]),
+        Paragraph((Bit(f"nondet {run.header.command}", "code"), " on ", Bit(machine_line(run)))),
     ]
-    if decision.power:
-        seen = [
-            (
-                Bit(p.impl),
-                f"{by}s{'' if by == 'load' else ', if independent'}",
-                f"{p.tries(by):,}",
-                f"{percent(p.rate)}: {percent(p.seen(by), 'down')}",
-                f"{percent(p.bound(by), 'up')} and more, at {percent(p.confidence)}",
-            )
-            for p in decision.power
-            for by in ("load", "request")
-        ]
-        made.append(Table(("", "unit", "compared", "chance of seeing it", "excluded"), seen))
-    made.append(Paragraph((Bit(f"nondet {run.header.command}", "code"), " on ", Bit(machine_line(run)))))
     return "\n\n".join(as_markdown(made)) + "\n"
 
 
@@ -137,18 +122,13 @@ def junit(decision: Decision, run: Run, seconds: float) -> str:
 
 def as_json(decision: Decision) -> str:
     """One JSON object on a line."""
-    both = ("load", "request")
-    power = [
-        {
-            **{name: getattr(p, name) for name in ("impl", "rate", "confidence", "by", "needed", "enough")},
-            "compared": {by: p.tries(by) for by in both},
-            "seen_with": {by: p.seen(by) for by in both},
-            "excluded": {by: p.bound(by) for by in both},
-        }
-        for p in decision.power
-    ]
     data = {name: getattr(decision, name) for name in ("outcome", "code", "reason")}
-    data |= {"verdicts": [verdict_data(v) for v in decision.verdicts], "power": power}
+    data |= {"verdicts": [verdict_data(v) for v in decision.verdicts], "power": []}
+    for p in decision.power:
+        one = {name: getattr(p, name) for name in ("impl", "rate", "confidence", "by", "needed", "enough")}
+        for name, of in (("compared", p.tries), ("seen_with", p.seen), ("excluded", p.bound)):
+            one[name] = {by: of(by) for by in ("load", "request")}
+        data["power"].append(one)
     return json.dumps(data, ensure_ascii=True)
 
 

@@ -1,4 +1,4 @@
-"""Runs to one HTML page: self-contained, nothing fetched, readable without its script; its data folded in it.
+"""Runs to one HTML page: self-contained, nothing fetched, readable without its script.
 
 Three walls keep untrusted text (completions, prompts, kernel and file names) from acting: Jinja's autoescape,
 `printable` on everything that is printed, and a content security policy that allows one style sheet and one script, by
@@ -10,50 +10,20 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import msgspec
 from markupsafe import Markup, escape
 
 from nondet.core.records import Run
 from nondet.errors import printable
-from nondet.reports import classes, document
+from nondet.reports import classes, document, plots
 from nondet.reports import text as figures
-from nondet.reports.content import Report, build, run_blocks
-from nondet.reports.first_screen import first_screen
+from nondet.reports.content import build
+from nondet.reports.first_screen import FirstScreen
 from nondet.verdict.findings import plural
-
-_JSON_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
-_DATA_LEAST = 30_000
-
-
-def page_data(report: Report, most: int) -> tuple[str, str]:
-    """The JSON, and a note on what it lacks; "" where it lacks nothing. `most`: characters; records beyond it
-    are left out, run by run, but never less than `_DATA_LEAST`."""
-    runs, lacking, left = list[dict[str, Any]](), list[str](), max(most, _DATA_LEAST)
-    for section in report.runs:
-        records = msgspec.to_builtins(section.run)
-        length = len(embedded_json(records))
-        verdicts = [figures.verdict_data(v) for v in section.shown_verdicts]
-        data: dict[str, Any] = {"name": section.name, "headline": section.headline, "verdicts": verdicts}
-        if length <= left:
-            left -= length
-            data["run"] = records
-        else:
-            lacking.append(section.name)
-        runs.append(data)
-    text = f", without the records of {', '.join(lacking)}, which the run files have" if lacking else ""
-    return embedded_json(runs), text
-
-
-def embedded_json(data: Any) -> str:
-    """JSON that can't leave a script element: no <, >, &, and nothing but ASCII."""
-    return json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False).translate(_JSON_ESCAPES)
-
 
 # Numbers, dates, options and servers, which no line may break: "1.2e-04", "--turns", "server-2".
 _WHOLE = re.compile(r"\d[\d.]*e-\d+|\d+-\d\d-\d\dT|--\w[\w-]*|server-\d+")
@@ -65,27 +35,13 @@ def unbroken(text: str) -> Markup:
 
 
 _TEMPLATES = Path(__file__).resolve().parent / "templates"
-# Characters of a page: its data takes what the rest leaves.
-_PAGE_MOST = 1_400_000
-_DATA, _CUT = "@@data@@", "@@cut@@"
 
 
 def render(runs: list[Run]) -> str:
     """The page. Raises UserError: a sampled run's side file is missing or malformed."""
     report = build(runs)
-    page = render_page(
-        "report.html.j2",
-        report=report,
-        screen=first_screen(report),
-        parts=[run_blocks(report, number) for number in range(1, len(report.runs) + 1)],
-        data_place=_DATA,
-        cut_place=_CUT,
-    )
-    # The last occurrence of each is the template's own, because nothing of a run comes after them.
-    page, _, script_end = page.rpartition(_DATA)
-    body, _, end = page.rpartition(_CUT)
-    data, cut = page_data(report, _PAGE_MOST - len(page))
-    return "".join((body, cut, end, data, script_end))
+    parts = [list(document.shown(blocks, document.PAGE)) for blocks in report.blocks]
+    return render_page("report.html.j2", report=report, screen=FirstScreen(report), parts=parts)
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -107,12 +63,12 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )
-    environment.globals.update(kinds=classes.KINDS.values())
+    environment.globals.update(kinds=classes.KINDS)
     named = (
         document.bits, document.plain, figures.apart_text, classes.classes,
         classes.kind_of, classes.letter, classes.map_figures, classes.short_kernel, figures.counted,
-        figures.extras, figures.run_rate, figures.sentence, figures.shape_text, plural, classes.hue,
-        classes.span_path, classes.tint, unbroken,
+        figures.extras, figures.run_rate, figures.sentence, figures.shape_text, plural, plots.hue,
+        classes.span_path, plots.tint, unbroken,
     )  # fmt: skip
     environment.filters.update({function.__name__: function for function in named})
     environment.filters.update(shown=lambda blocks: document.shown(blocks, document.PAGE))

@@ -12,9 +12,9 @@ from itertools import pairwise
 from nondet.core.records import Run
 from nondet.errors import one_line
 from nondet.reports import document as doc
-from nondet.reports.content import build, run_blocks
+from nondet.reports.content import build
 from nondet.reports.document import bits, flat, shown
-from nondet.reports.first_screen import first_screen
+from nondet.reports.first_screen import FirstScreen
 from nondet.reports.text import code, escape, fence
 
 _ROWS_MOST = 60  # of one block: a longer table is several, of which some may have to be left out
@@ -67,18 +67,12 @@ def blocks(parts: Iterable[doc.Block]) -> Iterator[str]:
 
 
 def render(runs: list[Run], *, full: bool = False) -> str:
-    """The document: the answer, then each run's blocks, as many as there is room for.
-
-    Blocks that don't fit are left out, the last of a run first and the longest run first, and the document ends with
-    what was left out. With `full` the limit is GitHub's. Raises UserError: a sampled run's side file is missing,
-    malformed or another run's.
-    """
-    if not runs:
-        return "No run was given.\n"
+    """The document: the answer, then each run's blocks. What does not fit is left out, the longest blocks first, which
+    the end says. With `full` the limit is GitHub's. Raises UserError: a sampled run's side file is missing, malformed
+    or another run's."""
     report = build(runs)
-    screen = first_screen(report)
-    head = list(blocks(screen.blocks)) if screen else []
-    bodies = [list(blocks(run_blocks(report, number))) for number in range(1, len(report.runs) + 1)]
+    head = list(blocks(FirstScreen(report).blocks))
+    bodies = [list(blocks(parts)) for parts in report.blocks]
     most = FULL_MOST if full else BRIEF_MOST
     left_out = [0] * len(bodies)
 
@@ -86,17 +80,19 @@ def render(runs: list[Run], *, full: bool = False) -> str:
         cut = [f"{count} of {code(r.name)}" for r, count in zip(report.runs, left_out, strict=True) if count]
         rest = "" if full else " `nondet report --full` writes more;"
         note = f"Left out for length: blocks, {', '.join(cut)}.{rest} an .html report holds everything."
-        parts = [*head, *(block for body in bodies for block in body), *([note] if cut else [])]
+        parts = [*head, *(block for body in bodies for block in body if block), *([note] if cut else [])]
         levels = [len(part) - len(part.lstrip("#")) or 9 for part in [*parts, "#"]]
         steps = zip(parts, pairwise(levels), strict=True)
         # without the titles of what was left out
         return "\n\n".join(part for part, (level, after) in steps if level > 6 or after > level) + "\n"
 
-    while (excess := len(document()) - most) > 0 and any(len(body) > _KEPT for body in bodies):
-        while excess > 0 and any(len(body) > _KEPT for body in bodies):
-            i = max(range(len(bodies)), key=lambda i: sum(map(len, bodies[i])) if len(bodies[i]) > _KEPT else -1)
-            longest = max(range(_KEPT, len(bodies[i])), key=lambda j: (len(bodies[i][j]), j))
-            excess -= len(bodies[i].pop(longest)) + 2
-            left_out[i] += 1
+    excess = len(document()) - most
+    longest = [(len(block), i, j) for i, body in enumerate(bodies) for j, block in enumerate(body) if j >= _KEPT]
+    for length, i, j in sorted(longest, reverse=True):
+        if excess <= 0 and (excess := len(document()) - most) <= 0:
+            break
+        bodies[i][j] = ""
+        left_out[i] += 1
+        excess -= length + 2
     text = document()
     return text if len(text) <= most else text[: most - 60].rpartition("\n")[0] + "\n\nCut off here for length.\n"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,10 +12,11 @@ from nondet.core.registry import PROBES
 from nondet.core.statistics import wilson
 from nondet.errors import one_line
 from nondet.reports.classes import ProductMap, axis_name, letter, map_text, product_map
-from nondet.reports.document import ALL, BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
+from nondet.reports.document import BRIEF, Bit, Block, Details, Figure, Heading, Inline, Items, Paragraph, Table
 from nondet.reports.text import apart_text, counted, error_span, extras, findings_text, run_rate, sentence
-from nondet.verdict.findings import Finding, plural, sort_impls
+from nondet.verdict.findings import plural, sort_impls
 from nondet.verdict.rows import axis_of, judge_rows
+from nondet.verdict.wording import phrase
 
 _DRAWN_MOST = 4  # class maps that are there without a fold
 # Rows that come with completions, not from a probe.
@@ -36,68 +36,45 @@ _HOW_BAD = (
 _TREE_DEEP, _TREE_LINES = 8, 6  # steps to the right; lines of a tree on a terminal
 
 
-@dataclass(frozen=True)
 class Case:
     """One case under every implementation that ran it; the rows differ only in `impl` and their figures."""
 
-    rows: tuple[Row, ...]
-
-    @property
-    def head(self) -> Row:
-        """The row to read the case's own fields from."""
-        return self.rows[0]
-
-    @property
-    def differs(self) -> bool:
-        """Whether any implementation was inconsistent."""
-        return any(r.differs for r in self.rows)
-
-    @property
-    def axis(self) -> str:
-        """What the values are called."""
-        return axis_name(self.head)
-
-    @cached_property
-    def measured(self) -> tuple[Row, ...]:
-        """Rows that hold figures."""
-        return tuple(r for r in self.rows if r.measured)
-
-    @cached_property
-    def is_map(self) -> bool:
-        """Whether it is a line of a product's map."""
-        return product_map(self.measured) is not None
-
-    @property
-    def title(self) -> str:
-        """Its name without the kind of input."""
-        return one_line(self.head.case.removesuffix(f", {self.head.inputs}"), 400)
+    def __init__(self, rows: Sequence[Row]) -> None:
+        order = sort_impls(r.impl for r in rows)
+        self.rows = sorted(rows, key=lambda r: order.index(r.impl))
+        self.head = head = self.rows[0]  # to read the case's own fields from
+        self.measured = [r for r in self.rows if r.measured]
+        self.differs = any(r.differs for r in rows)
+        self.axis = axis_name(head)  # what the values are called
+        self.is_map = product_map(self.measured) is not None  # a line of one
+        self.title = one_line(head.case.removesuffix(f", {head.inputs}"), 400)
 
 
 Family = tuple[Case, ...]  # cases that differ only in the kind of input: tabs of one figure
 
 
-@dataclass(frozen=True)
 class Probe:
     """One probe's cases, in the order of the run file; demonstrations come after measurements."""
 
-    name: str
-    cases: tuple[Case, ...]
-
-    @property
-    def demonstration(self) -> bool:
-        """Whether it shows a cause on purpose, and is not a finding about a library."""
-        return all(c.head.demonstration for c in self.cases)
+    def __init__(self, name: str, cases: Sequence[Case]) -> None:
+        self.name, self.cases = name, cases
+        # it shows a cause on purpose, and is not a finding about a library
+        self.demonstration = all(c.head.demonstration for c in cases)
+        self.differing = [c for c in cases if c.differs]
+        # a case that was not measured is a problem, not a result
+        self.clean = [c for c in cases if c.measured and not c.differs]
+        # counts of verdicts, which add up to the run's
+        self.summary = findings_text(judge_rows([r for c in cases for r in c.measured])) or "nothing was measured"
 
     @cached_property
-    def families(self) -> tuple[Family, ...]:
+    def families(self) -> list[Family]:
         """The cases that were measured, those of one question on several inputs together; differing ones first."""
         grouped: dict[tuple[str, str, str, str], list[Case]] = {}
         for case in self.cases:
             if case.measured and not case.is_map:
                 head = case.head
                 grouped.setdefault((case.title, head.dtype, head.device, head.varied), []).append(case)
-        families = map(tuple[Case, ...], grouped.values())
-        return tuple(sorted(families, key=lambda family: not any(c.differs for c in family)))
+        return sorted(map(tuple[Case, ...], grouped.values()), key=lambda family: not any(c.differs for c in family))
 
     @cached_property
     def maps(self) -> list[tuple[str, ProductMap]]:
@@ -112,69 +89,23 @@ class Probe:
                 grouped.setdefault(one_line(title, 200), []).extend(case.measured)
         return [(title, drawn) for title, rows in grouped.items() if (drawn := product_map(rows))]
 
-    @cached_property
-    def differing(self) -> tuple[Case, ...]:
-        """Cases in which an implementation was inconsistent."""
-        return tuple(c for c in self.cases if c.differs)
-
-    @cached_property
-    def clean(self) -> tuple[Case, ...]:
-        """Cases that were measured and consistent. A case that was not measured is a problem, not a result."""
-        return tuple(c for c in self.cases if c.measured and not c.differs)
-
-    @property
-    def summary(self) -> str:
-        """ "stock: batch-dependent in 3 of 8 cases; invariant: ...": counts of verdicts, which add up to the run's."""
-        return findings_text(judge_rows([r for c in self.cases for r in c.measured])) or "nothing was measured"
-
 
 def probes_of(rows: Sequence[Row]) -> list[Probe]:
     """Each probe with its cases, demonstrations last."""
     grouped: dict[str, dict[tuple[str, str, str], list[Row]]] = {}
     for row in rows:
         grouped.setdefault(row.probe, {}).setdefault((row.case, row.dtype, row.device), []).append(row)
-    probes = [Probe(name, tuple(Case(_by_impl(of)) for of in cases.values())) for name, cases in grouped.items()]
+    probes = [Probe(name, [*map(Case, cases.values())]) for name, cases in grouped.items()]
     return sorted(probes, key=lambda p: p.demonstration)
-
-
-def _by_impl(rows: list[Row]) -> tuple[Row, ...]:
-    order = sort_impls(r.impl for r in rows)
-    return tuple(sorted(rows, key=lambda r: order.index(r.impl)))
-
-
-_SHORT: dict[str, str] = {
-    Finding.RUN_TO_RUN: "run to run",
-    Finding.BATCH: "batch",
-    Finding.UNATTRIBUTED: "batch or run to run",
-}
-
-
-def hits_table(probes: Sequence[Probe]) -> list[Table]:
-    """Of the first implementation that differs: operators down, findings across, in the counts of its verdict, so that
-    the first line is the headline and the others add up to it; none where nothing was found."""
-    rows = [row for probe in probes if not probe.demonstration for case in probe.cases for row in case.rows]
-    for verdict in judge_rows(rows):
-        columns: dict[str, Sequence[tuple[str, bool]]] = {}
-        for n in (clause.numbers for clause in verdict.counts if "hits" in clause.numbers):
-            columns[str(_SHORT.get(n.get("finding", ""), n.get("finding") or n["varied"]))] = n["hits"]
-        if not columns:
-            continue
-        hit = Counter(operator for hits in columns.values() for operator, was_hit in hits if was_hit)
-        others = {operator for hits in columns.values() for operator, _ in hits} - {*hit}
-        lines = [("all", {*hit, *others}), *((name, {name}) for name, _ in hit.most_common())]
-        lines += [(plural(len(others), "other operator"), others)] if others else []
-        cells = []
-        for name, operators in lines:
-            mine = [[was_hit for operator, was_hit in hits if operator in operators] for hits in columns.values()]
-            cells.append((name, *(f"{sum(hits)} of {len(hits)}" if hits else "–" for hits in mine)))
-        head = (f"{verdict.impl}, cases that differ by", *columns)
-        return [Table(head, cells, ("", *["num"] * len(columns)), only=ALL)]
-    return []
 
 
 def probe_blocks(probes: Sequence[Probe], number: int, opened: bool) -> list[Block]:
     """A part for each probe, demonstrations last."""
-    made: list[Block] = [*hits_table(probes)]
+    tested = judge_rows([row for p in probes if not p.demonstration for case in p.cases for row in case.rows])
+    by_operator = [v for v in tested if v.is_fault and v.text != phrase(v.clauses, brief=True)][
+        :1
+    ]  # the headline leaves operators out
+    made: list[Block] = [Paragraph(f"{v.impl}: {sentence(v.text)}", only=BRIEF, lines=4) for v in by_operator]
     for i, probe in enumerate(probes, 1):
         if probe.demonstration and not any(p.demonstration for p in probes[: i - 1]):
             made.append(Heading("Demonstrations"))
@@ -274,15 +205,12 @@ def _drawn(case: Case, trees: Sequence[Tree], most: int = 1000) -> list[Block]:
 
 def _differences(cases: Sequence[Case], differing: Sequence[Case], opened: bool) -> list[Block]:
     """How far apart, how bad, and which class each value is in; `cases`: those that differ and are no line of a map."""
-    made: list[Block] = []
-    if cases:
-        made.append(Details("How far apart, and how far from float64", [_figures(cases)], opened=opened))
+    made: list[Block] = [Details("How far apart, and how far from float64", [_figures(cases)], opened=opened)]
     plain = [row for case in differing for row in case.measured if row.inputs in _ORDINARY]
     if errors := [(row, label) for row in plain for label in range(len(row.class_errors))]:
         table: list[Block] = [_how_bad(errors), Paragraph(_HOW_BAD, "soft")]
         made.append(Details("How bad: each class against float64", table, opened=opened, only="mp"))
-    maps = [block for case in cases for block in _map(case)]
-    return [*made, *([Details("Class maps", maps, only="vm")] if maps else [])]
+    return [*made, Details("Class maps", [block for case in cases for block in _map(case)], only="vm")]
 
 
 def _map(case: Case) -> list[Block]:

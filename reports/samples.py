@@ -6,30 +6,29 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
 from nondet.core.statistics import one_sided_bound, percent, percent_range
-from nondet.errors import one_line
+from nondet.errors import printable
 from nondet.reports import text
 from nondet.reports.classes import letter
-from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Inline, Items, Paragraph, Table
-from nondet.reports.picture import answers_picture
-from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, linear, placed
+from nondet.reports.document import ALL, Bit, Block, Code, Details, Figure, Heading, Items, Paragraph, Table
+from nondet.reports.plots import Mark, Panel, Plot, Plots, Scale, answers_picture, linear, placed
 from nondet.reports.text import counted, number
 from nondet.sampling import analysis
 from nondet.sampling.analysis import DistinctCompletion, Interval, PromptSet, SampleSummary, compared, prompt_sets
 from nondet.verdict.findings import plural, sort_impls, subject_name, subject_unit
 from nondet.verdict.samples import repetition, replays
+from nondet.verdict.served import is_endpoint
 from nondet.verdict.wording import words
 
-# Prompts of one run that are shown one by one, with their divergences and branches; of more, those that differ most.
+# Prompts of one run that are shown, with their divergences and branches; of more, those that differ most.
 SAMPLES_MOST = 24
 # Distinct completions on a page, the most common ones; the others are in the run's side file.
 COMPLETIONS_MOST = 100
 _BRANCHES_MOST = 12  # elsewhere
 _BEFORE, _AFTER = 120, 160  # characters around the position where a branch differs
-_TEXT = 60
 
 
 @dataclass(frozen=True)
@@ -43,43 +42,34 @@ class Sample:
     main: tuple[SampleSummary, ...]  # all but replacements of single families, if there are any: those of the report
 
 
-@dataclass(frozen=True)
 class Samples:
-    """All prompts that completed anything. `overall`: each implementation over several prompts."""
+    """What completed, by prompt and, in `overall`, each implementation over several prompts."""
 
-    run: Run
-    prompts: tuple[Sample, ...]
-    overall: tuple[PromptSet, ...]
+    def __init__(self, run: Run, summaries: Sequence[SampleSummary]) -> None:
+        order, plan, served = sort_impls(s.impl for s in summaries), run.header.plan, is_endpoint(run)
+        counts = map(_counts_alone, summaries) if served else summaries
+        by_impl = sorted(counts, key=lambda s: order.index(s.impl))
+        self.run, self.prompts, self.overall = run, list[Sample](), list[PromptSet]()
+        for prompt, of in itertools.groupby(sorted(by_impl, key=lambda s: s.prompt), key=lambda s: s.prompt):
+            mine = tuple(of)
+            main = tuple(s for s in mine if role_of(s.impl) != Role.PART) or mine
+            self.prompts.append(Sample(prompt, subject_name(plan, prompt), mine[0].prompt_text, mine, main))
+        if len(self.prompts) > 1 and not served:
+            rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
+            self.overall = prompt_sets(by_impl, rounds, subject_unit(plan))
 
-    @property
-    def ranked(self) -> list[Sample]:
-        """The prompts, those that differ most first."""
-        texts = {p.prompt: max(s.distinct_completions for s in p.summaries) for p in self.prompts}
-        traces = {p.prompt: max(s.distinct_traces for s in p.summaries) for p in self.prompts}
-        return sorted(self.prompts, key=lambda p: (-texts[p.prompt], -traces[p.prompt], p.prompt))
+        def differing(p: Sample) -> tuple[int, int]:
+            return max(s.distinct_completions for s in p.summaries), max(s.distinct_traces for s in p.summaries)
 
-    @property
-    def shown(self) -> list[Sample]:
-        """The prompts that are shown one by one: those that differ most, by their number."""
-        return sorted(self.ranked[:SAMPLES_MOST], key=lambda p: p.prompt)
+        # those that are shown: the ones that differ most, by their number
+        most = sorted(self.prompts, key=differing, reverse=True)[:SAMPLES_MOST]
+        self.shown = sorted(most, key=lambda p: p.prompt)
 
 
-def samples_of(run: Run, summaries: Sequence[SampleSummary], *, served: bool) -> Samples:
-    """What completed, by prompt and all together."""
-    order, plan = sort_impls(s.impl for s in summaries), run.header.plan
-    by_impl = sorted(summaries, key=lambda s: order.index(s.impl))
-    by_prompt: dict[int, list[SampleSummary]] = {}
-    for s in by_impl:
-        by_prompt.setdefault(s.prompt, []).append(s)
-    prompts = []
-    for prompt, mine in sorted(by_prompt.items()):
-        main = [s for s in mine if role_of(s.impl) != Role.PART] or mine
-        name, said = subject_name(plan, prompt), mine[0].prompt_text
-        prompts.append(Sample(prompt, name, said, tuple(mine), tuple(main)))
-    if served or len(prompts) < 2:  # a server's arms are not one sample: each has its own bounds
-        return Samples(run, tuple(prompts), ())
-    rounds = Counter(impl for impl, _ in {(c.impl, c.round) for c in run.completions if c.status == "ok"})
-    return Samples(run, tuple(prompts), tuple(prompt_sets(by_impl, rounds, subject_unit(plan))))
+def _counts_alone(summary: SampleSummary) -> SampleSummary:
+    """A server's arms together are not one sample: what differs where, without a rate."""
+    bare = replace(summary.rate, low=0.0, high=1.0, method=analysis.COUNTS, rounds=0)
+    return replace(summary, rate=bare, disagreement=None, new_share=None, flips=None, k3=None)
 
 
 def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
@@ -91,9 +81,7 @@ def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
         mine: list[Block] = [Code(sample.text)]
         if any(s.distinct_completions > 1 for s in sample.main):
             mine.append(answers_of(sample, sample.main, f"{place}-answers"))
-        mine += [block for s in sample.main for block in _branches(s)]
-        if any(s.impl == "stock" and s.distinct_traces > 1 for s in sample.main):
-            mine += _families(sample)
+        mine += [block for s in sample.main for block in _branches(s)] + _families(sample)
         counts = "Counts and forks" + f" of {sample.name}" * several
         said, figures = "where they differ, what each continues with", _figures(samples.run, sample, again, place)
         mine.append(Details(counts, figures, f"{place}-where", said, opened=opened))
@@ -111,28 +99,29 @@ def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
 
 def _overall(samples: Samples, number: int) -> list[Block]:
     parts, shown, total = samples.overall, len(samples.shown), len(samples.prompts)
-    first, second = (next((o for o in parts if role_of(o.impl) == role), None) for role in (Role.STOCK, Role.INVARIANT))
-    against = _comparison(first, second) if first and second else []
+    unit, measures = parts[0].unit, []
+    for o in parts:
+        mine = {
+            f"{unit}s": counted(o.prompts),
+            "completions (failed), rounds": f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
+            f"{unit}s whose logprob traces differ": _traces_text(o),
+            f"{unit}s whose texts differ": f"{o.differing_texts:,} of {o.prompts:,}",
+            f"pairs that differ, mean over {unit}s": _share(o.disagreement),
+            f"chance of a new text next, mean over {unit}s": _share(o.new),
+        }
+        measures.append(mine)
     made: list[Block] = [
-        Heading(f"All {plural(total, parts[0].unit)}", f"overall-{number}"),
-        _side_by_side([o.impl for o in parts], [_measures_of_all(o) for o in parts]),
-        *([Items(against)] if against else []),
-        Details("One by one", _one_by_one(samples), only="mp"),
+        Heading(f"All {plural(total, unit)}", f"overall-{number}"),
+        _side_by_side([o.impl for o in parts], measures),
     ]
+    of = {o.impl: o for o in parts}
+    if {"stock", "invariant"} <= of.keys() and (c := compared(of["stock"], of["invariant"])).prompts > 1:
+        p = f"{c.p:.2g}" if c.p >= 1e-300 else "below 1e-300"
+        only = f"only under stock on {plural(c.only_first, unit)}, only under invariant on {c.only_second:,}"
+        made.append(Items([f"Texts differ {only}, of {c.prompts:,} (McNemar, exact: p = {p})."]))
     if shown < total:
         made.append(Paragraph(f"Shown one by one below: the {shown} that differ most.", "soft", "mp"))
     return made
-
-
-def _measures_of_all(o: PromptSet) -> dict[str, str]:
-    return {
-        f"{o.unit}s": counted(o.prompts),
-        "completions (failed), rounds": f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
-        f"{o.unit}s whose logprob traces differ": _traces_text(o),
-        f"{o.unit}s whose texts differ": f"{o.differing_texts:,} of {o.prompts:,}",
-        f"pairs that differ, mean over {o.unit}s": _share(o.disagreement),
-        f"chance of a new text next, mean over {o.unit}s": _share(o.new),
-    }
 
 
 def _side_by_side(impls: Sequence[str], measures: Sequence[Mapping[str, str]]) -> Table:
@@ -156,46 +145,20 @@ def _traces_text(o: PromptSet) -> str:
     return f"{counts} (95% {percent_range(*o.share)} of {o.unit}s drawn like these, under such loads)"
 
 
-def _comparison(first: PromptSet, second: PromptSet) -> list[str]:
-    c = compared(first, second)
-    if c.prompts < 2:
-        return []
-    return [
-        f"Texts differ only under {first.impl} on {plural(c.only_first, first.unit)}, only under {second.impl} on "
-        f"{c.only_second:,}, of {c.prompts:,} (McNemar, exact: p = {_p(c.p)}).",
-    ]
-
-
-def _p(p: float) -> str:
-    return "1" if p >= 1.0 else f"{p:.2g}" if p >= 1e-300 else "below 1e-300"
-
-
-def _one_by_one(samples: Samples) -> list[Block]:
-    rows: list[tuple[Inline, ...]] = []
-    for p in samples.ranked[:COMPLETIONS_MOST]:
-        cells = []
-        for s in (o.summaries.get(p.prompt) for o in samples.overall):
-            where = f", token {s.first_fork.index}" if s and s.first_fork else ""
-            cells.append(f"{s.distinct_completions:,} / {s.distinct_traces:,} of {s.n:,}{where}" if s else "–")
-        rows.append((str(p.prompt + 1), Bit(one_line(p.text, _TEXT)), *cells))
-    head = ("number", "prompt", *(f"{o.impl}: texts / traces, first difference" for o in samples.overall))
-    left = len(samples.prompts) - len(rows)
-    more = f"… and {plural(left, samples.overall[0].unit)} that differ less."
-    return [Table(head, rows), *([Paragraph(more, "soft")] if left else [])]
-
-
 def _families(sample: Sample) -> list[Block]:
+    parts = [s for s in sample.summaries if role_of(s.impl) == Role.PART]
+    if not parts or not any(s.impl == "stock" and s.distinct_traces > 1 for s in sample.main):
+        return []
     rows, cures = [], analysis.smallest_cures(sample.summaries)
-    for s in sample.summaries:
-        if role_of(s.impl) == Role.PART:
-            result = "divergence remains" if s.distinct_traces > 1 else "too few completions to tell"
-            result = REMOVED if families_of(s.impl) in cures else result
-            texts, traces = _of_all(s.distinct_completions, s), counted(s.distinct_traces)
-            rows.append((Bit(families_of(s.impl), "code"), texts, traces, result))
+    for s in parts:
+        result = "divergence remains" if s.distinct_traces > 1 else "too few completions to tell"
+        result = REMOVED if families_of(s.impl) in cures else result
+        texts, traces = _of_all(s.distinct_completions, s), counted(s.distinct_traces)
+        rows.append((Bit(families_of(s.impl), "code"), texts, traces, result))
     head = ("replaced", "distinct completions", "distinct traces", "result")
     note = "One family of operators replaced at a time, all others stock, under the same load plan."
     table = Table(head, rows, ("", "num", "num", "wide"), only=ALL)
-    return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table] if rows else []
+    return [Heading("Which family is responsible", level=4), Paragraph(note, "soft"), table]
 
 
 REMOVED = "replacing only it removed every divergence seen"
@@ -208,11 +171,12 @@ def _of_all(count: int, s: SampleSummary) -> str:
 def _figures(run: Run, sample: Sample, again: Mapping[str, Sequence[Row]], place: str) -> list[Block]:
     """Counts side by side, where each implementation's completions first differ, and how many still agree."""
     counts = [_counts(run, s, again.get(s.impl, ())) for s in sample.summaries]
-    made: list[Block] = [_side_by_side([s.impl for s in sample.summaries], counts)]
-    made += [block for s in sample.main for block in _fork(s)]
-    if plots := curve_plots(sample.main):
-        made.append(Figure("plots", plots, f"{place}-curve", "Agreement with the most common completion by position"))
-    return made
+    table, title = (
+        _side_by_side([s.impl for s in sample.summaries], counts),
+        "Agreement with the most common completion",
+    )
+    curve = Figure("plots", curve_plots(sample.main), f"{place}-curve", f"{title} by position")
+    return [table, *(block for s in sample.main for block in _fork(s)), curve]
 
 
 def _counts(run: Run, s: SampleSummary, again: Sequence[Row]) -> dict[str, str]:
@@ -245,20 +209,19 @@ def rate_text(interval: Interval) -> str:
     if interval.n == 0:
         return "0 of 0"
     share = f"{counted(interval.k)} of {counted(interval.n)}"
+    rate = f"{share} = {percent(interval.k / interval.n)}"
     if interval.method == analysis.COUNTS:
         return share
+    if interval.method == analysis.TOO_FEW:
+        return f"{rate} ({interval.method})"
     if interval.method == analysis.ANYTIME:
-        span = percent_range(interval.low, interval.high)
-        how = f"95% {span} over {plural(interval.rounds, 'round')}, {interval.method}"
-    elif interval.method == analysis.TOO_FEW:
-        how = interval.method
-    else:
-        by_completion = f"below {percent(interval.high, 'up')} of completions if they were independent"
-        if interval.rounds < 1:
-            return f"{share} (at 95%, one-sided: {by_completion}; one round bounds no rate of rounds)"
-        by_round = f"below {percent(one_sided_bound(interval.rounds), 'up')} of rounds"
-        return f"{share} (at 95%, one-sided: {by_round}, {by_completion})"
-    return f"{share} = {percent(interval.k / interval.n)} ({how})"
+        span, rounds = percent_range(interval.low, interval.high), plural(interval.rounds, "round")
+        return f"{rate} (95% {span} over {rounds}, {interval.method})"
+    by_completion = f"below {percent(interval.high, 'up')} of completions if they were independent"
+    if interval.rounds < 1:
+        return f"{share} (at 95%, one-sided: {by_completion}; one round bounds no rate of rounds)"
+    by_round = f"below {percent(one_sided_bound(interval.rounds), 'up')} of rounds"
+    return f"{share} (at 95%, one-sided: {by_round}, {by_completion})"
 
 
 def _margins_text(summary: SampleSummary) -> str:
@@ -314,10 +277,8 @@ def _fork(s: SampleSummary) -> list[Block]:
         rows.append((token, str(b.token_id), _of_all(b.count, s), margin, continues))
     head = ("token", "id", "completions", "top-1 − top-2 logit, min / median", "continues")
     named = f"First divergent token of `{s.impl}`: index {s.first_fork.index}, after "
-    return [
-        Paragraph((named, Bit(s.first_fork.before, "code"))),
-        Table(head, rows, ("nowrap", "num", "num", "num", "wide")),
-    ]
+    table = Table(head, rows, ("nowrap", "num", "num", "num", "wide"))
+    return [Paragraph((named, Bit(s.first_fork.before, "code"))), table]
 
 
 def _branches(s: SampleSummary) -> list[Block]:
@@ -330,9 +291,8 @@ def _branches(s: SampleSummary) -> list[Block]:
         at = s.completions[1].parts_at if c.parts_at is None else c.parts_at
         where = "" if at is None else f", token {at}"
         only = "vmp" if i < _BRANCHES_MOST else "p"
-        named = (Bit(letter(i), "strong"), f", {counted(c.count)} of {counted(s.n)}{where}")
         code = branch_of(c, at, only)
-        made += [Paragraph(named, only=only), code]
+        made += [Paragraph((Bit(letter(i), "strong"), f", {_of_all(c.count, s)}{where}"), only=only), code]
         if code.text != c.text and "…" in (code.text[:1], code.after[-1:]):
             made.append(Details("Whole text", [Code(c.text)], only="p"))
     for most, only in ((_BRANCHES_MOST, "vm"), (COMPLETIONS_MOST, "p")):
@@ -354,7 +314,9 @@ def branch_of(completion: DistinctCompletion, at: int | None, only: str = "vmp")
         after = (after[:_AFTER].rpartition(" ")[0] or after[:_AFTER]) + "…"
     if place >= len(pieces):
         return Code(tail, "ends here" * (at is not None), only=only)
-    return Code(tail, text.visible(text.piece(pieces[place], completion.token_ids[place])), after, only)
+    # a mark around a bare line end would show nothing
+    mark = printable(text.piece(pieces[place], completion.token_ids[place])).replace("\n", "⏎\n").replace("\t", "⇥")
+    return Code(tail, mark, after, only)
 
 
 def answers_of(sample: Sample, summaries: Sequence[SampleSummary], place: str) -> Figure:
@@ -368,8 +330,7 @@ def curve_plots(summaries: Sequence[SampleSummary]) -> Plots | None:
     drawn = [s for s in summaries if len(s.survival) > 1 and s.n > 0]
     if not drawn:
         return None
-    length = max(len(s.survival) - 1 for s in drawn)
-    worst = min(min(s.survival) for s in drawn)
+    length, worst = max(len(s.survival) - 1 for s in drawn), min(min(s.survival) for s in drawn)
     # the axis starts at the nearest of a few round shares below the data: a curve along the top edge shows nothing
     low = max((x for x in (0.0, 0.5, 0.8, 0.9, 0.95) if x < worst - (1 - worst) * 0.15 - 0.005), default=0.0)
     step = next(x for x in (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, length) if length / x <= 8)

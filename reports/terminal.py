@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -20,9 +21,9 @@ from nondet.core.records import Run
 from nondet.errors import one_line
 from nondet.reports import document as doc
 from nondet.reports import text as figures
-from nondet.reports.content import INCOMPLETE, Report, build, run_blocks
+from nondet.reports.content import INCOMPLETE, build
 from nondet.reports.document import Bit, bits, flat, plain, shown
-from nondet.reports.first_screen import FirstScreen, first_screen
+from nondet.reports.first_screen import FirstScreen
 
 _STYLES = {"strong": "bold", "soft": "dim", "env": "dim", "below": "dim", "mark": "reverse", "warn": "bold yellow"}
 _STYLES |= {"good": "green", "bad": "red", "dull": "yellow", "headline": "bold", "label": "bold"}
@@ -117,13 +118,14 @@ def _table(block: doc.Table, width: int, most: int) -> Iterator[RenderableType]:
     else:
         grid = Grid(expand=False, pad_edge=False, box=None, padding=(0, 1, 0, 0), header_style="dim")
         for place, i in enumerate(columns):
-            last, figure = block.clipped and place == len(columns) - 1, kinds.get(i) == "num"
-            fixed = min(widths[place], 40) if block.clipped and not last else None  # figures whole, names give way
-            widest = max(6, width - sum(min(w, 40) + 1 for w in widths[:-1])) if last else None
-            grid.add_column(
-                Text(head[place]), justify="right" if figure else "left", no_wrap=last or figure, width=fixed,
-                max_width=widest, overflow="ellipsis" if last else "fold",
-            )  # fmt: skip
+            figure = kinds.get(i) == "num"
+            shape: dict[str, Any] = {"justify": "right" if figure else "left", "no_wrap": figure, "overflow": "fold"}
+            if block.clipped and place < len(columns) - 1:  # figures whole, names give way
+                shape["width"] = min(widths[place], 40)
+            elif block.clipped:
+                rest = max(6, width - sum(min(w, 40) + 1 for w in widths[:-1]))
+                shape |= {"no_wrap": True, "overflow": "ellipsis", "max_width": rest}
+            grid.add_column(Text(head[place]), **shape)
         for row in rows:
             if block.clipped:
                 row[-1].overflow = "ellipsis"
@@ -141,55 +143,46 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
     """Print the report: all of it with `verbose`, only the verdict with `quiet`. Raises UserError: a sampled run's side
     file is missing, malformed or another run's."""
     report = build(runs)
-    screen = first_screen(report)
-    tail = _last_words(report, screen, console, next_too=not quiet)
+    screen = FirstScreen(report)
+    tail = _last_words(screen, console, next_too=not quiet)
+    body: list[RenderableType] = []
     if verbose and not quiet:
-        for number in range(1, len(report.runs) + 1):
-            for part in renderables(run_blocks(report, number), console, doc.VERBOSE):
-                console.print(part)
-        console.print()
+        body = [part for blocks in report.blocks for part in renderables(blocks, console, doc.VERBOSE)]
     elif not quiet:
-        most = DIAGNOSIS_MOST if len(report.runs) == 1 and report.runs[0].story else LINES_MOST
-        space = most - sum(_height(text, console) for text in tail) - 1
-        body = list(_body(report, screen, console))
-        ends = list(accumulate(_height(part, console) for part in body))
-        if ends and ends[-1] > space:
+        body = list(_body(screen, console))
+        most = DIAGNOSIS_MOST if len(report.runs) == 1 and screen.section.story else LINES_MOST
+        heights = [len(console.render_lines(part)) for part in [*tail, *body]]
+        space = most - sum(heights[: len(tail)]) - 1
+        ends = list(accumulate(heights[len(tail) :]))
+        if ends[-1] > space:
             more = Text("… more with -v, or in a report: --out report.html", style="dim")
             body = [*body[: sum(end < space for end in ends)], more]
-        for part in body:
-            console.print(part)
-        console.print()
-    for text in tail:
-        console.print(text)
+    for part in [*body, *([] if quiet else [Text()]), *tail]:
+        console.print(part)
 
 
-def _height(part: RenderableType, console: Console) -> int:
-    return len(console.render_lines(part, console.options.update(width=console.width)))
-
-
-def _last_words(report: Report, screen: FirstScreen | None, console: Console, *, next_too: bool) -> list[Text]:
-    words = []
-    if next_too and screen is not None and screen.next.command:
+def _last_words(screen: FirstScreen, console: Console, *, next_too: bool) -> list[Text]:
+    words, runs = [], screen.runs
+    if next_too and screen.next.command:
         said = one_line(screen.next.command, 200)
         words.append(Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")))
-    if any(not section.run.complete for section in report.runs):
+    if any(not section.run.complete for section in runs):
         words.append(Text(INCOMPLETE, style="bold yellow"))
-    if screen is not None:
-        text = figures.sentence(screen.section.headline)
-        if len(report.runs) > 1:
-            text = f"{screen.effect}. {screen.answer}" if screen.effect else screen.answer
-        style = "bold red" if screen.style == "bad" else "bold"
-        words.append(Text(one_line(text, 12 * console.width), style=style))
-    return words
+    text = figures.sentence(screen.section.headline)
+    if len(runs) > 1:
+        text = f"{screen.effect}. {screen.answer}" if screen.effect else screen.answer
+    style = "bold red" if screen.style == "bad" else "bold"
+    return [*words, Text(one_line(text, 12 * console.width), style=style)]
 
 
-def _body(report: Report, screen: FirstScreen | None, console: Console) -> Iterator[RenderableType]:
+def _body(screen: FirstScreen, console: Console) -> Iterator[RenderableType]:
     """Lines, the most important first: what does not fit is cut off at the end."""
-    chained = screen.blocks if screen is not None and (len(report.runs) > 1 or not report.runs[0].story) else []
-    if len(report.runs) > 1:
-        yield from renderables(chained, console, doc.BRIEF)
-        for section in report.runs:
+    runs = screen.runs
+    if len(runs) > 1:
+        yield from renderables(screen.blocks, console, doc.BRIEF)
+        for section in runs:
             yield Text(one_line(f"{section.name}: {section.headline}", console.width))
-    elif report.runs:
-        title, name, machine, *rest = run_blocks(report, 1)
+    else:
+        title, name, machine, *rest = screen.report.blocks[0]
+        chained = [] if runs[0].story else screen.blocks
         yield from renderables([title, name, machine, *chained, *rest], console, doc.BRIEF)

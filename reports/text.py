@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -19,8 +20,6 @@ def number(x: float | None) -> str:
     """Four significant digits; exact where it is a small whole number; a dash where there is no finite figure."""
     if x is None:
         return "not finite"
-    if x == 0:
-        return "0"
     if float(x).is_integer() and abs(x) < 1e6:
         return str(int(x))
     return f"{x:.4g}"
@@ -60,11 +59,8 @@ def shape_text(shape: dict[str, int]) -> str:
 
 def error_span(row: Row) -> str:
     """The first variant's relative error in the norm and, where it differs, the worst class's; else a dash."""
-    if row.error is None:
-        return "–"
-    first = number(row.error.relative_norm)
-    worst = number(row.worst_error.relative_norm) if row.worst_error else first
-    return first if worst == first else f"{first} … {worst}"
+    both = (row.error, row.worst_error) if row.error else ()
+    return " … ".join(dict.fromkeys(number(e.relative_norm) for e in both if e)) or "–"
 
 
 def token(text: str, token_id: int | None = None) -> str:
@@ -84,14 +80,13 @@ def piece(text: str, token_id: int) -> str:
 
 def environment_line(environment: dict[str, Any]) -> str:
     """The machine in one line: the GPU or else the CPU, and what computes."""
-    device, threads = environment.get("gpu") or environment.get("cpu"), environment.get("num_threads")
-    parts = [str(device)] if device else []
-    if environment.get("gpu") is None and threads:
+    gpu, threads = environment.get("gpu"), environment.get("num_threads")
+    parts = [gpu or environment.get("cpu")]
+    if gpu is None and threads:
         parts.append(f"{threads} thread{'' if threads == 1 else 's'}")
-    named = {"torch": "torch", "triton": "Triton", "transformers": "transformers", "driver": "driver"}
-    for key, name in (named | {"commit": "commit"}).items():
-        parts += [f"{name} {environment[key]}"] if environment.get(key) else []
-    return one_line(" · ".join(parts), 400)
+    for key in ("torch", "triton", "transformers", "driver", "commit"):
+        parts.append(environment.get(key) and f"{key.replace('triton', 'Triton')} {environment[key]}")
+    return one_line(" · ".join(str(part) for part in parts if part), 400)
 
 
 def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
@@ -143,6 +138,11 @@ def own_options(header: Header, names: Collection[str]) -> list[str]:
     return kept
 
 
+def repeated(header: Header, *words: str, names: Collection[str] = ()) -> str:
+    """A command with the options of these names from the run's own command line."""
+    return shlex.join(["nondet", *words, *own_options(header, names)])
+
+
 def sizes(row: Row) -> list[tuple[str, int]]:
     """Options of `nondet probe` that give this row's sizes: (name, value); attention's come from a model."""
     if row.operator == "attention":
@@ -168,11 +168,10 @@ def findings_text(
 ) -> str:
     """Each implementation with its finding; of more than `most` stock, invariant and those that are not clean, if they
     are no more than that. The others are counted."""
-    named = main = [v for v in verdicts if v.role in (Role.STOCK, Role.INVARIANT)]
-    if len(verdicts) <= most:
-        named = list(verdicts)
-    elif (hits := sum(v not in main and v.finding != Finding.CLEAN for v in verdicts)) + len(main) <= most and hits:
-        named = [v for v in verdicts if v in main or v.finding != Finding.CLEAN]
+    main = [v for v in verdicts if v.role in (Role.STOCK, Role.INVARIANT)]
+    found = [v for v in verdicts if v not in main and v.finding != Finding.CLEAN]
+    kept = [*main, *found] if len(main) + len(found) <= most else main
+    named = [v for v in verdicts if v in kept] if len(verdicts) > most else verdicts
     rest = Counter(v.finding for v in verdicts if named and v not in named)
     parts = [f"{v.impl}: {said(v) or v.text}" for v in named or verdicts]
     return "; ".join([*parts, *(f"{plural(n, 'other')}: {finding}" for finding, n in rest.items())])
@@ -199,11 +198,6 @@ def run_rate(row: Row) -> str:
 def sentence(text: str) -> str:
     """A phrase with a full stop."""
     return text if text.endswith((".", "…", "?")) else f"{text}."
-
-
-def visible(text: str) -> str:
-    """A marked token with its line ends visible: a mark around a bare line end shows nothing."""
-    return printable(text).replace("\n", "⏎\n").replace("\t", "⇥")
 
 
 def extras(rows: Sequence[Row]) -> list[tuple[str, str]]:

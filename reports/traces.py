@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import msgspec
@@ -48,43 +48,39 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     """A part for each kind of record of a trace, of replays, of layers under vLLM, and of an encoder."""
     made: list[Block] = []
 
-    def part(title: str, lines: Sequence[str], details: Sequence[str] = (), figure: Figure | None = None) -> None:
-        place, toc = f"trace-{number}-{len(made) + 1}", "" if made else "trace"
-        within: list[Block] = [Items(lines, only=ALL)]
-        within += [replace(figure, id=f"{place}-pair")] if figure else []
-        within += [Details("details", [Items(details)])] if details else []
-        made.append(Details(title, within, place, "", toc, opened=opened, only=ALL))
+    def part(title: str, lines: Sequence[str], details: Sequence[str] = (), figures: Sequence[Figure] = ()) -> None:
+        if lines:
+            place, toc = f"trace-{number}-{len(made) + 1}", "" if made else "trace"
+            drawn = [replace(figure, id=f"{place}-pair") for figure in figures]
+            within: list[Block] = [Items(lines, only=ALL), *drawn, Details("details", [Items(details)])]
+            made.append(Details(title, within, place, "", toc, opened=opened, only=ALL))
 
-    more = run.trace_verdicts[-1].sentences[1:] if run.trace_verdicts else []  # the headline has the first
-    if more and not run.steps:  # a diagnosis has them in its steps
-        part("Verdict", [_without_trees(sentence, run) for sentence in more])
-    if run.controls:
-        marks = {True: "", False: " (FAILS)", None: ""}
-        named = [(_CONTROLS.get(c.name, c.name.replace("tape of", "record of")), c) for c in run.controls]
-        part("Controls", [f"{name}{marks[c.passed]}: {c.sentence}" for name, c in named])
-    repro = [v.repro for v in run.trace_verdicts[-1:] if v.repro]
+    last = run.trace_verdicts[-1:]
+    if not run.steps:  # a diagnosis has them in its steps; the headline has the first
+        part("Verdict", [_without_trees(sentence, run) for v in last for sentence in v.sentences[1:]])
+    marks = {True: "", False: " (FAILS)", None: ""}
+    named = [(_CONTROLS.get(c.name, c.name.replace("tape of", "record of")), c) for c in run.controls]
+    part("Controls", [f"{name}{marks[c.passed]}: {c.sentence}" for name, c in named])
+    repro = [v.repro for v in last if v.repro]
     for culprit in run.culprits:
         title = f"{'Differing operator' if culprit.call else 'Difference without an operator'} {culprit.number}"
         lines = [f"{r.name}: {_without_trees(r.sentence, run)}" for r in culprit.replays]
-        figure = pair_of(culprit, run) if culprit.call else None
-        part(title, [culprit.sentence, *repro, *lines], _details(culprit), figure)
+        pair = [pair_of(culprit, run)] if culprit.call else []
+        part(title, [culprit.sentence, *repro, *lines], _details(culprit), pair)
         repro = []
-    if run.substitutions:
-        risky = [s for s in run.substitutions if s.at_risk]
-        left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
-        part("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left)
-    if run.replayed:
-        alike: dict[str, list[Replayed]] = {}  # by what is said of them
-        for replayed in run.replayed:
-            alike.setdefault(replayed.sentence.removeprefix(f"{replayed.request}: "), []).append(replayed)
-        groups = [(said, of) for said, of in alike.items() if len(of) > 1]
-        lines = [f"{plural(len(of), 'completion')}: {said}" for said, of in groups]
-        lines += [of[0].sentence for of in alike.values() if len(of) == 1]
-        part("Replays", lines, [", ".join(r.request for r in of) for _, of in groups])
-    if run.layer_standings:
-        ordered = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
-        layers = [(one.standing, plural(one.layers, "layer"), one.kind, one.first, one.why) for one in ordered]
-        part("Layers under vLLM", ["{}: {} {}, the first {}: {}".format(*one) for one in layers])
+    risky = [s for s in run.substitutions if s.at_risk]
+    left = [f"left stock with {'+'.join(s.families)}: {', '.join(s.at_risk[:8])}" for s in risky]
+    part("Replacements: the whole run with them", [s.sentence for s in run.substitutions], left)
+    alike: dict[str, list[Replayed]] = {}  # by what is said of them
+    for replayed in run.replayed:
+        alike.setdefault(replayed.sentence.removeprefix(f"{replayed.request}: "), []).append(replayed)
+    groups = [(said, of) for said, of in alike.items() if len(of) > 1]
+    lines = [f"{plural(len(of), 'completion')}: {said}" for said, of in groups]
+    lines += [of[0].sentence for of in alike.values() if len(of) == 1]
+    part("Replays", lines, [", ".join(r.request for r in of) for _, of in groups])
+    layers = sorted(run.layer_standings, key=lambda one: one.standing != "at risk")
+    said_of = "{0.standing}: {1} {0.kind}, the first {0.first}: {0.why}"
+    part("Layers under vLLM", [said_of.format(one, plural(one.layers, "layer")) for one in layers])
     for impl in dict.fromkeys(p.impl for p in run.embed_passes):
         part(f"{impl}: vectors in batches compared with one text at a time", *_vectors(run, impl))
     if run.embed_passes and run.header.plan.get("cut"):
@@ -133,8 +129,7 @@ def _details(culprit: Culprit) -> list[str]:
     for arm, shapes in zip(("first", "second"), culprit.shapes, strict=False):
         shown = ", ".join(f"{place} {'x'.join(map(str, shape))}" for place, shape in shapes.items())
         lines.append(f"shapes of the {arm} arm: {shown}")
-    axes = [f"{p}: {', '.join(a or 'fixed' for a in roles)}" for p, roles in culprit.axes.items()]
-    if axes:
+    if axes := [f"{p}: {', '.join(a or 'fixed' for a in roles)}" for p, roles in culprit.axes.items()]:
         lines.append(f"what each dimension counts: {'; '.join(axes)}")
     if culprit.digests:
         lines.append("inputs of this request: " + ", ".join(f"{p} {d}" for p, d in culprit.digests.items()))
@@ -151,36 +146,27 @@ def _details(culprit: Culprit) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True)
 class Story:
-    """What a diagnosis found, how, and its limits: what was not tested, or has no answer."""
+    """What `nondet diagnose` found, how, and its limits: what was not tested, or has no answer. A run that was stopped
+    gives what it reached."""
 
-    run: Run
-    finding: str
-    answers: Mapping[str, str]  # question -> answer of the verdict; no entry where the question did not arise
-    steps: Sequence[Step]  # the steps, in the words of their answers
-    limits: Sequence[str]
-
-    @property
-    def cured(self) -> bool:
-        """Whether the invariant implementation was seen to leave no divergence."""
-        return any(s.name == "cure" and s.outcome == "yes" for s in self.steps)
-
-
-def story(run: Run) -> Story:
-    """The story of a run of `nondet diagnose`. A run that was stopped gives what it reached."""
-    cost = diagnosed_cost(run)
-    steps = []
-    for s in run.steps:
-        sentence = _batch_again(run, s) if s.name == "batch" else s.sentence
-        sentence = (cost.rstrip(".") or sentence) if s.name == "cost" else sentence
-        steps.append(msgspec.structs.replace(s, sentence=_without_trees(sentence, run)))
-    anew = conclude(msgspec.structs.replace(run, steps=steps))  # in the words and by the formulas of this version
-    verdict = next((d for d in run.diagnoses[-1:] if d.finding != anew.finding), anew)
-    answers = {name.capitalize(): getattr(verdict, name) for name in ("whether", "where", "why", "cure", "cost")}
-    answers["Cost"] = cost or verdict.cost
-    said = {name: _without_trees(text, run) for name, text in answers.items() if text}
-    return Story(run, verdict.finding, said, steps, verdict.limits)
+    def __init__(self, run: Run) -> None:
+        self.run, cost = run, diagnosed_cost(run)
+        self.steps = []  # in the words of their answers
+        for s in run.steps:
+            sentence = _batch_again(run, s) if s.name == "batch" else s.sentence
+            sentence = (cost.rstrip(".") or sentence) if s.name == "cost" else sentence
+            self.steps.append(msgspec.structs.replace(s, sentence=_without_trees(sentence, run)))
+        # in the words and by the formulas of this version
+        anew = conclude(msgspec.structs.replace(run, steps=self.steps))
+        verdict = next((d for d in run.diagnoses[-1:] if d.finding != anew.finding), anew)
+        answers = {name.capitalize(): getattr(verdict, name) for name in ("whether", "where", "why", "cure", "cost")}
+        answers["Cost"] = cost or verdict.cost
+        # question -> answer; no entry where the question did not arise
+        self.answers = {name: _without_trees(text, run) for name, text in answers.items() if text}
+        self.finding, self.limits = verdict.finding, verdict.limits
+        # whether the invariant implementation was seen to leave no divergence
+        self.cured = any(s.name == "cure" and s.outcome == "yes" for s in self.steps)
 
 
 def _batch_again(run: Run, batch: Step) -> str:
@@ -193,47 +179,39 @@ def _batch_again(run: Run, batch: Step) -> str:
 def story_headline(found: Story) -> str:
     """What was found, with its number, its operator and its cure: a sentence without its full stop."""
     batch = next((s.figures for s in found.steps if s.name == "batch" and s.outcome == "yes"), {})
-    first = found.answers.get("Whether", found.finding).rstrip(".")
-    if (
-        found.finding == Finding.BATCH and {"n", "tokens", "traces"} <= batch.keys()
-    ):  # without the intervals of the step
+    parts = [found.answers.get("Whether", found.finding).rstrip(".")]
+    if found.finding == Finding.BATCH and {"n", "tokens", "traces"} <= batch.keys():  # without the step's intervals
         n, tokens, traces = (f"{batch[key]:,.0f}" for key in ("n", "tokens", "traces"))
         logprobs = f"{'all ' * (traces == n)}{traces} have different logprobs"
         same = "different tokens from the same prompt solo"
-        first = f"{found.finding}: {tokens} of {n} completions have {same}, and {logprobs}"
-    parts = [first]
-    named = next((c for c in blamed(found.run, found.finding) if c.call), None)
-    if named is not None:
-        parts.append(f"the first operator to differ is `{named.call}` of {named.module}")
+        parts = [f"{found.finding}: {tokens} of {n} completions have {same}, and {logprobs}"]
+    named = [c for c in blamed(found.run, found.finding) if c.call][:1]
+    parts += [f"the first operator to differ is `{c.call}` of {c.module}" for c in named]
     return "; ".join([*parts, *(["batch_invariant() left no divergence"] if found.cured else [])])
 
 
 def story_blocks(found: Story, number: int, opened: bool) -> list[Block]:
     """The answers, the steps, what was varied, what was not tested."""
     numbers = {name: i for i, name in enumerate(QUESTIONS, 1)}
-    rows = [
-        (f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}", Bit(s.outcome, "strong"), f"{s.sentence}.")
-        for s in found.steps
-    ]
-    steps = Table(("question", "answer", "evidence"), rows, ("wide", "", "wide"))
-    varied = []
-    for a in found.run.axes:
-        counts = [f"{n} of {a.tried}" for n in (a.traces, a.tokens)] if a.tried else ["not met", ""]
-        varied.append((axis_title(a.axis), a.impl, a.held, *counts, ", ".join(a.parted) or "nowhere"))
-    axes = Table(("varied", "under", "unchanged", "other traces", "other tokens", "differ at"), varied)
     made: list[Block] = [Heading("Answers", only="vm")]  # a page has them in its steps
     for label, text in found.answers.items():
         # of a terminal's few lines; the first is the headline's
         only, lines = "vm" if label == "Whether" else "bvm", 3 + (label == "Why")
         made.append(Paragraph((Bit(f"{label}. ", "strong"), text), only=only, lines=lines))
-    for title, table, place, said in (
-        ("Step by step", steps, "story", plural(len(steps.rows), "step")),
-        ("One property changed at a time", axes, "axes", "compared with the solo request"),
-    ):
-        if table.rows:
-            toc = "diagnosis" if table is steps else ""
-            made.append(Details(title, [table], f"{place}-{number}", said, toc, fold=True, opened=opened))
-    return [*made, *([Details("What this does not show", [Items(found.limits)])] if found.limits else [])]
+    rows = [
+        (f"{numbers.get(s.name, '?')}. {QUESTIONS.get(s.name, s.name)}", Bit(s.outcome, "strong"), f"{s.sentence}.")
+        for s in found.steps
+    ]
+    table, said = Table(("question", "answer", "evidence"), rows, ("wide", "", "wide")), plural(len(rows), "step")
+    made.append(Details("Step by step", [table], f"story-{number}", said, "diagnosis", fold=True, opened=opened))
+    varied = []
+    for a in found.run.axes:
+        counts = [f"{n} of {a.tried}" for n in (a.traces, a.tokens)] if a.tried else ["not met", ""]
+        varied.append((axis_title(a.axis), a.impl, a.held, *counts, ", ".join(a.parted) or "nowhere"))
+    table = Table(("varied", "under", "unchanged", "other traces", "other tokens", "differ at"), varied)
+    title, said = "One property changed at a time", "compared with the solo request"
+    made.append(Details(title, [table], f"axes-{number}", said, fold=True, opened=opened))
+    return [*made, Details("What this does not show", [Items(found.limits)])]
 
 
 def _vectors(run: Run, impl: str) -> tuple[list[str], list[str]]:
@@ -242,13 +220,12 @@ def _vectors(run: Run, impl: str) -> tuple[list[str], list[str]]:
     for record in (p for p in run.embed_passes if p.impl == impl):
         if record.reason:
             lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
-        else:
-            lines += [neighbours_text(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
-            rate = f", {record.texts / record.seconds:,.0f} texts/s" if record.seconds > 0 else ""
-            padding = record.computed - record.tokens
-            took = f"{plural(record.batches, 'pass', 'passes')}, {counted(record.tokens)} tokens"
-            took += f" and {counted(padding)} of padding" if padding else ""
-            details.append(f"{_arm(record.arm)}: {took}{rate}")
+            continue
+        lines += [neighbours_text(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
+        rate = f", {record.texts / record.seconds:,.0f} texts/s" if record.seconds > 0 else ""
+        padding = record.computed - record.tokens
+        tokens = f"{counted(record.tokens)} tokens{f' and {counted(padding)} of padding' if padding else ''}"
+        details.append(f"{_arm(record.arm)}: {plural(record.batches, 'pass', 'passes')}, {tokens}{rate}")
     return lines, details
 
 

@@ -229,7 +229,7 @@ def diff(
     if out is not None and out.suffix not in (".html", ".md"):
         raise UserError(f"--out {str(out)!r} is no .html or .md file", "Name one that ends so.")
 
-    from nondet.diff import diff_runs
+    from nondet.diff import RunDiff
     from nondet.reports import diff as texts
     from nondet.verdict.findings import plural
 
@@ -237,7 +237,7 @@ def diff(
     if out is not None:
         check_free(out, force=force)
     runs = tuple(read_run(path, allow_truncated=allow_truncated) for path in (a, b))
-    difference = diff_runs(runs[0], runs[1], impl=impl or "", against=against or "")
+    difference = RunDiff(runs[0], runs[1], impl=impl or "", against=against or "")
     names, parting = (str(a), str(b)), _parting(difference, runs[0], runs[1])
     if out is None and browse:
         out = Path(tempfile.mkdtemp(prefix="nondet-")) / "diff.html"

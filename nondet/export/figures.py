@@ -19,22 +19,16 @@ from nondet.core.records import Row, Run
 from nondet.errors import UnknownNameError, UserError, one_line
 from nondet.reports import html
 from nondet.reports.bench import bench_plots
-from nondet.reports.classes import hue, letter, map_figures, tint
-from nondet.reports.content import side_file
-from nondet.reports.mismatch import mismatch_figure
-from nondet.reports.picture import WIDE, Picture, answers_picture
-from nondet.reports.plots import WIDTH, Panel, Plot, Plots
+from nondet.reports.classes import letter, map_figures
+from nondet.reports.content import RunSection
+from nondet.reports.mismatch import mismatch_figure, training_figure
+from nondet.reports.plots import WIDE, WIDTH, Panel, Picture, Plot, Plots, answers_picture, hue, tint
 from nondet.reports.probes import probes_of
-from nondet.reports.samples import curve_plots, samples_of
+from nondet.reports.samples import Sample, curve_plots
 from nondet.reports.text import environment_line
-from nondet.reports.training import training_figure
-from nondet.verdict.samples import is_varied
-from nondet.verdict.served import is_endpoint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from nondet.sampling.analysis import SampleSummary
 
 __all__ = ["FIGURES", "draw", "figures_of", "save"]
 
@@ -218,25 +212,21 @@ def _bench(runs: Sequence[Run], only: int) -> Iterator[Drawing]:
         yield from _plots(bench_plots(section), only, f"{section.name}, {section.dtype}, ")
 
 
-def _summaries(runs: Sequence[Run]) -> list[SampleSummary]:
-    """Of completions that are drawn from one load: not at many settings or in the arms of a server."""
-    from nondet.sampling.analysis import summarize_all
-
-    sampled = [run for run in runs if run.completions and not is_varied(run) and not is_endpoint(run)]
-    return [s for run in sampled for s in summarize_all(run, *side_file(run))]
+def _prompts(runs: Sequence[Run]) -> Iterator[Sample]:
+    """With completions that are drawn from one load: not at many settings or in the arms of a server."""
+    for section in (RunSection(run) for run in runs if run.completions):
+        yield from section.samples if section.endpoint is None else ()
 
 
 def _survival(runs: Sequence[Run]) -> Iterator[Drawing]:
-    return _plots(curve_plots(_summaries(runs)))
+    return _plots(curve_plots([s for prompt in _prompts(runs) for s in prompt.summaries]))
 
 
 def _trees(runs: Sequence[Run]) -> Iterator[Drawing]:
-    for run in runs:
-        summaries = _summaries([run])
-        for prompt in samples_of(run, summaries, served=False).prompts if summaries else ():
-            if any(s.distinct_completions > 1 for s in prompt.main):
-                picture = answers_picture(prompt.main)
-                yield WIDE / 100, picture.height / 100, partial(_answers, picture)
+    for prompt in _prompts(runs):
+        if any(s.distinct_completions > 1 for s in prompt.main):
+            picture = answers_picture(prompt.main)
+            yield WIDE / 100, picture.height / 100, partial(_answers, picture)
 
 
 def _answers(picture: Picture, axis: Any) -> None:

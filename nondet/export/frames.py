@@ -6,7 +6,8 @@ can be joined. Nothing is rounded, and missing values stay NA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ from nondet.core.records import AxisValue, Cell, Completion, Round, Run, Timed, 
 from nondet.errors import UnknownNameError, UserError
 
 __all__ = ["KINDS", "frame", "kinds_of", "only_kind"]
+
+Lines = Iterator[dict[str, Any]]  # one for each record, or comparison, value or timed implementation
 
 _MACHINE = ("gpu", "cpu", "num_threads", "torch", "triton", "transformers", "driver", "commit")
 
@@ -37,7 +40,7 @@ def frame(runs: Sequence[Run], kind: str) -> pd.DataFrame:
 
 def kinds_of(runs: Sequence[Run]) -> list[str]:
     """The kinds that these runs hold a record of."""
-    return [kind for kind, (_, lines_of) in KINDS.items() if any(lines_of(run) for run in runs)]
+    return [kind for kind, (_, lines_of) in KINDS.items() if any(any(lines_of(run)) for run in runs)]
 
 
 def only_kind(runs: Sequence[Run]) -> str:
@@ -74,8 +77,7 @@ _ERRORS = [f"{prefix}_{name}" for prefix in ("error", "worst_error") for name in
 _ROW_FIGURES = (*_COUNTS, "max_abs", "max_ulp", "nonfinite", *_ERRORS, "ran", "reason", "seconds")
 
 
-def _rows(run: Run) -> list[dict[str, Any]]:
-    lines = []
+def _rows(run: Run) -> Lines:
     for row in run.rows:
         line = _plain(row, (*_ROW, *_ROW_FIGURES)) | _sizes(row.shape) | {"ran": "; ".join(row.ran)}
         if row.difference is not None:
@@ -83,18 +85,15 @@ def _rows(run: Run) -> list[dict[str, Any]]:
             line |= {"elements_compared": row.difference.compared, "elements_differing": row.difference.mismatched}
         for prefix, error in (("error", row.error), ("worst_error", row.worst_error)):
             line |= {f"{prefix}_{name}": value for name, value in _plain(error, _ERROR).items()}
-        lines.append(line)
-    return lines
+        yield line
 
 
-def _classes(run: Run) -> list[dict[str, Any]]:
-    lines = []
+def _classes(run: Run) -> Lines:
     for row in run.rows:
         shared = _plain(row, _ROW) | _sizes(row.shape)
         for i, (value, label) in enumerate(zip(row.values, row.labels, strict=False)):
             kernels = row.kernel_sets[row.kernels[i]] if row.kernels else []
-            lines.append({**shared, "value": value, "label": label, "kernels": " + ".join(kernels)})
-    return lines
+            yield {**shared, "value": value, "label": label, "kernels": " + ".join(kernels)}
 
 
 _COMPLETION = _fields(Completion, "schedule", "served")
@@ -103,10 +102,9 @@ _SERVED = ("prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "i
 _COMPLETION_FIGURES = ("seed", "first_token_s", "answer_s", *_SERVED)
 
 
-def _completions(run: Run) -> list[dict[str, Any]]:
-    """One line per completion; `arm` is a server's arm, or the value of a varied axis."""
+def _completions(run: Run) -> Lines:
+    """`arm` is a server's arm, or the value of a varied axis."""
     prompts = run.header.plan.get("prompts", [])
-    lines = []
     for completion in run.completions:
         line = _plain(completion, _COMPLETION)
         if completion.prompt < len(prompts):
@@ -116,8 +114,7 @@ def _completions(run: Run) -> list[dict[str, Any]]:
             line |= _plain(served, _SERVED)
             line["answer_s"] = served.done - served.sent if completion.status == "ok" else None
             line["first_token_s"] = None if served.first is None else served.first - served.sent
-        lines.append(line)
-    return lines
+        yield line
 
 
 _CELL = _fields(Cell, "shape", "timed", "seconds")
@@ -126,17 +123,15 @@ _RATIO = ("stock_over_impl", "stock_over_impl_low", "stock_over_impl_high")
 _CELL_FIGURES = ("shape", "M", "N", "K", *_TIMED, *_RATIO)
 
 
-def _cells(run: Run) -> list[dict[str, Any]]:
-    """One line per timed implementation; `stock_over_impl` above 1 is faster than the best stock one of that case."""
-    lines = []
+def _cells(run: Run) -> Lines:
+    """`stock_over_impl` above 1 is faster than the best stock one of that case."""
     for cell in run.cells:
         shared = _plain(cell, _CELL) | _sizes(cell.shape)
         for comparison in compare(cell):
             line = shared | _plain(comparison.timed, _TIMED)
             if comparison.ratio is not None:
                 line |= dict(zip(_RATIO, (comparison.ratio, *comparison.interval), strict=True))
-            lines.append(line)
-    return lines
+            yield line
 
 
 _ROUND = _fields(Round, "background", "ran", "traffic", "figures")
@@ -144,14 +139,18 @@ _AXIS = _fields(AxisValue)
 _STEP = _fields(TrainingStep, "ran")
 
 
+def _as_they_are(records: str, names: Sequence[str], run: Run) -> Lines:
+    return (_plain(record, names) for record in getattr(run, records))
+
+
 # kind -> (columns besides the machine's, the lines of one run)
-KINDS: dict[str, tuple[tuple[str, ...], Callable[[Run], list[dict[str, Any]]]]] = {
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[Run], Lines]]] = {
     "rows": ((*_ROW, *_ROW_FIGURES), _rows),
     "classes": ((*_ROW, "value", "label", "kernels"), _classes),
     "completions": ((*_COMPLETION, *_COMPLETION_FIGURES), _completions),
-    "rounds": (_ROUND, lambda run: [_plain(record, _ROUND) for record in run.rounds]),
+    "rounds": (_ROUND, partial(_as_they_are, "rounds", _ROUND)),
     # whether a value of an axis took effect, and the arm that its completions are under
-    "axis-values": (_AXIS, lambda run: [_plain(record, _AXIS) for record in run.axis_values]),
-    "training-steps": (_STEP, lambda run: [_plain(record, _STEP) for record in run.training_steps]),
+    "axis-values": (_AXIS, partial(_as_they_are, "axis_values", _AXIS)),
+    "training-steps": (_STEP, partial(_as_they_are, "training_steps", _STEP)),
     "cells": ((*_CELL, *_CELL_FIGURES), _cells),
 }

@@ -27,9 +27,6 @@
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   };
-  for (const button of all("[data-save-data]"))
-    button.addEventListener("click", () =>
-      save("nondet-report.json", "application/json", document.getElementById("nondet-data").textContent));
 
   // the filter hides what does not match; rows without an implementation stay
   const fields = all("[data-filter]");

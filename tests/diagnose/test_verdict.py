@@ -13,7 +13,7 @@ from nondet.core.records import AxisTried, Culprit, Diagnosis, Replay, Run, Step
 from nondet.core.statistics import percent_range, round_interval
 from nondet.diagnose.steps import greedy_step, margin_step
 from nondet.diagnose.verdict import QUESTIONS, batch_step, cause_of, conclude, cure_step, settled
-from nondet.reports.traces import story
+from nondet.reports.traces import Story
 from nondet.sampling.plan import Outcome, Request, Session
 from tests.build import completion, header, replayed
 
@@ -162,11 +162,11 @@ def test_a_race_that_a_replay_found_is_told_by_it() -> None:
 
 def test_the_story_of_a_stopped_run_is_told_as_far_as_it_came() -> None:
     """A run without its verdict still gives a report, which says what was not reached."""
-    told = story(run_of({"greedy": "yes"}))
+    told = Story(run_of({"greedy": "yes"}))
     assert told.finding == "unknown"
     assert any("ended before" in line for line in told.limits)
     recorded = [Diagnosis(finding=finding, whether="Yes.") for finding in ("batch-dependent", "wrong")]
-    same, other = (story(run_of(PARTED, diagnoses=[diagnosis])).answers for diagnosis in recorded)
+    same, other = (Story(run_of(PARTED, diagnoses=[diagnosis])).answers for diagnosis in recorded)
     assert same == {"Whether": "Batch-dependent: what batch found."}  # in the words of this version
     assert other == {"Whether": "Yes."}  # which comes to another finding, so the recorded one stands
 
@@ -189,7 +189,7 @@ def test_the_story_tells_intervals_by_the_formulas_of_today() -> None:
         run.steps[0] = msgspec.structs.replace(run.steps[0], facts=facts)
         run.steps[2] = msgspec.structs.replace(run.steps[2], sentence="old words", figures=figures)
         run.diagnoses[:] = [Diagnosis(finding="batch-dependent", whether="Batch-dependent: old words.")]
-        seen = story(run)
+        seen = Story(run)
         assert seen.answers["Whether"] == f"Batch-dependent: {sentence}."
         assert seen.steps[2].sentence == sentence
 

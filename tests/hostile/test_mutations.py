@@ -28,7 +28,7 @@ from nondet.core import runfile
 from nondet.core.records import Completion, ContractAnswer, End, Record, Row, Served, ServerSeen, Traffic
 from nondet.core.runfile import disk_errors, lines_of, open_run, read_run, traces_path
 from nondet.core.traces import Trace, TraceWriter
-from nondet.diff import diff_runs
+from nondet.diff import RunDiff
 from nondet.errors import UserError
 from nondet.reports import diff, gate, html, markdown, terminal
 from nondet.testing.messages import run_text
@@ -186,7 +186,7 @@ def shown(path: Path, whole: Path, number: int) -> str:
         lambda: markdown.render([run]),
         lambda: captured(lambda console: terminal.render([run], console)),
         lambda: gate.text(decide(run, rate=0.1, confidence=0.95, by="load"), run),
-        lambda: captured(lambda to: diff.show(diff_runs(read_run(whole), run), ("a", "b"), {}, to, **brief)),
+        lambda: captured(lambda to: diff.show(RunDiff(read_run(whole), run), ("a", "b"), {}, to, **brief)),
         lambda: exit_code(run, "divergent"),
     )
     text = reporters[number % len(reporters)]()

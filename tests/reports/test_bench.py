@@ -68,18 +68,6 @@ def test_a_cell_names_the_best_stock_and_the_kernels() -> None:
         assert cells_of(bench_of(cell(1, *both)))[0][-1] == said
 
 
-def test_labels_name_what_differs() -> None:
-    """Heads that are the same everywhere are left out, as is a query length that the section's name tells."""
-    shape = {"B": 8, "Tq": 1, "Tk": 4096, "Hq": 32, "Hkv": 8, "D": 128}
-    shared = {"section": "attention decode", "operator": "attention", "axis": "B", "flops": 1}
-    cells = [cell(1, timed("stock", 1.0), shape=s, **shared) for s in (shape, {**shape, "B": 1, "Tk": 1024})]
-    (section,) = sections(bench_of(*cells))
-    assert [bench.cell_label(c, section) for c in cells] == ["B=8 Tk=4096", "B=1 Tk=1024"]
-    cells.append(cell(1, timed("stock", 1.0), shape={**shape, "Hq": 64}, **shared))
-    (section,) = sections(bench_of(*cells))
-    assert bench.cell_label(cells[0], section) == "B=8 Tk=4096 Hq=32"
-
-
 def curves(plot: Plot) -> dict[int | None, Points]:
     """The lines of a plot, by the number of their implementation."""
     return {mark.impl: mark.points for mark in plot.marks if mark.style == "curve"}
@@ -115,20 +103,6 @@ def test_the_jigsaw_shows_and_few_sizes_are_no_plot() -> None:
     assert next_x - x < 0.005
     assert bench_plots(sections(bench_run((1, 8, 16)))[0]) is None
     assert "<h4>matmul: how close" not in html.render([bench_run((1, 8, 16))])
-
-
-def test_heads_say_what_the_figures_are() -> None:
-    """Steps of the engine have tokens a second beside their time and no limit to lack; products lack one."""
-    engine = cell(1, timed("stock", 20.0), timed("invariant", 25.0), calls=10, tokens=1000, limit_us=None)
-    product = cell(1, timed("stock", 20.0), timed("invariant", 25.0), limit_us=None)
-    for run, unit, lacks in ((run_of(cells=[engine]), "µs (tokens/s)", False), (run_of(cells=[product]), "µs", True)):
-        text, page, screen = markdown.render([run]), html.render([run]), printed(run)
-        assert f"| cell | stock {unit} | {unit} | ratio |" in text
-        assert f'<th class="num">stock {unit}</th><th class="num">{unit}</th>' in page
-        assert re.search(rf"stock {re.escape(unit)} +{re.escape(unit)} +ratio", screen)
-        for report in (text, page, screen):
-            assert ("No limit was measured" in report) == lacks
-            assert ("25.00 (4,000,000)" in report) != lacks
 
 
 def test_what_was_not_timed_is_a_problem() -> None:

@@ -9,14 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nondet.core.records import Completion, Round, Run
+from nondet.core.records import Completion, Difference, Round, Run
 from nondet.core.runfile import open_run, read_run, traces_path
+from nondet.core.statistics import percent
 from nondet.core.traces import Trace, TraceWriter, tokens_digest, trace_digest
 from nondet.errors import UserError
 from nondet.reports import html, markdown, samples, terminal
-from nondet.reports.content import build, headline, problems, section
+from nondet.reports.content import RunSection, build, headline, problems
 from nondet.reports.document import Table, plain
-from nondet.reports.probes import hits_table
+from nondet.reports.text import environment_line, share_text
 from nondet.sampling.analysis import SampleSummary
 from nondet.verdict.findings import Finding, Verdict
 from tests.build import ENVIRONMENT, failed, replayed, row, run_of, sampled, summaries_of
@@ -31,8 +32,8 @@ def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
     assert "; invariant: 1 distinct completion of 60, no divergence" in section_.headline
     assert "matmul" not in section_.headline
     sums = row([0, 1], probe="float-sum", operator="float_sum", demonstration=True, varied="order", impl="python")
-    assert "python" not in section(run_of(row([0, 1]), sums), []).headline
-    assert section(run_of(sums), []).headline.startswith("python: dependent on the order of reduction")
+    assert "python" not in RunSection(run_of(row([0, 1]), sums)).headline
+    assert RunSection(run_of(sums)).headline.startswith("python: dependent on the order of reduction")
     verdicts = [Verdict("stock", (Finding.BATCH if i < 8 else Finding.CLEAN,), (), prompt=i) for i in range(12)]
     counts = "stock: batch-dependent on 8 of 12 prompts, no divergence observed on 4 of 12 prompts"
     assert headline(run_of(row()), verdicts) == counts
@@ -40,9 +41,9 @@ def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
 
 def test_an_incomplete_run_says_so_first(tmp_path: Path) -> None:
     """A count of half a run is never mistaken for that of a whole one."""
-    assert section(run_of(row([0, 1]), complete=False), []).headline.startswith("incomplete run, so far: stock: ")
+    assert RunSection(run_of(row([0, 1]), complete=False)).headline.startswith("incomplete run, so far: stock: ")
     assert build([sampled(tmp_path, finish=False)]).runs[0].headline.startswith("incomplete run, so far: stock: 4")
-    assert section(run_of(), []).headline == "nothing was measured"
+    assert RunSection(run_of()).headline == "nothing was measured"
 
 
 def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
@@ -81,9 +82,8 @@ def test_families_are_judged_against_stock(tmp_path: Path) -> None:
     stock, attention, matmul = summaries_of(run)
 
     def results(*summaries: SampleSummary) -> dict[str, str]:
-        sampled = section(run, summaries).sampled
-        assert sampled is not None
-        tables = [b for b in samples.sample_blocks(sampled, 1, True) if isinstance(b, Table) and "replaced" in b.head]
+        made = samples.sample_blocks(samples.Samples(run, summaries), 1, True)
+        tables = [b for b in made if isinstance(b, Table) and "replaced" in b.head]
         return {plain(row[0]): plain(row[-1]) for table in tables for row in table.rows}
 
     removed = "replacing only it removed every divergence seen"
@@ -97,7 +97,7 @@ def test_cases_are_grouped_and_stock_comes_first() -> None:
     """A case's implementations stand together, whatever order they were measured in; demonstrations come last."""
     order = {"operator": "float_sum", "demonstration": True, "varied": "order", "impl": "python", "case": "s"}
     tested = row([0], impl="invariant"), row([0, 1]), row([0, 1], dtype="float32"), failed(case="never ran")
-    matmul, sums = section(run_of(row([0, 1], probe="float-sum", **order), *tested), []).probes
+    matmul, sums = RunSection(run_of(row([0, 1], probe="float-sum", **order), *tested)).probes
     assert (matmul.name, sums.name) == ("matmul", "float-sum")
     assert [[r.impl for r in c.rows] for c in matmul.cases] == [["stock", "invariant"], ["stock"], ["stock"]]
     assert [len(matmul.differing), len(matmul.clean)] == [2, 0]
@@ -126,26 +126,6 @@ def test_rows_beside_completions_are_judged_apart(tmp_path: Path) -> None:
     assert section_.headline.startswith("stock: 4 distinct completions")
     assert "trials" not in section_.headline
     assert [(v.impl, v.prompt) for v in section_.verdicts] == [("stock", 0), ("invariant", 0), ("stock", None)]
-
-
-def test_the_table_of_operators_adds_up_to_the_headline() -> None:
-    """The first line has the verdict's counts, the others are its parts; demonstrations are in neither."""
-    rows = [
-        row([0, 1]), row([0, 0], case="b"), row([0, 1], operator="sum", probe="reduction"),
-        row([0, 0], operator="mean", probe="reduction"), row([0, 1], case="c", varied="length"),
-        row([0, 1], probe="split-k", operator="split_k", demonstration=True),
-    ]  # fmt: skip
-    run = run_of(*rows)
-    found = section(run, [])
-    (table,) = hits_table(found.probes)
-    cells = [[plain(cell) for cell in line] for line in table.rows]
-    assert [plain(name) for name in table.head] == ["stock, cases that differ by", "batch", "length"]
-    assert cells == [
-        ["all", "2 of 4", "1 of 1"], ["linear", "1 of 2", "1 of 1"], ["sum", "1 of 1", "–"],
-        ["1 other operator", "0 of 1", "–"],
-    ]  # fmt: skip
-    assert "batch-dependent in 2 of 4 cases; bits depend on length in 1 of 1 case" in found.headline
-    assert hits_table(section(run_of(row([0, 0])), []).probes) == []
 
 
 # Several prompts: all of them together, then those that part most, in every report.
@@ -219,6 +199,17 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
     assert "the 2 that differ most" in html.render([run])
     (section,) = build([sampled(tmp_path)]).runs
     assert section.sampled is not None
-    assert (section.sampled.overall, section.sampled.shown) == ((), [*section.samples])
+    assert (section.sampled.overall, section.sampled.shown) == ([], section.samples)
     (section,) = build([several(tmp_path, prompts=3, parting=(), seeds=3)]).runs
     assert [s.name for s in section.samples] == ["seed 0", "seed 1", "seed 2"]
+
+
+def test_numbers_are_written_as_numbers() -> None:
+    """No percentage of a hundred zeros, and one of a thing is one."""
+    assert (percent(3e-150, "down"), percent(3e-150, "up")) == ("2.99e-148%", "3.02e-148%")
+    assert percent(3e-7) == "0.000030%"
+    assert "1 thread ·" in environment_line(ENVIRONMENT | {"gpu": None, "num_threads": 1})
+    assert "2 threads ·" in environment_line(ENVIRONMENT | {"gpu": None, "num_threads": 2})
+    one = Difference(mismatched=1, compared=1, max_abs=1.0, max_ulp=1)
+    assert share_text(one) == "its one element"
+    assert share_text(msgspec.structs.replace(one, compared=4096)) == "1 of 4,096 elements"

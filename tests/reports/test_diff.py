@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from nondet.cli import main
 from nondet.core.records import AxisValue, Run, Status
 from nondet.core.runfile import open_run
-from nondet.diff import RunDiff, diff_runs
+from nondet.diff import RunDiff
 from nondet.errors import UnknownNameError
 from nondet.reports import diff as diff_html
 from tests.build import bench_run, cell, failed, row, run_of, sampled, timed
@@ -36,7 +37,7 @@ def test_what_moved_what_appeared_and_what_went() -> None:
         row([0, 0], case="fixed"), row([0, 1], case="broken"), row([0, 0], case="cured"), row([0, 0, 1], case="border"),
         row([0, 0], case="new"), row([0, 0], case="fixed", impl="mine:f"),
     )  # fmt: skip
-    diff = diff_runs(before, after)
+    diff = RunDiff(before, after)
     moved = {change.name.split(", ")[1]: change for change in diff.changes}
     assert set(moved) == {"broken", "cured", "border"}
     assert (moved["broken"].worse, moved["broken"].better) == (True, False)
@@ -58,14 +59,14 @@ def test_environments_show_what_differs_alone() -> None:
     that is the first thing said."""
     a, b = run_of(), run_of()
     b.header.environment.update(torch="2.12.0", cpu_isa=["amx_bf16", "avx2", "sve"], variables={})
-    fields = {field.name: (field.a, field.b) for field in diff_runs(a, b).environment}
+    fields = {field["name"]: (field["a"], field["b"]) for field in RunDiff(a, b).environment}
     assert fields == {
         "torch": ("2.11.0+cu130", "2.12.0"),
         "cpu_isa": (["avx512f"], ["sve"]),
         "variables.CUBLAS_WORKSPACE_CONFIG": (":4096:8", None),
     }
-    assert "No field of the environments differs." in told(diff_runs(a, a))
-    diff = diff_runs(run_of(row([0, 0])), run_of(row([0, 0], device="cpu")))
+    assert "No field of the environments differs." in told(RunDiff(a, a))
+    diff = RunDiff(run_of(row([0, 0])), run_of(row([0, 0], device="cpu")))
     assert not diff.compared
     assert told(diff).splitlines()[-1].startswith("no record of A could be compared with one of B")
 
@@ -76,7 +77,7 @@ def test_other_kernels_and_other_errors_are_told() -> None:
     after = msgspec.structs.replace(a.rows[0], ran=["gemm_128"])
     assert after.worst_error is not None
     after = msgspec.structs.replace(after, worst_error=msgspec.structs.replace(after.worst_error, relative_norm=0.5))
-    [change] = diff_runs(a, run_of(after)).changes
+    [change] = RunDiff(a, run_of(after)).changes
     assert change.what[0] == "other kernels ran: gemm_64 -> gemm_128"
     assert "some bits are others" in change.what[1]
     assert not change.worse
@@ -88,7 +89,7 @@ def test_times_move_where_their_quartiles_part() -> None:
     cell = b.cells[0]
     slow = msgspec.structs.replace(cell.timed[0], low_us=200.0, median_us=210.0, high_us=220.0, samples_us=[210.0])
     b.cells[0] = msgspec.structs.replace(cell, timed=[slow, *cell.timed[1:]], seconds=99.0)
-    diff = diff_runs(a, b)
+    diff = RunDiff(a, b)
     assert [change.kind for change in diff.changes] == ["cells"]
     assert "210 us" in diff.changes[0].what[0]
     assert diff.worse == 0
@@ -108,22 +109,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
 def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> None:
     """Distinct ones in both and in one alone; requests of one name in pairs, by tokens and by bits. Stock of one is
     held against invariant of the other where that is asked; a name that is not there is no clean comparison."""
-    stock, invariant = diff_runs(*runs).completions
+    stock, invariant = RunDiff(*runs).completions
     assert (stock.impl, stock.pairs, stock.same) == ("stock", 20, False)
     assert stock.tokens is not None
     assert [bool(a) + 2 * bool(b) for a, b in stock.tokens.values()].count(3) == 1  # the unparted one
     assert 0 < stock.tokens_alike < 20
     assert stock.traces_alike < stock.tokens_alike
     assert (invariant.same, invariant.traces_alike) == (True, 20)
-    text = told(diff_runs(*runs))
+    text = told(RunDiff(*runs))
     assert "20 completions in each run: the same 1 answer and the same 1 trace in both" in text
     assert "of 20 requests with one name 20 have equal tokens, 20 with equal bits" in text
-    diff = diff_runs(*runs, impl="stock", against="invariant")
+    diff = RunDiff(*runs, impl="stock", against="invariant")
     [group] = diff.completions
     assert (group.impl, group.pairs) == ("stock", 20)
     assert any("compared with those of invariant" in note for note in diff.notes)
     with pytest.raises(UnknownNameError):
-        diff_runs(*runs, impl="stok")
+        RunDiff(*runs, impl="stok")
 
 
 def planned(run: Run, **plan: object) -> Run:
@@ -139,7 +140,7 @@ def test_answers_to_other_questions_are_not_compared(runs: tuple[Run, Run]) -> N
         ({"prompts": [{"text": "Something else", "tokens": 4}]}, "only A has completions"),
         ({"model": {"name": "m", "weights": "sha256:1"}}, "models have other names"),
     ]:
-        diff = diff_runs(a, planned(b, **change))
+        diff = RunDiff(a, planned(b, **change))
         assert all(reason in c.reason or "only B" in c.reason for c in diff.completions)
         assert diff.differing == []
         assert "can't be compared" in told(diff).splitlines()[-1]
@@ -175,12 +176,14 @@ def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.Captu
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     """In the terminal, in markdown, and in HTML."""
     name = "<script>\x1b[2J|x`"
-    diff = diff_runs(run_of(row([0, 0], case=name)), run_of(row([0, 1], case=name)))
+    diff = RunDiff(run_of(row([0, 0], case=name)), run_of(row([0, 1], case=name)))
     assert "\x1b" not in told(diff)
-    page = diff_html.markdown(diff, (name, name), {})
-    for text in (page, diff_html.render(diff, (name, name), {})):
+    page = diff_html.render(diff, (f"{name} first", f"{name} second"), {})
+    for text in (diff_html.markdown(diff, (name, name), {}), page):
         assert "<script>" not in text
         assert "\x1b" not in text
+    assert re.search(r'<p class="env">A: &lt;script&gt;\S+ first</p>\n<p class="env">B: \S+ second', page)
+    assert '<div class="layout plain">' in page, "as wide as a page: it has no contents"
 
 
 def test_varied_runs_are_held_against_each_other() -> None:
@@ -189,10 +192,10 @@ def test_varied_runs_are_held_against_each_other() -> None:
     a, b = run_of(), run_of()
     for run, proven in ((a, True), (b, False)):
         run.axis_values.append(msgspec.structs.replace(value, proven=proven))
-    diff = diff_runs(a, b)
+    diff = RunDiff(a, b)
     assert [(c.worse, c.better) for c in diff.changes] == [(True, False)]
     assert not diff.held
-    assert [(c.worse, c.better) for c in diff_runs(b, a).changes] == [(False, True)]
+    assert [(c.worse, c.better) for c in RunDiff(b, a).changes] == [(False, True)]
     assert "axis_values" in diff_html.render(diff, ("a", "b"), {})
 
 
@@ -201,7 +204,7 @@ def test_an_answer_that_ended_otherwise_moved(runs: tuple[Run, Run]) -> None:
     a, _ = runs
     first = next(c for c in a.completions if c.impl == "invariant")
     others = [msgspec.structs.replace(c, finish="eos") if c is first else c for c in a.completions]
-    diff = diff_runs(a, msgspec.structs.replace(a, completions=others))
+    diff = RunDiff(a, msgspec.structs.replace(a, completions=others))
     assert [c.impl for c in diff.differing] == ["invariant"]
     assert "1 of them ended for another reason with all else equal" in told(diff)
 
@@ -238,7 +241,7 @@ def test_completions_that_failed_or_were_not_compared_are_no_pass(
     assert moved(run, all_failed, tmp_path) == 3
     assert moved(run, one_failed, tmp_path) == 3
     assert moved(one_failed, one_failed, tmp_path) == 0
-    assert "more completions failed in B in 1 group" in told(diff_runs(run, one_failed)).splitlines()[-1]
+    assert "more completions failed in B in 1 group" in told(RunDiff(run, one_failed)).splitlines()[-1]
     capsys.readouterr()
     assert moved(planned(run, max_tokens=64), planned(run, max_tokens=65), tmp_path) == 1
     assert "2 of 2 groups of completions could not be compared" in capsys.readouterr().err
@@ -257,12 +260,23 @@ def test_a_row_that_is_measured_no_longer_is_worse(tmp_path: Path) -> None:
         after = msgspec.structs.replace(after, **{name: getattr(before, name) for name in ("case", "inputs", "shape")})
         assert before.key == after.key
         assert moved(run_of(before), run_of(after), tmp_path) == code
-        assert not any(change.better for change in diff_runs(run_of(before), run_of(after)).changes)
+        assert not any(change.better for change in RunDiff(run_of(before), run_of(after)).changes)
 
 
 def test_implementations_are_told_in_the_order_of_the_first_run() -> None:
     """One order whichever process tells it: a set's would follow the seed of its hashes."""
     names = [f"module:kernel_{i}" for i in (7, 3, 11, 0, 5, 9, 1, 8, 2, 10, 4, 6)]
     before, after = (run_of(cells=[cell(1, *(timed(name, us) for name in names))]) for us in (10.0, 20.0))
-    [change] = diff_runs(before, after).changes
+    [change] = RunDiff(before, after).changes
     assert [what.rpartition(": ")[0] for what in change.what] == names
+
+
+def test_a_comparison_says_that_the_divergence_went(tmp_path: Path) -> None:
+    """First of all, and only where one of the two runs has it."""
+    before = sampled(tmp_path, impls=("stock",))
+    quiet = sampled(tmp_path, impls=("stock",), variants=lambda *_: ((), 0), name="after.jsonl")
+    pairs = ((before, quiet), (quiet, before), (before, before))
+    said, back, same = (diff_html.headline(RunDiff(a, b)) for a, b in pairs)
+    assert said.startswith("stock: batch-dependent in A, no divergence observed in B; ")
+    assert back.startswith("stock: no divergence observed in A, batch-dependent in B; ")
+    assert "in A, " not in same

@@ -13,7 +13,7 @@ from nondet.core.records import Control, Neighbours, Run, TraceVerdict
 from nondet.reports import html, markdown
 from nondet.reports.bench import speed_table
 from nondet.reports.content import build
-from nondet.reports.first_screen import FirstScreen, first_screen
+from nondet.reports.first_screen import FirstScreen
 from nondet.verdict.findings import Effect
 from nondet.verdict.samples import judge_axes
 from tests.build import bench_run, failed, row, run_of, sampled
@@ -23,9 +23,7 @@ from tests.verdict.test_samples import BASE, varied
 
 
 def screen_of(*runs: Run) -> FirstScreen:
-    screen = first_screen(build(list(runs)))
-    assert screen is not None
-    return screen
+    return FirstScreen(build(list(runs)))
 
 
 def of_logprobs(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
@@ -141,7 +139,10 @@ def test_a_bench_has_a_card_of_its_own() -> None:
     parting.rows[:] = [row([0, 1], probe="bench")]
     assert screen_of(parting).effect is Effect.SPEED
     beside = screen_of(parting, run_of(row([0, 0])))
-    assert (beside.effect, beside.answer) == (Effect.KERNELS, "stock: batch-dependent in 1 of 1 case (linear).")
+    assert (beside.effect, beside.answer) == (
+        Effect.KERNELS,
+        "probe.jsonl: stock: batch-dependent in 1 of 1 case (linear).",
+    )
 
 
 def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:
@@ -166,3 +167,18 @@ def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:
     clean = sampled(tmp_path / "clean", variants=lambda *_: ((), 0))
     screen = screen_of(run_of(row([0, 0], status="wrong")), clean)
     assert (screen.effect, screen.style) == (Effect.NONE, "dull")
+
+
+def test_a_picture_denies_no_fault(tmp_path: Path) -> None:
+    """Stock stands beside an invariant implementation that differs; what ended otherwise is no line of one answer."""
+    stock, ours = "Stock kernels: 60 requests, ", "; Batch-invariant kernels: 60 requests, "
+    odd = lambda impl, i: (((4, 1),) if impl != "stock" and i == 3 else (), 0)  # noqa: E731 - one line
+    for run, panels in (
+        (sampled(tmp_path), f"{stock}4 different answers{ours}1 answer"),
+        (sampled(tmp_path, variants=odd, name="b.jsonl"), f"{stock}1 answer{ours}2 different answers"),
+        (sampled(tmp_path, variants=lambda *_: ((), 0), impls=("stock",), name="c.jsonl"), f"{stock}1 answer"),
+    ):
+        assert screen_of(run).picture.data.label == panels
+    run.completions[0] = msgspec.structs.replace(run.completions[0], finish="stop")
+    screen = screen_of(run)
+    assert (screen.effect, screen.picture, screen.card) == (Effect.OUTPUT, None, None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 import pytest
 
@@ -44,19 +42,6 @@ def test_every_report_has_the_contract_the_arms_and_the_times(run: Run) -> None:
     assert "batch-dependent" in " ".join(lines[-6:])
     assert any(line.startswith("contract: ") for line in lines)
     assert any(line.startswith("server, loaded ") and " 18 " in line for line in lines)
-
-
-def test_wide_tables_stack_on_a_phone_with_their_heads(run: Run) -> None:
-    """Ten columns do not fit: each cell stands on a line of its own there, and its head before it."""
-    page = html.render([run])
-    assert "table.stack [data-label]::before" in page
-    tables = re.findall(r'<table class="stack">(.*?)</table>', page, re.DOTALL)
-    arms = next(table for table in tables if "what proves the arm" in table)
-    heads = re.findall(r"<th(?: class=\"cell\")?>(.*?)</th>", arms)
-    rows = re.findall(r"<tr>(<th scope.*?)</tr>", arms, re.DOTALL)
-    assert len(rows) >= 2 * len(ARMS)
-    for row in rows:
-        assert re.findall(r'data-label="(.*?)"', row) == heads[1:]
 
 
 def test_figures_of_the_arms(run: Run) -> None:

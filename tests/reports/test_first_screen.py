@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from nondet import cli
-from nondet.core.records import AxisValue, Completion, Run, Step, Tape, TraceVerdict
+from nondet.core.records import Completion, Run, Step, Tape, TraceVerdict
 from nondet.core.registry import PROBES, load_object, load_probe, operators
 from nondet.core.runfile import read_run
 from nondet.kernels.dispatch.operators import FAMILIES
@@ -23,14 +23,13 @@ from nondet.probes.base import Options
 from nondet.probes.runner import Job
 from nondet.reports.axes import AxisEffect
 from nondet.reports.content import Report, build, headline
-from nondet.reports.first_screen import PROBE_OF, chain
+from nondet.reports.first_screen import PROBE_OF, chain, clearest
 from nondet.reports.first_screen import Step as Link
 from nondet.reports.text import probe_of_mine
-from nondet.reports.traces import story, story_headline
+from nondet.reports.traces import Story, story_headline
 from nondet.sampling.analysis import speed_ratio_of
 from nondet.verdict.rows import judge_rows
-from nondet.verdict.samples import AxisTally, ValueTally
-from tests.build import completion, failed, h200_sweep, row, run_of, sampled, six_rounds, stock_parts
+from tests.build import failed, h200_sweep, row, run_of, sampled, six_rounds, stock_parts
 from tests.diagnose.test_verdict import PARTED, traced
 from tests.diagnose.test_verdict import run_of as diagnosis
 from tests.reports.test_effect import screen_of
@@ -136,38 +135,24 @@ def test_the_chain_of_a_trace() -> None:
     assert said(run)["operator"][1] == "nondet trace"
 
 
-def varied(*lines: tuple[str, bool, int | None, int]) -> Report:
-    """A report of a run whose stock has, on each axis, (name, held, first token, traces at one value)."""
-    report = build([run_of(row([0, 0]))])
-    effects = {}
-    for name, held, first, count in lines:
-        record = AxisValue(axis=name, proof="", value="b", arm=f"{name}=b", held=held, impl="stock", proven=True)
-        made = [completion(f"{i}", f"{i}", tokens_digest=f"{i}") for i in range(count)]
-        tally = AxisTally([record], [ValueTally(record, made, {f"{i}": made[0] for i in range(count)})])
-        effects[name] = {"stock": AxisEffect("stock", tally, first)}
-    return replace(report, runs=(replace(report.runs[0], axes=effects),))
-
-
-def test_the_chain_of_what_was_varied() -> None:
-    """The first place of all where traces differ; which axes they follow is the headline's."""
-    for lines, text in [
-        (
-            [("chunk", True, 9, 2), ("page", True, 4, 3), ("threads", True, None, 1)],
-            "traces of stock differ, first in the bits of token 4",
-        ),
-        ([("chunk", True, None, 2)], "traces of stock differ"),
-        ([("chunk", False, 6, 2), ("page", False, None, 1)], "traces of stock differ, first in the bits of token 6"),
-        ([("page", True, None, 1)], "no trace changes with what was varied"),
-        ([("page", False, None, 3)], "traces of stock differ"),
+def test_the_chain_of_what_was_varied_and_of_servers() -> None:
+    """The first place of all where traces differ; which axes they follow is the headline's. Of a server's comparisons
+    that differ three, and how many there are."""
+    for lines, text in [  # of each axis: held, first token, traces at one value
+        ([(True, 9, 2), (True, 4, 3), (True, None, 1)], "traces of stock differ, first in the bits of token 4"),
+        ([(True, None, 2)], "traces of stock differ"),
+        ([(False, 6, 2), (False, None, 1)], "traces of stock differ, first in the bits of token 6"),
+        ([(True, None, 1)], "no trace changes with what was varied"),
+        ([(False, None, 3)], "traces of stock differ"),
     ]:
-        assert steps_of(varied(*lines))["token"].text == text
-
-
-def test_causes_beyond_three_are_counted() -> None:
-    """A server's comparisons that parted, three of them told; the chain looks at nothing else of it."""
-    report = build([run_of(row([0, 0]))])
-    endpoint = SimpleNamespace(differences=tuple(f"s{i}: bits" for i in range(4)), cure="not tried")
-    report = replace(report, runs=(replace(report.runs[0], endpoint=endpoint),))  # type: ignore[arg-type] # only that
+        report: Any = build([run_of(row([0, 0]))])
+        for i, (held, first, count) in enumerate(lines):
+            tally: Any = SimpleNamespace(
+                held=held, tried=True, moved=count - 1, traces_within=count, values=(), idle=()
+            )
+            report.runs[0].axes[str(i)] = {"stock": AxisEffect("stock", tally, first)}
+        assert steps_of(report)["token"].text == text
+    report.runs[0].endpoint = SimpleNamespace(differences=[f"s{i}: bits" for i in range(4)], cure="not tried")
     assert steps_of(report)["cause"].text == "s0: bits; s1: bits; s2: bits; and 1 more"
 
 
@@ -177,20 +162,20 @@ NAMED = traced("batch-dependent", ("repeat", "identical"))
 def test_a_diagnosis_names_no_operator_that_is_not_behind_its_finding() -> None:
     """Run-to-run is no fault of the call that a trace found between batches, each arm of which came again equal."""
     innocent = diagnosis(PARTED | {"run": "no"}, **NAMED)
-    assert "linear" not in story_headline(story(innocent))
+    assert "linear" not in story_headline(Story(innocent))
     told = said(innocent)
     assert "not named" in told["operator"][0]
     assert "linear" not in told["operator"][0]
     assert told["operator"][1] == "nondet trace"
     assert told["kernel"][1] == "nondet probe matmul attention"
-    why = story(innocent).answers["Why"]
+    why = Story(innocent).answers["Why"]
     assert why.startswith("No operator could be named: each arm was bit-identical when it was repeated")
     for found in (traced("run-to-run"), traced("batch-dependent", ("repeat", "divergent"))):
         diagnosed = diagnosis(PARTED | {"run": "no"}, **found)
-        assert story_headline(story(diagnosed)).startswith("Run-to-run nondeterministic: ")
-        assert story_headline(story(diagnosed)).endswith("; the first operator to differ is `linear` of m")
+        assert story_headline(Story(diagnosed)).startswith("Run-to-run nondeterministic: ")
+        assert story_headline(Story(diagnosed)).endswith("; the first operator to differ is `linear` of m")
         assert said(diagnosed)["operator"] == ("in the pair traced: it parts", "")
-    batch = story_headline(story(diagnosis(PARTED, **NAMED)))
+    batch = story_headline(Story(diagnosis(PARTED, **NAMED)))
     assert batch == "Batch-dependent: what batch found; the first operator to differ is `linear` of m"
 
 
@@ -441,8 +426,12 @@ def accepted(command: str) -> None:
         request(**values, given=frozenset(given))
 
 
-def kept(name: str) -> Run:
-    return read_run(Path(__file__).parents[2] / "docs" / "evidence" / name)
+def kept(name: str, *typed: str) -> Run:
+    """As it would be after these words, where there are any."""
+    run = read_run(Path(__file__).parents[2] / "docs" / "evidence" / name)
+    if typed:
+        run.header.environment["argv"] = ["nondet", run.header.command, *typed]
+    return run
 
 
 def test_a_split_is_shown_before_a_scale_that_is_the_batch_s_and_by_its_own_kernel() -> None:
@@ -482,7 +471,15 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
     demonstration = row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)
     met = by("probe", run_of(row([0, 1]), row([0, 0], impl="invariant")), "--from-trace", "t", met={"k": 64})
     refuted_too = under(kept("cpu-xeon/embed.jsonl"), "stock", "invariant", "invariant:matmul")
+    mismatch = functools.partial(kept, "h200/mismatch.jsonl.gz")
+    arms = "--arms stock --steps 40 --out a.jsonl --lr=1e-3 --force --group 8"
+    trl = kept("cpu/trl-invariant.jsonl.gz", *arms.split())
     return [
+        (" ", (kept("h200-x2/engine-2-ranks.jsonl"),)),
+        ("nondet mismatch --rollouts r --model FOLDER", (mismatch("--rollouts", "r"),)),
+        ("nondet mismatch --rollouts r --model m --older", (mismatch("--rollouts", "r", "--model", "m"),)),
+        ("nondet rl --steps 20 --model m", (mismatch("--model", "m"),)),
+        ("nondet rl --arms stock,invariant --steps 40 --lr=1e-3 --group 8", (trl,)),
         ("nondet trace --model FOLDER", (kept("servers/vllm-cpu/sample.jsonl.gz"),)),
         ("nondet sample --n 3000 --load heavy", (still(kept("servers/vllm-cpu/sample.jsonl.gz")),)),
         ("nondet probe --from-trace", (kept("cpu-xeon/trace.jsonl"),)),
@@ -543,3 +540,18 @@ def test_a_case_is_pinned_once_and_only_where_an_option_can_name_its_function() 
     for fields_ in ({"impl": "__main__:mine"}, {"impl": "m:make.<locals>.f"}, {"impl": "m:f", "probe": "check"}):
         assert next_of(by("check", run_of(row([0, 1], **{**MINE, **fields_})))).partition("  ")[0] == page
     accepted(page)
+
+
+def test_none_depends_on_the_batch_is_said_of_all_that_was_tested() -> None:
+    """Stock agrees, and another implementation differs over the batch, or from run to run. A function of one's own has
+    no completions; of two cases the finer border is shown. A certificate says who left its class."""
+    for bad in (row([0, 1], impl="invariant"), row([0, 0], impl="invariant", replays_parted=1, status="divergent")):
+        steps = said(run_of(row([0, 0]), bad))
+        assert steps["operator"][0] == "tested in isolation, invariant diverges in linear"
+        assert "none to name" not in steps["kernel"][0]
+    assert [*said(run_of(row([0, 1], impl="linear=mine:f")))] == ["operator", "kernel"]
+    coarse = row([0, 0, 1, 1], values=[1, 17, 33, 64])
+    fine = row([0, 0, 1, 1], values=[1, 23, 24, 64], case="finer")
+    assert clearest([coarse, fine]) is fine
+    certificate = said(kept("h200/certify.jsonl.gz"))
+    assert certificate == {"operator": ("not in the class everywhere: cublaslt (linear, matmul)", "")}

@@ -118,13 +118,12 @@ WIDE = {
         const saved = {}, blobs = new Map(), real = URL.createObjectURL;
         URL.createObjectURL = (blob) => { const url = real(blob); blobs.set(url, blob); return url; };
         HTMLAnchorElement.prototype.click = function () { saved[this.download] = blobs.get(this.href); };
-        document.querySelector("[data-save-data]").click();
         for (const button of document.querySelectorAll("#fig-answer button.save")) button.click();
         for (let i = 0; i < 200 && !saved["nondet.png"]; i++) await new Promise((done) => setTimeout(done, 20));
         const png = [...new Uint8Array(await saved["nondet.png"].slice(0, 24).arrayBuffer())];
         const card = document.querySelector("svg.post"), box = card.viewBox.baseVal;
-        const svg = await saved["fig-answer.svg"].text(), data = await saved["nondet-report.json"].text();
-        return { png, svg, data, size: [box.width, box.height], seen: card.checkVisibility() };
+        const svg = await saved["fig-answer.svg"].text();
+        return { png, svg, size: [box.width, box.height], seen: card.checkVisibility() };
     """,
 }
 NARROW = {
@@ -197,7 +196,6 @@ def test_filters_and_maps() -> None:
 def test_the_picture_is_saved_as_a_card() -> None:
     """One PNG at twice its size and one SVG: model, machine, verdict, both panels, operator, cure and cost."""
     saved = said()["saved"]
-    assert [run["name"] for run in json.loads(saved["data"])] == ["probe.jsonl", "sample.jsonl"]
     assert bytes(saved["png"][:8]) == b"\x89PNG\r\n\x1a\n"
     size = [int.from_bytes(bytes(saved["png"][at : at + 4])) for at in (16, 20)]
     assert size == [round(2 * side) for side in saved["size"]]

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from nondet.core.statistics import round_interval
-from nondet.reports.markdown import render
-from nondet.reports.picture import answers_picture, card_of, counts_text
-from nondet.reports.plots import Plot, Points
+from nondet.reports.plots import Plot, Points, answers_picture, counts_text
 from nondet.reports.samples import branch_of, curve_plots
 from nondet.reports.text import token
 from nondet.sampling.analysis import SampleSummary
@@ -81,21 +78,6 @@ def test_the_picture_of_answers_has_a_branch_for_each(stock: SampleSummary, tmp_
     assert said[19] == f"not drawn: {crowd.distinct_completions - 8} rarer answers to {90 - shown} requests"
 
 
-def test_a_card_has_all_that_is_posted(stock: SampleSummary) -> None:
-    """Its title and verdict above the picture, its facts below, nothing on top of another."""
-    picture = answers_picture((stock,))
-    facts = {"operator": "`x` " * 90, "cost": "not measured"}
-    card = card_of(picture, "Completions of a model", "Output changes", facts)
-    texts = [words.text for words in card.words]
-    assert texts[:3] == ["nondet · Completions of a model", "Output changes", "Stock kernels"]
-    said = ["operator", "cost", "not measured"]
-    assert [text for text in texts if text in said] == said
-    assert "`" not in "".join(texts)
-    down = card.words[2].y - picture.words[0].y
-    assert [s.y0 - down for s in card.strokes] == pytest.approx([s.y0 for s in picture.strokes])
-    assert max(words.y for words in card.words) < card.height
-
-
 def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
     """Before the mark texts are equal, at the mark they differ, and all of it is the text again; where one completion
     stops and the other goes on, the end is what differs."""
@@ -113,15 +95,3 @@ def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
     assert short.marked.endswith("⟦ends here⟧")
     named = [token("", 4), token("\ufffd", 5), token(" a\n", 6), token("", -1)]  # two without a text differ
     assert named == ["<token 4>", "<token 5>", "“ a⏎”", "(the end)"]
-
-
-def test_what_vllm_counted_is_told_of_its_runs_alone(tmp_path: Path) -> None:
-    """Over all rounds, a zero as well: nobody was preempted is something that was seen."""
-    run = sampled(tmp_path, impls=("stock",), n=4)
-    assert "vLLM's" not in render([run])
-    run.header.plan["engine"] = {"name": "vllm"}
-    ran = {"vLLM's cached prompt tokens": 1200, "another": 3}
-    run.rounds[:] = [msgspec.structs.replace(r, ran=ran) for r in run.rounds * 2]
-    told = render([run])
-    assert "| vLLM's cached prompt tokens, all requests | 2,400 |" in told
-    assert "| vLLM's preemptions, all requests | 0 |" in told
