@@ -102,9 +102,8 @@ def probes_of(rows: Sequence[Row]) -> list[Probe]:
 def probe_blocks(probes: Sequence[Probe], number: int, opened: bool) -> list[Block]:
     """A part for each probe, demonstrations last."""
     tested = judge_rows([row for p in probes if not p.demonstration for case in p.cases for row in case.rows])
-    by_operator = [v for v in tested if v.is_fault and v.text != phrase(v.clauses, brief=True)][
-        :1
-    ]  # the headline leaves operators out
+    # the headline leaves operators out
+    by_operator = [v for v in tested if v.is_fault and v.text != phrase(v.clauses, brief=True)][:1]
     made: list[Block] = [Paragraph(f"{v.impl}: {sentence(v.text)}", only=BRIEF, lines=4) for v in by_operator]
     for i, probe in enumerate(probes, 1):
         if probe.demonstration and not any(p.demonstration for p in probes[: i - 1]):
