@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 # compile, as on a machine without certificates: then each has a core. A worker's driver has threads of its own.
 _MOST, _CORES_EACH = 8, 2
 _MOST_COLD = 16
+_FEW_CERTIFICATES = 2**16  # bytes: a diagnosis leaves fewer, all probes many more
 _ON_CPU = 2  # most of a probe's work there is one core's
 _MEMORY_EACH = 6 * 2**30  # bytes of the device: a context, and the operands and oracles of a large case
 _JOBS_EACH = 20  # below, starting a worker takes longer than its measurements
@@ -187,11 +188,11 @@ def _can_fork() -> bool:
 
 
 def _most() -> int:
-    """The most workers for these cores: more where a GPU has no certificates yet, so that they compile."""
+    """The most workers for these cores: more where a GPU has few certificates yet, so that they compile."""
     from nondet.core.certificates import cache_folder
 
     folder = cache_folder()
-    cold = folder is None or not any(folder.glob("*nvidia*"))
+    cold = folder is None or sum(file.stat().st_size for file in folder.glob("*nvidia*")) < _FEW_CERTIFICATES
     return max(1, min(_MOST_COLD, _cores()) if cold else min(_MOST, _cores() // _CORES_EACH))
 
 
