@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -98,11 +99,68 @@ WRONG = [
     (["diagnose", "--within", "soon"], ["--within must be a number. See"]),
     (["mismatch", ROLLOUTS], [f"{ROLLOUTS} is no run file. Rollouts of another trainer: --rollouts {ROLLOUTS}."]),
     (["probe", "linear", "--impl", "./my/x.py:f"], ["Write my.x:f, a module's name and no file's."]),
+    (["tune", "--preset", "qwen3-8b"], ["lab/tune.py"]),
+    # as typed, and what is said
+    *(
+        (typed.split(), [said])
+        for typed, said in {
+            "bench matmul --impl invarient": "invariant",
+            "bench matmul --m 9-3": "--m 9-3",
+            "bench mean --n 8": "--n 8 is for products, and does not apply to mean. Give --k",
+            "bench mean --seed 99999999999999999999999": "'--seed'",
+            "bench matmul --clock sun": "sun",
+            "bench matmul --slower 4": "--check",
+            "bench matmul --slower 0.5 --check x.jsonl": "--slower 0.5",
+            "bench matmul --slower nan --check x.jsonl": "--slower nan",
+            "bench attention --impl invariant:x": "invariant",
+            "bench linear --ranks 2": "--ranks 2 is for all-reduce and row-parallel",
+            "bench all-reduce --device cpu --ranks 1": "not a group of ranks",
+            "certify linear --vllm": "--vllm asks vLLM's layers",
+            "trace --run r.jsonl": "--run goes with one --request",
+            "trace --impl both": "more than one implementation",
+            "trace --load graphs=on": "can't be traced",
+            "trace --max-tokens 100000": "exceed the model's context",
+            "trace --repro script.sh": "not a .py file",
+            "trace --run missing.jsonl --request t000000": "no run file",
+            "trace --replay --run missing.jsonl --request t000000": "no run file",
+            "trace --replay --run r.jsonl": "--replay needs --request",
+            "trace --solo": "--solo without --replay",
+            "trace --replay --run r.jsonl --request t1 --dtype float32": "--replay and --dtype",
+            "trace --engine vllm --run x.jsonl --request t0": "--engine vllm and --run exclude each other",
+            "trace --engine vllm --repro x.py": "--engine vllm and --repro exclude each other",
+            "trace --engine vllm --impl invariant:attention": "unknown implementation under vLLM 'invariant:attention'",
+            "sample --engine vlm": "unknown engine 'vlm'. Did you mean vllm?",
+            "sample --engine vllm --ranks 2": "--engine vllm and --ranks exclude each other",
+            "sample --engine vllm --impl stock-flash": "unknown implementation under vLLM 'stock-flash'",
+            "sample --engine vllm --endpoint http://127.0.0.1:1": "--endpoint and --engine exclude each other",
+            **dict.fromkeys(
+                ("sample --engine vllm --out run.jsonl", "trace --engine vllm --device cpu --out t.jsonl"),
+                "vLLM is not installed in this environment. pip install vllm==0.25.1",
+            ),
+            # named twice: the last of two was taken, or both were one
+            **dict.fromkeys(
+                (
+                    "rl --arms stock,invariant,stock",
+                    "mismatch --arms stock,stock",
+                    "mismatch --arms invariant:norm,invariant:norm",
+                    "mismatch --trainer padding=left,padding=right",
+                    "mismatch --prompt a --prompt a",
+                    "probe all-reduce --ranks 2,2",
+                    "sample --load others=2,others=3",
+                    "sample --endpoint http://127.0.0.1:9 --arms solo,solo=3",
+                    "sample --vary chunk=8,chunk=16",
+                ),
+                "twice. Name it once.",
+            ),
+        }.items()
+    ),
 ]
 
 
-def test_bad_input_is_one_clear_line(run: Command, tmp_path: Path) -> None:
+def test_bad_input_is_one_clear_line(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 2, one line on stderr that quotes the value, nothing on stdout, no file left behind."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find(name, *rest))
     for argv, said in WRONG:
         code, out, err = run(*argv)
         assert code == 2

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from nondet.cli import main
 from nondet.errors import no_commands, one_line, printable
 
 
@@ -33,21 +30,3 @@ def test_what_acts_becomes_visible() -> None:
         ("at::native::mm a:: b\nc ::d # [ ##", "at::native::mm a:: b\nc ::d # [ ##"),
     ]:
         assert no_commands(hostile) == shown
-
-
-def test_what_a_list_names_twice_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, before anything is loaded; the last of two was taken, or both were one."""
-    for asked in [
-        "rl --arms stock,invariant,stock",
-        "mismatch --arms stock,stock",
-        "mismatch --arms invariant:norm,invariant:norm",
-        "mismatch --trainer padding=left,padding=right",
-        "mismatch --prompt a --prompt a",
-        "probe all-reduce --ranks 2,2",
-        "sample --load others=2,others=3",
-        "sample --endpoint http://127.0.0.1:9 --arms solo,solo=3",
-        "sample --vary chunk=8,chunk=16",
-    ]:
-        assert main(asked.split()) == 2
-        [line] = capsys.readouterr().err.strip().splitlines()
-        assert "twice. Name it once." in line

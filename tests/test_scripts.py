@@ -10,18 +10,9 @@ import pytest
 import torch
 
 from lab.tune import kept_rows, measure, shapes_of, tune, write
-from nondet.cli import main
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda import Row, Table
-
-
-def test_the_command_names_its_place(capsys: pytest.CaptureFixture[str]):
-    """One line and exit code 2, whatever options come with it."""
-    assert main(["tune", "--preset", "qwen3-8b"]) == 2
-    error = capsys.readouterr().err
-    assert "lab/tune.py" in error
-    assert len(error.splitlines()) == 1
 
 
 def test_shapes_come_from_the_command_line_and_from_models():

@@ -97,28 +97,6 @@ def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
     assert (code, "none of the cells" in err, "process_time" in err) == (2, True, True)
 
 
-def test_what_is_wrong_is_one_line(run: Command) -> None:
-    """Exit code 2, one line, and no file."""
-    for argv, said in [
-        (["bench", "matmul", "--impl", "invarient"], "invariant"),
-        (["bench", "matmul", "--m", "9-3"], "--m 9-3"),
-        (["bench", "mean", "--n", "8"], "--n 8 is for products, and does not apply to mean. Give --k"),
-        (["bench", "mean", "--seed", "99999999999999999999999"], "'--seed'"),
-        (["bench", "matmul", "--clock", "sun"], "sun"),
-        (["bench", "matmul", "--slower", "4"], "--check"),
-        (["bench", "matmul", "--slower", "0.5", "--check", "x.jsonl"], "--slower 0.5"),
-        (["bench", "matmul", "--slower", "nan", "--check", "x.jsonl"], "--slower nan"),
-        (["bench", "attention", "--impl", "invariant:x"], "invariant"),
-        (["bench", "linear", "--ranks", "2"], "--ranks 2 is for all-reduce and row-parallel"),
-        (["bench", "all-reduce", "--device", "cpu", "--ranks", "1"], "not a group of ranks"),
-    ]:
-        code, _, err = run(*argv)
-        assert code == 2
-        assert said in err
-        assert len(err.splitlines()) == 1
-        assert list(Path().iterdir()) == []
-
-
 @pytest.mark.gpu
 def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Graphs, kernels by name, a share of the limit that is possible, and one class of bits for ours."""

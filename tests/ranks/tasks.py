@@ -182,7 +182,6 @@ class Toy(torch.nn.Module):
         self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"up": up, "down": down})])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, 64] -> [M, 64]."""
         layer = self.layers[0]
         return layer["down"](layer["up"](x))
 
@@ -198,7 +197,6 @@ class Wide(torch.nn.Module):
         self.down = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, depth] -> [M, 384], or this rank's part of the columns."""
         out: torch.Tensor = self.up(x)
         return out
 

@@ -62,16 +62,13 @@ class Traced:
 
     @property
     def culprits(self) -> list[Culprit]:
-        """In the order found."""
         return [r for r in self.records if isinstance(r, Culprit)]
 
     @property
     def substitutions(self) -> list[Substitution]:
-        """In the order made."""
         return [r for r in self.records if isinstance(r, Substitution)]
 
     def control(self, name: str) -> Control:
-        """The control of that name."""
         return next(r for r in self.records if isinstance(r, Control) and r.name == name)
 
 

@@ -116,26 +116,6 @@ def test_recorded_completions_are_played_and_traced(
     assert control.sentence.endswith(": repeated, it is bit-identical to the record")
 
 
-def test_wrong_input_is_one_line(run: Command) -> None:
-    """What is wrong, before anything is measured: exit code 2, no traceback."""
-    for typed, said in [
-        ("--run r.jsonl", "--run goes with one --request"),
-        ("--impl both", "more than one implementation"),
-        ("--load graphs=on", "can't be traced"),
-        ("--max-tokens 100000", "exceed the model's context"),
-        ("--repro script.sh", "not a .py file"),
-        ("--run missing.jsonl --request t000000", "no run file"),
-        ("--replay --run missing.jsonl --request t000000", "no run file"),
-        ("--replay --run r.jsonl", "--replay needs --request"),
-        ("--solo", "--solo without --replay"),
-        ("--replay --run r.jsonl --request t1 --dtype float32", "--replay and --dtype"),
-    ]:
-        code, _, err = run("trace", *typed.split())
-        assert code == 2
-        assert said in err
-        assert "Traceback" not in err
-
-
 def test_what_a_run_lacks_is_one_line(
     sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

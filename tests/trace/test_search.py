@@ -178,7 +178,6 @@ class Planted(nn.Module):
         self.inner, self.weight, self.fault, self.calls, self.seen = inner, inner.weight, fault, 0, set[int]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
         return self.fault(self, x)
 
 
@@ -186,7 +185,6 @@ class Scalars(nn.Module):
     """An activation whose elements are computed one by one, and several at once where many rows come together."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape; the same."""
         if x.shape[-2] > 11:
             return F.silu(F.pad(x, (0, -x.shape[-1] % 64)))[..., : x.shape[-1]]
         return torch.cat([F.silu(part) for part in x.split(7, -1)], -1)
@@ -246,7 +244,6 @@ class Float8Toy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Any:
-        """Of the two; it has no memory of its own."""
         made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)
         made.numbers, made.scale = numbers, scale
         return made

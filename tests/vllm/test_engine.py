@@ -34,20 +34,16 @@ class Toy:
         self.resets, self.step_number = 0, -1
 
     def reset_prefix_cache(self) -> None:
-        """Counted."""
         self.resets += 1
 
     def has_unfinished_requests(self) -> bool:
-        """Whether anybody is in."""
         return bool(self.left)
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
-        """From now on it may be scheduled."""
         ids = prompt["prompt_token_ids"]
         self.left[name] = SimpleNamespace(prompt=len(ids), first=ids[0], ids=[], params=params)
 
     def step(self) -> list[Any]:
-        """Prefills in chunks, then a token a step."""
         self.step_number += 1
         room, scheduled, done = self.budget, {}, []
         for name, one in self.left.items():
@@ -212,27 +208,6 @@ def test_what_vllm_is_made_with_follows_the_load_and_its_cache_leaves_the_rest_f
         assert arguments("cuda", config)["kv_cache_memory_bytes"] == 1.5 * 64 * 224 * 2048
     assert engine.cache_bytes(MambaConfig(), 10) == 0
     assert "kv_cache_memory_bytes" not in arguments("cuda", MambaConfig())
-
-
-def test_what_can_t_be_asked_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    for words, line in (
-        ("vlm", "unknown engine 'vlm'. Did you mean vllm?"),
-        ("vllm --ranks 2", "--engine vllm and --ranks exclude each other"),
-        ("vllm --impl stock-flash", "unknown implementation under vLLM 'stock-flash'"),
-        ("vllm --endpoint http://127.0.0.1:1", "--endpoint and --engine exclude each other"),
-        ("vllm --out run.jsonl", "vLLM is not installed in this environment. pip install vllm==0.25.1"),
-    ):
-        assert main(["sample", "--engine", *words.split()]) == 2
-        error = " ".join(capsys.readouterr().err.split())
-        assert line in error
-        assert "Traceback" not in error
-    assert not list(tmp_path.iterdir())
-    assert main(["certify", "linear", "--vllm"]) == 2
-    assert "--vllm asks vLLM's layers" in capsys.readouterr().err
 
 
 @pytest.mark.vllm

@@ -335,7 +335,6 @@ class Fp8(toys.UnquantizedLinearMethod):
         self.parts, self.fault, self.rows = parts, fault, set[int]()
 
     def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
-        """In one order of K below `parts` rows, in the other from there on."""
         self.rows.add(len(x))
         order = range(x.shape[1]) if len(x) < self.parts else reversed(range(x.shape[1]))
         total = torch.zeros(x.shape[0], layer.weight.shape[0], dtype=x.dtype)
@@ -344,7 +343,6 @@ class Fp8(toys.UnquantizedLinearMethod):
         return total if self.fault is None else self.fault(layer, total)
 
     def embedding(self, layer: Any, ids: Any) -> Any:
-        """Of a table."""
         return layer.weight[ids]
 
 
@@ -369,7 +367,6 @@ class OtherNorm(toys.RMSNorm):
     """As another plugin registers it in place of vLLM's."""
 
     def forward_oot(self, x: torch.Tensor, residual: Any = None) -> Any:
-        """Whatever it is, it isn't ours."""
         raise AssertionError
 
 
@@ -668,7 +665,6 @@ class HeadNorm(toys.RMSNorm):
     """Over [M, heads, 4]: from 20 rows of M times heads on, the mean's order is another."""
 
     def forward(self, x: torch.Tensor, residual: Any = None) -> Any:
-        """By the number of rows."""
         out = super().forward(x, residual)
         return out * (1.0 if x.numel() // x.shape[-1] < 20 else 1.0625)
 
@@ -677,7 +673,6 @@ class AddingNorm(toys.RMSNorm):
     """Sound, but for what is added before: above 16 rows that is rounded once more."""
 
     def forward(self, x: torch.Tensor, residual: Any = None) -> Any:
-        """By the number of rows."""
         return super().forward(x, residual if residual is None or len(x) <= 16 else residual * 1.0625)
 
 
