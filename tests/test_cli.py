@@ -158,7 +158,6 @@ WRONG = [
 
 
 def test_bad_input_is_one_clear_line(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 2, one line on stderr that quotes the value, nothing on stdout, no file left behind."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find(name, *rest))
     for argv, said in WRONG:
@@ -193,7 +192,6 @@ def test_a_word_of_a_closed_set_is_refused_before_torch_is_loaded() -> None:
 
 
 def test_words_that_options_know_without_torch_are_those_of_their_tables() -> None:
-    """A new dtype, kind of input or axis can't slip by unnoticed. A run says a dtype's whole name."""
     assert set(options.FLOATS.names) == set(COMPUTE_DTYPES)
     assert set(options.KINDS.names) == set(KINDS)
     assert set(options.AXES.names) == {*AXES, ALL}
@@ -204,7 +202,6 @@ def test_words_that_options_know_without_torch_are_those_of_their_tables() -> No
 
 
 def test_bad_input_that_shows_late_leaves_no_file(tmp_path: Path) -> None:
-    """The command can be typed again; a file with something in it, or that was there before, stays."""
     path, theirs = tmp_path / "r.jsonl", tmp_path / "r.traces.jsonl"
     theirs.write_text("kept")
     for resume, stays in ((False, False), (True, True)):
@@ -237,7 +234,6 @@ def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Command, monkeypatch
 
 
 def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
-    """The smallest real probe: rows on disk, paths on stderr, a second run refused, a resumed one free; so a report."""
     code, out, err = run("probe", "float-sum", "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
     assert "102 distinct results" in " ".join(out.split())
@@ -274,7 +270,6 @@ def test_fail_on_divergent_gives_three(run: Command) -> None:
 
 
 def test_a_gate_does_not_open_on_nothing(run: Command) -> None:
-    """A run whose every case failed is an error, with --fail-on and without it, not a pass."""
     Path("broken.py").write_text("def softmax(x):\n    raise ValueError('broken')\n")
     command = ("probe", "softmax", "--impl", "broken:softmax", "--dtype", "float32")
     code, _, err = run(*command)
@@ -287,7 +282,6 @@ _ON_A_CPU = ["--device", "cpu", "--dtype", "float32", "--k", "64", "--out", "r.j
 
 
 def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the operator's name before it and without, in every command that takes one: it runs, and edits show."""
     monkeypatch.setattr("nondet.bench.cells.COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 64})
     Path("forms_mine.py").write_text(
@@ -312,7 +306,6 @@ def test_every_documented_form_of_a_users_function_is_asked(run: Command, monkey
 
 
 def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command) -> None:
-    """One line, and nothing is judged as what its user says it is not."""
     Path("taken_mine.py").write_text(
         "def mean(x, weight=None, bias=None):\n    return x.mean(-1)\n\ndef softmax(x, dim, temperature):\n"
         "    return x\n\ndef other_names(values, *, fast=True):\n    return values\n"
@@ -336,7 +329,6 @@ def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command) -> Non
 
 
 def test_help_groups_the_commands(run: Command) -> None:
-    """Each is in one group, and can be asked for."""
     code, out, _ = run("--help")
     assert code == 0
     panels = re.findall(r"─ (\w+) ─+╮\n(.*?)╰", out, re.DOTALL)
@@ -374,7 +366,6 @@ def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_shell_completes_every_option() -> None:
-    """Those of the short help, and those that --help-all shows."""
     words = {"COMP_WORDS": "nondet sample --", "COMP_CWORD": "2", "_NONDET_COMPLETE": "complete_bash"}
     command = [sys.executable, "-m", "nondet"]
     done = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
@@ -383,7 +374,6 @@ def test_a_shell_completes_every_option() -> None:
 
 
 def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
-    """Probes, operators with their implementations, classes with their members, loads, families of operators."""
     for command, listed in {
         "probe": ["float-sum", "attention  ", "stock-cudnn (cuda)", "qwen3-8b"],
         "bench": ["rms_norm  ", "invariant (cpu and cuda)"],
@@ -402,7 +392,6 @@ def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
 
 
 def test_what_compiles_ahead_is_a_sample_of_the_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes' words are parsed: the same model, load and lengths, and a prompt that is long."""
     seen: list[SampleRequest] = []
 
     def sample(request: SampleRequest, sink: Sink) -> None:
@@ -422,7 +411,6 @@ def test_what_compiles_ahead_is_a_sample_of_the_diagnosis(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_a_closed_pipe_is_quiet_and_costs_no_report(tmp_path: Path) -> None:
-    """`| head` ends without a traceback; the report is written all the same, paths are named, the code is kept."""
     made = "probe float-sum --device cpu --out r.jsonl --report r.md"
     for words, reader, seen in [
         ("--help", "head -n 1", []),
@@ -503,7 +491,6 @@ sys.exit(8)
 
 @pytest.mark.slow
 def test_what_is_done_at_the_end() -> None:
-    """The code, what is still to be written and what was registered; threads that are no daemons are waited for."""
     for words, code, out in [
         (["torch"], 7, "said atexit "),
         ([], 8, "said went on atexit "),
@@ -536,7 +523,6 @@ def test_the_latest_run_is_taken_and_named(run: Command) -> None:
 
 
 def test_open_shows_the_page(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that was requested, or one made for it; without a browser the path is named."""
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or len(opened) > 1)
     made = ["--out", "runs/r.jsonl"]
@@ -549,7 +535,6 @@ def test_open_shows_the_page(run: Command, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_env_prints_what_a_bug_report_needs(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions, the machine, what steers numerics; no other variable. In JSON the same."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     _, out, _ = run("env")

@@ -130,7 +130,6 @@ def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedModel, tmp
 def test_a_model_that_cannot_pack_says_so(
     encoder: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes no positions, or lets packed texts see each other: the arm is left out, and not counted as different."""
     forward = encoder.model.forward
 
     def without_positions(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
@@ -150,7 +149,6 @@ def test_a_model_that_cannot_pack_says_so(
 
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run file, the terminal's words, reports; a finished run is not measured again; hostile text stays text."""
     texts, out = tmp_path / "texts.txt", tmp_path / "run.jsonl"
     texts.write_text("\n".join([*TEXTS, "<script>\x1b[31m"]) + "\n")
     command = ["embed", "--model", str(folder), "--texts", str(texts), "--batch", "4", "--device", "cpu"]
@@ -170,7 +168,6 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, one line, and no run file."""
     texts, single, out = tmp_path / "texts.txt", tmp_path / "single.txt", tmp_path / "run.jsonl"
     texts.write_text("a cat\na dog\n")
     single.write_text("a cat\n")

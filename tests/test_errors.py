@@ -6,7 +6,6 @@ from nondet.errors import no_commands, one_line, printable
 
 
 def test_what_acts_becomes_visible() -> None:
-    """Escape sequences, C1 codes, bidi overrides and hidden characters lose their power and stay visible."""
     for hostile, shown in [
         ("\x1b[31mred\x1b[0m", "␛[31mred␛[0m"),
         ("\x1b]0;title\x07", "␛]0;title␇"),

@@ -53,7 +53,6 @@ def test_the_wheel_holds_nondet_whole_and_nothing_else(built: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_metadata_name_what_was_tried(built: Path) -> None:
-    """Python versions and the system are those of the run files; pictures get addresses with the first URL."""
     with zipfile.ZipFile(built) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))

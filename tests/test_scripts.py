@@ -29,7 +29,6 @@ def test_shapes_come_from_the_command_line_and_from_models():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it says without a GPU")
 def test_without_a_gpu_it_says_so():
-    """One line, not a traceback; and bad options are told first."""
     large = 2**31 + 1
     for options, said in [
         ({}, "CUDA"), ({"dtype": ["float8"]}, "float8"), ({"m": [8, 0]}, "--m 0"), ({"m": [large]}, f"--m {large}"),
@@ -39,7 +38,6 @@ def test_without_a_gpu_it_says_so():
 
 
 def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Tuning a second model must not lose the first; another library's rows are void."""
     monkeypatch.setattr(cublaslt, "version", lambda: 5)
     old = Row("bfloat16", 64, 32, 1, "cublaslt:1", 1.0, "16x32x128w4s7", 1.0, 1.0)
     other = old._replace(n=48)
@@ -52,7 +50,6 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch:
 
 @pytest.mark.gpu
 def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A small table, made for real: every row's members have the class's bits, and times are positive."""
     from nondet.core.certificates import certificates
     from nondet.kernels.matmul.cuda import Operands, member
 
@@ -84,14 +81,12 @@ def script(name: str, folder: Path, option: str) -> int:
 
 
 def test_asking_and_ending_start_nothing(tmp_path: Path) -> None:
-    """Without a server, --url fails and --stop has nothing to do; neither sets an environment up."""
     for name in ["vllm", "llamacpp", "transformers"]:
         assert [script(name, tmp_path, option) for option in ("--url", "--stop", "--sotp")] == [1, 0, 2]
         assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_took_an_old_number_is_not_ended(tmp_path: Path) -> None:
-    """The number in the file is of a process that lives and is not ours: it began at another time."""
     with subprocess.Popen(["sleep", "60"]) as other:
         try:
             (tmp_path / "vllm.pid").write_text(f"{other.pid} 1\n", encoding="ascii")

@@ -27,7 +27,6 @@ def run(run: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 
 def test_a_run_with_reports(run: Command) -> None:
-    """Ratios on the terminal, JSON lines with every sample, HTML with the plot, markdown with the table."""
     code, out, err = run(*SMALL, "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
     assert "speedup over the best stock: linear" in " ".join(out.split())
@@ -43,7 +42,6 @@ def test_a_run_with_reports(run: Command) -> None:
 
 
 def test_resuming_measures_the_rest_alone(run: Command) -> None:
-    """The cells that are there stay as they are; other options are refused."""
     run(*SMALL, "--out", "r.jsonl")
     lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
     Path("r.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:20])  # killed within the second cell
@@ -56,7 +54,6 @@ def test_resuming_measures_the_rest_alone(run: Command) -> None:
 
 
 def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
-    """package.module:function under the operator's signature; a kernel that parts fails the gate."""
     Path("bench_mine.py").write_text(
         "def linear(x, weight):\n"
         "    half = x.shape[-1] // 2\n"
@@ -99,7 +96,6 @@ def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Graphs, kernels by name, a share of the limit that is possible, and one class of bits for ours."""
     argv = ["bench", "linear", "rms-norm", "--m", "1", "--m", "64", "--k", "4096", "--n", "4096", "--out"]
     assert main([*argv, str(tmp_path / "r.jsonl")]) == 0, capsys.readouterr().err
     run = read_run(tmp_path / "r.jsonl")

@@ -167,25 +167,6 @@ def row_parallel_parts(ranks: int) -> torch.Tensor:
     return row_parallel(x[:, part], weight[:, part].contiguous(), bias, group)
 
 
-def _frozen(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
-    return torch.nn.Parameter(drawn(shape, dtype, seed), requires_grad=False)
-
-
-class Toy(torch.nn.Module):
-    """Two layers as a decoder's: one cut along its columns, one along its rows, under the names of a plan."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
-        up, down = torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64)
-        up.weight, down.weight, down.bias = _frozen(256, 64, seed=50), _frozen(64, 256, seed=51), _frozen(64, seed=52)
-        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"up": up, "down": down})])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layer = self.layers[0]
-        return layer["down"](layer["up"](x))
-
-
 class Wide(torch.nn.Module):
     """One layer that is cut along its columns, of a shape whose columns MKL shares out by their number."""
 
@@ -193,7 +174,7 @@ class Wide(torch.nn.Module):
         super().__init__()
         self.config = SimpleNamespace(base_model_tp_plan={"up": "colwise", "down": "rowwise"})
         self.up = torch.nn.Linear(depth, 384, bias=False)
-        self.up.weight = _frozen(384, depth, seed=60, dtype=torch.float32)
+        self.up.weight = torch.nn.Parameter(drawn((384, depth), torch.float32, 60), requires_grad=False)
         self.down = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,6 @@ SMALL_PLAN = {"max_tokens": 5, "load": "others=2,targets=3,prompt=4-8,tokens=4-8
 
 
 def test_a_run_that_a_gate_would_not_open_on_fails() -> None:
-    """On divergence, and on too few loads; enough of them pass."""
     assert_open(loads(30))
     with pytest.raises(AssertionError, match=r"^Gate failed"):
         assert_open(loads(30, parted=[7]))
@@ -143,7 +142,6 @@ def test_an_engine_is_asked_in_process(tmp_path: Path) -> None:
 
 
 def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
-    """An honest one passes, one that depends on its batch fails at once."""
     with serving("vllm", token_s=0.001) as server:
         Endpoint(server.url, None, tmp_path).assert_batch_invariant("The following", **SMALL_PLAN)
     with (
@@ -154,7 +152,6 @@ def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
 
 
 def test_without_a_server_its_test_is_skipped(pytester: pytest.Pytester) -> None:
-    """With the reason; the option's name is in it."""
     pytester.makepyfile("def test_server(nondet_endpoint): assert False\ndef test_engine(nondet_engine): pass")
     installed = any(e.name == "nondet" for e in entry_points(group="pytest11"))  # then pytest has it already
     result = pytester.runpytest_inprocess(*(() if installed else ("-p", "nondet.testing.plugin")), "-rs")

@@ -179,7 +179,6 @@ def traced(engine: Engine) -> tuple[TraceVerdict, dict[str, Control], list[Culpr
 
 
 def test_nothing_is_named_where_nothing_differs() -> None:
-    """And what was compared is said."""
     for second in [False, True]:
         verdict, controls, culprits = traced(Engine(second))
         assert verdict.finding == "no divergence observed"
@@ -190,7 +189,6 @@ def test_nothing_is_named_where_nothing_differs() -> None:
 
 
 def test_attention_that_follows_its_step_is_named() -> None:
-    """From its fifth position on, beside two others at least; who was in that step is told."""
     for layer in [0, 1, 2]:
         for second in [False, True]:
             engine = Engine(second)
@@ -233,7 +231,6 @@ def test_an_engine_that_differs_from_itself_is_no_matter_of_batches() -> None:
 
 
 def test_a_layer_that_differs_is_found_where_no_logprob_does() -> None:
-    """The last layer's residual reaches no logit here: tokens and logprobs agree, hidden states do not."""
     engine = Engine()
     last = engine.model.layers[2]
     last.register_forward_hook(lambda _m, _a, out: (out[0], out[1] * (1.001 if len(out[1]) > 3 else 1.0)))
@@ -244,7 +241,6 @@ def test_a_layer_that_differs_is_found_where_no_logprob_does() -> None:
 
 
 def test_a_capture_that_changes_answers_names_nobody() -> None:
-    """An engine that answers otherwise once it is watched."""
     engine = Engine()
     weight = engine.model.head.weight.data
 

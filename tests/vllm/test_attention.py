@@ -48,7 +48,6 @@ def backend(monkeypatch: pytest.MonkeyPatch, version: str) -> Iterator[ModuleTyp
 
 @LAYOUTS
 def test_views_of_a_cache_are_those_of_its_flat_form(backend: ModuleType) -> None:
-    """Where its storage begins anywhere, as one layer of an allocation: the same places, shapes, strides."""
     shape = (5, KV_HEADS, PAGE, 2 * DIM) if backend.IN_ROWS else (5, 2, PAGE, KV_HEADS, DIM)
     cache = torch.arange(3 * 5 * 2 * PAGE * KV_HEADS * DIM, dtype=torch.float64).view(3, *shape)[1]
     cache = cache.view(5, PAGE, KV_HEADS, 2 * DIM).transpose(1, 2) if backend.IN_ROWS else cache
@@ -129,7 +128,6 @@ def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new
 
 
 def test_later_layers_are_launched_as_the_first(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other numbers at other places have the bits of a first layer; one with another window is not taken for it."""
     computed: list[object] = []
     compute = backend.compute
     monkeypatch.setattr(backend, "compute", lambda *call, **how: computed.append(how) or compute(*call, **how))
@@ -163,7 +161,6 @@ def test_soft_caps_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
 def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes to the dense prefill on a GPU: its keys and values are found through the block table."""
     monkeypatch.setattr(backend, "DENSE_ITEMS", 1)
     monkeypatch.setattr(backend, "DENSE_WORK", HEADS * 90 * 70)
     seen: list[tuple[int, ...]] = []
@@ -231,7 +228,6 @@ def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
 
 
 def test_ways_are_few(backend: ModuleType) -> None:
-    """What is chosen by the batch's size is one of a handful: all are proven and compiled at start."""
     impl = backend.SegmentsImpl(**NEEDED)
     ways = backend.ways_of(impl, torch.float16, 256, 16384, torch.device("cpu"), 16)
     assert 3 < len(ways) <= 12
@@ -258,7 +254,6 @@ def test_no_step_is_launched_in_another_way(
 
 
 def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And its log says so; layers of a kind count once. Of each proof one case is computed here."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kept = Certificates({"device": "a test's"}, tmp_path)
     monkeypatch.setattr(cuda, "certificates", lambda: kept)
@@ -277,7 +272,6 @@ def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.
 
 
 def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType) -> None:
-    """One for each builder: of groups of so many layers as the rarest window has. Its size is said."""
     windows = [None, *[8] * 5, None, *[8] * 2]
     layers = [toys.Attention(backend.SegmentsImpl(**(NEEDED | {"sliding_window": w}))) for w in windows]
     backend.reserve(torch.nn.Sequential(toys.RMSNorm(8), *layers), toys.config(model_config__max_model_len=2**18))

@@ -190,7 +190,6 @@ def test_a_refusal_is_one_again_where_somebody_tries_again(toy: Toy, monkeypatch
 
 
 def test_a_plugin_that_comes_after_ours_is_seen(toy: Toy) -> None:
-    """What it computes products by is asked as any other kernel, and isn't called ours."""
     plugin.register()
     linear = method(toy)
 
@@ -535,7 +534,6 @@ def test_a_sum_over_four_ranks_runs_at_the_row_counts_that_are_proven(
 
 @pytest.mark.parametrize("faulty", [False, True])
 def test_two_ranks_judge_alike_after_as_many_calls(faulty: bool) -> None:
-    """A fault that one of them alone sees: both name the row count where it is, and none waits for the other."""
     meet, given, calls = threading.Barrier(2, timeout=60), [torch.empty(0)] * 2, [0, 0]
 
     class Rank:
@@ -633,7 +631,6 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
 def test_a_coverage_file_that_is_there_keeps_what_it_says(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A server that starts anew under the same name writes beside it, and says where; no folder, and it starts."""
     path = tmp_path / "coverage.jsonl"
     monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
     assert loaded(toy, model()).loaded
@@ -703,7 +700,6 @@ def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
 def test_a_model_that_is_refused_is_refused_before_anything_is_proven(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a sum, nor a kernel of its own, nor a product."""
     group_of(toy, lambda x: 1 / 0, 2)
     monkeypatch.setattr(operators, "certify_product", None)
     two = {"parallel_config__tensor_parallel_size": 2}
@@ -789,7 +785,6 @@ OTHER_EXPERTS: list[tuple[Callable[[Any], None], str]] = [
 
 
 def test_other_experts_keep_vllms_kernels_and_are_at_risk(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by its name, and nothing is proven before; where it is allowed, what ran before runs on."""
     certify, proven = plugin.certify_experts, list[Any]()
     monkeypatch.setattr(plugin, "certify_experts", lambda *given: proven.append(given) or certify(*given))
     for change, named in OTHER_EXPERTS:
@@ -957,7 +952,6 @@ def test_norms_are_invariant(toy: Toy) -> None:
 
 @pytest.mark.slow
 def test_a_compiler_keeps_every_operator_whole(toy: Toy) -> None:
-    """One graph for any number of rows, with nothing in it but ours; layers alike differ by their weights alone."""
     it = nn.Sequential(*(toys.QKVParallelLinear(8, 8, method) for method in (None, Fp8(), Fp8())), toys.RMSNorm(8))
     product, first, second, norm = loaded(toy, it).model
     silu = toy["vllm.model_executor.layers.activation"].SiluAndMul()

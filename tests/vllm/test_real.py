@@ -67,8 +67,6 @@ if __name__ == "__main__":
 
 
 def test_a_start_from_configuration_to_coverage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every function fits and every operator is registered, as on a GPU: its own worker asks, attention isn't ours on a
-    CPU, and the start ends at that."""
     path = tmp_path / "coverage.jsonl"
     for name, value in {
         "NONDET_BATCH_INVARIANT": "1", "NONDET_COVERAGE": str(path), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -160,7 +158,6 @@ def _replaced(model: Any) -> dict[str, Any]:
 
 
 def test_an_fp8_layer_is_what_ours_takes_it_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint with a scale a row, as llm-compressor writes it: the layout of weights and scales once loaded."""
     from vllm import LLM
 
     from lab.fp8_model import convert

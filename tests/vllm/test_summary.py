@@ -40,7 +40,6 @@ def seen(folder: Path, name: str, digest: str, alike: int = 3, mode: str = "nond
 def test_the_plugin_alone_has_to_be_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, alike: int, mode: str, line: str, code: int
 ) -> None:
-    """Of processes that ask the same of one request alone; another model is not of them."""
     for i, digest in enumerate(digests):
         seen(tmp_path, f"x{i}", digest, alike, mode, copies=str(i))
     seen(tmp_path, "other", "c", model="0.6b")
@@ -53,7 +52,6 @@ def test_the_plugin_alone_has_to_be_alike(
 
 
 def test_a_planted_fault_has_to_be_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stock that a kernel by M does not move is a failure of the test; what was refused has nothing to compare."""
     seen(tmp_path, "stock", "a", 0, "stock", plant="split")
     (tmp_path / "fused.json").write_text(
         json.dumps({"mode": "nondet", "argv": ["--plant", "fusions"], "refused": "UserError: 9 layers"})
