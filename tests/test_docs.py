@@ -294,21 +294,9 @@ def test_the_code_is_in_plain_words() -> None:
 
 
 def test_words_that_are_out_are_found_and_ordinary_ones_are_not() -> None:
-    for text in [
-        "tokens and logprobs part under load",
-        "stock parted in 6 of 28 cases",
-        "it parts in 191 of 192 traces",
-        "a neighbour's company",
-        "each is held bit for bit against the first",
-        "a row at its place",
-        "the same prompt alone",
-        "the guilty operator",
-    ]:
+    for text in ("tokens and logprobs part under load", "it parts in 191 of 192 traces", "a row at its place"):
         assert words_out(text)
-    text = (
-        "K in 1 to 16 parts; a part of its keys; written in place; what takes place; a standalone page; we ask again; "
-        "compared with the first; prefill in parts at a time"
-    )
+    text = "K in 1 to 16 parts; a part of its keys; written in place; what takes place; a standalone page; we ask again"
     assert words_out(text) == []
     assert words_out(prose("`--fail-on moved`\n\n```\nparted\n```\n\n    held against\n\n[run](alone.md)\n")) == []
     source = "def told_by(parts, asked=1):  # in\n    # company\n    self.rooms_at = TAPE = untold = SomeRoom\n"

@@ -41,18 +41,16 @@ def test_a_notebook_shows_escaped_text(tmp_path: Path) -> None:
 def test_a_block_says_what_it_covers() -> None:
     block = nondet.batch_invariant(["matmul", "norm"])
     assert repr(block).startswith("<batch_invariant: not entered; matmul, norm on CPU")
-    assert block.coverage().lines() == []
     assert "no longer depend on the others in its batch" in (nondet.batch_invariant.__doc__ or "")
     with block:
         torch.nn.functional.linear(torch.ones(3, 8), torch.ones(4, 8))
         assert repr(block).startswith("<batch_invariant: open; matmul, norm on CPU")
-        assert repr(block).endswith("; calls: 1 replaced, 0 certified stock, 0 left stock, 0 at risk>")
         clean = "nothing was left stock, and nothing is at risk"
         assert block.coverage().lines() == ["replaced: linear (1 calls)", clean]
         torch.softmax(torch.ones(3, 8), -1)
         assert clean not in block.coverage().lines()
     assert repr(block).startswith("<batch_invariant: closed; ")
-    assert repr(block).endswith(", 1 at risk>")
+    assert repr(block).endswith("; calls: 1 replaced, 0 certified stock, 0 left stock, 1 at risk>")
     with pytest.raises(UnknownNameError, match="matmul"):
         nondet.batch_invariant(["matmull"])
 
