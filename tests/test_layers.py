@@ -14,7 +14,7 @@ import pytest
 from scripts import house
 
 CONFTEST = Path(__file__).with_name("conftest.py")
-MOST_LEFT_OUT = 67  # rules of complexity that files leave out, together
+MOST_LEFT_OUT = 65  # rules of complexity that files leave out, together
 
 # From the ground up. A module may need what lies below its own layer, and its own package; packages of one layer are
 # siblings, which don't need each other. "cli" and the like are the files beside the folders of nondet/.

@@ -258,18 +258,18 @@ def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
     far = f"by at most {difference.max_ulp:,} ULP"
     if difference.nonfinite:
         far += f", {difference.nonfinite} of them NaN or infinite on one side"
-    parts = [
+    what = (
         f"position {culprit.position}, {_where(culprit)}, `{culprit.call}` of {culprit.module} (call "
         f"{culprit.occurrence + 1} there): inputs equal bit for bit, {difference.mismatched:,} of "
         f"{difference.compared:,} outputs differ {far}"
-    ]
+    )
     reads_keys = any("keys" in roles for roles in culprit.axes.values())
     arms = []
     for size, kernels in zip(sizes, culprit.kernels or [[] for _ in sizes], strict=False):
         shown = kernels if len(kernels) <= 4 else [*kernels[:2], "...", *kernels[-2:]]  # a product is among the last
         ran = ", ".join(shown) or "kernels unknown"
         arms.append(f"{ran} at {size.tokens:,} rows" + (f" and {size.keys:,} keys" if reads_keys else ""))
-    return "; ".join([*parts, " compared with ".join(arms)])
+    return f"{what}; {' compared with '.join(arms)}"
 
 
 def verdict_sentences(
@@ -331,13 +331,9 @@ def _agrees(record: StepRecord, coarse: RowHashes, owner: str, site: Site) -> bo
 
 
 def _digests(pair: Pair, record: StepRecord) -> dict[str, str]:
-    out = {}
-    for slot in pair.a.inputs:
-        if slot.value is not None and slot.path in pair.roles:
-            part = select(slot.value, pair.roles[slot.path], record)
-            if part is not None:
-                out[slot.path] = digest(part)
-    return out
+    known = [(slot.path, slot.value) for slot in pair.a.inputs if slot.value is not None and slot.path in pair.roles]
+    parts = {path: select(value, pair.roles[path], record) for path, value in known}
+    return {path: digest(part) for path, part in parts.items() if part is not None}
 
 
 def _what_is_known(finding: Finding) -> str:
@@ -626,18 +622,11 @@ class Search:
         The fine pass must reproduce the bits of the coarse one, which led to the site, unless an arm is not `steady`.
         """
 
-        def unnamed(note: str) -> NamedCall:
-            return NamedCall(
-                Culprit(
-                    number=number,
-                    replaced=list(self._families),
-                    position=site.position,
-                    token=max(-1, site.position - len(self.a.prompt) + 1),
-                    layer=site.region,
-                    requests=list(site.owners),
-                    sentence=f"position {site.position}, {site_in_words(site)}: {note}",
-                )
-            )
+        def unnamed(note: str, **about: Any) -> NamedCall:
+            sentence = f"position {site.position}, {site_in_words(site)}: {note}"
+            token = max(-1, site.position - len(self.a.prompt) + 1)
+            about |= {"position": site.position, "token": token, "layer": site.region, "requests": list(site.owners)}
+            return NamedCall(Culprit(number=number, replaced=list(self._families), sentence=sentence, **about))
 
         if site.record == "logprob":
             return unnamed(_SAMPLER)
@@ -657,8 +646,7 @@ class Search:
             note = _what_is_known(finding)
             if any(record.limited for record in records):
                 note += "; the copies of that step's tensors reached the memory limit, so not every call was compared"
-        found = unnamed(note)
-        found.culprit = msgspec.structs.replace(found.culprit, unmatched=finding.unmatched, compared=finding.compared)
+        found = unnamed(note, unmatched=finding.unmatched, compared=finding.compared)
         return found if pair is None else self._replayed(found.culprit, pair, records)
 
     def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:
@@ -722,17 +710,14 @@ class Search:
             if role == "search":
                 before = self._culprits[-1]
                 sentence += f"; before that at position {before.position}, {_where(before)}"
-        self.keep(
-            Substitution(
-                role=role,
-                families=list(families),
-                agree=site is None,
-                position=-1 if site is None else site.position,
-                layer="" if site is None else site.region,
-                sentence=sentence,
-                at_risk=sorted({*coverage.at_risk, *coverage.left}),
-            )
+        at: dict[str, Any] = {"position": -1, "layer": ""}
+        if site is not None:
+            at = {"position": site.position, "layer": site.region}
+        risks = sorted({*coverage.at_risk, *coverage.left})
+        record = Substitution(
+            role=role, families=list(families), agree=site is None, sentence=sentence, at_risk=risks, **at
         )
+        self.keep(record)
         self.say(sentence)
         self._tried[tried] = site
         return site

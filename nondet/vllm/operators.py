@@ -365,6 +365,11 @@ def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
     layer.quant_method = OwnMethod(method, name, made.shape[-1], counts[-1])
 
 
+def bias_of(layer: Any) -> Any:
+    """The bias that a layer's product adds; None where its caller does, or where there is none."""
+    return None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+
+
 def width_of(layer: Any) -> int:
     """K of a linear layer, or of a head."""
     return int(getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or 0)
@@ -431,8 +436,7 @@ def replace_scaled(
     Raises NotImplementedError: no member is proven here, or the whole has different bits at some number of rows."""
     scales, weight = _scales_of(layer), layer.weight.data
     scales = scales.t() if _in_blocks(weight) else scales.reshape(1, -1).expand(1, weight.shape[1])
-    bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-    given = (weight, scales.contiguous(), *(getattr(layer, name, None) for name in _GIVEN), bias)
+    given = (weight, scales.contiguous(), *(getattr(layer, name, None) for name in _GIVEN), bias_of(layer))
     key = ("scaled", *((x.shape, x.stride()) if x is not None else None for x in given))
 
     def prove_all() -> None:

@@ -334,7 +334,6 @@ def _before_configuration(original: Callable[..., Any]) -> None:
             graph_prefill(config.compilation_config, config.scheduler_config.max_num_batched_tokens)
         return config
 
-    create_engine_config.__doc__ = original.__doc__
     object_at("vllm.engine.arg_utils:EngineArgs").create_engine_config = create_engine_config
 
 
@@ -351,7 +350,6 @@ def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None
         check_all_ran(self.model_runner.get_model(), getattr(self, "of_nondet", ()))
         return done
 
-    load_model.__doc__, compile_or_warm_up_model.__doc__ = load.__doc__, warm_up.__doc__
     worker.load_model, worker.compile_or_warm_up_model = load_model, compile_or_warm_up_model
     for name in _NOT_COVERED:
         setattr(worker, name, _uncovered(name))
@@ -719,17 +717,16 @@ def rows_of(layer: Any, counts: Sequence[int], requests: int) -> Sequence[int]:
 def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], Standing]:
     """A function that tests a layer's own kernel, a product's or a norm's, at `counts` or at all numbers of rows that a
     step can have; layers of one kind and shape once."""
-    from nondet.vllm.operators import first_size_that_differs, width_of
+    from nondet.vllm.operators import bias_of, first_size_that_differs, width_of
 
     _, tokens, requests = limits_of(config)
     known: dict[str, tuple[str, str]] = {}
 
     def tested(layer: Any, sizes: Sequence[int]) -> tuple[str, str]:
-        bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         method: Any = getattr(layer, "quant_method", None)
 
         def compute(x: Any) -> Any:
-            return method.apply(layer, x, bias)
+            return method.apply(layer, x, bias_of(layer))
 
         try:
             parameter = next(layer.parameters())
@@ -783,7 +780,7 @@ def _prove(
     elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
         setattr(module.router, _OURS, True)
     elif standing.why == PRODUCTS and weight is not None and weight.is_cuda:
-        bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+        bias = operators.bias_of(module)
         key = (weight.shape, weight.stride(), weight.dtype, bias is None)
         if key not in seen:
             seen[key] = operators.certify_product(weight, bias, rows_of(module, counts, requests))
