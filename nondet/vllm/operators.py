@@ -187,12 +187,10 @@ def _quantized_by_vllm(
     if blocks:
         from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
-        q, left = per_token_group_quant_fp8(rows, BLOCK, use_ue8m0=False)
-    else:
-        from vllm._custom_ops import scaled_fp8_quant
+        return per_token_group_quant_fp8(rows, BLOCK, use_ue8m0=False)
+    from vllm._custom_ops import scaled_fp8_quant
 
-        q, left = scaled_fp8_quant(rows, static, scale_ub=limit, use_per_token_if_dynamic=static is None)
-    return q, left
+    return scaled_fp8_quant(rows, static, scale_ub=limit, use_per_token_if_dynamic=static is None)
 
 
 def own_product(x: torch.Tensor, weight: torch.Tensor, width: int, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -275,7 +273,8 @@ def first_size_that_differs(
             drawn = inputs.make(kind, (most, width), dtype, device, inputs.generator(1, device))
             whole[kind] = (drawn, compute(drawn))
         for rows in counts:
-            claim = Claim("own kernel", f"M={rows} of {most}", partial(_from, compute, rows))
+            part = partial(lambda n, x, _large, start: compute(x[start : start + n].clone()), rows)
+            claim = Claim("own kernel", f"M={rows} of {most}", part)
             starts = [(kind, start) for kind in PROBED_KINDS for start in sorted({0, most - rows})]
             cases = ((f"{kind} from row {start}", (*whole[kind], start)) for kind, start in starts)
             known = prove([claim], lambda x, large, start, n=rows: large[start : start + n], cases, kept)[0]
@@ -325,12 +324,6 @@ def first_sum_that_differs(
         return group.all_gather(torch.cat((group.all_reduce(mine), again(mine)), -1), -1)
 
     return first_size_that_differs(summed, width, dtype, device, counts)
-
-
-def _from(
-    compute: Callable[[torch.Tensor], torch.Tensor], rows: int, x: torch.Tensor, large: torch.Tensor, start: int
-) -> torch.Tensor:
-    return compute(x[start : start + rows].clone())
 
 
 class OwnMethod:

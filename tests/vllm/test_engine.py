@@ -26,7 +26,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 class Toy:
-    """An LLMEngine that takes `budget` tokens a step, and has `cached` of a prompt; `parts`: logprobs follow the batch."""
+    """An LLMEngine of `budget` tokens a step that has `cached` of a prompt; `parts`: logprobs follow the batch."""
 
     def __init__(self, taken: list[Any], budget: int = 4, parts: bool = False, cached: int = 0) -> None:
         self.taken, self.budget, self.parts, self.cached = taken, budget, parts, cached

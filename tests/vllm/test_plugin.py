@@ -830,7 +830,7 @@ SHAPES["other"] = ("num_blocks", "block_size", "num_kv_heads", "2 * head_size")
 def sources(
     folder: Path,
     change: Callable[[str], str] = str,
-    functions: Iterable[plugin.Patched] = plugin.PATCHED,
+    functions: Iterable[tuple[str, str]] = tuple(plugin.PATCHED.items()),
     shape: str = "",
 ) -> str:
     """A vLLM whose files have these functions, as `change` leaves them, and nothing else."""
@@ -880,7 +880,7 @@ def test_functions_and_the_layout_of_a_cache_are_read_from_sources(
     assert vllm_seams.main([sources(tmp_path / "rows", shape="rows")]) == 0
     assert vllm_seams.main([sources(tmp_path / "other", shape="other")]) == 1
     assert "another layout of the KV cache: (num_blocks, block_size, num_kv_heads, 2" in capsys.readouterr().out
-    later = [plugin.MOVED.get(patched.path, patched) for patched in plugin.PATCHED]
+    later = [plugin.MOVED.get(path, (path, takes)) for path, takes in plugin.PATCHED.items()]
     for axes, code in (("(0, 1, 3, 2, 4)", 0), ("(0, 1, 2, 3, 4)", 1)):
         folder = Path(sources(tmp_path / axes, functions=later))
         (folder / "vllm/v1/kv_cache_layout.py").write_text(f"class KVCacheLayout:\n    LBNHC = {axes}\n")
