@@ -164,6 +164,7 @@ def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
 def test_the_prover_sees_one_bit_on_one_rank(four):
     for proofs in four.call(f"{TASKS}:proofs"):
         assert proofs["exchange"][0], proofs
+        assert proofs["shares"][0], proofs
         holds, evidence = proofs["backwards"]
         assert not holds
         assert "rank 1" in evidence
@@ -173,7 +174,7 @@ def test_the_prover_sees_one_bit_on_one_rank(four):
 @pytest.mark.parametrize(  # forms of compilers take each rank two seconds to load
     ("collective", "compiled", "calls"),
     tiers(
-        [("all_reduce", False, 3), ("reduce_scatter", False, 4)], [("all_reduce", True, 5), ("reduce_scatter", True, 7)]
+        [("all_reduce", False, 4), ("reduce_scatter", False, 4)], [("all_reduce", True, 6), ("reduce_scatter", True, 7)]
     ),
 )
 def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, compiled, calls):
@@ -181,7 +182,7 @@ def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, compiled,
 
     Maxima and integers run as they are, a product is left, and without the family a sum is at risk.
     """
-    for answer in four.call(f"{TASKS}:{collective}_under_a_block", compiled):
+    for answer in four.call(f"{TASKS}:sums_under_a_block", collective, compiled):
         assert answer["unlike the order"] == []
         assert answer["stock is unlike"], "the test would prove nothing"
         assert answer["afterwards"]
