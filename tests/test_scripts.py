@@ -7,9 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from lab.tune import kept_rows, measure, shapes_of, tune, write
+from lab.tune import kept_rows, shapes_of, tune, write
 from nondet.errors import UserError
 from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul.cuda import Row, Table
@@ -34,27 +33,6 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(cublaslt, "version", lambda: 6)
     assert kept_rows(tmp_path / "t.json", [old]) == []
     assert kept_rows(tmp_path / "absent.json", [old]) == []
-
-
-@pytest.mark.gpu
-def test_measures_and_keeps_only_proven_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from nondet.core.certificates import certificates
-    from nondet.kernels.matmul.cuda import Operands, member
-
-    monkeypatch.setenv("NONDET_CACHE", str(tmp_path))
-    device = torch.device("cuda", torch.cuda.current_device())
-    measured = list(measure([(512, 256)], [1, 200], torch.bfloat16, device))
-    assert len(measured) == 2
-    for (m, k, n), row in measured:
-        assert isinstance(row, Row)
-        assert min(row.choice_us, row.triton_us, row.stock_us) > 0
-        assert not row.triton.startswith("cublaslt")
-        x = torch.empty(1, m, k, dtype=torch.bfloat16, device=device)
-        weight = torch.empty(n, k, dtype=torch.bfloat16, device=device).T[None]
-        for name in (row.choice, row.triton):
-            found = member(name, Operands(x, weight, alignment=256))
-            assert found is not None
-            assert found.is_anchor or certificates().standing(found.name, found.key)
 
 
 # What can be said of the scripts that start servers without starting one.

@@ -136,8 +136,6 @@ def test_the_first_rows_keep_the_weights() -> None:
 
 # Timing: rotating buffers, replays in turn, medians; with a clock made by hand, so that every figure is known.
 
-MIB = 2**20
-
 
 class FakeStopwatch(PerfCounter):
     """A stopwatch whose clock moves when a call says so."""
@@ -160,13 +158,13 @@ class FakeStopwatch(PerfCounter):
 
 def test_rotation() -> None:
     for set_bytes, limit, sets, calls, cold in [
-        (50 * MIB, 13.0, 4, 40, True),  # a weight of 8B: 200 MiB rotate; 10 passes make half a millisecond
-        (400 * MIB, 900.0, 2, 2, True),  # one call is longer than a replay has to be
-        (2 * MIB, 0.5, 64, 256, False),  # 128 MiB of sets stay below three caches of 60
+        (50 << 20, 13.0, 4, 40, True),  # a weight of 8B: 200 MiB rotate; 10 passes make half a millisecond
+        (400 << 20, 900.0, 2, 2, True),  # one call is longer than a replay has to be
+        (2 << 20, 0.5, 64, 256, False),  # 128 MiB of sets stay below three caches of 60
         (0, None, 64, 256, False),  # nothing known
-        (90 * MIB, 1e9, 2, 2, True),
+        (90 << 20, 1e9, 2, 2, True),
     ]:
-        turns = rotation(set_bytes, limit, 60 * MIB)
+        turns = rotation(set_bytes, limit, 60 << 20)
         assert (turns.sets, turns.calls, turns.cold) == (sets, calls, cold)
 
 
@@ -222,16 +220,6 @@ def test_a_cpu_is_timed_by_the_clock_and_by_its_own_time() -> None:
     assert min(samples["awake"]) > 100
 
 
-@pytest.mark.gpu
-def test_graphs_time_what_the_device_does() -> None:
-    watch = cells.CudaGraphs()
-    operands = {n: torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192)}
-    replays = {str(n): watch.record(torch.mm, [(a, a)] * 2, 4) for n, a in operands.items()}
-    samples = interleave(replays, watch, least=5, most=5)
-    assert 400 < median(samples["4096"]) < median(samples["8192"]) / 4 < 100_000
-    assert watch.cache_bytes > MIB
-
-
 # Limits: bytes and operations of each operator, counted by hand.
 
 ATTENTION = {"B": 2, "Tq": 3, "Tk": 5, "Hq": 4, "Hkv": 2, "D": 8}
@@ -258,23 +246,10 @@ def test_counts() -> None:
         ("attention_gradient", ATTENTION | {"M": 2, "T": 5}, "bfloat16", 2 * (3 * 320 + 4 * 160), 24 * 4 * 8 * 15),
     ]:
         assert work_of(operator, shape, dtype) == Work(bytes_, flops)
-
-
-def test_bytes_are_those_of_the_inputs() -> None:
     with pytest.raises(ValueError, match="scatter_add is not timed"):
         work_of("scatter_add", {}, "float32")
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", "cuda"):  # none fails in the middle of a run
         assert all(case.work.bytes > 0 for case in plan_cases(["all"], Sizes(), device, None))
-    counted = {"linear", "matmul", "rms_norm", "softmax", "attention"}
-    cases = plan_cases(list(cells.bench_names()), Sizes(m=(4,), k=16, n=8), "cpu", ("float16",))
-    assert {case.operator for case in cases} >= counted
-    for case in cases:
-        if case.operator in counted:
-            inputs = case.inputs("cpu", generator(0, "cpu"))
-            read = sum(x.numel() * x.element_size() for x in inputs)
-            product = case.operator in ("linear", "matmul")
-            written = case.shape["M"] * case.shape["N"] * 2 if product else inputs[0].nbytes
-            assert case.work.bytes == read + written, case
 
 
 @pytest.mark.usefixtures("stock_fp8")

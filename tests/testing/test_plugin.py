@@ -151,9 +151,21 @@ def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
         Endpoint(server.url, None, tmp_path / "b").assert_batch_invariant("The following", **SMALL_PLAN)
 
 
-def test_without_a_server_its_test_is_skipped(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("def test_server(nondet_endpoint): assert False\ndef test_engine(nondet_engine): pass")
+def test_a_project_keeps_runs_and_without_a_server_its_test_is_skipped(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        "import torch\nfrom nondet.testing import assert_batch_invariant\n"
+        "def test_server(nondet_endpoint): assert False\ndef test_engine(nondet_engine): pass\n"
+        "def double(x): return x * 2\n"
+        "def test_double(): assert_batch_invariant(double, make_inputs=lambda n: torch.ones(n, 4), over=[1, 2])\n"
+    )
     installed = any(e.name == "nondet" for e in entry_points(group="pytest11"))  # then pytest has it already
-    result = pytester.runpytest_inprocess(*(() if installed else ("-p", "nondet.testing.plugin")), "-rs")
-    result.assert_outcomes(skipped=1, passed=1)
+    named = () if installed else ("-p", "nondet.testing.plugin")
+    try:
+        result = pytester.runpytest_inprocess(*named, "-rs", "--nondet-runs", "runs")
+    finally:
+        keep_runs_in(None)
+    result.assert_outcomes(skipped=1, passed=2)
     result.stdout.fnmatch_lines(["*needs a server: --nondet-endpoint URL*"])
+    assert len([*(pytester.path / "runs").iterdir()]) == 1

@@ -227,13 +227,6 @@ def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
             backend.dense_views(torch.zeros(3, 2, 16, 64))  # head by head, as no layout has it that was asked for
 
 
-def test_ways_are_few(backend: ModuleType) -> None:
-    impl = backend.SegmentsImpl(**NEEDED)
-    ways = backend.ways_of(impl, torch.float16, 256, 16384, torch.device("cpu"), 16)
-    assert 3 < len(ways) <= 12
-    assert all(way.span & (way.span - 1) == 0 for way in ways)
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "requests", "longest"), [(8, 4, 64, 1024), *at_length((32, 8, 260, 9000), (4, 2, 9, 400))]
 )
@@ -251,6 +244,8 @@ def test_no_step_is_launched_in_another_way(
         for segments in range(1, -(-longest // 512) + 1)
     }
     assert steps == {way for way in ways if way.tiles}
+    assert 3 < len(ways) <= 12
+    assert all(way.span & (way.span - 1) == 0 for way in ways)
 
 
 def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
