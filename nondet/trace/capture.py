@@ -156,12 +156,12 @@ def watch_layers(stack: ExitStack, layers: Sequence[Any], note: Callable[[str, t
     def entering(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         note("input", args[0] if args else kwargs["hidden_states"])
 
-    def leaving(name: str) -> Callable[..., None]:
-        return lambda _module, _args, _kwargs, output: note(name, output[0] if isinstance(output, tuple) else output)
+    def leaving(name: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        note(name, output[0] if isinstance(output, tuple) else output)
 
     add_hooks(stack, layers[0], before=entering)
     for i, layer in enumerate(layers):
-        add_hooks(stack, layer, after=leaving(f"{i}.out"))
+        add_hooks(stack, layer, after=functools.partial(leaving, f"{i}.out"))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 from nondet.core.compare import digest, first_difference, row_hashes, weights_digest
 from nondet.core.records import Control, Culprit, Record, Replay, Substitution, TraceVerdict
 from nondet.core.traces import trace_digest
-from nondet.errors import EngineStoppedError, reason_of
+from nondet.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
@@ -230,16 +230,6 @@ def _given(session: Session) -> dict[str, list[object]]:
 def step_seconds(session: Session) -> float:
     """Mean wall time of a session's steps."""
     return session.seconds / max(1, session.steps - 1)
-
-
-def failed(error: BaseException) -> Control:
-    """The record of a trace that failed."""
-    return Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}")
-
-
-def resumed() -> Control:
-    """A record that marks earlier ones as those of a stopped process, the record of its failure included."""
-    return Control(name="resumed", passed=None, sentence="the trace was stopped, and continued from its records")
 
 
 AGREE = "hidden states, K, V, logits and logprobs agree in every position"

@@ -155,7 +155,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         requests, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         self.cu_k = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         fits = RESERVED and RESERVED[-1].numel() >= requests * longest
-        self.key_index = RESERVED.pop() if fits else _index(requests * longest, device)
+        self.key_index = RESERVED.pop() if fits else torch.zeros(requests * longest, dtype=torch.int32, device=device)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names if name in layers]
         # the dense prefill takes neither window nor soft cap
@@ -203,10 +203,6 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         return meta
 
 
-def _index(keys: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(keys, dtype=torch.int32, device=device)
-
-
 def reserve(model: torch.nn.Module, config: Any) -> None:
     """Allocate the indexes of keys before vLLM measures memory: one for each builder, that is per group of layers.
     vLLM's groups have as many layers as the rarest kind, of one window, has."""
@@ -215,7 +211,7 @@ def reserve(model: torch.nn.Module, config: Any) -> None:
     groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
     keys = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
     device = next(model.parameters()).device
-    RESERVED[:] = [_index(keys, device) for _ in range(groups)]
+    RESERVED[:] = [torch.zeros(keys, dtype=torch.int32, device=device) for _ in range(groups)]
     log(f"attention keeps {groups} times {4 * keys / 2**20:,.0f} MiB for the index of each key of a step.")
 
 
