@@ -8,7 +8,6 @@ import functools
 import gc
 import importlib
 import importlib.util
-import inspect
 import math
 import os
 import re
@@ -100,39 +99,23 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> None:
-    """Spare Triton's interpreter what takes most of its time: it replaces its language again at each call of one kernel
-    by another, makes every shape and dtype anew, and checks integers for an overflow that it then keeps to itself.
+    """Spare Triton's interpreter most of its time: it replaces its language at each call of one kernel by another,
+    makes every shape and type anew, and checks integers for an overflow that it then keeps to itself.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         return
-    language, core = interpreter.tl, interpreter.tl.core
-
-    @functools.cache
-    def names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+    language, core, patch_lang = interpreter.tl, interpreter.tl.core, interpreter._patch_lang
 
     @functools.cache
     def languages(function: Any) -> list[Any]:
         return [one for one in (language, core) if any(value is one for value in function.__globals__.values())]
 
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        for name in names(package):
-            if core.is_builtin(member := getattr(package, name)):  # not replaced already
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    patch_lang, dtype_of, dtypes = interpreter._patch_lang, interpreter._get_np_dtype, dict[str, Any]()
-
     def patch(function: Any) -> Any:
         replaced = not any(core.is_builtin(one.load) for one in languages(function))  # a kernel calls another
         return interpreter._LangPatchScope() if replaced else patch_lang(function)
 
-    def dtype(kind: Any) -> Any:
-        if kind.scalar.name not in dtypes:
-            dtypes[kind.scalar.name] = dtype_of(kind)
-        return dtypes[kind.scalar.name]
-
-    interpreter._patch_builtin, interpreter._patch_lang, interpreter._get_np_dtype = patch_builtin, patch, dtype
+    interpreter._patch_lang = patch
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow"):
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
