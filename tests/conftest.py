@@ -254,20 +254,13 @@ def chained_dot(monkeypatch: pytest.MonkeyPatch) -> None:
             total += left[:, k : k + 1] * right[k : k + 1]
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    _mend_runtime_bounds(interpreter, monkeypatch)
-
-
-def _mend_runtime_bounds(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton 3.6's interpreter take a loop's bound from a number that a kernel computed, under NumPy 2.5.
-
-    It holds such a number as an array of one element and says `int(array)`, which NumPy refuses since 2.5. Triton 3.9
-    squeezes it first, as is done here; where a scalar is held already this changes nothing.
-    """
+    # Triton 3.6 holds a number that a kernel computed, as a loop's bound, in an array of one element, and says
+    # `int(array)`, which NumPy refuses since 2.5; Triton 3.9 squeezes it first
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
