@@ -40,9 +40,7 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config: pytest.Config) -> None:
     """Because we ship a plugin, pytest would rewrite the asserts of all our modules, which costs seconds a process.
-
-    What Python compiles instead is also what the processes that tests start load.
-    """
+    What Python compiles instead is also what the processes that tests start load."""
     hook: Any = config.pluginmanager.rewrite_hook
     if hasattr(hook, "_must_rewrite"):  # not with --assert=plain
         hook._must_rewrite.discard("nondet")
@@ -146,9 +144,7 @@ _frozen: tuple[object, int] | None = None
 @pytest.fixture(autouse=True)
 def _cheap_collections(request: pytest.FixtureRequest) -> None:
     """transformers' engine collects garbage twice a session, over all that is loaded: here half a second each time.
-
-    What is alive is set apart as a file of tests begins, and what a test imported late before the next one.
-    """
+    What is alive is set apart as a file of tests begins, and what a test imported late before the next one."""
     global _frozen
     if _frozen != (now := (request.module, len(sys.modules))):
         gc.freeze()
@@ -213,11 +209,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stock_fp8() -> None:
-    """Skip where torch has no product of FP8 operands.
-
-    With AVX-512 hidden by ONEDNN_MAX_CPU_ISA, torch asks oneDNN for what is hidden, and is refused: not at once, but
-    once something (here the question about AMX, else a float16 product) has had it look at what the CPU really has.
-    """
+    """Skip where torch has no product of FP8 operands. With AVX-512 hidden by ONEDNN_MAX_CPU_ISA, torch asks oneDNN for
+    what is hidden, and is refused: not at once, but once something (here the question about AMX, else a float16
+    product) has had it look at what the CPU really has."""
     from nondet.kernels import stock
 
     torch.cpu._is_amx_tile_supported()
@@ -238,11 +232,9 @@ def kept() -> Any:
 
 @pytest.fixture
 def chained_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter's tl.dot one chain over K, as the GPU's is; without an interpreter this does nothing.
-
-    Left alone it calls NumPy's matmul, whose bits depend on the number of rows and on a row's place among them. With a
-    chain, what is left to break an invariance is the kernel's own logic.
-    """
+    """Make the interpreter's tl.dot one chain over K, as the GPU's is; without an interpreter this does nothing. Left
+    alone it calls NumPy's matmul, whose bits depend on the number of rows and on a row's place among them. With a
+    chain, what is left to break an invariance is the kernel's own logic."""
     if torch.cuda.is_available():
         return
     from triton.runtime import interpreter

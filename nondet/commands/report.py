@@ -165,10 +165,8 @@ def _check_named(option: str, name: str, there: Iterable[str]) -> None:
 
 
 def _cell(value: object) -> object:
-    """A cell of CSV in which a spreadsheet sees no formula: an apostrophe stands before what it would run.
-
-    Python's csv quotes a line feed and leaves a bare carriage return, behind which a reader would begin a row.
-    """
+    """A cell of CSV in which a spreadsheet sees no formula: an apostrophe stands before what it would run. Python's csv
+    quotes a line feed and leaves a bare carriage return, behind which a reader would begin a row."""
     if not isinstance(value, str):
         return value
     value = value.replace("\r\n", "\n").replace("\r", "\n")

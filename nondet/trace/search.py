@@ -117,12 +117,10 @@ def same_records(a: RowHashes, b: RowHashes) -> Owner | None:
 
 
 def least_site(a: RowHashes, b: RowHashes, requests: tuple[str, str], last: int | None = None) -> Site | None:
-    """The least position where a record of the arms differs, and there the record that is computed first.
-
-    A position's records are its own, and those of each request that wrote keys and values that the request read there:
-    after a prefix hit the writer's are all there is, and an engine that finds two equal pages keeps one of them. Where
-    a writer's record differs, the writer's own history is searched first.
-    """
+    """The least position where a record of the arms differs, and there the record that is computed first. A position's
+    records are its own, and those of each request that wrote keys and values that the request read there: after a
+    prefix hit the writer's are all there is, and an engine that finds two equal pages keeps one of them. Where a
+    writer's record differs, the writer's own history is searched first."""
     first, second = requests
     ends = [pos for capture, name in ((a, first), (b, second)) for request, pos in capture.rows if request == name]
     for position in range(min(max(ends, default=-1), 2**62 if last is None else last) + 1):
@@ -192,12 +190,10 @@ def logits_at_fault(bare: Session, captured: Session) -> str:
 
 
 def changed_after_first(first: Session, later: Session, forced: Mapping[str, Sequence[int]]) -> str:
-    """Where what an arm's first session in this process gave differs from a later one; "" where nothing does.
-
-    The batches are the same, so a difference comes from what the process did before: a kernel that warms up, or a tuner
+    """Where what an arm's first session in this process gave differs from a later one; "" where nothing does. The
+    batches are the same, so a difference comes from what the process did before: a kernel that warms up, or a tuner
     that takes another order at the first call of a size. Contexts are equal as far as the first session chose the
-    tokens that the later one was fed.
-    """
+    tokens that the later one was fed."""
     given = _given(first)
     for name, values in _given(later).items():
         chosen = next(o.token_ids for o in first.outcomes if o.request.id == name)
@@ -602,15 +598,12 @@ class Search:
         self._culprits.append(found.culprit)
         self.keep(found.culprit)
         self.say(found.culprit.sentence)
-        if self.named is None and found.calls:
-            self.named = found
+        self.named = self.named or (found if found.calls else None)
         return found.culprit
 
     def _compared(self, number: int, site: Site, *, steady: bool) -> NamedCall:
-        """Run both arms to the site, compare their calls, and replay the responsible one.
-
-        The fine pass must reproduce the bits of the coarse one, which led to the site, unless an arm is not `steady`.
-        """
+        """Run both arms to the site, compare their calls, and replay the responsible one. The fine pass must reproduce
+        the bits of the coarse one, which led to the site, unless an arm is not `steady`."""
 
         def unnamed(note: str, **about: Any) -> NamedCall:
             sentence = f"position {site.position}, {site_in_words(site)}: {note}"

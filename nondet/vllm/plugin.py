@@ -410,11 +410,9 @@ def sizes_given(arguments: Any) -> bool:
 
 def graph_prefill(compilation: Any, tokens: int) -> None:
     """Let vLLM capture its graphs between attentions also for steps with prompts in them, up to `_GRAPHED_TO` tokens.
-
     vLLM stops at 512, where its own launches cost little compared with a step's work. Ours start in Python, so with a
     small model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step, of `tokens`, among them;
-    none without CUDA graphs in vLLM's `compilation` configuration.
-    """
+    none without CUDA graphs in vLLM's `compilation` configuration."""
     sizes = compilation.cudagraph_capture_sizes
     if not sizes:
         return
@@ -638,12 +636,10 @@ def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standi
 
 
 def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]:
-    """(standing, why) of vLLM's sum over ranks, at the row counts to which it is padded; all else is copied.
-
-    Two ranks are tested as well: two numbers have one sum, but it may be sent in fewer bits. Raises UserError, even
-    with NONDET_ALLOW_AT_RISK=1, if the sum failed, perhaps on this rank only: else two ranks could wait for each
-    other, or add what does not belong together.
-    """
+    """(standing, why) of vLLM's sum over ranks, at the row counts to which it is padded; all else is copied. Two ranks
+    are tested as well: two numbers have one sum, but it may be sent in fewer bits. Raises UserError, even with
+    NONDET_ALLOW_AT_RISK=1, if the sum failed, perhaps on this rank only: else two ranks could wait for each other, or
+    add what does not belong together."""
     from nondet.vllm.operators import first_sum_that_differs
 
     graphs, model = limits_of(config)[0], config.model_config
@@ -808,12 +804,10 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
 
 
 def check_all_ran(model: Any, found: Sequence[Standing]) -> None:
-    """Check that vLLM's runs at start, its compiled model and graphs included, called our operators.
-
-    Products, norms, experts and kept kernels are recognized by their weights. Not checked: attention, tables of
-    embeddings and heads, and Gemma's norms, whose weight is recomputed at each call. Raises UserError: a layer that no
-    operator ran with, for example because vLLM put another kernel there, and NONDET_ALLOW_AT_RISK is not 1.
-    """
+    """Check that vLLM's runs at start, its compiled model and graphs included, called our operators. Products, norms,
+    experts and kept kernels are recognized by their weights. Not checked: attention, tables of embeddings and heads,
+    and Gemma's norms, whose weight is recomputed at each call. Raises UserError: a layer that no operator ran with, for
+    example because vLLM put another kernel there, and NONDET_ALLOW_AT_RISK is not 1."""
     from nondet.vllm import operators
 
     modules, weights = dict(model.named_modules()), {}

@@ -179,10 +179,8 @@ def test_a_replay_walks_over_the_sets_in_turn() -> None:
 
 
 def test_replays_stand_side_by_side_and_the_first_round_counts_for_nothing() -> None:
-    """The slow first replay of a kernel is in no figure, everybody runs once a round, and the order turns.
-
-    A barrier before each one is not timed.
-    """
+    """The slow first replay of a kernel is in no figure, everybody runs once a round, and the order turns. A barrier
+    before each one is not timed."""
     watch, log = FakeStopwatch(), []
     watch.budget_us = 30_000.0
     replays = {"stock": watch.taking("stock", [0.5e-2, 1e-3], log), "ours": watch.taking("ours", [0.5e-2, 2e-3], log)}
@@ -261,10 +259,8 @@ def test_the_peak_of_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates follow from the work and the fastest replay; a copy counts what is read and what is written.
-
-    The longer of bytes over bandwidth and operations over the peak holds, in us; none where a rate is missing.
-    """
+    """Rates follow from the work and the fastest replay; a copy counts what is read and what is written. The longer of
+    bytes over bandwidth and operations over the peak holds, in us; none where a rate is missing."""
     assert limit_us(Work(4_000_000, 0), 4e12, None) == (pytest.approx(1.0), "memory")
     assert limit_us(Work(4_000_000, 8_000_000_000), 4e12, 8e14) == (pytest.approx(10.0), "arithmetic")
     assert limit_us(Work(4_000_000, 8_000_000), 4e12, 8e14) == (pytest.approx(1.0), "memory")

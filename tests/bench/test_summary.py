@@ -48,10 +48,8 @@ def test_an_interval_covers_the_noise_and_nothing_more() -> None:
 
 
 def test_replays_are_compared_in_pairs() -> None:
-    """A machine that slows down half-way slows both: the ratio stays, and its interval stays narrow.
-
-    Of one kernel timed twice one median fell before a step of the clock, the other behind it (ratio 1.12).
-    """
+    """A machine that slows down half-way slows both: the ratio stays, and its interval stays narrow. Of one kernel
+    timed twice one median fell before a step of the clock, the other behind it (ratio 1.12)."""
     drift = [1.0 + 0.1 * i for i in range(11)]
     both = [timed(name, 2 * us, samples_us=[us * d for d in drift]) for name, us in (("stock", 10.0), ("mine", 7.5))]
     low, high = of(cell(1, *both), "mine").interval
@@ -131,10 +129,8 @@ def elsewhere(other: Run, **fields: object) -> Run:
 
 
 def test_a_regression_is_named_and_nothing_else_is() -> None:
-    """A fifth in one cell is one line with both ratios, whatever the others do; so are 7% in each of five.
-
-    Equal, within the margins, faster, or no further than a noisy cell scatters is none.
-    """
+    """A fifth in one cell is one line with both ratios, whatever the others do; so are 7% in each of five. Equal,
+    within the margins, faster, or no further than a noisy cell scatters is none."""
     for new in [run(), run(1.03), run(0.5), run(1.08, only=64), run(1.12, only=8, scatter=0.3)]:
         assert check_runs(run(), new).regressions == ()
     (line,) = check_runs(run(), run(1.2, only=64)).regressions

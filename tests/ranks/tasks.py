@@ -258,10 +258,8 @@ def other_ways_in() -> list[str]:
 
 
 def agreements_of_another_group(path: str) -> list[str]:
-    """Groups of two among the ranks, destroyed and made anew under the old names: the member that sums in each.
-
-    The second group of a name has a rank that was in the first and one that was not, and its sums are of two parts.
-    """
+    """Groups of two among the ranks, destroyed and made anew under the old names: the member that sums in each. The
+    second group of a name has a rank that was in the first and one that was not, and its sums are of two parts."""
     rank, world, names = dist.get_rank(), dist.get_world_size(), []
     ran: list[str] = []
     for number, pairs in enumerate((((0, 1), (2, 3)), ((1, 2), (3, 0)))):

@@ -127,10 +127,8 @@ def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(command, mo
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankGroup]:
-    """Four ranks on the CPU, started while MASTER_PORT is somebody else's; the last test ends them.
-
-    They are forks of one process that has loaded what they need: four that load it take four times as long.
-    """
+    """Four ranks on the CPU, started while MASTER_PORT is somebody else's; the last test ends them. They are forks of
+    one process that has loaded what they need: four that load it take four times as long."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["tests.ranks.tasks"])
     with socket.socket() as taken, pytest.MonkeyPatch.context() as patch:
@@ -179,9 +177,7 @@ def test_the_prover_sees_one_bit_on_one_rank(four):
 )
 def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, compiled, calls):
     """In place, by list, asynchronous, functional, coalesced, DTensor's: all have the order's bits, unlike gloo's own.
-
-    Maxima and integers run as they are, a product is left, and without the family a sum is at risk.
-    """
+    Maxima and integers run as they are, a product is left, and without the family a sum is at risk."""
     for answer in four.call(f"{TASKS}:sums_under_a_block", collective, compiled):
         assert answer["unlike the order"] == []
         assert answer["stock is unlike"], "the test would prove nothing"
@@ -230,9 +226,7 @@ def test_agreements_end_with_their_group(four, tmp_path):
 @pytest.mark.nightly
 def test_many_small_sums_under_a_block_end(four):
     """A sum that is enqueued while the library's thread frees the last one's message does not wait for it for ever.
-
-    With the interpreter's lock held while enqueueing, 4,000 sums never came to their end on two ranks.
-    """
+    With the interpreter's lock held while enqueueing, 4,000 sums never came to their end on two ranks."""
     assert four.call(f"{TASKS}:many_sums", 4000, limit_s=60) == [4.0 * 3999] * 4
 
 
@@ -300,10 +294,8 @@ def test_members_have_the_bits_of_the_order_on_gpus(pair):
 @two_gpus
 @pytest.mark.parametrize("world", [2, min(8, torch.cuda.device_count())])
 def test_pushed_sums_on_gpus(world):
-    """Sizes up and down, three dtypes, two graphs in turn, other members between: the bits of the order each time.
-
-    Of more than two ranks what is large goes in parts.
-    """
+    """Sizes up and down, three dtypes, two graphs in turn, other members between: the bits of the order each time. Of
+    more than two ranks what is large goes in parts."""
     with contextlib.closing(RankGroup(world, "cuda", limit_s=300)) as group:
         assert not any(group.call(f"{TASKS}:pushes_on_gpus"))
 

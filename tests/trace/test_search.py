@@ -41,10 +41,8 @@ def stock() -> Traced:
 
 @pytest.mark.parametrize("name", tiers(["llama", "qwen3_moe"], ARCHITECTURES))
 def test_float32_models_are_traced_to_a_cure(name: str, stock: Traced) -> None:
-    """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures.
-
-    With windows, soft caps and experts; chunked prefills beside decodes; page tables; every family is needed.
-    """
+    """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures. With
+    windows, soft caps and experts; chunked prefills beside decodes; page tables; every family is needed."""
     traced = stock if name == "llama" else trace(model_of(name))
     assert traced.verdict.finding == "batch-dependent"
     assert traced.verdict.families

@@ -99,10 +99,8 @@ class Model(nn.Module):
 
 
 class Engine:
-    """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four.
-
-    Its runner is vLLM's first, which keeps one batch, or its second, which makes one a step and sorts it.
-    """
+    """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four. Its runner
+    is vLLM's first, which keeps one batch, or its second, which makes one a step and sorts it."""
 
     def __init__(self, second: bool = False) -> None:
         torch.manual_seed(0)
@@ -264,10 +262,8 @@ def test_an_engine_that_only_samples_is_refused() -> None:
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_real_one_names_its_attention_or_its_product(tmp_path: Path) -> None:
-    """vLLM 0.25.1 on a CPU in float32: attention splits a request's keys by how many requests its step has.
-
-    On a CPU without AVX-512 oneDNN's products depend on M as well, as `nondet certify --vllm` says there.
-    """
+    """vLLM 0.25.1 on a CPU in float32: attention splits a request's keys by how many requests its step has. On a CPU
+    without AVX-512 oneDNN's products depend on M as well, as `nondet certify --vllm` says there."""
     out = tmp_path / "t.jsonl"
     asked = ["trace", "--engine", "vllm", "--dtype", "float32", "--device", "cpu", "--threads", "2", "--out", str(out)]
     assert main(asked) == 0

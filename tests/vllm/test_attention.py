@@ -63,10 +63,8 @@ def test_views_of_a_cache_are_those_of_its_flat_form(backend: ModuleType) -> Non
 def step(
     backend: ModuleType, impl: Any, lengths: list[int], new: list[int], seed: int = 0, pages_seed: int = 1, pad: int = 0
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
-    """Requests of so many keys, the last `new` of each asked: (output [T, H, D], each one's q, k, v).
-
-    Requests' contents follow from `seed`, the places of their pages from `pages_seed`; `pad` requests have no token.
-    """
+    """Requests of so many keys, the last `new` of each asked: (output [T, H, D], each one's q, k, v). Requests'
+    contents follow from `seed`, the places of their pages from `pages_seed`; `pad` requests have no token."""
     rng = torch.Generator().manual_seed(seed)
     each = [tuple(torch.randn(n, h, DIM, generator=rng).half() for n, h in ((q, HEADS), (t, KV_HEADS), (t, KV_HEADS)))
             for t, q in zip(lengths, new, strict=True)]  # fmt: skip

@@ -322,9 +322,7 @@ def test_vllms_flags_are_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatch) 
 
 class Fp8(toys.UnquantizedLinearMethod):
     """A quantized layer's own kernel; from `parts` rows on it adds in the other order; `fault`: what it makes of that.
-
-    `rows`: the numbers of rows that it ran at.
-    """
+    `rows`: the numbers of rows that it ran at."""
 
     def __init__(self, parts: int = 10**9, fault: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> None:
         self.parts, self.fault, self.rows = parts, fault, set[int]()
@@ -487,10 +485,8 @@ def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy) -> None:
 def test_a_sum_over_four_ranks_runs_at_the_row_counts_that_are_proven(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    """One order for all numbers stands; a ring's, which follows a number's place in the message, does not.
-
-    A step has thousands of row counts above its graphs: each is filled up to one of a few.
-    """
+    """One order for all numbers stands; a ring's, which follows a number's place in the message, does not. A step has
+    thousands of row counts above its graphs: each is filled up to one of a few."""
     asked: set[int] = set()
 
     def summed(x: torch.Tensor) -> torch.Tensor:

@@ -108,9 +108,7 @@ class FusedMoEMethodBase:
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase, nn.Module):
     """In float64, but for the order along K: in blocks of so many as vLLM's default configuration takes for M tokens.
-
-    Up to E of them it is one (block_size_k 64 in vLLM), above another (32); here rounded after each block.
-    """
+    Up to E of them it is one (block_size_k 64 in vLLM), above another (32); here rounded after each block."""
 
     def __init__(self) -> None:
         super().__init__()
