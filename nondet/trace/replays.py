@@ -20,7 +20,7 @@ from nondet.probes.reduction_order import MeasuredSum, NotASumError, of_attentio
 from nondet.trace.align import Pair, Roles
 from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
 
-Change = Callable[[str, torch.Tensor], torch.Tensor] | None  # path, tensor -> what takes its place
+Change = Callable[[str, torch.Tensor], torch.Tensor] | None  # path, tensor -> the tensor that replaces it
 Picked = Sequence[int] | None  # rows or keys of a call, in this order; None: all
 Selection = list[tuple[int, list[int]]]  # (axis, indices along it)
 
