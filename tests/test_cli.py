@@ -330,7 +330,7 @@ def test_a_function_that_nothing_asked_for_takes_is_refused(run: Command) -> Non
 
 def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The common options in at most 60 lines of 80 columns, then the examples, then how to see the rest."""
-    for name in cli._COMMANDS.keys() - {"env"}:  # which has one option, and shows it
+    for name in COMMANDS.keys() - {"env"}:  # which has one option, and shows it
         monkeypatch.setenv("COLUMNS", "80")
         options = {max(p.opts, key=len)[2:] for p in COMMANDS[name].params if p.param_type_name == "option"}
         (code, short, _), (code_all, whole, _) = run(name, "--help"), run(name, "--help-all")
@@ -344,8 +344,8 @@ def test_help_is_short_and_help_all_is_whole(run: Command, monkeypatch: pytest.M
         assert last.startswith(f"{name} --help-all` shows all {len(options)} options")
         assert f"  nondet {name} " in short.partition("Examples:")[2]
         parameters = {param.name for param in COMMANDS[name].params}
-        assert set(command_help._COMMON[name].split()) <= parameters
-        assert len(shown) == len(parameters & {*command_help._COMMON[name].split(), *command_help._EVERYWHERE.split()})
+        assert set(command_help.COMMON[name].split()) <= parameters
+        assert len(shown) == len(parameters & {*command_help.COMMON[name].split(), *command_help.EVERYWHERE.split()})
 
 
 @pytest.mark.slow

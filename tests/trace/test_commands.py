@@ -69,7 +69,7 @@ def test_a_trace_leaves_records_reports_and_a_script_and_goes_on_where_it_was_st
         out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
         with monkeypatch.context() as patch:
             if last >= culprits[-1]:
-                patch.setattr("nondet.trace.search.Search._compared", None)  # called, it would raise
+                patch.setattr("nondet.trace.search.first_responsible", None)  # called, it would raise
             assert trace(tiny_folder, "--out", str(out), "--resume") == 0
         again = read_run(out)
         assert again.complete
