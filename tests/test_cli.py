@@ -246,7 +246,6 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
 
 
 def test_fail_on_divergent_gives_three(run: Command) -> None:
-    """A divergence of a user's own function is a failure where asked to be one; sums reordered on purpose are none."""
     Path("mine.py").write_text(
         "def softmax(x):\n"
         "    # the number of partial sums depends on the number of rows: must be found out\n"
@@ -399,7 +398,6 @@ def test_a_closed_pipe_is_quiet_and_costs_no_report(tmp_path: Path) -> None:
 
 
 def test_a_folder_stands_for_its_run_files(run: Command) -> None:
-    """Packed ones as well, but neither side files nor what is no run; a file that is named must be one."""
     assert run("probe", "float-sum", "--out", "runs/a.jsonl")[0] == 0
     Path("runs/b.jsonl.gz").write_bytes(gzip.compress(Path("runs/a.jsonl").read_bytes()))
     Path("runs/prompts.jsonl").write_text('{"prompt": "Hello"}\n')
@@ -420,7 +418,6 @@ def test_a_folder_stands_for_its_run_files(run: Command) -> None:
 
 
 def test_the_table_of_a_sample_run_is_its_completions(run: Command) -> None:
-    """Its rounds and rows are there by name; a part of a run is a table or a figure, and never a report."""
     kept = ROOT / "docs" / "evidence" / "h200" / "sample.jsonl.gz"
     code, _, err = run("report", kept, "--out", "x.csv")
     assert (code, err) == (0, "2000 completions: x.csv\n")
@@ -465,7 +462,6 @@ def test_what_is_done_at_the_end() -> None:
 
 
 def test_a_model_is_named_with_and_without_its_option(run: Command) -> None:
-    """Both lead to the same folder, which is not there."""
     Path("t.txt").write_text("a\nb\n", encoding="utf-8")
     for command in (["diagnose"], ["sample"], ["embed", "--texts", "t.txt"], ["trace"], ["rl"]):
         first, second = (run(*command, *named) for named in (["./gone"], ["--model", "./gone"]))
@@ -474,7 +470,6 @@ def test_a_model_is_named_with_and_without_its_option(run: Command) -> None:
 
 
 def test_the_latest_run_is_taken_and_named(run: Command) -> None:
-    """By report and gate, whatever it is of; by trace, if it has completions. Without one, the folder is named."""
     for words in (["report"], ["gate"], ["trace", "--request", "t000000"]):
         code, _, err = run(*words)
         assert (code, "in the folder runs. Name a run file." in err) == (2, True)

@@ -52,7 +52,6 @@ def test_the_help_in_the_docs_is_the_program_s() -> None:
 
 @pytest.mark.nightly
 def test_the_machines_in_the_docs_are_those_of_the_evidence() -> None:
-    """What was run on what follows from run files, and from nothing else."""
     text = pages.machines_page()
     assert text == (DOCS / "gpus.md").read_text(encoding="utf-8"), "stale: python scripts/pages.py"
     assert "| 1 x NVIDIA H200 |" in text
@@ -178,7 +177,6 @@ def test_readme_and_docs_are_no_longer_than_a_reader_takes() -> None:
 
 
 def test_the_readme_s_picture_is_that_of_its_run(tmp_path: Path) -> None:
-    """The tree of branches, drawn anew: the light one is the program's own, the dark one differs in colours only."""
     if f"matplotlib=={version('matplotlib')}" not in (ROOT / "constraints.txt").read_text(encoding="utf-8"):
         pytest.skip("another matplotlib than the one of constraints.txt draws other bytes")
     made = tmp_path / "tree.svg"
@@ -202,7 +200,6 @@ def _text(cell: Any) -> str:
 
 @pytest.mark.nightly
 def test_the_notebook_runs() -> None:
-    """Every cell, in order; a kernel that splits its sum by the batch is found out, and the wrong signature named."""
     # of the dev extra, which a borrowed GPU machine may lack
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -283,7 +280,6 @@ def test_the_product_speaks_in_plain_words() -> None:
 
 @pytest.mark.slow
 def test_the_code_is_in_plain_words() -> None:
-    """Its docstrings and comments have no word that is out; its names, by package, may only lose them."""
     count: Counter[str] = Counter()
     for path in house.modules().values():
         source = path.read_text(encoding="utf-8")

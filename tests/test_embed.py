@@ -81,7 +81,6 @@ def test_every_arm_computes_the_same_vectors_but_for_roundings(encoder: LoadedMo
 
 
 def test_ranks_are_by_cosine_and_ties_by_index() -> None:
-    """Length is no matter; who is nearest, the set of k, and its order are counted apart."""
     x = torch.tensor([[1.0, 0.0], [0.9, 0.1], [5.0, 1.1], [0.0, 1.0]])
     assert nearest(x, 2).tolist() == [[1, 2], [2, 0], [1, 0], [2, 1]]
     assert nearest(torch.ones(3, 2), 2).tolist() == [[1, 2], [0, 2], [0, 1]]
@@ -93,7 +92,6 @@ def test_ranks_are_by_cosine_and_ties_by_index() -> None:
 
 
 def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedModel, tmp_path: Path) -> None:
-    """Faulty in batches of more than one: those arms part and nothing else; the encoder as it is, invariant: none."""
 
     def faulty(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return output * (1 + 2.0**-20) if len(output) > 1 else output

@@ -157,7 +157,6 @@ def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path)
 
 
 def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> None:
-    """Solo and loaded pooled would be a rate of nothing; beside a sample of ours that one alone is drawn."""
     run = sampled(tmp_path, n=8, impls=["stock"])
     assert figures_of([run]) == ["survival", "tree"]
     served = read_run(Path(run.source))
@@ -173,7 +172,6 @@ def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> Non
 
 
 def test_rows_and_classes_hold_what_the_run_holds() -> None:
-    """One line a row, in order, with its figures; what a row lacks stays NA. Labels give the class sizes again."""
     run = kept("class-map")
     table = frame([run], "rows")
     assert list(table["case"]) == [row.case for row in run.rows]

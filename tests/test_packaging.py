@@ -34,7 +34,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_wheel_holds_nondet_whole_and_nothing_else(built: Path, tmp_path: Path) -> None:
-    """The folders behind symlinks, the embedded model, the templates; a top-level `kernels` would shadow PyPI's."""
     wheel = zipfile.ZipFile(built).namelist()
     assert {top for name in wheel if not (top := name.split("/")[0]).endswith(".dist-info")} == {"nondet"}
     for folder in ("probes", "kernels", "reports"):

@@ -42,7 +42,6 @@ def test_the_defaults_on_cuda() -> None:
 
 
 def test_sizes_asked_for() -> None:
-    """Sizes apply to what has them, dtypes multiply, a jigsaw stands on both sides of borders."""
     assert [c.name for c in plan_cases(["matmul"], Sizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))] == [
         "M=3 K=5 N=7", "M=3 K=5 N=7"
     ]  # fmt: skip
@@ -56,7 +55,6 @@ def test_sizes_asked_for() -> None:
 
 
 def test_linear_and_matmul_mean_what_they_say() -> None:
-    """linear is a batch times a layer's weight [N, K]; matmul is a [M, K] times b [K, N], as everywhere else."""
     for name, weight in (("linear", (7, 5)), ("matmul", (5, 7))):
         (case,) = plan_cases([name], Sizes(m=(3,), k=5, n=7), "cpu", None)
         a, b = case.inputs("cpu", generator(0, "cpu"))
@@ -93,9 +91,6 @@ def test_fp8_products_are_timed_in_fp8_alone() -> None:
 
 
 def test_sizes_as_typed() -> None:
-    """A size, a range with its ends and the borders between them, a range in steps; together and rising. Else a line
-    that names the option.
-    """
     assert tile_borders(1, 20) == (1, 8, 9, 16, 17, 20)
     assert tile_borders(100, 100) == (100,)
     assert max(tile_borders(1, 100_000)) == 100_000
@@ -200,7 +195,6 @@ def test_replays_stand_side_by_side_and_the_first_round_counts_for_nothing() -> 
 
 
 def test_quartiles() -> None:
-    """As NumPy's default: interpolated between neighbours."""
     four, one = (cells.timed_of("stock", samples, []) for samples in ([4.0, 1.0, 3.0, 2.0], [7.0]))
     assert (four.low_us, four.median_us, four.high_us) == (1.75, 2.5, 3.25)
     assert (one.low_us, one.median_us, one.high_us) == (7.0, 7.0, 7.0)

@@ -57,7 +57,6 @@ def cases() -> list[BenchCase]:
 
 
 def test_a_run_has_limits_bits_and_cells(calls: dict[str, Any], watch: PerfCounter) -> None:
-    """Every planned record comes, in order, with samples of every replay and what ran."""
     calls["mine"] = stock.linear
     records = list(collect(cases(), IMPLS, "cpu", 0, watch))
     assert [r.key for r in records] == planned_keys(cases(), IMPLS, "cpu")
@@ -72,7 +71,6 @@ def test_a_run_has_limits_bits_and_cells(calls: dict[str, Any], watch: PerfCount
 
 
 def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: PerfCounter) -> None:
-    """A kernel that raises costs its own figures and nobody else's; its reason is kept, without markup or newlines."""
 
     def broken(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 4:
@@ -111,7 +109,6 @@ def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: Pe
 
 
 def test_what_is_not_the_operator_is_not_timed(calls: dict[str, Any], watch: PerfCounter) -> None:
-    """A kernel that computes nothing, or something else, gets a reason instead of a ratio; stock keeps its figures."""
     for calls["mine"], said in [
         (lambda x, w: None, "returned NoneType"),
         (lambda x, w: (x @ w.T)[:, :-1], "where stock returns float32 [1, 16]"),

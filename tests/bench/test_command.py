@@ -68,7 +68,6 @@ def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
 
 
 def test_a_kept_run_is_a_gate(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours a hundred times slower than it was exits with 3 and says where; a hundred times faster is no complaint."""
     ticks = itertools.count()  # a clock that no neighbour of this process moves: each replay takes a millisecond
     monkeypatch.setattr(cells, "CLOCKS", dict.fromkeys(("wall", "cpu"), lambda: next(ticks) * 1e-3))
     for factor, expected, coarse in [(0.01, 3, ("--clock", "cpu", "--slower", "4")), (0.01, 3, ()), (100.0, 0, ())]:

@@ -22,7 +22,6 @@ def of(found: Cell, impl: str) -> Comparison:
 
 
 def test_the_best_stock_of_a_cell_is_the_baseline() -> None:
-    """The fastest backend of that very cell, not the default one, and never somebody else's kernel."""
     found = cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), timed("invariant", 8.0), timed("stocking", 1.0))
     assert getattr(best_stock(found), "impl", "") == "stock-cudnn"
     assert of(found, "invariant").ratio == pytest.approx(1.25)
@@ -129,8 +128,6 @@ def elsewhere(other: Run, **fields: object) -> Run:
 
 
 def test_a_regression_is_named_and_nothing_else_is() -> None:
-    """A fifth in one cell is one line with both ratios, whatever the others do; so are 7% in each of five. Equal,
-    within the margins, faster, or no further than a noisy cell scatters is none."""
     for new in [run(), run(1.03), run(0.5), run(1.08, only=64), run(1.12, only=8, scatter=0.3)]:
         assert check_runs(run(), new).regressions == ()
     (line,) = check_runs(run(), run(1.2, only=64)).regressions
@@ -166,7 +163,6 @@ def test_another_machine_is_not_judged_by_its_speed() -> None:
 
 
 def test_what_fails_now_is_a_regression() -> None:
-    """No time is worse than a bad one; what never had a time can't lose it."""
     nothing = Timed(impl="invariant", status=Status.ERROR, reason="RuntimeError: no tile")
     broken = run_of(cells=[cell(1, timed("stock", 10.0), nothing)])
     (line,) = check_runs(run(), broken).regressions

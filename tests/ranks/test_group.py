@@ -56,7 +56,6 @@ def test_no_rank_outlives_a_killed_parent():
 
 
 def test_ranks_that_cannot_be_had_are_one_line(monkeypatch):
-    """What is no number, a limit that is none: each says what to give instead."""
     for ranks, line in (([2, 3], "--ranks 3 needs 3 GPUs"), ([1], "--ranks 1 is not a group")):
         with pytest.raises(UserError, match=line):
             check_ranks(ranks, "cuda", 2)
@@ -101,7 +100,6 @@ def test_ranks_that_outnumber_gpus_pose_as_hosts_and_others_do_not(gpus, place, 
     ["probe all-reduce", "bench all-reduce", "bench row-parallel", pytest.param("sample", marks=needs_accelerate)],
 )
 def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(command, monkeypatch, capsys, tmp_path):
-    """Each command refuses them, and a limit that is none, in the same words; no run file is begun."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for gpus, ranks, line in (
@@ -190,7 +188,6 @@ def test_batch_invariant_reaches_every_form_of_a_sum(four, collective, compiled,
 
 @pytest.mark.slow
 def test_other_ways_to_a_collective_are_counted(four):
-    """Inference mode, which skips autograd's keys, is reached; other reductions are at risk; copies are not."""
     for lines in four.call(f"{TASKS}:other_ways_in"):
         assert "replaced: all_reduce (1 calls)" in lines
         assert line_of(lines, "at risk: reduce_ float32"), lines
@@ -294,8 +291,6 @@ def test_members_have_the_bits_of_the_order_on_gpus(pair):
 @two_gpus
 @pytest.mark.parametrize("world", [2, min(8, torch.cuda.device_count())])
 def test_pushed_sums_on_gpus(world):
-    """Sizes up and down, three dtypes, two graphs in turn, other members between: the bits of the order each time. Of
-    more than two ranks what is large goes in parts."""
     with contextlib.closing(RankGroup(world, "cuda", limit_s=300)) as group:
         assert not any(group.call(f"{TASKS}:pushes_on_gpus"))
 
@@ -303,7 +298,6 @@ def test_pushed_sums_on_gpus(world):
 @pytest.mark.gpu
 @two_gpus
 def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
-    """What a graph replays has the bits of the order for numbers that it was not captured with."""
     for answer in pair.call(f"{TASKS}:captured_under_a_block"):
         assert answer["unlike the order"] == []
         assert not [line for line in answer["coverage"] if not line.startswith(("replaced", "nothing"))]

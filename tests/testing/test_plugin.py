@@ -23,7 +23,6 @@ SMALL = {"operator": "linear", "m": 24, "k": 64, "n": 8, "inputs": ("order",), "
 
 
 def test_a_faulty_kernel_is_told_its_m_its_classes_and_its_first_mismatch() -> None:
-    """And how far apart they are, in which dtype, with both values in hex, and the command that goes on."""
     with pytest.raises(AssertionError) as error:
         assert_batch_invariant(toys.linear_splits_by_m, **SMALL)
     text = str(error.value)
@@ -62,7 +61,6 @@ def test_other_failures_have_their_own_words() -> None:
 
 
 def test_any_callable_over_its_batch_sizes() -> None:
-    """The generic form: the border is where the function changes its mind."""
     x = torch.rand(32, 1000, generator=torch.Generator().manual_seed(0))
     sizes = [1, 2, 7, 8, 9]
     assert_batch_invariant(toys.sum_sound, make_inputs=lambda size: x[:size], over=sizes)
@@ -75,7 +73,6 @@ def test_any_callable_over_its_batch_sizes() -> None:
 
 
 def test_runs_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
-    """One file an assertion, which every report reads: a sound kernel passes, and nothing else is said of it."""
     keep_runs_in(tmp_path)
     try:
         assert_batch_invariant(toys.linear_sound, **SMALL)

@@ -115,8 +115,6 @@ def attention(tokens: int, query: torch.Tensor, keys: torch.Tensor, out: torch.T
 
 
 def test_heads_of_a_single_query_are_brought_into_one_form_and_nothing_else_is() -> None:
-    """[1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D] in the same order, its mask by heads and its result too; several
-    queries do not, nor where no cache shows how many heads there are."""
     packed = torch.arange(float(HEADS * GROUP * WIDTH)).view(1, HEADS, GROUP, WIDTH)
     keys = torch.randn(1, HEADS, 5, WIDTH)
     event = list(canonical(attention(1, packed, keys, packed + 1, cached=True)))[-1]
@@ -166,8 +164,6 @@ def differing() -> list[StepRecord]:
 
 
 def test_what_decides_whether_inputs_are_equal() -> None:
-    """Weights are; a number that differs is none; a tensor that one arm alone has, or whose axes nobody knows, may be
-    anything: no claim is made, and the call is not counted as compared."""
     finding = first_responsible(*differing(), [])
     assert (finding.responsible is not None, finding.compared) == (True, 1)
     weighed, numbered, lacking, unknown = (differing() for _ in range(4))
@@ -189,7 +185,6 @@ def test_what_decides_whether_inputs_are_equal() -> None:
 
 
 def test_a_shared_result_is_followed_to_whom_it_reaches() -> None:
-    """By way of another shared one too; but only where both arms' call takes what this call gave."""
     for through in [True, False]:
         steps = []
         for x, row in both():

@@ -64,7 +64,6 @@ def test_float32_models_are_traced_to_a_cure(name: str, stock: Traced) -> None:
 
 
 def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
-    """The first culprit is named, whatever is left; no cure is told, and that none is at hand isn't either."""
     traced = trace(model_of("llama"), pace=FIRST, sweeps=False)
     assert (traced.verdict.finding, traced.verdict.families) == ("batch-dependent", None)
     assert [c.call in CALLS for c in traced.culprits] == [True]
@@ -75,7 +74,6 @@ def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
 
 
 def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
-    """A stock float32 product: no race, no leak, no wrong sum; its row alone has other bits."""
     culprit = next(c for c in stock.culprits if c.call == "linear")
     by_name = {r.name: r for r in culprit.replays}
     assert by_name["repeat"].status == by_name["values"].status == by_name["exact"].status == "identical"
@@ -313,7 +311,6 @@ def test_a_call_that_its_replacement_does_not_reach_is_named_once() -> None:
 
 
 def test_what_changes_from_run_to_run_is_no_batch_dependence() -> None:
-    """An arm that differs from itself, or only in its first session: run-to-run, and no gate opens."""
     for fault in (drifts, warms_up):
         traced = planted(fault)
         assert traced.verdict.finding == "run-to-run"
@@ -337,7 +334,6 @@ def test_what_is_given_to_a_layer_from_outside_was_not_written_in_between() -> N
 
 
 def test_nothing_follows_from_replays_that_do_not_give_what_was_recorded() -> None:
-    """A product of 3 rows is held against another result: only the repetition, and what its cure would be, are said."""
     call = product(F.linear, torch.float32)
     recorded = call.run() + 1
     done = list(replays(call, call, call.run(), recorded, "linear"))
@@ -346,12 +342,10 @@ def test_nothing_follows_from_replays_that_do_not_give_what_was_recorded() -> No
 
 
 def test_memory_that_is_allocated_is_no_kernel() -> None:
-    """Of a call that allocates and fills only the filling is named."""
     assert operators_of(lambda: torch.empty(3).fill_(1.0)) == ["aten.fill_.Scalar"]
 
 
 def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine stops in the fine pass: the controls are on record, and the error says which arm."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("a kernel failed")
@@ -545,7 +539,6 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", tiers(("turned", "values", "digits", "coarser"), TREES))
 def test_a_trace_ends_with_the_trees_of_both_arms(name: str) -> None:
-    """A planted order is named in both arms; one order in other digits is not called another order."""
     operator, function, said = TREES[name]
     replay = tree_of(operator, function)
     assert said in replay.sentence

@@ -131,7 +131,6 @@ def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
 
 @pytest.mark.parametrize("layout", tiers([2], [0, 1, 3]))
 def test_a_sound_pair_has_no_place(layout: int) -> None:
-    """No bit of any token differs; asked all the same, no layer of any rollout does: only the formula is left."""
     values = trainer_logprobs(LAYOUTS[layout])
     bits = np.concatenate([rollout.sampler for rollout in drawn()]).view(np.uint32)
     assert (values.view(np.uint32) == bits).all()

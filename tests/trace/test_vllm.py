@@ -200,7 +200,6 @@ def test_attention_that_follows_its_step_is_named() -> None:
 
 
 def test_a_product_that_follows_its_rows_is_named_by_its_operator() -> None:
-    """What a module computes by itself is seen as the operators that reach torch's dispatcher."""
     engine = Engine()
     engine.model.layers[1].split = True
     _, _, [culprit] = traced(engine)
@@ -210,7 +209,6 @@ def test_a_product_that_follows_its_rows_is_named_by_its_operator() -> None:
 
 
 def test_an_engine_that_differs_from_itself_is_no_matter_of_batches() -> None:
-    """Noise in one layer, or another order at the first call of each number of rows: run to run; the noise is named."""
     seen = set[int]()
 
     def warms_up(_module: Any, _args: Any, out: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,6 @@ def exact(each: list[tuple[torch.Tensor, ...]], window: int | None = None, cap: 
     [([5, 40, 33, 20], [1, 1, 9, 20]), *at_length(([5, 40, 17], [1, 1, 1]), ([30], [30]), ([20, 9, 40], [20, 1, 7]))],
 )
 def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new: list[int]) -> None:
-    """Decodes, chunks of prefill and both; requests in no order; pages elsewhere change no bit."""
     impl = backend.SegmentsImpl(**NEEDED)
     out, each = step(backend, impl, lengths, new)
     torch.testing.assert_close(out.double(), exact(each), rtol=5e-3, atol=5e-3)
@@ -279,7 +278,6 @@ def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType
 
 
 def test_the_copy_engine_brings_what_lies_together(backend: ModuleType) -> None:
-    """Of a block of the cache a power of two, 128 tokens at most."""
     x, places = torch.zeros(1, HEADS, 1, DIM), torch.zeros(2, dtype=torch.int32)
     for page, together in ((16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)):
         call = backend.SegmentsImpl(**NEEDED).call((x,) * 4, (1, 1, 1), (places,) * 3, page)

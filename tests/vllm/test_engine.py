@@ -103,7 +103,6 @@ def test_requests_arrive_at_their_steps_and_batches_are_the_schedulers() -> None
 
 @pytest.mark.usefixtures("vllm")
 def test_a_batch_that_changes_a_logprob_shows() -> None:
-    """By one bit and by nothing else."""
 
     def logprobs(requests: list[Request], parts: bool) -> bytes:
         taken: list[Any] = []
@@ -117,7 +116,6 @@ def test_a_batch_that_changes_a_logprob_shows() -> None:
 
 @pytest.mark.usefixtures("vllm")
 def test_what_a_session_did_is_counted_for_its_axis() -> None:
-    """Prompts in pieces, of which the cache's share is no part; of what vLLM says of itself its page and its graphs."""
     taken: list[Any] = []
     figures = engine.session_of(engine.play(Toy(taken, cached=3), REQUESTS, [], taken), REQUESTS).figures
     # of 6, 1 and 2 prompt tokens 3, none and 1 came from its cache

@@ -103,7 +103,6 @@ def test_a_version_that_does_not_fit_is_never_half_patched(monkeypatch: pytest.M
 
 
 def test_a_version_that_fits_is_patched_and_one_that_was_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of rows fits as 0.26 has it by its shape, and 0.29 by its name; another layout, or no such name, not."""
     for version, lines in (("0.25.1", 0), ("0.26.0", 0), ("0.29.0", 1), ("0.33.0", 1)):
         for made in _with(monkeypatch, toys.modules(version=version)):
             if version == "0.29.0":
@@ -238,7 +237,6 @@ def test_steps_with_prompts_in_them_are_graphed(toy: Toy) -> None:
 
 
 def test_what_is_not_covered_is_refused_by_name(toy: Toy) -> None:
-    """Options that ask for something else, what a configuration has, and later calls of a worker."""
     plugin.register()
     arguments, triton = toy["vllm.engine.arg_utils"].EngineArgs, toys.AttentionBackendEnum.TRITON_ATTN
     given: dict[str, Any]
@@ -585,7 +583,6 @@ def test_a_sound_layer_answers_for_none_of_another_setting_or_shape(toy: Toy) ->
 
 
 def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 3 rows, where it has other bits, it never runs: neither a product nor a head, at vLLM's defaults as well."""
     monkeypatch.setattr(operators, "PROBED_KINDS", ("bell",))
     methods = [Fp8(fault=lambda _, out: out * (1.0625 if len(out) == 3 else 1.0)) for _ in range(2)]
     head = toys.VocabParallelEmbedding(8, 12)  # as the product but for its rows: it is asked as well
@@ -728,7 +725,6 @@ def test_experts_go_by_the_token_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.usefixtures("chained_dot")
 def test_experts_have_the_bits_of_their_class(toy: Toy) -> None:
-    """Each of a token's experts by plain products in class chain, whose values are those of float64."""
     from nondet.kernels.experts import cuda
     from nondet.kernels.matmul.cuda import matmul
 
