@@ -262,8 +262,8 @@ def _change(kind: str, a: Record, b: Record) -> Change | None:
     else:
         mine, theirs = (_without_times(msgspec.to_builtins(record)) for record in (a, b))
         names = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
-        told = [(name, *(one_line(str(of.get(name)), 60) for of in (mine, theirs))) for name in names[:_LIST_MOST]]
-        what = [f"{name}: {before} -> {after}" for name, before, after in told]
+        listed = [(name, *(one_line(str(of.get(name)), 60) for of in (mine, theirs))) for name in names[:_LIST_MOST]]
+        what = [f"{name}: {before} -> {after}" for name, before, after in listed]
     return Change(kind, _name(a), tuple(what), worse, better) if what else None
 
 

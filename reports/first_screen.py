@@ -434,8 +434,8 @@ class FirstScreen:
         lines = []
         for r in self.runs:
             here = figures.environment_line({k: r.run.header.environment.get(k) for k in ("gpu", "cpu", "torch")})
-            asked = [f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}" for s in r.run.servers]
-            lines += [*(one_line(text, 200) for text in asked), f"{'requests sent from: ' * bool(asked)}{here}"]
+            servers = [f"{s.url}: {s.software or s.protocol}, model {s.answered_as or s.model}" for s in r.run.servers]
+            lines += [*(one_line(text, 200) for text in servers), f"{'requests sent from: ' * bool(servers)}{here}"]
         return [*dict.fromkeys(lines)]
 
     @property

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nondet.vllm.plugin import MOVED, PATCHED, SHAPE, Patched
+from nondet.vllm.plugin import MOVED, PATCHED, SHAPE
 
 
 def found_at(source: Path, place: str) -> ast.AST | None:
@@ -90,15 +90,15 @@ def inherited(source: Path) -> list[str]:
     return [name for name in said if name.startswith("supports_") and name.removeprefix("supports_") not in LOOKED_AT]
 
 
-def moved(source: Path) -> Iterator[tuple[Patched, str | None]]:
-    """Each function that does not fit, and what it takes there."""
-    for first in PATCHED:
-        for patched in filter(None, (first, MOVED.get(first.path))):
-            taken = parameters(source, patched.path)
-            if taken is not None:
-                break
-        if taken != patched.takes:
-            yield patched, taken
+def moved(source: Path) -> Iterator[tuple[str, str, str | None]]:
+    """Each function that does not fit: its place, what it should take, and what it takes there."""
+    for path, takes in PATCHED.items():
+        taken = parameters(source, path)
+        if taken is None and path in MOVED:
+            path, takes = MOVED[path]
+            taken = parameters(source, path)
+        if taken != takes:
+            yield path, takes, taken
 
 
 def main(folders: list[str]) -> int:
@@ -108,8 +108,8 @@ def main(folders: list[str]) -> int:
         if not Path(folder, "vllm", "__init__.py").exists():
             raise SystemExit(f"{folder} holds no sources of vLLM")
         lines = [
-            f"  {patched.path}: {'not there' if taken is None else f'takes ({taken}), not ({patched.takes})'}"
-            for patched, taken in moved(Path(folder))
+            f"  {path}: {'not there' if taken is None else f'takes ({taken}), not ({takes})'}"
+            for path, takes, taken in moved(Path(folder))
         ]
         new = [f"  FlashAttentionBackend.{name}: not reviewed" for name in inherited(Path(folder))]
         layout = layout_of(Path(folder))

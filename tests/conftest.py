@@ -8,7 +8,6 @@ import functools
 import gc
 import importlib
 import importlib.util
-import inspect
 import math
 import os
 import re
@@ -41,9 +40,7 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config: pytest.Config) -> None:
     """Because we ship a plugin, pytest would rewrite the asserts of all our modules, which costs seconds a process.
-
-    What Python compiles instead is also what the processes that tests start load.
-    """
+    What Python compiles instead is also what the processes that tests start load."""
     hook: Any = config.pluginmanager.rewrite_hook
     if hasattr(hook, "_must_rewrite"):  # not with --assert=plain
         hook._must_rewrite.discard("nondet")
@@ -100,39 +97,23 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick_interpreter() -> None:
-    """Spare Triton's interpreter what takes most of its time: it replaces its language again at each call of one kernel
-    by another, makes every shape and dtype anew, and checks integers for an overflow that it then keeps to itself.
+    """Spare Triton's interpreter most of its time: it replaces its language at each call of one kernel by another,
+    makes every shape and type anew, and checks integers for an overflow that it then keeps to itself.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         return
-    language, core = interpreter.tl, interpreter.tl.core
-
-    @functools.cache
-    def names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+    language, core, patch_lang = interpreter.tl, interpreter.tl.core, interpreter._patch_lang
 
     @functools.cache
     def languages(function: Any) -> list[Any]:
         return [one for one in (language, core) if any(value is one for value in function.__globals__.values())]
 
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        for name in names(package):
-            if core.is_builtin(member := getattr(package, name)):  # not replaced already
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    patch_lang, dtype_of, dtypes = interpreter._patch_lang, interpreter._get_np_dtype, dict[str, Any]()
-
     def patch(function: Any) -> Any:
         replaced = not any(core.is_builtin(one.load) for one in languages(function))  # a kernel calls another
         return interpreter._LangPatchScope() if replaced else patch_lang(function)
 
-    def dtype(kind: Any) -> Any:
-        if kind.scalar.name not in dtypes:
-            dtypes[kind.scalar.name] = dtype_of(kind)
-        return dtypes[kind.scalar.name]
-
-    interpreter._patch_builtin, interpreter._patch_lang, interpreter._get_np_dtype = patch_builtin, patch, dtype
+    interpreter._patch_lang = patch
     builder = interpreter.interpreter_builder
     if hasattr(builder.options, "sanitize_overflow"):
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
@@ -163,9 +144,7 @@ _frozen: tuple[object, int] | None = None
 @pytest.fixture(autouse=True)
 def _cheap_collections(request: pytest.FixtureRequest) -> None:
     """transformers' engine collects garbage twice a session, over all that is loaded: here half a second each time.
-
-    What is alive is set apart as a file of tests begins, and what a test imported late before the next one.
-    """
+    What is alive is set apart as a file of tests begins, and what a test imported late before the next one."""
     global _frozen
     if _frozen != (now := (request.module, len(sys.modules))):
         gc.freeze()
@@ -230,11 +209,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stock_fp8() -> None:
-    """Skip where torch has no product of FP8 operands.
-
-    With AVX-512 hidden by ONEDNN_MAX_CPU_ISA, torch asks oneDNN for what is hidden, and is refused: not at once, but
-    once something (here the question about AMX, else a float16 product) has had it look at what the CPU really has.
-    """
+    """Skip where torch has no product of FP8 operands. With AVX-512 hidden by ONEDNN_MAX_CPU_ISA, torch asks oneDNN for
+    what is hidden, and is refused: not at once, but once something (here the question about AMX, else a float16
+    product) has had it look at what the CPU really has."""
     from nondet.kernels import stock
 
     torch.cpu._is_amx_tile_supported()
@@ -255,11 +232,9 @@ def kept() -> Any:
 
 @pytest.fixture
 def chained_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter's tl.dot one chain over K, as the GPU's is; without an interpreter this does nothing.
-
-    Left alone it calls NumPy's matmul, whose bits depend on the number of rows and on a row's place among them. With a
-    chain, what is left to break an invariance is the kernel's own logic.
-    """
+    """Make the interpreter's tl.dot one chain over K, as the GPU's is; without an interpreter this does nothing. Left
+    alone it calls NumPy's matmul, whose bits depend on the number of rows and on a row's place among them. With a
+    chain, what is left to break an invariance is the kernel's own logic."""
     if torch.cuda.is_available():
         return
     from triton.runtime import interpreter
@@ -271,20 +246,13 @@ def chained_dot(monkeypatch: pytest.MonkeyPatch) -> None:
             total += left[:, k : k + 1] * right[k : k + 1]
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    _mend_runtime_bounds(interpreter, monkeypatch)
-
-
-def _mend_runtime_bounds(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton 3.6's interpreter take a loop's bound from a number that a kernel computed, under NumPy 2.5.
-
-    It holds such a number as an array of one element and says `int(array)`, which NumPy refuses since 2.5. Triton 3.9
-    squeezes it first, as is done here; where a scalar is held already this changes nothing.
-    """
+    # Triton 3.6 holds a number that a kernel computed, as a loop's bound, in an array of one element, and says
+    # `int(array)`, which NumPy refuses since 2.5; Triton 3.9 squeezes it first
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

@@ -101,7 +101,6 @@ def statuses(run_file: Path, kind: str) -> dict[str, set[str]]:
 
 
 def test_an_operator_is_a_folder_and_one_line(tmp_path: Path) -> None:
-    """Probe, bench, certify and batch_invariant() all see it and its backend; who minds the batch is caught by each."""
     shutil.copytree(ROOT / "nondet", tmp_path / "nondet", ignore=shutil.ignore_patterns("*.safetensors"))
     folder = tmp_path / "nondet" / "kernels" / "fraction"
     folder.mkdir()

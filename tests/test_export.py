@@ -50,7 +50,6 @@ def drawn(name: str) -> Any:
 
 @pytest.mark.parametrize("name", tiers(["class-map", "training"], FIGURES))
 def test_every_figure_is_drawn_from_a_kept_run(name: str, tmp_path: Path) -> None:
-    """With the GPU's name and the implementations as text; once more, it is the same bytes."""
     run = kept(name)
     assert name in figures_of([run])
     pictures = []
@@ -63,7 +62,6 @@ def test_every_figure_is_drawn_from_a_kept_run(name: str, tmp_path: Path) -> Non
 
 
 def test_figures_show_what_their_runs_hold() -> None:
-    """Four classes under stock and one under invariant: five lanes, split-K named; of answers a tree, then one line."""
     figure = drawn("class-map")
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert [n.split()[0] for n in names] == ["stock"] * 4 + ["invariant"]
@@ -109,7 +107,6 @@ def test_every_svg_is_xml(name: str, tmp_path: Path) -> None:
 
 
 def test_an_export_goes_through_no_link_and_leaves_no_scrap(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Where the old scratch name or the target is somebody's link, nothing goes through it."""
     for out in ["rows.csv", "map.svg"]:
         tmp_path = tmp_path_factory.mktemp("case")
         source, there = tmp_path / "run.jsonl", tmp_path / "precious"
@@ -143,7 +140,6 @@ def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
 
 
 def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path) -> None:
-    """The command: CSV and JSON read back by pandas, one line for what can't be done."""
     source = tmp_path / "run.jsonl"
     write_run(source, run_of(*h200_sweep()))
     for out in ("rows.csv", "rows.json", "map.png"):
@@ -161,7 +157,6 @@ def test_export_writes_tables_and_figures_and_overwrites_nothing(tmp_path: Path)
 
 
 def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> None:
-    """Solo and loaded pooled would be a rate of nothing; beside a sample of ours that one alone is drawn."""
     run = sampled(tmp_path, n=8, impls=["stock"])
     assert figures_of([run]) == ["survival", "tree"]
     served = read_run(Path(run.source))
@@ -177,7 +172,6 @@ def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> Non
 
 
 def test_rows_and_classes_hold_what_the_run_holds() -> None:
-    """One line a row, in order, with its figures; what a row lacks stays NA. Labels give the class sizes again."""
     run = kept("class-map")
     table = frame([run], "rows")
     assert list(table["case"]) == [row.case for row in run.rows]
@@ -197,7 +191,6 @@ def test_rows_and_classes_hold_what_the_run_holds() -> None:
 
 
 def test_cells_have_the_ratio_of_the_reports() -> None:
-    """Best stock is 1 by definition, and invariant's ratio is the median of the pairs of replays."""
     bench = bench_run()
     table = frame([bench], "cells")
     cell = bench.cells[0]
@@ -216,7 +209,6 @@ def test_cells_have_the_ratio_of_the_reports() -> None:
 
 
 def test_arms_and_seeds_are_columns() -> None:
-    """A server's arms and an axis's values tell completions apart; times are of answers that came."""
     folder = EVIDENCE.parent
     made = frame([read_run(folder / "servers" / "llamacpp" / "sample.jsonl.gz")], "completions")
     assert set(made["arm"]) == {"solo", "cold", "warm", "chunked", "loaded"}

@@ -18,7 +18,6 @@ EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 
 
 def test_a_loaded_run_says_what_its_report_says() -> None:
-    """Verdict, frame and figure of a kept sample."""
     run = nondet.load(EVIDENCE / "sample.jsonl.gz")
     assert (run.command, run.complete, run.environment["gpu"]) == ("sample", True, "NVIDIA H200")
     assert "stock: 6 distinct completions of 1,000" in run.verdict()
@@ -30,7 +29,6 @@ def test_a_loaded_run_says_what_its_report_says() -> None:
 
 
 def test_a_notebook_shows_escaped_text(tmp_path: Path) -> None:
-    """What a file calls its implementations reaches no markup."""
     text = gzip.decompress((EVIDENCE / "matmul-12288x4096.jsonl.gz").read_bytes()).decode()
     path = tmp_path / "<b>run.jsonl"
     path.write_text(text.replace('"impl":"stock"', '"impl":"<script>alert(1)</script>"'), encoding="utf-8")
@@ -41,27 +39,23 @@ def test_a_notebook_shows_escaped_text(tmp_path: Path) -> None:
 
 
 def test_a_block_says_what_it_covers() -> None:
-    """Families, device, whether it is open, and calls so far; a clean count says so."""
     block = nondet.batch_invariant(["matmul", "norm"])
     assert repr(block).startswith("<batch_invariant: not entered; matmul, norm on CPU")
-    assert block.coverage().lines() == []
     assert "no longer depend on the others in its batch" in (nondet.batch_invariant.__doc__ or "")
     with block:
         torch.nn.functional.linear(torch.ones(3, 8), torch.ones(4, 8))
         assert repr(block).startswith("<batch_invariant: open; matmul, norm on CPU")
-        assert repr(block).endswith("; calls: 1 replaced, 0 certified stock, 0 left stock, 0 at risk>")
         clean = "nothing was left stock, and nothing is at risk"
         assert block.coverage().lines() == ["replaced: linear (1 calls)", clean]
         torch.softmax(torch.ones(3, 8), -1)
         assert clean not in block.coverage().lines()
     assert repr(block).startswith("<batch_invariant: closed; ")
-    assert repr(block).endswith(", 1 at risk>")
+    assert repr(block).endswith("; calls: 1 replaced, 0 certified stock, 0 left stock, 1 at risk>")
     with pytest.raises(UnknownNameError, match="matmul"):
         nondet.batch_invariant(["matmull"])
 
 
 def test_a_probe_from_python_is_the_command_s_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same file, loaded; nothing printed; one that exists stays; options are the command's and no others."""
     run = nondet.probe("float-sum", device="cpu", out=tmp_path / "sums.jsonl")
     assert capsys.readouterr() == ("", "")
     assert (run.complete, run.path) == (True, tmp_path / "sums.jsonl")
@@ -79,7 +73,6 @@ def test_a_probe_from_python_is_the_command_s_run(tmp_path: Path, capsys: pytest
 
 
 def test_options_in_python_are_those_of_the_command() -> None:
-    """Each by its name, with its default and its help; a path may be text."""
     for call, request_type in [(nondet.probe, ProbeRequest), (nondet.sample, SampleRequest)]:
         theirs = {name: p.default for name, p in inspect.signature(request_type).parameters.items() if name != "given"}
         ours = {name: p.default for name, p in inspect.signature(call).parameters.items()}
@@ -93,7 +86,6 @@ def test_options_in_python_are_those_of_the_command() -> None:
 
 
 def test_any_function_is_checked(tmp_path: Path) -> None:
-    """One that changes with its batch beside one that does not; the run can be reported like any other."""
     rows, sizes = torch.randn(64, 32), [1, 2, 3, 64]
     run = nondet.check(lambda x: x * 2, lambda size: rows[:size], over=sizes)
     assert "no divergence observed" in run.verdict()

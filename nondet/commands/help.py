@@ -13,7 +13,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 # Command -> the options of its short help, beside those that are common wherever they exist.
-_COMMON = {
+COMMON = {
     "diagnose": "prompt prompt_file n within max_tokens load dtype device",
     "sample": "n prompt prompts max_tokens model impl turns load vary temperature endpoint device",
     "probe": "from_trace impl dtype m k n preset inputs full map device",
@@ -28,7 +28,7 @@ _COMMON = {
     "bench": "impl dtype m k n check device",
     "certify": "cls impl dtype k n full vllm show forget device",
 }
-_EVERYWHERE = "out report fail_on verbose"
+EVERYWHERE = "out report fail_on verbose"
 _KINDS = {"int": "INT", "float": "NUMBER", "path": "PATH"}  # what typer calls a type -> what stands for a value
 
 _ARGUMENTS = "Arguments"
@@ -81,7 +81,7 @@ class Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Usage, what the command does, its options by panel, examples, and how to see the rest."""
         usage, every = self.described(ctx)
-        common = {_ARGUMENTS, *_COMMON.get(str(self.name), "").split(), *_EVERYWHERE.split()}
+        common = {_ARGUMENTS, *COMMON.get(str(self.name), "").split(), *EVERYWHERE.split()}
         shown = [one for one in every if ctx.meta.get(__name__) or common & {one.name, one.panel}]
         panels: dict[str, list[tuple[str, str]]] = {}
         for one in shown:

@@ -13,6 +13,7 @@ import webbrowser
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
+from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast, get_type_hints
@@ -50,15 +51,9 @@ def check_shown(paths: Iterable[Path], *, force: bool, verbose: bool, quiet: boo
 def write_reports(
     paths: Iterable[Path], runs: list[Run], *, quiet: bool, full: bool = False, browse: bool = False
 ) -> None:
-    """Render and write each report, and say where it is.
-
-    Args:
-        full: Markdown as long as GitHub accepts.
-        browse: Open the page in a browser; if none was requested, one is made in a temporary folder.
-
-    Raises:
-        UserError: the disk is full or a path can't be written.
-    """
+    """Render and write each report, and say where it is. `full`: markdown as long as GitHub accepts. `browse`: open the
+    page in a browser; if none was requested, one is made in a temporary folder. Raises UserError: a path can't be
+    written."""
     from nondet.core.registry import load_object
     from nondet.core.runfile import replace_text
 
@@ -143,20 +138,13 @@ def drop_stdout() -> None:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def quick_interrupt() -> Callable[[], None]:
-    """Ctrl-C ends the process at once, with 130 and one line, until something is measured: see `interruptible`.
-
-    Nothing is on disk yet that could be lost, and an exception in the middle of an import is shown as
-    anything. Returns what undoes it.
-    """
+def quick_interrupt() -> Callable[[], object]:
+    """Ctrl-C ends the process at once, with 130 and one line, until something is measured: see `interruptible`. Nothing
+    is on disk yet that could be lost, and an exception in the middle of an import can't be shown. Returns what undoes
+    it."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    before = signal.signal(signal.SIGINT, end_now)
-
-    def undo() -> None:
-        signal.signal(signal.SIGINT, before)
-
-    return undo
+    return partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, end_now))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +199,7 @@ class Terminal(Sink):
 
     def present(self, path: Path, notes: Iterable[str] = (), code: int = 0) -> None:
         """Write the reports, show the finished run on stdout, answer --fail-on, whose exit code comes before `code`.
-
-        Reports and exit code do not depend on stdout. Raises UserError: a report or stdout can't be written.
-        """
+        Neither depends on stdout. Raises UserError: a report or stdout can't be written."""
         from nondet.core.runfile import read_run
         from nondet.reports.terminal import render
         from nondet.verdict.gate import exit_code
@@ -244,12 +230,8 @@ class Terminal(Sink):
 def command_of(
     service: Callable[..., Any], sink: type[Terminal] = Terminal, without: tuple[str, ...] = ()
 ) -> Callable[..., None]:
-    """The Typer command of a service: the fields of its request and of the sink are its options.
-
-    Args:
-        service: service(request, sink); its docstring is the command's help.
-        without: Fields that this command has no option for.
-    """
+    """The Typer command of service(request, sink), whose docstring is its help: the fields of its request and of the
+    sink are its options, but for those in `without`."""
     request = get_type_hints(service)["request"]
     parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     options = {part: [f for f in options_of(part) if f.name not in without] for part in (request, sink)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,8 +18,6 @@ from nondet.services import options as o
 from nondet.services.run import latest_run
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from nondet.core.records import Run
     from nondet.diff import RunDiff
 
@@ -94,7 +93,9 @@ def report(
     if data:
         _narrow(read, **parts)
     for path in data:
-        written = _write_table(path, read, records) if path.suffix in TABLES else _write_figure(path, read, figure)
+        with replacing(path, "Choose another --out.") as scratch:
+            write = partial(_write_table, records) if path.suffix in TABLES else partial(_write_figure, figure)
+            written = write(read, scratch)
         say(f"{written}: {path}", quiet=quiet)
     if not data and (quiet or not out) and not browse:
         from nondet.reports.terminal import render
@@ -143,18 +144,7 @@ def _narrow(runs: list[Run], section: str | None, probe: str | None, case: str |
             run.rows = [row for row in run.rows if case in row.case]
 
 
-def _write_table(path: Path, runs: list[Run], records: str | None) -> str:
-    """Write the records of a kind; returns what was written."""
-    from nondet.export.frames import frame, only_kind
-
-    kind = records or only_kind(runs)
-    table = frame(runs, kind)
-    with replacing(path, "Choose another --out.") as scratch:
-        _write(table, scratch)
-    return f"{len(table)} {kind}"
-
-
-def _write_figure(path: Path, runs: list[Run], figure: str | None) -> str:
+def _write_figure(figure: str | None, runs: list[Run], path: Path) -> str:
     """Draw a figure; returns its name."""
     from nondet.export.figures import draw, figures_of, save
 
@@ -163,8 +153,7 @@ def _write_figure(path: Path, runs: list[Run], figure: str | None) -> str:
         choice = f"Name one with --figure: {', '.join(names)}." if names else "Nothing here can be drawn."
         raise UserError(f"these runs have {len(names)} figures", choice)
     name = figure or names[0]
-    with replacing(path, "Choose another --out.") as scratch:
-        save(draw(name, runs), scratch)
+    save(draw(name, runs), path)
     return name
 
 
@@ -176,17 +165,20 @@ def _check_named(option: str, name: str, there: Iterable[str]) -> None:
 
 
 def _cell(value: object) -> object:
-    """A cell of CSV in which a spreadsheet sees no formula: an apostrophe stands before what it would run.
-
-    Python's csv quotes a line feed and leaves a bare carriage return, behind which a reader would begin a row.
-    """
+    """A cell of CSV in which a spreadsheet sees no formula: an apostrophe stands before what it would run. Python's csv
+    quotes a line feed and leaves a bare carriage return, behind which a reader would begin a row."""
     if not isinstance(value, str):
         return value
     value = value.replace("\r\n", "\n").replace("\r", "\n")
     return f"'{value}" if value.startswith(_FORMULA) else value
 
 
-def _write(table: pd.DataFrame, path: Path) -> None:
+def _write_table(records: str | None, runs: list[Run], path: Path) -> str:
+    """Write the records of a kind; returns what was written."""
+    from nondet.export.frames import frame, only_kind
+
+    kind = records or only_kind(runs)
+    table = frame(runs, kind)
     if path.suffix == ".csv":
         for name in table.select_dtypes(exclude=["number", "bool"]).columns:
             table[name] = table[name].astype(object).map(_cell)
@@ -198,6 +190,7 @@ def _write(table: pd.DataFrame, path: Path) -> None:
             table.to_parquet(path, index=False)
         except ImportError as error:
             raise UserError("Parquet needs pyarrow, which is not installed", "pip install pyarrow, or .csv.") from error
+    return f"{len(table)} {kind}"
 
 
 def diff(

@@ -149,7 +149,7 @@ def _lanes(drawn: dict[str, Any], title: str, unit: str = "") -> Drawing:
         axis.set_xticks([t.x for t in drawn["ticks"]], [t.text for t in drawn["ticks"]])
         axis.grid(visible=False)
         axis.set_xlabel(", ".join(filter(None, (drawn["axis"], drawn["scale"]))))
-        axis.set_ylabel(unit)
+        axis.set_ylabel(one_line(unit, 60))
         axis.set_title(one_line(title, 110), fontsize=8, loc="left")
 
     return 7.5, 1.0 + min(0.22 * max(3, len(lanes)), 0.6 + 0.06 * len(lanes)), onto
@@ -200,8 +200,8 @@ def _plot(impls: Sequence[tuple[str, str]], panel: Panel, plot: Plot, prefix: st
     axis.set_ylim(-0.02, 1.02)
     axis.set_xticks([t.x / WIDTH for t in panel.ticks], [t.text for t in panel.ticks])
     axis.set_yticks([height for _, height in plot.levels], [text for text, _ in plot.levels])
-    axis.set_xlabel(panel.axis)
-    axis.set_ylabel(plot.unit)
+    axis.set_xlabel(one_line(panel.axis, 60))
+    axis.set_ylabel(one_line(plot.unit, 60))
     axis.set_title(one_line(prefix + panel.title, 64), fontsize=8, loc="left")
     if legend:
         axis.legend(fontsize=7, frameon=False)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from nondet.core.records import Control
 from nondet.core.runfile import check_free, check_outputs, read_run
-from nondet.errors import UserError
+from nondet.errors import UserError, reason_of
 from nondet.sampling.plan import Load, parse_load
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, latest_run, pick_device
@@ -234,7 +235,7 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
         return _replay(request, path, sink)
     output = Output(request, "trace", sink)
 
-    from nondet.trace.search import Search, resumed
+    from nondet.trace.search import Search
 
     expected: dict[str, str] = {}
     if path is None:
@@ -265,20 +266,19 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
             choose=path is None, expected=expected, write=writer.write, say=say,
             earlier=list(earlier.records()), script=request.repro is not None,
         )  # fmt: skip
-        if writer.resumed:
-            search.keep(resumed())
+        if writer.resumed:  # earlier records are those of a stopped process, the record of its failure included
+            sentence = "the trace was stopped, and continued from its records"
+            search.keep(Control(name="resumed", passed=None, sentence=sentence))
         if not earlier.trace_verdicts:
             _searched(search, request.repro)
     return output.present()
 
 
 def _searched(search: Search, repro: Path | None) -> None:
-    from nondet.trace.search import failed
-
     try:
         verdict = search.run()
     except Exception as error:
-        search.keep(failed(error))
+        search.keep(Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}"))
         raise
     if repro is not None:
         verdict = _with_script(search, verdict, repro)

@@ -59,11 +59,9 @@ class Finding:
 
 def first_responsible(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]) -> Finding:
     """The first call in order of time whose inputs are bitwise equal on this request's rows and whose outputs are not.
-
     A module ends after the calls inside it, so the innermost comparable call is named. Results that belong to no row (a
     scale, a count) make their call responsible only if a later call takes them and gives this request's row different
-    bits, because bookkeeping always differs between packs.
-    """
+    bits, because bookkeeping always differs between packs."""
     events_a, events_b = list(canonical(a)), list(canonical(b))
     seen: Shapes = {}
     for record in (a, b, *shapes):

@@ -97,21 +97,15 @@ class StepRecord:
         return event
 
 
-def tensors_in(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
+def tensors_in(value: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors in nested arguments or results, each with its path."""
-    if isinstance(value, torch.Tensor):
-        return [(path, value)]
-    if isinstance(value, list | tuple):
-        items: list[tuple[Any, Any]] = list(enumerate(value))
-    elif isinstance(value, dict):
-        items = list(value.items())
-    else:
-        return []
-    return [pair for key, item in items for pair in tensors_in(item, f"{path}.{key}" if path else str(key))]
+    found: list[tuple[str, torch.Tensor]] = []
+    changed_tensors(value, lambda path, tensor: found.append((path, tensor)))
+    return found
 
 
 def changed_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
-    """The same nested arguments, each tensor replaced by `change(path, tensor)`, paths as in `tensors_in`."""
+    """The same nested arguments, each tensor replaced by `change(path, tensor)`; "1.0" is the first in the second."""
     if isinstance(value, torch.Tensor):
         return change(path, value)
     join = f"{path}." if path else ""
@@ -162,12 +156,12 @@ def watch_layers(stack: ExitStack, layers: Sequence[Any], note: Callable[[str, t
     def entering(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         note("input", args[0] if args else kwargs["hidden_states"])
 
-    def leaving(name: str) -> Callable[..., None]:
-        return lambda _module, _args, _kwargs, output: note(name, output[0] if isinstance(output, tuple) else output)
+    def leaving(name: str, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        note(name, output[0] if isinstance(output, tuple) else output)
 
     add_hooks(stack, layers[0], before=entering)
     for i, layer in enumerate(layers):
-        add_hooks(stack, layer, after=leaving(f"{i}.out"))
+        add_hooks(stack, layer, after=functools.partial(leaving, f"{i}.out"))
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from nondet.probes.reduction_order import MeasuredSum, NotASumError, of_attentio
 from nondet.trace.align import Pair, Roles
 from nondet.trace.capture import Event, StepRecord, changed_tensors, tensors_in
 
-Change = Callable[[str, torch.Tensor], torch.Tensor]
+Change = Callable[[str, torch.Tensor], torch.Tensor] | None  # path, tensor -> the tensor that replaces it
+Picked = Sequence[int] | None  # rows or keys of a call, in this order; None: all
 Selection = list[tuple[int, list[int]]]  # (axis, indices along it)
 
 
@@ -66,29 +67,17 @@ class RecordedCall:
         )
 
     def run(
-        self,
-        rows: Sequence[int] | None = None,
-        columns: Sequence[int] | None = None,
-        change: Change | None = None,
-        *,
-        row: int | None = None,
+        self, rows: Picked = None, columns: Picked = None, change: Change = None, *, row: int | None = None
     ) -> torch.Tensor:
         """The call on a selection of rows and keys, with tensors changed first; this request's part of its result.
-
-        Args:
-            rows: Which rows, in which order; None: all.
-            change: change(path, tensor) of each tensor, before the selection.
-            row: Index of this request's row in the selection; None: as recorded.
-        """
+        `row`: index of this request's row in the selection; None: as recorded."""
         out = self.prepared(rows, columns, change)()
         out = out if isinstance(out, torch.Tensor) else next(x for x in out if isinstance(x, torch.Tensor))
         if len(self.roles.get("out", self.roles.get("out.0", ()))) != out.dim():
             return out
         return taken(out, self.result_selection(self.row if row is None else row, columns))
 
-    def prepared(
-        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
-    ) -> Callable[[], Any]:
+    def prepared(self, rows: Picked = None, columns: Picked = None, change: Change = None) -> Callable[[], Any]:
         """The same call with its tensors already selected, so that calling it runs only the operator."""
         args, kwargs = self.arguments(rows, columns, change)
 
@@ -99,7 +88,7 @@ class RecordedCall:
         return call
 
     def arguments(
-        self, rows: Sequence[int] | None = None, columns: Sequence[int] | None = None, change: Change | None = None
+        self, rows: Picked = None, columns: Picked = None, change: Change = None
     ) -> tuple[list[Any], dict[str, Any]]:
         """What a call on these rows and keys is given. Raises NotImplementedError: other numbers for a weight that is
         made of other tensors, as torchao's are."""
@@ -119,7 +108,7 @@ class RecordedCall:
         *args, kwargs = changed_tensors((*self.args, self.kwargs), pick)
         return args, kwargs
 
-    def result_selection(self, row: int, columns: Sequence[int] | None) -> Selection:
+    def result_selection(self, row: int, columns: Picked) -> Selection:
         """What belongs to this request in the result of a call on these keys (None: all), with its row at `row`."""
         found: Selection = []
         for axis, role in enumerate(self.roles.get("out", self.roles.get("out.0", ()))):
@@ -243,15 +232,10 @@ _FAMILY_OF = {call: family for family, calls in _CALLS.items() for call in calls
 def replays(
     a: RecordedCall, b: RecordedCall, out_a: torch.Tensor, out_b: torch.Tensor, name: str, *, sweeps: bool = True
 ) -> Iterator[Replay]:
-    """Every replay of the call, as it is done.
-
-    Args:
-        out_a, out_b: This request's part of the recorded results.
-        name: What was called, as "scaled_dot_product_attention".
-        sweeps: Whether the call is repeated at other numbers of rows and keys, for each of which libraries plan again,
-            and under each family that might fix it, for which kernels are compiled; the family that its name suggests
-            is tried in the whole run in any case.
-    """
+    """Every replay of the call of that name, as it is done; `out_a` and `out_b` are this request's part of the recorded
+    results. Without `sweeps` it is not repeated at other numbers of rows and keys, for each of which libraries plan
+    again, nor under each family that might fix it, for which kernels are compiled; the family that its name suggests is
+    tried in the whole run in any case."""
     again = _guarded("repeat", _repeat, b, out_b)
     yield again
     # its bits change by themselves, or depend on something that was not captured: no other replay is then conclusive
@@ -363,16 +347,11 @@ def _values(b: RecordedCall, out: torch.Tensor) -> Replay:
 
     scales = {"zeros": 0.0, "random": 1.0, "large": 30.0}
     changed = [kind for kind, scale in scales.items() if not identical(result(scale), out)]
+    effect = "by zeros, random and large numbers does not change its bits: no leak was seen"
     if changed:
-        sentence = (
-            f"replacing the values of other rows ({', '.join(changed)}) changes its bits: data of other requests reach "
-            "this row, a defect rather than rounding"
-        )
-    else:
-        sentence = (
-            "replacing the values of other rows by zeros, random and large numbers does not change its bits: no leak "
-            "was seen"
-        )
+        leak = "data of other requests reach this row, a defect rather than rounding"
+        effect = f"({', '.join(changed)}) changes its bits: {leak}"
+    sentence = f"replacing the values of other rows {effect}"
     found = {"trials": len(scales), "distinct": 2 if changed else 1, "values": list(scales)}
     return _replay("values", bool(changed), sentence, **found)
 
@@ -426,10 +405,7 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
             return [b.row] + [(rows or [b.row])[i % max(1, len(rows))] for i in range(size - 1)], None
         return [b.row], own + columns[: size - len(own)]
 
-    def run(size: int) -> torch.Tensor:
-        return b.run(*selection(size), row=0).clone()
-
-    results = {size: run(size) for size in sizes}
+    results = {size: b.run(*selection(size), row=0).clone() for size in sizes}
     kernels: dict[int, list[str]] = {}
     if device == "cuda":  # again, with only the operator between the marks
         prepared = [b.prepared(*selection(size)) for size in sizes]
@@ -441,7 +417,7 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
     for low, high in pairwise(sizes):  # the exact boundaries: halving where neighbours differ
         while high - low > 1 and not identical(results[low], results[high]):
             middle = (low + high) // 2
-            results[middle] = run(middle)
+            results[middle] = b.run(*selection(middle), row=0).clone()
             low, high = (middle, high) if identical(results[middle], results[low]) else (low, middle)
     book = ClassBook()
     values = sorted(results)
@@ -450,11 +426,9 @@ def _sweep(b: RecordedCall, axis: str, device: str) -> Replay:
     distinct = len(book.representatives)
     boundaries = [v for u, v, x, y in zip(values, values[1:], book.labels, book.labels[1:], strict=False) if x != y]
     what = "rows" if axis == "M" else "keys in the call (its own, then other requests', masked)"
-    if distinct == 1:
-        sentence = f"{values[0]} to {values[-1]} {what}: one class of bits"
-    else:
-        shown = ", ".join(map(str, boundaries[:6])) + (" ..." if len(boundaries) > 6 else "")
-        sentence = f"{values[0]} to {values[-1]} {what}: {distinct} classes of bits, with boundaries at {shown}"
+    shown = ", ".join(map(str, boundaries[:6])) + (" ..." if len(boundaries) > 6 else "")
+    classes = "one class of bits" if distinct == 1 else f"{distinct} classes of bits, with boundaries at {shown}"
+    sentence = f"{values[0]} to {values[-1]} {what}: {classes}"
     if kernels:
         count = len({tuple(k) for k in kernels.values()})
         sentence += f"; {count} different set{'s' if count > 1 else ''} of kernels"

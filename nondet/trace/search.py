@@ -21,7 +21,7 @@ import torch
 from nondet.core.compare import digest, first_difference, row_hashes, weights_digest
 from nondet.core.records import Control, Culprit, Record, Replay, Substitution, TraceVerdict
 from nondet.core.traces import trace_digest
-from nondet.errors import EngineStoppedError, reason_of
+from nondet.errors import EngineStoppedError
 from nondet.sampling.implementations import implementation
 from nondet.sampling.plan import Engine, Load, Outcome, Request, Session, StepLog, Watcher
 from nondet.sampling.replay import minimal
@@ -117,12 +117,10 @@ def same_records(a: RowHashes, b: RowHashes) -> Owner | None:
 
 
 def least_site(a: RowHashes, b: RowHashes, requests: tuple[str, str], last: int | None = None) -> Site | None:
-    """The least position where a record of the arms differs, and there the record that is computed first.
-
-    A position's records are its own, and those of each request that wrote keys and values that the request read there:
-    after a prefix hit the writer's are all there is, and an engine that finds two equal pages keeps one of them. Where
-    a writer's record differs, the writer's own history is searched first.
-    """
+    """The least position where a record of the arms differs, and there the record that is computed first. A position's
+    records are its own, and those of each request that wrote keys and values that the request read there: after a
+    prefix hit the writer's are all there is, and an engine that finds two equal pages keeps one of them. Where a
+    writer's record differs, the writer's own history is searched first."""
     first, second = requests
     ends = [pos for capture, name in ((a, first), (b, second)) for request, pos in capture.rows if request == name]
     for position in range(min(max(ends, default=-1), 2**62 if last is None else last) + 1):
@@ -192,12 +190,10 @@ def logits_at_fault(bare: Session, captured: Session) -> str:
 
 
 def changed_after_first(first: Session, later: Session, forced: Mapping[str, Sequence[int]]) -> str:
-    """Where what an arm's first session in this process gave differs from a later one; "" where nothing does.
-
-    The batches are the same, so a difference comes from what the process did before: a kernel that warms up, or a tuner
+    """Where what an arm's first session in this process gave differs from a later one; "" where nothing does. The
+    batches are the same, so a difference comes from what the process did before: a kernel that warms up, or a tuner
     that takes another order at the first call of a size. Contexts are equal as far as the first session chose the
-    tokens that the later one was fed.
-    """
+    tokens that the later one was fed."""
     given = _given(first)
     for name, values in _given(later).items():
         chosen = next(o.token_ids for o in first.outcomes if o.request.id == name)
@@ -232,16 +228,6 @@ def step_seconds(session: Session) -> float:
     return session.seconds / max(1, session.steps - 1)
 
 
-def failed(error: BaseException) -> Control:
-    """The record of a trace that failed."""
-    return Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}")
-
-
-def resumed() -> Control:
-    """A record that marks earlier ones as those of a stopped process, the record of its failure included."""
-    return Control(name="resumed", passed=None, sentence="the trace was stopped, and continued from its records")
-
-
 AGREE = "hidden states, K, V, logits and logprobs agree in every position"
 
 
@@ -258,18 +244,18 @@ def culprit_sentence(culprit: Culprit, sizes: Sequence[Sizes]) -> str:
     far = f"by at most {difference.max_ulp:,} ULP"
     if difference.nonfinite:
         far += f", {difference.nonfinite} of them NaN or infinite on one side"
-    parts = [
+    what = (
         f"position {culprit.position}, {_where(culprit)}, `{culprit.call}` of {culprit.module} (call "
         f"{culprit.occurrence + 1} there): inputs equal bit for bit, {difference.mismatched:,} of "
         f"{difference.compared:,} outputs differ {far}"
-    ]
+    )
     reads_keys = any("keys" in roles for roles in culprit.axes.values())
     arms = []
     for size, kernels in zip(sizes, culprit.kernels or [[] for _ in sizes], strict=False):
         shown = kernels if len(kernels) <= 4 else [*kernels[:2], "...", *kernels[-2:]]  # a product is among the last
         ran = ", ".join(shown) or "kernels unknown"
         arms.append(f"{ran} at {size.tokens:,} rows" + (f" and {size.keys:,} keys" if reads_keys else ""))
-    return "; ".join([*parts, " compared with ".join(arms)])
+    return f"{what}; {' compared with '.join(arms)}"
 
 
 def verdict_sentences(
@@ -331,13 +317,9 @@ def _agrees(record: StepRecord, coarse: RowHashes, owner: str, site: Site) -> bo
 
 
 def _digests(pair: Pair, record: StepRecord) -> dict[str, str]:
-    out = {}
-    for slot in pair.a.inputs:
-        if slot.value is not None and slot.path in pair.roles:
-            part = select(slot.value, pair.roles[slot.path], record)
-            if part is not None:
-                out[slot.path] = digest(part)
-    return out
+    known = [(slot.path, slot.value) for slot in pair.a.inputs if slot.value is not None and slot.path in pair.roles]
+    parts = {path: select(value, pair.roles[path], record) for path, value in known}
+    return {path: digest(part) for path, part in parts.items() if part is not None}
 
 
 def _what_is_known(finding: Finding) -> str:
@@ -616,28 +598,18 @@ class Search:
         self._culprits.append(found.culprit)
         self.keep(found.culprit)
         self.say(found.culprit.sentence)
-        if self.named is None and found.calls:
-            self.named = found
+        self.named = self.named or (found if found.calls else None)
         return found.culprit
 
     def _compared(self, number: int, site: Site, *, steady: bool) -> NamedCall:
-        """Run both arms to the site, compare their calls, and replay the responsible one.
+        """Run both arms to the site, compare their calls, and replay the responsible one. The fine pass must reproduce
+        the bits of the coarse one, which led to the site, unless an arm is not `steady`."""
 
-        The fine pass must reproduce the bits of the coarse one, which led to the site, unless an arm is not `steady`.
-        """
-
-        def unnamed(note: str) -> NamedCall:
-            return NamedCall(
-                Culprit(
-                    number=number,
-                    replaced=list(self._families),
-                    position=site.position,
-                    token=max(-1, site.position - len(self.a.prompt) + 1),
-                    layer=site.region,
-                    requests=list(site.owners),
-                    sentence=f"position {site.position}, {site_in_words(site)}: {note}",
-                )
-            )
+        def unnamed(note: str, **about: Any) -> NamedCall:
+            sentence = f"position {site.position}, {site_in_words(site)}: {note}"
+            token = max(-1, site.position - len(self.a.prompt) + 1)
+            about |= {"position": site.position, "token": token, "layer": site.region, "requests": list(site.owners)}
+            return NamedCall(Culprit(number=number, replaced=list(self._families), sentence=sentence, **about))
 
         if site.record == "logprob":
             return unnamed(_SAMPLER)
@@ -657,8 +629,7 @@ class Search:
             note = _what_is_known(finding)
             if any(record.limited for record in records):
                 note += "; the copies of that step's tensors reached the memory limit, so not every call was compared"
-        found = unnamed(note)
-        found.culprit = msgspec.structs.replace(found.culprit, unmatched=finding.unmatched, compared=finding.compared)
+        found = unnamed(note, unmatched=finding.unmatched, compared=finding.compared)
         return found if pair is None else self._replayed(found.culprit, pair, records)
 
     def _replayed(self, culprit: Culprit, pair: Pair, records: Sequence[StepRecord]) -> NamedCall:
@@ -722,17 +693,14 @@ class Search:
             if role == "search":
                 before = self._culprits[-1]
                 sentence += f"; before that at position {before.position}, {_where(before)}"
-        self.keep(
-            Substitution(
-                role=role,
-                families=list(families),
-                agree=site is None,
-                position=-1 if site is None else site.position,
-                layer="" if site is None else site.region,
-                sentence=sentence,
-                at_risk=sorted({*coverage.at_risk, *coverage.left}),
-            )
+        at: dict[str, Any] = {"position": -1, "layer": ""}
+        if site is not None:
+            at = {"position": site.position, "layer": site.region}
+        risks = sorted({*coverage.at_risk, *coverage.left})
+        record = Substitution(
+            role=role, families=list(families), agree=site is None, sentence=sentence, at_risk=risks, **at
         )
+        self.keep(record)
         self.say(sentence)
         self._tried[tried] = site
         return site

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -93,15 +94,14 @@ class Coarse(RowHashes, Looker):
 
     def put(self, model: Any, parts: Callable[[], list[Span]], stack: ExitStack) -> None:
         """On the model, its layers, their attention, and what makes logits."""
-
         layers = find_layers(model)
         add_hooks(stack, model, lambda _, args, kwargs: self._begin(parts(), args, kwargs), self._end)
-        add_hooks(stack, layers[0][1], self._given("input"))
+        add_hooks(stack, layers[0][1], partial(self._given, ["input"]))
         for i, (path, layer) in enumerate(layers):
             add_hooks(stack, layer, after=lambda _m, _a, _k, out, i=i: self.note(f"{i}.out", *self._floats(out)))
             for name, inner in model.named_modules():
                 if name.startswith(f"{path}.") and type(inner).__name__ == _ATTENTION:
-                    add_hooks(stack, inner, self._given(f"{i}.q", f"{i}.k", f"{i}.v"))
+                    add_hooks(stack, inner, partial(self._given, [f"{i}.q", f"{i}.k", f"{i}.v"]))
         for _, module in model.named_modules():
             if type(module).__name__ == "LogitsProcessor":
                 add_hooks(stack, module, after=self._logits)
@@ -117,17 +117,13 @@ class Coarse(RowHashes, Looker):
         rows = sum(span.rows for span in self._spans)
         return [tensor[:rows] for _, tensor in tensors_in(value) if tensor.is_floating_point()]
 
-    def _given(self, *names: str) -> Callable[..., None]:
+    def _given(self, names: Sequence[str], _module: Any, args: Any, kwargs: Any) -> None:
         """Hash what a module is given: each tensor under its name, or all under the only one."""
-
-        def hook(_module: Any, args: Any, kwargs: Any) -> None:
-            tensors = self._floats([args, kwargs])
-            if len(names) == 1:
-                self.note(names[0], *tensors)
-            for name, tensor in zip(names, tensors, strict=False) if len(names) > 1 else ():
-                self.note(name, tensor)
-
-        return hook
+        tensors = self._floats([args, kwargs])
+        if len(names) == 1:
+            self.note(names[0], *tensors)
+        for name, tensor in zip(names, tensors, strict=False) if len(names) > 1 else ():
+            self.note(name, tensor)
 
     def _end(self, *_: Any) -> None:
         self.keep(self._spans)
@@ -153,7 +149,7 @@ class Fine(Looker):
         recorder = _Recorder(self, model, parts)
         add_hooks(stack, model, recorder.begin)
         for path, module in modules_of(model, self.region):
-            add_hooks(stack, module, recorder.enter(path), recorder.leave(path))
+            add_hooks(stack, module, partial(recorder.enter, path), partial(recorder.leave, path))
 
 
 class _Recorder(TorchDispatchMode):
@@ -177,29 +173,23 @@ class _Recorder(TorchDispatchMode):
                 self._tokens, self._requests, looker.step = sum(p.rows for p in step), len(step), step
                 looker.record = self._now = StepRecord(_CUT, 0, range(0), 0, cut=True)
 
-    def enter(self, path: str) -> Callable[..., None]:
+    def enter(self, path: str, _module: Any, args: Any, kwargs: Any) -> None:
         """At the beginning of a module; the first one turns the mode on."""
+        if self._now is not None:
+            with _disable_current_modes():
+                slots = self._slots([*args, *([kwargs] if kwargs else [])])
+            if not self._open:
+                self.__enter__()
+            self._open.append((path, slots))
 
-        def hook(_module: Any, args: Any, kwargs: Any) -> None:
-            if self._now is not None:
-                with _disable_current_modes():
-                    slots = self._slots([*args, *([kwargs] if kwargs else [])])
-                if not self._open:
-                    self.__enter__()
-                self._open.append((path, slots))
-
-        return hook
-
-    def leave(self, path: str) -> Callable[..., None]:
-        def hook(module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-            if self._now is not None and self._open and self._open[-1][0] == path:
-                _, slots = self._open.pop()
-                if not self._open:
-                    self.__exit__(None, None, None)
-                with _disable_current_modes():
-                    self._now.add(path, type(module).__name__, slots, self._slots({"out": output}))
-
-        return hook
+    def leave(self, path: str, module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        """At its end; that of the first one turns the mode off."""
+        if self._now is not None and self._open and self._open[-1][0] == path:
+            _, slots = self._open.pop()
+            if not self._open:
+                self.__exit__(None, None, None)
+            with _disable_current_modes():
+                self._now.add(path, type(module).__name__, slots, self._slots({"out": output}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record an operator: what it writes is a result, what it reads an input."""
@@ -235,8 +225,7 @@ class _Recorder(TorchDispatchMode):
             weight = memory_of(tensor) in self._storages
             mine = tensor.detach() if weight or not tensor.dim() else self._mine(tensor.detach())
             kept = not weight and mine.numel() * mine.element_size() <= _MOST_BYTES
-            slot = Slot(path, tuple(mine.shape), tensor.dtype, weight, mine.clone().cpu() if kept else None)
-            made.append(slot)
+            made.append(Slot(path, tuple(mine.shape), tensor.dtype, weight, mine.clone().cpu() if kept else None))
         return made
 
     def _mine(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -304,10 +293,8 @@ class VllmTrace(Search):
 
 def _operators_in(pair: Pair, record: StepRecord) -> list[str]:
     """The operators that an arm's module called, where the responsible call is a module; they are its kernels."""
-    key = pair.a.key
-    if "::" in key.call:
-        return []
-    return [event.key.call for event in record.events if event.key.module == key.module and "::" in event.key.call]
+    key, made = pair.a.key, [event.key for event in record.events]
+    return [] if "::" in key.call else [k.call for k in made if k.module == key.module and "::" in k.call]
 
 
 def _alongside(looker: Fine) -> str:

@@ -15,6 +15,7 @@ Imports vLLM at its top, because vLLM loads it by name.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 from collections import Counter
@@ -154,7 +155,7 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         requests, longest = vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len
         self.cu_k = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         fits = RESERVED and RESERVED[-1].numel() >= requests * longest
-        self.key_index = RESERVED.pop() if fits else _index(requests * longest, device)
+        self.key_index = RESERVED.pop() if fits else torch.zeros(requests * longest, dtype=torch.int32, device=device)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names if name in layers]
         # the dense prefill takes neither window nor soft cap
@@ -202,10 +203,6 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         return meta
 
 
-def _index(keys: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(keys, dtype=torch.int32, device=device)
-
-
 def reserve(model: torch.nn.Module, config: Any) -> None:
     """Allocate the indexes of keys before vLLM measures memory: one for each builder, that is per group of layers.
     vLLM's groups have as many layers as the rarest kind, of one window, has."""
@@ -214,7 +211,7 @@ def reserve(model: torch.nn.Module, config: Any) -> None:
     groups = sum(-(-count // min(kinds.values())) for count in kinds.values())
     keys = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
     device = next(model.parameters()).device
-    RESERVED[:] = [_index(keys, device) for _ in range(groups)]
+    RESERVED[:] = [torch.zeros(keys, dtype=torch.int32, device=device) for _ in range(groups)]
     log(f"attention keeps {groups} times {4 * keys / 2**20:,.0f} MiB for the index of each key of a step.")
 
 
@@ -289,33 +286,22 @@ def dense_views(cache: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
 class SegmentsImpl(FlashAttentionImpl):
     """Attention of one layer; the cache is written as FlashAttention's is."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, *given: Any, **named: Any) -> None:
         """As FlashAttention's. Raises UserError: what nondet's attention does not do, by name."""
+        bound = inspect.signature(super().__init__).bind(*given, **named)
+        bound.apply_defaults()
+        wanted = bound.arguments
+        cache, kind, dim = (wanted[name] for name in ("kv_cache_dtype", "attn_type", "head_size"))
         faults = {
-            "ALiBi": alibi_slopes is not None,
-            "attention sinks": sinks is not None,
-            f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in _CACHES,
-            f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            f"heads of {head_size}": head_size > MAX_HEAD_DIM or head_size % 8 != 0,
+            "ALiBi": wanted["alibi_slopes"] is not None,
+            "attention sinks": wanted["sinks"] is not None,
+            f"a {cache} KV cache": cache not in _CACHES,
+            f"{kind} attention": kind != AttentionType.DECODER,
+            f"heads of {dim}": dim > MAX_HEAD_DIM or dim % 8 != 0,
         }
-        for what in (name for name, given in faults.items() if given):
+        for what in (name for name, applies in faults.items() if applies):
             raise UserError(f"nondet's attention under vLLM has no {what}", _ELSE)
-        more = (logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks)
-        given = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, *more)
-        super().__init__(*given)
+        super().__init__(*given, **named)
 
     def call(self, operands: tuple[Any, ...], sizes: tuple[int, int, int], packed: tuple[Any, ...], page: int) -> Call:
         """A launch of this layer's attention. operands: q, k, v, out [1, H, T, D]. sizes: Requests, the most queries
@@ -328,16 +314,7 @@ class SegmentsImpl(FlashAttentionImpl):
         return Call(q, k, v, out, *sizes, self.scale, True, window, cap, cu_q, cu_k, None, index, together)
 
     def forward(
-        self,
-        layer: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, **_: Any
     ) -> torch.Tensor:
         """query [T, Hq, D] over the cache, as `dense_views` takes it, into output [T, Hq, D]."""
         if attn_metadata is None:

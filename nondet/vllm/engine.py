@@ -26,9 +26,9 @@ from nondet.core.processes import end_with_parent, no_main, obituary
 from nondet.errors import UserError, one_line
 from nondet.sampling.axes import Conditions
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Load, Outcome, Request, Session
+from nondet.sampling.plan import Load, Outcome, Request, Session, Span
 from nondet.sampling.ranks import model_folder
-from nondet.sampling.schedule import run_lengths
+from nondet.sampling.schedule import SessionLog, parts_of, scheduled, session_figures
 from nondet.vllm import ENABLED, OWN, WRITTEN
 
 # implementation -> vLLM's own flag, the plugin's
@@ -98,7 +98,7 @@ class Played(NamedTuple):
     answers: dict[str, tuple[list[int], list[float] | None, str, int]]  # ids, logprobs, finish, cached prompt tokens
     steps: list[dict[str, int]]  # the tokens that each request had in a step
     seconds: float
-    preempted: int  # preemptions
+    preempted: list[str]  # the request of each preemption
     page: int = 0  # tokens in a page of its cache
     graphs: bool = False  # whether its steps may run as CUDA graphs
 
@@ -112,7 +112,8 @@ def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: li
     waiting = sorted(requests, key=lambda r: r.arrival_step)
     answers: dict[str, tuple[list[int], list[float] | None, str, int]] = {}
     steps: list[dict[str, int]] = []
-    preempted, step, began = 0, 0, time.perf_counter()
+    preempted: list[str] = []
+    step, began = 0, time.perf_counter()
     while waiting or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests():
             step = max(step, waiting[0].arrival_step)
@@ -140,7 +141,7 @@ def play(engine: Any, requests: Sequence[Request], eos: Sequence[int], taken: li
                 finish = "eos" if one.finish_reason == "stop" else "length"
                 answers[done.request_id] = (ids, logprobs, finish, int(done.num_cached_tokens or 0))
         steps.append({name: count for out in taken for name, count in out.num_scheduled_tokens.items()})
-        preempted += sum(len(out.preempted_req_ids or ()) for out in taken)
+        preempted += [name for out in taken for name in out.preempted_req_ids or ()]
         step += 1
     config = getattr(engine, "vllm_config", None)
     page = config.cache_config.block_size if config else 0
@@ -269,7 +270,7 @@ class VllmEngine:
         for name, count in self._covered.items():
             note(name, count)
         cached = sum(tokens for *_, tokens in played.answers.values())
-        for name, count in (("cached prompt tokens", cached), ("preemptions", played.preempted)):
+        for name, count in (("cached prompt tokens", cached), ("preemptions", len(played.preempted))):
             if count:
                 note(f"vLLM's {name}", count)
         session = session_of(played, requests)
@@ -354,46 +355,25 @@ def _coverage(path: Path) -> Counter[str]:
 
 
 def session_of(played: Played, requests: Sequence[Request]) -> Session:
-    """The round as nondet records one: the batch of every step is the sum over the requests in it."""
-    totals = [sum(step.values()) for step in played.steps]
+    """The round as nondet records one, with the figures of `session_figures` as far as vLLM reports what they count."""
+    log = SessionLog({}, page=played.page, graphs=played.graphs, preempted=played.preempted)
+    first = {name: cached for name, (*_, cached) in played.answers.items()}  # position that is computed next
+    for number, step in enumerate(played.steps):
+        log.packs[number] = tuple(Span(name, first.get(name, 0), rows, True) for name, rows in step.items())
+        first |= {span.request: span.first + span.rows for span in log.packs[number]}
     outcomes = []
     for request in requests:
         if request.id not in played.answers:
             outcomes.append(Outcome(request, reason="vLLM gave no answer"))
             continue
         ids, logprobs, finish, _ = played.answers[request.id]
-        met = [(i, step[request.id]) for i, step in enumerate(played.steps) if step.get(request.id)]
-        batches = [totals[i] for i, _ in met]
-        outcomes.append(
-            Outcome(
-                request,
-                token_ids=ids,
-                logprobs=struct.pack(f"<{len(logprobs)}f", *logprobs) if logprobs else b"",
-                finish=finish,
-                schedule=run_lengths(met),
-                batch_min=min(batches, default=0),
-                batch_max=max(batches, default=0),
-            )
-        )
-    tokens = sum(len(o.token_ids) for o in outcomes)
-    figures = _figures(played, outcomes, max(totals, default=0))
-    return Session(outcomes=outcomes, steps=len(totals), tokens=tokens, seconds=played.seconds, figures=figures)
-
-
-def _figures(played: Played, outcomes: Sequence[Outcome], most: int) -> dict[str, int]:
-    """As `nondet.sampling.schedule.session_figures`, as far as vLLM reports it. Preempted: the first pieces."""
-    figures = {"page": played.page, "graphs": int(played.graphs), "step_most": most, "preempted": played.preempted}
-    figures |= dict.fromkeys(("cached", "hits", "piece_most", "in_pieces"), 0)
-    for outcome in outcomes:
-        request = outcome.request
-        cached = played.answers[request.id][3] if request.id in played.answers else 0
-        left, pieces = len(request.prompt) - cached, []
-        for count in (step[request.id] for step in played.steps if step.get(request.id)):
-            if left > 0:
-                pieces.append(min(count, left))
-                left -= count
-        figures["cached"] += cached
-        figures["piece_most"] = max([figures["piece_most"], *pieces])
-        figures["hits"] += request.target and cached > 0
-        figures["in_pieces"] += request.target and len(pieces) > 1
-    return figures
+        packed = struct.pack(f"<{len(logprobs)}f", *logprobs) if logprobs else b""
+        outcomes.append(Outcome(request, token_ids=ids, logprobs=packed, finish=finish))
+    parts = parts_of(log.packs)
+    return Session(
+        outcomes=scheduled(outcomes, parts, log),
+        steps=len(played.steps),
+        tokens=sum(len(o.token_ids) for o in outcomes),
+        seconds=played.seconds,
+        figures=session_figures(outcomes, log, parts),
+    )

@@ -187,12 +187,10 @@ def _quantized_by_vllm(
     if blocks:
         from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
-        q, left = per_token_group_quant_fp8(rows, BLOCK, use_ue8m0=False)
-    else:
-        from vllm._custom_ops import scaled_fp8_quant
+        return per_token_group_quant_fp8(rows, BLOCK, use_ue8m0=False)
+    from vllm._custom_ops import scaled_fp8_quant
 
-        q, left = scaled_fp8_quant(rows, static, scale_ub=limit, use_per_token_if_dynamic=static is None)
-    return q, left
+    return scaled_fp8_quant(rows, static, scale_ub=limit, use_per_token_if_dynamic=static is None)
 
 
 def own_product(x: torch.Tensor, weight: torch.Tensor, width: int, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -275,7 +273,8 @@ def first_size_that_differs(
             drawn = inputs.make(kind, (most, width), dtype, device, inputs.generator(1, device))
             whole[kind] = (drawn, compute(drawn))
         for rows in counts:
-            claim = Claim("own kernel", f"M={rows} of {most}", partial(_from, compute, rows))
+            part = partial(lambda n, x, _large, start: compute(x[start : start + n].clone()), rows)
+            claim = Claim("own kernel", f"M={rows} of {most}", part)
             starts = [(kind, start) for kind in PROBED_KINDS for start in sorted({0, most - rows})]
             cases = ((f"{kind} from row {start}", (*whole[kind], start)) for kind, start in starts)
             known = prove([claim], lambda x, large, start, n=rows: large[start : start + n], cases, kept)[0]
@@ -327,12 +326,6 @@ def first_sum_that_differs(
     return first_size_that_differs(summed, width, dtype, device, counts)
 
 
-def _from(
-    compute: Callable[[torch.Tensor], torch.Tensor], rows: int, x: torch.Tensor, large: torch.Tensor, start: int
-) -> torch.Tensor:
-    return compute(x[start : start + rows].clone())
-
-
 class OwnMethod:
     """Replaces a quantized layer's method: calls that method in an operator and at certified row counts, at most
     `most`. The parameter `weight` identifies the layer; `width` is the result's."""
@@ -363,6 +356,11 @@ def keep_own(layer: Any, dtype: torch.dtype, counts: Sequence[int]) -> None:
     _owners[weight.data_ptr()] = layer
     vars(layer).pop("input_quant_key", None)  # else a kernel before it would pass it quantized numbers
     layer.quant_method = OwnMethod(method, name, made.shape[-1], counts[-1])
+
+
+def bias_of(layer: Any) -> Any:
+    """The bias that a layer's product adds; None where its caller does, or where there is none."""
+    return None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
 
 
 def width_of(layer: Any) -> int:
@@ -431,8 +429,7 @@ def replace_scaled(
     Raises NotImplementedError: no member is proven here, or the whole has different bits at some number of rows."""
     scales, weight = _scales_of(layer), layer.weight.data
     scales = scales.t() if _in_blocks(weight) else scales.reshape(1, -1).expand(1, weight.shape[1])
-    bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-    given = (weight, scales.contiguous(), *(getattr(layer, name, None) for name in _GIVEN), bias)
+    given = (weight, scales.contiguous(), *(getattr(layer, name, None) for name in _GIVEN), bias_of(layer))
     key = ("scaled", *((x.shape, x.stride()) if x is not None else None for x in given))
 
     def prove_all() -> None:

@@ -36,57 +36,46 @@ _BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"  # 1: no torch.compile. From 0.31 on
 _STOCK = "Unset NONDET_BATCH_INVARIANT to run vLLM as it is."
 
 
-class Patched(NamedTuple):
-    """A function of vLLM that the plugin replaces or relies on: "module:attribute", and its parameters' names."""
-
-    path: str
-    takes: str
-
-
 _LAYERS = "vllm.model_executor.layers"
 _NORMS = ("RMSNorm", "GemmaRMSNorm")
 _APPLY = f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply"
 _ROUTING = f"{_LAYERS}.fused_moe.router.fused_topk_router:FusedTopKRouter._compute_routing"
+_REGISTER = "vllm.utils.torch_utils:direct_register_custom_op"
 _SUM = "vllm.distributed.parallel_state:GroupCoordinator._all_reduce_out_place"
 _OURS = "_nondet_proven"  # set on a router and on a layer of experts that nondet's kernels compute
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 SHAPE = f"{_FLASH}:FlashAttentionBackend.get_kv_cache_shape"
-PATCHED = (
-    Patched(f"{_LAYERS}.linear:UnquantizedLinearMethod.apply", "self layer x bias"),
-    Patched(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "self layer x bias"),
-    Patched(_APPLY, "self layer x topk_weights topk_ids shared_experts shared_experts_input"),
-    Patched(_ROUTING, "self hidden_states router_logits indices_type input_ids"),
-    Patched(
-        "vllm.utils.torch_utils:direct_register_custom_op",
-        "op_name op_func mutates_args fake_impl target_lib dispatch_key tags",
-    ),
-    *(Patched(f"{_LAYERS}.layernorm:{n}.forward_{by}", "self x residual") for n in _NORMS for by in ("native", "cuda")),
-    Patched(f"{_LAYERS}.activation:SiluAndMul.forward_cuda", "self x"),
-    Patched("vllm.v1.attention.backends.registry:register_backend", "backend class_path is_mamba"),
-    Patched(SHAPE, "num_blocks block_size num_kv_heads head_size cache_dtype_str"),
-    Patched(f"{_FLASH}:FlashAttentionMetadataBuilder.__init__", "self kv_cache_spec layer_names vllm_config device"),
-    Patched(f"{_FLASH}:FlashAttentionMetadataBuilder.build", "self common_prefix_len common_attn_metadata fast_build"),
-    Patched(
-        f"{_FLASH}:FlashAttentionImpl.__init__",
-        "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
-        "attn_type kv_sharing_target_layer_name sinks",
-    ),
-    Patched(
-        f"{_FLASH}:FlashAttentionImpl.forward",
-        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
-    ),
-    Patched(f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update", "self layer key value kv_cache slot_mapping"),
-    Patched("vllm.engine.arg_utils:EngineArgs.create_engine_config", "self usage_context headless"),
-    Patched(_SUM, "self input_"),
-    Patched("vllm.v1.worker.gpu_worker:Worker.load_model", "self load_dummy_weights"),
-    Patched("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", "self"),
-    Patched("vllm.v1.worker.gpu_worker:Worker.reload_weights", "self args kwargs"),
-    Patched("vllm.v1.worker.gpu_worker:Worker.update_weights", "self update_info"),
-    Patched("vllm.v1.worker.gpu_worker:Worker.sleep", "self level"),
-    Patched("vllm.v1.worker.gpu_worker:Worker.add_lora", "self lora_request"),
-)
-# Where a missing hook is in later versions: from 0.29 on a backend is queried for a layout, and gives no shape.
-MOVED = {SHAPE: Patched("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+# functions of vLLM that the plugin replaces or relies on, "module:attribute", and their parameters' names
+PATCHED = {
+    f"{_LAYERS}.linear:UnquantizedLinearMethod.apply": "self layer x bias",
+    f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply": "self layer x bias",
+    _APPLY: "self layer x topk_weights topk_ids shared_experts shared_experts_input",
+    _ROUTING: "self hidden_states router_logits indices_type input_ids",
+    _REGISTER: "op_name op_func mutates_args fake_impl target_lib dispatch_key tags",
+    **{f"{_LAYERS}.layernorm:{n}.forward_{by}": "self x residual" for n in _NORMS for by in ("native", "cuda")},
+    f"{_LAYERS}.activation:SiluAndMul.forward_cuda": "self x",
+    "vllm.v1.attention.backends.registry:register_backend": "backend class_path is_mamba",
+    SHAPE: "num_blocks block_size num_kv_heads head_size cache_dtype_str",
+    f"{_FLASH}:FlashAttentionMetadataBuilder.__init__": "self kv_cache_spec layer_names vllm_config device",
+    f"{_FLASH}:FlashAttentionMetadataBuilder.build": "self common_prefix_len common_attn_metadata fast_build",
+    f"{_FLASH}:FlashAttentionImpl.__init__": "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window "
+    "kv_cache_dtype logits_soft_cap attn_type kv_sharing_target_layer_name sinks",
+    f"{_FLASH}:FlashAttentionImpl.forward": "self layer query key value kv_cache attn_metadata output output_scale "
+    "output_block_scale",
+    f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update": "self layer key value kv_cache slot_mapping",
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config": "self usage_context headless",
+    _SUM: "self input_",
+    f"{_WORKER}.load_model": "self load_dummy_weights",
+    f"{_WORKER}.compile_or_warm_up_model": "self",
+    f"{_WORKER}.reload_weights": "self args kwargs",
+    f"{_WORKER}.update_weights": "self update_info",
+    f"{_WORKER}.sleep": "self level",
+    f"{_WORKER}.add_lora": "self lora_request",
+}
+# Where a missing hook is in later versions, and its parameters: from 0.29 on a backend is queried for a layout, and
+# gives no shape.
+MOVED = {SHAPE: ("vllm.v1.attention.backend:AttentionBackend.supported_kv_cache_layouts", "cls")}
 _HOOK = "_of_nondet"
 _NOT_COVERED = ("reload_weights", "update_weights", "sleep", "add_lora")  # calls of a worker
 REGISTERED: list[int] = []  # the process that has registered: a fork inherits the patches, and patches nothing again
@@ -184,7 +173,7 @@ def check_patched() -> dict[str, Any]:
     import vllm
 
     found = {}
-    for path, takes in PATCHED:
+    for path, takes in PATCHED.items():
         try:
             try:
                 found[path] = object_at(path)
@@ -234,7 +223,7 @@ def _install(found: Mapping[str, Any]) -> None:
 
     for name, (compute, shape) in operators.OPERATORS.items():
         if not hasattr(torch.ops.vllm, name):
-            found["vllm.utils.torch_utils:direct_register_custom_op"](name, compute, fake_impl=shape)
+            found[_REGISTER](name, compute, fake_impl=shape)
 
     def apply(self: Any, layer: Any, x: Any, bias: Any = None) -> Any:  # dynamo traces it and keeps the operator whole
         return torch.ops.vllm.nondet_product(x, layer.weight, bias)
@@ -255,7 +244,7 @@ def _install(found: Mapping[str, Any]) -> None:
     registry = object_at("vllm.v1.attention.backends.registry:AttentionBackendEnum")
     found["vllm.v1.attention.backends.registry:register_backend"](registry.CUSTOM, _BACKEND)
     _before_configuration(found["vllm.engine.arg_utils:EngineArgs.create_engine_config"])
-    _around_start(*(found[f"vllm.v1.worker.gpu_worker:Worker.{n}"] for n in ("load_model", "compile_or_warm_up_model")))
+    _around_start(*(found[f"{_WORKER}.{name}"] for name in ("load_model", "compile_or_warm_up_model")))
 
 
 def install_norms() -> None:
@@ -334,12 +323,11 @@ def _before_configuration(original: Callable[..., Any]) -> None:
             graph_prefill(config.compilation_config, config.scheduler_config.max_num_batched_tokens)
         return config
 
-    create_engine_config.__doc__ = original.__doc__
     object_at("vllm.engine.arg_utils:EngineArgs").create_engine_config = create_engine_config
 
 
 def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None:
-    worker = object_at("vllm.v1.worker.gpu_worker:Worker")
+    worker = object_at(_WORKER)
 
     def load_model(self: Any, *, load_dummy_weights: bool = False) -> None:
         load(self, load_dummy_weights=load_dummy_weights)
@@ -351,17 +339,13 @@ def _around_start(load: Callable[..., Any], warm_up: Callable[..., Any]) -> None
         check_all_ran(self.model_runner.get_model(), getattr(self, "of_nondet", ()))
         return done
 
-    load_model.__doc__, compile_or_warm_up_model.__doc__ = load.__doc__, warm_up.__doc__
     worker.load_model, worker.compile_or_warm_up_model = load_model, compile_or_warm_up_model
-    for name in _NOT_COVERED:
-        setattr(worker, name, _uncovered(name))
 
-
-def _uncovered(name: str) -> Callable[..., None]:
-    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
+    def refused(name: str, *_args: Any, **_options: Any) -> None:
         raise UserError(f"{name} is not covered by nondet's batch invariance", f"Restart the engine. {_STOCK}")
 
-    return refused
+    for name in _NOT_COVERED:
+        setattr(worker, name, partial(refused, name))
 
 
 # The configuration.
@@ -426,11 +410,9 @@ def sizes_given(arguments: Any) -> bool:
 
 def graph_prefill(compilation: Any, tokens: int) -> None:
     """Let vLLM capture its graphs between attentions also for steps with prompts in them, up to `_GRAPHED_TO` tokens.
-
     vLLM stops at 512, where its own launches cost little compared with a step's work. Ours start in Python, so with a
     small model such a step waited for them. Sizes are `_GRAPH_STEP` apart, the largest step, of `tokens`, among them;
-    none without CUDA graphs in vLLM's `compilation` configuration.
-    """
+    none without CUDA graphs in vLLM's `compilation` configuration."""
     sizes = compilation.cudagraph_capture_sizes
     if not sizes:
         return
@@ -654,12 +636,10 @@ def config_standings(config: Any, counts: Sequence[int] = ()) -> Iterator[Standi
 
 
 def _of_ranks(config: Any, ranks: int, counts: Sequence[int]) -> tuple[str, str]:
-    """(standing, why) of vLLM's sum over ranks, at the row counts to which it is padded; all else is copied.
-
-    Two ranks are tested as well: two numbers have one sum, but it may be sent in fewer bits. Raises UserError, even
-    with NONDET_ALLOW_AT_RISK=1, if the sum failed, perhaps on this rank only: else two ranks could wait for each
-    other, or add what does not belong together.
-    """
+    """(standing, why) of vLLM's sum over ranks, at the row counts to which it is padded; all else is copied. Two ranks
+    are tested as well: two numbers have one sum, but it may be sent in fewer bits. Raises UserError, even with
+    NONDET_ALLOW_AT_RISK=1, if the sum failed, perhaps on this rank only: else two ranks could wait for each other, or
+    add what does not belong together."""
     from nondet.vllm.operators import first_sum_that_differs
 
     graphs, model = limits_of(config)[0], config.model_config
@@ -711,34 +691,30 @@ def rows_of(layer: Any, counts: Sequence[int], requests: int) -> Sequence[int]:
     """The numbers of rows that a layer can get: a head has one row per request."""
     from nondet.vllm.operators import padded_rows
 
-    return (
-        [m for m in counts if m <= padded_rows(requests)] if "VocabParallelEmbedding" in _ancestors(layer) else counts
-    )
+    most = padded_rows(requests) if "VocabParallelEmbedding" in _ancestors(layer) else max(counts, default=0)
+    return [m for m in counts if m <= most]
 
 
 def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], Standing]:
     """A function that tests a layer's own kernel, a product's or a norm's, at `counts` or at all numbers of rows that a
     step can have; layers of one kind and shape once."""
-    from nondet.vllm.operators import first_size_that_differs, width_of
+    from nondet.vllm.operators import bias_of, first_size_that_differs, width_of
 
     _, tokens, requests = limits_of(config)
     known: dict[str, tuple[str, str]] = {}
 
     def tested(layer: Any, sizes: Sequence[int]) -> tuple[str, str]:
-        bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         method: Any = getattr(layer, "quant_method", None)
 
         def compute(x: Any) -> Any:
-            return method.apply(layer, x, bias)
+            return method.apply(layer, x, bias_of(layer))
 
+        dtype, failed = config.model_config.dtype, None
         try:
             parameter = next(layer.parameters())
-            forms = [(compute, width_of(layer))] if method is not None else [*_forms_of_norm(layer, parameter, config)]
-            failed = None
+            forms = [(compute, width_of(layer))] if method is not None else _forms_of_norm(layer, parameter, config)
             for form, width in forms:
-                failed = failed or first_size_that_differs(
-                    form, width, config.model_config.dtype, parameter.device, sizes
-                )
+                failed = failed or first_size_that_differs(form, width, dtype, parameter.device, sizes)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, it is not proven
             return AT_RISK, f"its kernel could not be tested: {one_line(str(error), 120) or type(error).__name__}"
         if failed is not None:
@@ -751,9 +727,8 @@ def own_kernel(config: Any, counts: Sequence[int] = ()) -> Callable[[str, Any], 
         method = type(quantized or layer)
         shapes = " ".join(f"{n}{list(p.shape)}{p.dtype}" for n, p in layer.named_parameters())
         inside = {**(vars(quantized) if quantized else {}), "scheme": getattr(layer, "scheme", None)}
-        parts = " ".join(
-            f"{n}:{v if isinstance(v, int | str) else type(v).__name__}" for n, v in sorted(inside.items())
-        )
+        plain = {n: v if isinstance(v, int | str) else type(v).__name__ for n, v in inside.items()}
+        parts = " ".join(f"{n}:{v}" for n, v in sorted(plain.items()))
         sizes = rows_of(layer, counts, requests) or range(1, tokens + 1)
         words = f"{method.__qualname__} {parts} {shapes} {sizes[-1]}"
         if words not in known:
@@ -783,7 +758,7 @@ def _prove(
     elif standing.standing == REPLACED and "MoERunner" in _ancestors(module):
         setattr(module.router, _OURS, True)
     elif standing.why == PRODUCTS and weight is not None and weight.is_cuda:
-        bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+        bias = operators.bias_of(module)
         key = (weight.shape, weight.stride(), weight.dtype, bias is None)
         if key not in seen:
             seen[key] = operators.certify_product(weight, bias, rows_of(module, counts, requests))
@@ -829,12 +804,10 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
 
 
 def check_all_ran(model: Any, found: Sequence[Standing]) -> None:
-    """Check that vLLM's runs at start, its compiled model and graphs included, called our operators.
-
-    Products, norms, experts and kept kernels are recognized by their weights. Not checked: attention, tables of
-    embeddings and heads, and Gemma's norms, whose weight is recomputed at each call. Raises UserError: a layer that no
-    operator ran with, for example because vLLM put another kernel there, and NONDET_ALLOW_AT_RISK is not 1.
-    """
+    """Check that vLLM's runs at start, its compiled model and graphs included, called our operators. Products, norms,
+    experts and kept kernels are recognized by their weights. Not checked: attention, tables of embeddings and heads,
+    and Gemma's norms, whose weight is recomputed at each call. Raises UserError: a layer that no operator ran with, for
+    example because vLLM put another kernel there, and NONDET_ALLOW_AT_RISK is not 1."""
     from nondet.vllm import operators
 
     modules, weights = dict(model.named_modules()), {}
@@ -878,8 +851,7 @@ def _kept_or_scaled(
             why = one_line(str(error), 120) or type(error).__name__
         if why:
             return standing._replace(standing=AT_RISK, why=f"{standing.why}; not replaced: {why}")
-        replaced = config.additional_config.setdefault("nondet_scaled", [])  # a graph with its own kernel is another
-        replaced.append(name)
+        config.additional_config.setdefault("nondet_scaled", []).append(name)  # a graph with its own kernel is another
         return standing._replace(standing=REPLACED, why=_SCALED)
 
     return judged
@@ -891,11 +863,10 @@ def _report(found: Sequence[Standing], config: Any, seen: Mapping[Any, Any], ran
     risky = [one for one in grouped(found) if one.standing == AT_RISK]
     for one in risky[:20]:
         log(f"at risk: {one.first} ({one.kind}): {one.why}.")
-    allowed = os.environ.get(ALLOWED) == "1"
     path = write_coverage(found, config, seen, rank)
     if path is not None:
         log(f"coverage: nondet report {path}")
-    if risky and not allowed:
+    if risky and os.environ.get(ALLOWED) != "1":
         what = f"{kinds[AT_RISK]} layers are at risk, the first {risky[0].first} ({risky[0].kind}): {risky[0].why}"
         raise UserError(what, f"Set {ALLOWED}=1 to start all the same. {_STOCK}")
 

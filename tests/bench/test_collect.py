@@ -57,7 +57,6 @@ def cases() -> list[BenchCase]:
 
 
 def test_a_run_has_limits_bits_and_cells(calls: dict[str, Any], watch: PerfCounter) -> None:
-    """Every planned record comes, in order, with samples of every replay and what ran."""
     calls["mine"] = stock.linear
     records = list(collect(cases(), IMPLS, "cpu", 0, watch))
     assert [r.key for r in records] == planned_keys(cases(), IMPLS, "cpu")
@@ -72,7 +71,6 @@ def test_a_run_has_limits_bits_and_cells(calls: dict[str, Any], watch: PerfCount
 
 
 def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: PerfCounter) -> None:
-    """A kernel that raises costs its own figures and nobody else's; its reason is kept, without markup or newlines."""
 
     def broken(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 4:
@@ -111,7 +109,6 @@ def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: Pe
 
 
 def test_what_is_not_the_operator_is_not_timed(calls: dict[str, Any], watch: PerfCounter) -> None:
-    """A kernel that computes nothing, or something else, gets a reason instead of a ratio; stock keeps its figures."""
     for calls["mine"], said in [
         (lambda x, w: None, "returned NoneType"),
         (lambda x, w: (x @ w.T)[:, :-1], "where stock returns float32 [1, 16]"),
@@ -153,7 +150,6 @@ def test_bits_tell_one_class_from_two() -> None:
 
 
 def test_bits_of_attention_join_decode_and_prefill() -> None:
-    """The last query by itself, beside others and in its prefill: what treats them in two ways has two classes."""
     group = groups_of(plan_cases(["attention"], Sizes(m=(1, 3), k=24), "cpu", None))[0]
     found = bits_row(group, "mine", lambda q, k, v: torch.zeros_like(q) + (q.shape[2] > 1), "cpu", 0)
     assert found.values == ["decode B=1", "decode B=3", "prefill"]
@@ -167,7 +163,6 @@ def test_bits_of_attention_join_decode_and_prefill() -> None:
 
 
 def test_kernels_go_to_their_cells() -> None:
-    """The profiler's names are found by M, by batch and for a prefill; a cell that was not profiled has none."""
     sizes = plan_cases(["linear"], Sizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
     found = row(values=[1, 8], kernels=[["gemv"], ["gemm"]])
     assert [kernels_at(found, case) for case in sizes] == [["gemv"], ["gemm"], []]
@@ -181,7 +176,6 @@ SMALL = ("--device", "cpu", "--m", "1", "--m", "16", "--n", "64", "--k", "64")
 
 @pytest.mark.nightly
 def test_sums_and_layers_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cell has times of all its implementations, and what claims one class of bits has one."""
     monkeypatch.chdir(tmp_path)
     command = ["bench", "all-reduce", "row-parallel", *SMALL, "--quiet", "--out", "r.jsonl"]
     assert main([*command, "--report", "r.md"]) == 0
@@ -209,7 +203,6 @@ def test_sums_and_layers_over_two_ranks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_rank_that_dies_is_an_error_in_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on to its end, with the reason in each entry."""
 
     class Dying:
         def call(self, *_: object, **__: object) -> list[object]:

@@ -22,7 +22,6 @@ def of(found: Cell, impl: str) -> Comparison:
 
 
 def test_the_best_stock_of_a_cell_is_the_baseline() -> None:
-    """The fastest backend of that very cell, not the default one, and never somebody else's kernel."""
     found = cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), timed("invariant", 8.0), timed("stocking", 1.0))
     assert getattr(best_stock(found), "impl", "") == "stock-cudnn"
     assert of(found, "invariant").ratio == pytest.approx(1.25)
@@ -36,7 +35,6 @@ def test_the_best_stock_of_a_cell_is_the_baseline() -> None:
 
 
 def test_an_interval_covers_the_noise_and_nothing_more() -> None:
-    """Samples within one percent give an interval within one percent; steady ones, of no width at all."""
     c = of(cell(1, timed("stock", 10.0), timed("invariant", 8.0)), "invariant")
     low, high = c.interval
     assert 1.23 < low <= 1.25 <= high < 1.27
@@ -49,10 +47,8 @@ def test_an_interval_covers_the_noise_and_nothing_more() -> None:
 
 
 def test_replays_are_compared_in_pairs() -> None:
-    """A machine that slows down half-way slows both: the ratio stays, and its interval stays narrow.
-
-    Of one kernel timed twice one median fell before a step of the clock, the other behind it (ratio 1.12).
-    """
+    """A machine that slows down half-way slows both: the ratio stays, and its interval stays narrow. Of one kernel
+    timed twice one median fell before a step of the clock, the other behind it (ratio 1.12)."""
     drift = [1.0 + 0.1 * i for i in range(11)]
     both = [timed(name, 2 * us, samples_us=[us * d for d in drift]) for name, us in (("stock", 10.0), ("mine", 7.5))]
     low, high = of(cell(1, *both), "mine").interval
@@ -64,7 +60,6 @@ def test_replays_are_compared_in_pairs() -> None:
 
 
 def test_the_limit_is_a_share_where_it_holds() -> None:
-    """Limit over time; a cell whose buffers stay in the cache is not held against memory's bandwidth."""
     cold = cell(1, timed("stock", 16.0))
     assert cold.limit_us is not None
     assert of(cold, "stock").share == pytest.approx(cold.limit_us / 16.0)
@@ -76,7 +71,6 @@ def test_the_limit_is_a_share_where_it_holds() -> None:
 
 
 def test_a_section_has_means_the_worst_and_the_slow() -> None:
-    """Geometric mean, its interval around it, the worst cell, and the count below 0.9."""
     cells = [cell(m, timed("stock", 10.0), timed("invariant", us)) for m, us in ((1, 5.0), (8, 20.0), (16, 10.0))]
     (section,) = sections(run_of(cells=cells))
     (summary,) = section.summaries
@@ -88,7 +82,6 @@ def test_a_section_has_means_the_worst_and_the_slow() -> None:
 
 
 def test_sections_keep_dtypes_apart_and_their_own_bits() -> None:
-    """One table for each section and dtype; the bits of a weight shape that was not timed in it are not its own."""
     run = bench_run()
     (section,) = sections(run)
     assert [(b.impl, b.one_class, b.groups) for b in section.bits] == [("stock", 0, 3), ("invariant", 3, 3)]
@@ -104,7 +97,6 @@ def test_sections_keep_dtypes_apart_and_their_own_bits() -> None:
 
 
 def test_failures_of_many_cells_are_one_line() -> None:
-    """The same reason in eleven cells is said once, with the first of them; another reason apart."""
     lost = {"status": Status.SKIPPED, "samples_us": [], "median_us": 0.0}
     cells = [cell(m, timed("stock", 1.0), timed("vllm", 0.0, reason="no kernel", **lost)) for m in (1, 2, 3)]
     cells.append(cell(4, timed("vllm", 0.0, reason="no memory", **lost)))
@@ -136,10 +128,6 @@ def elsewhere(other: Run, **fields: object) -> Run:
 
 
 def test_a_regression_is_named_and_nothing_else_is() -> None:
-    """A fifth in one cell is one line with both ratios, whatever the others do; so are 7% in each of five.
-
-    Equal, within the margins, faster, or no further than a noisy cell scatters is none.
-    """
     for new in [run(), run(1.03), run(0.5), run(1.08, only=64), run(1.12, only=8, scatter=0.3)]:
         assert check_runs(run(), new).regressions == ()
     (line,) = check_runs(run(), run(1.2, only=64)).regressions
@@ -175,7 +163,6 @@ def test_another_machine_is_not_judged_by_its_speed() -> None:
 
 
 def test_what_fails_now_is_a_regression() -> None:
-    """No time is worse than a bad one; what never had a time can't lose it."""
     nothing = Timed(impl="invariant", status=Status.ERROR, reason="RuntimeError: no tile")
     broken = run_of(cells=[cell(1, timed("stock", 10.0), nothing)])
     (line,) = check_runs(run(), broken).regressions
@@ -215,7 +202,6 @@ def test_a_coarse_check_sees_a_factor_and_no_less() -> None:
 
 
 def test_a_coarse_check_is_held_where_vector_instructions_are_the_same() -> None:
-    """Another CPU of the same kind excuses no factor of ten; other instructions or threads may, and that is said."""
     for there, judged in [
         ({"cpu": "another"}, True),
         ({"aten_cpu_capability": "AVX2"}, False),
@@ -238,7 +224,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_checks_of_ci_have_their_kept_runs() -> None:
-    """Every cell that CI times is in the run that it is held against, and any of them ten times slower shuts it."""
     script = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r'^"\$bin/(?:nondet" bench|python" scripts/host.py) (.+)$', script, re.MULTILINE)
     kernels, host = (line.split() for line in commands)  # of kernels, and of what a call costs the host

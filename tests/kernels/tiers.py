@@ -19,14 +19,14 @@ def at_length(*values: Any) -> list[Any]:
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.nightly) for v in values]
 
 
-def tiny(kind: str, how: dict[str, Any] | None = None, **own: Any) -> Any:
+def tiny(kind: str, how: dict[str, Any] | None = None, *, seed: int = 0, **own: Any) -> Any:
     """A transformers model of random weights, small unless `own` says otherwise; `how` it computes."""
     import transformers  # seconds, which most tests of kernels need not wait
 
     sizes = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
     ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(kind, **(sizes | ends | own))
     return transformers.AutoModelForCausalLM.from_config(config, **(how or {})).eval()
 

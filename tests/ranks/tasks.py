@@ -102,7 +102,8 @@ def proofs() -> dict[str, tuple[bool, str]]:
 
     sums.MEMBERS["backwards"] = backwards
     place = torch.device("cpu")
-    return {n: sums.prove(n, torch.float32, place, _world()) for n in ("exchange", "backwards")}
+    scattered = sums.prove_scatter("exchange", torch.bfloat16, place, _world())
+    return {n: sums.prove(n, torch.float32, place, _world()) for n in ("exchange", "backwards")} | {"shares": scattered}
 
 
 def summed_by_dtensor(x: torch.Tensor, scattered: bool) -> torch.Tensor:
@@ -115,38 +116,56 @@ def summed_by_dtensor(x: torch.Tensor, scattered: bool) -> torch.Tensor:
     return partial.redistribute(placements=[Shard(0) if scattered else Replicate()]).to_local()
 
 
-def all_reduce_under_a_block(compiled: bool) -> dict[str, object]:
-    """Forms of an all-reduce under batch_invariant(), those of compilers and DTensor too; and stock again after it."""
+def sums_under_a_block(collective: str, compiled: bool) -> dict[str, object]:
+    """Forms of a sum under batch_invariant(), those of compilers and DTensor too; and stock again after it."""
     import torch.distributed._functional_collectives as functional
 
-    x = drawn((33, 101), torch.float32, dist.get_rank())
-    stock, want = x.clone(), x.clone()
-    dist.all_reduce(stock)
+    rank, world, scattered = dist.get_rank(), dist.get_world_size(), collective == "reduce_scatter"
+    single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+    x = drawn((world * 6, 101), torch.float32, rank)
+    want = x.clone()
     sums.ordered_gather(want.view(-1), _world())
-    forms: dict[str, torch.Tensor] = {}
+    mine, want = (y.chunk(world)[rank] if scattered else y for y in (x, want))
+
+    def summed(given: torch.Tensor, out: Any = None, **how: Any) -> torch.Tensor:
+        """The sum of `given`, or this rank's share of its rows."""
+        out = (torch.empty_like(given.chunk(world)[0]) if scattered else given.clone()) if out is None else out
+        work = single(out, given, **how) if scattered else dist.all_reduce(out, **how)
+        if work is not None:
+            work.wait()
+        return out
+
+    stock, forms = summed(x), dict[str, torch.Tensor]()
     with batch_invariant() as block:
-        forms["in place"] = x.clone()
-        dist.all_reduce(forms["in place"])
-        forms["async"] = x.clone()
-        dist.all_reduce(forms["async"], async_op=True).wait()
+        forms = {"plain": summed(x), "async": summed(x, async_op=True)}
+        if scattered:
+            forms |= {"list": torch.empty(6, 101), "strided": torch.empty(101, 6).T}
+            for name in ("list", "strided"):
+                dist.reduce_scatter(forms[name], [part.contiguous() for part in x.clone().chunk(world)])
+        else:
+            forms["strided"] = summed(x, x.clone().T.contiguous().T)
+            both = [x.clone(), 3.0 * x]
+            dist.all_reduce_coalesced(both)
+            forms["coalesced"] = both[0]
         if compiled:
-            forms["functional"] = functional.wait_tensor(functional.all_reduce(x, "sum", _world()))
-            forms["dtensor"] = summed_by_dtensor(x, scattered=False)
-        forms["strided"] = x.clone().T.contiguous().T
-        dist.all_reduce(forms["strided"])
-        largest, counted = x.clone(), torch.ones(3, dtype=torch.int64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        dist.all_reduce(counted)
-        dist.all_reduce(x.clone(), op=dist.ReduceOp.PRODUCT)
-    after = x.clone()
-    dist.all_reduce(after)
+            forms["dtensor"] = summed_by_dtensor(x, scattered)
+            if scattered:
+                forms["functional"] = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))
+                several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
+                forms["coalesced"], forms["doubled"] = several[0] + 0.0, several[1] / 2.0
+            else:
+                forms["functional"] = functional.wait_tensor(functional.all_reduce(x, "sum", _world()))
+        largest = summed(x, op=dist.ReduceOp.MAX)
+        counted = summed(torch.ones(world, dtype=torch.int64))
+        summed(x, op=dist.ReduceOp.PRODUCT)
+    after = summed(x)
     with batch_invariant(["matmul"]) as other:
-        dist.all_reduce(x.clone())
+        summed(x)
     return {
-        "unlike the order": [name for name, y in forms.items() if not identical(y, want)],
+        "unlike the order": [name for name, y in forms.items() if not identical(y.contiguous(), want.contiguous())],
         "stock is unlike": not identical(stock, want),
         "afterwards": identical(after, stock),
-        "exact ones": bool(counted[0] == dist.get_world_size()) and bool((largest >= x).all()),
+        "exact ones": bool((counted == world).all()) and bool((largest >= mine).all()),
         "coverage": block.coverage().lines(),
         "another family": other.coverage().lines(),
     }
@@ -167,26 +186,6 @@ def row_parallel_parts(ranks: int) -> torch.Tensor:
     return row_parallel(x[:, part], weight[:, part].contiguous(), bias, group)
 
 
-def _frozen(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
-    return torch.nn.Parameter(drawn(shape, dtype, seed), requires_grad=False)
-
-
-class Toy(torch.nn.Module):
-    """Two layers as a decoder's: one cut along its columns, one along its rows, under the names of a plan."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
-        up, down = torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64)
-        up.weight, down.weight, down.bias = _frozen(256, 64, seed=50), _frozen(64, 256, seed=51), _frozen(64, seed=52)
-        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"up": up, "down": down})])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, 64] -> [M, 64]."""
-        layer = self.layers[0]
-        return layer["down"](layer["up"](x))
-
-
 class Wide(torch.nn.Module):
     """One layer that is cut along its columns, of a shape whose columns MKL shares out by their number."""
 
@@ -194,11 +193,10 @@ class Wide(torch.nn.Module):
         super().__init__()
         self.config = SimpleNamespace(base_model_tp_plan={"up": "colwise", "down": "rowwise"})
         self.up = torch.nn.Linear(depth, 384, bias=False)
-        self.up.weight = _frozen(384, depth, seed=60, dtype=torch.float32)
+        self.up.weight = torch.nn.Parameter(drawn((384, depth), torch.float32, 60), requires_grad=False)
         self.down = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, depth] -> [M, 384], or this rank's part of the columns."""
         out: torch.Tensor = self.up(x)
         return out
 
@@ -241,49 +239,6 @@ def many_sums(times: int) -> float:
     return last
 
 
-def reduce_scatter_under_a_block(compiled: bool) -> dict[str, object]:
-    """The same of a reduce-scatter, beside the same places of the sum in order."""
-    import torch.distributed._functional_collectives as functional
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    x = drawn((world * 6, 101), torch.float32, rank)
-    whole, stock = x.clone(), torch.empty(6, 101)
-    sums.ordered_gather(whole.view(-1), _world())
-    want = whole.chunk(world)[rank]
-    sums.stock_into(stock.view(-1), x.view(-1), _world())
-    single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    forms = {name: torch.empty(6, 101) for name in ("tensor", "list", "async", "strided")}
-    forms["strided"] = torch.empty(101, 6).T
-    with batch_invariant() as block:
-        single(forms["tensor"], x)
-        dist.reduce_scatter(forms["list"], list(x.clone().chunk(world)))
-        single(forms["async"], x, async_op=True).wait()
-        dist.reduce_scatter(forms["strided"], [part.contiguous() for part in x.chunk(world)])
-        if compiled:
-            forms["functional"] = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))
-            several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
-            forms["coalesced"], forms["doubled"] = several[0] + 0.0, several[1] / 2.0
-            forms["dtensor"] = summed_by_dtensor(x, scattered=True)
-        counted = torch.empty(1, dtype=torch.int64)
-        single(counted, torch.ones(world, dtype=torch.int64))
-        largest = torch.empty(6, 101)
-        single(largest, x, op=dist.ReduceOp.MAX)
-        single(torch.empty(6, 101), x, op=dist.ReduceOp.PRODUCT)
-        together = [x.clone(), 3.0 * x]
-        dist.all_reduce_coalesced(together)
-    with batch_invariant(["matmul"]) as other:
-        single(torch.empty(6, 101), x)
-    proven, _ = sums.prove_scatter("exchange", torch.bfloat16, torch.device("cpu"), _world())
-    return {
-        "unlike the order": [name for name, y in forms.items() if not identical(y.contiguous(), want.contiguous())],
-        "afterwards": identical(together[0], whole) and proven,
-        "stock is unlike": not identical(stock, want),
-        "exact ones": int(counted) == world and bool((largest >= x.chunk(world)[rank]).all()),
-        "coverage": block.coverage().lines(),
-        "another family": other.coverage().lines(),
-    }
-
-
 def other_ways_in() -> list[str]:
     """Coverage of collectives that go by another way than a sum under no_grad: inference mode, other reductions."""
     world = dist.get_world_size()
@@ -303,10 +258,8 @@ def other_ways_in() -> list[str]:
 
 
 def agreements_of_another_group(path: str) -> list[str]:
-    """Groups of two among the ranks, destroyed and made anew under the old names: the member that sums in each.
-
-    The second group of a name has a rank that was in the first and one that was not, and its sums are of two parts.
-    """
+    """Groups of two among the ranks, destroyed and made anew under the old names: the member that sums in each. The
+    second group of a name has a rank that was in the first and one that was not, and its sums are of two parts."""
     rank, world, names = dist.get_rank(), dist.get_world_size(), []
     ran: list[str] = []
     for number, pairs in enumerate((((0, 1), (2, 3)), ((1, 2), (3, 0)))):

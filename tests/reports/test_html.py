@@ -22,8 +22,6 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 class Page(HTMLParser):
     """Reads a page as a browser would: tags, attributes, visible text, scripts."""
 
-    # ruff: noqa: D102 - the methods are HTMLParser's own
-
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.tags: list[str] = []

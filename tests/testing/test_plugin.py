@@ -23,7 +23,6 @@ SMALL = {"operator": "linear", "m": 24, "k": 64, "n": 8, "inputs": ("order",), "
 
 
 def test_a_faulty_kernel_is_told_its_m_its_classes_and_its_first_mismatch() -> None:
-    """And how far apart they are, in which dtype, with both values in hex, and the command that goes on."""
     with pytest.raises(AssertionError) as error:
         assert_batch_invariant(toys.linear_splits_by_m, **SMALL)
     text = str(error.value)
@@ -62,7 +61,6 @@ def test_other_failures_have_their_own_words() -> None:
 
 
 def test_any_callable_over_its_batch_sizes() -> None:
-    """The generic form: the border is where the function changes its mind."""
     x = torch.rand(32, 1000, generator=torch.Generator().manual_seed(0))
     sizes = [1, 2, 7, 8, 9]
     assert_batch_invariant(toys.sum_sound, make_inputs=lambda size: x[:size], over=sizes)
@@ -75,7 +73,6 @@ def test_any_callable_over_its_batch_sizes() -> None:
 
 
 def test_runs_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
-    """One file an assertion, which every report reads: a sound kernel passes, and nothing else is said of it."""
     keep_runs_in(tmp_path)
     try:
         assert_batch_invariant(toys.linear_sound, **SMALL)
@@ -126,7 +123,6 @@ SMALL_PLAN = {"max_tokens": 5, "load": "others=2,targets=3,prompt=4-8,tokens=4-8
 
 
 def test_a_run_that_a_gate_would_not_open_on_fails() -> None:
-    """On divergence, and on too few loads; enough of them pass."""
     assert_open(loads(30))
     with pytest.raises(AssertionError, match=r"^Gate failed"):
         assert_open(loads(30, parted=[7]))
@@ -143,7 +139,6 @@ def test_an_engine_is_asked_in_process(tmp_path: Path) -> None:
 
 
 def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
-    """An honest one passes, one that depends on its batch fails at once."""
     with serving("vllm", token_s=0.001) as server:
         Endpoint(server.url, None, tmp_path).assert_batch_invariant("The following", **SMALL_PLAN)
     with (
@@ -153,10 +148,21 @@ def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
         Endpoint(server.url, None, tmp_path / "b").assert_batch_invariant("The following", **SMALL_PLAN)
 
 
-def test_without_a_server_its_test_is_skipped(pytester: pytest.Pytester) -> None:
-    """With the reason; the option's name is in it."""
-    pytester.makepyfile("def test_server(nondet_endpoint): assert False\ndef test_engine(nondet_engine): pass")
+def test_a_project_keeps_runs_and_without_a_server_its_test_is_skipped(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        "import torch\nfrom nondet.testing import assert_batch_invariant\n"
+        "def test_server(nondet_endpoint): assert False\ndef test_engine(nondet_engine): pass\n"
+        "def double(x): return x * 2\n"
+        "def test_double(): assert_batch_invariant(double, make_inputs=lambda n: torch.ones(n, 4), over=[1, 2])\n"
+    )
     installed = any(e.name == "nondet" for e in entry_points(group="pytest11"))  # then pytest has it already
-    result = pytester.runpytest_inprocess(*(() if installed else ("-p", "nondet.testing.plugin")), "-rs")
-    result.assert_outcomes(skipped=1, passed=1)
+    named = () if installed else ("-p", "nondet.testing.plugin")
+    try:
+        result = pytester.runpytest_inprocess(*named, "-rs", "--nondet-runs", "runs")
+    finally:
+        keep_runs_in(None)
+    result.assert_outcomes(skipped=1, passed=2)
     result.stdout.fnmatch_lines(["*needs a server: --nondet-endpoint URL*"])
+    assert len([*(pytester.path / "runs").iterdir()]) == 1

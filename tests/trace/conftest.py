@@ -12,22 +12,8 @@ from nondet.core.records import Control, Culprit, Record, Substitution, TraceVer
 from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.plan import Load, Request
 from nondet.trace.search import Arm, Pace, Search
+from tests.kernels.tiers import tiny
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -42,13 +28,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> Any:
-    """A random model of that architecture, for inference."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(name, **{**COMMON, **ARCHITECTURES[name], **more})
-    attention = "eager" if name == "gemma2" else "sdpa"
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    """A random model of that architecture, for inference, whose outputs differ with their batch."""
+    how = {"attn_implementation": "eager" if name == "gemma2" else "sdpa", "dtype": dtype}
+    own = {"vocab_size": 160, "max_position_embeddings": 256, "tie_word_embeddings": True, "initializer_range": 0.2}
+    return tiny(name, how, seed=seed, **(own | {"eos_token_id": 0, "pad_token_id": None} | ARCHITECTURES[name] | more))
 
 
 @dataclass
@@ -62,16 +45,13 @@ class Traced:
 
     @property
     def culprits(self) -> list[Culprit]:
-        """In the order found."""
         return [r for r in self.records if isinstance(r, Culprit)]
 
     @property
     def substitutions(self) -> list[Substitution]:
-        """In the order made."""
         return [r for r in self.records if isinstance(r, Substitution)]
 
     def control(self, name: str) -> Control:
-        """The control of that name."""
         return next(r for r in self.records if isinstance(r, Control) and r.name == name)
 
 
@@ -94,9 +74,6 @@ def arms_of(load: Load, *, prompt: int = 11, new: int = 8, seed: int = 0) -> tup
     return Arm("alone", alone.id, (alone,), load), Arm("in company", alone.id, requests, load)
 
 
-FOREVER = Pace()
-
-
 def trace(
     model: Any,
     load: Load = LOAD,
@@ -104,7 +81,7 @@ def trace(
     impl: str = "stock",
     arms: tuple[Arm, Arm] | None = None,
     records: list[Record] | None = None,
-    pace: Pace = FOREVER,
+    pace: Pace | None = None,
     sweeps: bool = True,
 ) -> Traced:
     """A whole trace."""
@@ -113,6 +90,6 @@ def trace(
     a, b = arms or arms_of(load)
     search = Search(
         TransformersEngine(model), model, a, b, impl=impl, choose=True, write=records.append,
-        say=said.append, sweeps=sweeps, pace=pace,
+        say=said.append, sweeps=sweeps, pace=pace or Pace(),
     )  # fmt: skip
     return Traced(search.run(), search, records, said)

@@ -28,7 +28,6 @@ def test_an_axis_counts_what_it_follows_in_every_step_seen() -> None:
 
 
 def test_a_position_sees_its_own_keys() -> None:
-    """Keys of a request follow one another in the pack: all so far, or the last cached ones of a window."""
     for window, columns, keys in [(None, range(4, 16), 4 + 13), (4, range(5, 9), 4 + 3 + 3)]:
         pack = (Span("a", 0, 4, True), Span("b", 10, 3, True))
         assert visible_keys(pack, "b", 11, window) == (columns, keys)
@@ -84,7 +83,6 @@ def test_a_shared_scale_is_responsible_and_what_reaches_no_row_is_not() -> None:
 
 
 def test_calls_of_one_arm_alone_are_listed() -> None:
-    """Another path in one arm: what matches is compared, what does not is told."""
     a, b = arms()
     b.events.insert(1, record(3, 1, [("cast", [torch.ones(3, 4)], [torch.ones(3, 4)])]).events[0])
     finding = first_responsible(a, b, [])
@@ -93,7 +91,6 @@ def test_calls_of_one_arm_alone_are_listed() -> None:
 
 
 def test_a_request_s_part_is_found_wherever_it_is() -> None:
-    """Its row and keys, or its row of the logits; None where this step predicts nothing for the request."""
     value = torch.arange(24.0).reshape(1, 2, 3, 4)
     part = select(value, ("", "", "tokens", "keys"), StepRecord(Sizes(3, 4, 1), 1, range(2, 4), 0))
     assert part is not None
@@ -118,8 +115,6 @@ def attention(tokens: int, query: torch.Tensor, keys: torch.Tensor, out: torch.T
 
 
 def test_heads_of_a_single_query_are_brought_into_one_form_and_nothing_else_is() -> None:
-    """[1, Hkv, Hq/Hkv, D] becomes [1, Hq, 1, D] in the same order, its mask by heads and its result too; several
-    queries do not, nor where no cache shows how many heads there are."""
     packed = torch.arange(float(HEADS * GROUP * WIDTH)).view(1, HEADS, GROUP, WIDTH)
     keys = torch.randn(1, HEADS, 5, WIDTH)
     event = list(canonical(attention(1, packed, keys, packed + 1, cached=True)))[-1]
@@ -136,7 +131,6 @@ def test_heads_of_a_single_query_are_brought_into_one_form_and_nothing_else_is()
 
 
 def test_repeated_keys_are_one_for_each_group_again() -> None:
-    """And where they are no repetition after all they stay as they are."""
     for repeated in [True, False]:
         keys = torch.randn(1, HEADS, 5, WIDTH)
         wide = keys.repeat_interleave(GROUP, 1)
@@ -156,7 +150,6 @@ def test_repeated_keys_are_one_for_each_group_again() -> None:
 
 
 def test_where_a_call_reads_is_no_input_of_what_it_reads() -> None:
-    """Places in a pack differ by their nature; the same integers given to any other call are inputs."""
     for call in ["Tensor.index_select", "embedding", "add"]:
         x = torch.ones(3, 4)
         a, b = (record(3, 0, [(call, [x, torch.tensor(at)], [x + at])]) for at in (0, 1))
@@ -171,8 +164,6 @@ def differing() -> list[StepRecord]:
 
 
 def test_what_decides_whether_inputs_are_equal() -> None:
-    """Weights are; a number that differs is none; a tensor that one arm alone has, or whose axes nobody knows, may be
-    anything: no claim is made, and the call is not counted as compared."""
     finding = first_responsible(*differing(), [])
     assert (finding.responsible is not None, finding.compared) == (True, 1)
     weighed, numbered, lacking, unknown = (differing() for _ in range(4))
@@ -194,7 +185,6 @@ def test_what_decides_whether_inputs_are_equal() -> None:
 
 
 def test_a_shared_result_is_followed_to_whom_it_reaches() -> None:
-    """By way of another shared one too; but only where both arms' call takes what this call gave."""
     for through in [True, False]:
         steps = []
         for x, row in both():

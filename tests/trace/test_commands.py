@@ -37,8 +37,6 @@ def trace(folder: Path, *more: str) -> int:
 def test_a_trace_leaves_records_reports_and_a_script_and_goes_on_where_it_was_stopped(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verdict in the run file and in both reports; --fail-on says 3. The script was run, and imports nothing of its
-    folder. Stopped with its last culprit on record, or with the first try: nothing doubled."""
     (tmp_path / "model.safetensors").write_bytes(b"a model's own")
     for name in ("json", "torch", "pathlib"):  # lying beside the script, they are not what it imports
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the folder was executed')\n")
@@ -71,7 +69,7 @@ def test_a_trace_leaves_records_reports_and_a_script_and_goes_on_where_it_was_st
         out.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
         with monkeypatch.context() as patch:
             if last >= culprits[-1]:
-                patch.setattr("nondet.trace.search.Search._compared", None)  # called, it would raise
+                patch.setattr("nondet.trace.search.first_responsible", None)  # called, it would raise
             assert trace(tiny_folder, "--out", str(out), "--resume") == 0
         again = read_run(out)
         assert again.complete
@@ -84,7 +82,6 @@ def test_a_trace_leaves_records_reports_and_a_script_and_goes_on_where_it_was_st
 
 
 def test_a_script_overwrites_nothing_unasked(run: Command, tmp_path: Path) -> None:
-    """The script or its inputs are there: refused before a model is loaded; a link with --force as well."""
     for name in ("model.py", "model.inputs.pt"):
         for link in (False, True):
             taken = tmp_path / name
@@ -99,7 +96,6 @@ def test_a_script_overwrites_nothing_unasked(run: Command, tmp_path: Path) -> No
 def test_recorded_completions_are_played_and_traced(
     sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run's own completions: again bit for bit, alone; and traced against themselves alone, up to the controls."""
     out = tmp_path / "replay.jsonl"
     capsys.readouterr()
     three = [word for number in range(3) for word in ("--request", f"t00000{number}")]
@@ -116,30 +112,9 @@ def test_recorded_completions_are_played_and_traced(
     assert control.sentence.endswith(": repeated, it is bit-identical to the record")
 
 
-def test_wrong_input_is_one_line(run: Command) -> None:
-    """What is wrong, before anything is measured: exit code 2, no traceback."""
-    for typed, said in [
-        ("--run r.jsonl", "--run goes with one --request"),
-        ("--impl both", "more than one implementation"),
-        ("--load graphs=on", "can't be traced"),
-        ("--max-tokens 100000", "exceed the model's context"),
-        ("--repro script.sh", "not a .py file"),
-        ("--run missing.jsonl --request t000000", "no run file"),
-        ("--replay --run missing.jsonl --request t000000", "no run file"),
-        ("--replay --run r.jsonl", "--replay needs --request"),
-        ("--solo", "--solo without --replay"),
-        ("--replay --run r.jsonl --request t1 --dtype float32", "--replay and --dtype"),
-    ]:
-        code, _, err = run("trace", *typed.split())
-        assert code == 2
-        assert said in err
-        assert "Traceback" not in err
-
-
 def test_what_a_run_lacks_is_one_line(
     sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that is not in it, a tape that is gone or broken, and another model's weights."""
     monkeypatch.chdir(tmp_path)
 
     def said(*arguments: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F_EXACT
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,10 +41,8 @@ def stock() -> Traced:
 
 @pytest.mark.parametrize("name", tiers(["llama", "qwen3_moe"], ARCHITECTURES))
 def test_float32_models_are_traced_to_a_cure(name: str, stock: Traced) -> None:
-    """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures.
-
-    With windows, soft caps and experts; chunked prefills beside decodes; page tables; every family is needed.
-    """
+    """Stock float32 products depend on M on every CPU: calls are named, and replacing their families cures. With
+    windows, soft caps and experts; chunked prefills beside decodes; page tables; every family is needed."""
     traced = stock if name == "llama" else trace(model_of(name))
     assert traced.verdict.finding == "batch-dependent"
     assert traced.verdict.families
@@ -67,21 +64,16 @@ def test_float32_models_are_traced_to_a_cure(name: str, stock: Traced) -> None:
 
 
 def test_a_trace_that_runs_out_of_time_says_what_it_did_not_ask() -> None:
-    """The first culprit is named, whatever is left; no cure is told, and that none is at hand isn't either."""
-    traced = trace(model_of("llama"), pace=Pace(lambda: 0.0), sweeps=False)
-    assert traced.verdict.finding == "batch-dependent"
-    assert [c.number for c in traced.culprits] == [1]
-    assert traced.culprits[0].call in CALLS
-    assert traced.verdict.families is None
+    traced = trace(model_of("llama"), pace=FIRST, sweeps=False)
+    assert (traced.verdict.finding, traced.verdict.families) == ("batch-dependent", None)
+    assert [c.call in CALLS for c in traced.culprits] == [True]
     assert not {"M", "keys", "substitution"} & {r.name for r in traced.culprits[0].replays}  # no sweeps were wanted
     assert not traced.substitutions
-    assert traced.search.late in traced.verdict.sentences
-    assert "for lack of time" in traced.search.late
+    assert "for lack of time" in traced.search.late in traced.verdict.sentences
     assert not any("no available set of replacements" in line for line in traced.verdict.sentences)
 
 
 def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
-    """A stock float32 product: no race, no leak, no wrong sum; its row alone has other bits."""
     culprit = next(c for c in stock.culprits if c.call == "linear")
     by_name = {r.name: r for r in culprit.replays}
     assert by_name["repeat"].status == by_name["values"].status == by_name["exact"].status == "identical"
@@ -100,7 +92,6 @@ def test_replays_of_a_product_say_that_the_shape_decides(stock: Traced) -> None:
 
 
 def test_a_clean_model_gives_no_culprit() -> None:
-    """Under the invariant kernels there is nothing to find, and the trace says what it tried."""
     traced = trace(model_of("qwen3"), impl="invariant")
     assert traced.verdict.finding == "no divergence observed"
     assert not traced.culprits
@@ -108,7 +99,6 @@ def test_a_clean_model_gives_no_culprit() -> None:
 
 
 def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
-    """The model is wrong before any batch is: said, and no verdict on batches."""
     model = model_of("llama")
     model.lm_head.weight.data.fill_(torch.nan)
     traced = trace(model)
@@ -120,7 +110,6 @@ def test_logits_that_are_no_numbers_are_nothing_to_trace() -> None:
 
 
 def test_with_prefix_sharing_the_donor_is_traced() -> None:
-    """Requests that share pages: what was not computed in the second arm is its donor's, and is looked for there."""
     load = replace(LOAD, targets=4, others=3, sharing=True, spread=12)
     traced = trace(model_of("llama"), load, arms=arms_of(load, prompt=17), sweeps=False, pace=FIRST)
     assert traced.verdict.finding == "batch-dependent"
@@ -178,7 +167,6 @@ class Planted(nn.Module):
         self.inner, self.weight, self.fault, self.calls, self.seen = inner, inner.weight, fault, 0, set[int]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
         return self.fault(self, x)
 
 
@@ -186,7 +174,6 @@ class Scalars(nn.Module):
     """An activation whose elements are computed one by one, and several at once where many rows come together."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any shape; the same."""
         if x.shape[-2] > 11:
             return F.silu(F.pad(x, (0, -x.shape[-1] % 64)))[..., : x.shape[-1]]
         return torch.cat([F.silu(part) for part in x.split(7, -1)], -1)
@@ -221,7 +208,6 @@ def named(culprit: Culprit) -> tuple[str, str]:
 def test_a_planted_fault_is_found(
     fault: Callable[..., torch.Tensor], call: str, replays: dict[str, str], said: str
 ) -> None:
-    """The module or the call is named, and the replays say what it follows."""
     traced = planted(fault) if fault is splits else planted(fault, sweeps=False, pace=FIRST)
     first, found = traced.culprits[0], {r.name: r for r in traced.culprits[0].replays}
     assert traced.verdict.finding == "batch-dependent"
@@ -246,7 +232,6 @@ class Float8Toy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Any:
-        """Of the two; it has no memory of its own."""
         made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)
         made.numbers, made.scale = numbers, scale
         return made
@@ -317,7 +302,6 @@ def test_the_next_responsible_call_is_named_and_a_cure_without_time_is_not_calle
 
 
 def test_a_call_that_its_replacement_does_not_reach_is_named_once() -> None:
-    """The replay promised a cure, the whole run parts at that very call: no second culprit, and no cure is told."""
     traced = planted(is_out_of_reach, "invariant:attention")
     (culprit,) = traced.culprits
     assert culprit.module == DOWN
@@ -327,7 +311,6 @@ def test_a_call_that_its_replacement_does_not_reach_is_named_once() -> None:
 
 
 def test_what_changes_from_run_to_run_is_no_batch_dependence() -> None:
-    """An arm that differs from itself, or only in its first session: run-to-run, and no gate opens."""
     for fault in (drifts, warms_up):
         traced = planted(fault)
         assert traced.verdict.finding == "run-to-run"
@@ -340,7 +323,6 @@ def test_what_changes_from_run_to_run_is_no_batch_dependence() -> None:
 
 
 def test_what_is_given_to_a_layer_from_outside_was_not_written_in_between() -> None:
-    """A rotary embedding whose cos follows the number of rows: no call of the layer computes it, and it is said so."""
     model = model_of("llama")
     rotary = model.model.rotary_emb
     plain = rotary.forward
@@ -352,7 +334,6 @@ def test_what_is_given_to_a_layer_from_outside_was_not_written_in_between() -> N
 
 
 def test_nothing_follows_from_replays_that_do_not_give_what_was_recorded() -> None:
-    """A product of 3 rows is held against another result: only the repetition, and what its cure would be, are said."""
     call = product(F.linear, torch.float32)
     recorded = call.run() + 1
     done = list(replays(call, call, call.run(), recorded, "linear"))
@@ -361,18 +342,15 @@ def test_nothing_follows_from_replays_that_do_not_give_what_was_recorded() -> No
 
 
 def test_memory_that_is_allocated_is_no_kernel() -> None:
-    """Of a call that allocates and fills only the filling is named."""
     assert operators_of(lambda: torch.empty(3).fill_(1.0)) == ["aten.fill_.Scalar"]
 
 
 def test_an_arm_that_dies_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine stops in the fine pass: the controls are on record, and the error says which arm."""
-    from nondet.trace import capture as fine
 
     def broken(*_: Any) -> None:
         raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr(fine.FineCapture, "_begin", broken)
+    monkeypatch.setattr("nondet.trace.capture.visible_keys", broken)  # which the fine pass calls
     records: list[Any] = []
     with pytest.raises(EngineStoppedError, match=r"arm solo: the engine stopped in step 1: .*a kernel failed"):
         trace(model_of("llama"), records=records)
@@ -392,7 +370,6 @@ def test_a_trace_sees_keys_that_the_kernel_would_read_in_place() -> None:
 
 
 def test_a_run_is_begun_only_where_the_longest_so_far_would_fit() -> None:
-    """By a clock made by hand: ten seconds a run, and what is left falls with it."""
     now = 0.0
     pace = Pace(lambda: 25.0 - now, lambda: now)
     for _ in range(2):
@@ -404,7 +381,6 @@ def test_a_run_is_begun_only_where_the_longest_so_far_would_fit() -> None:
 
 
 def test_the_request_whose_tokens_differ_is_taken_and_a_record_of_another_machine_is_said() -> None:
-    """Of the concurrent ones: one whose tokens differ before one whose logprobs do, and the first to differ."""
     load = replace(LOAD, targets=6, others=3)
     model = model_of("llama")
     alone, company = arms_of(load, new=6)
@@ -457,45 +433,37 @@ def attention(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> Reco
 
 def split(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """K in four parts, each rounded to the format: another order, and as right as the format allows."""
-    return sum((F_EXACT.linear(x[:, i::4], w[:, i::4]) for i in range(1, 4)), F_EXACT.linear(x[:, ::4], w[:, ::4]))
+    return sum((F.linear(x[:, i::4], w[:, i::4]) for i in range(1, 4)), F.linear(x[:, ::4], w[:, ::4]))
 
 
 # The faults below are of one kernel: the float64 one, which the oracle runs, is another and has none. A fault of every
 # dtype alike can't be seen this way, and the docstring of `exact` says so.
 def lost_tail(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """The last 40 of K are missing."""
-    return F_EXACT.linear(x, w) if x.dtype == torch.float64 else F_EXACT.linear(x[:, :-40], w[:, :-40])
-
-
-def flipped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A part of K has the wrong sign."""
-    sign = 1 if x.dtype == torch.float64 else -1
-    return F_EXACT.linear(x[:, :900], w[:, :900]) + sign * F_EXACT.linear(x[:, 900:], w[:, 900:])
+    return F.linear(x, w) if x.dtype == torch.float64 else F.linear(x[:, :-40], w[:, :-40])
 
 
 def lost_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The last block of keys counts in the sum of weights alone."""
     values = v if q.dtype == torch.float64 else torch.cat([v[:, :, :-32], v[:, :, -32:] * 0], 2)
-    return F_EXACT.scaled_dot_product_attention(q, k, values)
+    return F.scaled_dot_product_attention(q, k, values)
 
 
 def test_rounding_is_no_bug() -> None:
     """Whatever the order, and near zero, where the distance in ULP is in the thousands, and means nothing."""
     for dtype in [torch.bfloat16, torch.float16, torch.float32]:
-        assert exact(product(F_EXACT.linear, dtype), "linear").status == "identical"
+        assert exact(product(F.linear, dtype), "linear").status == "identical"
         if dtype != torch.float16:  # its sums of ones need 10 bits on the way, as every fp16 sum of 1,000 does
             assert exact(product(split, dtype), "linear").status == "identical"
-        mean = attention(F_EXACT.scaled_dot_product_attention, dtype)
+        mean = attention(F.scaled_dot_product_attention, dtype)
         assert exact(mean, "scaled_dot_product_attention").status == "identical"
 
 
 def test_a_wrong_sum_is_a_bug() -> None:
-    """What is lost or of the wrong sign is beyond rounding."""
     for dtype in [torch.bfloat16, torch.float32]:
-        for function in [lost_tail, flipped]:
-            replay = exact(product(function, dtype), "linear")
-            assert replay.status == "divergent"
-            assert "a bug" in replay.sentence
+        replay = exact(product(lost_tail, dtype), "linear")
+        assert replay.status == "divergent"
+        assert "a bug" in replay.sentence
     assert exact(attention(lost_keys, torch.bfloat16), "scaled_dot_product_attention").status == "divergent"
 
 
@@ -533,7 +501,7 @@ def tree_of(name: str, function: Callable[..., torch.Tensor]) -> Replay:
         keys, own = 0, range(0)
         if name == "mean":
             args, roles = (x,), {"0": ("tokens", ""), "out": ("tokens",)}
-        elif name == "scaled_dot_product_attention":
+        if name == "scaled_dot_product_attention":
             keys, own = 8 * rows, range(8 * row, 8 * row + 8)
             mask = torch.full((1, 1, rows, keys), -torch.inf)
             for i in range(rows):
@@ -571,7 +539,6 @@ TREES: dict[str, tuple[str, Callable[..., torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("name", tiers(("turned", "values", "digits", "coarser"), TREES))
 def test_a_trace_ends_with_the_trees_of_both_arms(name: str) -> None:
-    """A planted order is named in both arms; one order in other digits is not called another order."""
     operator, function, said = TREES[name]
     replay = tree_of(operator, function)
     assert said in replay.sentence

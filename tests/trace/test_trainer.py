@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from nondet.mismatch.figures import Logprobs
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Spec, score
 from nondet.sampling.model import LoadedModel, load_model
+from nondet.trace.capture import add_hooks
 from tests.build import tiers
 from tests.trace.conftest import model_of
 
@@ -65,25 +65,20 @@ class Planted(TorchFunctionMode):
     def watch(self, model: Any) -> ExitStack:
         """Follow which module is under way, in the trainer's mode alone."""
         stack = ExitStack()
-
-        def begin(path: str) -> Callable[..., None]:
-            def hook(module: Any, *_: Any) -> None:
-                if module.training:
-                    if not path:
-                        self._count.clear()
-                    self._path.append(path)
-
-            return hook
-
-        def end(module: Any, *_: Any) -> None:
-            if module.training:
-                self._path.pop()
-
         for path, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(begin(path)).remove)
-            stack.callback(module.register_forward_hook(end).remove)
+            add_hooks(stack, module, partial(self._begin, path), self._end)
         stack.enter_context(self)
         return stack
+
+    def _begin(self, path: str, module: Any, *_: Any) -> None:
+        if module.training:
+            if not path:
+                self._count.clear()
+            self._path.append(path)
+
+    def _end(self, module: Any, *_: Any) -> None:
+        if module.training:
+            self._path.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -116,7 +111,6 @@ def calls() -> list[tuple[Call, str]]:
 
 @pytest.mark.parametrize("seed", tiers(range(1), range(1, 20)))
 def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
-    """Drawn by seed over kinds of operators and their many calls, under each layout of the batch."""
     rng = random.Random(seed)  # noqa: S311 - a draw of tests
     names = sorted({call.name for call, _ in calls()})
     assert len(names) >= 6
@@ -137,7 +131,6 @@ def test_a_faulty_operator_in_the_trainer_is_named(seed: int) -> None:
 
 @pytest.mark.parametrize("layout", tiers([2], [0, 1, 3]))
 def test_a_sound_pair_has_no_place(layout: int) -> None:
-    """No bit of any token differs; asked all the same, no layer of any rollout does: only the formula is left."""
     values = trainer_logprobs(LAYOUTS[layout])
     bits = np.concatenate([rollout.sampler for rollout in drawn()]).view(np.uint32)
     assert (values.view(np.uint32) == bits).all()
@@ -147,7 +140,6 @@ def test_a_sound_pair_has_no_place(layout: int) -> None:
 
 @pytest.mark.parametrize("name", tiers(["mistral"], ["llama", "qwen3_moe"]))
 def test_windows_and_experts(name: str) -> None:
-    """Stock: a call is named, of a batch that is padded on the left; invariant: none is."""
 
     def encode(text: str) -> list[int]:
         return [3 + ord(c) % 150 for c in text]

@@ -36,7 +36,6 @@ class Attention(nn.Module):
         self.faulty = False
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Rows of all requests, one after the other."""
         out, start = torch.empty_like(query), 0
         for part in self.step:
             rows = slice(start, start + part.rows)
@@ -58,7 +57,6 @@ class Product(nn.Module):
         self.weight = nn.Parameter(torch.randn(out, inner) / inner**0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T."""
         return (x[:, None] * self.weight).sum(-1)
 
 
@@ -71,7 +69,6 @@ class Layer(nn.Module):
         self.split = False
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor) -> Any:
-        """As vLLM's layers: (hidden, residual)."""
         x = torch.relu(hidden + residual)
         q, k, v = self.proj(x).split(H, -1)
         out = self.attn(q + positions[:, None] * 0.01, k, v)
@@ -82,7 +79,6 @@ class LogitsProcessor(nn.Module):
     """By its name."""
 
     def forward(self, head: Product, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last rows."""
         return head(hidden / hidden.abs().amax(-1, keepdim=True))
 
 
@@ -96,7 +92,6 @@ class Model(nn.Module):
         self.head, self.logits_processor = Product(H, V), LogitsProcessor()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of all requests, one after the other."""
         hidden, residual = self.embed(input_ids), torch.zeros(len(input_ids), H)
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
@@ -104,10 +99,8 @@ class Model(nn.Module):
 
 
 class Engine:
-    """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four.
-
-    Its runner is vLLM's first, which keeps one batch, or its second, which makes one a step and sorts it.
-    """
+    """Plays requests as vLLM's process does: everybody's next tokens in one step, prompts in chunks of four. Its runner
+    is vLLM's first, which keeps one batch, or its second, which makes one a step and sorts it."""
 
     def __init__(self, second: bool = False) -> None:
         torch.manual_seed(0)
@@ -117,12 +110,10 @@ class Engine:
 
     @contextmanager
     def implementation(self, name: str) -> Iterator[Any]:
-        """What was asked for."""
         self.implementations.append(name)
         yield None
 
     def run(self, requests: Sequence[Request], load: Load, watcher: Any = None, **_: Any) -> Session:
-        """From an empty cache to everybody's last token."""
         texts = {r.id: list(r.prompt) for r in requests}
         done = dict.fromkeys(texts, 0)
         logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
@@ -186,7 +177,6 @@ def traced(engine: Engine) -> tuple[TraceVerdict, dict[str, Control], list[Culpr
 
 
 def test_nothing_is_named_where_nothing_differs() -> None:
-    """And what was compared is said."""
     for second in [False, True]:
         verdict, controls, culprits = traced(Engine(second))
         assert verdict.finding == "no divergence observed"
@@ -197,7 +187,6 @@ def test_nothing_is_named_where_nothing_differs() -> None:
 
 
 def test_attention_that_follows_its_step_is_named() -> None:
-    """From its fifth position on, beside two others at least; who was in that step is told."""
     for layer in [0, 1, 2]:
         for second in [False, True]:
             engine = Engine(second)
@@ -211,7 +200,6 @@ def test_attention_that_follows_its_step_is_named() -> None:
 
 
 def test_a_product_that_follows_its_rows_is_named_by_its_operator() -> None:
-    """What a module computes by itself is seen as the operators that reach torch's dispatcher."""
     engine = Engine()
     engine.model.layers[1].split = True
     _, _, [culprit] = traced(engine)
@@ -221,7 +209,6 @@ def test_a_product_that_follows_its_rows_is_named_by_its_operator() -> None:
 
 
 def test_an_engine_that_differs_from_itself_is_no_matter_of_batches() -> None:
-    """Noise in one layer, or another order at the first call of each number of rows: run to run; the noise is named."""
     seen = set[int]()
 
     def warms_up(_module: Any, _args: Any, out: torch.Tensor) -> torch.Tensor:
@@ -240,7 +227,6 @@ def test_an_engine_that_differs_from_itself_is_no_matter_of_batches() -> None:
 
 
 def test_a_layer_that_differs_is_found_where_no_logprob_does() -> None:
-    """The last layer's residual reaches no logit here: tokens and logprobs agree, hidden states do not."""
     engine = Engine()
     last = engine.model.layers[2]
     last.register_forward_hook(lambda _m, _a, out: (out[0], out[1] * (1.001 if len(out[1]) > 3 else 1.0)))
@@ -251,13 +237,11 @@ def test_a_layer_that_differs_is_found_where_no_logprob_does() -> None:
 
 
 def test_a_capture_that_changes_answers_names_nobody() -> None:
-    """An engine that answers otherwise once it is watched."""
     engine = Engine()
     weight = engine.model.head.weight.data
 
     class Watched(Engine):
         def run(self, requests: Sequence[Request], load: Load, watcher: Any = None, **_: Any) -> Session:
-            """Other weights while somebody looks on."""
             engine.model.head.weight.data = weight + 0.1 if watcher is not None else weight
             return engine.run(requests, load, watcher)
 
@@ -265,22 +249,6 @@ def test_a_capture_that_changes_answers_names_nobody() -> None:
     assert verdict.finding == "unknown"
     assert controls["capture"].passed is False
     assert not culprits
-
-
-def test_what_it_can_not_do_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    for argv, says in [
-        (("--run", "x.jsonl", "--request", "t0"), "--engine vllm and --run exclude each other"),
-        (("--repro", "x.py"), "--engine vllm and --repro exclude each other"),
-        (("--impl", "invariant:attention"), "unknown implementation under vLLM 'invariant:attention'"),
-        ((), "vLLM is not installed"),
-    ]:
-        assert main(["trace", "--engine", "vllm", "--device", "cpu", *argv, "--out", "t.jsonl"]) == 2
-        assert says in capsys.readouterr().err
-        assert not (tmp_path / "t.jsonl").exists()
 
 
 def test_an_engine_that_only_samples_is_refused() -> None:
@@ -292,10 +260,8 @@ def test_an_engine_that_only_samples_is_refused() -> None:
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_real_one_names_its_attention_or_its_product(tmp_path: Path) -> None:
-    """vLLM 0.25.1 on a CPU in float32: attention splits a request's keys by how many requests its step has.
-
-    On a CPU without AVX-512 oneDNN's products depend on M as well, as `nondet certify --vllm` says there.
-    """
+    """vLLM 0.25.1 on a CPU in float32: attention splits a request's keys by how many requests its step has. On a CPU
+    without AVX-512 oneDNN's products depend on M as well, as `nondet certify --vllm` says there."""
     out = tmp_path / "t.jsonl"
     asked = ["trace", "--engine", "vllm", "--dtype", "float32", "--device", "cpu", "--threads", "2", "--out", str(out)]
     assert main(asked) == 0

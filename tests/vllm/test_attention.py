@@ -48,7 +48,6 @@ def backend(monkeypatch: pytest.MonkeyPatch, version: str) -> Iterator[ModuleTyp
 
 @LAYOUTS
 def test_views_of_a_cache_are_those_of_its_flat_form(backend: ModuleType) -> None:
-    """Where its storage begins anywhere, as one layer of an allocation: the same places, shapes, strides."""
     shape = (5, KV_HEADS, PAGE, 2 * DIM) if backend.IN_ROWS else (5, 2, PAGE, KV_HEADS, DIM)
     cache = torch.arange(3 * 5 * 2 * PAGE * KV_HEADS * DIM, dtype=torch.float64).view(3, *shape)[1]
     cache = cache.view(5, PAGE, KV_HEADS, 2 * DIM).transpose(1, 2) if backend.IN_ROWS else cache
@@ -64,10 +63,8 @@ def test_views_of_a_cache_are_those_of_its_flat_form(backend: ModuleType) -> Non
 def step(
     backend: ModuleType, impl: Any, lengths: list[int], new: list[int], seed: int = 0, pages_seed: int = 1, pad: int = 0
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
-    """Requests of so many keys, the last `new` of each asked: (output [T, H, D], each one's q, k, v).
-
-    Requests' contents follow from `seed`, the places of their pages from `pages_seed`; `pad` requests have no token.
-    """
+    """Requests of so many keys, the last `new` of each asked: (output [T, H, D], each one's q, k, v). Requests'
+    contents follow from `seed`, the places of their pages from `pages_seed`; `pad` requests have no token."""
     rng = torch.Generator().manual_seed(seed)
     each = [tuple(torch.randn(n, h, DIM, generator=rng).half() for n, h in ((q, HEADS), (t, KV_HEADS), (t, KV_HEADS)))
             for t, q in zip(lengths, new, strict=True)]  # fmt: skip
@@ -119,7 +116,6 @@ def exact(each: list[tuple[torch.Tensor, ...]], window: int | None = None, cap: 
     [([5, 40, 33, 20], [1, 1, 9, 20]), *at_length(([5, 40, 17], [1, 1, 1]), ([30], [30]), ([20, 9, 40], [20, 1, 7]))],
 )
 def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new: list[int]) -> None:
-    """Decodes, chunks of prefill and both; requests in no order; pages elsewhere change no bit."""
     impl = backend.SegmentsImpl(**NEEDED)
     out, each = step(backend, impl, lengths, new)
     torch.testing.assert_close(out.double(), exact(each), rtol=5e-3, atol=5e-3)
@@ -129,7 +125,6 @@ def test_a_step_over_pages_anywhere(backend: ModuleType, lengths: list[int], new
 
 
 def test_later_layers_are_launched_as_the_first(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other numbers at other places have the bits of a first layer; one with another window is not taken for it."""
     computed: list[object] = []
     compute = backend.compute
     monkeypatch.setattr(backend, "compute", lambda *call, **how: computed.append(how) or compute(*call, **how))
@@ -163,7 +158,6 @@ def test_soft_caps_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
 def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes to the dense prefill on a GPU: its keys and values are found through the block table."""
     monkeypatch.setattr(backend, "DENSE_ITEMS", 1)
     monkeypatch.setattr(backend, "DENSE_WORK", HEADS * 90 * 70)
     seen: list[tuple[int, ...]] = []
@@ -230,14 +224,6 @@ def test_the_backend_answers_vllms_questions(backend: ModuleType) -> None:
             backend.dense_views(torch.zeros(3, 2, 16, 64))  # head by head, as no layout has it that was asked for
 
 
-def test_ways_are_few(backend: ModuleType) -> None:
-    """What is chosen by the batch's size is one of a handful: all are proven and compiled at start."""
-    impl = backend.SegmentsImpl(**NEEDED)
-    ways = backend.ways_of(impl, torch.float16, 256, 16384, torch.device("cpu"), 16)
-    assert 3 < len(ways) <= 12
-    assert all(way.span & (way.span - 1) == 0 for way in ways)
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "requests", "longest"), [(8, 4, 64, 1024), *at_length((32, 8, 260, 9000), (4, 2, 9, 400))]
 )
@@ -255,10 +241,11 @@ def test_no_step_is_launched_in_another_way(
         for segments in range(1, -(-longest // 512) + 1)
     }
     assert steps == {way for way in ways if way.tiles}
+    assert len(ways) <= 16
+    assert all(way.span & (way.span - 1) == 0 for way in ways)
 
 
 def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And its log says so; layers of a kind count once. Of each proof one case is computed here."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     kept = Certificates({"device": "a test's"}, tmp_path)
     monkeypatch.setattr(cuda, "certificates", lambda: kept)
@@ -277,7 +264,6 @@ def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.
 
 
 def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType) -> None:
-    """One for each builder: of groups of so many layers as the rarest window has. Its size is said."""
     windows = [None, *[8] * 5, None, *[8] * 2]
     layers = [toys.Attention(backend.SegmentsImpl(**(NEEDED | {"sliding_window": w}))) for w in windows]
     backend.reserve(torch.nn.Sequential(toys.RMSNorm(8), *layers), toys.config(model_config__max_model_len=2**18))
@@ -292,7 +278,6 @@ def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType
 
 
 def test_the_copy_engine_brings_what_lies_together(backend: ModuleType) -> None:
-    """Of a block of the cache a power of two, 128 tokens at most."""
     x, places = torch.zeros(1, HEADS, 1, DIM), torch.zeros(2, dtype=torch.int32)
     for page, together in ((16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)):
         call = backend.SegmentsImpl(**NEEDED).call((x,) * 4, (1, 1, 1), (places,) * 3, page)

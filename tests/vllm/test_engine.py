@@ -26,28 +26,26 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 class Toy:
-    """An LLMEngine that takes `budget` tokens a step; where `parts`, logprobs follow the batch."""
+    """An LLMEngine of `budget` tokens a step that has `cached` of a prompt; `parts`: logprobs follow the batch."""
 
-    def __init__(self, taken: list[Any], budget: int = 4, parts: bool = False) -> None:
-        self.taken, self.budget, self.parts = taken, budget, parts
+    def __init__(self, taken: list[Any], budget: int = 4, parts: bool = False, cached: int = 0) -> None:
+        self.taken, self.budget, self.parts, self.cached = taken, budget, parts, cached
         self.left: dict[str, Any] = {}
         self.resets, self.step_number = 0, -1
 
     def reset_prefix_cache(self) -> None:
-        """Counted."""
         self.resets += 1
 
     def has_unfinished_requests(self) -> bool:
-        """Whether anybody is in."""
         return bool(self.left)
 
     def add_request(self, name: str, prompt: Any, params: Any) -> None:
-        """From now on it may be scheduled."""
         ids = prompt["prompt_token_ids"]
-        self.left[name] = SimpleNamespace(prompt=len(ids), first=ids[0], ids=[], params=params)
+        cached = min(self.cached, len(ids) - 1)
+        one = SimpleNamespace(prompt=len(ids) - cached, cached=cached, first=ids[0], ids=[], params=params)
+        self.left[name] = one
 
     def step(self) -> list[Any]:
-        """Prefills in chunks, then a token a step."""
         self.step_number += 1
         room, scheduled, done = self.budget, {}, []
         for name, one in self.left.items():
@@ -65,7 +63,9 @@ class Toy:
                 tops = [{i: SimpleNamespace(logprob=score)} for i in one.ids]
                 given = tops if one.params.logprobs is not None else None
                 output = SimpleNamespace(token_ids=one.ids, logprobs=given, finish_reason="length")
-                done.append(SimpleNamespace(request_id=name, finished=True, outputs=[output], num_cached_tokens=3))
+                done.append(
+                    SimpleNamespace(request_id=name, finished=True, outputs=[output], num_cached_tokens=one.cached)
+                )
         preempted = {"x"} if self.step_number == 1 else None
         self.taken.append(SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted))
         return done
@@ -88,7 +88,7 @@ def test_requests_arrive_at_their_steps_and_batches_are_the_schedulers() -> None
     toy = Toy(taken)
     played = engine.play(toy, REQUESTS, [2], taken)
     assert played.steps == [{"t0": 4}, {"t0": 2, "r0": 1}, {"t0": 1}, *[{}] * 6, {"t1": 2}, {"t1": 1}]
-    assert (toy.resets, played.preempted) == (1, 1)
+    assert (toy.resets, played.preempted) == (1, ["x"])
     session = engine.session_of(played, REQUESTS)
     first, other, last = session.outcomes
     assert first.schedule == [[0, 1, 4], [1, 1, 2], [2, 1, 1]]
@@ -97,13 +97,12 @@ def test_requests_arrive_at_their_steps_and_batches_are_the_schedulers() -> None
     assert (other.schedule, other.logprobs) == ([[1, 1, 1]], b"")
     assert last.schedule == [[9, 1, 2], [10, 1, 1]]
     assert (session.steps, session.tokens) == (11, 5)
-    outcome = engine.session_of(engine.Played({}, [], 0.0, 0), REQUESTS[:1]).outcomes[0]
+    outcome = engine.session_of(engine.Played({}, [], 0.0, []), REQUESTS[:1]).outcomes[0]
     assert (outcome.finish, outcome.reason) == ("error", "vLLM gave no answer")
 
 
 @pytest.mark.usefixtures("vllm")
 def test_a_batch_that_changes_a_logprob_shows() -> None:
-    """By one bit and by nothing else."""
 
     def logprobs(requests: list[Request], parts: bool) -> bytes:
         taken: list[Any] = []
@@ -117,13 +116,11 @@ def test_a_batch_that_changes_a_logprob_shows() -> None:
 
 @pytest.mark.usefixtures("vllm")
 def test_what_a_session_did_is_counted_for_its_axis() -> None:
-    """Prompts in pieces, of which the cache's share is no part; of what vLLM says of itself its page and its graphs."""
     taken: list[Any] = []
-    toy = Toy(taken)
-    figures = engine.session_of(engine.play(toy, REQUESTS, [], taken), REQUESTS).figures
-    whole = {"page": 0, "graphs": 0, "step_most": 4, "preempted": 1}
-    # of 6 and 2 prompt tokens the toy says that 3 came from its cache; of the one of 1 as well
-    assert figures == whole | {"cached": 9, "hits": 2, "piece_most": 3, "in_pieces": 0}
+    figures = engine.session_of(engine.play(Toy(taken, cached=3), REQUESTS, [], taken), REQUESTS).figures
+    # of 6, 1 and 2 prompt tokens 3, none and 1 came from its cache
+    found = {"page": 0, "graphs": 0, "step_most": 3, "preempted": 1, "cached": 4, "hits": 2}
+    assert figures.items() >= (found | {"piece_most": 3, "in_pieces": 0, "recomputed": 0}).items()
     toy = Toy(taken, budget=2)
     toy.vllm_config = SimpleNamespace(  # type: ignore[attr-defined] # as LLMEngine has it
         cache_config=SimpleNamespace(block_size=32),
@@ -212,27 +209,6 @@ def test_what_vllm_is_made_with_follows_the_load_and_its_cache_leaves_the_rest_f
         assert arguments("cuda", config)["kv_cache_memory_bytes"] == 1.5 * 64 * 224 * 2048
     assert engine.cache_bytes(MambaConfig(), 10) == 0
     assert "kv_cache_memory_bytes" not in arguments("cuda", MambaConfig())
-
-
-def test_what_can_t_be_asked_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    for words, line in (
-        ("vlm", "unknown engine 'vlm'. Did you mean vllm?"),
-        ("vllm --ranks 2", "--engine vllm and --ranks exclude each other"),
-        ("vllm --impl stock-flash", "unknown implementation under vLLM 'stock-flash'"),
-        ("vllm --endpoint http://127.0.0.1:1", "--endpoint and --engine exclude each other"),
-        ("vllm --out run.jsonl", "vLLM is not installed in this environment. pip install vllm==0.25.1"),
-    ):
-        assert main(["sample", "--engine", *words.split()]) == 2
-        error = " ".join(capsys.readouterr().err.split())
-        assert line in error
-        assert "Traceback" not in error
-    assert not list(tmp_path.iterdir())
-    assert main(["certify", "linear", "--vllm"]) == 2
-    assert "--vllm asks vLLM's layers" in capsys.readouterr().err
 
 
 @pytest.mark.vllm

@@ -81,22 +81,18 @@ def takes_another(toy: Toy) -> None:
     method(toy).apply = lambda self, layer, x, bias, scale: None
 
 
-def has_fewer(toy: Toy) -> None:
-    toy["vllm.v1.worker.gpu_worker"].Worker = type("Worker", (), {"load_model": toys.Worker.load_model})
-
-
-def has_another_layout(toy: Toy) -> None:
-    toy["vllm.v1.attention.backends.flash_attn"].FlashAttentionBackend = toys.OtherLayout
-
-
 def test_a_version_that_does_not_fit_is_never_half_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for change, named in (
-        (takes_another, r"UnquantizedLinearMethod.apply takes \(self layer x bias scale\)"),
-        (has_fewer, r"Worker\.\w+ is not there"),
-        (has_another_layout, r"KV cache has another layout"),
+    fewer = type("Worker", (), {"load_model": toys.Worker.load_model})
+    for place, members, named in (
+        ("model_executor.layers.linear", None, r"UnquantizedLinearMethod.apply takes \(self layer x bias scale\)"),
+        ("v1.worker.gpu_worker", {"Worker": fewer}, r"Worker\.\w+ is not there"),
+        ("v1.attention.backends.flash_attn", {"FlashAttentionBackend": toys.OtherLayout}, "cache has another layout"),
     ):
         for made in _with(monkeypatch, toys.modules()):
-            change(made)
+            if members is None:
+                takes_another(made)
+            else:
+                vars(made[f"vllm.{place}"]).update(members)
             before = method(made).apply
             with pytest.raises(UserError, match=rf"{named}.*Use vLLM 0\.25\.1"):
                 plugin.register()
@@ -107,7 +103,6 @@ def test_a_version_that_does_not_fit_is_never_half_patched(monkeypatch: pytest.M
 
 
 def test_a_version_that_fits_is_patched_and_one_that_was_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of rows fits as 0.26 has it by its shape, and 0.29 by its name; another layout, or no such name, not."""
     for version, lines in (("0.25.1", 0), ("0.26.0", 0), ("0.29.0", 1), ("0.33.0", 1)):
         for made in _with(monkeypatch, toys.modules(version=version)):
             if version == "0.29.0":
@@ -190,7 +185,6 @@ def test_a_refusal_is_one_again_where_somebody_tries_again(toy: Toy, monkeypatch
 
 
 def test_a_plugin_that_comes_after_ours_is_seen(toy: Toy) -> None:
-    """What it computes products by is asked as any other kernel, and isn't called ours."""
     plugin.register()
     linear = method(toy)
 
@@ -243,7 +237,6 @@ def test_steps_with_prompts_in_them_are_graphed(toy: Toy) -> None:
 
 
 def test_what_is_not_covered_is_refused_by_name(toy: Toy) -> None:
-    """Options that ask for something else, what a configuration has, and later calls of a worker."""
     plugin.register()
     arguments, triton = toy["vllm.engine.arg_utils"].EngineArgs, toys.AttentionBackendEnum.TRITON_ATTN
     given: dict[str, Any]
@@ -327,15 +320,12 @@ def test_vllms_flags_are_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatch) 
 
 class Fp8(toys.UnquantizedLinearMethod):
     """A quantized layer's own kernel; from `parts` rows on it adds in the other order; `fault`: what it makes of that.
-
-    `rows`: the numbers of rows that it ran at.
-    """
+    `rows`: the numbers of rows that it ran at."""
 
     def __init__(self, parts: int = 10**9, fault: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> None:
         self.parts, self.fault, self.rows = parts, fault, set[int]()
 
     def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
-        """In one order of K below `parts` rows, in the other from there on."""
         self.rows.add(len(x))
         order = range(x.shape[1]) if len(x) < self.parts else reversed(range(x.shape[1]))
         total = torch.zeros(x.shape[0], layer.weight.shape[0], dtype=x.dtype)
@@ -344,7 +334,6 @@ class Fp8(toys.UnquantizedLinearMethod):
         return total if self.fault is None else self.fault(layer, total)
 
     def embedding(self, layer: Any, ids: Any) -> Any:
-        """Of a table."""
         return layer.weight[ids]
 
 
@@ -369,7 +358,6 @@ class OtherNorm(toys.RMSNorm):
     """As another plugin registers it in place of vLLM's."""
 
     def forward_oot(self, x: torch.Tensor, residual: Any = None) -> Any:
-        """Whatever it is, it isn't ours."""
         raise AssertionError
 
 
@@ -495,10 +483,8 @@ def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy) -> None:
 def test_a_sum_over_four_ranks_runs_at_the_row_counts_that_are_proven(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
-    """One order for all numbers stands; a ring's, which follows a number's place in the message, does not.
-
-    A step has thousands of row counts above its graphs: each is filled up to one of a few.
-    """
+    """One order for all numbers stands; a ring's, which follows a number's place in the message, does not. A step has
+    thousands of row counts above its graphs: each is filled up to one of a few."""
     asked: set[int] = set()
 
     def summed(x: torch.Tensor) -> torch.Tensor:
@@ -538,7 +524,6 @@ def test_a_sum_over_four_ranks_runs_at_the_row_counts_that_are_proven(
 
 @pytest.mark.parametrize("faulty", [False, True])
 def test_two_ranks_judge_alike_after_as_many_calls(faulty: bool) -> None:
-    """A fault that one of them alone sees: both name the row count where it is, and none waits for the other."""
     meet, given, calls = threading.Barrier(2, timeout=60), [torch.empty(0)] * 2, [0, 0]
 
     class Rank:
@@ -598,7 +583,6 @@ def test_a_sound_layer_answers_for_none_of_another_setting_or_shape(toy: Toy) ->
 
 
 def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 3 rows, where it has other bits, it never runs: neither a product nor a head, at vLLM's defaults as well."""
     monkeypatch.setattr(operators, "PROBED_KINDS", ("bell",))
     methods = [Fp8(fault=lambda _, out: out * (1.0625 if len(out) == 3 else 1.0)) for _ in range(2)]
     head = toys.VocabParallelEmbedding(8, 12)  # as the product but for its rows: it is asked as well
@@ -636,7 +620,6 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
 def test_a_coverage_file_that_is_there_keeps_what_it_says(
     toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A server that starts anew under the same name writes beside it, and says where; no folder, and it starts."""
     path = tmp_path / "coverage.jsonl"
     monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
     assert loaded(toy, model()).loaded
@@ -668,7 +651,6 @@ class HeadNorm(toys.RMSNorm):
     """Over [M, heads, 4]: from 20 rows of M times heads on, the mean's order is another."""
 
     def forward(self, x: torch.Tensor, residual: Any = None) -> Any:
-        """By the number of rows."""
         out = super().forward(x, residual)
         return out * (1.0 if x.numel() // x.shape[-1] < 20 else 1.0625)
 
@@ -677,7 +659,6 @@ class AddingNorm(toys.RMSNorm):
     """Sound, but for what is added before: above 16 rows that is rounded once more."""
 
     def forward(self, x: torch.Tensor, residual: Any = None) -> Any:
-        """By the number of rows."""
         return super().forward(x, residual if residual is None or len(x) <= 16 else residual * 1.0625)
 
 
@@ -708,7 +689,6 @@ def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
 def test_a_model_that_is_refused_is_refused_before_anything_is_proven(
     toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a sum, nor a kernel of its own, nor a product."""
     group_of(toy, lambda x: 1 / 0, 2)
     monkeypatch.setattr(operators, "certify_product", None)
     two = {"parallel_config__tensor_parallel_size": 2}
@@ -745,7 +725,6 @@ def test_experts_go_by_the_token_alone(toy: Toy, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.usefixtures("chained_dot")
 def test_experts_have_the_bits_of_their_class(toy: Toy) -> None:
-    """Each of a token's experts by plain products in class chain; and the values of float64, within its rounding."""
     from nondet.kernels.experts import cuda
     from nondet.kernels.matmul.cuda import matmul
 
@@ -754,17 +733,13 @@ def test_experts_have_the_bits_of_their_class(toy: Toy) -> None:
     x, logits = torch.randn(12, 16), torch.randn(12, 8)
     weights, chosen = cuda.route(logits, 3, renormalize=True)
     out = cuda.weighted_experts(x, layer.w13_weight, layer.w2_weight, weights, chosen)
-    exact = torch.zeros(12, 16, dtype=torch.float64)
     for token, (shares, owners) in enumerate(zip(weights, chosen, strict=True)):
         given = []
         for share, owner in zip(shares, owners.tolist(), strict=True):
             w13, w2, row = layer.w13_weight[owner], layer.w2_weight[owner], x[token : token + 1]
             gates, up = matmul(row, w13.mT).chunk(2, 1)
             given.append(matmul(torch.nn.functional.silu(gates) * up, w2.mT) * share)
-            gates, up = (row.double() @ w13.mT.double()).chunk(2, 1)
-            exact[token] += (share * (torch.nn.functional.silu(gates) * up @ w2.mT.double()))[0]
         assert compare.identical(out[token : token + 1], cuda.sum_middle(torch.stack(given, 1)))
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
     whole, by_hand = logits.double().softmax(-1).topk(3)
     assert torch.equal(chosen, by_hand)
     torch.testing.assert_close(weights.double(), whole / whole.sum(-1, keepdim=True), rtol=1e-6, atol=1e-7)
@@ -794,7 +769,6 @@ OTHER_EXPERTS: list[tuple[Callable[[Any], None], str]] = [
 
 
 def test_other_experts_keep_vllms_kernels_and_are_at_risk(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by its name, and nothing is proven before; where it is allowed, what ran before runs on."""
     certify, proven = plugin.certify_experts, list[Any]()
     monkeypatch.setattr(plugin, "certify_experts", lambda *given: proven.append(given) or certify(*given))
     for change, named in OTHER_EXPERTS:
@@ -840,7 +814,7 @@ SHAPES["other"] = ("num_blocks", "block_size", "num_kv_heads", "2 * head_size")
 def sources(
     folder: Path,
     change: Callable[[str], str] = str,
-    functions: Iterable[plugin.Patched] = plugin.PATCHED,
+    functions: Iterable[tuple[str, str]] = tuple(plugin.PATCHED.items()),
     shape: str = "",
 ) -> str:
     """A vLLM whose files have these functions, as `change` leaves them, and nothing else."""
@@ -890,7 +864,7 @@ def test_functions_and_the_layout_of_a_cache_are_read_from_sources(
     assert vllm_seams.main([sources(tmp_path / "rows", shape="rows")]) == 0
     assert vllm_seams.main([sources(tmp_path / "other", shape="other")]) == 1
     assert "another layout of the KV cache: (num_blocks, block_size, num_kv_heads, 2" in capsys.readouterr().out
-    later = [plugin.MOVED.get(patched.path, patched) for patched in plugin.PATCHED]
+    later = [plugin.MOVED.get(path, (path, takes)) for path, takes in plugin.PATCHED.items()]
     for axes, code in (("(0, 1, 3, 2, 4)", 0), ("(0, 1, 2, 3, 4)", 1)):
         folder = Path(sources(tmp_path / axes, functions=later))
         (folder / "vllm/v1/kv_cache_layout.py").write_text(f"class KVCacheLayout:\n    LBNHC = {axes}\n")
@@ -962,7 +936,6 @@ def test_norms_are_invariant(toy: Toy) -> None:
 
 @pytest.mark.slow
 def test_a_compiler_keeps_every_operator_whole(toy: Toy) -> None:
-    """One graph for any number of rows, with nothing in it but ours; layers alike differ by their weights alone."""
     it = nn.Sequential(*(toys.QKVParallelLinear(8, 8, method) for method in (None, Fp8(), Fp8())), toys.RMSNorm(8))
     product, first, second, norm = loaded(toy, it).model
     silu = toy["vllm.model_executor.layers.activation"].SiluAndMul()

@@ -54,7 +54,7 @@ from lab.vllm_load import made_folder
 if __name__ == "__main__":
     vllm.plugins.plugins_loaded = True
     found = plugin.check_patched()  # loads vLLM's modules, as a CPU has them
-    assert set(found) == {patched.path for patched in plugin.PATCHED}
+    assert set(found) == set(plugin.PATCHED)
     current_platform.is_cuda = lambda: True
     plugin.register()
     del current_platform.is_cuda
@@ -67,8 +67,6 @@ if __name__ == "__main__":
 
 
 def test_a_start_from_configuration_to_coverage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every function fits and every operator is registered, as on a GPU: its own worker asks, attention isn't ours on a
-    CPU, and the start ends at that."""
     path = tmp_path / "coverage.jsonl"
     for name, value in {
         "NONDET_BATCH_INVARIANT": "1", "NONDET_COVERAGE": str(path), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -160,7 +158,6 @@ def _replaced(model: Any) -> dict[str, Any]:
 
 
 def test_an_fp8_layer_is_what_ours_takes_it_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint with a scale a row, as llm-compressor writes it: the layout of weights and scales once loaded."""
     from vllm import LLM
 
     from lab.fp8_model import convert
@@ -171,14 +168,3 @@ def test_an_fp8_layer_is_what_ours_takes_it_for(tmp_path: Path, monkeypatch: pyt
     llm = LLM(model=str(tmp_path / "row"), **given, gpu_memory_utilization=0.3)
     (found,) = llm.apply_model(_replaced)
     assert found == {"layers": 16, "alike": 16}
-
-
-@pytest.mark.parametrize(
-    ("norms", "said"),
-    [("ours", "all met"), ("theirs", "5 layers reported as proven did not run by nondet's operators, the first ")],
-)
-def test_what_vllm_compiles_otherwise_is_seen_at_start(norms: str, said: str) -> None:
-    """By the weights that our operators ran with inside of a model that vLLM compiled."""
-    command = [sys.executable, "-m", "tests.vllm.compiled", norms]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert any(line.startswith(said) for line in done.stdout.splitlines()), (done.stdout[-2000:], done.stderr[-2000:])

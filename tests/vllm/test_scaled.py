@@ -47,7 +47,6 @@ class Fp8LinearMethod:
         self.fp8_linear, self.parts = kernel, parts
 
     def apply(self, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-        """The product, by the kernel's own scales."""
         q, left = rows_of(layer, x)
         blocks = hasattr(layer, "weight_scale_inv")
         b, right = (layer.weight.t(), layer.weight_scale_inv.t()) if blocks else (layer.weight, layer.weight_scale)

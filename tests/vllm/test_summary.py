@@ -10,15 +10,6 @@ import pytest
 
 from lab import vllm_summary
 
-LOG = """INFO 11-23 23:59:58 [api_utils.py:273] non-default args: {}
-(EngineCore pid=1) INFO 11-24 00:00:10 [core.py:114] Initializing a V1 LLM engine (v0.25.1) with config
-(EngineCore pid=1) INFO 11-24 00:00:12 [model_runner.py:302] Model loading took 15.27 GiB and 1.3 seconds
-(EngineCore pid=1) INFO 11-24 00:00:16 [plugin.py:128] nondet: 5 shapes of weights at 63 row counts: 287 proofs
-(EngineCore pid=1) no time here
-(EngineCore pid=1) INFO 11-24 00:00:27 [monitor.py:53] torch.compile took 10.5 s in total
-(EngineCore pid=1) INFO 11-24 00:00:50 [core.py:337] init engine (profile, create kv cache) took 38 s
-"""
-
 
 def seen(folder: Path, name: str, digest: str, alike: int = 3, mode: str = "nondet", **more: Any) -> None:
     load = {"short": {"copies": 3, "traces_as_alone": alike, "distinct_traces": 1}}
@@ -28,41 +19,30 @@ def seen(folder: Path, name: str, digest: str, alike: int = 3, mode: str = "nond
     (folder / f"{name}.json").write_text(json.dumps(made))
 
 
-@pytest.mark.parametrize(
-    ("digests", "alike", "mode", "line", "code"),
-    [
+def test_the_plugin_alone_has_to_be_alike(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for digests, alike, mode, line, code in [
         ("aaa", 3, "nondet", "3 fresh processes, the same bits: x0, x1, x2", 0),
         ("aab", 3, "nondet", "3 fresh processes, other bits: x0, x1, x2\nDIFFERS: x0, x1, x2", 1),
         ("a", 2, "nondet", "DIFFERS: x0", 1),
         ("ab", 0, "stock", "2 fresh processes, other bits: x0, x1", 0),
-    ],
-)
-def test_the_plugin_alone_has_to_be_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, alike: int, mode: str, line: str, code: int
-) -> None:
-    """Of processes that ask the same of one request alone; another model is not of them."""
-    for i, digest in enumerate(digests):
-        seen(tmp_path, f"x{i}", digest, alike, mode, copies=str(i))
-    seen(tmp_path, "other", "c", model="0.6b")
-    (tmp_path / "x0.log").write_text(LOG)
-    assert vllm_summary.main(tmp_path) == code
-    out = capsys.readouterr().out
-    assert line in out
-    assert ("fresh processes" in out) == (len(digests) > 1)
-    assert "start 52.0 s: {'arguments': 12, 'weights': 2, 'proofs': 4, 'torch.compile': 11, 'sampler': 23}" in out
+    ]:
+        folder = tmp_path_factory.mktemp("runs")
+        for i, digest in enumerate(digests):
+            seen(folder, f"x{i}", digest, alike, mode, copies=str(i))
+        seen(folder, "other", "c", model="0.6b")  # is not compared with them
+        assert vllm_summary.main(folder) == code
+        out = capsys.readouterr().out
+        assert line in out
+        assert ("fresh processes" in out) == (len(digests) > 1)
 
 
 def test_a_planted_fault_has_to_be_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stock that a kernel by M does not move is a failure of the test; what was refused has nothing to compare."""
-    seen(tmp_path, "stock", "a", 0, "stock", plant="split")
-    (tmp_path / "fused.json").write_text(
-        json.dumps({"mode": "nondet", "argv": ["--plant", "fusions"], "refused": "UserError: 9 layers"})
-    )
-    assert vllm_summary.main(tmp_path) == 0
-    assert "fused refused, as it has to be: UserError: 9 layers" in capsys.readouterr().out
-    seen(tmp_path, "stock", "a", 3, "stock", plant="split")
-    assert vllm_summary.main(tmp_path) == 1
-    assert capsys.readouterr().out.count(": the planted fault was not found") == 1
+    for alike, code in ((0, 0), (3, 1)):
+        seen(tmp_path, "stock", "a", alike, "stock", plant="split")
+        assert vllm_summary.main(tmp_path) == code
+        assert capsys.readouterr().out.count(": the planted fault was not found") == code
 
 
 def test_speed_is_of_medians_with_the_least_and_the_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ Nothing here computes what vLLM computes but the toys' own products and the writ
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -22,8 +24,7 @@ class UnquantizedLinearMethod:
 
 
 class UnquantizedEmbeddingMethod(UnquantizedLinearMethod):
-    def apply(self, layer: Any, x: Any, bias: Any = None) -> Any:
-        return torch.nn.functional.linear(x, layer.weight, bias)
+    apply = UnquantizedLinearMethod.apply
 
 
 class LinearBase(nn.Module):
@@ -107,9 +108,7 @@ class FusedMoEMethodBase:
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase, nn.Module):
     """In float64, but for the order along K: in blocks of so many as vLLM's default configuration takes for M tokens.
-
-    Up to E of them it is one (block_size_k 64 in vLLM), above another (32); here rounded after each block.
-    """
+    Up to E of them it is one (block_size_k 64 in vLLM), above another (32); here rounded after each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,30 +288,21 @@ class AttentionBackend:
         return None
 
 
-class FlashAttentionBackend:
-    @staticmethod
+def backend_of(shape: Callable[[int, int, int, int], tuple[int, ...]]) -> Any:
+    """FlashAttention's backend, its cache of that shape."""
+
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+        return shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    get_kv_cache_shape.__module__ = "vllm.toys"
+    return type("FlashAttentionBackend", (), {"get_kv_cache_shape": staticmethod(get_kv_cache_shape)})
 
 
-class OtherLayout:
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (num_blocks, block_size, num_kv_heads, 2 * head_size)
-
-
-class RowsBackend(FlashAttentionBackend):
-    """As from vLLM 0.26 on: K and V of a token in one row."""
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+FlashAttentionBackend = backend_of(lambda blocks, page, heads, dim: (blocks, 2, page, heads, dim))
+RowsBackend = backend_of(lambda blocks, page, heads, dim: (blocks, heads, page, 2 * dim))  # as from vLLM 0.26 on
+OtherLayout = backend_of(lambda blocks, page, heads, dim: (blocks, page, heads, 2 * dim))
 
 
 def direct_register_custom_op(
@@ -404,16 +394,6 @@ def config(**changes: Any) -> Any:
     return made
 
 
-PATCHED = (
-    UnquantizedLinearMethod, UnquantizedEmbeddingMethod, RMSNorm, GemmaRMSNorm, GroupCoordinator,
-    UnquantizedFusedMoEMethod, FusedTopKRouter, SiluAndMul, EngineArgs, Worker,
-)  # fmt: skip
-RELIED_ON = (
-    RowsBackend.get_kv_cache_shape, FlashAttentionBackend.get_kv_cache_shape, FlashAttentionMetadataBuilder.__init__,
-    FlashAttentionMetadataBuilder.build, FlashAttentionImpl.__init__, FlashAttentionImpl.forward,
-    OtherLayout.get_kv_cache_shape, FlashAttentionImpl.do_kv_cache_update,
-    AttentionBackend.supported_kv_cache_layouts.__func__,  # type: ignore[attr-defined] # a class's method
-)  # fmt: skip
 LAYERS, FUSED = "model_executor.layers", "model_executor.layers.fused_moe"
 PLACES: dict[str, tuple[Any, ...]] = {
     f"{LAYERS}.linear": (UnquantizedLinearMethod,),
@@ -433,7 +413,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
 
 
 def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
-    """A fresh toy, for sys.modules: classes that the plugin patches are made anew each time.
+    """A fresh toy, for sys.modules: its classes are made anew each time, because the plugin patches them.
 
     Args:
         version: From 0.26 on a cache has K and V of a token in one row, from 0.29 on a backend names layouts of it.
@@ -444,17 +424,15 @@ def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
     def module(name: str, **members: Any) -> None:
         made[name] = ModuleType(name)
         for key, value in members.items():
-            if value in PATCHED:
+            if isinstance(value, type) and not issubclass(value, Enum):
                 value = type(key, (value,), dict(value.__dict__))
-                for function in vars(value).values():
-                    if callable(function) and hasattr(function, "__module__"):
-                        function.__module__ = name
-            elif callable(value) and not isinstance(value, type) and hasattr(value, "__module__"):
+                for function in filter(inspect.isfunction, vars(value).values()):
+                    function.__module__ = name
+            elif inspect.isfunction(value):
                 value.__module__ = name
             setattr(made[name], key, value)
 
-    for function in RELIED_ON:
-        function.__module__ = "vllm.toys"
+    AttentionBackend.supported_kv_cache_layouts.__func__.__module__ = "vllm.toys"  # type: ignore[attr-defined] # a method
     OVERRIDES.clear()
     logger = SimpleNamespace(info=lambda text, *values: LOG.append(text % values))
     module("vllm", __version__=version)
