@@ -81,7 +81,6 @@ class ArmEvidence(Tally):
         known = {cached: some for cached, some in more if cached not in self.by_cache and None not in self.by_cache}
         base = copy(self)
         base.answers, base.by_cache = sum(known.values(), self.answers), {**self.by_cache, **known}
-        base.n = base.answers.total()
         return base
 
 
@@ -315,7 +314,7 @@ def _against(
         (of_cache and len(arm.answers) > 1, reason("arm-unsteady", **names)),
         (of_cache and not base.proof, reason("arm-unproven", arm=base.arm, proof=base.shown)),
         (other_cache, reason("cache-unknown" if unknown else "cache-differs")),
-        (chance > _CHANCE, reason("chance", n=base.n, share=chance, **names)),
+        (chance > _CHANCE, reason("chance", n=base.answers.total(), share=chance, **names)),
     )
     cause = Finding.CACHE if of_cache else Finding.BATCH
     return Comparison(arm.arm, base.arm, arm.n, _apart(arm, base), cause, (*doubts, *why), arm.proof)

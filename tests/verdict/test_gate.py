@@ -86,9 +86,6 @@ def test_the_evidence_that_is_kept_can_still_be_judged(name: str) -> None:
     assert found.get("stock", "").startswith(KEPT[name])
 
 
-# A gate: it passes on what was compared enough, fails on divergence, and neither where that can't be said.
-
-
 def loads(
     n: int, each: int = 2, *, parted: Collection[int] = (), impl: str = "stock", prompts: int = 1, alone: bool = False
 ) -> Run:
@@ -143,7 +140,7 @@ def test_what_is_written_to_json_is_a_contract() -> None:
     assert power == power | said
 
 
-def test_requests_count_for_what_they_are_only_where_that_is_asked() -> None:
+def test_requests_count_only_where_that_is_asked() -> None:
     """Three loads of a hundred are three loads."""
     run = loads(3, each=100)
     by_request = decision(run, 0.01, by="request")

@@ -90,6 +90,7 @@ def axes() -> Iterator[tuple[str, Run]]:
     yield "at one value several, at another one", varied(BASE | {"dtype=float16": "ABAA", "page=4": "AAAA"})
     yield "several in the round that came again", varied({"base": "AABB", "chunk=5": "AABB"})
     yield "followed in the second round alone", varied(BASE | {"chunk=5": "AAAB"}, per_round=2)
+    yield "a failed request takes no other with it", varied(BASE | {"chunk=5": ["A", "", "A", "B"]})
     yield "of fewer comparisons the bound", varied(BASE | {"chunk=5": ["A", "", "", "A"], "page=4": "AAAA"})
     yield "one round, and an axis of one value", varied({"base": "AAAA", "dtype=float16": "AAAA"})
     yield "without effect, and nothing parted", varied(BASE | {"chunk=5": "AAAA"}, "chunk=5")
@@ -115,7 +116,8 @@ def samples() -> Iterator[tuple[str, Run]]:
     alone = loads(5, alone=True, parted=[3])
     yield "alone and parted", with_(alone)
     # of 20 tokens each request computed 4: the keys of a shared prefix hold bits of another request's batch
-    yield "alone and parted, with a cached prefix", planned(alone, prompts=[{"text": "p", "tokens": 20}])
+    for name, run in (("and parted", alone), ("and alike", loads(5, alone=True))):
+        yield f"alone {name}, with a cached prefix", planned(run, prompts=[{"text": "p", "tokens": 20}])
     yield "batches that nobody knows", with_(parted, rounds=[])
     yield "batches that nobody knows, alike", with_(loads(5), rounds=[])
     yield "graphs", planned(loads(5), **graphs)
@@ -176,14 +178,17 @@ def servers() -> Iterator[tuple[str, Run]]:
     yield "none alone", with_(made([completion(2, "solo", round=2), *gone], []))
     other = changed(part, lambda c: {"served": Served(cached_tokens=4 if c.arm == "loaded" else 0)})
     yield "another cache under load", other
-    for name, warm in (("alike", "A"), ("parted", "B")):
+    for name, warm in (("alike", "A" * 8), ("parted", "B" * 8), ("parted in two ways", "B" * 7 + "C")):
         cold = [completion(100 + i, "cold", round=50 + i) for i in range(8)]
-        more = [completion(200 + i, "warm", warm, round=60 + i, cached=4) for i in range(8)]
+        more = [completion(200 + i, "warm", warm[i], round=60 + i, cached=4) for i in range(8)]
         yield f"cold and warm {name}, and a load", with_(part, completions=[*part.completions, *cold, *more])
         yield f"cold and warm {name} alone", with_(made([*cold, *more], []))
         hits = made([*cold, *more], [ended(60 + i, "warm", 1, 0) for i in range(8)])
         warmed = changed(hits, lambda c: {"served": None})
         yield f"a counter of hits, {name}", traffic(warmed, "warm", counters={"cache_hit": 1.0, "requests": 9.0})
+    for arm, few, many in (("cold", 0, 0), ("cold", 0, 1), ("warm", 5, 5), ("warm", 1, 5), ("warm", 0, 5)):
+        both = [completion(i, arm, round=i, cached=n) for i, n in enumerate((few, many))]
+        yield f"{arm}, {few} and {many} cached", with_(made(both, []))
     for known_by, text in (("ids", ""), ("text", ""), ("text", "t")):
         first, second = (simple(loads=3, trace=trace, served=Served(text=text)) for trace in "AD")
         yield f"a second server by {known_by} {text}", with_(beside(first, seen(second, known_by=known_by), "server-2"))

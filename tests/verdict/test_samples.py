@@ -143,14 +143,3 @@ def test_each_implementation_has_its_own_completions() -> None:
     assert tallied(beside(clean, idle)) == tallied(clean)
     assert len(tally_axes(beside(clean, idle), "invariant")) == 3
     assert ["4 failed requests" in " ".join(v.notes) for v in judge(beside(untested, clean))] == [True, False]
-
-
-def test_one_failed_request_takes_no_other_with_it() -> None:
-    """Its own comparison is gone and told; the other three stand, and decide."""
-    [tally] = tally_axes(varied(BASE | {"chunk=5": ["A", "", "A", "B"]}), "stock")
-    assert ([v.n for v in tally.values], tally.compared, tally.moved) == ([4, 3], 3, 1)
-    assert (tally.traces, tally.traces_within, tally.texts, tally.texts_within) == (2, 2, 1, 1)
-    (verdict,) = judge(varied(BASE | {"chunk=5": ["A", "", "A", "A"]}))
-    assert verdict.finding == Finding.CLEAN
-    assert verdict.notes[0] == "1 failed request is counted in no other figure: error 1."
-    assert "below 63.2% of completions if they were independent (3)" in verdict.text
