@@ -12,22 +12,12 @@ from nondet.reports.classes import (
     axis_name,
     classes,
     kind_of,
-    letter,
     map_figures,
     map_text,
     product_map,
-    segments,
     short_kernel,
 )
 from tests.build import REDUCE, row
-
-
-def test_segments_split_at_classes_and_at_kernels() -> None:
-    """Where bits change and where kernels change; hundreds of classes have a letter each."""
-    for label, text in [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")]:
-        assert letter(label) == text
-    found = segments(row([0, 0, 1, 1], kernels=[["a"], ["b"], ["b"], ["b"]]))
-    assert [(s.label, s.first, s.last, s.kernels) for s in found] == [(0, 1, 1, 0), (0, 2, 2, 1), (1, 3, 4, 1)]
 
 
 def test_text_names_values_classes_and_causes() -> None:
