@@ -101,20 +101,6 @@ def test_sizes_get_a_log_axis_and_what_is_no_size_equal_cells() -> None:
         assert short["scale"] == ""
 
 
-def test_ticks_do_not_collide() -> None:
-    """Axis labels keep their distance on any sweep; 50 classes are thin lanes, and hundreds are counts alone."""
-    for values in (list(range(1, 34)), list(range(1, 1000)), [1, 2, 3, 4, 5, 6, 7, 8, 1000], ["prefill", "decode"]):
-        (figure,) = map_figures([row([0] * len(values), values=values)])
-        assert all(b.x - a.x >= 40 for a, b in itertools.pairwise(figure["ticks"]))
-    (unnamed,) = map_figures([row([0] * 20, values=[f"a long name {i}" for i in range(20)])])
-    assert unnamed["ticks"] == []
-    (figure,) = map_figures([row(list(range(50)))])
-    heights = [lane["height"] for lane in figure["panels"][0]["lanes"]]
-    assert len(heights) == 50
-    assert sum(heights) <= 300
-    assert map_figures([row(list(range(300)))]) == []
-
-
 def test_cells_are_what_kernels_are() -> None:
     """A split, a matrix-vector kernel and a tile are three kinds by their names; what nobody saw is none of them."""
     names = [["nvjet_sm90_tst_64x8_splitK_TNT", REDUCE], ["gemvNSP_kernel"], ["nvjet_sm90_tst_64x8_TNT"]]

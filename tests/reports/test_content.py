@@ -38,13 +38,6 @@ def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
     assert headline(run_of(row()), verdicts) == counts
 
 
-def test_an_incomplete_run_says_so_first(tmp_path: Path) -> None:
-    """A count of half a run is never mistaken for that of a whole one."""
-    assert RunSection(run_of(row([0, 1]), complete=False)).headline.startswith("incomplete run, so far: stock: ")
-    assert build([sampled(tmp_path, finish=False)]).runs[0].headline.startswith("incomplete run, so far: stock: 4")
-    assert RunSection(run_of()).headline == "nothing was measured"
-
-
 def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
     """Failed and skipped rows by name and reason, failed requests by reason, notes of rows that did run."""
     run = run_of(failed(case="x"), failed("skipped", "", case="y"), row([0, 0], reason="2 of 8 elements are NaN"))
@@ -90,18 +83,6 @@ def test_families_are_judged_against_stock(tmp_path: Path) -> None:
     assert results(stock, attention, matmul) == both
     assert results(stock, replace(attention, n=3)) == {"attention": "too few completions to tell"}
     assert results(replace(stock, distinct_traces=1, distinct_completions=1), attention) == {}
-
-
-def test_cases_are_grouped_and_stock_comes_first() -> None:
-    """A case's implementations stand together, whatever order they were measured in; demonstrations come last."""
-    order = {"operator": "float_sum", "demonstration": True, "varied": "order", "impl": "python", "case": "s"}
-    tested = row([0], impl="invariant"), row([0, 1]), row([0, 1], dtype="float32"), failed(case="never ran")
-    matmul, sums = RunSection(run_of(row([0, 1], probe="float-sum", **order), *tested)).probes
-    assert (matmul.name, sums.name) == ("matmul", "float-sum")
-    assert [[r.impl for r in c.rows] for c in matmul.cases] == [["stock", "invariant"], ["stock"], ["stock"]]
-    assert [len(matmul.differing), len(matmul.clean)] == [2, 0]
-    said = "stock: batch-dependent in 2 of 2 cases (linear); invariant: nothing was compared in 1 case"
-    assert matmul.summary == said
 
 
 def test_a_side_file_of_another_run_is_refused(tmp_path: Path) -> None:

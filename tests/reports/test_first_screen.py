@@ -259,10 +259,8 @@ def test_what_is_next_after_a_trace() -> None:
     run = by("trace", run_of(**traced("batch-dependent")))
     run.source = "runs/my trace.jsonl"
     run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="matmul")]
-    assert next_of(run) == (
-        "nondet probe --from-trace 'runs/my trace.jsonl'  tests that operator by itself, at these shapes; "
-        "nondet.batch_invariant(['matmul']) replaces it"
-    )
+    assert next_of(run).startswith("nondet probe --from-trace 'runs/my trace.jsonl'  tests that operator by itself, ")
+    assert next_of(run).endswith("; nondet.batch_invariant(['matmul']) replaces it")
     run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="convolution")]
     assert next_of(run).startswith("with nondet.batch_invariant(['matmul']): ...  in Python: replaces what diverged")
     run.culprits.clear()
@@ -300,16 +298,11 @@ def test_what_is_next_after_completions(tmp_path: Path) -> None:
 
 def test_backends_stay_out_of_the_headline_unless_they_add_to_it():
     """A backend of stock is named there only where it finds what stock's own verdict does not."""
-    stock = row([0, 1], operator="attention")
-    agreeing = row([0, 1], impl="stock-flash", operator="attention")
-    clean = row([0, 0], impl="stock-math", operator="attention")
-    verdicts = judge_rows([stock, agreeing, clean])
-    said = headline(run_of(stock, agreeing, clean), verdicts)
-    assert said.startswith("stock: batch-dependent")
-    assert "stock-flash" not in said
-    assert "stock-math" not in said
-    quiet = row([0, 0], operator="attention")
-    assert "stock-flash: batch-dependent" in headline(run_of(quiet, agreeing), judge_rows([quiet, agreeing]))
+    agreeing, clean = row([0, 1], impl="stock-flash"), row([0, 0], impl="stock-math")
+    rows = [row([0, 1]), agreeing, clean]
+    assert headline(run_of(*rows), judge_rows(rows)) == "stock: batch-dependent in 1 of 1 case (linear)"
+    rows = [row([0, 0]), agreeing]
+    assert "stock-flash: batch-dependent" in headline(run_of(*rows), judge_rows(rows))
 
 
 def test_many_that_agree_are_counted_and_whoever_parts_is_named():
@@ -343,16 +336,14 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
             tmp_path, impls=impls, name=f"{len(impls)}{impls[0]}.jsonl",
             variants=stock_parts if len(impls) == 2 else lambda impl, i: stock_parts(impl.removesuffix("-seeded"), i),
         )  # fmt: skip
-        greedy = build([run])
         run.header.plan["sampling"] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seeds": 1}
-        drawn = build([run])
-        [operator] = [step for step in chain(drawn) if step.label == "operator"]
+        report = build([run])
+        operator = steps_of(report)["operator"]
         assert operator.command == command
         assert ("greedy" in operator.text) == (command == "nondet trace")
-        for report, margins in ((greedy, True), (drawn, False)):
-            branches = [b for s in report.runs[0].samples[0].summaries for f in s.forks for b in f.branches]
-            assert [b.margin_min is not None for b in branches] == [margins] * len(branches)
-            assert bool(branches) == ("invariant" not in impls)
+        branches = [b for s in report.runs[0].samples[0].summaries for f in s.forks for b in f.branches]
+        assert {b.margin_min for b in branches} <= {None}
+        assert bool(branches) == ("invariant" not in impls)
 
 
 # What is shown next can be typed: the real command line takes it, and the service's own checks do.
@@ -501,12 +492,10 @@ def test_a_case_of_a_users_function_can_be_asked_again() -> None:
 
 
 def test_a_case_is_pinned_once_and_only_where_an_option_can_name_its_function() -> None:
-    """After the command that a run of an own function gives, and for one made in a notebook or in another function or
-    compared by `nondet.check`, there is the page."""
+    """After the command that a run of an own function gives (see `ends`), and for one made in a notebook or in another
+    function or compared by `nondet.check`, there is the page."""
     typed = ("linear", "--impl", "linear=mymodule:batchy", "--dtype", "bfloat16")
     sizes = ("--k", "256", "--n", "64", "--m", "256", "--inputs", "bell")
-    first = next_of(by("probe", run_of(row([0, 1], **MINE)), *typed))
-    assert first.startswith(f"nondet probe matmul --impl linear=mymodule:batchy --dtype bfloat16 {' '.join(sizes)}  ")
     page = "nondet report runs/probe.jsonl --out report.html"
     again = next_of(by("probe", run_of(row([0, 1], **MINE)), *typed, *sizes))
     assert again == f"{page}  shows every case with its batch sizes"
