@@ -177,7 +177,7 @@ def test_backticks_become_code_and_nothing_else() -> None:
 def test_several_runs_make_one_page(tmp_path: Path) -> None:
     """Under one answer, which names its run, the chain and picture of that run; a run of another model has its headline
     and its picture in its own part."""
-    run, other = sampled(tmp_path), sampled(tmp_path, n=30, name="other.jsonl")
+    run, other = sampled(tmp_path), sampled(tmp_path, n=30, name="other.jsonl", impls=("stock", "invariant:attention"))
     run.header.plan["model"], other.header.plan["model"] = {"name": "m"}, {"name": "another"}
     text = render([run_of(*h200_sweep()), other, run])
     page = check(text)
@@ -188,6 +188,7 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
     assert '<span class="answer">sample.jsonl: stock: 4 distinct completions of 60' in first
     assert "<dd>stock diverges at token 5: of 60 completions" in first
     assert "<dd>probe.jsonl: stock: batch-dependent in 1 of 1 case" in first
+    assert "<dd>tested in isolation, stock diverges in linear" in first, "not what the other model showed"
     pictures = [re.findall(r'class="picture" .*?"Stock kernels: (\d+) requests', part) for part in (first, *parts)]
     assert pictures == [["60"], [], ["30"], []]
     heads = [re.findall(r'<p class="headline">.*? of (\d+)', part) for part in (first, *parts)]
