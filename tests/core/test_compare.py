@@ -15,13 +15,16 @@ from torch.testing._internal.two_tensor import TwoTensor
 from nondet.core import compare
 from nondet.core.compare import (
     ClassBook,
+    agreement,
     bits,
     class_errors,
     difference,
     digest,
     error_against,
+    errors_against,
     first_difference,
     identical,
+    looked_at,
     memory_of,
     numbers,
     row_hashes,
@@ -29,9 +32,7 @@ from nondet.core.compare import (
     ulp_distance,
     weights_digest,
 )
-from nondet.errors import UserError
 from nondet.sampling.plan import Session
-from nondet.trace.capture import _rows
 from nondet.trace.search import logits_at_fault
 from tests.build import FLOAT_DTYPES, PACKED
 
@@ -49,16 +50,10 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype)
 
 
-def test_all_float_dtypes_are_known():
-    """Every floating dtype of this torch takes part, so that a new one can't slip by unnoticed."""
-    names = {str(d) for d in FLOAT_DTYPES}
-    assert {"torch.float64", "torch.float32", "torch.float16", "torch.bfloat16"} <= names
-    assert {"torch.float8_e4m3fn", "torch.float8_e5m2", "torch.float8_e4m3fnuz", "torch.float8_e5m2fnuz"} <= names
-    assert {"torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2"} <= names
-
-
 def test_patterns_are_equal_when_bits_are_and_nans_always():
-    """Over the bit patterns of a dtype: two numbers are equal only as bits, all NaNs are, and no NaN is a number."""
+    """Over the bit patterns of every floating dtype that torch has: two numbers are equal only as bits, all NaNs are,
+    and no NaN is a number."""
+    assert {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn} <= {*DTYPES}
     for dtype in DTYPES:
         x = patterns(dtype)
         nan = x.to(torch.float64).isnan()
@@ -75,7 +70,6 @@ def test_nan_payloads_and_signs_are_one():
     a = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)
     assert a.isnan().all()
     assert identical(a, torch.full((3,), math.nan))
-    assert row_hashes(a[None]) == row_hashes(torch.full((1, 3), math.nan))
     found = difference(a, torch.tensor([math.nan, 1.0, math.inf]))
     assert (found.mismatched, found.nonfinite, found.max_abs, found.max_ulp) == (2, 2, 0.0, 0)
     assert found.first_mismatch == [1]
@@ -89,18 +83,15 @@ def test_nan_payloads_and_signs_are_one():
 def test_neighbours_are_one_ulp_apart():
     """In every dtype the sorted finite numbers are one apart each, both zeros counting as one."""
     for dtype in DTYPES:
-        x = patterns(dtype) if dtype.itemsize <= 2 else None
-        if x is None:
+        if dtype.itemsize > 2:
             start = torch.tensor([-1.5, 0.0, 1.0, 3e10], dtype=dtype)
             assert ulp_distance(start, torch.nextafter(start, torch.full_like(start, 1e30))).tolist() == [1] * 4
             continue
-        values = x.to(torch.float64)
-        finite = torch.isfinite(values)
-        x, values = x[finite], values[finite]
-        order = values.argsort(stable=True)
-        x, values = x[order], values[order]
-        gaps = ulp_distance(x[:-1], x[1:])
-        assert torch.equal(gaps, (values[1:] != values[:-1]).to(torch.int64))
+        x = patterns(dtype)
+        x = x[torch.isfinite(x.double())]
+        x = x[x.double().argsort(stable=True)]
+        steps = x[1:].double() != x[:-1].double()
+        assert torch.equal(ulp_distance(x[:-1], x[1:]), steps.to(torch.int64))
 
 
 def test_ulp_across_zero_and_to_the_ends_of_float64():
@@ -157,7 +148,7 @@ def test_what_is_no_plain_float_is_compared_by_its_parts():
 def test_mixed_shapes_and_dtypes_are_refused():
     """Tensors of two shapes or dtypes are not different, they are not comparable: broadcasting would hide a bug."""
     for a, b in [(torch.ones(2), torch.ones(3)), (torch.ones(2), torch.ones(2).double())]:
-        for ask in (same, difference, identical):
+        for ask in (same, difference, identical, agreement):
             with pytest.raises(ValueError, match="not comparable"):
                 ask(a, b)
         book = ClassBook()
@@ -252,7 +243,8 @@ def test_widest_difference_prefers_what_is_worst():
 
 def test_error_against_the_oracle():
     """Error in ULP is counted from the rounded oracle, relative error in the Frobenius norm. A float32 oracle would
-    hide the errors that it shares."""
+    hide the errors that it shares. What overflows in the rounded oracle too is right; a NaN or infinity of the kernel's
+    own has no error figure. Squares of 1e300 overflow and those of 1e-300 vanish: the relative norm survives both."""
     reference = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64)
     out = torch.tensor([1.0, 2.0, 2.0 + 2.0**-22])
     found = error_against(out, reference)
@@ -263,11 +255,6 @@ def test_error_against_the_oracle():
     for wrong in (torch.ones(2), torch.ones(3).double()):
         with pytest.raises(ValueError, match="float64"):
             error_against(torch.ones(2), wrong)
-
-
-def test_error_of_results_that_are_no_numbers():
-    """What overflows in the rounded oracle too is right; a NaN or infinity of the kernel's own has no error figure.
-    Squares of 1e300 overflow and those of 1e-300 vanish: the relative norm must survive both."""
     reference = torch.tensor([1e6, 1.0, math.nan], dtype=torch.float64)
     right = error_against(torch.tensor([math.inf, 1.0, math.nan], dtype=torch.float16), reference)
     assert (right.max_abs, right.relative_norm, right.max_ulp) == (0.0, 0.0, 0)
@@ -280,6 +267,33 @@ def test_error_of_results_that_are_no_numbers():
     assert error_against(torch.tensor([0.5]), torch.zeros(1, dtype=torch.float64)).relative_norm == 0.5
 
 
+def test_of_several_each_has_the_figures_that_it_has_by_itself():
+    """One look for all of them, with NaN, infinities and other numbers among them; the widest as of each. `same` gives
+    what `identical` gives, of every pair of any dtype."""
+    reference = torch.randn(4, 5, dtype=torch.float64)
+    outs = [reference.float() * (1 + scale) for scale in (0.0, 1e-3, 1e-6)]
+    outs += [outs[0].clone().index_fill_(0, torch.tensor([1]), value) for value in (math.nan, math.inf)]
+    assert errors_against(outs, reference) == [error_against(out, reference) for out in outs]
+    none = errors_against([torch.ones(0)], torch.ones(0, dtype=torch.float64))
+    assert [(e.max_abs, e.relative_norm, e.max_ulp) for e in none] == [(0.0, 0.0, 0)]
+    for chosen in (outs, outs[:3], outs[:2], outs[:1]):
+        book = ClassBook()
+        book.add(torch.stack(chosen))
+        apart = [msgspec.structs.replace(difference(chosen[0], x), label=i) for i, x in enumerate(chosen)]
+        assert book.widest_difference() == max(
+            apart[1:] or [difference(chosen[0], chosen[0])], key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched)
+        )
+    values = torch.tensor([[1.0, 2.0, 0.0], [1.0, 4.0, -0.0], [2.0, 2.0, 0.0], [1.0, 2.0, math.nan]])
+    for dtype in [*FLOAT_DTYPES, torch.int64, torch.bool, torch.complex64]:
+        pool = [*(values.to(torch.uint8).view(dtype) if dtype == PACKED else values.to(dtype))]
+        pairs = [(a, b.clone()) for a in pool for b in pool]
+        expected = [identical(a, b) for a, b in pairs]
+        assert len(pool) <= sum(expected) < len(pairs)
+        assert looked_at([agreement(a, b) for a, b in pairs]) == expected
+        assert looked_at([same(a, b).all() for a, b in pairs]) == expected
+    assert looked_at([]) == []
+
+
 def test_every_figure_can_be_stored():
     """JSON has no infinity: a difference of the largest numbers is clamped, so that a run file reads back."""
     largest = torch.tensor([sys.float_info.max], dtype=torch.float64)
@@ -290,13 +304,13 @@ def test_every_figure_can_be_stored():
 
 
 def test_digest_tells_dtype_shape_and_bits_apart():
-    """Digests are equal for equal results only: NaN payloads aside, any bit, the shape and the dtype count."""
+    """Digests and hashes are equal for equal results only: NaN payloads aside, any bit, shape and dtype count."""
     x = torch.tensor([0.0, 1.0])
     others = [torch.tensor([-0.0, 1.0]), x.double(), x.reshape(2, 1), torch.tensor([0.0, 1.0 + 2.0**-23])]
     assert len({digest(y) for y in (x, *others)}) == 5
-    assert digest(torch.tensor(math.nan)) == digest(
-        torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)[0]
-    )
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    for hashed in (digest, row_hashes):
+        assert hashed(nans[:1]) == hashed(nans[1:])
     assert digest(x, x) != digest(x)
 
 
@@ -331,31 +345,19 @@ def test_the_device_says_what_the_host_says():
 
 
 def test_a_row_has_one_hash_in_every_batch() -> None:
-    """Alone, among others and at another place a row has the same hash: else the tool would be what it looks for."""
+    """By itself, among others and at another position: else the tool would be what it looks for. A last bit, a swap
+    and a sign of zero, which sums of magnitudes or XORs miss, change it."""
     for dtype in [torch.float32, torch.bfloat16, torch.float16, torch.int64]:
-        x = torch.randint(-50, 50, (37, 129)).to(dtype)
+        x, order = torch.randint(-50, 50, (37, 129)).to(dtype), torch.randperm(37)
         whole = row_hashes(x)
         assert torch.equal(whole[5:6], row_hashes(x[5:6]))
-        order = torch.randperm(37)
         assert torch.equal(whole[order], row_hashes(x[order]))
         assert torch.equal(whole, row_hashes(x.reshape(37, 3, 43)))
-
-
-def test_a_last_bit_a_swap_and_a_sign_of_zero_change_it() -> None:
-    """Differences that sums of magnitudes or XORs miss."""
-    x, zeros = torch.rand(1, 64), torch.zeros(1, 64)
-    last, swapped, signed = x.clone(), x.clone(), zeros.clone()
-    last.view(torch.int32)[0, 17] ^= 1
-    swapped[0, [3, 9]] = x[0, [9, 3]]
-    signed[0, 5] = -0.0
-    assert len({int(row_hashes(y)) for y in (x, last, swapped)}) == 3
-    assert row_hashes(zeros) != row_hashes(signed)
-
-
-def test_a_hidden_state_of_another_form_is_one_line() -> None:
-    """Gemma 3n keeps several predictions of each token: said with its shape, no error of numpy's."""
-    with pytest.raises(UserError, match=r"input has shape \(4, 1, 6, 8\), not one row for each token"):
-        _rows(torch.zeros(4, 1, 6, 8), "input")
+    x = torch.cat([torch.rand(1, 64), torch.zeros(1, 64)]).repeat_interleave(3, 0)
+    x[1].view(torch.int32)[17] ^= 1
+    x[2, [3, 9]] = x[0, [9, 3]]
+    x[4, 5] = -0.0
+    assert len({*row_hashes(x).tolist()}) == 5
 
 
 def test_logits_are_held_against_each_other_by_bits() -> None:
@@ -376,7 +378,8 @@ def test_logits_are_held_against_each_other_by_bits() -> None:
 
 
 def test_errors_of_classes_are_fractions_of_an_ulp() -> None:
-    """A rounded reference is at most half an ULP away; one and a half ULP up is farther at each element."""
+    """A rounded reference is at most half an ULP away; one and a half ULP up is farther at each element. NaN and
+    infinity on either side are left out; a reference of zero has the ULP of the smallest normal number."""
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
         reference = torch.linspace(1.0, 7.9, 4001, dtype=torch.float64)
         rounded = reference.to(dtype)
@@ -388,10 +391,6 @@ def test_errors_of_classes_are_fractions_of_an_ulp() -> None:
         assert off.closer == 0
         assert off.farther >= 4000  # one may be a tie
         assert off.mean == pytest.approx(near.mean + 1.0, abs=2e-2)
-
-
-def test_errors_of_classes_leave_out_what_is_no_number() -> None:
-    """NaN and infinity on either side; a reference of zero has the ULP of the smallest normal number."""
     reference = torch.tensor([1.0, torch.inf, 2.0, 0.0], dtype=torch.float64)
     one = torch.tensor([1.0, torch.inf, torch.nan, 0.0])
     two = torch.tensor([1.0, torch.inf, 2.0, torch.finfo(torch.float32).smallest_normal])

@@ -148,15 +148,10 @@ def test_no_use_is_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None
     """Threads that change over between reading a count and writing it, each time, still end at the sum."""
 
     class Slow(FirstUses):
-        @property
-        def proofs(self) -> int:  # type: ignore[override]  # the field, with a wait behind it
-            seen = self.__dict__["proofs"]
-            time.sleep(0.001)
-            return int(seen)
-
-        @proofs.setter
-        def proofs(self, value: int) -> None:
-            self.__dict__["proofs"] = value
+        def __getattribute__(self, name: str) -> Any:
+            seen = super().__getattribute__(name)
+            time.sleep(0.001 if name == "proofs" else 0)
+            return seen
 
     def prove() -> None:
         for _ in range(5):
