@@ -17,6 +17,7 @@ from nondet.core.records import (
     End,
     Header,
     Limit,
+    MismatchRollout,
     Record,
     Round,
     Row,
@@ -24,6 +25,7 @@ from nondet.core.records import (
     Served,
     Status,
     Traffic,
+    TrainingStep,
 )
 from nondet.core.runfile import encoded
 from tests import build as factory
@@ -165,6 +167,32 @@ def test_a_plan_names_tokens_that_a_prompt_can_have() -> None:
             continue
         with pytest.raises(ContradictionError, match=r"plan\.prompts"):
             RunChecks(header).header(header)
+
+
+def test_a_run_that_ended_has_all_that_was_planned() -> None:
+    """Where a line is taken out and the last one's count mended, the arm's verdict would be of the rest in silence."""
+
+    def step(impl: str, i: int, **fields: Any) -> Record:
+        usual = {"tokens": 4, "weights_digest": "0" * 16}
+        return TrainingStep(impl=impl, seed=0, step=i, **(fields or usual))
+
+    def rollout(impl: str, i: int) -> Record:
+        return MismatchRollout(impl=impl, name=f"{i}", tokens=1, ids=[1, 2], sampler=bytes(4), trainer=bytes(4))
+
+    def ended(command: str, records: list[Record]) -> None:
+        sizes = {"steps": 3, "seeds": 1} if command == "rl" else {"n": 3, "texts": ["a"], "tokens": 1}
+        read = RunChecks(factory.header(command, {"arms": ["stock", "invariant"], **sizes}))
+        for record in records:
+            read.record(record)
+        read.end(End(records=len(records), seconds=0.0))
+
+    for command, made in (("rl", step), ("mismatch", rollout)):
+        whole = [made(impl, i) for impl in ("stock", "invariant") for i in range(3)]
+        ended(command, whole)
+        for left in (whole[:-1], whole[:3]):
+            with pytest.raises(ContradictionError, match=r"of 3 .* of invariant, as planned"):
+                ended(command, left)
+    ended("rl", [step("stock", i) for i in range(3)] + [step("invariant", 0, status="error")])  # that arm ended there
 
 
 def test_steps_are_bounded_over_all_rounds_and_records_are_counted() -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from nondet.core.compare import error_against
-from nondet.core.records import SCHEMA_VERSION, Completion, MismatchRollout, Row, Served, Status, TrainingStep
-from nondet.core.runfile import RunWriter, open_run, read_run, traces_path, write_run
+from nondet.core.records import SCHEMA_VERSION, Completion, Row, Served, Status
+from nondet.core.runfile import RunWriter, disk_errors, open_run, read_run, traces_path, write_run
 from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest
 from nondet.errors import UnrecordableError, UserError
 
@@ -72,7 +72,7 @@ def test_a_run_in_memory_is_written_whole_and_only_where_nothing_is(tmp_path: Pa
 
 def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty, foreign and newer files are told apart, and none gives a traceback; nor does a file that is not there, a
-    folder, a FIFO, or a disk that fails while it is read. None is taken for an empty run."""
+    folder, a FIFO, in a folder that can't be searched, or on a disk that fails. None is taken for an empty run."""
     begins = b'{"format":"nondet-run","schema":'
     path = tmp_path / "run.jsonl"
     for content, said in [
@@ -100,6 +100,9 @@ def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(UserError, match=r"can't read .*run\.jsonl: Input/output error"):
         read_run(path)
+    monkeypatch.setattr(Path, "stat", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(UserError, match="Permission denied"):
+        read_run(path)
 
 
 def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
@@ -117,42 +120,14 @@ def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
                 read_run(path, allow_truncated=allowed)
 
 
-@pytest.mark.parametrize("command", ["rl", "mismatch"])
-def test_a_run_that_ended_has_all_that_was_planned(command: str, tmp_path: Path) -> None:
-    """Where a line is taken out and the last one's count mended, the arm's verdict would be of the rest in silence."""
-    arms = ["stock", "invariant"]
-    plan = {"arms": arms, **({"steps": 3, "seeds": 1} if command == "rl" else {"n": 3, "texts": ["a"], "tokens": 1})}
-
-    def record(impl: str, i: int, *, failed: bool = False) -> Any:
-        if command == "rl":
-            given: dict[str, Any] = {"status": "error"} if failed else {"tokens": 4, "weights_digest": "0" * 16}
-            return TrainingStep(impl=impl, seed=0, step=i, **given)
-        one = bytes(4)
-        return MismatchRollout(impl=impl, name=str(i), step=0, tokens=1, ids=[1, 2], drawn=[], sampler=one, trainer=one)
-
-    def written(name: str, records: list[Any]) -> Path:
-        path = tmp_path / name
-        run = open_run(path, command=command, plan=plan, environment=ENVIRONMENT)
-        for r in records:
-            run.write(r)
-        run.finish()
-        return path
-
-    whole = [record(impl, i) for impl in arms for i in range(3)]
-    assert read_run(written("whole.jsonl", whole)).complete
-    for left in (whole[:-1], whole[:3]):
-        with pytest.raises(UserError, match=r"of 3 .* of invariant, as planned"):
-            read_run(written(f"{len(left)}.jsonl", left))
-    if command == "rl":  # an arm that failed ended there
-        assert read_run(written("failed.jsonl", [*whole[:4], record("invariant", 1, failed=True)])).complete
-
-
 def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> None:
-    """When the disk fills up the user is told so and how to go on; the rows before it stay readable."""
+    """The user is told so and how to go on: a run with --resume, while a page, a table and a script are made anew. The
+    rows before it stay readable."""
     path = tmp_path / "run.jsonl"
     run, side = writer(path), TraceWriter(path, resume=False, piece=piece)
     run.write(row("a"))
-    full = Mock(**dict.fromkeys(("write.side_effect", "writelines.side_effect"), OSError(errno.ENOSPC, "No space")))
+    no_space = OSError(errno.ENOSPC, "No space left on device")
+    full = Mock(**dict.fromkeys(("write.side_effect", "writelines.side_effect"), no_space))
     run._stream = side._stream = full
     with pytest.raises(UserError, match=r"disk is full.*--resume"):
         run.write(row("b"))
@@ -162,18 +137,26 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> N
     if Path("/dev/full").exists():
         with pytest.raises(UserError, match="disk is full"):
             writer(Path("/dev/full"), force=True)
+    for name in ("r.html", "r.py"):
+        with pytest.raises(UserError, match=f"the disk is full: {name}.*try again"), disk_errors(Path(name)):
+            raise no_space
 
 
-def test_a_packed_run_reads_as_the_plain_one(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A run kept packed gives the same rows, and one that is cut off or not packed is refused in one line."""
+def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path) -> None:
+    """A run kept packed gives the same rows; cut off, not packed, or with more behind its end, which Python's lzma
+    leaves out, it is refused in one line. A second stream belongs to the format."""
+    path = finished(tmp_path / "run.jsonl")
+    whole = path.read_bytes()
+    middle = whole.index(b"\n") + 1
     for end, pack in [(".gz", gzip.compress), (".xz", lzma.compress)]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        path, packed = tmp_path / "run.jsonl", tmp_path / f"run.jsonl{end}"
-        finished(path)
-        packed.write_bytes(pack(path.read_bytes()))
-        assert read_run(packed).rows == read_run(path).rows
+        packed = tmp_path / f"run.jsonl{end}"
         assert traces_path(packed).name == f"run.traces.jsonl{end}"
-        for data in (packed.read_bytes()[:-9], b"plainly not packed"):
+        for streams in (pack(whole), pack(whole[:middle]) + pack(whole[middle:])):
+            packed.write_bytes(streams)
+            assert read_run(packed).rows == read_run(path).rows
+        wrong = [pack(whole)[:-9], b"plainly not packed"]
+        wrong += [pack(whole) + behind for behind in (b"garbage", b"\xfd7zXZ\0 and no more", b"x")]
+        for data in wrong:
             packed.write_bytes(data)
             with pytest.raises(UserError, match="can't unpack"):
                 read_run(packed)

@@ -54,24 +54,6 @@ def test_certificates_are_shown_without_control_codes_and_kept_where_they_can_no
     assert "Read-only file system" in err
 
 
-def test_a_folder_that_can_not_be_searched_is_one_line(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run file in a folder without the right to search it."""
-    (tmp_path / "closed").mkdir()
-    right = Path.stat
-
-    def refuse(self: Path, *, follow_symlinks: bool = True) -> object:
-        if "closed" in self.parts:
-            raise PermissionError(13, "Permission denied", str(self))
-        return right(self, follow_symlinks=follow_symlinks)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    code, out, err = run("report", str(tmp_path / "closed" / "run.jsonl"))
-    assert (code, out) == (2, ""), err
-    assert err.count("\n") == 1
-
-
 def test_somebody_elses_side_file_is_not_taken_over(run: Command, tmp_path: Path) -> None:
     """RUN.traces.jsonl without its run, or as a link to nothing: refused before a model is loaded."""
     side = tmp_path / "mine.traces.jsonl"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import lzma
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich.console import Console
 from nondet.commands.output import PipedConsole, put, say
 from nondet.core import runfile
 from nondet.core.records import Completion, ContractAnswer, End, Record, Row, Served, ServerSeen, Traffic
-from nondet.core.runfile import disk_errors, lines_of, open_run, read_run, traces_path
+from nondet.core.runfile import lines_of, open_run, read_run, traces_path
 from nondet.core.traces import Trace, TraceWriter
 from nondet.diff import RunDiff
 from nondet.errors import UserError
@@ -305,24 +304,8 @@ def test_lists_without_end_are_refused_before_they_are_decoded(tmp_path: Path, m
         read_run(tmp_path / "plain.jsonl")
 
 
-def test_what_stands_behind_an_xz_is_no_silence(tmp_path: Path) -> None:
-    """Python's lzma leaves it out; a second stream belongs to the format."""
-    packed = lzma.compress(line(header())), lzma.compress(line(row()))
-    path = tmp_path / "run.jsonl.xz"
-    path.write_bytes(packed[0] + packed[1])
-    assert [text for _, text, _ in lines_of(path)] == [line(header())[:-1], line(row())[:-1]]
-    for wrong in (*(packed[0] + behind for behind in (b"garbage", b"\xfd7zXZ\0 and no more", b"x")), packed[0][:-7]):
-        path.write_bytes(wrong)
-        with pytest.raises(UserError, match="can't unpack"):
-            list(lines_of(path))
-
-
-def test_a_full_disk_advises_resume_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page, a table and a script are made anew; for a script's tensors torch's own writer would raise an error of its
-    own."""
-    for name, said in [("run.jsonl", "--resume"), ("r.html", "try again"), ("r.py", "try again")]:
-        with pytest.raises(UserError, match=f"the disk is full: {name}.*{said}"), disk_errors(Path(name)):
-            raise OSError(28, "No space left on device")
+def test_tensors_of_a_script_on_a_full_disk_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own writer would raise an error of its own."""
     monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=OSError(28, "No space left on device")))
     call = RecordedCall(torch.nn.functional.linear, (torch.ones(2),), {}, {}, "", 0, 2, range(0), 0)
     named = SimpleNamespace(calls=(call, call), culprit=SimpleNamespace(call="linear", replays=(), sentence="s"))
