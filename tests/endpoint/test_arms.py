@@ -13,8 +13,8 @@ import pytest
 from nondet.core.records import Run
 from nondet.core.runfile import read_run, traces_path
 from nondet.core.traces import read_traces
-from nondet.endpoint.arms import Answer, Ask, KnownBy, Tokens
-from nondet.endpoint.collect import Watcher
+from nondet.endpoint.arms import Answer, Ask, KnownBy, Tokens, parse_endpoint_load
+from nondet.endpoint.collect import Watcher, loaded_each
 from nondet.endpoint.traffic import Played
 from nondet.errors import ServerStoppedError, UserError
 from nondet.verdict.findings import Finding
@@ -280,7 +280,8 @@ def test_two_servers_that_know_tokens_by_different_things(tmp_path: Path) -> Non
 
 
 def test_plans_are_drawn_from_the_seed_alone() -> None:
-    """Equal options, equal plans; ids are unique; orders and patterns change from round to round."""
+    """Equal options, equal plans; ids are unique; orders and patterns change from round to round. A gate plans more
+    loads than it needs, because not every one forms."""
     once, again = planned(prompts=2), planned(prompts=2)
     assert once.digest == again.digest
     ids = [r.id for round_ in once.rounds for r in round_.requests]
@@ -288,6 +289,9 @@ def test_plans_are_drawn_from_the_seed_alone() -> None:
     loaded = [r for r in once.rounds if r.arm == "loaded"]
     assert len({tuple(p.target for p in r.requests) for r in loaded}) > 1
     assert once.rounds[0].arm == once.rounds[-1].arm == "solo"
+    load = parse_endpoint_load("targets=4,others=4")
+    assert loaded_each(load, 1, 0.1, 0.95, "load") == 174
+    assert loaded_each(load, 2, 0.1, 0.95, "request") == 23
 
 
 def test_prompts_together_tell_what_one_alone_does_not(tmp_path: Path) -> None:

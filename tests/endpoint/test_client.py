@@ -7,7 +7,6 @@ import re
 import shutil
 import ssl
 import subprocess
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -66,17 +65,6 @@ async def test_what_a_server_sends_is_what_comes_out() -> None:
         assert answer.sent < answer.done
         assert (answer.first is not None) == stream
         assert not answer.notes
-
-
-@awaited
-async def test_long_answers_are_read_in_good_time() -> None:
-    large = Ask(id="a", prompt=PROMPTS[0], max_tokens=1000, top_logprobs=20)
-    begun = time.perf_counter()
-    async with Honest("vllm") as server, HttpClient(server.url, stream=True) as client:
-        answer = await client.complete(large)
-    assert answer.ok, answer.reason
-    assert len(answer.runner_up) == 1000
-    assert time.perf_counter() - begun < 30
 
 
 # Which server, which model, which key, and over what: one line and exit 2 where it is not to be.
@@ -155,39 +143,27 @@ async def test_what_is_no_server_is_one_line() -> None:
         assert "\n" not in line
         assert "hunter2" not in line
     assert f"no server answers at {server.url}" in await _connects(server.url)
-    for host in ["a..b", "x" * 70, "-a", "999.1.1.1", "127.0.0.1:1"]:
-        assert "no connection" in await _connects(f"http://{host}")
-
-
-@awaited
-async def test_keys_are_checked() -> None:
-    """A server that wants a key says so. What else is refused: test_command.py."""
     async with Honest("vllm", key=KEY) as server:
         assert "refuses: HTTP 401: wrong key" in await _connects(server.url)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OPENAI_API_KEY", KEY)
-            async with HttpClient(server.url) as client:
-                assert KEY not in repr(client)
-                assert (await client.complete(Ask(id="a", prompt="x", max_tokens=2))).ok
+    for host in ["a..b", "x" * 70, "-a", "999.1.1.1", "127.0.0.1:1"]:
+        assert "no connection" in await _connects(f"http://{host}")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 @awaited
 async def test_a_certificate_must_be_trusted(tmp_path: Path) -> None:
     """One that nobody signed is refused and said, taken where it is named, taken where any is."""
-    paths = {"-keyout": str(tmp_path / "key.pem"), "-out": str(tmp_path / "certificate.pem")}
-    command = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x"
-    where = [word for pair in paths.items() for word in pair]
-    subprocess.run(
-        ["openssl", *command.split(), "-addext", "subjectAltName=IP:127.0.0.1", *where], check=True, capture_output=True
-    )
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = f"req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x -keyout {key}"
+    words = ["openssl", *command.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate)]
+    subprocess.run(words, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(paths["-out"], paths["-keyout"])
+    context.load_cert_chain(certificate, key)
     server = Honest("vllm")
     server._ssl = context
     async with server:
         assert re.search(r"certificate is not trusted.*--ca-file", await _connects(server.url))
-        named, unchecked = HttpClient(server.url, ca_file=paths["-out"]), HttpClient(server.url, insecure=True)
+        named, unchecked = HttpClient(server.url, ca_file=str(certificate)), HttpClient(server.url, insecure=True)
         async with named, unchecked:
             assert named.server == unchecked.server
     with pytest.raises(UserError, match="certificates"):
@@ -197,14 +173,16 @@ async def test_a_certificate_must_be_trusted(tmp_path: Path) -> None:
 @awaited
 async def test_proxies_of_the_environment_are_not_used() -> None:
     """A key and prompts go where the user said, not where a variable points."""
-    async with Hostile() as proxy, Honest("openai") as server:
+    async with Hostile() as proxy, Honest("openai", key=KEY) as server:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
                 patch.setenv(name, proxy.url)
             patch.delenv("NO_PROXY", raising=False)
+            patch.setenv("OPENAI_API_KEY", KEY)
             async with HttpClient(server.url) as client:
+                assert KEY not in repr(client)
                 assert (await client.complete(Ask(id="a", prompt="x", max_tokens=2))).ok
-        assert proxy.requests == []
+        assert proxy.pages == []
         assert len(server.requests) == 1
 
 

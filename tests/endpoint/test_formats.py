@@ -143,17 +143,9 @@ def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
 
 def test_metrics_are_summed_and_nonsense_is_skipped() -> None:
     """Prometheus' text form, labels summed, buckets, infinities and other lines left out."""
-    text = """# HELP vllm:x some
-vllm:hits_total{engine="0",model="a} b"} 3.0
-vllm:hits_total{engine="1"} 4
-vllm:time_bucket{le="1"} 9
-vllm:nan NaN
-vllm:inf +Inf
-plain 1e3 1700000000
-not a metric
-bad{ 1
-e eee"""
-    assert read_metrics(text) == {"vllm:hits_total": 7.0, "plain": 1000.0}
+    lines = ['hits{engine="0",model="a} b"} 3.0', 'hits{engine="1"} 4', 'time_bucket{le="1"} 9', "# HELP hits some"]
+    lines += ["nan NaN", "inf +Inf", "plain 1e3 1700000000", "not a metric", "bad{ 1", "e eee"]
+    assert read_metrics("\n".join(lines)) == {"hits": 7.0, "plain": 1000.0}
 
 
 def test_an_odd_count_is_none_and_a_note() -> None:
@@ -183,47 +175,41 @@ def answer(protocol: str, *documents: dict[str, Any], streamed: bool = False) ->
     return answer_from(ASK, parts)
 
 
-def test_llama_cpp_sends_the_logprobs_of_chats_on_the_completions_of_openai() -> None:
-    """llama.cpp's /v1/completions has logprobs.content, with ids: they are read, not refused as malformed."""
-    constructor, function, creates, returns = (
-        {"id": token, "token": text, "bytes": list(text.encode()), "logprob": logprob}
-        for token, text, logprob in [
-            (1751, " constructor", -2.9094841480255127), (471, " function", -3.0309998989105225),
-            (2889, " creates", -1.886509656906128), (757, " returns", -2.4855220317840576),
+def test_logprobs_of_chats_on_completions_are_read() -> None:
+    """llama.cpp's /v1/completions has logprobs.content, with ids. vLLM's chats stream ids outside of the logprobs,
+    piece by piece: the logprobs, which hold none, take none away."""
+    one, two, three, four = (
+        {"id": token, "token": "x", "bytes": [120], "logprob": logprob}
+        for token, logprob in [
+            (1751, -2.9094841480255127), (471, -3.0309998989105225), (2889, -1.886509656906128),
+            (757, -2.4855220317840576),
         ]
     )  # fmt: skip
-    content = [{**top[0], "top_logprobs": list(top)} for top in ((constructor, function), (creates, returns))]
-    choice = {"text": " constructor creates", "index": 0, "logprobs": {"content": content}, "finish_reason": "length"}
+    content = [{**top[0], "top_logprobs": list(top)} for top in ((one, two), (three, four))]
+    choice = {"text": "xx", "index": 0, "logprobs": {"content": content}, "finish_reason": "length"}
     usage = {"completion_tokens": 2, "prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}
     said = answer("openai", {"choices": [choice], "system_fingerprint": "b0-unknown", "usage": usage})
     assert (said.known_by, said.token_ids, said.runner_up) == (KnownBy.IDS, (1751, 2889), (471, 757))
     assert said.logprobs == np.array([-2.9094841480255127, -1.886509656906128], "<f4").tobytes()
     assert (said.chosen_is_top, said.cached_tokens, said.notes) == (2, 3, ())
-
-
-def test_a_chat_of_vllm_streams_ids_beside_logprobs_that_have_none() -> None:
-    """vLLM's ids come outside of the logprobs, piece by piece: the logprobs, which hold none, take none away."""
     pieces = []
-    for token, text, finish in ((1751, " constructor", None), (2889, " creates", "length")):
+    for token, finish in ((1751, None), (2889, "length")):
         logprobs = {"content": [{"token": f"token_id:{token}", "logprob": -1.0, "bytes": [120]}]}
-        delta = {"delta": {"content": text}, "logprobs": logprobs, "token_ids": [token]}
+        delta = {"delta": {"content": "x"}, "logprobs": logprobs, "token_ids": [token]}
         pieces.append({"choices": [{"index": 0, "finish_reason": finish, **delta}]})
     said = answer("vllm-chat", *pieces, streamed=True)
     assert (said.known_by, said.token_ids, said.token_bytes) == (KnownBy.IDS, (1751, 2889), None)
 
 
 def test_a_stream_of_llama_cpp_that_left_tokens_out_has_no_ids() -> None:
-    """It sends nothing for a token that begins a character: ids with holes would compare what is not there."""
-    last = {"content": "", "tokens": [], "stop": True, "stop_type": "limit", "tokens_predicted": 3}
+    """It sends nothing for a token that begins a character: ids with holes would compare what is not there. The end of
+    a text is a token, which the stream does not send."""
     pieces = [{"content": text, "tokens": [token], "stop": False} for token, text in ((110, "é"), (183, "x"))]
-    holed = answer("llama.cpp", *pieces, last, streamed=True)
-    assert (holed.known_by, holed.text) == (KnownBy.TEXT, "éx")
-    assert holed.notes == ("2 of 3 token ids (none taken)",)
-    whole = answer("llama.cpp", *pieces, {**last, "tokens_predicted": 2}, streamed=True)
-    assert (whole.known_by, whole.token_ids, whole.notes) == (KnownBy.IDS, (110, 183), ())
-    # the end of a text is a token, which the stream does not send
-    ended = answer("llama.cpp", *pieces, {**last, "stop_type": "eos"}, streamed=True)
-    assert (ended.known_by, ended.token_ids) == (KnownBy.IDS, (110, 183))
+    for counted, stop, ids in [(3, "limit", None), (2, "limit", (110, 183)), (3, "eos", (110, 183))]:
+        last = {"content": "", "tokens": [], "stop": True, "stop_type": stop, "tokens_predicted": counted}
+        said = answer("llama.cpp", *pieces, last, streamed=True)
+        assert (said.token_ids, said.text, said.known_by is KnownBy.IDS) == (ids, "éx", ids is not None)
+        assert ("2 of 3 token ids (none taken)" in said.notes) == (ids is None)
 
 
 # Wrong types everywhere: whatever stands where in an answer, it is read or refused, never a traceback.
