@@ -20,12 +20,12 @@ from nondet.endpoint.http import Limits
 from nondet.errors import UserError
 from tests.endpoint.honest import (
     MODEL,
-    Context,
     Handler,
     Honest,
     Request,
     Server,
     awaited,
+    context_of,
     json_response,
     response,
     step,
@@ -38,7 +38,7 @@ PROMPTS = ("Once upon a time", "The cat sat on the")
 
 def expected(prompt: str, tokens: int) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
     """Ids, float32 logprobs and float32 margins that the hash model gives, without any server."""
-    context = Context(tokenize(prompt))
+    context = context_of(tokenize(prompt))
     steps = [step(context, temperature=0, draw=(), alternatives=2) for _ in range(tokens)]
     tops = np.array([[value for _, value in s.top] for s in steps], "<f4")
     return tuple(s.id for s in steps), np.array([s.logprob for s in steps], "<f4"), tops[:, 0] - tops[:, 1]

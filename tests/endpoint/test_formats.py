@@ -19,7 +19,7 @@ from nondet.endpoint.client import read_metrics
 from nondet.endpoint.formats import FORMATS, Alternative, Parts, answer_from
 from nondet.endpoint.http import AttemptError, Events, Limits, float32_bytes, parse, wait_before_retry
 from tests.build import tiers
-from tests.endpoint.honest import DIALECTS, Context, Told, step, tokenize
+from tests.endpoint.honest import DIALECTS, Told, context_of, step, tokenize
 
 
 def _nearest(decimal: str) -> np.float32:
@@ -222,7 +222,7 @@ _DIALECT = {"openai-chat": "openai", "vllm-chat": "vllm", "transformers-chat": "
 
 def _documents(protocol: str, stream: bool) -> list[dict[str, Any]]:
     """What an honest server sends for one short answer."""
-    context = Context(tokenize(ASK.prompt))
+    context = context_of(tokenize(ASK.prompt))
     steps = [step(context, temperature=0, draw=(), alternatives=2) for _ in range(2)]
     body = FORMATS[protocol].body(ASK, "hash-1", stream)
     told = Told(body, (1, 2), 0, "length")
