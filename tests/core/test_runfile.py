@@ -16,24 +16,21 @@ import pytest
 import torch
 
 from nondet.core.compare import error_against
-from nondet.core.records import SCHEMA_VERSION, Completion, Row, Served, Status
+from nondet.core.records import SCHEMA_VERSION, Row, Served, Status
 from nondet.core.runfile import RunWriter, disk_errors, open_run, read_run, traces_path, write_run
 from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest
 from nondet.errors import UnrecordableError, UserError
+from tests import build as factory
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": None, "num_threads": 2}
 
 
-def row(case: str, **figures: Any) -> Row:
-    return Row(
-        probe="matmul", case=case, operator="linear", shape={"K": 8}, dtype="float32", device="cpu", inputs="bell",
-        varied="batch_size", impl="stock", **({"status": Status.IDENTICAL} | figures),
-    )  # fmt: skip
+def row(case: str, **fields: Any) -> Row:
+    return factory.row((0, 0), case=case, **fields)
 
 
 def parted(case: str) -> Row:
-    figures: dict[str, Any] = {"values": [1, 2, "prefill"], "labels": [0, 0, 1], "class_sizes": [2, 1], "distinct": 2}
-    return row(case, trials=3, status=Status.DIVERGENT, **figures)
+    return factory.row((0, 0, 1), case=case, values=[1, 2, "prefill"])
 
 
 def writer(path: Path, **options: Any) -> RunWriter:
@@ -248,10 +245,7 @@ def test_a_completion_that_no_reader_would_take_is_a_failed_one(tmp_path: Path) 
     """Whatever is odd in it: the request is on record as failed, once, and its round can be counted."""
     path = tmp_path / "run.jsonl"
     run = open_run(path, command="sample", plan=asked(["a"]), environment=ENVIRONMENT)
-    good = Completion(
-        impl="server", request="r", round=0, prompt=0, tokens_digest="0" * 16, trace="0" * 16, n_tokens=1,
-        finish="length", arrival_step=0, schedule=[], batch_min=0, batch_max=0,
-    )  # fmt: skip
+    good = factory.completion("r", "0" * 16, impl="server", n_tokens=1)
     odd: list[dict[str, Any]] = [
         {"n_tokens": -1}, {"nonfinite": 2}, {"trace": "zz"}, {"finish": "\ud800"}, {"schedule": [[0, 10**9, 1]]},
         {"batch_min": 2**70}, {"served": Served(completion_tokens=2**30)}, {"served": Served(done=float("nan"))},
@@ -349,8 +343,6 @@ def test_long_texts_are_cut_and_counted(tmp_path: Path) -> None:
     long = msgspec.structs.replace(trace([1, 2]), text="x" * 5_000_000)
     with_traces(run, [long], piece=lambda token: "y" * 5000 + str(token))
     traces, pieces = read_traces(run)
-    (text,) = (t.text for t in traces.values())
-    assert text.startswith("x" * 2**20 + "… [5,000,000 characters, SHA-256 ")
+    assert traces[long.digest].text.startswith("x" * 2**20 + "… [5,000,000 characters, SHA-256 ")
     assert pieces[1].startswith("y" * 1000 + "… [5,001 characters")
     assert pieces[1] != pieces[2]
-    assert traces_path(run).stat().st_size < 2**21

@@ -62,7 +62,6 @@ STREAM_END = b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
-    """One piece of a chunked body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
@@ -167,7 +166,6 @@ def float32(value: float) -> float:
 
 
 def _draw(*what: object) -> float:
-    """A number in [0, 1) that follows from what is given."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:6], "big") / 2**48
 
 
@@ -366,7 +364,6 @@ class Honest(Server):
         return True
 
     def _page(self, request: Request) -> bytes | None:
-        """What the server says of itself."""
         flush = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}.get(self.dialect)
         if request.method == "POST" and request.path == flush:
             self._cache.clear()
@@ -505,5 +502,4 @@ _OF_TRANSFORMERS = {"model", "prompt", "messages", "max_tokens", "temperature", 
 
 
 def serving(dialect: str = "vllm", **options: Any) -> AbstractContextManager[Honest]:
-    """The server in a thread of its own while the block runs."""
     return in_thread(Honest(dialect, **options))

@@ -92,7 +92,6 @@ def choice(**fields: Any) -> dict[str, Any]:
 
 
 def said(**fields: Any) -> dict[str, Any]:
-    """A completion whose only choice has these fields."""
     return answer(choices=[choice(**fields)])
 
 
@@ -152,7 +151,6 @@ def _redirect(status: int, where: str) -> list[bytes]:
 
 
 def _once(name: str, first: Actions) -> Callable[[Hostile, Request], Actions]:
-    """The first time this, then an answer."""
     return lambda server, request: first if server.seen[name] == 1 else [json_response(answer())]
 
 
@@ -161,7 +159,6 @@ def _key(request: Request) -> str:
 
 
 def _echo_in_text(server: Hostile, request: Request) -> Actions:
-    """The key, sent back as the completion, in two events."""
     key = _key(request).removeprefix("Bearer ")
     halves = (key[: len(key) // 2], key[len(key) // 2 :])
     return _stream(*(said(text=half, finish_reason="stop") for half in halves))

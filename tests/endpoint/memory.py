@@ -24,7 +24,6 @@ _WORDS = [f" w{i}" for i in range(50)]
 
 
 def draw(*parts: object) -> int:
-    """A number that follows from the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "little")
 
 
@@ -54,7 +53,7 @@ class Faults:
 
 @dataclass
 class MemoryClient:
-    """See `Faults`."""
+    """See `nondet.endpoint.arms.Client`."""
 
     faults: Faults = field(default_factory=Faults)
     url: str = "http://memory"
@@ -69,7 +68,7 @@ class MemoryClient:
     gate: asyncio.Semaphore | None = None
 
     async def complete(self, ask: Ask) -> Answer:
-        """As `nondet.endpoint.arms.Client`."""
+        """As `Client`."""
         f, sent = self.faults, time.monotonic()
         self.asked += 1
         self.ids[ask.id] += 1
@@ -122,26 +121,26 @@ class MemoryClient:
         return replace(answer, logprobs=logprobs.tobytes(), margins=margins.tobytes(), chosen_is_top=top)
 
     async def metrics(self) -> dict[str, float]:
-        """As `nondet.endpoint.arms.Client`."""
+        """As `Client`."""
         if not self.faults.metrics:
             return {}
         running = min(self.running, 1) if self.faults.serial else self.running
         return {"fake:num_requests_running": running, "fake:num_requests_waiting": self.running - running}
 
     async def flush(self) -> bool:
-        """As `nondet.endpoint.arms.Client`."""
+        """As `Client`."""
         if self.faults.flushes:
             self.seen.clear()
         return self.faults.flushes
 
     @property
     def listed(self) -> list[str]:
-        """As `nondet.endpoint.arms.Client`."""
+        """As `Client`."""
         return list(self.faults.models)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[MemoryClient]:
-        """As a real client is entered."""
+        """As `Client`."""
         self.gate = None
         yield self
 
@@ -154,7 +153,6 @@ ENVIRONMENT: dict[str, Any] = {"torch": "0", "variables": {}}
 def planned(
     arms: dict[str, int] | None = None, prompts: int = 1, load: EndpointLoad = LOAD, max_tokens: int = 16
 ) -> ArmPlan:
-    """The plan of a short run."""
     texts = ["the quick brown fox " * 40]
     return build_arms(arms or ARMS, load, prompts=prompts, max_tokens=max_tokens, seed=1, texts=texts)
 
