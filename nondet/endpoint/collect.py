@@ -6,7 +6,6 @@ Failures are written too, but not those of a dead server: a resumed run repeats 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from nondet.core.certificates import digest_of
 from nondet.core.records import Completion, ContractAnswer, Round, Run, Served, ServerSeen, Traffic
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.statistics import trials_to_see
@@ -68,13 +68,11 @@ def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
     greedy = next((a for a in contract if a.question == "tempered" and a.answer == "no"), None)
     if greedy is not None:
         raise UserError(f"{url} ignores the temperature: {greedy.evidence}", "Gate it at temperature 0.")
-    if seen is None or seen.answer != "yes":
-        known = seen is not None and seen.answer == "no"
-        shown = "does not respect a seed" if known else "is not shown to respect a seed"
-        raise UserError(
-            f"{url} {shown}, so its draws show nothing about batches: {seen.evidence if seen else 'it was not tested'}",
-            "Gate it at temperature 0; `nondet sample --temperature` counts what differs.",
-        )
+    answer, evidence = (seen.answer, seen.evidence) if seen else ("unknown", "it was not tested")
+    if answer != "yes":
+        shown = "does not respect a seed" if answer == "no" else "is not shown to respect a seed"
+        hint = "Gate it at temperature 0; `nondet sample --temperature` counts what differs."
+        raise UserError(f"{url} {shown}, so its draws show nothing about batches: {evidence}", hint)
 
 
 # When a gate has enough data: at the first divergence, or at the required power.
@@ -159,11 +157,9 @@ def collect(
         enough: Whether the rounds so far suffice, so that only solo ones of the remaining rounds are run.
         seeded: Whether answers are only meaningful if the server respects a seed.
 
-    Raises:
-        UserError: a server that does not answer, differs from the one at the run's beginning, or is not shown to
-            respect a seed although it must; a full disk.
-        ServerStoppedError: a server stopped answering; what was finished is on disk.
-        KeyboardInterrupt: Ctrl-C; what was finished is on disk.
+    Whatever it raises, what was finished is on disk: UserError (a server that does not answer, differs from the one at
+    the run's beginning, or is not shown to respect a seed although it must; a full disk), ServerStoppedError (it
+    stopped answering), KeyboardInterrupt.
     """
     before = read_run(writer.path, allow_truncated=True) if writer.resumed else None
     tokens = Tokens(KnownBy.IDS)
@@ -238,18 +234,11 @@ class _Collector(RoundCollector):
         if self.seeded:
             check_seeded(self.server.url, (*checked, *answers))
         seen = ServerSeen(
-            impl=self.impl,
-            number=len(servers),
-            url=client.url or self.server.url,
-            protocol=client.protocol,
-            model=model,
-            answered_as=one_line(once.model, 200),
-            listed=listed,
-            fingerprint=one_line(once.fingerprint, 200),
-            known_by=contract.known_by.value,
-            logprobs=bool(once.logprobs),
-            software=one_line(client.server, 100),
-        )
+            impl=self.impl, number=len(servers), url=client.url or self.server.url, protocol=client.protocol,
+            model=model, answered_as=one_line(once.model, 200), listed=listed,
+            fingerprint=one_line(once.fingerprint, 200), known_by=contract.known_by.value,
+            logprobs=bool(once.logprobs), software=one_line(client.server, 100),
+        )  # fmt: skip
         for before in servers[:1]:
             check_same(before, seen)
         self.tokens.known_by, self.tokens.with_logprobs = contract.known_by, seen.logprobs
@@ -308,25 +297,17 @@ class _Collector(RoundCollector):
             except UnrecordableError as error:
                 trace = error.what
         result: dict[str, Any]
-        if isinstance(trace, str):
-            if answer.ok:  # an answer that can't be compared with the others is not a completion
-                served = msgspec.structs.replace(served, kind="incomparable")
+        if isinstance(trace, Trace):
+            served = msgspec.structs.replace(served, text=digest_of(trace.text.encode()))
+            result = {"finish": answer.finish, "trace": trace.digest, **facts_of(trace)}
+        else:  # an answer that can't be compared with the others is not a completion either
+            served = msgspec.structs.replace(served, kind="incomparable") if answer.ok else served
             result = {"status": "error", "finish": "error", "reason": one_line(trace, 300)}
             result |= {"tokens_digest": "", "trace": "", "n_tokens": 0}
-        else:
-            served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
-            result = {"finish": answer.finish, "trace": trace.digest, **facts_of(trace)}
-        nothing: dict[str, Any] = {"arrival_step": 0, "schedule": [], "batch_min": 0, "batch_max": 0}  # a server's own
         completion = Completion(
-            impl=self.impl,
-            arm=round_.arm,
-            round=round_.number,
-            request=planned.id,
-            prompt=planned.prompt,
-            served=served,
-            **result,
-            **nothing,
-        )
+            impl=self.impl, arm=round_.arm, round=round_.number, request=planned.id, prompt=planned.prompt,
+            served=served, arrival_step=0, schedule=[], batch_min=0, batch_max=0, **result,
+        )  # fmt: skip
         if served.kind in _SILENT:
             self.held.append(completion)
             self.streak += 1
@@ -338,9 +319,8 @@ class _Collector(RoundCollector):
 
     def _stopped(self) -> ServerStoppedError:
         count = "1 request" if len(self.held) == 1 else f"{len(self.held)} requests of one round"
-        return ServerStoppedError(
-            f"{self.server.url} stopped answering: {count} failed, the last: {self.held[-1].reason}"
-        )
+        what = f"{self.server.url} stopped answering: {count} failed, the last: {self.held[-1].reason}"
+        return ServerStoppedError(what)
 
     def _put(self, completion: Completion) -> None:
         for written in self.write(completion):
