@@ -234,15 +234,11 @@ def certificates(device: str | None = None) -> Certificates:
     if device is None:
         device = "cuda" if _has_cuda() else "cpu"
     place = (device, torch.get_num_threads() if device == "cpu" else torch.cuda.current_device() if _mixed() else 0)
-    kept = _instances.get(place)
-    return _opened_at(place) if kept is None else kept
-
-
-def _opened_at(place: tuple[object, ...]) -> Certificates:
-    with _lock:
-        if place not in _instances:
-            _instances[place] = Certificates(machine(str(place[0])), cache_folder())
-        return _instances[place]
+    if place not in _instances:
+        with _lock:
+            if place not in _instances:
+                _instances[place] = Certificates(machine(device), cache_folder())
+    return _instances[place]
 
 
 @functools.cache
@@ -256,7 +252,7 @@ def _has_cuda() -> bool:
 def _mixed() -> bool:
     import torch
 
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return len({(c.name, c.major, c.minor, c.multi_processor_count) for c in cards}) > 1
 
 

@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -143,12 +143,10 @@ def measure(
         watch: The operator that the variants call, if they call one: results are checked while variants are replayed.
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does that already.
-        warm: Compute all variants once before, unprofiled, because a first use may compile, or prove a member of its
-            class. One call repeated is computed once.
+        warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class.
         enough: Stop after so many variants if two of them differ; 0: never.
         reference: What the first variant should be, in float64.
         extra: Called with one result of each class; its entries go into the row's `extra`.
-        started: `time.perf_counter()` when the case began; None: now.
     """
     started = time.perf_counter() if started is None else started
     book = ClassBook()
@@ -185,13 +183,12 @@ def measure(
     details = dict(extra(book.representatives)) if extra is not None else {}
     # where a demonstration adds in a narrow accumulator, one order may overflow and another not
     fault = _fault(watch, [] if head.demonstration else errors, details)
+    status = Status.DIVERGENT if len(book.representatives) > 1 or differing else Status.IDENTICAL
+    of, reason = book.representatives[0].numel(), details.get("note", "")
     if fault:
         status, reason = Status.WRONG, fault
-    else:
-        status = Status.DIVERGENT if len(book.representatives) > 1 or differing else Status.IDENTICAL
-        of = book.representatives[0].numel()
-        note = details.get("note", "")
-        reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite" if nonfinite else note
+    elif nonfinite:
+        reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite"
     row = row_of(
         head,
         values,
@@ -353,15 +350,12 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
         rows = raw.sum(-1, dtype=torch.int64) if raw.dim() else raw.to(torch.int64)
         columns = raw.flatten(0, -2).sum(0, dtype=torch.int64) if raw.dim() > 1 else raw.to(torch.int64)
         return {name: (rows, columns)}
+    parts: Iterable[tuple[object, Any]] = enumerate(inputs) if isinstance(inputs, list | tuple) else ()
     if isinstance(inputs, Mapping):
-        parts = [(str(key), value) for key, value in inputs.items()]
-    elif isinstance(inputs, list | tuple):
-        parts = [(str(place), value) for place, value in enumerate(inputs)]
-    else:
-        return {}
+        parts = inputs.items()
     prints: Fingerprint = {}
     for part, value in parts:
-        prints |= fingerprint(value, f"{name}.{part}" if name else part)
+        prints |= fingerprint(value, f"{name}.{part}" if name else str(part))
     return prints
 
 

@@ -123,8 +123,7 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
     chosen = declaration.implementation(name)
     if chosen is None:
         raise UnknownNameError(f"implementation of {operator}", name, [i.name for i in declaration.implementations])
-    target = chosen.target(device)
-    if target is None:
+    if (target := chosen.target(device)) is None:
         hint = f"It has one on {', '.join(chosen.targets)}."
         raise UserError(f"{operator} has no {name!r} implementation on {device}", hint)
     return LoadedImplementation(operator, name, load_object(target), chosen.stock, chosen.invariant)
