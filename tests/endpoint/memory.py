@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,6 +66,7 @@ class MemoryClient:
     seen: set[str] = field(default_factory=set)
     ids: Counter[str] = field(default_factory=Counter)
     gate: asyncio.Semaphore | None = None
+    change: Callable[[Ask, int, Answer], Answer] = lambda ask, number, answer: answer  # the number-th answer
 
     async def complete(self, ask: Ask) -> Answer:
         """As `Client`."""
@@ -79,7 +80,7 @@ class MemoryClient:
             return Answer(ask=ask.id, finish="error", sent=sent, done=sent, kind="http-500", reason="500 no\x1b[31m")
         self.gate = self.gate or asyncio.Semaphore(1 if f.serial else 10_000)
         async with self.gate:
-            return await self._answer(ask, number, sent)
+            return self.change(ask, number, await self._answer(ask, number, sent))
 
     async def _answer(self, ask: Ask, number: int, sent: float) -> Answer:
         f, most = self.faults, 0
