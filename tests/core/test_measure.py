@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -314,17 +313,12 @@ def test_a_result_of_another_form_is_wrong() -> None:
 
 def test_a_value_that_the_oracle_does_not_have_is_a_fault() -> None:
     """A single one of twelve; of the oracle's own infinity nothing is asked."""
-
-    def off(x: torch.Tensor, weight: torch.Tensor, value: float) -> torch.Tensor:
-        out = linear(x, weight)
-        out[1, 2] = value
-        return out
-
     for value in [float("nan"), float("inf"), float("-inf"), 8.5]:
-        watch = watched(functools.partial(off, value=value))
+        off = linear(X, WEIGHT)
+        off[1, 2] = value
+        watch, shared = watched(lambda *_, off=off: off), watched(linear)
         watch.call(X, WEIGHT)
         assert watch.fault.startswith("1 of 12 elements are ")
         assert ("NaN or infinite where the oracle is not" in watch.fault) == (value != 8.5)
-        shared = watched(linear)
         shared.call(X * value, WEIGHT)
         assert shared.fault == ""

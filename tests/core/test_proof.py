@@ -25,17 +25,19 @@ def verdict(call: Any, inputs: Any, kept: Certificates) -> bool | None:
 
 
 def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
-    """Equal is proven and different excluded, both with their evidence; the exclusion outlives a later proof."""
+    """Equal is proven and different excluded, both with their evidence; the exclusion outlives a later proof. No
+    inputs, or none whose result is finite, is neither. Of several members one that parts takes none with it."""
     inputs = list(product_inputs((3, N, K), torch.bfloat16, "cpu"))
-    assert verdict(linear, inputs, kept) is True
-    assert kept.standing("member", "key") is True
-    assert "elements equal to the anchor's on order" in kept.all()[0].evidence
-    assert "%" not in kept.all()[0].evidence
-    assert verdict(split_k, inputs, kept) is False
-    assert kept.standing("member", "key") is False
-    assert "elements differ" in kept.excluded()[0].evidence
-    assert verdict(linear, inputs, kept) is True
-    assert kept.standing("member", "key") is False
+    infinite = [("inf", (torch.full((2, K), torch.inf), torch.ones(N, K)))]
+    assert (verdict(linear, [], kept), verdict(linear, infinite, kept), kept.all()) == (None, None, [])
+    for call, proven, stands in [(linear, True, True), (split_k, False, False), (linear, True, False)]:
+        assert verdict(call, inputs, kept) is proven
+        assert kept.standing("member", "key") is stands
+        words = "elements equal to the anchor's on order" if stands else "elements differ"
+        assert words in kept.all()[0].evidence
+    claims = [Claim(name, "key", call) for name, call in (("a", linear), ("b", split_k), ("c", absent), ("d", linear))]
+    assert prove(claims, linear, inputs, kept) == [True, False, None, True]
+    assert [(c.member, c.holds) for c in kept.all()[:3]] == [("a", True), ("b", False), ("d", True)]
 
 
 def test_a_failure_is_no_exclusion() -> None:
@@ -58,19 +60,6 @@ def test_a_failure_is_no_exclusion() -> None:
         assert verdict(linear, product_inputs((3, N, K), torch.bfloat16, "cpu"), kept) is True
         assert kept.standing("member", "key") is True
         assert kept.aside() == {}
-
-
-def test_nothing_to_compare_proves_nothing(kept: Certificates) -> None:
-    """No inputs, or none whose result is finite: neither a proof nor an exclusion. Of several members one that parts
-    takes none with it."""
-    assert verdict(linear, [], kept) is None
-    infinite = [("inf", (torch.full((2, K), torch.inf), torch.ones(N, K)))]
-    assert verdict(linear, infinite, kept) is None
-    assert kept.all() == []
-    claims = [Claim(name, "key", call) for name, call in (("a", linear), ("b", split_k), ("c", absent), ("d", linear))]
-    inputs = product_inputs((3, N, K), torch.bfloat16, "cpu")
-    assert prove(claims, linear, inputs, kept) == [True, False, None, True]
-    assert [(c.member, c.holds) for c in kept.all()] == [("a", True), ("b", False), ("d", True)]
 
 
 def test_a_key_has_what_may_change_bits_and_nothing_else() -> None:
