@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,8 @@ from rich.console import Console
 
 from nondet.commands.output import PipedConsole, put, say
 from nondet.core import runfile
-from nondet.core.records import Completion, End, Row, Run
-from nondet.core.runfile import lines_of, open_run, read_run, traces_path
+from nondet.core.records import Completion, Row, Run
+from nondet.core.runfile import lines_of, open_run, read_run, traces_path, write_run
 from nondet.diff import RunDiff
 from nondet.errors import UserError
 from nondet.reports import diff, gate, html, markdown, terminal
@@ -69,15 +70,12 @@ _EACH = 3  # records of a kind that are left
 
 def cut(name: str, folder: Path) -> Path:
     """The run of that name with few records; what its plan counts on is left out, and the end counts what is left."""
-    lines = [json.loads(line) for _, line, _ in lines_of(EVIDENCE / KEPT[name])]
-    header, records, left = lines[0], [], dict[str, int]()
-    for record in lines[1:-1]:
-        kind = record["type"]
-        if kind == "mismatch-rollout":
-            kind += record["impl"]
-        limit = 40 if kind in ("step", "axis") else _EACH
-        left[kind] = left.get(kind, 0) + 1
-        if left[kind] <= limit and kind != "round":
+    header, *lines, _ = (json.loads(line) for _, line, _ in lines_of(EVIDENCE / KEPT[name]))
+    records, left = [], Counter[str]()
+    for record in lines:
+        kind = record["type"] + (record["impl"] if record["type"] == "mismatch-rollout" else "")
+        left[kind] += 1
+        if left[kind] <= (40 if kind in ("step", "axis") else _EACH) and kind != "round":
             records.append(record)
     for counted in ("texts", "steps", "scored"):
         header["plan"].pop(counted, None)
@@ -91,31 +89,27 @@ def cut(name: str, folder: Path) -> Path:
 
 def made(folder: Path) -> list[Path]:
     """A probe, a bench and a sample."""
-    folder.mkdir(parents=True, exist_ok=True)
     probed = factory.run_of(*factory.h200_sweep(), factory.failed(case="row 0 of M rows, K=64 N=64, bell"))
-    paths = []
-    for name, run in (("probe", probed), ("bench", factory.bench_run((1, 16, 512)))):
-        path = folder / f"{name}.jsonl"
-        records = [run.header, *run.records()]
-        path.write_bytes(b"".join(map(line, [*records, End(records=len(records) - 1, seconds=1.0)])))
-        paths.append(path)
+    paths = [folder / f"{name}.jsonl" for name in ("probe", "bench")]
+    for path, run in zip(paths, (probed, factory.bench_run((1, 16, 512))), strict=True):
+        write_run(path, run)
     factory.sampled(folder, n=12, length=24, failures=1, again=True)
     return [*paths, folder / "sample.jsonl"]
 
 
 def copied(path: Path, to: Path) -> Path:
     """The run with its traces, under another name."""
-    to.write_bytes(path.read_bytes())
     traces_path(to).unlink(missing_ok=True)
-    if traces_path(path).exists():
-        traces_path(to).write_bytes(traces_path(path).read_bytes())
+    for old, new in ((path, to), (traces_path(path), traces_path(to))):
+        if old.exists():
+            new.write_bytes(old.read_bytes())
     return to
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths to everything inside a decoded line."""
     out = [path] if path else []
-    children = value.items() if isinstance(value, dict) else enumerate(value[:6]) if isinstance(value, list) else ()
+    children = value.items() if isinstance(value, dict) else enumerate(value[:6] if isinstance(value, list) else ())
     for key, child in children:
         out += places(child, (*path, key))
     return out
@@ -170,7 +164,7 @@ MUTATIONS = {change_field: 16, move_lines: 3, change_bytes: 3, nest: 1}
 
 
 def captured(show: Callable[[Console], None]) -> str:
-    console = Console(width=100, record=True, file=None, quiet=False, force_terminal=False, no_color=True)
+    console = Console(width=100, quiet=False, force_terminal=False, no_color=True)
     with console.capture() as text:
         show(console)
     return text.get()
@@ -225,13 +219,10 @@ def test_a_mutated_file_is_a_report_or_one_line(tmp_path: Path, name: str, seed:
 
 def edit(path: Path, place: int | str, **fields: Any) -> None:
     """Change the line of that index, or the first of that type."""
-    lines = path.read_bytes().splitlines()
-    kinds = [json.loads(line)["type"] for line in lines]
-    number = place if isinstance(place, int) else kinds.index(place)
-    record = json.loads(lines[number])
-    record.update(fields)
-    lines[number] = json.dumps(record).encode()
-    path.write_bytes(b"\n".join(lines) + b"\n")
+    records = [json.loads(line) for line in path.read_bytes().splitlines()]
+    found = records[place] if isinstance(place, int) else next(r for r in records if r["type"] == place)
+    found.update(fields)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def test_a_contradiction_names_line_and_field(tmp_path: Path) -> None:

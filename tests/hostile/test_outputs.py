@@ -90,11 +90,9 @@ def test_every_option_that_writes_is_known() -> None:
 
 def test_unrelated_files_and_devices_are_let_through(tmp_path: Path) -> None:
     """Another file, one that is not there yet, text that is no path, a terminal that is read and written."""
-    there = tmp_path / "a.jsonl"
-    there.write_bytes(line(row()))
-    runfile.check_outputs(
-        {"run": there, "out": tmp_path / "b.jsonl", "report": [tmp_path / "b.html"], "prompt": "x" * 9999}
-    )
+    (there := tmp_path / "a.jsonl").write_bytes(line(row()))
+    reports = [tmp_path / "b.html"]
+    runfile.check_outputs({"run": there, "out": tmp_path / "b.jsonl", "report": reports, "prompt": "x" * 9999})
     runfile.check_outputs({"run": Path("/dev/null"), "summary": Path("/dev/null"), "junit": None, "prompt": "a\0b"})
     with pytest.raises(UserError, match="writes as well"):
         runfile.check_outputs({"out": tmp_path / "new.jsonl", "summary": tmp_path / "new.jsonl"})
