@@ -34,8 +34,8 @@ def parted(case: str) -> Row:
 
 
 def writer(path: Path, **options: Any) -> RunWriter:
-    options = {"plan": {"seed": 0, "impls": ("stock",)}, "environment": ENVIRONMENT, **options}
-    return open_run(path, command="probe", **options)
+    options = {"command": "probe", "plan": {"seed": 0, "impls": ("stock",)}, "environment": ENVIRONMENT, **options}
+    return open_run(path, **options)
 
 
 def finished(path: Path) -> Path:
@@ -193,7 +193,13 @@ def asked(texts: list[str]) -> dict[str, Any]:
 
 
 def test_prompts_of_any_size_make_a_header_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond 16 MiB each is cut, and says how long it was; no text of an ordinary set is touched."""
+    """Beyond 16 MiB each is cut, and says how long it was; no text of an ordinary set is touched. Too many prompts even
+    without their texts, or half a character, is said before anything is begun."""
+    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**16)
+    for plan in (asked(["a" * 50] * 1000), asked(["\ud800"]), {"a": float("nan"), "prompts": "none"}):
+        with pytest.raises(UserError, match="no run file can hold this plan"):
+            writer(tmp_path / "run.jsonl", command="sample", plan=plan)
+    assert list(tmp_path.iterdir()) == []
     for texts, left, most in [
         (["x" * 100_000, "y\n" * 50_000], 10**6, 2**24),
         ([f"{i:05d}" + "a" * 35_000 for i in range(100)], 1000, 2**21),
@@ -205,23 +211,13 @@ def test_prompts_of_any_size_make_a_header_that_is_read(tmp_path: Path, monkeypa
         path = tmp_path / "run.jsonl"
         monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", most)
         monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2 * most)
-        open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, force=True).close()
-        open_run(path, command="sample", plan=asked(texts), environment=ENVIRONMENT, resume=True).finish()
+        writer(path, command="sample", plan=asked(texts), force=True).close()
+        writer(path, command="sample", plan=asked(texts), resume=True).finish()
         shown = [p["text"] for p in read_run(path).header.plan["prompts"]]
         assert len(shown) == len(texts)
         begun = [a if len(a) <= left else f"{a[:left]}… [{len(a):,} characters, SHA-256 " for a in texts]
         assert [b[: len(a)] for a, b in zip(begun, shown, strict=True)] == begun
         assert len(set(shown)) == len(set(texts))
-
-
-def test_a_plan_that_no_header_holds_is_one_line_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many prompts even without their texts, or half a character: said before anything is begun."""
-    path = tmp_path / "run.jsonl"
-    monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**16)
-    for plan in (asked(["a" * 50] * 1000), asked(["\ud800"]), {"a": float("nan"), "prompts": "none"}):
-        with pytest.raises(UserError, match="no run file can hold this plan"):
-            open_run(path, command="sample", plan=plan, environment=ENVIRONMENT)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,20 +227,20 @@ def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypa
     plan = {**asked(["a" * 900, "b"]), "endpoint": {"servers": servers, "protocol": "auto"}}
     with monkeypatch.context() as old:
         old.setattr("nondet.core.runfile._bounded", lambda plan: plan)
-        open_run(path, command="sample", plan=plan, environment=ENVIRONMENT).close()
+        writer(path, command="sample", plan=plan).close()
     assert b"hunter2" in path.read_bytes()
     monkeypatch.setattr("nondet.core.runfile._PROMPTS_MOST", 500)
-    open_run(path, command="sample", plan=plan, environment=ENVIRONMENT, resume=True).close()
+    writer(path, command="sample", plan=plan, resume=True).close()
     moved = {"endpoint": {"servers": [{**servers[0], "url": "https://gateway.example/t"}]}}
     for other in (asked(["a" * 901, "b"]), moved):
         with pytest.raises(UserError, match="other options"):
-            open_run(path, command="sample", plan={**plan, **other}, environment=ENVIRONMENT, resume=True)
+            writer(path, command="sample", plan={**plan, **other}, resume=True)
 
 
 def test_a_completion_that_no_reader_would_take_is_a_failed_one(tmp_path: Path) -> None:
     """Whatever is odd in it: the request is on record as failed, once, and its round can be counted."""
     path = tmp_path / "run.jsonl"
-    run = open_run(path, command="sample", plan=asked(["a"]), environment=ENVIRONMENT)
+    run = writer(path, command="sample", plan=asked(["a"]))
     good = factory.completion("r", "0" * 16, impl="server", n_tokens=1)
     odd: list[dict[str, Any]] = [
         {"n_tokens": -1}, {"nonfinite": 2}, {"trace": "zz"}, {"finish": "\ud800"}, {"schedule": [[0, 10**9, 1]]},
@@ -320,7 +316,8 @@ def test_an_edited_side_file_is_named_by_line_and_field(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_no_reader_would_take_leaves_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither it nor those that came with it, nor pieces of either; the writer goes on."""
+    """Neither it nor those that came with it, nor pieces of either; the writer goes on. A text of megabytes, a token
+    that reads as one are cut with how much there was, and two stay two."""
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**18)
     run = tmp_path / "run.jsonl"
     writer = TraceWriter(run, resume=False, piece=piece)
@@ -335,11 +332,7 @@ def test_a_trace_that_no_reader_would_take_leaves_no_line(tmp_path: Path, monkey
     traces, pieces = read_traces(run)
     assert len(traces) == 11
     assert sorted(pieces) == many
-
-
-def test_long_texts_are_cut_and_counted(tmp_path: Path) -> None:
-    """A text of megabytes, a token that reads as one: cut with how much there was, and two stay two."""
-    run = tmp_path / "run.jsonl"
+    monkeypatch.undo()
     long = msgspec.structs.replace(trace([1, 2]), text="x" * 5_000_000)
     with_traces(run, [long], piece=lambda token: "y" * 5000 + str(token))
     traces, pieces = read_traces(run)

@@ -184,11 +184,12 @@ def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
 
 
 def test_answered_errors_show_that_a_server_is_there(tmp_path: Path) -> None:
-    """Silence that errors break into is no dead server, however often; without them two dozen in a row are one."""
+    """Silence that errors break into is no dead server, however often; without them two dozen in a row are one, and
+    nothing but refusals for the moment is silence, too."""
 
-    def busy(often: int) -> MemoryClient:
+    def busy(often: int, silent: str = "timeout") -> MemoryClient:
         def change(ask: Ask, number: int, answer: Answer) -> Answer:
-            kind = "timeout" if number % often == 0 else "http-400"
+            kind = silent if number % often == 0 else "http-400"
             failed = replace(answer, kind=kind, reason=f"as {kind}", token_ids=None, logprobs=b"")
             return answer if ask.id.startswith(("contract", "alive")) else failed
 
@@ -199,8 +200,9 @@ def test_answered_errors_show_that_a_server_is_there(tmp_path: Path) -> None:
     kinds = Counter(c.served.kind for c in run.completions if c.served)
     assert kinds["timeout"] >= 40
     assert kinds.total() == 100
-    with pytest.raises(ServerStoppedError, match="24 requests of one round failed"):
-        sampled(tmp_path / "silent.jsonl", busy(1), plan=plan)
+    for kind in ("timeout", "http-429"):
+        with pytest.raises(ServerStoppedError, match="24 requests of one round failed"):
+            sampled(tmp_path / f"{kind}.jsonl", busy(1, kind), plan=plan)
 
 
 def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from nondet.core.runfile import read_run
 from nondet.sampling.collect import plan_prompts
-from nondet.sampling.plan import Request, build_plan, long_prompts, parse_load
+from nondet.sampling.plan import build_plan, long_prompts, parse_load
 from nondet.services.sample import SampleRequest
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
@@ -65,20 +65,14 @@ def test_a_context_too_short_for_a_long_prompt_leaves_it_out(run: Command, tmp_p
 def test_long_prompts_ride_with_every_forty_others() -> None:
     """Twice each in one round, however small rounds are; their subjects follow."""
     load = parse_load("others=3,targets=16,prompt=4-8,tokens=4-8")
-    given: dict[str, Any] = {"seed": 1, "prompts": [(1, 2)], "max_new_tokens": 4, "context": 99}
-    riders = [(3,) * 40, (4,) * 50]
-    plan = build_plan(load, n=90, texts=["x" * 999], riders=riders, encode=lambda _: [7] * 9, **given)
+    given: dict[str, Any] = {"seed": 1, "prompts": [(1, 2)], "max_new_tokens": 4, "context": 99, "n": 90}
+    plan = build_plan(load, texts=["x" * 999], riders=[(3,) * 40, (4,) * 50], encode=lambda _: [7] * 9, **given)
     counts = [Counter((r.subject, len(r.prompt)) for r in requests if r.target) for requests in plan.rounds]
-    with_them = {(0, 2): 16, (1, 40): 2, (2, 50): 2}
-    assert counts == [{(0, 2): 16}, {(0, 2): 16}, with_them, {(0, 2): 16}, with_them, {(0, 2): 10}]
+    chosen, with_them = {(0, 2): 16}, {(0, 2): 16, (1, 40): 2, (2, 50): 2}
+    assert counts == [chosen, chosen, with_them, chosen, with_them, {(0, 2): 10}]
     ids = [r.id for requests in plan.rounds for r in requests]
     assert len(ids) == len(set(ids))
     assert all(keys > least for keys, least in zip(map(len, long_prompts()), (1_000, 2_800), strict=True))
-
-
-def steps_of(request: Request) -> range:
-    """One token each."""
-    return range(request.arrival_step, request.arrival_step + request.max_new_tokens)
 
 
 def test_an_engine_is_asked_beyond_some_keys() -> None:
@@ -94,8 +88,9 @@ def test_an_engine_is_asked_beyond_some_keys() -> None:
     for beyond, hit in ((128, [False, True, True]), (512, [False, False, True])):
         beside: dict[int, set[tuple[int, ...]]] = {}
         for requests in plan.rounds:
-            running = Counter(step for r in requests for step in steps_of(r))
+            spans = {r.id: range(r.arrival_step, r.arrival_step + r.max_new_tokens) for r in requests}  # a token each
+            running = Counter(step for span in spans.values() for step in span)
             for r in (r for r in requests if r.target):
-                seen = [running[step] for i, step in enumerate(steps_of(r)) if len(r.prompt) + i > beyond]
+                seen = [running[step] for i, step in enumerate(spans[r.id]) if len(r.prompt) + i > beyond]
                 beside.setdefault(r.subject, set()).add(tuple(seen))
         assert [len(beside[subject]) > 1 for subject in range(3)] == hit
