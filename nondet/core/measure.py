@@ -161,7 +161,8 @@ def measure(
             if join is not None:
                 result = join(result)
             book.add(result if trial.many else result[None])
-            values += _values(trial, result)
+            count = len(result) if trial.many else 1
+            values += [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(count)]
             starts.append(len(values))
             del result
             if len(values) == enough and len(book.representatives) > 1:
@@ -228,12 +229,6 @@ def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **fi
 
 def _finished(head: Row, started: float, **figures: Any) -> Row:
     return msgspec.structs.replace(head, seconds=time.perf_counter() - started, **figures)
-
-
-def _values(trial: Trial, result: torch.Tensor) -> list[Value]:
-    if not trial.many:
-        return [trial.value]
-    return [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(len(result))]
 
 
 def _replay(

@@ -17,9 +17,10 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from io import BufferedIOBase
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -342,9 +343,8 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
                 run.add(record)
     except ValueError as error:
         raise UserError(f"{path} is malformed in line {number}: {one_line(str(error), 300)}", _EDITED) from error
-    places = [row.place for row in run.rows if isinstance(row.place, int)]
-    if len(places) == len(run.rows):  # in the plan's order: processes that share a plan finish their rows in any order
-        run.rows[:] = [row for _, row in sorted(zip(places, run.rows, strict=True), key=lambda pair: pair[0])]
+    if not any(row.place is msgspec.UNSET for row in run.rows):
+        run.rows.sort(key=attrgetter("place"))  # processes that share a plan finish its rows in any order
     return run
 
 
@@ -542,9 +542,7 @@ def write_run(path: Path, run: Run, *, force: bool = False) -> None:
     """Write a run that was measured in memory, whole. Raises UserError as `open_run` and `RunWriter.write` do."""
     header = run.header
     writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=force)
-    try:
+    with closing(writer):
         for record in run.records():
             writer.write(record)
         writer.finish()
-    finally:
-        writer.close()

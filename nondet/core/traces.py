@@ -188,14 +188,11 @@ class TraceWriter:
             pieces = [encoded(Pieces(pieces=dict(part)), _LINE)[0] for part in parts]
         except ValueError as error:
             raise UnrecordableError(f"its trace can't be recorded: {one_line(str(error), 200)}") from error
-        self._append([*pieces, *lines.values()])
+        with disk_errors(self.path):
+            self._stream.writelines([*pieces, *lines.values()])
+            self._stream.flush()
         self._digests |= lines.keys()
         self._pieces |= fresh
-
-    def _append(self, lines: Iterable[bytes]) -> None:
-        with disk_errors(self.path):
-            self._stream.writelines(lines)
-            self._stream.flush()
 
     def close(self) -> None:
         """Close the file."""

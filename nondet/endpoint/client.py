@@ -152,9 +152,6 @@ class HttpClient:
         self.server, self.listed = "", list[str]()
         self.context: int | None = None
 
-    def __repr__(self) -> str:
-        return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"
-
     async def __aenter__(self) -> Self:
         """Identify the server; a `UserError` if there is none, it is not understood, or it lacks the model."""
         self._transport.open()

@@ -207,8 +207,11 @@ class _Collector(RoundCollector):
                 for round_ in left:
                     if not over or round_.arm in _ENDS:
                         over = self._enough(await self._round(client, round_)) or over
-        except BaseExceptionGroup as group:  # what a task raised, for example a full disk, is the cause
-            raise _first_of(group) from None
+        except BaseExceptionGroup as group:  # what a task raised first, for example a full disk, is the cause
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
 
     def _enough(self, ended: Round) -> bool:
         return self.enough is not None and self.enough(ended, self.kept[ended.round])
@@ -334,11 +337,3 @@ class _Collector(RoundCollector):
         self.done += 1
         if completion.arm == "solo" and completion.status == "ok" and completion.served is not None:
             self.solo_seconds.append(completion.served.done - completion.served.sent)
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group that is not itself a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -216,11 +216,6 @@ class Told:
     finish: str
 
 
-def _usage(steps: list[Step], told: Told) -> dict[str, Any]:
-    counts = {"prompt_tokens": len(told.prompt), "completion_tokens": len(steps)}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": told.cached}}
-
-
 def _choice(steps: list[Step], told: Told, own: bool, key: str) -> dict[str, Any]:
     """Of /v1/completions with `key` "text"; of /v1/chat/completions with "message" or "delta"."""
     as_id = own and bool(told.body.get("return_tokens_as_token_ids"))
@@ -253,7 +248,8 @@ def _openai(steps: list[Step], told: Told, stream: bool, chat: bool, own: bool) 
         key = "text" if not chat else "delta" if stream else "message"
         return {"model": MODEL, "choices": [{**_choice(some, told, own, key), "finish_reason": finish}]}
 
-    end = {"usage": _usage(steps, told), "system_fingerprint": "hash-"}
+    usage = {"prompt_tokens": len(told.prompt), "completion_tokens": len(steps)}
+    end = {"usage": {**usage, "prompt_tokens_details": {"cached_tokens": told.cached}}, "system_fingerprint": "hash-"}
     if not stream:
         return [{**word(steps, told.finish), **end}]
     documents = [word([step], None) for step in steps[:-1]] + [word(steps[-1:], told.finish or None)]
@@ -273,7 +269,6 @@ def transformers(steps: list[Step], told: Told, stream: bool, chat: bool) -> lis
 
 def sglang(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
     """SGLang's /generate: every event holds the whole answer so far; asked event by event here."""
-
     ids, finish = [s.id for s in steps], {"type": "length", "length": len(steps)}
     meta: dict[str, Any] = {"prompt_tokens": len(told.prompt), "completion_tokens": len(ids)}
     meta |= {"finish_reason": finish if told.finish else None, "cached_tokens": told.cached}
@@ -291,12 +286,9 @@ def llama_cpp(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[d
 
     def document(some: list[Step]) -> dict[str, Any]:
         ids = [s.id for s in some]
+        scored = [{**entry(s.id, s.logprob), "top_logprobs": [entry(*pair) for pair in s.top]} for s in some]
         said: dict[str, Any] = {"index": 0, "content": text_of(ids), "tokens": ids, "stop": False, "id_slot": 0}
-        if told.body.get("n_probs"):
-            said["completion_probabilities"] = [
-                {**entry(s.id, s.logprob), "top_logprobs": [entry(*pair) for pair in s.top]} for s in some
-            ]
-        return said
+        return said | ({"completion_probabilities": scored} if told.body.get("n_probs") else {})
 
     end: dict[str, Any] = {"stop": True, "stop_type": "limit", "model": MODEL, "timings": {"cache_n": told.cached}}
     end |= {"tokens_predicted": len(steps), "tokens_evaluated": len(told.prompt)}
@@ -469,12 +461,11 @@ class Honest(Server):
             if cheats.confuses and position == 3 and others and self._beside % cheats.confuses == 0:
                 context = context_of(others[0])
             beside = self.running if self.running > 1 and len(prompt) // 4 + position > cheats.beyond else 0
-            warm = cached if cheats.cache_noise else 0
-            noise = (cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0)
-            scale = cheats.batch_scale if beside else 0.0
-            of = (beside if cheats.batch_noise or cheats.batch_scale else 0, warm)
-            how = {"temperature": temperature, "draw": (seed, position), "alternatives": alternatives}
-            yield step(context, noise=noise, scale=scale, noise_of=of, **how), "length" * (position == wanted - 1)
+            noise = (cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if cached else 0.0)
+            of = (beside if cheats.batch_noise or cheats.batch_scale else 0, cached if cheats.cache_noise else 0)
+            how = {"temperature": temperature, "draw": (seed, position), "alternatives": alternatives, "noise_of": of}
+            new = step(context, noise=noise, scale=cheats.batch_scale if beside else 0.0, **how)
+            yield new, "length" * (position == wanted - 1)
 
 
 _OPENAI = ("/v1/completions", "/v1/chat/completions")
