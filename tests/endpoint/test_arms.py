@@ -152,8 +152,11 @@ def test_contract(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
-    """A request that fails is a record with its reason; a gate can't open on it."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(fails=9)), plan=planned({"solo": 6, "loaded": 6}))
+    """A request that fails is a record with its reason; a gate can't open on it. What is odd about one that does not is
+    in its record."""
+    client = MemoryClient(Faults(fails=9), change=lambda ask, number, answer: replace(answer, notes=("odd",)))
+    run = sampled(tmp_path / "run.jsonl", client, plan=planned({"solo": 6, "loaded": 6}))
+    assert {tuple(c.served.odd) for c in run.completions if c.served} == {("odd",), ()}
     failed = [(c.served and c.served.kind, c.reason) for c in run.completions if c.status == "error"]
     assert {*failed} == {("http-500", "500 no␛[31m")}
     assert "http-500" in verdict(run)[1]
