@@ -51,13 +51,11 @@ def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path) -> None:
     made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, first_differs=True)
     told = judge(made)[0]
     assert [r.arm for r in made.rounds][-1] == "first"
-    assert told.finding == Finding.UNATTRIBUTED
+    assert (told.finding, Finding.BATCH in told.findings) == (Finding.UNATTRIBUTED, False)
     assert any("very first answer is unlike all later ones, which agree" in note for note in told.notes)
-    assert Finding.BATCH not in told.findings
     assert "very first answer" in (tmp_path / "a.md").read_text().split("## ")[1]
     code, out, _ = run("gate", "a.jsonl")
-    assert code == 3
-    assert "very first answer" in out
+    assert (code, "very first answer" in out) == (3, True)
 
 
 def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) -> None:
@@ -76,8 +74,7 @@ def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
         ("one_draw", "requests of one batch share a draw: wrong"),
     ]:
         told = judge(asked(run, tmp_path, *few, **{cheat: True}))[0]
-        assert told.finding == Finding.WRONG
-        assert said in told.text
+        assert (told.finding, said in told.text) == (Finding.WRONG, True)
 
 
 def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from tests.build import tiers
 from tests.endpoint.honest import serving
 
 COMMANDS: dict[str, list[str]] = {
-    "probe": ["probe", "pointwise", "softmax", "--m", "16", "--k", "64", "--dtype", "float32"],
-    "products": ["probe", "pointwise", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],
+    "probe": ["probe", "pointwise", "softmax", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],
     "sample": [
         "sample", "--n", "6", "--load", "others=1,targets=2,spread=4,prompt=4-8,tokens=2-4", "--max-tokens", "4",
         "--dtype", "float32", "--impl", "stock",
