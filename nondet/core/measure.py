@@ -135,9 +135,8 @@ def measure(
     extra: Callable[[list[torch.Tensor]], Mapping[str, Any]] | None = None,
     started: float | None = None,
 ) -> Row:
-    """Compute every variant, sort the results into classes, replay some, and describe it all as a row.
-
-    Raises WrongResultError: a result of another shape or dtype than the operator's.
+    """Compute every variant, sort the results into classes, replay some, and describe it all as a row; a
+    `WrongResultError` for a result of another shape or dtype than the operator's.
 
     Args:
         watch: The operator that the variants call, if they call one: results are checked while variants are replayed.

@@ -111,7 +111,7 @@ def implementation_names(operator: str, device: str) -> list[str]:
 
 def load_implementation(operator: str, name: str, device: str) -> LoadedImplementation:
     """The implementation of that name, or the user's "package.module:function" or "operator=package.module:function".
-    Raises UnknownNameError or UserError: none of that name on the device, or a user's function that does not fit."""
+    An `UnknownNameError` or `UserError` if there is none on the device, or a user's function does not fit."""
     if ":" in name:
         named, _, theirs = name.rpartition("=")
         if named not in ("", operator):
@@ -161,9 +161,8 @@ def _user_function(target: str) -> Callable[..., Any]:
 
 
 def check_signature(function: Callable[..., Any], operator: str, who: str) -> None:
-    """Refuse a function that can't be called as the operator's float64 reference is, before it fails in every case;
-    what has a default there may be left out. Operators without a reference and functions without a readable signature
-    are accepted. Raises UserError with the signature that is needed."""
+    """Refuse a function that can't be called as the operator's float64 reference is, before it fails in every case: a
+    `UserError` with the signature that is needed. Without a reference or a readable signature all are accepted."""
     declaration = operators().get(operator)
     if declaration is None or declaration.reference is None or not declaration.reference.startswith(_REFERENCES):
         return

@@ -88,8 +88,8 @@ def facts_of(trace: Trace) -> dict[str, Any]:
 
 
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
-    """All traces by digest, and the text of single tokens by id; without a line that is cut off at the end. Raises
-    UserError: the side file is missing or malformed, or a trace doesn't match its digest."""
+    """All traces by digest, and the text of single tokens by id; without a line that is cut off at the end. A
+    `UserError` if the side file is missing or malformed, or a trace doesn't match its digest."""
     path = traces_path(run)
     traces: dict[str, Trace] = {}
     pieces: dict[int, str] = {}
