@@ -109,7 +109,9 @@ class Certificates:
     def __init__(self, described: dict[str, Any], folder: Path | None) -> None:
         self.described = described
         self.machine = machine_digest(described)
-        self.path = None if folder is None else folder / f"{_slug(described)}-{self.machine}.jsonl"
+        name = str(described.get("gpu") or described.get("cpu") or described.get("device") or "machine")
+        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48] or "machine"
+        self.path = None if folder is None else folder / f"{slug}-{self.machine}.jsonl"
         self._lock = threading.Lock()
         self._proofs: dict[tuple[str, str], Certificate] = {}
         self._aside: dict[tuple[str, str], str] = {}
@@ -296,11 +298,6 @@ def _opened(raw: bytes, machine: str) -> Certificate | None:
     except _ODD:
         return None
     return line.certificate if known else None
-
-
-def _slug(described: dict[str, Any]) -> str:
-    name = str(described.get("gpu") or described.get("cpu") or described.get("device") or "machine")
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48] or "machine"
 
 
 def _warn(text: str) -> None:

@@ -190,24 +190,15 @@ def measure(
     elif nonfinite:
         reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite"
     row = row_of(
-        head,
-        values,
-        book.labels,
-        status=status,
-        reason=reason,
+        head, values, book.labels, status=status, reason=reason, replays=replays, replays_parted=differing,
         ran=sorted(set(noted) | {k for names in sets for k in names}),
         kernel_sets=[list(names) for names in sets] if listed else [],
         kernels=[sets.index(tuple(names)) for names in kernels] if listed else [],
-        replays=replays,
-        replays_parted=differing,
-        difference=book.widest_difference(),
-        error=errors[0] if errors else None,
+        difference=book.widest_difference(), error=errors[0] if errors else None, nonfinite=nonfinite, extra=details,
         worst_error=max(errors, key=lambda e: math.inf if e.relative_norm is None else e.relative_norm, default=None),
         class_errors=class_errors(book.representatives, reference) if reference is not None else [],
         accuracy=watch.accuracy if watch is not None else None,
-        nonfinite=nonfinite,
-        extra=details,
-    )
+    )  # fmt: skip
     return _finished(row if listed else msgspec.structs.replace(row, values=[], labels=[]), started)
 
 

@@ -204,10 +204,7 @@ def misfit(function: Callable[..., Any], operator: str, who: str, operands: Sequ
 PROBES: dict[str, tuple[str, str]] = {
     "float-sum": ("nondet.probes.additions:FloatSum", "only the order of a sum: 102 results from one list of numbers"),
     "matmul": ("nondet.probes.matmul:Matmul", "matmul rows while batch size, position, neighbours and call order vary"),
-    "split-k": (
-        "nondet.probes.additions:SplitK",
-        "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
-    ),
+    "split-k": ("nondet.probes.additions:SplitK", "one product with K cut into 1, 2, 4 ... splits, ordered and atomic"),
     "grouped-matmul": (
         "nondet.probes.grouped_matmul:GroupedMatmul",
         "tokens at their experts while other tokens, their experts and positions change",
@@ -239,10 +236,7 @@ PROBES: dict[str, tuple[str, str]] = {
         "nondet.probes.all_reduce:AllReduce",
         "one row of a sum over ranks while the message's size, its position, the run and the rank change",
     ),
-    "pointwise": (
-        "nondet.probes.pointwise:Pointwise",
-        "one element of a pointwise op in a vector body or a scalar tail",
-    ),
+    "pointwise": ("nondet.probes.pointwise:Pointwise", "one element of a pointwise op in a vector body or scalar tail"),
 }
 
 # Operator -> the probe that tests it, where the two have different names; `nondet probe` takes both.

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -56,10 +57,9 @@ def check_same(first: ServerSeen, now: ServerSeen) -> None:
     for name in ("model", "answered_as", "fingerprint", "protocol", "known_by", "logprobs"):
         was, is_ = getattr(first, name), getattr(now, name)
         if was != is_:
-            raise UserError(
-                f"the server is not the one that the run began with: {name.replace('_', ' ')} was {was!r}, is {is_!r}",
-                "Start a new run with another --out, and compare the two with `nondet diff`.",
-            )
+            shown = name.replace("_", " ")
+            what = f"the server is not the one that the run began with: {shown} was {was!r}, is {is_!r}"
+            raise UserError(what, "Start a new run with another --out, and compare the two with `nondet diff`.")
 
 
 def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
@@ -261,19 +261,9 @@ class _Collector(RoundCollector):
             answer = await client.complete(replace(self.settings.ask(target, "solo"), id="timing"))
             self.solo_seconds += [answer.done - answer.sent] if answer.ok else []
         self.held = []
-
-        def on_answer(planned: Planned, answer: Answer, served: Served) -> None:
-            if planned.target:
-                self._take(round_, planned, answer, served)
-
-        played = await play(
-            client,
-            round_,
-            left,
-            lambda planned: self.settings.ask(planned, round_.arm),
-            on_answer,
-            solo_seconds=statistics.median(self.solo_seconds or [0.0]),
-        )
+        ask, take = partial(self.settings.ask, arm=round_.arm), partial(self._take, round_)
+        seconds = statistics.median(self.solo_seconds or [0.0])
+        played = await play(client, round_, left, ask, take, solo_seconds=seconds)
         if self.held:  # no response to these: check whether the server is alive
             answer = await client.complete(Ask(id="alive", prompt=self.settings.prompts[0], max_tokens=1))
             if answer.kind in _SILENT:
@@ -292,7 +282,9 @@ class _Collector(RoundCollector):
         return ended
 
     def _take(self, round_: ArmRound, planned: Planned, answer: Answer, served: Served) -> None:
-        """The trace, then the completion that names it."""
+        """Of a request under study the trace, then the completion that names it."""
+        if not planned.target:
+            return
         trace = self.tokens.trace(answer) if answer.ok else answer.reason or answer.kind
         if isinstance(trace, Trace):
             try:
