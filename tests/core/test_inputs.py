@@ -57,7 +57,7 @@ def test_bits_do_not_depend_on_the_cpu():
         "outlier": "489ce568ad7a6e25", "order": "92ab50e0379e30ae", "order-wide": "2451e3bcca218384",
         "mixed": "1f6056163bde8797", "tiny": "b76c769d50fae836", "denormal": "366ec72d479bf1aa",
         "masked": "f517bc3e059066c6", "infinite": "f442ab06cac00e51", "positive": "3c0d76549239fcfe",
-        "integers": "ea7078a4d2f7b611",
+        "integers": "ea7078a4d2f7b611", "underflow": "b616354afcbe31df",
     }  # fmt: skip
 
 
