@@ -21,7 +21,6 @@ from nondet.core.runfile import (
     append_text,
     begun,
     create_locked,
-    open_run,
     read_run,
     read_whole,
     replace_text,
@@ -93,8 +92,9 @@ def test_no_link_is_followed(tmp_path_factory: pytest.TempPathFactory) -> None:
         assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path) -> None:
-    """A step summary may be a link to a file of the runner's; a link to nothing makes none."""
+def test_a_summary_is_appended_and_waits_for_nobody(tmp_path: Path) -> None:
+    """A step summary may be a link to a file of the runner's; a link to nothing makes none. A FIFO without a reader is
+    one line; with one all of it arrives, beyond what a pipe holds."""
     (precious := tmp_path / "precious").write_text("kept", encoding="utf-8")
     (tmp_path / "link").symlink_to(precious)
     append_text(tmp_path / "link", "\udcff, too")
@@ -103,10 +103,6 @@ def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="link to nothing"):
         append_text(tmp_path / "nowhere", "x")
     assert not precious.with_name("new").exists()
-
-
-def test_a_fifo_is_written_to_whoever_reads_and_waits_for_nobody(tmp_path: Path) -> None:
-    """Without a reader it is one line; with one all of it arrives, beyond what a pipe holds."""
     for write in (append_text, replace_text):
         fifo, text = tmp_path / write.__name__, "x" * 300_000
         os.mkfifo(fifo)
@@ -265,13 +261,13 @@ def test_resume_names_what_would_change_bits(tmp_path: Path, monkeypatch: pytest
     only, a variable gives the same prompt two traces, and a false verdict. How threads wait does not."""
     path, here = tmp_path / "run.jsonl", collect(0)
     names = ("commit", "sources", "nondet", "numpy", "onednn", "driver", "cublas", "num_threads", "aten_cpu_capability")
+    writer(path, plan={}, environment=here).close()
     for field in (*names, "float32_matmul_precision"):
-        open_run(path, command="probe", plan={}, environment=here, force=True).close()
         with pytest.raises(UserError, match=rf"another machine or toolchain \({field}\)"):
-            open_run(path, command="probe", plan={}, environment={**here, field: "1.2"}, resume=True)
-        open_run(path, command="probe", plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
+            writer(path, plan={}, environment={**here, field: "1.2"}, resume=True)
+    writer(path, plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
     with pytest.raises(UserError, match="made by nondet probe"):
-        open_run(path, command="sample", plan={}, environment=here, resume=True)
+        writer(path, command="sample", plan={}, environment=here, resume=True)
     for name in ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"]:
         monkeypatch.delenv(name, raising=False)
         before = collect(0)

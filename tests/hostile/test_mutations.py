@@ -356,8 +356,8 @@ def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.nightly
 def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
-    """Request i leaves the others at token i, so every fork lies within the one before: a tree that nests deeper than
-    Python recurses is drawn, cut, and none of it is lost in the figures."""
+    """Request i leaves the others at token i: a tree that nests deeper than Python recurses is drawn, cut, and none of
+    it is lost in the figures."""
     run = sampled(tmp_path, n=600, length=640, impls=("stock",), variants=lambda _, number: ([(number, 11)], 0))
     (summary,) = summaries_of(run)
     assert len(summary.forks) >= 500
