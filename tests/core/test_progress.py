@@ -54,8 +54,7 @@ def test_done_total_and_about_how_long() -> None:
         lambda p: p.reset(p.tasks[0].id, description="coarse pass"),
         lambda p: None,
     ) == [": 30 s so far", "coarse pass: 30 s so far", "coarse pass: 60 s so far"]
-    for seconds, words in [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")]:
-        assert in_words(seconds) == words
+    assert [*map(in_words, (0.4, 99, 100, 5900, 9000))] == ["0 s", "99 s", "2 min", "98 min", "2.5 h"]
     # of several the one under way: one that has not begun comes after it, one that is over never
     took = lines_of(
         lambda p: [p.add_task(name, total=4, start=False) for name in ("stock", "invariant")],

@@ -60,7 +60,8 @@ def _parts(**fields: object) -> Parts:
 
 
 def test_margins_and_runners_up() -> None:
-    """The chosen token is an alternative whether listed or not; top-1 minus top-2; the best of the others runs up."""
+    """The chosen token is an alternative whether listed or not; top-1 minus top-2; the best of the others runs up. Of
+    lists that do not fit each other tokens can't be told from logprobs of others: they are no answer."""
     chosen = [Alternative("a", "-0.5", 1), Alternative("b", "-3.0", 2), Alternative("c", "-1.0", 3)]
     top = [
         [Alternative("a", "-0.5", 1), Alternative("x", "-1.75", 7)],
@@ -76,17 +77,9 @@ def test_margins_and_runners_up() -> None:
     answer = answer_from(_ask(), _parts(chosen=[Alternative("a", "-1")], top=[[Alternative("a", "-1")]]))
     assert (answer.margins, answer.chosen_is_top, answer.runner_up) == (b"", None, ())
     assert answer.logprobs == np.array([-1], "<f4").tobytes()
-
-
-def test_lists_that_do_not_fit_are_no_answer() -> None:
-    """Tokens can't be told from logprobs of others."""
-    parts: list[dict[str, object]] = [
-        {"ids": [1], "chosen": [Alternative("a", "-1", 1), Alternative("b", "-1", 2)]},
-        {"ids": [1], "chosen": [Alternative("a", "-1", 2)]},
-        {"top": [[Alternative("a", "-1")]]},
-        {"ids": [1, 2], "bytes": [b"a"]},
-    ]
-    for given in parts:
+    one, two = Alternative("a", "-1", 1), Alternative("b", "-1", 2)
+    unfit: list[dict[str, object]] = [{"ids": [1], "chosen": [one, two]}, {"ids": [1], "chosen": [two]}]
+    for given in [*unfit, {"top": [[one]]}, {"ids": [1, 2], "bytes": [b"a"]}]:
         with pytest.raises(AttemptError, match=r"different"):
             answer_from(_ask(), _parts(**given))
 
