@@ -30,7 +30,6 @@ def quiet(described: dict[str, Any], folder: Path | None) -> Certificates:
 
 
 def test_a_proof_stands_in_the_next_process_and_unknown_is_neither(tmp_path: Path) -> None:
-    """True, False and None are told apart, also after reading the file again; a key is one shape and no other."""
     first = quiet(HERE, tmp_path)
     assert first.standing("cublaslt", KEY) is None
     first.record("cublaslt", KEY, True, "65536 elements equal")
@@ -45,8 +44,7 @@ def test_a_proof_stands_in_the_next_process_and_unknown_is_neither(tmp_path: Pat
 
 
 def test_an_exclusion_is_for_good(tmp_path: Path) -> None:
-    """Proven different once, in memory and in the file, whatever is proven before or after it: so there is nothing to
-    say, and the file does not grow. A driver's hiccup is none: the next process asks again, and so may this one."""
+    """Whatever is proven before or after it. A driver's hiccup is none: the next process asks again."""
     path = planted(tmp_path)
     kept, before = quiet(HERE, path.parent), path.read_bytes()
     for _ in range(3):
@@ -67,8 +65,6 @@ def test_an_exclusion_is_for_good(tmp_path: Path) -> None:
 
 
 def test_nothing_stands_on_another_machine_or_toolchain(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A certificate of another GPU, driver, torch or version of our kernels is not looked at, and stays where it is;
-    renamed to ours it is foreign."""
     for changed in ["gpu", "driver", "torch", "sources"]:
         tmp_path = tmp_path_factory.mktemp("case")
         ours = quiet(HERE, tmp_path)
@@ -86,7 +82,6 @@ def test_nothing_stands_on_another_machine_or_toolchain(tmp_path_factory: pytest
 
 
 def planted(tmp_path: Path) -> Path:
-    """A file of one exclusion, which a reader that trusts it believes."""
     kept = quiet(HERE, tmp_path / "cache")
     kept.record("cublaslt", KEY, False, "differs")
     assert kept.path is not None
@@ -94,7 +89,6 @@ def planted(tmp_path: Path) -> Path:
 
 
 def standings_of(kept: Certificates, member: str) -> list[bool | None]:
-    """Of a key before any proof, after one, and after another one."""
     standings = [kept.standing(member, KEY)]
     for key in (KEY, "another"):
         kept.record(member, key, True, "equal")
@@ -103,8 +97,6 @@ def standings_of(kept: Certificates, member: str) -> list[bool | None]:
 
 
 def test_a_broken_file_is_ignored_with_one_warning(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is truncated, corrupt, edited, foreign or hostile proves nothing and is said once; what stands beside it
-    holds, and the next proof is kept after it."""
     changes: list[Callable[[bytes], bytes]] = [
         lambda data: data[:-20],
         lambda data: data.replace(b'"holds":false', b'"holds":true'),
@@ -136,8 +128,6 @@ def test_a_broken_file_is_ignored_with_one_warning(tmp_path_factory: pytest.Temp
 
 
 def test_an_unwritable_folder_means_memory_only_and_one_warning(tmp_path: Path) -> None:
-    """Inference goes on where nothing can be kept, or no more than is read again: proofs last for the process, and it
-    is said once."""
     (tmp_path / "file").write_text("in the way")
     kept = quiet(HERE, tmp_path / "file" / "folder")
     with pytest.warns(RuntimeWarning, match="this process only"):
@@ -158,7 +148,6 @@ def test_an_unwritable_folder_means_memory_only_and_one_warning(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_processes_that_prove_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Appends of two processes, with long evidence, all arrive whole."""
     code = (
         "import sys, json; from pathlib import Path; from nondet.core.certificates import Certificates;"
         "kept = Certificates(json.loads(sys.argv[1]), Path(sys.argv[2]));"
@@ -174,8 +163,7 @@ def test_processes_that_prove_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """NONDET_CACHE wins, then an absolute XDG_CACHE_HOME; a relative one is ignored, as the specification says.
-    Whatever the umask, folder and file are this user's alone to write: a group's right would void them."""
+    """Whatever the umask, folder and file are this user's alone to write: a group's right would void them."""
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path / "a"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
     assert cache_folder() == tmp_path / "a" / "certificates"
@@ -194,7 +182,6 @@ def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU, instruction sets, torch and threads are in it, a changed kernel source changes it, GPU ordinals do not."""
     here = store.machine("cpu")
     assert {"cpu", "cpu_isa", "torch", "num_threads", "sources", "variables"} <= here.keys()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -204,8 +191,7 @@ def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system has another major version, too, that is left alone; an update of the one in use has to void what
-    was proven with it."""
+    """An update of the library in use has to void what was proven with it."""
     load = Mock(side_effect=OSError)
     monkeypatch.setattr(environment.ctypes, "CDLL", load)
     for cuda, loaded in [("12.8", ["libcublas.so.12"]), ("13.0", ["libcublas.so.13"]), (None, [])]:
@@ -222,8 +208,7 @@ def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_changed_kernel_or_prover_is_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file that computes or proves counts by its path, behind the link of a checkout as well; a report does not,
-    but it does for a run. A file of another name is another source."""
+    """By its path, behind the link of a checkout as well; a changed report is so for a run alone."""
     root, links = tmp_path / "real" / "nondet", tmp_path / "links" / "nondet"
     files = [name if name.endswith(".py") else f"{name}/rows/cpu.py" for name in store._SOURCES]
     for name in (*files, "core/environment.py", "reports/html.py"):
@@ -257,7 +242,6 @@ def test_a_changed_kernel_or_prover_is_another_machine(tmp_path: Path, monkeypat
 
 
 def linked(path: Path, to: str = "") -> None:
-    """A link in its place, to itself elsewhere or to that."""
     path.rename(path.with_suffix(".elsewhere"))
     path.symlink_to(to or path.with_suffix(".elsewhere"))
 
@@ -284,7 +268,6 @@ NOT_OURS: list[tuple[Callable[[Path], object], str]] = [
 def test_what_others_could_have_written_is_not_trusted(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One warning; nothing is believed, nothing is written there, proofs go on in memory, and nothing hangs."""
     for change, words in NOT_OURS:
         path = planted(tmp_path_factory.mktemp("case"))
         if words == "belongs to user" and os.geteuid() != 0:  # who may give nothing away: somebody else looks at it

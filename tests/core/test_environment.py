@@ -18,8 +18,6 @@ EXPECTED = {
 
 
 def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader finds every version, the variables that steer libraries, and the flags as the running process has them;
-    a secret never gets in."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
     header = collect(seed=7)

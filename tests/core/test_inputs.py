@@ -14,8 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def test_one_seed_means_one_input():
-    """The same seed gives the same bits, another seed others, of that shape and dtype. No kind overflows a dtype,
-    because infinities would make every kernel look alike; two kinds are about them."""
+    """No kind overflows a dtype but two: infinities would make every kernel look alike."""
     for kind in KINDS:
         for dtype in DTYPES:
             a, b, c = (make(kind, (3, 64), dtype, "cpu", generator(seed, "cpu")) for seed in (1, 1, 2))
@@ -27,7 +26,6 @@ def test_one_seed_means_one_input():
 
 
 def test_numbers_that_ordinary_inputs_lack():
-    """Subnormal numbers, squares below an epsilon of 1e-6, a row's tail of -inf, one inf in every second row."""
     for dtype in DTYPES:
         made = {
             kind: make(kind, (64, 1000), dtype, "cpu", generator(0, "cpu"))
@@ -62,8 +60,6 @@ def test_bits_do_not_depend_on_the_cpu():
 
 
 def test_kinds_are_what_they_are_called():
-    """bell: mean 0, variance 1; wide: exponents from -12 to 12, both signs; outlier: one in 256; cancel: neighbours
-    nearly do, and an odd one at the end is left as it is. Others are refused."""
     x = make("bell", (1000, 1000), torch.float32, "cpu", generator(0, "cpu"))
     assert (float(x.mean()), float(x.var())) == (pytest.approx(0.0, abs=0.01), pytest.approx(1.0, abs=0.01))
     x = make("wide", (100_000,), torch.float32, "cpu", generator(0, "cpu"))
@@ -82,7 +78,6 @@ def test_kinds_are_what_they_are_called():
 
 
 def test_order_revealing_operands_cancel_exactly_and_show_an_order():
-    """Sums and products are exactly 0; two orders of a float32 sum differ nearly everywhere."""
     for kind in ["order", "order-wide"]:
         for dtype in [torch.float32, torch.bfloat16, torch.float16]:
             x, w = product_operands(kind, (8, 512), (64, 512), dtype, "cpu", 3)

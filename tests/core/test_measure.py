@@ -46,14 +46,12 @@ def watched(call: Any, operator: str = "linear") -> Watch:
 
 
 def judged(toy: str, dtype: str = "bfloat16") -> tuple[Run, Finding]:
-    """The run of the matmul probe under one toy, and its finding."""
     run = run_of(*toys.measure("matmul", toy, dtypes=(dtype,), **SMALL).values())
     return run, judge(run)[0].finding
 
 
 def test_identical_and_wrong_is_wrong() -> None:
-    """In the row, the verdict and the exit code; beside it a sound kernel is none of that. sys.exit(0) inside a kernel
-    is a failed case, and no success of the run."""
+    """sys.exit(0) inside a kernel is a failed case, and no success of the run."""
     for toy, reason in [
         ("linear_zeros", "more than any rounding explains"),
         ("linear_flipped", "more than any rounding explains"),
@@ -74,7 +72,6 @@ def test_identical_and_wrong_is_wrong() -> None:
 
 
 def test_a_sound_kernel_is_clean_and_its_accuracy_is_on_record() -> None:
-    """Whole results of several calls were checked, and the worst element is within what rounding explains."""
     for dtype in ["bfloat16", "float16", "float32", "float64"]:
         run, finding = judged("linear_sound", dtype)
         assert finding == Finding.CLEAN
@@ -87,7 +84,6 @@ def test_a_sound_kernel_is_clean_and_its_accuracy_is_on_record() -> None:
 
 
 def test_a_class_says_whether_it_is_more_accurate_or_merely_different() -> None:
-    """Halves added in float32 are another order; a result that was rounded to bfloat16 on its way is less accurate."""
     x, w = torch.randn(64, generator=generator(1, "cpu")), torch.randn(400, 64, generator=generator(2, "cpu"))
     exact = x.double() @ w.double().T
     halves = x[:32] @ w[:, :32].T + x[32:] @ w[:, 32:].T
@@ -117,7 +113,6 @@ def test_noise_of_some_calls_is_not_called_batch_dependent() -> None:
 
 
 def test_inputs_are_restored_for_the_next_implementation() -> None:
-    """A kernel that doubles the weight leaves the next one's figures alone."""
     impls = ["tests.probes.toys:linear_writes", "tests.probes.toys:linear_sound"]
     options = Options(dtypes=("float32",), **SMALL)
     beside = {r.key: r for r in run_jobs(plan_jobs(["matmul"], impls, options), 0, set())}
@@ -127,7 +122,6 @@ def test_inputs_are_restored_for_the_next_implementation() -> None:
 
 
 def test_writes_are_seen_and_reads_are_not() -> None:
-    """A sign, a swap of two rows and a moved element show in the sums of bits; a product does not."""
     inputs = {"x": torch.randn(5, 7), "pair": (torch.arange(6), torch.randn(4).bfloat16())}
     before = fingerprint(inputs)
     torch.mm(inputs["x"], inputs["x"].T)  # type: ignore[union-attr] # a tensor
@@ -156,8 +150,7 @@ def test_every_operator_s_own_stock_is_within_its_bound() -> None:
 
 
 def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> None:
-    """The oracle is asked once for equal operands, again after one was written to; of 100 rows the last is checked, and
-    of a grouped product's each against the weight of its own expert. A watch that is not checking passes all on."""
+    """Rows of a grouped product each against the weight of its own expert."""
     asked, calls = [], []
 
     def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -191,7 +184,6 @@ def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> N
 
 
 def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
-    """A call that gives other bits the second time is seen in its own variant, and a wrong one at the end."""
     calls = 0
 
     def unsteady(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -211,8 +203,6 @@ def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
 
 
 def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the GPU's UUID, in bytes; None where the library knows no such GPU, or there is none."""
-
     def memory(_: Any, at: Any) -> int:
         at._obj[1] = 5 * 2**30
         return 0
@@ -228,8 +218,7 @@ def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
-    """Classes are numbered by first appearance; two of them part, and a status that is given stands. Measuring needs no
-    probe; what a proof at first use launches and refuses is not what ran."""
+    """What a proof at first use launches and refuses is not what ran."""
     row = row_of(HEAD, [1, 8, "prefill"], ["b", "a", "b"], ran=["kernel"])
     assert (row.status, row.values, row.labels, row.ran) == ("divergent", [1, 8, "prefill"], [0, 1, 0], ["kernel"])
     assert (row.class_sizes, row.trials, row.distinct) == ([2, 1], 3, 2)
@@ -253,8 +242,6 @@ X, WEIGHT = torch.ones(3, 8), torch.ones(4, 8)
 
 
 def test_a_result_of_another_form_is_wrong() -> None:
-    """Said with both, as a wrong result and not as a failure, of an operator with one result or two; the same in the
-    oracle's form is none."""
     rows = torch.ones(3, 8), torch.ones(3, 8), torch.ones(8)
     two = tuple(x.float() for x in reference.rms_norm_residual(*rows))
     one = linear(X, WEIGHT)
@@ -278,7 +265,6 @@ def test_a_result_of_another_form_is_wrong() -> None:
 
 
 def test_a_value_that_the_oracle_does_not_have_is_a_fault() -> None:
-    """A single one of twelve; of the oracle's own infinity nothing is asked."""
     for value in [float("nan"), float("inf"), float("-inf"), 8.5]:
         off = linear(X, WEIGHT)
         off[1, 2] = value

@@ -35,8 +35,6 @@ def lines_of(*steps: Step) -> list[str]:
 
 
 def test_done_total_and_about_how_long() -> None:
-    """26 of 52 in a minute: a minute more. Without any progress the time still goes on. 500 of 1,000 are on disk: 10
-    more in half a minute are not the 510 of a fast machine. A step of no known number has its own time."""
     assert lines_of(
         lambda p: p.add_task("probing", total=52),
         lambda p: p.update(p.tasks[0].id, advance=26, description="matmul (mine:f)"),
@@ -110,7 +108,6 @@ RAN = r"\d+ of \d+ after \d+ s"
 def test_every_command_says_how_far_it_is(
     typed: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Done and total of what is counted, of a search its step, of a server its arm after its address and its plan."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("nondet.core.progress.EVERY_S", 0.001)
     with serving("vllm", token_s=0.001) as server:

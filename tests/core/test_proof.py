@@ -24,8 +24,6 @@ def verdict(call: Any, inputs: Any, kept: Certificates) -> bool | None:
 
 
 def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
-    """Equal is proven and different excluded, both with their evidence; the exclusion outlives a later proof. No
-    inputs, or none whose result is finite, is neither. Of several members one that parts takes none with it."""
     inputs = list(product_inputs((3, N, K), torch.bfloat16, "cpu"))
     for kind, (_, _, bias) in product_inputs((3, N, K), torch.bfloat16, "cpu", bias=True, kinds=PRODUCT_INPUTS[:2]):
         assert bias is not None
@@ -43,8 +41,7 @@ def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
 
 
 def test_a_failure_is_no_exclusion() -> None:
-    """It may have been the driver's hiccup: out for this process, said why, and nothing written down. A full memory is
-    not even remembered within the process: the next use asks again."""
+    """It may have been the driver's hiccup. A full memory is not even remembered within the process."""
 
     def full(*_: Any) -> torch.Tensor:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
@@ -65,7 +62,6 @@ def test_a_failure_is_no_exclusion() -> None:
 
 
 def test_a_key_has_what_may_change_bits_and_nothing_else() -> None:
-    """Class, dtype, shape, strides, alignment, bias and settings are told apart; a step never taken is not."""
     x, bias = torch.zeros(4, 8), torch.zeros(8)
     keys = [
         operands_key("chain", (x, None)),
@@ -87,7 +83,6 @@ def test_a_key_has_what_may_change_bits_and_nothing_else() -> None:
 
 
 def test_a_switch_changes_the_key() -> None:
-    """Of each by which a library picks other bits, until it is what it was."""
     products = torch.backends.cuda.matmul
     for device, owner, name, value in (
         ("cuda", products, "allow_bf16_reduced_precision_reduction", False),
@@ -106,7 +101,6 @@ def test_a_switch_changes_the_key() -> None:
 
 
 def test_elements_with_places_of_their_own() -> None:
-    """At the limit and one beyond; an axis of one element shares nothing."""
     for sizes, steps, apart in [
         ((3, 4), (4, 1), True), ((3, 1), (1, 0), True), ((2, 1, 4), (4, 0, 1), True), ((), (), True),
         ((2, 2), (1, 1), False), ((2, 2), (2, 1), True), ((2, 2), (9, 1), True),

@@ -43,7 +43,6 @@ def difference(**fields: Any) -> Row:
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """So many mappings in each other."""
     tree: dict[str, Any] = {}
     for _ in range(depth - 1):
         tree = {"a": tree}
@@ -148,7 +147,6 @@ def test_a_limit_is_taken_and_one_beyond_is_refused() -> None:
 
 
 def test_a_figure_out_of_range_is_told_with_its_value() -> None:
-    """The field's own path and what the file has there, on one short line; a value that can't be found is left out."""
     told = [(traffic(polls=-7), r"^traffic\.polls: Expected `int` >= 0, not -7$"),
             (row((0, 1), class_sizes=[1, 0]), r"^class_sizes\[1\]: Expected `int` >= 1, not 0$"),
             (round_(figures={"cached": -1}), r"^figures\[\.\.\.\]: Expected `int` >= 0, not {'cached': -1}$"),
@@ -159,7 +157,6 @@ def test_a_figure_out_of_range_is_told_with_its_value() -> None:
 
 
 def test_a_plan_names_tokens_that_a_prompt_can_have() -> None:
-    """A number of them, up to the most."""
     for tokens in [TOKENS, TOKENS + 1, True]:
         header: Header = factory.header("sample", {"prompts": [{"text": "p", "tokens": tokens}]})
         if tokens is not True and tokens <= TOKENS:
@@ -196,8 +193,6 @@ def test_a_run_that_ended_has_all_that_was_planned() -> None:
 
 
 def test_steps_are_bounded_over_all_rounds_and_records_are_counted() -> None:
-    """16 rounds of the most steps are what all of them may have; the end line says how many records came before it, and
-    a round how many completions: another one of it is one too many."""
     most = checks()
     for number in range(16):
         most.record(completion(request=f"t{number}", round=number, schedule=[[0, STEPS_MOST, 1]]))

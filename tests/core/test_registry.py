@@ -14,7 +14,6 @@ from nondet.probes.base import Options
 
 
 def test_probes_load_under_their_names():
-    """A probe calls itself what the registry calls it, and has cases on a CPU whose names are unique."""
     for name in PROBES:
         probe = load_probe(name)
         assert probe.name == name
@@ -27,7 +26,6 @@ def test_probes_load_under_their_names():
 
 
 def test_implementations_take_the_operator_s_arguments():
-    """Every registered launcher can be imported, wherever it runs, and takes what the oracle takes."""
     ways = [(name, way) for name, declaration in operators().items() for way in declaration.implementations]
     everywhere = [(name, target) for name, way in ways for target in way.targets.values()]
     targets = [(name, target) for name, target in everywhere if "triton" not in target or sys.platform == "linux"]
@@ -41,7 +39,6 @@ def test_implementations_take_the_operator_s_arguments():
 
 
 def test_every_operator_can_be_compared_everywhere():
-    """Each operator has an oracle and a stock form on both device types; all but a scan an invariant one."""
     for operator in operators():
         assert operators()[operator].reference
         wanted = {"stock"} if operator == "cumsum" else {"stock", "invariant"}  # of that the block proves torch's own
@@ -51,8 +48,7 @@ def test_every_operator_can_be_compared_everywhere():
 
 
 def test_what_is_no_implementation_is_said(tmp_path, monkeypatch):
-    """A name that the device lacks is answered with where it exists; a user's module with its own error. Slips in
-    names: tests/test_cli.py."""
+    """Slips in names: tests/test_cli.py."""
     (tmp_path / "theirs.py").write_text("raise OSError('no library')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for operator, name, said in [

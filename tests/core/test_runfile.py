@@ -47,8 +47,6 @@ def finished(path: Path) -> Path:
 
 
 def test_a_run_in_memory_is_written_whole_and_only_where_nothing_is(tmp_path: Path) -> None:
-    """Every field survives the file, and the end line marks the run complete; nothing is overwritten without `force`,
-    neither by a run that begins nor by one in memory."""
     path, copy = finished(tmp_path / "deep" / "run.jsonl"), tmp_path / "copy.jsonl"
     run, before = read_run(path), path.read_bytes()
     assert (run.complete, run.rows, run.header.environment) == (True, [parted("a"), row("b")], ENVIRONMENT)
@@ -68,8 +66,6 @@ def test_a_run_in_memory_is_written_whole_and_only_where_nothing_is(tmp_path: Pa
 
 
 def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty, foreign and newer files are told apart, and none gives a traceback; nor does a file that is not there, a
-    folder, a FIFO, in a folder that can't be searched, or on a disk that fails. None is taken for an empty run."""
     begins = b'{"format":"nondet-run","schema":'
     path = tmp_path / "run.jsonl"
     for content, said in [
@@ -103,7 +99,6 @@ def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, monkeypatch:
 
 
 def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
-    """A truncated run is refused by number of line, and read without that line when the reader says so."""
     path = finished(tmp_path / "run.jsonl")
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
@@ -118,8 +113,7 @@ def test_a_cut_off_line_is_named_unless_allowed(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> None:
-    """The user is told so and how to go on: a run with --resume, while a page, a table and a script are made anew. The
-    rows before it stay readable."""
+    """A run goes on with --resume; a page, a table and a script are made anew."""
     path = tmp_path / "run.jsonl"
     run, side = writer(path), TraceWriter(path, resume=False, piece=piece)
     run.write(row("a"))
@@ -140,8 +134,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> N
 
 
 def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path) -> None:
-    """A run kept packed gives the same rows; cut off, not packed, or with more behind its end, which Python's lzma
-    leaves out, it is refused in one line. A second stream belongs to the format."""
+    """Python's lzma leaves out what stands behind its end. A second stream belongs to the format."""
     path = finished(tmp_path / "run.jsonl")
     whole = path.read_bytes()
     middle = whole.index(b"\n") + 1
@@ -160,9 +153,7 @@ def test_a_packed_run_reads_as_the_plain_one(tmp_path: Path) -> None:
 
 
 def test_a_row_that_no_reader_would_take_is_written_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A figure that is none costs its row, with the reason, and not the run; a row that can't even fail ends it. JSON
-    has neither NaN nor infinity: the error of a result that overflowed is None in the file. A line is as long as may be
-    read, its end included."""
+    """JSON has neither NaN nor infinity: an error that overflowed is None in the file."""
     path = tmp_path / "run.jsonl"
     run = writer(path)
     written = run.write(row("nan", extra={"bound": float("inf")}, seconds=float("nan")))
@@ -193,8 +184,7 @@ def asked(texts: list[str]) -> dict[str, Any]:
 
 
 def test_prompts_of_any_size_make_a_header_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond 16 MiB each is cut, and says how long it was; no text of an ordinary set is touched. Too many prompts even
-    without their texts, or half a character, is said before anything is begun."""
+    """Beyond 16 MiB each is cut, and says how long it was."""
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**16)
     for plan in (asked(["a" * 50] * 1000), asked(["\ud800"]), {"a": float("nan"), "prompts": "none"}):
         with pytest.raises(UserError, match="no run file can hold this plan"):
@@ -238,7 +228,6 @@ def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypa
 
 
 def test_a_completion_that_no_reader_would_take_is_a_failed_one(tmp_path: Path) -> None:
-    """Whatever is odd in it: the request is on record as failed, once, and its round can be counted."""
     path = tmp_path / "run.jsonl"
     run = writer(path, command="sample", plan=asked(["a"]))
     good = factory.completion("r", "0" * 16, impl="server", n_tokens=1)
@@ -266,7 +255,6 @@ def piece(token: int) -> str:
 
 
 def with_traces(run: Path, *parts: list[Trace], resume: bool = False, piece: Callable[[int], str] = piece) -> None:
-    """The side file of a run, written in these parts."""
     writer = TraceWriter(run, resume=resume, piece=piece)
     for part in parts:
         writer.write(part)
@@ -274,9 +262,7 @@ def with_traces(run: Path, *parts: list[Trace], resume: bool = False, piece: Cal
 
 
 def test_a_new_run_begins_a_new_side_file_and_a_resumed_one_needs_it(tmp_path: Path) -> None:
-    """A trace met again, by another implementation or round, costs no second line. A run killed in the middle of a line
-    goes on as if that line had never been begun. --force leaves no traces of the run before; completions of a run whose
-    side file is lost would name nothing."""
+    """Completions of a run whose side file is lost would name nothing."""
     run = tmp_path / "run.jsonl"
     with_traces(run, [trace([1, 2], [7, 8]), trace([1, 2], [7, 8])], [trace([1, 2]), trace([1, 3])])
     traces, pieces = read_traces(run)
@@ -295,7 +281,6 @@ def test_a_new_run_begins_a_new_side_file_and_a_resumed_one_needs_it(tmp_path: P
 
 
 def test_an_edited_side_file_is_named_by_line_and_field(tmp_path: Path) -> None:
-    """What a trace holds is what its digest says, and every part of it is as long as its tokens."""
     run = tmp_path / "run.jsonl"
     for change, reason in [
         ((b'"token_ids":[1,2]', b'"token_ids":[1,3]'), "digest"),
@@ -316,8 +301,6 @@ def test_an_edited_side_file_is_named_by_line_and_field(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_no_reader_would_take_leaves_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither it nor those that came with it, nor pieces of either; the writer goes on. A text of megabytes, a token
-    that reads as one are cut with how much there was, and two stay two."""
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**18)
     run = tmp_path / "run.jsonl"
     writer = TraceWriter(run, resume=False, piece=piece)

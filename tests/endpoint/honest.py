@@ -66,7 +66,6 @@ def chunk(data: bytes) -> bytes:
 
 
 def event(document: Any) -> bytes:
-    """One server-sent event as a piece of a chunked body."""
     return chunk(b"data: " + json.dumps(document).encode() + b"\n\n")
 
 

@@ -82,12 +82,10 @@ class Hostile(Honest):
 
 
 def answer(**fields: Any) -> dict[str, Any]:
-    """A completion as it should be, but for the fields given."""
     return {"model": "hash-1", "choices": [choice()], "usage": {"prompt_tokens": 1, "completion_tokens": 2}, **fields}
 
 
 def choice(**fields: Any) -> dict[str, Any]:
-    """A choice as it should be, but for the fields given."""
     return {"index": 0, "text": "ab", "finish_reason": "length", "logprobs": None, **fields}
 
 
@@ -96,7 +94,6 @@ def said(**fields: Any) -> dict[str, Any]:
 
 
 def scored(**fields: Any) -> dict[str, Any]:
-    """A completion with logprobs of two tokens as they should be, but for the fields given."""
     top = [{"a": -0.5, "b": -1.5}, {"b": -0.25, "c": -2.0}]
     return said(logprobs={"tokens": ["a", "b"], "token_logprobs": [-0.5, -0.25], "top_logprobs": top, **fields})
 

@@ -159,7 +159,6 @@ def sampled(
     path: Path, *servers: MemoryClient | Server, plan: ArmPlan | None = None, prompts: Sequence[str] | int = 1,
     resume: bool = False,
 ) -> Run:  # fmt: skip
-    """A run file of these servers."""
     if isinstance(prompts, int):
         prompts = [f"prompt number {i}, of some length" for i in range(prompts)]
     plan = plan or planned(prompts=len(prompts))

@@ -152,8 +152,7 @@ def test_contract(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
-    """A request that fails is a record with its reason; a gate can't open on it. What is odd about one that does not is
-    in its record."""
+    """What is odd about an answer that is none is in its record."""
     client = MemoryClient(Faults(fails=9), change=lambda ask, number, answer: replace(answer, notes=("odd",)))
     run = sampled(tmp_path / "run.jsonl", client, plan=planned({"solo": 6, "loaded": 6}))
     assert {tuple(c.served.odd) for c in run.completions if c.served} == {("odd",), ()}
@@ -187,8 +186,7 @@ def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
 
 
 def test_answered_errors_show_that_a_server_is_there(tmp_path: Path) -> None:
-    """Silence that errors break into is no dead server, however often; without them two dozen in a row are one, and
-    nothing but refusals for the moment is silence, too."""
+    """However often it is silent; without any, two dozen in a row are a dead server."""
 
     def busy(often: int, silent: str = "timeout") -> MemoryClient:
         def change(ask: Ask, number: int, answer: Answer) -> Answer:
@@ -209,8 +207,6 @@ def test_answered_errors_show_that_a_server_is_there(tmp_path: Path) -> None:
 
 
 def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:
-    """Minus three requests, infinitely many, a movement beyond every float: the run says which were odd."""
-
     class Odd(MemoryClient):
         async def metrics(self) -> dict[str, float]:
             hits, running = (1e308, -1e308)[self.asked % 2], (-3.0, math.inf, 2.0)[self.asked % 3]
@@ -226,7 +222,6 @@ def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:
 
 
 def test_an_answer_of_megabytes_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that is compared whole and fits no line is a failure that says so; beside ids it is cut, and counted."""
     most, first = 2**14, "solo-00000-000000"
 
     def long(ask: Ask, number: int, answer: Answer) -> Answer:
@@ -247,8 +242,7 @@ def test_an_answer_of_megabytes_costs_no_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_two_servers(tmp_path: Path) -> None:
-    """The second is asked the same, judged alone, and held against the first. Ids are no characters: texts are what two
-    have in common of which one gives ids, and files without them say so."""
+    """Ids are no characters: texts are what two have in common of which one gives ids."""
     run = sampled(tmp_path / "run.jsonl", MemoryClient(), MemoryClient(Faults(cache=True)))
     assert [v.impl for v in judge(run)] == ["server", "server-2"]
     assert judge(run)[1].finding == Finding.CACHE
@@ -267,8 +261,6 @@ def test_two_servers(tmp_path: Path) -> None:
 
 
 def test_plans_are_drawn_from_the_seed_alone() -> None:
-    """Equal options, equal plans; ids are unique; orders and patterns change from round to round. A gate plans more
-    loads than it needs, because not every one forms."""
     once, again = planned(prompts=2), planned(prompts=2)
     assert once.digest == again.digest
     ids = [r.id for round_ in once.rounds for r in round_.requests]

@@ -23,7 +23,6 @@ FEW = ("--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
 def asked(
     run: Command, folder: Path, *argv: object, dialect: str = "openai", prompt: str = "For example, the", **cheats: Any
 ) -> Run:
-    """A run over the server with this fault."""
     files = ("--prompt", prompt, "--out", "a.jsonl", "--report", "a.md")
     with serving(dialect, token_s=0.001, **cheats) as server:
         code, _, err = run("sample", "--endpoint", server.url, *FEW, *argv, *files)
@@ -32,10 +31,7 @@ def asked(
 
 
 def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
-    """All tokens agree and their logprobs do not: by names of tokens alone that is seen.
-
-    Half a character has no text of its own: the name that stands for it is compared, and no answer is lost.
-    """
+    """By names of tokens alone, of half a character too, it is seen that logprobs differ."""
     few = ("--arms", "solo=8,loaded", "--n", 18, "--max-tokens", 8)
     made = asked(run, tmp_path, *few, batch_scale=1e-6, split_names=True)
     assert made.servers[0].known_by == "bytes"
@@ -67,7 +63,6 @@ def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) ->
 
 
 def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
-    """At a temperature: greedy answers, and one draw for a whole batch, are wrong, however equal."""
     few = ("--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, "--temperature", 1.5, "--force")
     for cheat, said in [
         ("temperature_ignored", "the server ignores the temperature: wrong"),

@@ -37,7 +37,6 @@ PROMPTS = ("Once upon a time", "The cat sat on the")
 
 
 def expected(prompt: str, tokens: int) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
-    """Ids, float32 logprobs and float32 margins that the hash model gives, without any server."""
     context = context_of(tokenize(prompt))
     steps = [step(context, temperature=0, draw=(), alternatives=2) for _ in range(tokens)]
     tops = np.array([[value for _, value in s.top] for s in steps], "<f4")
@@ -46,7 +45,6 @@ def expected(prompt: str, tokens: int) -> tuple[tuple[int, ...], np.ndarray, np.
 
 @awaited
 async def test_what_a_server_sends_is_what_comes_out() -> None:
-    """Ids, the bits of logprobs and margins are the model's, streamed or not; half a surrogate pair is no error."""
     ids, logprobs, margins = expected(PROMPTS[0], 12)
     for dialect, stream in product(("openai", "vllm", "sglang", "llama.cpp"), (False, True)):
         known_by = KnownBy.BYTES if dialect == "openai" else KnownBy.IDS
@@ -74,7 +72,6 @@ KEY = "sk-connecting-0123456789"
 
 @awaited
 async def test_a_server_is_known_by_its_pages() -> None:
-    """Each dialect is told from the others, chat from completions, by pages that compute nothing."""
     for dialect, path, protocol, name in [
         ("openai", "", "openai", ""),
         ("openai", "/v1/chat/completions", "openai-chat", ""),
@@ -101,7 +98,6 @@ async def test_a_server_is_known_by_its_pages() -> None:
 
 
 async def _connects(url: str, **options: Any) -> str:
-    """Why there is no connection."""
     with pytest.raises(UserError) as caught:
         async with HttpClient(url, **options):
             pass
@@ -120,7 +116,6 @@ def sends(answer: bytes, path: str = "") -> Handler:
 
 
 def lists(*models: dict[str, str]) -> Handler:
-    """A server that has a list of models and nothing else."""
     return sends(json_response({"data": models}), "/v1/models")
 
 
@@ -129,7 +124,6 @@ MOVED = response(301, b"", extra="Location: https://elsewhere.example/v1/models?
 
 @awaited
 async def test_what_is_no_server_is_one_line() -> None:
-    """Silence, another protocol, somewhere else, nobody, a host that there is not; which model is not guessed."""
     for handler, said in [
         (sends(b""), "not done after 1 s"),
         (sends(b"220 mail.example ESMTP\r\n\r\n"), "not HTTP"),
@@ -152,7 +146,6 @@ async def test_what_is_no_server_is_one_line() -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 @awaited
 async def test_a_certificate_must_be_trusted(tmp_path: Path) -> None:
-    """One that nobody signed is refused and said, taken where it is named, taken where any is."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = f"req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=x -keyout {key}"
     words = ["openssl", *command.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate)]
@@ -188,7 +181,6 @@ async def test_proxies_of_the_environment_are_not_used() -> None:
 
 @awaited
 async def test_a_cache_hit_changes_answers_if_it_cheats_so() -> None:
-    """The first answer is cold, the second has hits; asked not to use the cache, or flushed, it is cold again."""
     for dialect in ("vllm", "sglang", "llama.cpp"):
         async with Honest(dialect, cache_noise=0.02) as server, HttpClient(server.url) as client:
             cold, warm, salted = [
@@ -206,7 +198,6 @@ async def test_a_cache_hit_changes_answers_if_it_cheats_so() -> None:
 
 @awaited
 async def test_counters_show_what_runs() -> None:
-    """The server's own count of running requests rises and falls with the load, whatever page it is on."""
     for dialect, path, running, cheats in [
         ("vllm", "/v1/chat/completions", "vllm:num_requests_running", {}),
         ("sglang", "", "sglang:num_running_reqs", {}),

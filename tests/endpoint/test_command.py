@@ -25,7 +25,6 @@ SMALL = ("--n", "6", "--max-tokens", "6", "--load", "others=3,targets=3,prompt=4
 
 
 def test_an_honest_server_end_to_end(run: Command, tmp_path: Path) -> None:
-    """Contract, five arms, each prompt of a file, reports, a verdict; the report is made again from the file alone."""
     (tmp_path / "p.txt").write_text("For example, the\nanother prompt of a set\n")
     argv = ("--n", "3", *SMALL[2:-2], "--prompts", "p.txt", "--out", "a.jsonl", "--report", "a.html")
     with serving("vllm", token_s=0.001) as server:
@@ -85,7 +84,6 @@ WRONG: list[tuple[str, list[str]]] = [
 
 
 def test_bad_input_is_one_clear_line(run: Command, tmp_path: Path) -> None:
-    """Exit code 2, one line that names what was wrong, no file, nothing secret; what --force was to replace stays."""
     kept = tmp_path / "kept.jsonl"
     write_run(kept, run_of())
     before = kept.read_bytes()
@@ -117,7 +115,6 @@ class Gateway(Honest):
 def test_no_key_and_no_token_in_the_path_is_left_anywhere(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in the header, its command line, records, reports or on the screen, whether the run works or not."""
     key = "sk-abcdefghij0123456789"
     monkeypatch.setenv("NONDET_API_KEY", key)
     with in_thread(Gateway("vllm", token_s=0.001, key=key)) as server:
@@ -153,10 +150,7 @@ def gate(url: str, folder: Path, *more: str) -> int:
 def test_an_invariant_server_opens_it_as_soon_as_that_is_valid_and_a_stopped_one_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three proven loads exclude seven in ten: no more are asked, with solo answers before and after.
-
-    With --resume it counts the loads that it has, asks for no more than are missing, and for nothing at its end.
-    """
+    """Three proven loads exclude seven in ten; a resumed gate asks for no more than are missing."""
     path = tmp_path / "g.jsonl"
     resumed = ["gate", "--out", str(path), "--rate", "70%", "--json", "--resume", *LOAD]
     with serving("vllm", token_s=0.001) as server:
@@ -191,7 +185,6 @@ DRAWN = ("--temperature", "0.8", "--seeds", "2", "--top-p", "0.9", "--top-k", "2
 
 
 def test_seeds_at_a_temperature_open_it_or_shut_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each seed is asked for and compared with itself alone; a load that changes its answer shuts the gate."""
     with serving("vllm", token_s=0.001) as server:
         assert gate(server.url, tmp_path, *DRAWN) == 0
         sent = [body for body in server.requests if body["temperature"] == 0.8]
@@ -229,8 +222,7 @@ def test_a_server_that_keeps_to_no_seed_has_no_answer(tmp_path: Path, capsys: py
 
 
 def test_an_interrupt_waits_for_an_await_and_cleans_up() -> None:
-    """What runs at that moment goes on to its next await; tasks end, then the interrupt is raised. Without one a
-    result and an error come out as they are, and the handler is put back."""
+    """What runs at that moment goes on to its next await; without one the handler is put back."""
     seen: list[str] = []
 
     async def beside() -> None:

@@ -63,7 +63,6 @@ def test_a_context_too_short_for_a_long_prompt_leaves_it_out(run: Command, tmp_p
 
 
 def test_long_prompts_ride_with_every_forty_others() -> None:
-    """Twice each in one round, however small rounds are; their subjects follow."""
     load = parse_load("others=3,targets=16,prompt=4-8,tokens=4-8")
     given: dict[str, Any] = {"seed": 1, "prompts": [(1, 2)], "max_new_tokens": 4, "context": 99, "n": 90}
     plan = build_plan(load, texts=["x" * 999], riders=[(3,) * 40, (4,) * 50], encode=lambda _: [7] * 9, **given)

@@ -60,8 +60,7 @@ def _parts(**fields: object) -> Parts:
 
 
 def test_margins_and_runners_up() -> None:
-    """The chosen token is an alternative whether listed or not; top-1 minus top-2; the best of the others runs up. Of
-    lists that do not fit each other tokens can't be told from logprobs of others: they are no answer."""
+    """Of lists that do not fit each other tokens can't be told from logprobs of others."""
     chosen = [Alternative("a", "-0.5", 1), Alternative("b", "-3.0", 2), Alternative("c", "-1.0", 3)]
     top = [
         [Alternative("a", "-0.5", 1), Alternative("x", "-1.75", 7)],
@@ -85,7 +84,6 @@ def test_margins_and_runners_up() -> None:
 
 
 def test_what_does_not_hold_all_of_an_answer_is_not_taken() -> None:
-    """Ids of fewer tokens than there were, but for the one that ends a stream; bytes that lack a part of the text."""
     for said, streamed, finish, kept in [
         (2, False, "stop", True), (3, True, "stop", True), (3, True, "length", False), (3, False, "stop", False),
     ]:  # fmt: skip
@@ -105,7 +103,6 @@ def test_what_does_not_hold_all_of_an_answer_is_not_taken() -> None:
 
 
 def test_events_do_not_depend_on_the_pieces() -> None:
-    """Comments, other fields, several data lines, any line end, cut anywhere; what is not finished is dropped."""
     lines = b": hi|data: one||event: x|data:two|data: lines|id: 3|||data: last|".split(b"|")
     for size, end in product((1, 2, 3, 1000), (b"\n", b"\r\n")):
         body = b"".join(line + end for line in lines)
@@ -122,7 +119,6 @@ def test_events_do_not_depend_on_the_pieces() -> None:
 
 
 def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
-    """Backoff, its cap, Retry-After and its cap; no retry where none can help."""
     busy, limits = AttemptError("http-429", "busy"), Limits(first_wait_s=1, most_wait_s=5)
     waits = [wait_before_retry(busy, times, "a", limits) for times in range(8)]
     assert all(wait is not None and 0.5 * min(2**i, 5) <= wait <= min(2**i, 5) for i, wait in enumerate(waits))
@@ -135,14 +131,12 @@ def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
 
 
 def test_metrics_are_summed_and_nonsense_is_skipped() -> None:
-    """Prometheus' text form, labels summed, buckets, infinities and other lines left out."""
     lines = ['hits{engine="0",model="a} b"} 3.0', 'hits{engine="1"} 4', 'time_bucket{le="1"} 9', "# HELP hits some"]
     lines += ["nan NaN", "inf +Inf", "plain 1e3 1700000000", "not a metric", "bad{ 1", "e eee"]
     assert read_metrics("\n".join(lines)) == {"hits": 7.0, "plain": 1000.0}
 
 
 def test_an_odd_count_is_none_and_a_note() -> None:
-    """In every form of answers: a number below 0 or beyond every context is not taken, and one that fits is."""
     names = ("prompt_tokens", "completion_tokens", "cached_tokens")
     for n in (2, -1, 2**24 + 1, 2**53, 10**30):
         counts = {"tokens_evaluated": n, "tokens_predicted": n, "timings": {"cache_n": n}}
@@ -169,8 +163,7 @@ def answer(protocol: str, *documents: dict[str, Any], streamed: bool = False) ->
 
 
 def test_logprobs_of_chats_on_completions_are_read() -> None:
-    """llama.cpp's /v1/completions has logprobs.content, with ids. vLLM's chats stream ids outside of the logprobs,
-    piece by piece: the logprobs, which hold none, take none away."""
+    """llama.cpp's have ids. vLLM's chats stream ids outside of them: they take none away."""
     one, two, three, four = (
         {"id": token, "token": "x", "bytes": [120], "logprob": logprob}
         for token, logprob in [
@@ -195,8 +188,7 @@ def test_logprobs_of_chats_on_completions_are_read() -> None:
 
 
 def test_a_stream_of_llama_cpp_that_left_tokens_out_has_no_ids() -> None:
-    """It sends nothing for a token that begins a character: ids with holes would compare what is not there. The end of
-    a text is a token, which the stream does not send."""
+    """It sends nothing for a token that begins a character: ids with holes compare nothing."""
     pieces = [{"content": text, "tokens": [token], "stop": False} for token, text in ((110, "é"), (183, "x"))]
     for counted, stop, ids in [(3, "limit", None), (2, "limit", (110, 183)), (3, "eos", (110, 183))]:
         last = {"content": "", "tokens": [], "stop": True, "stop_type": stop, "tokens_predicted": counted}
@@ -214,7 +206,6 @@ _DIALECT = {"openai-chat": "openai", "vllm-chat": "vllm", "transformers-chat": "
 
 
 def _documents(protocol: str, stream: bool) -> list[dict[str, Any]]:
-    """What an honest server sends for one short answer."""
     context = context_of(tokenize(ASK.prompt))
     steps = [step(context, temperature=0, draw=(), alternatives=2) for _ in range(2)]
     body = FORMATS[protocol].body(ASK, "hash-1", stream)
@@ -223,7 +214,6 @@ def _documents(protocol: str, stream: bool) -> list[dict[str, Any]]:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container of a document with each of its keys or indices."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     for key in keys:
         yield node, key
@@ -233,10 +223,7 @@ def _places(node: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize("each", tiers([12], [1]))
 @pytest.mark.parametrize("protocol", FORMATS)
 def test_wrong_types_are_refused_in_one_line(protocol: str, each: int) -> None:
-    """Each value of each document in turn is left out or becomes something else; what is read is a sound answer.
-
-    In every run one in twelve of all pairs of a place and a value, drawn by the protocol's name.
-    """
+    """In every run one in twelve of all pairs of a place and a value, drawn by the protocol's name."""
     for stream in (False, True):
         whole = _documents(protocol, stream)
         assert answer(protocol, *whole, streamed=stream).ok
@@ -260,7 +247,6 @@ def test_wrong_types_are_refused_in_one_line(protocol: str, each: int) -> None:
 
 
 def test_every_format_asks_for_what_it_reads() -> None:
-    """A request says its limit, its temperature, its seed and its stream, and JSON can hold it."""
     ask = Ask(id="a", prompt="x", max_tokens=77, temperature=0.25, seed=54321, cached=False)
     for form in FORMATS.values():
         body = json.dumps(form.body(ask, "m", False))

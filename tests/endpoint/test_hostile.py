@@ -80,7 +80,6 @@ def met() -> Met:
 
 
 def test_each_is_one_line(met: Met) -> None:
-    """The right kind, a reason on one printable line without the key, attempts by the rule, and an end in time."""
     for name, answer in met.hostile.items():
         assert answer.ask == name
         assert answer.kind == KINDS[name], (name, answer.reason)
@@ -108,7 +107,7 @@ def test_each_is_one_line(met: Met) -> None:
 
 @awaited
 async def test_patience_with_a_full_server_ends() -> None:
-    """Then each request is sent once, until one is answered; those of such a run are repeated where it is resumed."""
+    """Then each request is sent once, until one is answered."""
     limits = replace(PATIENT, patience_s=0.0)
     async with Hostile() as server, HttpClient(server.url, protocol="openai", limits=limits) as client:
         for prompt, attempts in [("busy-for-ever", 2), ("busy-for-ever", 1), ("no-done", 1), ("busy-for-ever", 2)]:
@@ -117,7 +116,6 @@ async def test_patience_with_a_full_server_ends() -> None:
 
 
 def test_no_prompt_and_no_key_goes_elsewhere(met: Met) -> None:
-    """A redirect is not followed; what a server sends back of the key is redacted, and refused in a completion."""
     assert met.elsewhere == []
     assert "http://127.0.0.1:" in met.hostile["redirect-elsewhere"].reason
     assert met.hostile["echo-in-error"].reason == "HTTP 403: bad Bearer [key]"

@@ -34,7 +34,6 @@ KEY = "sk-keys-0123456789"
 
 
 def test_a_url_is_read_with_or_without_its_path() -> None:
-    """As people copy them: with /v1, with a slash, with the whole path."""
     for url, shown, protocol in [
         ("http://127.0.0.1:8000", "http://127.0.0.1:8000", ""),
         ("http://127.0.0.1:8000/", "http://127.0.0.1:8000", ""),
@@ -60,7 +59,6 @@ REFUSED = """
 
 
 def test_other_urls_are_refused_without_showing_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line; what may be a password in it is not repeated."""
     for url in ["", "http://ex ample:8000", "http://host /hunter2", *REFUSED.split()]:
         with pytest.raises(UserError) as caught:
             read_address(url)
@@ -79,7 +77,6 @@ def test_other_urls_are_refused_without_showing_a_secret(capsys: pytest.CaptureF
 
 
 def test_a_key_goes_unencrypted_to_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """http to another machine is refused with a key, unless told; without a key or with https it is not."""
     HttpClient("http://10.0.0.1:8000")
     monkeypatch.setenv("NONDET_API_KEY", KEY)
     for host in ("127.0.0.2", "localhost", "[::1]"):
@@ -92,7 +89,6 @@ def test_a_key_goes_unencrypted_to_this_machine_only(monkeypatch: pytest.MonkeyP
 
 
 def test_keys_come_from_the_environment() -> None:
-    """Our variable before OpenAI's, a named one before both, and what can't be a header is refused unseen."""
     both = {"NONDET_API_KEY": "one-0123456789", "OPENAI_API_KEY": "two-0123456789", "MINE": " three-0123456789\n"}
     for variable, wanted in ((None, "one"), ("OPENAI_API_KEY", "two"), ("MINE", "three")):
         assert key_from_environment(variable, both).headers() == {"Authorization": f"Bearer {wanted}-0123456789"}
@@ -110,7 +106,6 @@ def test_keys_come_from_the_environment() -> None:
 
 
 def test_a_key_does_not_show_itself() -> None:
-    """Not in a repr, a format, a copy or a pickle; redacted as it is and percent-encoded; cut only afterwards."""
     key = Key("sk/0123456789")
     assert f"{key} {key!r} {[key]}" == "[key] [key] [[key]]"
     for copying in (pickle.dumps, copy.copy, copy.deepcopy):
@@ -182,7 +177,6 @@ def test_a_server_that_repeats_a_secret_is_not_repeated() -> None:
 
 @awaited
 async def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even where everything is logged and the server sends the key back in a header."""
     monkeypatch.setenv("NONDET_API_KEY", KEY)
 
     async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -200,8 +194,6 @@ async def test_logs_do_not_show_the_key(monkeypatch: pytest.MonkeyPatch, caplog:
 
 @awaited
 async def test_a_server_says_how_long_to_wait() -> None:
-    """In digits or as a date by this machine's clock; what can't be read, or is not said, is no wait of zero."""
-
     async def failure(answer: bytes) -> AttemptError:
         async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
             writer.write(answer)

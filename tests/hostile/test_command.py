@@ -43,7 +43,6 @@ REFUSED = [
 
 
 def test_refused_before_a_file_is_begun(run: Command, tmp_path: Path) -> None:
-    """Exit code 2, one line that names the value, nothing on stdout, no file."""
     for argv, reason in REFUSED:
         code, out, err = run(*argv)
         assert (code, out) == (2, ""), err
@@ -57,8 +56,7 @@ SMALL = ("--dtype", "float32", "--m", "4", "--n", "64", "--out", "r.jsonl")
 
 
 def test_an_edited_kernel_is_not_gone_on_with(run: Command, tmp_path: Path) -> None:
-    """The user's own function belongs to the plan by its file's contents: another half, another function. sys.exit(0)
-    in it is a failure, never the gate's 0."""
+    """The user's own function belongs to the plan by its file's contents. Its sys.exit(0) is a failure."""
     (tmp_path / "leaves.py").write_text("import sys\ndef softmax(x):\n    sys.exit(0)\n")
     code, _, err = run("probe", "softmax", "--impl", "leaves:softmax", "--fail-on", "divergent", *SMALL, "--force")
     assert code == 1, err
@@ -90,8 +88,7 @@ def test_out_of_memory_is_one_line(run: Command, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_nothing_of_the_folder_is_executed(tmp_path: Path) -> None:
-    """Neither a json.py, torch.py nor rich.py lying there; the user's own module is, asked for by name. A variable that
-    is no UTF-8 breaks neither the run, nor its page, nor its JSON, which is ASCII."""
+    """The user's own module is, asked for by name. A variable that is no UTF-8 breaks nothing either."""
     for name in ("json", "torch", "rich", "msgspec", "typing", "signal", "numpy", "triton"):
         (tmp_path / f"{name}.py").write_text("import sys\nsys.exit('a file of the folder was executed')\n")
     (tmp_path / "mine.py").write_text("def softmax(x):\n    return x.softmax(-1)\n")
@@ -114,7 +111,6 @@ PROBE = "probe float-sum --device cpu --out r.jsonl --report r.md"
     ("typed", "where"), tiers([("report kept.jsonl", "/dev/full")], [(PROBE, "/dev/full"), (PROBE, "closed")])
 )
 def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, typed: str, where: str) -> None:
-    """A full disk under stdout is one line and 2; a closed stdout is nobody reading; --report is there both times."""
     (tmp_path / "kept.jsonl").write_bytes(line(header()) + line(row()) + line(End(records=1, seconds=1.0)))
     target = ">&-" if where == "closed" else f"> {where}"
     command = f"'{sys.executable}' -m nondet {typed} {target}"
@@ -127,7 +123,6 @@ def test_reports_are_written_though_stdout_can_not_be(tmp_path: Path, typed: str
 
 
 def test_any_encoding_of_the_terminal_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables, bars and JSON come out under an encoding that lacks their characters."""
     monkeypatch.chdir(tmp_path)
     probe = ["probe", "softmax", "--force", *SMALL]
     for encoding, argv in [("ascii", probe), ("ascii", [*probe, "--json"]), ("latin-1", ["report", "r.jsonl"])]:
@@ -145,8 +140,7 @@ def test_any_encoding_of_the_terminal_will_do(tmp_path: Path, monkeypatch: pytes
 
 
 def test_workers_of_a_clone_that_is_not_installed_find_nondet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m nondet` there takes its folder from the path, where a torch.py would be taken for torch, and puts it
-    at its end."""
+    """At the path's end: a torch.py of its folder would be taken for torch."""
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(sys, "path", [HERE, *(p for p in sys.path if p not in ("", HERE))])
     monkeypatch.setattr("nondet.cli.main", sys.exit)
@@ -173,7 +167,6 @@ sys.exit(m.main())
 @pytest.mark.slow
 @pytest.mark.parametrize("module", tiers(["typer", "torch.nn"], ["nondet.services.probe", "torch"]))
 def test_an_early_interrupt_is_quiet(tmp_path: Path, module: str) -> None:
-    """Ctrl-C while typer, torch and the rest are being imported: 130 and one line, no traceback, no file."""
     code = START.replace("MODULE", repr(module))
     command = [sys.executable, "-c", code, "probe", "matmul", "--out", "r.jsonl"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)

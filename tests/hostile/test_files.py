@@ -54,7 +54,6 @@ def test_certificates_are_shown_without_control_codes_and_kept_where_they_can_no
 
 
 def test_somebody_elses_side_file_is_not_taken_over(run: Command, tmp_path: Path) -> None:
-    """RUN.traces.jsonl without its run, or as a link to nothing: refused before a model is loaded."""
     side, argv = tmp_path / "a.traces.jsonl", ("sample", "--n", "2", "--max-tokens", "2", "--out", "a.jsonl")
     side.write_text("somebody's\n", encoding="utf-8")
     for option, said in [("", "exists"), ("--resume", "exists"), ("", "link"), ("--force", "is a symbolic link")]:
@@ -78,7 +77,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 def test_no_link_is_followed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A link where something is written is refused, with --force too: what it points to stays, or stays away."""
     for kind, dangling in product(WRITERS, (False, True)):
         tmp_path = tmp_path_factory.mktemp("case")
         (there := tmp_path / "elsewhere").mkdir()
@@ -93,8 +91,7 @@ def test_no_link_is_followed(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_a_summary_is_appended_and_waits_for_nobody(tmp_path: Path) -> None:
-    """A step summary may be a link to a file of the runner's; a link to nothing makes none. A FIFO without a reader is
-    one line; with one all of it arrives, beyond what a pipe holds."""
+    """A step summary may be a link to a file of the runner's; a FIFO may have no reader."""
     (precious := tmp_path / "precious").write_text("kept", encoding="utf-8")
     (tmp_path / "link").symlink_to(precious)
     append_text(tmp_path / "link", "\udcff, too")
@@ -137,8 +134,6 @@ def test_a_run_file_is_no_fifo_and_no_device(tmp_path: Path) -> None:
 
 
 def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path) -> None:
-    """A FIFO without a writer, a device without an end, a folder, a line of many megabytes: one line at once. As many
-    bytes as are allowed are read; one more is too many."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless").symlink_to("/dev/zero")
@@ -164,7 +159,6 @@ def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path) -> None:
 
 
 def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few kilobytes that hold gigabytes are left at the bound; what a run packs to is not, nor a plain file."""
     rows = b"".join(line(row(case=f"case {i}")) for i in range(600))
     whole = line(header()) + rows
     bomb = line(header()) + line(row(case="the same")) * 10_000
@@ -184,7 +178,6 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
-    """In its header it is begun anew; after that whole lines are kept, and the rest is completed."""
     whole = finished(tmp_path / "whole.jsonl").read_bytes()
     header = whole.index(b"\n")
     writer(tmp_path / "long.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
@@ -209,8 +202,7 @@ def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
 
 
 def test_a_foreign_file_is_not_begun_anew(tmp_path: Path) -> None:
-    """What is not the beginning of a header of ours is somebody else's: --resume leaves it; a link leads nowhere. While
-    one process writes a file, neither --force nor --resume nor a plain start of another opens it."""
+    """What is not the beginning of a header of ours is somebody else's; so is what another process writes."""
     path = tmp_path / "run.jsonl"
     for content in [b"my diary, without a line end", b'{"type":"heather"', b"\x00" * 100]:
         path.write_bytes(content)
@@ -235,7 +227,6 @@ def test_a_foreign_file_is_not_begun_anew(tmp_path: Path) -> None:
 
 
 def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
-    """A symbolic link stays one, hard links stay together, 0600 stays 0600, and RUN.jsonl.tmp is not touched."""
     target = finished(tmp_path / "real.jsonl")
     target.chmod(0o600)
     link, hard, neighbour = (tmp_path / name for name in ("run.jsonl", "hard.jsonl", "run.jsonl.tmp"))
@@ -257,8 +248,7 @@ def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
 
 
 def test_resume_names_what_would_change_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first half of a run and the second are computed by the same thing and command, or not at all: set in one half
-    only, a variable gives the same prompt two traces, and a false verdict. How threads wait does not."""
+    """Set in one half only, a variable gives the same prompt two traces, and a false verdict."""
     path, here = tmp_path / "run.jsonl", collect(0)
     names = ("commit", "sources", "nondet", "numpy", "onednn", "driver", "cublas", "num_threads", "aten_cpu_capability")
     writer(path, plan={}, environment=here).close()
@@ -278,7 +268,6 @@ def test_resume_names_what_would_change_bits(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk, or a kill before the rename, leaves the old page as it was, and no scrap beside it."""
     page = tmp_path / "r.html"
     page.write_text("old", encoding="utf-8")
     page.chmod(0o640)

@@ -88,7 +88,6 @@ def cut(name: str, folder: Path) -> Path:
 
 
 def made(folder: Path) -> list[Path]:
-    """A probe, a bench and a sample."""
     probed = factory.run_of(*factory.h200_sweep(), factory.failed(case="row 0 of M rows, K=64 N=64, bell"))
     paths = [folder / f"{name}.jsonl" for name in ("probe", "bench")]
     for path, run in zip(paths, (probed, factory.bench_run((1, 16, 512))), strict=True):
@@ -98,7 +97,6 @@ def made(folder: Path) -> list[Path]:
 
 
 def copied(path: Path, to: Path) -> Path:
-    """The run with its traces, under another name."""
     traces_path(to).unlink(missing_ok=True)
     for old, new in ((path, to), (traces_path(path), traces_path(to))):
         if old.exists():
@@ -107,7 +105,6 @@ def copied(path: Path, to: Path) -> Path:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to everything inside a decoded line."""
     out = [path] if path else []
     children = value.items() if isinstance(value, dict) else enumerate(value[:6] if isinstance(value, list) else ())
     for key, child in children:
@@ -116,7 +113,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def change_field(lines: list[bytes], rng: random.Random) -> None:
-    """Of a record of any kind, the seldom ones too."""
     kinds = [json.loads(text)["type"] for text in lines]
     kind = rng.choice(sorted(set(kinds)))
     number = rng.choice([i for i, of in enumerate(kinds) if of == kind])
@@ -137,7 +133,6 @@ def change_field(lines: list[bytes], rng: random.Random) -> None:
 
 
 def move_lines(lines: list[bytes], rng: random.Random) -> None:
-    """One gone, one there twice, or two in each other's place."""
     a, b, how = rng.randrange(len(lines)), rng.randrange(len(lines)), rng.randrange(3)
     if how == 0:
         del lines[a]
@@ -171,7 +166,6 @@ def captured(show: Callable[[Console], None]) -> str:
 
 
 def shown(path: Path, whole: Path, number: int) -> str:
-    """A run read, and one of the things that are made of it."""
     run, brief = read_run(path), {"verbose": False, "quiet": False}
     reporters: tuple[Callable[[], Any], ...] = (
         lambda: html.render([run]),
@@ -226,8 +220,7 @@ def edit(path: Path, place: int | str, **fields: Any) -> None:
 
 
 def test_a_contradiction_names_line_and_field(tmp_path: Path) -> None:
-    """Fields that don't fit each other, their plan, a report or the side file are one line that says where. Each limit
-    of a field by itself: tests/core/test_records.py."""
+    """Each limit of a field by itself: tests/core/test_records.py."""
     wholes = {path.stem: path for path in made(tmp_path)}
     wholes |= {name: cut(name, tmp_path) for name in ("diagnose", "mismatch", "embed", "certify")}
     for name, place, fields, reason in [
@@ -264,8 +257,7 @@ def test_a_contradiction_names_line_and_field(tmp_path: Path) -> None:
 
 
 def test_lists_without_end_are_refused_before_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few kilobytes of a .gz that would be gigabytes of empty lists; the same in one plain line; in a side file. A
-    line beyond every record of ours is not read to its end."""
+    """A few kilobytes of a .gz would be gigabytes of empty lists."""
     bomb = line(header()) + line(row(extra={"x": [[]]})).replace(b"[[]]", b"[" + b"[]," * 300_000 + b"[]]") * 8
     (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(bomb))
     decoded: list[bytes] = []
@@ -321,8 +313,7 @@ def written_by_us(folder: Path) -> Iterator[Run]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Every record goes through the reader's checks before it is written: it is there, is there as failed, or is said
-    in one line and is not; in no case is what was written before it lost."""
+    """It is there, is there as failed, or is said and is not; what was written before it is never lost."""
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**17)
     rng = random.Random(seed)  # noqa: S311 - mutations, not secrets
     ends, lines = {"as it was": 0, "as failed": 0}, []
@@ -356,8 +347,7 @@ def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.nightly
 def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
-    """Request i leaves the others at token i: a tree that nests deeper than Python recurses is drawn, cut, and none of
-    it is lost in the figures."""
+    """A tree that nests deeper than Python recurses is drawn, cut, and whole in the figures."""
     run = sampled(tmp_path, n=600, length=640, impls=("stock",), variants=lambda _, number: ([(number, 11)], 0))
     (summary,) = summaries_of(run)
     assert len(summary.forks) >= 500
@@ -367,7 +357,6 @@ def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
 
 
 def test_margins_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
-    """A model that computes NaN has NaN for margins: the page is made, and says that there is no figure."""
     for margin in (float("nan"), float("inf")):
         run = sampled(tmp_path / str(margin), n=30, length=24, margin=margin)
         summary = summaries_of(run)[0]

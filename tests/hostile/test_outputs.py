@@ -35,8 +35,7 @@ DESTROYED = [
 
 
 def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
-    """By its name, by a hard link, by another spelling: one line, and the file is as it was; nor is a run that is
-    called like a report or a table replaced by one."""
+    """By its name, by a hard link, by another spelling."""
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
     (linked := path.parent / "linked.jsonl").hardlink_to(path)
     others = cycle((path, path.parent / ".." / "runs" / path.name, linked))
@@ -57,8 +56,7 @@ def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
 def test_the_traces_beside_a_run_and_a_folder_of_rollouts_are_inputs_too(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--out a.traces.jsonl, or a run whose traces would lie where the prompts do; a file among the rollouts; Python's
-    `nondet.find_mismatch(run, out=run)`; $GITHUB_STEP_SUMMARY that names the run."""
+    """A run's traces may lie where the prompts do."""
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
     side, before = traces_path(path), path.read_bytes()
     for words in (
@@ -86,7 +84,6 @@ def test_every_option_that_writes_is_known() -> None:
 
 
 def test_unrelated_files_and_devices_are_let_through(tmp_path: Path) -> None:
-    """Another file, one that is not there yet, text that is no path, a terminal that is read and written."""
     (there := tmp_path / "a.jsonl").write_bytes(line(row()))
     reports = [tmp_path / "b.html"]
     runfile.check_outputs({"run": there, "out": tmp_path / "b.jsonl", "report": reports, "prompt": "x" * 9999})

@@ -25,7 +25,6 @@ ARMS = {"solo": 2, "cold": 2, "warm": 2, "loaded": 8}
 
 
 def command(server: tuple[Real, str], out: Path, *options: str) -> list[str]:
-    """As users type it."""
     real, url = server
     argv = ["sample", "--endpoint", url, "--model", real.model, "--max-tokens", "12", "--out", str(out), *options]
     return [sys.executable, "-m", "nondet", *argv]
@@ -39,8 +38,7 @@ def complete(words: list[str]) -> Run:
 
 @pytest.mark.parametrize("server", SERVERS, indirect=True)
 def test_arms_are_whole_and_the_contract_is_what_the_server_keeps(server: tuple[Real, str], tmp_path: Path) -> None:
-    """All completions are there and none failed; the contract says what this server has. Its own counters prove the
-    load and the cache, or nothing does and nothing is claimed."""
+    """The server's own counters prove the load and the cache, or nothing is claimed."""
     name, arms = server[0].name, ",".join(f"{arm}={count}" for arm, count in ARMS.items())
     made = complete(command(server, tmp_path / "run.jsonl", "--arms", arms, "--load", "light", "--prompt", PROMPT))
     check_traces(made, read_traces(tmp_path / "run.jsonl")[0])
@@ -70,7 +68,6 @@ def test_arms_are_whole_and_the_contract_is_what_the_server_keeps(server: tuple[
 
 @pytest.mark.parametrize("server", SERVERS[:2], indirect=True)
 def test_a_seed_gives_one_text_alone(server: tuple[Real, str], tmp_path: Path) -> None:
-    """At a temperature, one request at a time: equal seeds the same tokens, another seed other ones."""
     out, drawn = tmp_path / "run.jsonl", ("--temperature", "0.9", "--seeds", "2", "--arms", "solo=3")
     made = complete(command(server, out, *drawn, "--prompt", PROMPT))
     texts = {seed: {c.tokens_digest for c in made.completions if c.prompt == seed} for seed in (0, 1)}
