@@ -65,8 +65,6 @@ async def test_what_a_server_sends_is_what_comes_out() -> None:
         assert not answer.notes
 
 
-# Which server, which model, which key, and over what: one line and exit 2 where it is not to be.
-
 KEY = "sk-connecting-0123456789"
 
 

@@ -137,8 +137,6 @@ def test_no_key_and_no_token_in_the_path_is_left_anywhere(
         assert not [text for text in texts if part in text]
 
 
-# `nondet gate --endpoint`: asked until it diverges or until that would have been seen, and never open on less.
-
 LOAD = ("--max-tokens", "6", "--load", "others=4,targets=3,prompt=4-8,tokens=4-8", *PROMPT)
 ROUNDS = ["first", "solo", "cold", "warm", *["loaded"] * 3, "solo", "first"]
 

@@ -150,8 +150,6 @@ def test_an_odd_count_is_none_and_a_note() -> None:
             assert len([note for note in parts.notes if f" of {n} (not taken)" in note]) == (0 if n == 2 else 3)
 
 
-# What real servers sent (recorded, shortened), and what is made of it. The servers: tests/servers.
-
 ASK = Ask(id="a", prompt="For example, the", max_tokens=3)
 
 
@@ -196,8 +194,6 @@ def test_a_stream_of_llama_cpp_that_left_tokens_out_has_no_ids() -> None:
         assert (said.token_ids, said.text, said.known_by is KnownBy.IDS) == (ids, "éx", ids is not None)
         assert ("2 of 3 token ids (none taken)" in said.notes) == (ids is None)
 
-
-# Wrong types everywhere: whatever stands where in an answer, it is read or refused, never a traceback.
 
 _WRONG: tuple[Any, ...] = (
     None, True, -1, 0, 2**70, "1.5", "", "x", [], [[]], [None], {}, {"a": None}, {"\ud800": 1}, "\ud800", Ellipsis,

@@ -174,9 +174,6 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(read_run(tmp_path / name).rows) == 600
 
 
-# Writing: one writer at a time, nobody's file touched unasked, and a run goes on only where bits would be the same.
-
-
 def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
     whole = finished(tmp_path / "whole.jsonl").read_bytes()
     header = whole.index(b"\n")

@@ -342,9 +342,6 @@ def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not [line for line in lines if "\n" in line or "no reader would take" not in line]
 
 
-# Reports of extreme runs: deep trees, figures that are no numbers, many completions; in bounded time and memory.
-
-
 @pytest.mark.nightly
 def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
     """A tree that nests deeper than Python recurses is drawn, cut, and whole in the figures."""
