@@ -13,25 +13,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from nondet.core import compare
-from nondet.core.compare import (
-    ClassBook,
-    agreement,
-    bits,
-    class_errors,
-    difference,
-    digest,
-    error_against,
-    errors_against,
-    first_difference,
-    identical,
-    looked_at,
-    memory_of,
-    numbers,
-    row_hashes,
-    same,
-    ulp_distance,
-    weights_digest,
-)
+from nondet.core.compare import ClassBook, bits, difference, digest, error_against, identical, row_hashes, same
 from nondet.sampling.plan import Session
 from nondet.trace.search import logits_at_fault
 from tests.build import FLOAT_DTYPES, PACKED
@@ -73,20 +55,20 @@ def test_nan_payloads_and_signs_are_one():
     ]:  # fmt: skip
         found = difference(one, two)
         assert (found.mismatched, found.nonfinite, found.max_abs, found.max_ulp, found.first_mismatch) == figures
-    assert ulp_distance(c, d).tolist() == [-1, -1, -1, 2**21]
+    assert compare.ulp_distance(c, d).tolist() == [-1, -1, -1, 2**21]
 
 
 def test_neighbours_are_one_ulp_apart():
     for dtype in DTYPES:
         if dtype.itemsize > 2:
             start = torch.tensor([-1.5, 0.0, 1.0, 3e10], dtype=dtype)
-            assert ulp_distance(start, torch.nextafter(start, torch.full_like(start, 1e30))).tolist() == [1] * 4
+            assert compare.ulp_distance(start, torch.nextafter(start, torch.full_like(start, 1e30))).tolist() == [1] * 4
             continue
         x = patterns(dtype)
         x = x[torch.isfinite(x.double())]
         x = x[x.double().argsort(stable=True)]
         steps = x[1:].double() != x[:-1].double()
-        assert torch.equal(ulp_distance(x[:-1], x[1:]), steps.to(torch.int64))
+        assert torch.equal(compare.ulp_distance(x[:-1], x[1:]), steps.to(torch.int64))
 
 
 def test_ulp_across_zero_and_to_the_ends_of_float64():
@@ -95,17 +77,17 @@ def test_ulp_across_zero_and_to_the_ends_of_float64():
     ordinals = tiny.view(torch.int64)
     limit = torch.iinfo(torch.int64).max
     # int64 holds 2 * the ordinal of 1.0, but not that of the largest number
-    assert ulp_distance(-tiny, tiny).tolist() == [2, 2 * int(ordinals[1]), limit]
-    assert int(ulp_distance(tiny[2:], torch.zeros(1, dtype=torch.float64))) == int(ordinals[2])
+    assert compare.ulp_distance(-tiny, tiny).tolist() == [2, 2 * int(ordinals[1]), limit]
+    assert int(compare.ulp_distance(tiny[2:], torch.zeros(1, dtype=torch.float64))) == int(ordinals[2])
     half = torch.tensor([2**62 - 1, 2**62, 2**62 + 1], dtype=torch.int64).view(torch.float64)
-    assert ulp_distance(half, -half).tolist() == [2**63 - 2, limit, limit]
+    assert compare.ulp_distance(half, -half).tolist() == [2**63 - 2, limit, limit]
     for dtype in [torch.float16, torch.bfloat16, torch.float32, torch.float64]:
         found = difference(torch.zeros(2, dtype=dtype), torch.tensor([0.0, -0.0], dtype=dtype))
         assert (found.mismatched, found.max_abs, found.max_ulp, found.nonfinite) == (1, 0.0, 0, 0)
         assert found.first_mismatch == [1]
     for a in [torch.tensor([1]), torch.tensor([True]), torch.tensor([1 + 2j])]:
         with pytest.raises(ValueError, match="no ULP"):
-            ulp_distance(a, a)
+            compare.ulp_distance(a, a)
 
 
 def test_empty_tensors():
@@ -139,7 +121,7 @@ def test_what_is_no_plain_float_is_compared_by_its_parts():
 def test_mixed_shapes_and_dtypes_are_refused():
     """Tensors of two shapes or dtypes are not different, they are not comparable: broadcasting would hide a bug."""
     for a, b in [(torch.ones(2), torch.ones(3)), (torch.ones(2), torch.ones(2).double())]:
-        for ask in (same, difference, identical, agreement):
+        for ask in (same, difference, identical, compare.agreement):
             with pytest.raises(ValueError, match="not comparable"):
                 ask(a, b)
         book = ClassBook()
@@ -233,8 +215,8 @@ def test_of_several_each_has_the_figures_that_it_has_by_itself():
     reference = torch.randn(4, 5, dtype=torch.float64)
     outs = [reference.float() * (1 + scale) for scale in (0.0, 1e-3, 1e-6)]
     outs += [outs[0].clone().index_fill_(0, torch.tensor([1]), value) for value in (math.nan, math.inf)]
-    assert errors_against(outs, reference) == [error_against(out, reference) for out in outs]
-    none = errors_against([torch.ones(0)], torch.ones(0, dtype=torch.float64))
+    assert compare.errors_against(outs, reference) == [error_against(out, reference) for out in outs]
+    none = compare.errors_against([torch.ones(0)], torch.ones(0, dtype=torch.float64))
     assert [(e.max_abs, e.relative_norm, e.max_ulp) for e in none] == [(0.0, 0.0, 0)]
     for chosen in (outs, outs[:3], outs[:2], outs[:1]):
         book = ClassBook()
@@ -249,15 +231,15 @@ def test_of_several_each_has_the_figures_that_it_has_by_itself():
         pairs = [(a, b.clone()) for a in pool for b in pool]
         expected = [identical(a, b) for a, b in pairs]
         assert len(pool) <= sum(expected) < len(pairs)
-        assert looked_at([agreement(a, b) for a, b in pairs]) == expected
-        assert looked_at([same(a, b).all() for a, b in pairs]) == expected
-    assert looked_at([]) == []
+        assert compare.looked_at([compare.agreement(a, b) for a, b in pairs]) == expected
+        assert compare.looked_at([same(a, b).all() for a, b in pairs]) == expected
+    assert compare.looked_at([]) == []
 
 
 def test_every_figure_is_read_off_exactly_and_can_be_stored():
     """JSON has no infinity: a difference of the largest numbers is clamped."""
     given = [2**63 - 1, 1.5, -0.0, math.inf, 5e-324, True, math.nan]
-    read = numbers(*(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None) for x in given))
+    read = compare.numbers(*(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None) for x in given))
     assert list(map(repr, read)) == list(map(repr, [*given[:5], 1, math.nan]))
     largest = torch.tensor([sys.float_info.max], dtype=torch.float64)
     for figures in (difference(largest, -largest), error_against(-largest, largest)):
@@ -292,7 +274,7 @@ def test_where_two_answers_diverge():
             SimpleNamespace(token_ids=ids, logprobs=struct.pack(f"<{len(values)}f", *values))
             for ids, values in (([5, 6, 7], [0.0, 1.0, 2.0]), (tokens, logprobs))
         )
-        assert first_difference(one, two) == first_difference(two, one) == expected
+        assert compare.first_difference(one, two) == compare.first_difference(two, one) == expected
 
 
 @pytest.mark.gpu
@@ -342,7 +324,7 @@ def test_errors_of_classes_are_fractions_of_an_ulp() -> None:
         reference = torch.linspace(1.0, 7.9, 4001, dtype=torch.float64)
         rounded = reference.to(dtype)
         far = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
-        near, off = class_errors([rounded, far], reference)
+        near, off = compare.class_errors([rounded, far], reference)
         assert near.elements == off.elements == 4001
         assert near.most <= 0.5 * (1 + 1e-9)
         assert 0.5 < off.median < 1.5
@@ -352,10 +334,10 @@ def test_errors_of_classes_are_fractions_of_an_ulp() -> None:
     reference = torch.tensor([1.0, torch.inf, 2.0, 0.0], dtype=torch.float64)
     one = torch.tensor([1.0, torch.inf, torch.nan, 0.0])
     two = torch.tensor([1.0, torch.inf, 2.0, torch.finfo(torch.float32).smallest_normal])
-    first, second = class_errors([one, two], reference)
+    first, second = compare.class_errors([one, two], reference)
     assert (first.elements, first.most) == (2, 0.0)
     assert (second.closer, second.farther, second.most) == (0, 1, 2.0**23)
-    assert class_errors([one[2:3], one[2:3]], reference[2:3]) == []
+    assert compare.class_errors([one[2:3], one[2:3]], reference[2:3]) == []
 
 
 def test_weights_made_of_others_are_digested_part_by_part():
@@ -367,9 +349,9 @@ def test_weights_made_of_others_are_digested_part_by_part():
         return made
 
     a, b = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
-    digest = weights_digest(model(a, b))
-    assert digest == weights_digest(model(a.clone(), b.clone()))
+    digest = compare.weights_digest(model(a, b))
+    assert digest == compare.weights_digest(model(a.clone(), b.clone()))
     last = a.clone()
     last.view(torch.int32)[2, 1] ^= 1
-    assert len({digest, *(weights_digest(model(*two)) for two in ((b, a), (a, 2 * b), (last, b)))}) == 4
-    assert memory_of(TwoTensor(a, b).t()) == memory_of(a) != memory_of(b)
+    assert len({digest, *(compare.weights_digest(model(*two)) for two in ((b, a), (a, 2 * b), (last, b)))}) == 4
+    assert compare.memory_of(TwoTensor(a, b).t()) == compare.memory_of(a) != compare.memory_of(b)

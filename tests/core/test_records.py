@@ -8,25 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from nondet.core.records import (
-    STEPS_MOST,
-    Completion,
-    ContractAnswer,
-    ContradictionError,
-    Difference,
-    End,
-    Header,
-    Limit,
-    MismatchRollout,
-    Record,
-    Round,
-    Row,
-    RunChecks,
-    Served,
-    Status,
-    Traffic,
-    TrainingStep,
-)
+from nondet.core import records
+from nondet.core.records import STEPS_MOST, Completion, Limit, Record, Round, Row, RunChecks
 from nondet.core.runfile import encoded
 from tests import build as factory
 
@@ -39,7 +22,7 @@ def row(labels: tuple[int, ...] = (0, 1), **fields: Any) -> Row:
 
 def difference(**fields: Any) -> Row:
     filled: dict[str, Any] = {"mismatched": 3, "compared": 8, "max_abs": 1.0, "max_ulp": 1}
-    return row(difference=Difference(**(filled | fields)))
+    return row(difference=records.Difference(**(filled | fields)))
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -55,7 +38,7 @@ def completion(**fields: Any) -> Completion:
 
 
 def served(**fields: Any) -> Completion:
-    return completion(served=Served(**({"done": 1.0} | fields)))
+    return completion(served=records.Served(**({"done": 1.0} | fields)))
 
 
 def round_(**fields: Any) -> Round:
@@ -64,7 +47,7 @@ def round_(**fields: Any) -> Round:
 
 
 def traffic(**fields: Any) -> Round:
-    return round_(traffic=Traffic(pattern="p", concurrency=1, **fields))
+    return round_(traffic=records.Traffic(pattern="p", concurrency=1, **fields))
 
 
 def limit(**fields: Any) -> Limit:
@@ -75,11 +58,11 @@ def cell(**fields: Any) -> Record:
     return factory.cell(1, factory.timed("stock", 2.0, **fields))
 
 
-def contract(answer: str) -> ContractAnswer:
-    return ContractAnswer(impl="server", question="greedy", answer=answer, evidence="e")
+def contract(answer: str) -> records.ContractAnswer:
+    return records.ContractAnswer(impl="server", question="greedy", answer=answer, evidence="e")
 
 
-IDENTICAL = {"status": Status.IDENTICAL}
+IDENTICAL = {"status": records.Status.IDENTICAL}
 
 # A record of one figure, the largest (or smallest) that it takes, the first that it does not, and the field told.
 EDGES: list[tuple[Callable[[Any], Record], Any, Any, str]] = [
@@ -158,11 +141,11 @@ def test_a_figure_out_of_range_is_told_with_its_value() -> None:
 
 def test_a_plan_names_tokens_that_a_prompt_can_have() -> None:
     for tokens in [TOKENS, TOKENS + 1, True]:
-        header: Header = factory.header("sample", {"prompts": [{"text": "p", "tokens": tokens}]})
+        header: records.Header = factory.header("sample", {"prompts": [{"text": "p", "tokens": tokens}]})
         if tokens is not True and tokens <= TOKENS:
             assert RunChecks(header).header(header) is None
             continue
-        with pytest.raises(ContradictionError, match=r"plan\.prompts"):
+        with pytest.raises(records.ContradictionError, match=r"plan\.prompts"):
             RunChecks(header).header(header)
 
 
@@ -171,23 +154,23 @@ def test_a_run_that_ended_has_all_that_was_planned() -> None:
 
     def step(impl: str, i: int, **fields: Any) -> Record:
         usual = {"tokens": 4, "weights_digest": "0" * 16}
-        return TrainingStep(impl=impl, seed=0, step=i, **(fields or usual))
+        return records.TrainingStep(impl=impl, seed=0, step=i, **(fields or usual))
 
     def rollout(impl: str, i: int) -> Record:
-        return MismatchRollout(impl=impl, name=f"{i}", tokens=1, ids=[1, 2], sampler=bytes(4), trainer=bytes(4))
+        return records.MismatchRollout(impl=impl, name=f"{i}", tokens=1, ids=[1, 2], sampler=bytes(4), trainer=bytes(4))
 
-    def ended(command: str, records: list[Record]) -> None:
+    def ended(command: str, lines: list[Record]) -> None:
         sizes = {"steps": 3, "seeds": 1} if command == "rl" else {"n": 3, "texts": ["a"], "tokens": 1}
         read = RunChecks(factory.header(command, {"arms": ["stock", "invariant"], **sizes}))
-        for record in records:
+        for record in lines:
             read.record(record)
-        read.end(End(records=len(records), seconds=0.0))
+        read.end(records.End(records=len(lines), seconds=0.0))
 
     for command, made in (("rl", step), ("mismatch", rollout)):
         whole = [made(impl, i) for impl in ("stock", "invariant") for i in range(3)]
         ended(command, whole)
         for left in (whole[:-1], whole[:3]):
-            with pytest.raises(ContradictionError, match=r"of 3 .* of invariant, as planned"):
+            with pytest.raises(records.ContradictionError, match=r"of 3 .* of invariant, as planned"):
                 ended(command, left)
     ended("rl", [step("stock", i) for i in range(3)] + [step("invariant", 0, status="error")])  # that arm ended there
 
@@ -196,13 +179,13 @@ def test_steps_are_bounded_over_all_rounds_and_records_are_counted() -> None:
     most = checks()
     for number in range(16):
         most.record(completion(request=f"t{number}", round=number, schedule=[[0, STEPS_MOST, 1]]))
-    most.end(End(records=16, seconds=0.0))
-    with pytest.raises(ContradictionError, match="records: 15, with 16"):
-        most.end(End(records=15, seconds=0.0))
-    with pytest.raises(ContradictionError, match="steps together"):
+    most.end(records.End(records=16, seconds=0.0))
+    with pytest.raises(records.ContradictionError, match="records: 15, with 16"):
+        most.end(records.End(records=15, seconds=0.0))
+    with pytest.raises(records.ContradictionError, match="steps together"):
         most.record(completion(request="one more", round=16, schedule=[[0, 1, 1]]))
     late = checks()
     late.record(completion())
     late.record(round_(targets=1))
-    with pytest.raises(ContradictionError, match="round: 0 of stock is over before it"):
+    with pytest.raises(records.ContradictionError, match="round: 0 of stock is over before it"):
         late.record(completion(request="t1"))

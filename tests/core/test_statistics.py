@@ -9,20 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nondet.core.statistics import (
-    confidence_sequence,
-    k3,
-    mcnemar,
-    median_interval,
-    new_share,
-    one_sided_bound,
-    pair_disagreement,
-    percent,
-    percent_range,
-    round_interval,
-    trials_to_see,
-    wilson,
-)
+from nondet.core import statistics
+from nondet.core.statistics import confidence_sequence, one_sided_bound, round_interval, wilson
 
 
 def test_wilson_ends_solve_its_equation() -> None:
@@ -58,8 +46,8 @@ def test_rounding_never_strengthens() -> None:
         (0.99996, "down", "99.9%"), (0.99996, "up", "100%"), (0.002996, "up", "0.30%"), (0.002991, "down", "0.29%"),
         (0.0000871, "up", "0.0088%"), (0.05, "up", "5.00%"), (0.3, "up", "30.0%"),
     ]:  # fmt: skip
-        assert percent(share, rounding) == text
-    assert percent_range(0.06914, 0.24162) == "6.91% to 24.2%"
+        assert statistics.percent(share, rounding) == text
+    assert statistics.percent_range(0.06914, 0.24162) == "6.91% to 24.2%"
 
 
 def _evidence(shares: npt.NDArray[np.float64], p: float) -> npt.NDArray[np.float64]:
@@ -157,25 +145,25 @@ def test_rounds_are_what_an_interval_rests_on() -> None:
 def test_pairs_new_ones_and_medians() -> None:
     """Two of three pairs differ; one of three was seen once; shares don't grow with N. A median lies between the places
     that tables of the sign test give at 95%, whatever order the values come in."""
-    assert pair_disagreement([2, 1]) == pytest.approx(2 / 3)
-    assert pair_disagreement([5]) == 0.0
-    assert pair_disagreement([1, 1, 1]) == 1.0
-    assert new_share([2, 1]) == pytest.approx(1 / 3)
-    assert new_share([7]) == 0.0
+    assert statistics.pair_disagreement([2, 1]) == pytest.approx(2 / 3)
+    assert statistics.pair_disagreement([5]) == 0.0
+    assert statistics.pair_disagreement([1, 1, 1]) == 1.0
+    assert statistics.new_share([2, 1]) == pytest.approx(1 / 3)
+    assert statistics.new_share([7]) == 0.0
     for n, places in [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (25, (8, 18)), (100, (40, 61))]:
-        assert median_interval([float(value) for value in range(n, 0, -1)]) == places
+        assert statistics.median_interval([float(value) for value in range(n, 0, -1)]) == places
 
 
 def test_trials_to_see_are_the_published_ones() -> None:
     """29 comparisons see a rate of 10% once with 95%, 299 see 1%, 2,995 see 0.1%: and one fewer does not."""
-    assert [trials_to_see(rate) for rate in (0.1, 0.01, 0.001)] == [29, 299, 2995]
+    assert [statistics.trials_to_see(rate) for rate in (0.1, 0.01, 0.001)] == [29, 299, 2995]
     for rate in (0.5, 0.05, 0.0123, 1.0):
-        n = trials_to_see(rate)
+        n = statistics.trials_to_see(rate)
         assert 1 - (1 - rate) ** n >= 0.95 * (1 - 1e-9)
         assert n == 1 or 1 - (1 - rate) ** (n - 1) < 0.95
-    assert trials_to_see(1 - 0.05 ** (1 / 60)) == 60
+    assert statistics.trials_to_see(1 - 0.05 ** (1 / 60)) == 60
     with pytest.raises(ValueError, match="nothing to look for"):
-        trials_to_see(0.0)
+        statistics.trials_to_see(0.0)
 
 
 def test_the_confidence_sequence_holds_the_rates_that_its_martingale_spares() -> None:
@@ -199,10 +187,10 @@ def test_mcnemar_counts_coin_tosses() -> None:
         total = b + c
         tosses = list(itertools.product((0, 1), repeat=total))
         tail = sum(abs(2 * sum(t) - total) >= abs(b - c) for t in tosses) / len(tosses)
-        assert mcnemar(b, c) == pytest.approx(tail)
-    assert mcnemar(8, 1) == pytest.approx(0.0390625)
-    assert mcnemar(0, 0) == 1.0
-    assert 0.0 < mcnemar(900, 1100) < 1e-4
+        assert statistics.mcnemar(b, c) == pytest.approx(tail)
+    assert statistics.mcnemar(8, 1) == pytest.approx(0.0390625)
+    assert statistics.mcnemar(0, 0) == 1.0
+    assert 0.0 < statistics.mcnemar(900, 1100) < 1e-4
 
 
 def test_k3_estimates_the_divergence_it_is_named_for() -> None:
@@ -210,10 +198,10 @@ def test_k3_estimates_the_divergence_it_is_named_for() -> None:
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.45, 0.3, 0.25])
     exact = float((p * np.log(p / q)).sum())
     drawn = np.random.default_rng(0).choice(3, size=400_000, p=p)
-    estimate = k3(np.log(p)[drawn].astype("<f4"), np.log(q)[drawn].astype("<f4"))
+    estimate = statistics.k3(np.log(p)[drawn].astype("<f4"), np.log(q)[drawn].astype("<f4"))
     assert estimate == pytest.approx(exact, rel=0.02)
     same = np.log(p).astype("<f4")
-    assert k3(same, same) == 0.0
-    assert k3(same, np.nextafter(same, np.float32(0))) >= 0.0
+    assert statistics.k3(same, same) == 0.0
+    assert statistics.k3(same, np.nextafter(same, np.float32(0))) >= 0.0
     with pytest.raises(ValueError, match="same tokens"):
-        k3(same, same[:2])
+        statistics.k3(same, same[:2])

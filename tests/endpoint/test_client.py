@@ -18,27 +18,16 @@ from nondet.endpoint.arms import Ask, KnownBy
 from nondet.endpoint.client import HttpClient
 from nondet.endpoint.http import Limits
 from nondet.errors import UserError
-from tests.endpoint.honest import (
-    MODEL,
-    Handler,
-    Honest,
-    Request,
-    Server,
-    awaited,
-    context_of,
-    json_response,
-    response,
-    step,
-    tokenize,
-)
+from tests.endpoint import honest
+from tests.endpoint.honest import MODEL, Handler, Honest, Request, Server, awaited, json_response
 from tests.endpoint.hostile import Hostile
 
 PROMPTS = ("Once upon a time", "The cat sat on the")
 
 
 def expected(prompt: str, tokens: int) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
-    context = context_of(tokenize(prompt))
-    steps = [step(context, temperature=0, draw=(), alternatives=2) for _ in range(tokens)]
+    context = honest.context_of(honest.tokenize(prompt))
+    steps = [honest.step(context, temperature=0, draw=(), alternatives=2) for _ in range(tokens)]
     tops = np.array([[value for _, value in s.top] for s in steps], "<f4")
     return tuple(s.id for s in steps), np.array([s.logprob for s in steps], "<f4"), tops[:, 0] - tops[:, 1]
 
@@ -106,7 +95,7 @@ def sends(answer: bytes, path: str = "") -> Handler:
     """A server that says this to everything, or under a path alone, and nothing for a minute where it is empty."""
 
     async def handler(request: Request, writer: asyncio.StreamWriter) -> bool:
-        writer.write(answer if request.path.startswith(path) else response(404, b""))
+        writer.write(answer if request.path.startswith(path) else honest.response(404, b""))
         await asyncio.sleep(0 if answer else 60)
         return bool(path)
 
@@ -117,7 +106,7 @@ def lists(*models: dict[str, str]) -> Handler:
     return sends(json_response({"data": models}), "/v1/models")
 
 
-MOVED = response(301, b"", extra="Location: https://elsewhere.example/v1/models?token=hunter2\r\n")
+MOVED = honest.response(301, b"", extra="Location: https://elsewhere.example/v1/models?token=hunter2\r\n")
 
 
 @awaited

@@ -19,14 +19,7 @@ import pytest
 from nondet.cli import main
 from nondet.endpoint.arms import Ask
 from nondet.endpoint.client import HttpClient
-from nondet.endpoint.http import (
-    AttemptError,
-    Key,
-    Limits,
-    Transport,
-    key_from_environment,
-    read_address,
-)
+from nondet.endpoint.http import AttemptError, Key, Limits, Transport, key_from_environment, read_address
 from nondet.errors import UserError
 from tests.endpoint.honest import Request, Server, awaited, json_response, response
 

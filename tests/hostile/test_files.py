@@ -17,16 +17,7 @@ from nondet.core import certificates as store
 from nondet.core import runfile
 from nondet.core.certificates import certificates
 from nondet.core.environment import collect, moved, safe_argv
-from nondet.core.runfile import (
-    append_text,
-    begun,
-    create_locked,
-    read_run,
-    read_whole,
-    replace_text,
-    replacing,
-    traces_path,
-)
+from nondet.core.runfile import append_text, create_locked, read_run, replace_text, traces_path
 from nondet.core.traces import TraceWriter
 from nondet.errors import UserError
 from nondet.services.sample import prompt_text
@@ -72,7 +63,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "run file": lambda path: create_locked(path, force=True),
     "side file": lambda path: TraceWriter(path, resume=False, piece=str),
     "report": lambda path: replace_text(path, "x"),
-    "scratch": lambda path: replacing(path).__enter__(),
+    "scratch": lambda path: runfile.replacing(path).__enter__(),
 }
 
 
@@ -153,9 +144,9 @@ def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path) -> None:
             path.rename(tmp_path / kind)
     assert {p.name for p in tmp_path.iterdir()} == there
     (tmp_path / "a").write_bytes(b"x" * 10)
-    assert read_whole(tmp_path / "a", 10) == b"x" * 10
+    assert runfile.read_whole(tmp_path / "a", 10) == b"x" * 10
     with pytest.raises(UserError, match="larger than"):
-        read_whole(tmp_path / "a", 9)
+        runfile.read_whole(tmp_path / "a", 9)
 
 
 def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +177,7 @@ def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
     for kept in (0, 1, 17, 60, header, header + 1, *(max(header + 1, len(whole) - cut) for cut in range(0, 400, 23))):
         path = tmp_path / "run.jsonl"
         path.write_bytes(whole[:kept])
-        assert begun(path) == (kept > header)
+        assert runfile.begun(path) == (kept > header)
         again = writer(path, resume=True)
         for case in ("b", "a"):
             if runfile_row(case).key not in again.done:
