@@ -26,17 +26,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from nondet.core.records import (
-    FORMAT,
-    LINE,
-    SCHEMA_VERSION,
-    ContradictionError,
-    End,
-    Header,
-    Record,
-    Run,
-    RunChecks,
-)
+from nondet.core.records import FORMAT, LINE, SCHEMA_VERSION, ContradictionError, End, Header, Record, Run, RunChecks
 from nondet.errors import UnrecordableError, UserError, one_line, shortened, without_path
 
 try:
