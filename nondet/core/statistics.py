@@ -132,16 +132,11 @@ def percent(share: float, rounding: str = "near") -> str:
         return f"{value * {'near': 1.0, 'up': 1.005, 'down': 0.995}[rounding]:.2e}%"
     scale = 10.0**digits
     # 1e-9 keeps figures that are round already from changing by their own binary representation
-    scaled = {
-        "near": round(value * scale),
-        "up": math.ceil(value * scale - 1e-9),
-        "down": math.floor(value * scale + 1e-9),
-    }[rounding]
+    exact = value * scale
+    scaled = {"near": round(exact), "up": math.ceil(exact - 1e-9), "down": math.floor(exact + 1e-9)}[rounding]
     whole = round(100 * scale)
-    if scaled >= whole and rounding != "up":
-        return f">{(whole - 1) / scale:.{digits}f}%"
     if scaled >= whole:
-        return "100%"
+        return "100%" if rounding == "up" else f">{(whole - 1) / scale:.{digits}f}%"
     return f"{scaled / scale:.{digits}f}%"
 
 

@@ -128,10 +128,9 @@ def ask(
 
     request: Any = output.request
     samplings = request.samplings
-    plan = build_arms(
-        arms, load, prompts=len(prompts) * max(1, len(samplings)), max_tokens=length, seed=request.seed,
-        texts=background_text() if {"loaded", "chunked"} & arms.keys() else (), opening=True,
-    )  # fmt: skip
+    texts = background_text() if {"loaded", "chunked"} & arms.keys() else ()
+    sizes = {"prompts": len(prompts) * max(1, len(samplings)), "max_tokens": length, "seed": request.seed}
+    plan = build_arms({"first": 2, **arms}, load, texts=texts, **sizes)
     settings = Settings([text for text in prompts for _ in samplings or [None]], length, [*samplings] * len(prompts))
     header = describe(
         servers, plan, settings, load, seed=request.seed, protocol=request.protocol, stream=request.stream
