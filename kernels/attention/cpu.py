@@ -178,18 +178,12 @@ def attention(
     are those of `nondet.kernels.attention.cuda.attention`. UserError: shapes or dtypes that do not fit, too many
     queries for the keys, or a gradient is needed. NotInvariantError: this machine has no certified way.
     """
-    batch, heads, q_len, dim = q.shape
+    (batch, heads, q_len, dim), keys = q.shape, k.shape[2]
     if q.numel() == 0:
         return q.new_empty((batch, q_len, heads, dim)).transpose(1, 2)
     way = Way(causal, window, softcap, scale)
     _check(q, k, v, way)
     _prove_once(dim, softcap is not None)
-    return attend(q, k, v, way)
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> torch.Tensor:
-    """`attention` without its checks."""
-    (batch, heads, q_len, dim), keys = q.shape, k.shape[2]
     requests = tuple(_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch))
     out = _attend(q.transpose(1, 2).flatten(0, 1), k, v, requests, way)
     return out.view(batch, q_len, heads, dim).transpose(1, 2)

@@ -164,7 +164,7 @@ def _of_families(device: str) -> _Functions:
             # a composed operator with a kernel only for the device loses its gradient
             keys = (device, f"Autograd{device}") if name in COMPOSED else (device,)
             for key, original in _originals(name, keys):
-                binder = BINDERS[device].get(name)
+                binder = BINDERS.get(name) if device == "CUDA" else None
                 made[f"aten::{name}", key] = functions.replacing(name, family, kernels, original, replacement, binder)
     return made
 

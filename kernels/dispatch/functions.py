@@ -377,7 +377,7 @@ def replacing(
         binder: What it binds is called for later calls of the same `call_key`; None where there is nothing shorter.
     """
     composed, stock, keyed = name in COMPOSED, original.call_boxed, binder is not None
-    bind, settings, alignment = (None, tuple, 0) if binder is None else binder
+    bind, settings = (None, tuple) if binder is None else binder
     first = _first(name, family, kernels, original, replacement, bind)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -391,7 +391,7 @@ def replacing(
         now = current()
         key: tuple[object, ...] = ()
         if keyed and family in now.families:
-            key = call_key(name, args, kwargs, alignment, settings())
+            key = call_key(name, args, kwargs, ALIGNMENT["cuda"], settings())
             decided = now.decisions.get(key)
             if decided is not None:
                 inside.active = True
