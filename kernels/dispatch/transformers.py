@@ -116,29 +116,19 @@ note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as t
 # function must be the one that its source shows. transformers' own decorators are allowed: stock calls them too.
 
 
-def own_source(function: Any) -> str:
-    """The dedented source of a function. Raises OSError: none, or a foreign wrapper; TypeError: not a function."""
+@functools.cache
+def source_of(function: Any) -> tuple[tuple[str, ...], str]:
+    """(names of its arguments, its body without docstring and comments); both empty where there is no own source."""
     layer = function
     while (inner := getattr(layer, "__wrapped__", None)) is not None:
-        if not _is_of_transformers(layer):
-            raise OSError("a wrapper stands around it")
+        code = getattr(layer, "__code__", None)
+        if code is None or f"{os.sep}transformers{os.sep}" not in code.co_filename:
+            return (), ""
         layer = inner
-    if not isinstance(layer, types.FunctionType):
-        raise TypeError("no function")
-    return textwrap.dedent(inspect.getsource(layer))
-
-
-def _is_of_transformers(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and f"{os.sep}transformers{os.sep}" in code.co_filename
-
-
-@functools.cache
-def _source(function: Any) -> tuple[tuple[str, ...], str]:
-    """(names of its arguments, its body without docstring and comments); both empty where there is no own source."""
     try:
-        definition = ast.parse(own_source(function)).body[0]
-    except (OSError, TypeError, SyntaxError):
+        text = inspect.getsource(layer) if isinstance(layer, types.FunctionType) else ""
+        (definition, *_) = ast.parse(textwrap.dedent(text)).body
+    except (OSError, SyntaxError, ValueError):
         return (), ""
     if not isinstance(definition, ast.FunctionDef):
         return (), ""
@@ -265,7 +255,7 @@ def _form(forward: Any, inner: Any) -> Form | None:
 
 
 def _text_of(method: Any) -> str:
-    names, text = _source(method)
+    names, text = source_of(method)
     if len(names) != 2:
         return ""
     body = ast.parse(text)
@@ -328,9 +318,9 @@ def rotates(module: Any, function: Any) -> bool:
     """Whether that function, with the module's own halves, rotates as Llama does."""
     defaults = getattr(inspect.unwrap(function), "__defaults__", None) if callable(function) else None
     return (
-        _source(function) == (("q", "k", "cos", "sin", "unsqueeze_dim"), _TEXT_ROTARY)
+        source_of(function) == (("q", "k", "cos", "sin", "unsqueeze_dim"), _TEXT_ROTARY)
         and defaults == (1,)
-        and _source(vars(module).get("rotate_half")) == (("x",), _HALVES)
+        and source_of(vars(module).get("rotate_half")) == (("x",), _HALVES)
     )
 
 
