@@ -70,11 +70,19 @@ def _check_two(group: dist.ProcessGroup) -> None:
         raise NotImplementedError("the library's order is its own where there are more than two ranks")
 
 
-def _symmetric(name: str, dtypes: tuple[torch.dtype, ...], x: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _torchs(name: str, x: torch.Tensor, group: dist.ProcessGroup) -> None:
     from nondet.kernels.all_reduce import symmetric
 
-    with _space(x, group, dtypes, x.numel() + 4096) as space:
+    with _space(x, group, _TORCH_DTYPES, x.numel() + 4096) as space:
         getattr(symmetric, name)(x, group, space)
+
+
+def _peers(name: str, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    from nondet.kernels.all_reduce import symmetric
+
+    with _space(x, group, _PEER_DTYPES, x.numel() + 4096) as space:
+        space.flat(x.numel(), x.dtype).copy_(x)
+        getattr(symmetric, name)(x.numel(), x.dtype, x, "chain", space)
 
 
 def push(x: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -116,10 +124,10 @@ MEMBERS: dict[str, Member] = {
     "library": library,
     # PyTorch's symmetric-memory kernels: every rank reads all messages, for small ones; or each reduces a share, and
     # reads the others' shares
-    "one_shot": partial(_symmetric, "one_shot", _TORCH_DTYPES),
-    "two_shot": partial(_symmetric, "two_shot", _TORCH_DTYPES),
-    "peers_one_shot": partial(_symmetric, "chain_one_shot", _PEER_DTYPES),
-    "peers_two_shot": partial(_symmetric, "chain_two_shot", _PEER_DTYPES),
+    "one_shot": partial(_torchs, "one_shot"),
+    "two_shot": partial(_torchs, "two_shot"),
+    "peers_one_shot": partial(_peers, "peers_one_shot"),
+    "peers_two_shot": partial(_peers, "peers_two_shot"),
     "push": push,
 }
 
