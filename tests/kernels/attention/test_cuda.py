@@ -387,42 +387,28 @@ def noted(tokens: int = 150) -> list[str]:
 
 
 @steering
-def test_the_first_use_proves_and_later_uses_do_not(steered: dict[str, Any], kept: Certificates) -> None:
-    """Once for a way and form, at any length; another form is another proof, and a kept certificate is none."""
+def test_a_way_is_proven_at_its_first_use_and_taken_if_it_holds(steered: dict[str, Any], kept: Certificates) -> None:
+    """Once for a way and form, at any length. Nothing unproven runs while a graph is captured, and what is excluded or
+    can't be told (memory) never: the one plan does, and the note says so. Where even its rows depend on their place,
+    the call is refused, not computed somehow."""
+    steered["capturing"] = True
+    assert (noted(), steered["asked"]) == ([BY_ONE_PLAN], [])
+    steered["capturing"], steered["verdict"] = False, None
+    assert noted() == [BY_ONE_PLAN]
+    steered["asked"], steered["verdict"] = [], True
     assert noted() == noted(140) == [SPLIT]
     assert len(steered["asked"]) == 1
-    attention(*operands(), causal=False)
-    assert len(steered["asked"]) == 2
-    cuda.forget()  # as a new process, with the file of certificates
-    noted()
-    assert len(steered["asked"]) == len(kept.all()) == 2
-
-
-@steering
-def test_a_way_of_other_bits_gives_way_to_the_one_plan(steered: dict[str, Any]) -> None:
-    """Excluded, or not to be told (memory): the one plan runs and the note says so; only the first is for good. Where
-    even the one plan's rows depend on their place, the call is refused, not computed somehow."""
-    for verdict in (None, False):
-        steered["verdict"] = verdict
-        assert noted() == [BY_ONE_PLAN]
-    asked = len(steered["asked"])
-    assert identical(attention(*operands()), cuda.attention_by_one_plan(*operands()))
-    assert len(steered["asked"]) == asked
-    steered["one"] = False
-    with pytest.raises(NotImplementedError, match="one plan"):
-        attention(*operands(), causal=False)
-
-
-@steering
-def test_nothing_unproven_runs_while_a_graph_is_captured(steered: dict[str, Any]) -> None:
-    """Nothing can be proven then: the one plan, for this capture only; what is proven is used there too."""
-    steered["capturing"] = True
-    assert noted() == [BY_ONE_PLAN]
-    assert steered["asked"] == []
-    steered["capturing"] = False
-    noted()
     steered["capturing"] = True
     assert noted() == [SPLIT]
+    steered["capturing"], steered["verdict"] = False, False
+    for _ in range(2):
+        assert identical(attention(*operands(), causal=False), cuda.attention_by_one_plan(*operands(), causal=False))
+        assert len(steered["asked"]) == 3  # and the one plan
+        cuda.forget()  # as a new process, with the file of certificates
+    assert len(kept.excluded()) == 1
+    steered["one"] = False
+    with pytest.raises(NotImplementedError, match="one plan"):
+        attention(*operands(), softcap=2.0)
 
 
 @steering

@@ -20,9 +20,6 @@ from nondet.kernels.dispatch.again import BINDERS, Binder
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.kernels.dispatch.functions import call_key, replacing
 from nondet.kernels.dispatch.state import kernels_for
-from nondet.kernels.rows import cuda
-from nondet.kernels.triton_common import forget
-from tests.build import DEVICE
 from tests.kernels.tiers import at_length, in_full
 
 
@@ -186,17 +183,3 @@ def test_a_binders_settings_are_those_that_change_what_it_binds() -> None:
         assert launches.settings() == torch.cuda.current_device()
     by_products = {name for name, binder in BINDERS.items() if binder.settings is products.settings}
     assert by_products == {"linear", "mm", "addmm"}
-
-
-class Tagged(torch.Tensor):
-    """A tensor with a type of its own, as users make them."""
-
-
-@pytest.mark.slow
-def test_a_launch_again_has_a_first_ones_type() -> None:
-    """Room is made like an operand, but not of its class, whose functions may be its own."""
-    if DEVICE != "cpu":
-        pytest.skip("in Triton's interpreter")
-    forget()
-    x = drawn(3, 84).as_subclass(Tagged)
-    assert [type(cuda.softmax(x)) for _ in range(2)] == [torch.Tensor] * 2

@@ -169,22 +169,6 @@ def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypat
     assert small_proof.standing(f"triton {anchor(torch.float32).name}", excluded.key) is True
 
 
-def test_a_full_memory_excludes_nothing(chained_dot, small_proof, monkeypatch):
-    """Nothing unproven runs, and nothing is recorded: the proof is owing still."""
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    x, weight, offsets = bell(10, 72), bell(3, 40, 72, seed=1).mT, at([2, 5, 10])
-    with monkeypatch.context() as patch:
-        patch.setattr(grouped, "matmul_chain", full)
-        with pytest.raises(NotImplementedError, match="no grouped product is proven"):
-            grouped_matmul(x, weight, offsets)
-    assert small_proof.all() == []
-    grouped_matmul(x, weight, offsets)
-    assert small_proof.excluded() == []
-
-
 # ---- the GPU's bits
 
 

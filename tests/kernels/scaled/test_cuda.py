@@ -54,30 +54,6 @@ def test_right_beside_float64(how):
         assert error_against(got, right).relative_norm <= (2**-11 if DEVICE == "cuda" else 2**-20)
 
 
-@pytest.mark.parametrize("how", ["block", *at_length("tensor", "row")])
-def test_scales_belong_to_their_stretch_row_and_column(how):
-    """A scale that is doubled doubles what it belongs to, and nothing else."""
-    a, b, scale_a, scale_b = operands("integers", how, SIZES, (E4M3, E4M3), DEVICE, 0)
-    before = cuda.scaled_matmul(a, b, scale_a, scale_b, torch.float32)
-    if how == "tensor":
-        assert identical(cuda.scaled_matmul(a, b, scale_a * 2, scale_b, torch.float32), before * 2)
-        return
-    row = scale_a.clone()
-    row[5] *= 2
-    after = cuda.scaled_matmul(a, b, row, scale_b, torch.float32)
-    assert identical(after[5], before[5] * 2)
-    assert identical(torch.cat([after[:5], after[6:]]), torch.cat([before[:5], before[6:]]))
-    if how == "block":  # the scale of a block serves each of its columns, repeated by the caller or not
-        each = scale_b.repeat_interleave(128, 1)[:, : SIZES[2]]
-        assert identical(cuda.scaled_matmul(a, b, scale_a, each, torch.float32), before)
-        stretch = scale_b.clone()
-        stretch[2, 1] = 0  # the last stretch of the last columns
-        after = cuda.scaled_matmul(a, b, scale_a, stretch, torch.float32)
-        assert identical(after[:, :128], before[:, :128])
-        short = cuda.scaled_matmul(a[:, :256], b[:256], scale_a[:, :2], scale_b[:2], torch.float32)
-        assert identical(after[:, 128:], short[:, 128:])
-
-
 @pytest.mark.parametrize("how", ["row", *at_length("tensor", "block")])
 def test_many_rows_go_in_parts(how, monkeypatch):
     """Each with its scales; the last one shorter."""
