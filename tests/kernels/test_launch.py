@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,12 +91,3 @@ def test_another_device_and_constants_out_of_their_order_are_compiled(kernel, mo
     for _ in range(3):
         launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), {"LOG": False, "SPAN": 16})
     assert kernel.compiled == 5
-
-
-@pytest.mark.parametrize(("interpreted", "device", "place"), [(True, "cuda", "cpu"), (False, "cpu", "cuda")])
-def test_no_tensors_where_rooms_are_not(monkeypatch, interpreted, device, place) -> None:
-    """Rooms are of the CPU in the interpreter, of the current GPU else: tensors of elsewhere are refused."""
-    monkeypatch.setattr(triton_common, "INTERPRETED", interpreted)
-    x: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match=f"device {device}; it runs on {place}"):
-        triton_common.require("softmax", (torch.float32,), x)

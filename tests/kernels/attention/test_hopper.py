@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -147,17 +146,6 @@ def test_few_rows_that_it_can_take_go_to_it(monkeypatch: pytest.MonkeyPatch) -> 
     q, k = (torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700)))
     assert "torch.compile" in supports(q, k, k, True, None, None)
     assert not cuda.has_few_row_kernels(call_of(q, k))
-
-
-def test_a_cpu_is_refused() -> None:
-    """No CPU tensor reaches either kernel: neither the question nor the call lets it through."""
-    q, k = half(1, 8, 1, 128), half(1, 2, 1024, 128)
-    missing = hopper.NO_KERNEL or "compute capability 9.0"
-    assert missing in supports(q, k, k, True, None, None)
-    with pytest.raises(NotImplementedError, match=re.escape(missing)):
-        prefill(q, k, k, causal=True, scale=None)
-    assert hopper.available(CPU) is not None
-    assert quickest(call_of(q, k)).tiles == 0
 
 
 def test_every_way_has_a_name_of_its_own() -> None:

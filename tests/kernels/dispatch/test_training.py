@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import nondet
 from nondet.core.compare import identical, weights_digest
 from nondet.errors import UserError
-from tests.build import Wide
 from tests.kernels.tiers import at_length, tiny
 
 pytestmark = pytest.mark.usefixtures("held")
@@ -87,28 +86,6 @@ def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
     model.zero_grad()
     loss(model, inputs).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("device", WHERE)
-@pytest.mark.parametrize("name", ["gemma3, windows", *at_length("qwen3", "llama")])
-def test_the_gradient_is_torchs(name: str, device: str) -> None:
-    """In float32 as near to float64's as torch's own: 1.1 times its error over all tensors, in root mean square.
-
-    On a GPU 1.5 times (1.33 was the most seen, on an H200): class chain adds products one by one, cuBLAS in parts.
-    """
-    model, inputs = built(name, torch.float32, device), batch(device)
-    stock = gradients(model, inputs)
-    with nondet.batch_invariant(training=True):
-        ours = gradients(model, inputs)
-    with Wide():
-        oracle = gradients(model.double(), inputs)
-    assert ours.keys() == stock.keys() == oracle.keys()
-
-    def error(of: dict[str, torch.Tensor]) -> float:
-        squares = [float((of[n].double() - o).square().sum() / o.square().sum()) for n, o in oracle.items() if o.any()]
-        return (sum(squares) / len(squares)) ** 0.5
-
-    assert error(ours) <= (1.5 if device == "cuda" else 1.1) * error(stock)
 
 
 @pytest.mark.parametrize("device", WHERE)

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from transformers.models.llama import modeling_llama as modeling
 
 from nondet.core.compare import identical
+from nondet.core.inputs import generator, make
 from nondet.errors import UserError
 from nondet.kernels.dispatch import block as dispatch_block
 from nondet.kernels.dispatch import transformers_attention as hf_attention
@@ -287,21 +290,6 @@ def test_the_table_of_functions_is_put_back() -> None:
     assert dict(AttentionInterface()) == before
 
 
-def test_the_cache_of_transformers_5_17_is_written_by_its_indices() -> None:
-    """All of them at their names; what differs by the kind of layer is this layer's afterwards."""
-
-    class Cache:
-        def update(self, key_states: Any, value_states: Any, layer_idx: int, read_index: Any, write_index: Any) -> Any:
-            return (key_states, layer_idx, read_index), (value_states, write_index)
-
-    given: dict[str, Any] = {"read_index": "r", "write_index": "w", "max_seqlen_k": 3}
-    given["cu_seq_lens_k"] = {"full_attention": "full", "sliding_attention": "sliding"}
-    key: Any = "k"
-    found: Any = hf_attention.update_cache(Cache(), 1, key, key, given, "sliding_attention")
-    assert found == (("k", 1, "r"), ("k", "w"))
-    assert (given["cu_seq_lens_k"], given["max_seqlen_k"]) == ("sliding", 3)
-
-
 def test_a_paged_sliding_window_without_positions_is_refused() -> None:
     """Its cache drops first keys, so there is no anchor: an error that says so, not a quiet fall back to stock."""
     from transformers.modeling_utils import AttentionInterface
@@ -460,3 +448,74 @@ def test_the_engine_computes_the_same_model_as_stock(what: str) -> None:
     for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, stock, strict=True):
         assert tokens == stock_tokens
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(stock_logprobs), rtol=1e-3, atol=1e-4)
+
+
+# Somebody's functions and weights under the block: they are called, and their bits hold.
+
+
+def test_autocast_chooses_the_dtype_before_and_after_a_first_call() -> None:
+    """One shape in float32 and then in bfloat16: autocast chooses before the block does."""
+    layer, rows = torch.nn.Linear(64, 64), make("bell", (64, 64), torch.float32, "cpu", generator(8, "cpu"))
+    with torch.no_grad(), batch_invariant():
+        layer(rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole, part = layer(rows), layer(rows[:16].clone())
+    assert whole.dtype == part.dtype == torch.bfloat16
+    assert identical(whole[:16], part)
+
+
+# Somebody's function in the place of one that a stand-in would skip: it is called, every time, or nothing is
+# replaced.
+#
+# Each is held against the same patched model without nondet. A tolerance tells a skipped function (off by tenths) from
+# another order of sums (2e-4 in logits of 21).
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def doubled(function: Any) -> Any:
+    """A wrapper that says that it is what it wraps."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    return wrapper
+
+
+def wrapped(owner: Any, name: str) -> Patch:
+    return lambda patch: patch.setattr(owner, name, doubled(vars(owner)[name]))
+
+
+LINEAR = F.linear
+PATCHES: dict[str, Patch] = {
+    "F.linear": lambda patch: patch.setattr(F, "linear", lambda *args: LINEAR(*args) * 1.5),
+    "attention": wrapped(modeling.LlamaAttention, "forward"),
+    "norm": wrapped(modeling.LlamaRMSNorm, "forward"),
+    "rotary": wrapped(modeling, "apply_rotary_pos_emb"),
+}
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def test_what_stands_in_a_functions_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With functools.wraps or without, put there before a block, inside of one or after one has ended."""
+    model = tiny("llama", num_hidden_layers=1, initializer_range=0.2)
+    plain = logits(model)
+    for name, put in PATCHES.items():
+        with monkeypatch.context() as patch:
+            put(patch)
+            wanted = logits(model)
+            assert not torch.allclose(wanted, plain, atol=1e-2), "the patch changes something"
+            with batch_invariant():
+                assert torch.allclose(logits(model), wanted, rtol=1e-4, atol=1e-3), name
+        with batch_invariant():
+            assert torch.allclose(logits(model), plain, rtol=1e-4, atol=1e-3), name
+            with monkeypatch.context() as patch:  # in the place of a stand-in of ours
+                put(patch)
+                assert torch.allclose(logits(model), wanted, rtol=1e-4, atol=1e-3), name

@@ -285,25 +285,6 @@ def table(*rows: Row, version: int = 130100) -> Table:
     return Table(GPU, "2.11", "3.6", version, list(rows or ROWS))
 
 
-def test_the_next_measured_m_decides(tables):
-    """Between measured Ms a tile that was made for more rows serves; a rank means something at its own M alone. No
-    table, another dtype, another weight, a batch, or far more rows than were measured: the rule."""
-    assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
-    write(tables[1], table())
-    choice.forget_tables()
-    assert [first(m) for m in (1, 16, 9, 200)] == ["16x32x128w4s7", "cublaslt:2", "cublaslt:0", "cublaslt:0"]
-    assert choices(1, 16, 32, 64, torch.bfloat16, GPU)[1:3] == ["cublaslt:0", "16x32x128w4s4"]
-    assert "tma:128x128x64w4s4" in choices(1, 200, 32, 64, torch.bfloat16, GPU)
-    for batch, m, dtype, gpu in (
-        (2, 16, torch.bfloat16, GPU),
-        (1, 16, torch.float16, GPU),
-        (1, 16, torch.float32, GPU),
-        (1, 100_000, torch.bfloat16, GPU),
-        (1, 16, torch.bfloat16, "another GPU"),
-    ):
-        assert choices(batch, m, 32, 64, dtype, gpu)[0] == rule(m, 32, 64, dtype)[0]
-
-
 def test_a_broken_table_is_told_and_ignored(tables):
     """Inference goes on without it."""
     write(tables[0], table())

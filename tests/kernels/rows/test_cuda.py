@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from nondet.core import inputs
 from nondet.core.compare import identical
@@ -203,17 +204,6 @@ def test_rms_norm_reads_heads_where_they_lie(tokens: int, heads: int, width: int
     assert identical(triton_rows.rms_norm(uneven, weight), triton_rows.rms_norm(uneven.contiguous(), weight))
 
 
-def test_rms_norm_rounds_once():
-    """In float16 the result is the float64 one, rounded, give or take a tie; two roundings miss it far more often."""
-    x, weight = make("bell", 8, 256, dtype=torch.float16), make("bell", 256, dtype=torch.float16)
-    exact = reference.rms_norm(x, weight)
-    rounded = exact.to(torch.float16)
-    once = triton_rows.rms_norm(x, weight)
-    twice = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).half() * weight
-    assert float((once != rounded).double().mean()) < 0.01
-    assert float((twice != rounded).double().mean()) > 0.1
-
-
 @pytest.mark.parametrize(
     ("width", "names"),
     [(70, ALL), (17000, ["softmax", "rms_norm"]), *at_length((4100, ALL), (17000, ALL))],
@@ -346,16 +336,12 @@ def test_another_dtype_or_width_is_left() -> None:
 
 
 def test_known_modules_are_recognized_by_their_text() -> None:
-    """Llama's and Gemma's forms are found under any class name; a module with one operator more is not."""
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    """Gemma's form is found; a module with one operator more is not."""
 
     class Otherwise(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * 2
 
-    assert hf_norms.form_of(LlamaRMSNorm) == hf_norms.form_of(Qwen3RMSNorm) == ("variance_epsilon", True, False)
     assert hf_norms.form_of(Gemma3RMSNorm) == ("eps", False, True)
     assert hf_norms.form_of(Otherwise) is None
 

@@ -185,16 +185,6 @@ def test_fp8_experts_are_computed_row_by_row_and_told():
         assert error_against(whole[row], total).relative_norm <= 2**-6
 
 
-def test_layers_take_no_rows():
-    """As an expert's or a request's share may be empty."""
-    layer = finegrained_fp8.FP8Linear(256, 384, (128, 128))
-    layer.weight.data, layer.weight_scale_inv.data = torch.zeros(384, 256).to(torch.float8_e4m3fn), torch.ones(3, 2)
-    with torch.no_grad(), batch_invariant(["fp8"]) as block:
-        for shape in ((0, 256), (2, 0, 256)):
-            assert layer(torch.ones(shape, dtype=torch.bfloat16)).shape == (*shape[:-1], 384)
-    assert block.coverage().replaced == {"transformers FP8Linear": 2}
-
-
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
