@@ -25,7 +25,6 @@ from tests.kernels.tiers import at_length, captured
 
 pytestmark = pytest.mark.slow
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
-DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 TMA = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)  # the interpreter has it
 
 

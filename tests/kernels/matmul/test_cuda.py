@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -255,50 +256,22 @@ def test_tables_that_come_along_name_members_that_exist():
             assert not row.triton.startswith("cublaslt")
 
 
-# Tables of choices: what is written is read, the next measured M decides, and stale ranks are not believed.
-
-GPU = "A GPU 9000"
-ROWS = [
-    Row("bfloat16", 64, 32, 1, "16x32x128w4s7", 5.0, "16x32x128w4s7", 5.0, 6.0),
-    Row("bfloat16", 64, 32, 16, "cublaslt:2", 5.0, "16x32x128w4s4", 6.0, 6.0),
-    Row("bfloat16", 64, 32, 256, "cublaslt:0", 9.0, "tma:128x128x64w4s4", 10.0, 9.0),
-]
-
-
-@pytest.fixture
-def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A user's folder and a packaged one, both empty."""
-    user, packaged = tmp_path / "user", tmp_path / "packaged"
-    monkeypatch.setattr(choice, "user_folder", lambda: user)
-    monkeypatch.setattr(choice, "TABLES", packaged)
+def test_a_table_is_read_as_it_was_written_and_a_broken_one_is_told_and_ignored(tmp_path, monkeypatch):
+    """A rank means something at its own M alone; with a table that names no member inference goes on by the rule."""
+    monkeypatch.setattr(choice, "user_folder", lambda: tmp_path)
     monkeypatch.setattr(choice.cublaslt, "version", lambda: 130100)
-    choice.forget_tables()
-    yield user / f"{choice.slug(GPU)}.json", packaged / f"{choice.slug(GPU)}.json"
-    choice.forget_tables()
+    row = Row("bfloat16", 64, 32, 16, "cublaslt:2", 5.0, "16x32x128w4s4", 6.0, 6.0)
+    usual, path = rule(16, 32, 64, torch.bfloat16)[0], tmp_path / f"{choice.slug('A GPU 9000')}.json"
+    broken = [({"choice": "fast"}, None), ({"triton": "tma:"}, None), ({"choice": None}, None), ({"m": "16"}, None)]
+    for change, chosen in ({}, "cublaslt:2"), ({"m": 32}, "cublaslt:0"), *broken:
+        table = Table("A GPU 9000", "2.11", "3.6", 130100, [row._replace(**change)])
+        write(path, table)
+        choice.forget()
+        with nullcontext() if chosen else pytest.warns(UserWarning, match="ignored"):
+            assert choices(1, 16, 32, 64, torch.bfloat16, table.gpu)[0] == (chosen or usual)
+        assert chosen is None or choice.read(path) == table
 
 
-def first(m: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, n: int = 32) -> str:
-    return choices(batch, m, n, 64, dtype, GPU)[0]
-
-
-def table(*rows: Row, version: int = 130100) -> Table:
-    return Table(GPU, "2.11", "3.6", version, list(rows or ROWS))
-
-
-def test_a_broken_table_is_told_and_ignored(tables):
-    """Inference goes on without it."""
-    write(tables[0], table())
-    tables[0].write_text("{")
-    with pytest.warns(UserWarning, match="ignored"):
-        assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
-    for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
-        write(tables[0], table(ROWS[0]._replace(**change)))
-        choice.forget_tables()
-        with pytest.warns(UserWarning, match="ignored"):
-            assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
-
-
-@pytest.mark.usefixtures("tables")
 def test_the_rule_ends_with_a_tile():
     """The last resort needs no library, no TMA and no certificate of a shape."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
