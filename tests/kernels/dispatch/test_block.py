@@ -148,17 +148,6 @@ def test_one_family_leaves_the_others_stock() -> None:
         assert called - own - {"linear"} <= {name.split()[0] for name in block.coverage().at_risk}, family
 
 
-def test_each_kind_of_layer_is_prepared_once_at_each_size() -> None:
-    """Linear layers by shape, norms by class; told before each call and after the last."""
-    linear, norm = torch.nn.Linear(8, 8), torch.nn.RMSNorm(8, eps=1e-6)
-    model = torch.nn.Sequential(linear, torch.nn.ReLU(), torch.nn.Linear(8, 8), norm)
-    told: list[tuple[int, int]] = []
-    with torch.no_grad(), batch_invariant() as block:
-        block.prepare(model, [3, 1, 3], progress=lambda done, of, _: told.append((done, of)))
-    assert told == [(n, 4) for n in range(5)]
-    assert block.coverage().replaced == {"linear": 2, "rms_norm": 2}
-
-
 MASKED = "scaled_dot_product_attention float32: a mask of holes, a window or a bias"
 BARE = "rms_norm float32: not over one axis with a weight and an eps"
 

@@ -10,13 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import nondet
-from nondet.certify.check import ask
-from nondet.certify.plan import Wish, plan
-from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
-from nondet.core.records import Status
 from nondet.core.registry import load_implementation, operators
 from nondet.kernels.dispatch.replacements import root
 from nondet.kernels.gradients import cuda
@@ -60,23 +56,6 @@ def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device
     for i in (0, 4, 8):
         alone = [t[i : i + 1] if mine else t for t, mine in zip((x, gradient, *others), batched, strict=True)]
         assert identical(call(*alone), found[i : i + 1])
-
-
-@pytest.mark.parametrize("name", [n for n in FORWARD if "attention" not in n] + at_length("attention_gradient"))
-def test_certify_proves_it_and_refutes_what_follows_the_batch(name: str, kept: Certificates) -> None:
-    """A member that changes one bit's worth of its results in batches above 7 is excluded exactly there."""
-    (first, *_) = plan(Wish(device="cpu", operators=(name,), dtypes=("float32",), m=(9,), k=48, inputs=("bell",)))
-    question = first.question
-    ours = first.members["invariant"]
-
-    def follows(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = ours(x, *others)
-        return out * (1 + 2**-20) if len(x) > 7 else out
-
-    rows = {r.impl: r for r in ask(question, {"ours": ours, "follows": follows}, first.anchor, kept)}
-    assert rows["ours"].status == Status.IDENTICAL
-    assert rows["follows"].status == Status.DIVERGENT
-    assert rows["follows"].extra["left_at"] == [v for v in question.values if int(v) > 7]
 
 
 # By Triton: the bits of the same formulas in torch's operators, and a row's own.
