@@ -179,10 +179,7 @@ def attention(
     scores, as engines that pack requests pass one, replaces all that.
     """
     note("torch.scaled_dot_product_attention")
-    if mask is not None:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    return _attend(q, k, v, causal, scale)
+    return _attend(q, k, v, causal and mask is None, scale, mask)
 
 
 def _attend_by(
@@ -209,9 +206,8 @@ attention_cudnn = partial(_attend_by, SDPBackend.CUDNN_ATTENTION)
 attention_math = partial(_attend_by, SDPBackend.MATH)  # two products and a softmax
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
+def _attend(q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any = None) -> torch.Tensor:
     q_len, k_len = q.shape[2], k.shape[2]
-    mask = None
     if causal and 1 < q_len != k_len:
         position = torch.arange(q_len, device=q.device) + (k_len - q_len)
         mask = torch.arange(k_len, device=q.device)[None, :] <= position[:, None]

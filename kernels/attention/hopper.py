@@ -61,19 +61,6 @@ def layout_fault(name: str, x: torch.Tensor) -> str | None:
     return None
 
 
-def prefill_fault(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
-) -> str | None:
-    """Why the prefill can't take a call, whatever the device; None where it can."""
-    if window is not None:
-        return "it has no sliding window"
-    if softcap is not None:
-        return "it has no soft cap"
-    if causal and q.shape[2] > k.shape[2]:
-        return f"causal, it needs at least as many keys as queries, got {k.shape[2]} and {q.shape[2]}"
-    return call_fault(q, k, v) or layout_fault("q", q)
-
-
 def supports(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
 ) -> str | None:
@@ -84,7 +71,11 @@ def supports(
     """
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace it"  # the Triton kernels, which it can trace, give the same bits
-    return available(q.device) or prefill_fault(q, k, v, causal, window, softcap)
+    if window is not None or softcap is not None:
+        return "it has no sliding window and no soft cap"
+    if causal and q.shape[2] > k.shape[2]:
+        return f"causal, it needs at least as many keys as queries, got {k.shape[2]} and {q.shape[2]}"
+    return available(q.device) or call_fault(q, k, v) or layout_fault("q", q)
 
 
 def descriptor(x: torch.Tensor, rows: int) -> Any:

@@ -218,17 +218,9 @@ def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tupl
 def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
     """(member, key) of the certificate: one expert's product at any number of rows."""
     step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    rows, columns = weight.stride(1), weight.stride(2)
-    return _written(x.dtype, x.shape[1], weight.shape[2], step, rows, columns, _alignment(x, weight), tile, tma)
-
-
-@functools.lru_cache(maxsize=4096)
-def _written(
-    dtype: torch.dtype, k: int, n: int, step: int, rows: int, columns: int, alignment: int, tile: Tile, tma: bool
-) -> tuple[str, str]:
-    name = f"triton {tile.name}{' tma' if tma else ''}"
-    key = (str(dtype).removeprefix("torch."), f"K={k} N={n}", f"x={step}", f"weight={rows},{columns}")
-    return name, operands_key("grouped", key, (f"@{alignment}",))
+    sizes, steps = f"K={x.shape[1]} N={weight.shape[2]}", f"weight={weight.stride(1)},{weight.stride(2)}"
+    key = (str(x.dtype).removeprefix("torch."), sizes, f"x={step}", steps)
+    return f"triton {tile.name}{' tma' * tma}", operands_key("grouped", key, (f"@{_alignment(x, weight)}",))
 
 
 def _alignment(x: torch.Tensor, weight: torch.Tensor) -> int:

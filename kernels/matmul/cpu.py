@@ -72,8 +72,8 @@ class _Packed(NamedTuple):
     shape: torch.Size
     copy: torch.Tensor
     environment: tuple[object, ...]
-    tiles: Tiles  # without a bias; with one the same row counts were proven, too, or `bias` is False
-    bias: bool
+    tiles: Tiles
+    bias: bool  # whether they were proven with one
 
 
 # By the weight's address, of every entered block; blocks may be left in any order, and the last is used.
@@ -91,7 +91,8 @@ def _copy_in_use(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     kept = stack[-1]
     if kept.weight is not weight or kept.version != weight._version or kept.shape != weight.shape:
         return None
-    if bias is not None and not (kept.bias and bias.dtype is rows.dtype and bias.shape == weight.shape[:1]):
+    fits = bias is None or (bias.dtype is rows.dtype and bias.shape == weight.shape[:1])
+    if kept.bias != (bias is not None) or not fits:
         return None
     return kept if kept.environment == environment_key() and weight.is_contiguous() else None
 
@@ -153,12 +154,10 @@ def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> I
 
 def _kept(weight: torch.Tensor, with_bias: bool) -> _Packed | None:
     try:
-        tiles = _tiles(weight, False)
-        biased = with_bias and _tiles(weight, True).sizes == tiles.sizes
-        copy = _copy_of(weight)
+        tiles, copy = _tiles(weight, with_bias), _copy_of(weight)
     except (NotInvariantError, RuntimeError, NotImplementedError):  # oneDNN has none here, as bfloat16 without AVX-512
         return None
-    return _Packed(weight, weight._version, weight.shape, copy, environment_key(), tiles, biased)
+    return _Packed(weight, weight._version, weight.shape, copy, environment_key(), tiles, with_bias)
 
 
 def _by_copy(copy: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
