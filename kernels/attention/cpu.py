@@ -183,7 +183,8 @@ def attention(
     _check(q, k, v, way)
     _prove_once(dim, softcap is not None)
     requests = tuple(_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch))
-    out = _attend(*(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)), requests, way)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = _attend(q, k, v, requests, way)
     return out.view(batch, q_len, heads, dim).transpose(1, 2)
 
 
