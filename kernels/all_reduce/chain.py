@@ -50,9 +50,8 @@ def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> None:
     if share * world != x.numel():
         padded = torch.zeros(share * world, dtype=x.dtype, device=x.device)
         padded[: x.numel()] = x
-    parts = torch.empty_like(padded)
-    dist.all_to_all_single(parts, padded, group=group)
-    total = chain(parts.view(world, share).unbind(0)).contiguous()
+    total, parts = padded.new_empty(share), torch.empty_like(padded)
+    scatter_exchange(total, padded, group)
     gather_into(parts, total, group)
     x.copy_(parts[: x.numel()])
 

@@ -178,21 +178,16 @@ def _counted(_: Any, original: Any) -> Any:
         if kind not in ("default", "linear", "llama3", "yarn", None):  # the usual ones need no further check
             given = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
             layer_type = given.get("layer_type")
-            if isinstance(kind, dict):  # by the layers' type
-                kind = kind.get(layer_type, "")
-            if "dynamic" in kind or kind == "longrope":
-                _note(self, kind, layer_type, given.get("position_ids"))
+            kind = kind.get(layer_type, "") if isinstance(kind, dict) else kind  # by the layers' type
+            what = f"transformers rotary embedding {kind!r}: frequencies by the longest request of the step"
+            follows = "dynamic" in kind or kind == "longrope"
+            if follows and torch.compiler.is_compiling():
+                note_traced(what)
+            elif follows and _is_beyond(self, layer_type, given.get("position_ids")):
+                count("at_risk", what)
         return original(self, *args, **kwargs)
 
     return forward
-
-
-def _note(module: Any, kind: str, layer_type: str | None, positions: torch.Tensor | None) -> None:
-    what = f"transformers rotary embedding {kind!r}: frequencies by the longest request of the step"
-    if torch.compiler.is_compiling():
-        note_traced(what)
-    elif _is_beyond(module, layer_type, positions):
-        count("at_risk", what)
 
 
 def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | None) -> bool:

@@ -419,7 +419,10 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def grouped_chain(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None, tma: bool | None = None
 ) -> torch.Tensor:
-    """`grouped_matmul` without its checks; None for `tile` or `tma` chooses among the proven ones."""
+    """`grouped_matmul` without its checks; None for `tile` or `tma` chooses among the proven ones.
+
+    NotImplementedError: TMA is asked for, and does not read this layout.
+    """
     (rows, depth), (groups, _, columns) = x.shape, weight.shape
     out = torch.empty(rows, columns, device=x.device, dtype=x.dtype)
     if out.numel() == 0:
@@ -430,7 +433,10 @@ def grouped_chain(
         x = x.contiguous()
     if not distinct(weight[0]):
         weight = weight.contiguous()
-    tma = takes_tma(x, weight) if tma is None else tma
+    takes = takes_tma(x, weight)
+    if tma and not takes:
+        raise NotImplementedError("TMA does not read this layout here")
+    tma = takes if tma is None else tma
     if tile is None:
         tile, tma = proven(x, weight, tile_for(rows, groups, columns, x.dtype), tma)
     # An upper bound of the tiles of rows: every group may leave one unfilled, and so may the rows after the last.

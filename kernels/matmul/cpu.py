@@ -178,13 +178,6 @@ def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
     return proven(what, key, lambda: _prove_onednn(what, weight, with_bias, plain.base))
 
 
-def _beside(weight: torch.Tensor) -> torch.Tensor:
-    size = weight.element_size()
-    space = torch.empty(weight.numel() + _ALIGNMENT // size, dtype=weight.dtype)
-    first = (weight.data_ptr() - space.data_ptr()) % _ALIGNMENT // size
-    return space[first : first + weight.numel()].view(weight.shape)
-
-
 def _prove_onednn(what: str, weight: torch.Tensor, with_bias: bool, base: int) -> Tiles:
     columns, depth = weight.shape
     sizes = sorted({*sizes_for(depth * columns), base})
@@ -193,8 +186,7 @@ def _prove_onednn(what: str, weight: torch.Tensor, with_bias: bool, base: int) -
     agreed = sizes
     for seed, tiny in _SEEDS_ONEDNN:
         rows = order_revealing(max(sizes), depth, dtype, seed, negate=True)
-        fresh = order_revealing(min(columns, 512), depth, dtype, seed, negate=False)
-        twin = _beside(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns])
+        twin = _like(weight.t(), weight.data_ptr() % _ALIGNMENT, seed).t()
         if tiny:
             rows, twin = _tiny(rows), twin.mul_(underflow(dtype))
             bias = None if bias is None else bias * underflow(dtype) ** 2
