@@ -197,18 +197,17 @@ class Tree(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Leaves under each leaf (1) and node."""
-        sizes = [1] * self.leaves
-        for children in self.nodes:
-            sizes.append(sum(sizes[c] for c in children))
-        return sizes
+        return self._folded([1] * self.leaves, sum)
 
     @property
     def firsts(self) -> list[int]:
         """The smallest leaf under each leaf and node."""
-        firsts = list(range(self.leaves))
+        return self._folded(list(range(self.leaves)), min)
+
+    def _folded(self, each: list[int], join: Callable[[Iterable[int]], int]) -> list[int]:
         for children in self.nodes:
-            firsts.append(min(firsts[c] for c in children))
-        return firsts
+            each.append(join(each[c] for c in children))
+        return each
 
     @property
     def dropped(self) -> list[int]:

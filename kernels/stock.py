@@ -182,22 +182,14 @@ def attention(
     return _attend(q, k, v, causal and mask is None, scale, mask)
 
 
-def _attend_by(
-    backend: SDPBackend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-) -> torch.Tensor:
+def _attend_by(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
     """`attention` by only one of torch's backends; RuntimeError: it can't take the inputs."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no GQA: repeated, as transformers does
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     note(f"torch.scaled_dot_product_attention[{backend.name.lower()}]")
     with sdpa_kernel(backend):
-        return _attend(q, k, v, causal, scale)
+        return _attend(q, k, v, how.get("causal", True), how.get("scale"))
 
 
 attention_flash = partial(_attend_by, SDPBackend.FLASH_ATTENTION)  # on a CPU another kernel than on a GPU

@@ -37,7 +37,6 @@ from nondet.kernels.triton_common import on_device
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-
 MAX_RANKS = 8
 _BLOCK = 1024
 _WARPS = 4

@@ -186,18 +186,9 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
                     *(call.tq, call.tk, blocks, heads_kv, window, segments, rows_per_start, slots, qk_scale),
                     *(*caps, *strides),
                 ),
-                {
-                    "SPAN": span,
-                    "PEEL": plan.peel,
-                    "PDL": way.pdl,
-                    **masks,
-                    "SOFTCAP": call.softcap is not None,
-                    "GROUP": group,
-                    **dims,
-                    "BLOCK_M": plan.block_m,
-                    "BLOCK_N": plan.block_n,
-                    "BLOCK_D": plan.block_d,
-                },
+                {"SPAN": span, "PEEL": plan.peel, "PDL": way.pdl, **masks, "SOFTCAP": call.softcap is not None}
+                | {"GROUP": group, **dims}
+                | {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d},
                 num_warps=plan.warps,
                 num_stages=plan.stages,
                 enable_fp_fusion=False,

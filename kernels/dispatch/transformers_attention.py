@@ -85,15 +85,7 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
     refuses_soft_cap = "softcap" in getattr(getattr(original, "__code__", None), "co_consts", ())
 
     @functools.wraps(original)
-    def forward(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if "attention" not in current().families:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         cache = kwargs.get("cache")
@@ -104,7 +96,7 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
             window = bound.get("sliding_window")
             if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
                 # First keys may be gone or hidden: the rest does not show where a request began.
-                out = in_window(query, key, value, attention_mask, window, bound)
+                out = in_window(query, key, value, attention_mask, bound)
                 if out is not None:
                     count("replaced", f"transformers attention {name!r}, windowed")
                     return out, None
@@ -119,12 +111,7 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
 
 
 def windowed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    window: int,
-    kwargs: dict[str, Any],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """query [B, Hq, Tq, D] over the last keys and values [B, Hkv, Tk, D] of requests -> [B, Tq, Hq, D].
 
@@ -136,7 +123,7 @@ def windowed(
         return None
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention, which is not called, would do
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    positions, (batch, _, q_len, _) = kwargs.get("position_ids"), query.shape
+    positions, window, (batch, _, q_len, _) = kwargs.get("position_ids"), kwargs["sliding_window"], query.shape
     kernels = _kernels_taking(query, key, value, mask)
     if kernels is None or kwargs.get("dropout") or positions is None or positions.shape[1:] != (q_len,):
         return None
@@ -387,7 +374,7 @@ def _compute(
     window = kwargs.get("sliding_window")
     if window and k_len >= window and not (attention_mask is None and q_len > 1):
         bound = {**kwargs, "scaling": scale, "softcap": softcap}
-        found: torch.Tensor | None = windowed(query, key, value, attention_mask, window, bound)
+        found: torch.Tensor | None = windowed(query, key, value, attention_mask, bound)
         if found is not None or q_len == 1:  # one row does not distinguish a window's hidden keys from padding
             return found
     if attention_mask is None:  # every query sees every key

@@ -36,14 +36,8 @@ from nondet.kernels.matmul.triton_kernels import Tile, anchor, chain, matmul_cha
 from nondet.kernels.rows.cuda_softmax import softmax
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
 
-# The choice of experts, and the sum of their results. `topk` gives the largest first, and of equal numbers the one with
-# the lower index, so that only the row decides ties between experts (bfloat16 router logits have many); torch.topk
-# leaves ties open, and chooses its algorithm by the number of rows. `sum_middle` and `index_add_` add in sequence, in
-# float32, in the order of the axis or of the index, and round once; no atomics. Nothing is read back to the host.
-
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 _DTYPES_ROUTING = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_EXPERTS = 1024
