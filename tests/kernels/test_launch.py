@@ -13,7 +13,7 @@ from nondet.kernels.triton_common import launch
 
 
 class Kernel:
-    """In place of Triton's: counts what it compiles, and keeps what is launched."""
+    """In place of Triton's: counts what it compiles, where constants come by name, and keeps what is launched."""
 
     arg_names = ("x", "n", "scale", "SPAN", "LOG")
 
@@ -23,21 +23,12 @@ class Kernel:
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def run(*arguments: Any, **others: Any) -> Any:
-            self.compiled += 1
-            self.launched.append((grid, arguments, {k: v for k, v in others.items() if k.isupper()}))
-            return _Compiled(self.launched)
+        def run(*arguments: Any, **by_name: Any) -> Any:
+            self.compiled += bool(by_name)
+            self.launched.append((grid, *arguments))
+            return self
 
         return run
-
-
-class _Compiled:
-    def __init__(self, launched: list[tuple[Any, ...]]) -> None:
-        self.launched = launched
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        names = Kernel.arg_names[3:]
-        return lambda *given: self.launched.append((grid, given[:3], dict(zip(names, given[3:], strict=True))))
 
 
 @pytest.fixture
@@ -57,8 +48,8 @@ def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
     other = torch.ones(8)
     launch(kernel, (5,), (other,), (33, 0.5), CONSTANTS, num_warps=4)
     assert kernel.compiled == 1
-    grid, (first, *numbers), constants = kernel.launched[1]
-    assert (grid[:3], numbers, constants) == ((5, 1, 1), [33, 0.5], CONSTANTS)
+    grid, first, *rest = kernel.launched[1]
+    assert (grid, rest) == ((5, 1, 1), [33, 0.5, *CONSTANTS.values()])
     assert first is other
 
 

@@ -160,54 +160,31 @@ def test_a_window_is_the_last_keys_and_a_softcap_bends_the_scores(what):
         assert identical(attention(q, k, v, window=length, split=False), attention(q, k, v, split=False))
 
 
-@pytest.mark.usefixtures("segment")
-@pytest.mark.parametrize("split", [True, *at_length(False)])
-def test_dropped_keys_of_a_window_leave_the_anchor(split):
-    """A sliding-window cache that has dropped the first keys gives the bits of one that keeps them all."""
-    window, lengths = 20, [(1, SHORT + 11), (3, SHORT + 3), (2, 15), (0, 0)]
-    flat = iter(drawn(*(shape for nq, nk in lengths for shape in ((nq, 2, 16), (nk, 1, 16), (nk, 1, 16)))))
-    whole = [(next(flat), next(flat), next(flat)) for _ in lengths]
-    kept = [min(nk, nq + window - 1) for nq, nk in lengths]
-    q = torch.cat([own[0] for own in whole])
-    k, v = (torch.cat([own[i][len(own[i]) - n :] for own, n in zip(whole, kept, strict=True)]) for i in (1, 2))
-    positions = torch.cat([torch.arange(nk - nq, nk, device=DEVICE) for nq, nk in lengths])
-    more = sizes(*((nq, n) for (nq, _), n in zip(lengths, kept, strict=True)), window=window, split=split)
-    more["max_seqlen_k"], cu_q = SHORT + 11, more["cu_seqlens_q"]
-    out = attention_varlen(q, k, v, positions=positions, **more)
-    for i, own in enumerate(whole[:3]):
-        alone = attention(*(x.transpose(0, 1)[None] for x in own), window=window, split=False)
-        assert identical(out[cu_q[i] : cu_q[i + 1]], alone[0].transpose(0, 1)), lengths[i]
-    assert not identical(attention_varlen(q, k, v, **more), out)
-
-
-@pytest.mark.usefixtures("segment")
+@pytest.mark.usefixtures("segment", "chained_dot")
 @pytest.mark.parametrize("split", [False, *at_length(True)])
-def test_varlen_is_each_request_alone(chained_dot, split):
-    """Packed decode, prefill, chunk and empty requests have the bits of the dense call on them alone."""
-    lengths = [(1, SHORT + 6), (3, 3), (0, 0), (2, 35), (1, 1)]
-    q, k, v = drawn((7 + 3, 2, 16), *[(SHORT + 45 + 2, 1, 16)] * 2)
-    more = sizes(*lengths, split=split)
-    cu_q, cu_k = more["cu_seqlens_q"], more["cu_seqlens_k"]
-    for window in (None, 20):
-        out = attention_varlen(q, k, v, window=window, **more)
-        assert out.shape == q.shape
-        for i in (0, 1, 3, 4):
-            own = (x[cu[i] : cu[i + 1]].transpose(0, 1)[None] for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))
-            alone = attention(*own, window=window, split=False)
-            assert identical(out[cu_q[i] : cu_q[i + 1]], alone[0].transpose(0, 1)), (lengths[i], window)
-
-
-@pytest.mark.usefixtures("segment")
-@pytest.mark.parametrize("split", [True, *at_length(False)])
-def test_a_paged_cache_is_read_where_it_lies(split):
-    """Keys found through an index, in scattered tokens of a cache and some twice, have the bits of gathered ones."""
-    q, k, v = drawn((4, 2, 24), (200, 1, 24), (200, 1, 24))
-    key_index = torch.randint(0, 200, (SHORT + 41,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    more = sizes((1, SHORT + 6), (3, 35), window=20, split=split)
-    gathered = attention_varlen(q, k[key_index], v[key_index], **(more | {"split": False}))
-    for index in (key_index, key_index.to(torch.int32)):
-        assert identical(attention_varlen(q, k, v, key_index=index, **more), gathered)
-    assert not identical(attention_varlen(q, k, v, key_index=key_index.roll(1), **more), gathered)
+def test_packed_requests_have_the_bits_they_have_alone(split):
+    """Decode, prefill, chunk and empty requests: keys side by side, scattered in a cache, and where a window's cache has
+    dropped the first ones, whose anchor positions tell."""
+    lengths, window = [(1, SHORT + 6), (3, 3), (0, 0), (2, 35), (1, 1)], 20
+    flat = iter(drawn(*(shape for nq, nk in lengths for shape in ((nq, 2, 16), (nk, 1, 16), (nk, 1, 16)))))
+    own = [(next(flat), next(flat), next(flat)) for _ in lengths]
+    q, k, v = (torch.cat(parts) for parts in zip(*own, strict=True))
+    index = torch.randperm(len(k), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    cache = [torch.empty_like(x).index_copy_(0, index, x) for x in (k, v)]
+    for how in ({"window": None}, {"window": window}):
+        alone = [
+            attention(*(x.transpose(0, 1)[None] for x in one), split=False, **how)[0] for one in own if len(one[0])
+        ]
+        right, more = torch.cat([x.transpose(0, 1) for x in alone]), sizes(*lengths, split=split, **how)
+        assert identical(attention_varlen(q, k, v, **more), right), how
+        for places in (index, index.to(torch.int32)):
+            assert identical(attention_varlen(q, *cache, key_index=places, **more), right), how
+    kept = [min(nk, nq + window - 1) for nq, nk in lengths]
+    short = [torch.cat([one[i][len(one[i]) - n :] for one, n in zip(own, kept, strict=True)]) for i in (1, 2)]
+    positions = torch.cat([torch.arange(nk - nq, nk, device=DEVICE) for nq, nk in lengths])
+    more |= sizes(*((nq, n) for (nq, _), n in zip(lengths, kept, strict=True))) | {"max_seqlen_k": SHORT + 6}
+    assert identical(attention_varlen(q, *short, positions=positions, **more), right)
+    assert not identical(attention_varlen(q, *short, **more), right)
 
 
 @pytest.mark.usefixtures("segment")

@@ -25,15 +25,6 @@ def operands(module, m=4, k=700, n=40, dtype=torch.float32) -> tuple[torch.Tenso
     return inputs.make("wide", (m, k), dtype, device, rng), inputs.make("bell", (k, n), dtype, device, rng)
 
 
-@MODULES
-def test_the_number_of_parts_changes_bits(module: ModuleType) -> None:
-    """Another number of parts is another sum; the same number, in order, is the same."""
-    a, b = operands(module, 3, 1500, 20)
-    one, two, eight, again = (module.split_k(a, b, splits=s, ordered=True) for s in (1, 2, 8, 8))
-    assert [identical(one, other) for other in (two, eight)] == [False, False]
-    assert identical(again, eight)
-
-
 def test_a_drawn_order_changes_bits_from_call_to_call() -> None:
     """Eight parts in an order drawn afresh give several results; two parts give one, since a sum of two commutes."""
     a, b = operands(split_k_cpu)

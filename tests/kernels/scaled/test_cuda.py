@@ -228,19 +228,6 @@ def test_torch_s_own_product_has_the_bits_of_the_tiles(how):
     assert served or torch.cuda.get_device_capability() != (9, 0)
 
 
-@pytest.mark.gpu
-def test_scaled_mm_under_batch_invariant_on_a_gpu():
-    """The family takes the place of torch's own product; what is not proven here is left, and said to be."""
-    given = operands("order-wide", "row", (64, 1024, 256), (E4M3, E4M3), "cuda", 0)
-    a, b, scale_a, scale_b = given
-    with batch_invariant(["fp8"]) as block, listen() as ran:
-        whole = torch._scaled_mm(*given, out_dtype=torch.bfloat16)
-        one = torch._scaled_mm(a[:1], b, scale_a[:1], scale_b, out_dtype=torch.bfloat16)
-    assert block.coverage().replaced == {"_scaled_mm": 2}
-    assert identical(one, whole[:1])
-    assert any(name.startswith("scaled_matmul[") for name in ran)
-
-
 def grouped(kind: str, *sizes: int) -> tuple[torch.Tensor, ...]:
     """What a grouped product of 3 experts takes: rows, weights, and the scales of each."""
     m, k, n = sizes
@@ -256,12 +243,14 @@ def test_experts_rows_are_their_own_products():
 
 
 @pytest.mark.gpu
-def test_grouped_products_with_scales_are_replaced_on_a_gpu():
-    """torch._scaled_grouped_mm under the block: each row as its own plain product."""
+def test_torch_s_products_are_replaced_on_a_gpu():
+    """torch._scaled_grouped_mm under the block: each row as its own plain product, torch._scaled_mm, in any batch."""
     a, weight, scale_a, scales = grouped("wide", 64, 512, 128)
     ends = torch.tensor([16, 48, 64], device="cuda", dtype=torch.int32)
-    with batch_invariant(["fp8"]) as block:
+    with batch_invariant(["fp8"]) as block, listen() as ran:
         got = torch._scaled_grouped_mm(a, weight, scale_a, scales, offs=ends)
-        one = torch._scaled_mm(a[17:18], weight[1], scale_a[17:18, None], scales[1][None], out_dtype=torch.bfloat16)
-    assert block.coverage().replaced == {"_scaled_grouped_mm": 1, "_scaled_mm": 1}
-    assert identical(got[17:18], one)
+        rows = [slice(16, 48), slice(17, 18)]
+        own = [torch._scaled_mm(a[r], weight[1], scale_a[r, None], scales[1][None], out_dtype=OUT) for r in rows]
+    assert block.coverage().replaced == {"_scaled_grouped_mm": 1, "_scaled_mm": 2}
+    assert [identical(got[r], one) for r, one in zip(rows, own, strict=True)] == [True, True]
+    assert any(name.startswith("scaled_matmul[") for name in ran)
