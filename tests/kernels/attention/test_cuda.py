@@ -163,8 +163,8 @@ def test_a_window_is_the_last_keys_and_a_softcap_bends_the_scores(what):
 @pytest.mark.usefixtures("segment", "chained_dot")
 @pytest.mark.parametrize("split", [False, *at_length(True)])
 def test_packed_requests_have_the_bits_they_have_alone(split):
-    """Decode, prefill, chunk and empty requests: keys side by side, scattered in a cache, and where a window's cache has
-    dropped the first ones, whose anchor positions tell."""
+    """Decode, prefill, chunk and empty requests: keys side by side, scattered in a cache, and where a window's cache
+    has dropped the first ones, whose anchor positions tell."""
     lengths, window = [(1, SHORT + 6), (3, 3), (0, 0), (2, 35), (1, 1)], 20
     flat = iter(drawn(*(shape for nq, nk in lengths for shape in ((nq, 2, 16), (nk, 1, 16), (nk, 1, 16)))))
     own = [(next(flat), next(flat), next(flat)) for _ in lengths]

@@ -37,34 +37,6 @@ def test_windows_and_soft_caps_have_the_bits_of_a_forward_without_gradients(devi
     assert coverage.replaced["attention_backward"] >= 2  # padding behind a sequence is a packing of its own
 
 
-@pytest.mark.parametrize("device", WHERE)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm_has_its_bits_and_a_gradient(dtype: torch.dtype, device: str) -> None:
-    """torch's rms_norm, which rounds elsewhere where it is taken apart; error at most 1.1 times torch's.
-
-    On a GPU in float32 twice (1.74 on an H200): the weight's gradient is added up row by row there, torch's in parts.
-    """
-    most = 2.0 if device == "cuda" and dtype == torch.float32 else 1.1
-    x, weight, upstream = (torch.randn(n, device=device) for n in ((64, 1000), (1000,), (64, 1000)))
-
-    def of(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        leaves = [t.to(dtype).requires_grad_() for t in (x.to(start), weight.to(start))]
-        out = F.rms_norm(leaves[0], (1000,), leaves[1], 1e-6)
-        return out.detach(), *torch.autograd.grad(out, leaves, upstream.to(start).to(dtype))
-
-    start = dtype
-    stock, oracle = of(dtype), of(torch.float64)
-    with nondet.batch_invariant(training=True) as invariance:
-        ours = of(dtype)
-        with torch.no_grad():
-            without = F.rms_norm(x.to(dtype), (1000,), weight.to(dtype), 1e-6)
-    assert identical(ours[0], without)
-    for mine, usual, exact in zip(ours, stock, oracle, strict=True):
-        errors = [float((t.double() - exact).square().mean().sqrt()) for t in (mine, usual)]
-        assert errors[0] <= most * errors[1], errors
-    assert invariance.coverage().replaced["rms_norm"] == 2
-
-
 SECOND: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
     "rms_norm": (lambda x, w: F.rms_norm(x, (16,), w, 1e-6), [(5, 16), (16,)]),
     "attention": (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), [(1, 2, 5, 32)]),
@@ -91,7 +63,8 @@ def test_a_derivative_is_right_and_a_second_one_is_or_is_refused(name: str) -> N
 
     stock = first(False)[1]
     with nondet.batch_invariant(training=True):
-        _, plain, _ = first(False)
+        leaves, plain, _ = first(False)
+        assert identical(call(*leaves).detach(), call(*inputs)), "a forward without gradients has the same bits"
         torch.testing.assert_close(plain, stock, rtol=1e-4, atol=1e-4)
         leaves, found, penalty = first(True)
         assert all(identical(a.detach(), b) for a, b in zip(found, plain, strict=True))
