@@ -272,9 +272,9 @@ def test_an_entry_that_fails_half_way_leaves_nothing(outer: list[str], monkeypat
         if outer and not nests:
             continue
         with batch_invariant(outer) if outer else nullcontext():
-            monkeypatch.setattr(block, "_modules", {})  # stand-ins are looked after
             before, active = kernels(), state.current()
             with monkeypatch.context() as patch:
+                patch.setattr(block, "_modules", {})  # stand-ins are looked after; undone before the outer block leaves
                 put(patch)
                 with pytest.raises(MemoryError, match="here"):
                     batch_invariant().__enter__()
