@@ -64,7 +64,7 @@ def test_decode_and_chunks_have_the_bits_of_the_prefill(threads: int, dtype: tor
     chunks = ((0, 64), (3, 20), (63, 65), (13, 140), (128, 150))
     for start, end in (*((p, p + 1) for p in (0, 1, 62, 63, 64, 65, 127, 128, LENGTH - 1)), *chunks):
         assert identical(attention(*upto(x, start, end)), whole[:, :, start:end])
-    x[1][:, :, 70:], x[2][:, :, 70:] = 1e4, -1e30
+    x[1][:, :, 70:], x[2][:, :, 70:] = 1e4, -1e4
     assert identical(attention(*x)[:, :, :70], whole[:, :, :70])
 
 
@@ -137,7 +137,7 @@ def test_a_window_hides_keys_and_a_soft_cap_bends_the_scores(window: int | None,
     for p in (0, 63, 64, 149):
         assert identical(attention(*upto(x, p, p + 1), **how), got[:, :, p : p + 1])
         assert identical(packed(x, [(0, p, p + 1)], **how)[0], got[0, :, p : p + 1])
-    assert not identical(attention(*x, softcap=0.8, window=window), got)
+    assert window == 1 or not identical(attention(*x, softcap=0.8, window=window), got)
 
 
 def test_layouts_do_not_matter() -> None:

@@ -324,8 +324,8 @@ def test_another_order_is_excluded(kept: Certificates, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(cuda, "launch", other)
     assert cuda.prove_way(form(), Way(NARROW, 1, False), torch.device(DEVICE)) is False
-    assert len(apart) == 1  # the first kind told
     assert apart[0] > 0.7  # where fewer than half of these few keys are added in another order
+    assert min(apart) > 0.4  # every kind of inputs tells
     assert "elements differ" in kept.excluded()[0].evidence
 
 
