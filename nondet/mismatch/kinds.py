@@ -26,6 +26,7 @@ from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse, margin
 from nondet.mismatch.rollouts import Rollout, by_rollout
 from nondet.mismatch.trainer import (
     FORMULAS,
+    NO_FAULT,
     Fault,
     Formula,
     Spec,
@@ -361,7 +362,7 @@ def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found
             figures = {"exactly": max(0.0, gained), "k3": _k3(d)}
             yield found(layer, cause, side, fitted, _k3(d - sign * change), **figures)
 
-    def exact(fault: Fault | None = None, spec: Spec = _PLAIN, padded: Sequence[int] = ()) -> Logprobs:
+    def exact(fault: Fault = NO_FAULT, spec: Spec = _PLAIN, padded: Sequence[int] = ()) -> Logprobs:
         return score(wide, seen.rollouts, spec, fault, padded=padded, formula=seen.base.formula)
 
     def rounded(of: Any = model, spec: Spec = plain) -> Logprobs:

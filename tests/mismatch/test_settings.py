@@ -17,7 +17,7 @@ import torch
 from nondet.core.records import Header, MismatchRollout, Run
 from nondet.mismatch.kinds import fit, share_of
 from nondet.mismatch.rollouts import Rollout
-from nondet.mismatch.trainer import Fault, Spec, score
+from nondet.mismatch.trainer import NO_FAULT, Fault, Spec, score
 from nondet.verdict.mismatch import Pair, pairs
 from tests.build import tiers
 
@@ -105,7 +105,7 @@ def played(model: Any, seed: int, heat: float, kept: Mass, *, raw: bool, tokens:
 
 def pair(
     dtype: str = "bfloat16", heat: float = 1.0, trained: float | None = None, kept: Mass = whole, over: Any = None, *,
-    seed: int = 0, raw: bool = False, tokens: int = 24, spec: Spec = LEFT, fault: Any = None,
+    seed: int = 0, raw: bool = False, tokens: int = 24, spec: Spec = LEFT, fault: Fault = NO_FAULT,
 ) -> Pair:  # fmt: skip
     """A sampler at `heat`, and a trainer at `trained` or the same, over what the sampler keeps or over `over`."""
     model = Tables(getattr(torch, dtype))
