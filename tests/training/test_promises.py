@@ -22,7 +22,6 @@ import transformers
 import nondet
 from nondet.core.compare import identical
 from nondet.errors import UserError
-from nondet.kernels.attention_backward import cpu as attention_cpu
 from nondet.mismatch.collect import rollouts_of
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import FORMULAS, Spec, micro_batches, predicting_rows
@@ -288,24 +287,10 @@ MOST = {"bfloat16": 1.5, "float32": 3.0}
 
 @pytest.mark.parametrize(("name", "dtype", "device"), cases("qwen3 float32", "gemma3 bfloat16", devices=["cpu"]))
 def test_the_gradient_is_about_as_far_from_float64_as_stock_s(name: str, dtype: str, device: str) -> None:
-    """A term that is lost, or a rounding to bfloat16 in a float32 model, is far beyond the bounds (the next test)."""
+    """A term that is lost, or a rounding to bfloat16 in a float32 model, is far beyond the bounds."""
     together, worst = errors_of_stock_s(name, dtype, device)
     assert together <= MOST[dtype]
     assert worst <= 2 * MOST[dtype]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_worse_gradient_is_seen(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a row's exponentials take off is not there; in float32, sums over keys are rounded to bfloat16."""
-    sums = attention_cpu._sums
-
-    def planted(x: torch.Tensor) -> torch.Tensor:
-        return sums(x).bfloat16().float() if dtype == "float32" else sums(x) * bool((x >= 0).all())
-
-    monkeypatch.setattr(attention_cpu, "_sums", planted)
-    together, worst = errors_of_stock_s("qwen3", dtype, "cpu")
-    assert together > 5 * MOST[dtype]
-    assert worst > 10 * MOST[dtype]
 
 
 def test_packed_weights_are_refused() -> None:
