@@ -58,6 +58,7 @@ class _Variant:
     # 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where it has neither
     label: int = 0
     compared: int = 0  # finite elements
+    found: list[tuple[str, Difference]] = field(default_factory=list)  # where it differed: kind of input, difference
     certificates: dict[_Certificate, None] = field(default_factory=dict)  # of its calls
 
 
@@ -70,8 +71,6 @@ class _Member:
     call: _Witness
     failure: str = ""  # why none of its variants counts
     seconds: float = 0.0
-    first: tuple[Value, str, Difference] | None = None  # the first difference: variant, kind, difference
-    widest: Difference | None = None
     ran: set[str] = field(default_factory=set)
     replays: int = 0
     unsteady: int = 0  # replays with other bits
@@ -111,9 +110,7 @@ class _Member:
                     own = question.answer(inputs, self.call, question.whole)
             alike = own is not None and identical(question.part(own, value), tried.result)
             variant.label = max(variant.label, 1 if alike else 2)
-            found = difference(expected, tried.result)
-            self.first = self.first or (value, kind, found)
-            self.widest = max(filter(None, (self.widest, found)), key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
+            variant.found.append((kind, difference(expected, tried.result)))
         self.seconds += time.perf_counter() - began
 
     def row(self) -> Row:
@@ -122,6 +119,7 @@ class _Member:
         computed = {value: v.label for value, v in self.variants.items() if not v.failure}
         failed = {value: v.failure for value, v in self.variants.items() if v.failure}
         elements = sum(v.compared for v in self.variants.values())
+        found = [each for v in self.variants.values() for _, each in v.found]
         left, notes = [value for value, label in computed.items() if label], list[str]()
         if not computed or not (elements or left):
             status = Status.SKIPPED if computed or self.refused else Status.ERROR
@@ -131,12 +129,12 @@ class _Member:
             notes.append("the same call again gives other bits")
         if left:
             notes.append(where_it_differs(axis, list(computed), left, alike=2 not in computed.values()))
-        if self.first is not None:
-            value, kind, found = self.first
-            at = f"element {found.first_mismatch} on {kind!r} inputs, up to {found.max_ulp:,} ULP"
-            notes.append(f"first: {axis} = {value}, {at}")
-        if self.widest is not None and self.widest.nonfinite:
-            notes.append("NaN or infinity on one side only")
+            kind, first = self.variants[left[0]].found[0]
+            at = f"element {first.first_mismatch} on {kind!r} inputs, up to {first.max_ulp:,} ULP"
+            notes.append(f"first: {axis} = {left[0]}, {at}")
+        same = Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0)
+        widest = max(found, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched), default=same)
+        notes += ["NaN or infinity on one side only"] if widest.nonfinite else []
         notes += [f"{axis} = {value}: {why}" for value, why in failed.items()]
         status = Status.DIVERGENT if left or self.unsteady else Status.IDENTICAL
         if status == Status.IDENTICAL and failed and not self.refused:
@@ -149,7 +147,7 @@ class _Member:
             ran=sorted(self.ran),
             replays=self.replays,
             replays_parted=self.unsteady,
-            difference=self.widest or Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0),
+            difference=widest,
             extra=head.extra | {"elements": elements, "left_at": left},
             reason="; ".join(notes)[:1000],
             seconds=self.seconds,
@@ -168,11 +166,12 @@ class _Member:
             if v.label or self.unsteady:
                 differing |= dict.fromkeys([c for c in v.certificates if c not in good] or v.certificates, value)
         for (member, key), value in differing.items():
-            evidence = f"{about}, {axis}={value}: other bits than the anchor's"
-            if self.first is not None and self.first[0] == value:
-                evidence += f" on {self.first[1]}, first at {self.first[2].first_mismatch}"
-            again = f"{about}: the same call again gave other bits"
-            kept.record(member, key, False, again if self.unsteady else evidence)
+            evidence = f"{about}: the same call again gave other bits"
+            if not self.unsteady:
+                kind, found = self.variants[value].found[0]
+                evidence = f"{about}, {axis}={value}, {kind}: {found.mismatched} of {found.compared} elements differ, "
+                evidence += f"first at {found.first_mismatch}"
+            kept.record(member, key, False, evidence)
         for (member, key), value in good.items():
             compared = self.variants[value].compared
             if compared and (member, key) not in differing:

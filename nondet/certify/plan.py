@@ -200,10 +200,10 @@ def plan(wish: Wish) -> list[Assignment]:
     if wish.impls and not wish.operators and wish.cls is None:
         raise UserError("--impl without an operator", "Name the one whose signature it has, as in `certify linear`.")
     every, names = class_operators(wish.device), [name.replace("-", "_") for name in wish.operators]
-    for name, asked in zip(names, wish.operators, strict=True):
+    for name, written in zip(names, wish.operators, strict=True):
         if name not in every:
             listed = [*(op.replace("_", "-") for op in every), "all"]
-            raise UnknownNameError(f"operator with a numerics class on {wish.device}", asked, listed)
+            raise UnknownNameError(f"operator with a numerics class on {wish.device}", written, listed)
     if not names:
         names = [op for op in every if wish.cls in (None, *(c.name for c in classes_for(op, wish.device)))]
         names = names or every[:1]  # an unknown or foreign class: refused below
