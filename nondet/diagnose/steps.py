@@ -194,18 +194,11 @@ def try_axis(
             found[trial.name] = [first_difference(target, o) for o in session.outcomes if o.request.target]
     every = [pair for pairs in found.values() for pair in pairs]
     differing = [name for name, pairs in found.items() if any(logprob is not None for _, logprob in pairs)]
-    note = "" if axis.trials else "the prompt is too short for this"
-    return AxisTried(
-        axis=axis.name,
-        impl=impl,
-        held=axis.held,
-        values=list(found)[::-1],
-        parted=differing[::-1],
-        tried=len(every),
-        traces=sum(logprob is not None for _, logprob in every),
-        tokens=sum(token is not None for token, _ in every),
-        note=f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else note,
-    )
+    note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
+    note = note if axis.trials else "the prompt is too short for this"
+    tokens, traces = (sum(pair[i] is not None for pair in every) for i in (0, 1))
+    counts: dict[str, Any] = {"tried": len(every), "traces": traces, "tokens": tokens, "parted": differing[::-1]}
+    return AxisTried(axis=axis.name, impl=impl, held=axis.held, values=list(found)[::-1], note=note, **counts)
 
 
 def _session(engine: Engine, arm: Arm) -> Session:

@@ -161,7 +161,6 @@ SOUND: dict[str, Callable[[int], Pair]] = {
 @pytest.mark.parametrize(("name", "seed"), tiers(SOUND, ("padded on the left",)))
 def test_what_is_sound_has_no_cause_named(name: str, seed: int) -> None:
     pair = SOUND[name](seed)
-    assert pair.figures is not None
     assert pair.figures.differ > 0  # other kernels, so that there is something to explain
     assert pair.named is None, pair.named
     assert pair.off == []

@@ -117,7 +117,6 @@ def pair(
 
     trainer, sampler = score(model, texts, spec, fault, formula=formula), np.concatenate([r.sampler for r in texts])
     seen = judged(model, texts, sampler, trainer)
-    assert seen.figures is not None
     assert seen.figures.differ > 0  # other orders of addition, so that there is something to explain
     return seen
 
@@ -160,7 +159,6 @@ def test_what_both_sides_do_is_no_mismatch(name: str) -> None:
     """Every one at a temperature other than 1 was "unexplained": other weights look so."""
     seen = pair(**SOUND[name])
     assert (seen.named, seen.off) == (None, [])
-    assert seen.floor is not None
     settled = SOUND[name].get("heat", 1.0) != 1 and not SOUND[name].get("raw")
     assert "tokens" in SOUND[name] or ("at temperature" in seen.floor.wide) == settled
 
@@ -194,7 +192,6 @@ def test_what_one_side_does_is_named(name: str) -> None:
     """In float32 none was, since the fit was coarser than rounding there; at a temperature other causes hid."""
     given, wanted = PLANTED[name]
     named = pair(**given).named
-    assert named is not None
     assert (named.cause, named.side) == wanted[:2]
     if wanted[2][0].isdigit():
         assert [*map(float, named.fitted.split(", "))] == pytest.approx([*map(float, wanted[2].split(", "))], rel=5e-3)
