@@ -179,12 +179,8 @@ def predicting_rows(
         tokens += [text[i] for i in drawn]
     inputs = {"input_ids": ids, "position_ids": positions}
     if not packed:
-        inputs["attention_mask"] = mask
-        if not fault.mask:
-            inputs |= {
-                "attention_mask": torch.ones_like(mask),
-                "position_ids": torch.arange(width)[None].expand_as(ids),
-            }
+        inputs["attention_mask"] = mask if fault.mask else torch.ones_like(mask)
+        inputs["position_ids"] = positions if fault.mask else torch.arange(width)[None].expand_as(ids)
     device = _device(model)
     logits = _forward(model, {name: x.to(device) for name, x in inputs.items()}, spec.head)
     # index_select, because its gradient is added in the order of the rows
@@ -212,20 +208,18 @@ def _forward(model: Any, inputs: dict[str, torch.Tensor], head: str) -> torch.Te
 @contextmanager
 def weights_changed(model: Any, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
     """The model with other weights, by name and value (None: unchanged); its own are put back at the end."""
-    kept = {}
+    own = {}
     try:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                other = change(name, parameter)
-                if other is not None:
-                    kept[name] = parameter.detach().clone()
+                if (other := change(name, parameter)) is not None:
+                    own[parameter] = parameter.detach().clone()
                     parameter.copy_(other)
         yield
     finally:
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in kept:
-                    parameter.copy_(kept[name])
+            for parameter, value in own.items():
+                parameter.copy_(value)
 
 
 def rounded_to_fp8(_name: str, weight: torch.Tensor, scale: str) -> torch.Tensor | None:
@@ -234,10 +228,7 @@ def rounded_to_fp8(_name: str, weight: torch.Tensor, scale: str) -> torch.Tensor
         return None
     exact = weight.detach().float()
     if scale == "block":
-        rows, columns = (-(-n // _BLOCK) for n in exact.shape)
-        square = torch.zeros((rows * _BLOCK, columns * _BLOCK), device=exact.device)
-        square[: exact.shape[0], : exact.shape[1]] = exact.abs()
-        most = square.view(rows, _BLOCK, columns, _BLOCK).amax((1, 3))
+        most = torch.nn.functional.max_pool2d(exact.abs()[None], _BLOCK, ceil_mode=True)[0]
         most = most.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: exact.shape[0], : exact.shape[1]]
     else:
         most = exact.abs().amax(1, keepdim=True) if scale == "row" else exact.abs().amax()
