@@ -121,13 +121,8 @@ class RequestAxis(NamedTuple):
 def make_axes(
     load: Load, prompt: Sequence[int], completion: Sequence[int], context: int, seed: int = 0
 ) -> list[RequestAxis]:
-    """The axes for a prompt.
-
-    Args:
-        load: Gives the page size; the other limits are wide enough to chunk nothing by accident.
-        completion: The solo completion of the prompt: it makes a short prompt longer.
-        context: Number of positions of the model.
-    """
+    """The axes for a prompt, which its solo completion makes longer where it is short, under limits that are too wide
+    to chunk anything by accident. `load` gives the page size, `context` is the model's number of positions."""
     long, lengths = long_prompt(prompt, completion, context), [n for n in _LENGTHS if n < context]
     far = tuple(islice(cycle((*prompt, *completion)), max(len(long), min(_FAR, context - _NEW))))
     budget = max(_BATCHES) * len(prompt) + max([len(far), *lengths]) + max(_BATCHES) + _BESIDE * len(long)
@@ -392,9 +387,7 @@ class Diagnoser:
         return self._kept[number]
 
     def _session(self, number: int | None) -> Session:
-        target = next(r for r in self.plan.rounds[0] if r.target)
-        requests = [replace(target, arrival_step=0)] if number is None else self.plan.rounds[number]
-        return _session(self.engine, self._arm("", requests))
+        return _session(self.engine, self._arm(number))
 
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
         """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
@@ -405,16 +398,20 @@ class Diagnoser:
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
         rounds = verdict.differing_rounds(so_far, STOCK, _solo(so_far))
         if rounds or steps_of(so_far)["run"].outcome == "no":
-            loaded = self._arm("in company", self.plan.rounds[(rounds or [0])[0]])
-            return self._arm("alone", [r for r in loaded.requests if r.id == loaded.request]), loaded
+            loaded = self._arm((rounds or [0])[0], "in company")
+            own = [r for r in loaded.requests if r.id == loaded.request]
+            return replace(loaded, name="alone", requests=own), loaded
         record = next(a for a in so_far.axes if a.traces)
         axis = next(a for a in self._all_axes if a.name == record.axis)
         trial = next(t for t in axis.trials if t.name == record.parted[0])
         return replace(axis.reference, name="alone"), replace(trial, name=f"{axis.name}: {trial.name}")
 
-    def _arm(self, name: str, requests: Sequence[Request]) -> Arm:
+    def _arm(self, number: int | None, name: str = "") -> Arm:
+        """That round, or the solo request."""
+        requests = self.plan.rounds[number or 0]
         target = next(r for r in requests if r.target)
-        return Arm(name, target.id, tuple(requests), self.plan.load, self.seed)
+        requests = (replace(target, arrival_step=0),) if number is None else requests
+        return Arm(name, target.id, requests, self.plan.load, self.seed)
 
     def _so_far(self) -> Run:
         return read_run(self.writer.path, allow_truncated=True)

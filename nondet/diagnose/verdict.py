@@ -36,10 +36,8 @@ def run_step(run: Run, impl: str, solo: Sequence[str]) -> Step:
         failed = next((r.reason for r in run.rows if r.impl == impl and r.varied == "run"), "it was not repeated")
         return Step(name="run", outcome="unknown", sentence=f"the first round could not be compared: {failed}")
     outcome = "no" if traces > 1 or any(row.differs for row in rows) else "yes"
-    sentence = (
-        f"the prompt solo, {len(solo)} times: {plural(traces, 'trace')}; the first round, twice: {repeated(rows)}"
-    )
-    return Step(name="run", outcome=outcome, sentence=sentence)
+    alone = f"the prompt solo, {len(solo)} times: {plural(traces, 'trace')}"
+    return Step(name="run", outcome=outcome, sentence=f"{alone}; the first round, again: {repeated(rows)}")
 
 
 def batch_step(run: Run, impl: str, solo: Mapping[str, str]) -> Step:
@@ -83,19 +81,16 @@ def cure_step(run: Run, impl: str, solo: str) -> Step:
         (lost, f"{plural(lost, 'completion')} hold NaN or infinite logprobs"),
         (True, f"run again: {repeated(rows)}"),
     )
-    outcome, sentence = (
-        "no" if diverged else "yes" if cured else "unknown",
-        "; ".join(part for said, part in parts if said),
-    )
-    return Step(name="cure", outcome=outcome, sentence=sentence, figures={"rounds": rounds, "traces": len(traces)})
+    outcome = "no" if diverged else "yes" if cured else "unknown"
+    figures: dict[str, float] = {"rounds": rounds, "traces": len(traces)}
+    return Step(name="cure", outcome=outcome, sentence="; ".join(p for said, p in parts if said), figures=figures)
 
 
 def axes_step(run: Run, impl: str) -> Step:
     """Which properties of the batch change the bits by themselves, and which do not."""
-    axes = [
-        (a, f"{axis_title(a.axis)} ({a.traces} of {a.tried} traces)") for a in run.axes if a.impl == impl and a.tried
-    ]
-    differing, clean = (", ".join(text for a, text in axes if bool(a.traces) == differs) for differs in (True, False))
+    tried = [a for a in run.axes if a.impl == impl and a.tried]
+    named = [(f"{axis_title(a.axis)} ({a.traces} of {a.tried} traces)", a.traces > 0) for a in tried]
+    differing, clean = (", ".join(name for name, differs in named if differs == which) for which in (True, False))
     said = [f"changing only one property changes the logprobs: {differing}"] if differing else []
     said += [f"no difference seen from changing {clean}"] if clean else []
     outcome = "yes" if differing else "no" if clean else "unknown"
@@ -215,14 +210,13 @@ def conclude(run: Run) -> Diagnosis:
     if families and finding != Finding.RUN_TO_RUN:  # what changes by itself may be equal in one pair
         named = f"Replacing {' and '.join(families.split('+'))} by the invariant implementation"
         cure = f"{named} removes the divergence of the pair traced. {cure}".strip()
-    costs = {"yes": cost} | ({"skipped": f"not measured: {cost}"} if answer in ("yes", "unknown") else {})
     return Diagnosis(
         finding=finding,
         whether=whether,
         where="" if finding == Finding.CLEAN or axes.outcome == "unknown" else in_sentences(axes.sentence),
         why=in_sentences(*_why(run, finding)),
         cure=cure,
-        cost=in_sentences(costs.get(step["cost"].outcome, "")),
+        cost=in_sentences(cost) if step["cost"].outcome == "yes" else "",
         limits=list(map(in_sentences, _limits(run, step))),
     )
 
@@ -263,10 +257,8 @@ def _limits(run: Run, step: Mapping[str, Step]) -> list[str]:
     lines += [f"{axis_title(a.axis)}: {a.note}" for a in run.axes if a.note]
     lines += [s.facts["less"] for s in run.steps if s.facts.get("less")]
     lines += [f"{QUESTIONS[name]} The run ended before it" for name in QUESTIONS if not step[name].outcome]
-    return [
-        *lines,
-        "This covers one prompt, one load, one machine and these versions: other sizes may use other kernels",
-    ]
+    lines.append("This covers one prompt, one load, one machine and these versions: other sizes may use other kernels")
+    return lines
 
 
 def in_sentences(*parts: str) -> str:
