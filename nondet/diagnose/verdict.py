@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from nondet.core.records import Completion, Culprit, Diagnosis, Replay, Role, Run, Step, TraceVerdict, role_of
 from nondet.core.statistics import one_sided_bound, percent, percent_range, round_interval
 from nondet.verdict.findings import Effect, Finding, change_of, plural, successful
-from nondet.verdict.samples import repeated, replays
+from nondet.verdict.samples import repetition, replays
+from nondet.verdict.wording import words
 
 NOT_GREEDY, DEFECT, UNKNOWN = "not greedy", "a defect", "unknown"
 
@@ -37,7 +38,7 @@ def run_step(run: Run, impl: str, solo: Sequence[str]) -> Step:
         return Step(name="run", outcome="unknown", sentence=f"the first round could not be compared: {failed}")
     outcome = "no" if traces > 1 or any(row.differs for row in rows) else "yes"
     alone = f"the prompt solo, {len(solo)} times: {plural(traces, 'trace')}"
-    return Step(name="run", outcome=outcome, sentence=f"{alone}; the first round, again: {repeated(rows)}")
+    return Step(name="run", outcome=outcome, sentence=f"{alone}; the first round, again: {words(repetition(rows))}")
 
 
 def batch_step(run: Run, impl: str, solo: Mapping[str, str]) -> Step:
@@ -79,7 +80,7 @@ def cure_step(run: Run, impl: str, solo: str) -> Step:
         (axes, f"on the axes where stock differs, {differ} of {tried} completions differ from the solo run"),
         (failed, f"{plural(failed, 'completion')} failed"),
         (lost, f"{plural(lost, 'completion')} hold NaN or infinite logprobs"),
-        (True, f"run again: {repeated(rows)}"),
+        (True, f"run again: {words(repetition(rows))}"),
     )
     outcome = "no" if diverged else "yes" if cured else "unknown"
     figures: dict[str, float] = {"rounds": rounds, "traces": len(traces)}
