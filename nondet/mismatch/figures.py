@@ -36,7 +36,6 @@ class Bin(NamedTuple):
     tokens: int
     k3: float
     mean_abs: float
-    max_abs: float
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,8 @@ class Figures:
         for i in range(len(ends) - 1):
             mine = chosen == i
             if mine.any():
-                terms, size = self.terms[mine], np.abs(self.distance[mine])
-                mean, most = float(size.mean()), float(size.max())
-                found.append(Bin(ends[i], ends[i + 1], int(mine.sum()), float(terms.mean()), mean, most))
+                k3, mean = float(self.terms[mine].mean()), float(np.abs(self.distance[mine]).mean())
+                found.append(Bin(ends[i], ends[i + 1], int(mine.sum()), k3, mean))
         return found
 
 
