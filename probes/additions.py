@@ -142,7 +142,7 @@ class FloatSum(Probe):
             return None
         return torch.tensor(math.fsum(inputs["x"].tolist()), dtype=torch.float64, device=inputs["x"].device)
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
         """The number of sums and their range; for tensors, each order's sum with math.fsum's."""
         sums = sorted(map(float, results))
         said: dict[str, Any] = {"distinct_sums": len(set(sums)), "smallest": sums[0], "largest": sums[-1]}

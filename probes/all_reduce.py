@@ -104,7 +104,7 @@ class AllReduce(Probe):
         """The row in float64, added from the ranks' numbers as drawn on the CPU or the GPU."""
         return reference(inputs).cpu()
 
-    def extra(self, case: Case, inputs: Message, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Message, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
         """The ranks, and the variables that were set for them."""
         backend = "nccl" if inputs.device == "cuda" else "gloo"
         return {"ranks": inputs.world, "backend": backend, "environment": dict(inputs.environment)}

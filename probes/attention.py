@@ -176,11 +176,10 @@ class Attention(Probe):
             for value in case.data["values"]:
                 yield Trial(value, partial(by_value[case.varied], value))
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
         """Which positions differ between prefill and decode, for any request."""
-        positions = case.data.get("positions", ())
-        if not positions:
-            return super().extra(case, inputs, results)  # noqa: S610 - not Django's
+        if not (positions := case.data.get("positions")):
+            return {}
         alike = torch.ones(len(positions), dtype=torch.bool, device=results[0].device)
         for result in results[1:]:
             alike &= same(results[0], result).transpose(0, 2).flatten(1).all(-1)

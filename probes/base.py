@@ -132,10 +132,9 @@ class Probe:
         result = self.join(case, chosen.compute())
         return result[0] if chosen.many else result
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The probe's own findings about the distinct results (representatives, by class), as JSON-able data. Here: the
-        layer's name, where it has one."""
-        return {"layer": case.data["layer"]} if case.data.get("layer") else {}
+    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
+        """The probe's own findings about the distinct results (one of each class), as JSON-able data; optional."""
+        return {}
 
 
 def _widened(x: Any) -> Any:

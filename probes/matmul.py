@@ -55,11 +55,8 @@ def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
     return result.index_select(0, torch.stack([torch.zeros_like(odd), odd]))
 
 
-# Products in batches, as a trace saw them.
-
-
 def _batched_cases(options: Options) -> Iterable[Case]:
-    """The sizes of a trace, for each kind of input; and a single product of each size."""
+    """Products in batches of the sizes of a trace, for each kind of input; and a single product of each size."""
     K, N = options.k or 1, options.n or 1
     B, M = max(batch for _, batch in options.met), max(rows for rows, _ in options.met)
     sizes = sorted({(rows, b) for rows, batch in options.met for b in (1, batch)})
@@ -72,22 +69,14 @@ def _batched_cases(options: Options) -> Iterable[Case]:
             yield Case(title, "matmul", shape, dtype, "batch_size", kind, data={"batched": sizes})
 
 
-def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
-    B, M, K, N = (case.shape[axis] for axis in "BMKN")
-    a, b = product_operands(case.inputs, (B * M, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
-    b *= weight_scale(K)
-    return {"a": a.view(B, M, K), "b": b.view(B, N, K).mT.contiguous()}
-
-
-def _batched_trials(case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
+def _batched_trials(sizes: Sequence[tuple[int, int]], inputs: Any, operator: Operator) -> Iterator[Trial]:
     """The first product's first rows, as many as all sizes have, in calls of each size."""
-    a, b = inputs["a"], inputs["b"]
-    shared = min(rows for rows, _ in case.data["batched"])
+    shared = min(rows for rows, _ in sizes)
 
     def first(rows: int, batch: int) -> torch.Tensor:
-        return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
+        return operator(inputs["a"][:batch, :rows].contiguous(), inputs["b"][:batch])[0, :shared]
 
-    for rows, batch in case.data["batched"]:
+    for rows, batch in sizes:
         value = f"{batch} product{'s' if batch > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
         yield Trial(value, partial(first, rows, batch))
 
@@ -143,9 +132,6 @@ class Matmul(Probe):
     name = "matmul"
     answers = EXACT
 
-    def __init__(self) -> None:
-        self._operator: Operator | None = None
-
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other cases; one layer is drawn from the seed."""
         if options.map or any(batch for _, batch in options.met):
@@ -180,16 +166,16 @@ class Matmul(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
-        if "batched" in case.data:
-            return _batched_operands(case, device, seed)
-        M, K, N = (case.shape[axis] for axis in "MKN")
+        (M, K, N), B = (case.shape[axis] for axis in "MKN"), case.shape.get("B", 1)
         if case.inputs == "linspace":
             a, b = (torch.linspace(-1000, 1000, n * 4096, device=device).view(n, 4096) for n in (2048, 4096))
             return {"x": a[:M], "w": b[:, :N].contiguous(), "bias": None}
         rows = {"position": _ROWS_PER_POSITION, "batch_size": max(M, _ROWS)}.get(case.varied, M)
-        rows = 1 if "map" in case.data else rows
-        x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
+        rows = 1 if "map" in case.data else B * M if "batched" in case.data else rows
+        x, w = product_operands(case.inputs, (rows, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
         w *= weight_scale(K)
+        if "batched" in case.data:
+            return {"a": x.view(B, M, K), "b": w.view(B, N, K).mT.contiguous()}
         layout, bias = case.data["layout"], None
         if layout == "bias":
             kind = "integers" if case.inputs in EXACT else "bell"
@@ -205,16 +191,12 @@ class Matmul(Probe):
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every position; or the whole product at other times."""
         if "batched" in case.data:
-            yield from _batched_trials(case, inputs, operator)
+            yield from _batched_trials(case.data["batched"], inputs, operator)
             return
-        x, w, bias = inputs["x"], inputs["w"], inputs["bias"]
-        more = () if bias is None else (bias,)
+        x, w = inputs["x"], inputs["w"]
+        more = () if inputs["bias"] is None else (inputs["bias"],)
         if more:
-            base.require_arguments(operator, x, w, bias)
-        self._operator = operator
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            return operator(x, w, *more)
+            base.require_arguments(operator, x, w, *more)
 
         if case.data.get("anew"):
             for i, what in enumerate(("one row", "many rows")):
@@ -224,23 +206,21 @@ class Matmul(Probe):
             for M in case.data["values"]:
                 yield Trial(M, partial(whole, x[:M], w))
         else:
-            compute = partial(_in_layout, product, case.data["layout"])
+            compute = partial(_in_layout, lambda x: operator(x, w, *more), case.data["layout"])
             yield from base.batch_trials(case, compute, x, _ROWS, partial(_call, inputs), operator)
 
     def join(self, case: Case, parts: Any) -> torch.Tensor:
         """For a map, two rows that represent all rows of a call."""
         return _first_and_odd(parts) if "map" in case.data else super().join(case, parts)
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
         """Where classes change over M, and the reduction tree of row 0 in each, if the case has it."""
-        said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
         if "map" in case.data:
             odd = [i for i, (first, other) in enumerate(results) if not identical(first, other)]
-            return said | {"map": {"axis": case.data["map"], "unequal": odd}}
-        if len(results) < 2 or not case.data.get("trees") or self._operator is None:
-            return said
-        x, w, most = inputs["x"], inputs["w"], case.data["trees"]
-        return said | trees_of_product(self._operator, x, w, case.data["values"], results, most)
+            return {"map": {"axis": case.data["map"], "unequal": odd}}
+        if len(results) < 2 or not (most := case.data.get("trees")):
+            return {}
+        return trees_of_product(operator, inputs["x"], inputs["w"], case.data["values"], results, most)
 
 
 def _batch_sizes(options: Options, kind: str, largest: int, *, all_cases: bool, hard: bool, chosen: bool) -> list[int]:

@@ -577,9 +577,6 @@ class ReductionOrder(Probe):
 
     name = "reduction-order"
 
-    def __init__(self) -> None:
-        self._operators: dict[str, Operator] = {}
-
     def cases(self, options: Options) -> Iterable[Case]:
         """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
         expert; the values of attention; a sum over ranks. Among all probes a sum of the first width."""
@@ -610,7 +607,6 @@ class ReductionOrder(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """Row 0 in batches of M; for attention the last query of M."""
-        self._operators[case.operator] = operator
         result_at, _ = _form(case, operator, inputs)
         for M in case.data["values"]:
             yield Trial(M, partial(result_at, M))
@@ -621,9 +617,9 @@ class ReductionOrder(Probe):
             return torch.tensor(inputs["message"].terms, dtype=torch.float64).sum(1).repeat(2)[None]
         return super().reference(case, inputs)
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
         """The tree of each class, at the first M that has it, and how the trees differ."""
-        result_at, sums_at = _form(case, self._operators[case.operator], inputs)
+        result_at, sums_at = _form(case, operator, inputs)
         sizes = _firsts(result_at, case.data["values"], results)
         measured = [(M, one) for M in sizes[:_CLASSES] for one in sums_at(M)]
         return trees_of([one for _, one in measured], [M for M, _ in measured] + sizes[_CLASSES:])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from nondet.core.registry import (
 )
 from nondet.core.watch import Answers, Watch
 from nondet.errors import MisfitError, UserError, WrongResultError
-from nondet.probes.base import Case, Options, Probe, checked, fitted
+from nondet.probes.base import Case, Operator, Options, Probe, checked, fitted
 from nondet.probes.pointwise import OPERATORS
 
 # torch's name of an operator -> the probe that tests it.
@@ -43,8 +43,7 @@ _PROBES: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Met:
+class Met(NamedTuple):
     """A culprit as a probe can test it."""
 
     probe: str
@@ -55,21 +54,14 @@ class Met:
     # `k`, `n`: sizes of the operator's axes; config: heads, where it has any
     k: int | None = None
     n: int | None = None
-    config: dict[str, int] = field(default_factory=dict)
+    config: Mapping[str, int] = {}
     operator: str = ""  # which of the probe's, where it tests several
 
     def options(self, options: Options) -> Options:
         """The options with these sizes; the user's own stay."""
-        return replace(
-            options,
-            k=self.k if options.k is None else options.k,
-            n=self.n if options.n is None else options.n,
-            config=options.config or self.config,
-            dtypes=options.dtypes or (self.dtype,),
-            met=self.shapes,
-            own=self.own,
-            operator=self.operator,
-        )
+        sizes = {"k": self.k, "n": self.n, "config": self.config, "dtypes": (self.dtype,)}
+        left = {name: size for name, size in sizes.items() if getattr(options, name) in (None, {})}
+        return replace(options, met=self.shapes, own=self.own, operator=self.operator, **left)
 
 
 def met_in(run: Run) -> Met:
@@ -82,10 +74,7 @@ def met_in(run: Run) -> Met:
             f"{run.source or 'the run'} names no operator that differs: {what}", "Give one of `nondet trace`."
         )
     name = culprit.call.removeprefix("Tensor.").removeprefix("_")
-    probe = "rms-norm" if name.endswith("RMSNorm") else "pointwise" if name in OPERATORS else _PROBES.get(name)
-    shapes = [{place: size for place, size in arm.items() if size} for arm in culprit.shapes]
-    dtype = str(run.header.plan.get("dtype", "bfloat16"))
-    met = None if probe is None or len(shapes) != 2 else _met(probe, name, culprit, shapes, dtype)
+    met = _met(name, culprit, str(run.header.plan.get("dtype", "bfloat16")))
     if met is None:
         raise UserError(
             f"no probe tests `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}",
@@ -96,48 +85,45 @@ def met_in(run: Run) -> Met:
     return met
 
 
-def _met(probe: str, name: str, culprit: Culprit, shapes: list[dict[str, list[int]]], dtype: str) -> Met | None:
+def _met(name: str, culprit: Culprit, dtype: str) -> Met | None:
+    """None: no probe tests the operator, or not at these shapes."""
+    probe = "rms-norm" if name.endswith("RMSNorm") else "pointwise" if name in OPERATORS else _PROBES.get(name)
+    arms = [{argument: shape for argument, shape in arm.items() if shape} for arm in culprit.shapes]
+    if probe is None or len(arms) != 2:
+        return None
+
+    def of(*arguments: str) -> list[list[int]]:
+        """The shape in either arm of the first of these arguments that it has."""
+        return [next((arm[argument] for argument in arguments if argument in arm), []) for arm in arms]
+
+    left, right = (of("1"), of("2")) if name == "addmm" else (of("0"), of("1"))
     if probe == "attention":
-        query, key = ("0", "1") if "1" in shapes[0] else ("query", "keys")
-        sizes = [(arm.get(query, []), arm.get(key, arm.get("key", []))) for arm in shapes]
-        if any(len(q) != 4 or len(k) != 4 for q, k in sizes):
+        left, right = (left, right) if right[0] else (of("query"), of("keys", "key"))
+        if any(len(shape) != 4 for shape in (*left, *right)):
             return None
-        (q, k), _ = sizes
-        return Met(
-            probe,
-            tuple((arm_q[2], arm_k[2]) for arm_q, arm_k in sizes),
-            dtype,
-            own=min(culprit.position + 1, *(arm_k[2] for _, arm_k in sizes)),
-            config={"heads": q[1], "kv_heads": k[1], "head_dim": q[3]},
-        )
+        heads = {"heads": left[0][1], "kv_heads": right[0][1], "head_dim": left[0][3]}
+        seen = min(culprit.position + 1, *(keys[2] for keys in right))
+        sizes = tuple((q[2], keys[2]) for q, keys in zip(left, right, strict=True))
+        return Met(probe, sizes, dtype, seen, config=heads)
     if probe == "pointwise":
-        counts = tuple((prod(arm.get("0", [])), 0) for arm in shapes)
-        return Met(probe, counts, dtype, k=max(count for count, _ in counts), operator=name)
-    rows = [arm.get("1" if name == "addmm" else "0", []) for arm in shapes]
-    if name == "bmm" or (name == "matmul" and all(len(arm.get("1", [])) > 2 for arm in shapes)):
-        return _batched(rows, [arm.get("1", []) for arm in shapes], dtype)
-    if any(len(shape) < 2 for shape in rows):
-        return None
-    counts = tuple((prod(shape[:-1]), 0) for shape in rows)
-    if probe == "grouped-matmul":
-        weights = shapes[0].get("1", [])
-        if len(weights) != 3:
+        counts = [prod(shape) for shape in left]
+        return Met(probe, tuple((count, 0) for count in counts), dtype, k=max(counts), operator=name)
+    if name == "bmm" or (name == "matmul" and all(len(shape) > 2 for shape in right)):
+        # where depth or width follows the batch, they are not one case
+        depths = {(a[-1], b[-1]) for a, b in zip(left, right, strict=True) if len(a) > 2 and a[:-2] == b[:-2]}
+        if len(depths) != 1 or any(len(shape) < 3 for shape in left):
             return None
-        return Met(probe, counts, dtype, k=weights[1], n=weights[2], config={"experts": weights[0]})
-    if probe != "matmul":
-        return Met(probe, counts, dtype, k=rows[0][-1])
-    out = shapes[0].get("out", [])
-    weight = shapes[0].get("2" if name == "addmm" else "1", [])
-    return Met(probe, counts, dtype, k=rows[0][-1], n=out[-1]) if len(weight) == 2 and out else None
-
-
-def _batched(left: list[list[int]], right: list[list[int]], dtype: str) -> Met | None:
-    """Products in batches; None where their depth or width follows the batch: then they are not one case."""
-    sizes = {(a[-1], b[-1]) for a, b in zip(left, right, strict=True) if len(a) > 2 and a[:-2] == b[:-2]}
-    if len(sizes) != 1 or any(len(a) < 3 for a in left):
+        return Met(probe, tuple((a[-2], prod(a[:-2])) for a in left), dtype, 0, *depths.pop())
+    if any(len(shape) < 2 for shape in left):
         return None
-    ((k, n),) = sizes
-    return Met("matmul", tuple((a[-2], prod(a[:-2])) for a in left), dtype, k=k, n=n)
+    rows, k = tuple((prod(shape[:-1]), 0) for shape in left), left[0][-1]
+    if probe == "grouped-matmul":
+        experts, *weight = right[0] or [0]
+        return Met(probe, rows, dtype, 0, *weight, config={"experts": experts}) if len(weight) == 2 else None
+    if probe != "matmul":
+        return Met(probe, rows, dtype, k=k)
+    out = of("out")[0]
+    return Met(probe, rows, dtype, k=k, n=out[-1]) if len(right[0]) == 2 and out else None
 
 
 @dataclass
@@ -294,13 +280,16 @@ def _prepare(job: Job, seed: int) -> _Prepared:
     return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
 
 
-def _extra(job: Job, prepared: _Prepared, results: list[torch.Tensor]) -> dict[str, Any]:
-    """The probe's findings; whether every class is the known answer, rounded once, where the case has one."""
-    said = job.probe.extra(job.case, prepared.inputs, results)  # noqa: S610 - not Django's
-    answer = prepared.reference
-    if answer is not None and job.case.inputs in job.probe.answers and job.case.exact is not False:
+def _findings(job: Job, prepared: _Prepared, operator: Operator, results: list[torch.Tensor]) -> dict[str, Any]:
+    """The layer's name, and the probe's findings; whether every class is the known answer, rounded once, where the case
+    has one."""
+    case, answer = job.case, prepared.reference
+    named = {"layer": case.data.get("layer"), "judged_as": job.note}
+    said = {name: text for name, text in named.items() if text}
+    said |= job.probe.findings(case, prepared.inputs, results, operator)
+    if answer is not None and case.inputs in job.probe.answers and case.exact is not False:
         said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)
-    return said | ({"judged_as": job.note} if job.note else {})
+    return said
 
 
 def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) -> Row:
@@ -329,7 +318,7 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
             warm=job.device == "cuda" and bool(head.claims_invariance),
             enough=case.data.get("enough", 0),
             reference=prepared.reference,
-            extra=partial(_extra, job, prepared),
+            extra=partial(_findings, job, prepared, operator),
             started=started,
         )
     changed = written_to(prepared.written, inputs)

@@ -119,21 +119,18 @@ class ScaledMatmul(Probe):
         """As for any operator; None for the quantization itself, since any scale is right."""
         return None if case.operator == "quantize" else super().reference(case, inputs)
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
         """What the classes are: orders that are known by their bits; a scale that others decided."""
-        said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
+        first, *others = results
         if case.operator == "quantize":
-            width = case.shape["K"]
-            apart = [r for r in results if not identical(r, results[0])]
-            if apart and not any(identical(r[:, width:], results[0][:, width:]) for r in apart):
-                said["note"] = _MEANING
-            return said
-        if case.operator == "scaled_matmul" and case.varied == "batch_size" and case.inputs in ORDER and results[1:]:
-            said["orders"] = [_order_of(result, case, inputs) for result in results]
-            if any(said["orders"]):
-                known = [name or "none of the orders tried" for name in said["orders"]]
-                said["note"] = "; ".join(f"class {i + 1}: {name}" for i, name in enumerate(known))
-        return said
+            scales = slice(case.shape["K"], None)  # they come after the numbers of a row
+            same = any(identical(r[:, scales], first[:, scales]) for r in others)
+            return {"note": _MEANING} if others and not same else {}
+        if not others or (case.operator, case.varied) != ("scaled_matmul", "batch_size") or case.inputs not in ORDER:
+            return {}
+        orders = [_order_of(result, case, inputs) for result in results]
+        known = [f"class {i}: {name or 'none of the orders tried'}" for i, name in enumerate(orders, 1)]
+        return {"orders": orders} | ({"note": "; ".join(known)} if any(orders) else {})
 
 
 def _products(

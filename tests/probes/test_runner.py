@@ -61,7 +61,7 @@ class _Toy(Probe):
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         return self.oracle
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Any) -> dict[str, Any]:
         return {"classes": len(results)}
 
 
