@@ -36,8 +36,6 @@ from nondet.probes.base import (
     element_bytes,
     kinds,
     require_memory,
-    runs,
-    size,
     weight_scale,
 )  # fmt: skip
 
@@ -94,7 +92,7 @@ class FloatSum(Probe):
 
         for how in _PYTHON_SUMS:
             yield case(f"{_SHUFFLES:,} shuffles of 8 numbers, {how}", 8, "float64", "post", "python", how=how)
-        length = size("--k", options.k, _DEFAULT_LENGTH)
+        length = options.k or _DEFAULT_LENGTH
         require_memory(options.device, length * 8 * 4 * (_TENSOR_SHUFFLES + 2), f"float-sum of K={length}")
         default = ("bell", "wide", "cancel", _EXACT) if options.device == "cpu" else ("bell", _EXACT)
         for dtype in dtypes(options, "float-sum", ("float64", "float32", "bfloat16", "float16")):
@@ -198,8 +196,8 @@ class SplitK(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each dtype and input the parts in order; by atomics they are compared with serial, and run to run."""
-        given = (("--m", options.m), ("--k", options.k), ("--n", options.n))
-        M, K, N = (size(*flag, default) for flag, default in zip(given, _SIZES[options.device], strict=True))
+        given = options.m, options.k, options.n
+        M, K, N = (size or default for size, default in zip(given, _SIZES[options.device], strict=True))
         where = f"M={M} K={K} N={N}"
 
         def case(name: str, varied: str, dtype: str, kind: str = "bell", **data: Any) -> Case:
@@ -215,7 +213,7 @@ class SplitK(Probe):
             yield case("K in 2 to 16 parts added by atomics, against serial", "split", dtype, ordered=False)
             for splits in _SPLITS if options.full else _RUN_SPLITS:
                 name = f"K in {splits} parts added by atomics, the same call again"
-                yield case(name, "run", dtype, splits=splits, runs=runs(options, _RUNS[options.device]))
+                yield case(name, "run", dtype, splits=splits, runs=options.runs or _RUNS[options.device])
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """a [M, K] and b [K, N]."""
@@ -262,8 +260,8 @@ class Atomics(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Both operators, run to run; --m is the number of sources, --n the columns of index_add."""
-        sources, columns = size("--m", options.m, _SOURCES[options.device]), size("--n", options.n, _COLUMNS)
-        again = {"runs": runs(options, _CALLS), "enough": _ENOUGH if options.runs is None else 0}
+        sources, columns = options.m or _SOURCES[options.device], options.n or _COLUMNS
+        again = {"runs": options.runs or _CALLS, "enough": _ENOUGH if options.runs is None else 0}
         for operator in ("index_add", "scatter_add"):
             shape = {"R": _ROWS, "n": sources} | ({"C": columns} if operator == "index_add" else {})
             for dtype in dtypes(options, operator, ("float32", "bfloat16")):

@@ -17,7 +17,7 @@ import torch
 
 from nondet.core.measure import Trial
 from nondet.errors import UserError
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, runs, size, sweep
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, sweep
 from nondet.ranks.group import check_ranks
 from nondet.ranks.operators import Message, reference
 
@@ -43,8 +43,8 @@ class AllReduce(Probe):
         gpus = torch.cuda.device_count() if cuda else 0
         if options.ranks is not None:
             check_ranks(options.ranks, options.device, gpus)
-        width = size("--n", options.n, size("--k", options.k, _WIDTH[options.device]))
-        largest = size("--m", options.m, _LARGEST[options.device])
+        width = options.n or options.k or _WIDTH[options.device]
+        largest = options.m or _LARGEST[options.device]
         for world in dict.fromkeys(options.ranks or _RANKS):
             missing = f"{world} ranks need {world} GPUs; there are {gpus}" if cuda and world > gpus else ""
             for dtype in dtypes(options, "all_reduce", ("bfloat16", "float32")):
@@ -72,7 +72,7 @@ class AllReduce(Probe):
         some = min(64, largest)
         places = {round(i * (some - 1) / (_PLACES - 1)) for i in range(_PLACES)}
         yield case("one row at places", "position", some, sorted(places))
-        yield case("the same call", "run", some, range(runs(options, _RUNS[options.device])))
+        yield case("the same call", "run", some, range(options.runs or _RUNS[options.device]))
         yield case("what each rank has", "rank", some, range(world))
         share = largest // world
         for operator in ("reduce_scatter", "all_gather"):

@@ -15,7 +15,7 @@ Errors are those of the first variant, compared with torch's autograd in float64
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory, size
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory
 
 # Of x [M, W], and a weight [W] and a bias [W] where there are any, which get no gradient here.
 ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -63,8 +63,8 @@ class Backward(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Rows and requests in batches, weights in micro-batches, and repeated calls; --m, --k, --n: M, W and N."""
-        K, N = size("--k", options.k, 256), size("--n", options.n, 192)
-        times = range(base.runs(options, _RUNS[options.device]))
+        K, N = options.k or 256, options.n or 192
+        times = range(options.runs or _RUNS[options.device])
         tokens = _SEQUENCE * _SEQUENCES
         for dtype in dtypes(options, "backward", ("bfloat16", "float32")):
             needed = (tokens + K) * (K + N) * (element_bytes(dtype) + 24)
@@ -100,15 +100,16 @@ class Backward(Probe):
         x, above = (make(case.inputs, (T, wide), dtype, device, rng) for wide in (K, N))
         return make("bell", at, dtype, device, rng), x, ids, above
 
-    def own(self, case: Case, impl: str) -> Operator:
+    @contextmanager
+    def own(self, case: Case, impl: str) -> Iterator[Operator]:
         """Autograd, plain or under `batch_invariant(training=True)`."""
         compute = _weight_gradient if case.operator in WEIGHTS else _gradient
         if impl == "stock":
-            return compute
+            yield compute
+            return
+        from nondet.kernels.dispatch.block import batch_invariant
 
         def run(*arguments: Any) -> torch.Tensor:
-            from nondet.kernels.dispatch.block import batch_invariant
-
             with batch_invariant(training=True) as block:
                 out = compute(*arguments)
             seen = block.coverage()
@@ -116,13 +117,8 @@ class Backward(Probe):
                 raise NotImplementedError(f"batch_invariant(training=True) leaves {'; '.join(risks)}")
             return out
 
-        return run
-
-    def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
-        """One block for all variants, because entering the first block takes longer than a variant."""
-        from nondet.kernels.dispatch.block import batch_invariant
-
-        return batch_invariant(training=True) if impl == "invariant" else nullcontext()
+        with batch_invariant(training=True):  # entering the first block takes longer than a variant
+            yield run
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The same rows in batches of M; the same sequences in micro-batches; the same call again."""
@@ -173,7 +169,7 @@ def _case(
 
 
 def _width(options: Options, name: str) -> int:
-    return size("--k", options.k, _WIDTHS[options.device][name in _LOGITS])
+    return options.k or _WIDTHS[options.device][name in _LOGITS]
 
 
 class _From(torch.autograd.Function):

@@ -32,7 +32,8 @@ from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongSh
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. None means the probe's own default list."""
+    """The options of the command line. None means the probe's own default list. Raises UserError: a size below 1, runs
+    that compare nothing, an unknown kind of input."""
 
     device: str = "cpu"  # "cpu" or "cuda"
     dtypes: tuple[str, ...] | None = None  # dtypes to test
@@ -56,6 +57,17 @@ class Options:
     operator: str = ""  # the operator in the trace, where the probe tests several
     # all probes were named at once: what others nearly show is only run if this probe is named
     one_of_all: bool = False
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        for name in ("m", "k", "n", "runs"):
+            value, least = getattr(self, name), 2 if name == "runs" else 1
+            if value is not None and value < least:
+                what = "compares nothing" if name == "runs" else "is not a size"
+                raise UserError(f"--{name} {value} {what}", f"Give {least} or more.")
+        for kind in self.inputs or ():
+            if kind not in KINDS:
+                raise UnknownNameError("kind of input", kind, KINDS)
 
 
 @dataclass(frozen=True)
@@ -106,13 +118,10 @@ class Probe:
         """The variants, with `operator` the launcher of the current implementation."""
         raise NotImplementedError
 
-    def own(self, case: Case, impl: str) -> Operator:
-        """The computation of a case whose operator is a name of the probe's own; optional."""
-        return torch.empty  # never called: the probe computes by itself
-
-    def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
-        """A block around all variants of a case; optional."""
-        return nullcontext()
+    def own(self, case: Case, impl: str) -> AbstractContextManager[Operator]:
+        """A block around all variants, with the computation of a case whose operator is a name of the probe's own;
+        optional."""
+        return nullcontext(torch.empty)  # never called: the probe computes by itself
 
     def join(self, case: Case, result: torch.Tensor) -> torch.Tensor:
         """What is compared of a variant's result; not profiled."""
@@ -142,11 +151,8 @@ def _widened(x: Any) -> Any:
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.element_size() > 1 else x
 
 
-# Checks of an operator's result: its dtype and its whole shape. A probe compares parts of results. A kernel that gives
-# 1,000 rows for 1,200, or float32 for bfloat16, would have equal bits in every part that is compared; so probes call
-# everything through `checked`.
-
-# By the signatures in nondet/kernels/reference.py. Operators that are not listed are not checked.
+# Shapes of results, by the signatures in nondet/kernels/reference.py. A probe compares parts of results: a kernel that
+# gives 1,000 rows for 1,200, or float32 for bfloat16, would have equal bits in every part, so `checked` is around all.
 _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "linear": lambda x, weight, *_: (*x.shape[:-1], weight.shape[0]),
     "grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
@@ -173,20 +179,18 @@ def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
 
 
 def checked(operator: str, call: Operator) -> Operator:
-    """`call`, with every result checked for the operator's shape and for the dtype of the first argument. Attributes
-    and signature of `call` stay visible. No data is read: it costs microseconds per call."""
-
-    expected = _SHAPES.get(operator)
+    """`call`, with every result checked for the operator's shape and for the dtype of the first argument, if the
+    operator is in `_SHAPES`. Attributes and signature of `call` stay visible. No data is read: it costs microseconds
+    per call."""
+    if operator not in _SHAPES:
+        return call
 
     @functools.wraps(call)
     def run(*arguments: Any, **keywords: Any) -> Any:
         out: Any = call(*arguments, **keywords)
-        if expected is None:
-            return out
         if not isinstance(out, torch.Tensor):
             raise WrongShapeError(f"{operator} gave a {type(out).__name__}, not a tensor")
-        shape = expected(*arguments)
-        if tuple(out.shape) != shape:
+        if tuple(out.shape) != (shape := _SHAPES[operator](*arguments)):
             raise WrongShapeError(f"{operator} gave the shape {tuple(out.shape)}, not {shape}")
         wanted = next((x for x in arguments if isinstance(x, torch.dtype)), arguments[0].dtype)
         if out.dtype != wanted:
@@ -211,19 +215,10 @@ _DENSE = 64  # a dense sweep holds every size up to here: a window of few sizes 
 _DENSE_ON_CPU = 512
 
 
-def size(flag: str, value: int | None, default: int) -> int:
-    """The size given with `flag`, or the default; a `UserError` if it is not positive."""
-    if value is not None and value < 1:
-        raise UserError(f"{flag} {value} is not a size", "Give 1 or more.")
-    return default if value is None else value
-
-
 def given_layer(options: Options) -> tuple[int, int] | None:
     """K and N of the one layer that --k and --n name; one of them gives both. None: neither was given."""
-    if options.k is None and options.n is None:
-        return None
-    K = size("--k", options.k, options.n or 0)
-    return K, size("--n", options.n, K)
+    one = options.k or options.n
+    return (one, options.n or one) if one else None
 
 
 def weight_scale(K: int) -> float:
@@ -233,14 +228,7 @@ def weight_scale(K: int) -> float:
 
 def largest_batch(options: Options, default: int) -> int:
     """Rows of the largest batch: --m or the default, and at least those of a trace."""
-    return max([size("--m", options.m, default), *(rows for rows, _ in options.met)])
-
-
-def runs(options: Options, default: int) -> int:
-    """Repetitions of a run-to-run case; a `UserError` for fewer than two, which compare nothing."""
-    if options.runs is not None and options.runs < 2:
-        raise UserError(f"--runs {options.runs} compares nothing", "Give 2 or more.")
-    return default if options.runs is None else options.runs
+    return max([options.m or default, *(rows for rows, _ in options.met)])
 
 
 def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[str, ...]:
@@ -252,10 +240,7 @@ def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[s
 
 
 def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
-    """The requested kinds of input, each once, or the default ones; an `UnknownNameError` for an unknown kind."""
-    for name in options.inputs or ():
-        if name not in KINDS:
-            raise UnknownNameError("kind of input", name, KINDS)
+    """The requested kinds of input, each once, or the default ones."""
     return tuple(dict.fromkeys(options.inputs or default))
 
 
@@ -375,7 +360,7 @@ def shared_trials(varied: str, call: Call, operator: Operator) -> Iterator[Trial
 
 
 Fill = Callable[[torch.Tensor], torch.Tensor]
-_FILLS: dict[str, Fill] = {
+_FILLS: dict[str, Fill] = {  # of other rows
     "as drawn": torch.clone,
     "zeros": torch.zeros_like,
     "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # its ordinary products are finite
@@ -393,10 +378,11 @@ _FILLS: dict[str, Fill] = {
 
 
 def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
+    among = partial(_with_neighbours, call, operator)
     for name, fill in _FILLS.items():
-        yield Trial(name, partial(_with_neighbours, call, operator, fill))
-    yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator, None))
-    yield Trial("that begin as the asked rows", partial(_with_neighbours, call, operator, None, begin=True))
+        yield Trial(name, partial(among, fill))
+    yield Trial("copies of the asked rows", partial(among, None))
+    yield Trial("that begin as the asked rows", partial(among, None, begin=True))
 
 
 def _with_neighbours(call: Call, operator: Operator, fill: Fill | None, *, begin: bool = False) -> torch.Tensor:
@@ -436,15 +422,14 @@ def _opposite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
+    def shifted(shift: int) -> torch.Tensor:
+        def of(x: torch.Tensor) -> torch.Tensor:
+            return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
+
+        return call.replaced(map(of, call.tensors)).compared(operator)
+
     for shift in _SHIFTS:
-        yield Trial(f"{shift} elements past" if shift else "aligned", partial(_shifted, call, operator, shift))
-
-
-def _shifted(call: Call, operator: Operator, shift: int) -> torch.Tensor:
-    def of(x: torch.Tensor) -> torch.Tensor:
-        return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
-
-    return call.replaced(map(of, call.tensors)).compared(operator)
+        yield Trial(f"{shift} elements past" if shift else "aligned", partial(shifted, shift))
 
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
@@ -457,8 +442,9 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
         return mine.index_select(0, call.kept)
 
     def after(between: Call, times: int = 1) -> torch.Tensor:
-        for _ in range(times):
-            operator(*between.tensors)
+        with nullcontext() if between is other else suppress(Exception):  # another size may not be supported
+            for _ in range(times):
+                operator(*between.tensors)
         return call.compared(operator)
 
     def over_nan() -> torch.Tensor:
@@ -478,16 +464,10 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
         n = len(call.tensors[0])
         larger = 4 * n if call.tensors[0].dim() > 2 else LARGER // n * n + n  # of requests fewer than of rows
         for rows, what in ((1, "one row"), (larger, "the largest batch")):
-            yield Trial(f"after {what}", partial(_after_another_size, call.resized(rows), call, operator))
+            yield Trial(f"after {what}", partial(after, call.resized(rows)))
         yield Trial("after the first call of a size had other values", partial(_at_new_sizes, call, other, operator))
     yield Trial("into memory that held NaN", over_nan)
     yield Trial(f"after {OTHER_CALLS} other calls", partial(after, other, OTHER_CALLS))
-
-
-def _after_another_size(between: Call, call: Call, operator: Operator) -> torch.Tensor:
-    with suppress(Exception):  # where it is not supported
-        operator(*between.tensors)
-    return call.compared(operator)
 
 
 def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:

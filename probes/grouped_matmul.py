@@ -88,7 +88,7 @@ class GroupedMatmul(Probe):
                         yield case(kind, "neighbour_values", min(largest, 64))
                     places = min(largest, _POSITIONS[options.device])
                     yield case("order", "position", largest, places=places, home=drawn)
-                    times = range(base.runs(options, _RUNS[options.device]))
+                    times = range(options.runs or _RUNS[options.device])
                     yield case("mixed", "run", largest, values=list(times))
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:

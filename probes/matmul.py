@@ -148,7 +148,7 @@ class Matmul(Probe):
                 _check_memory(device, largest, layer, dtype)
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
                     yield from _shared_cases(options, has_all, dtype, largest, first=dtype == chosen_dtypes[0])
-                    repeated = range(base.runs(options, _RUNS[device]))
+                    repeated = range(options.runs or _RUNS[device])
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
                 hard = layer is layers[0] and dtype == chosen_dtypes[0]
                 shown = chosen or not options.one_of_all or layer in (layers[0], has_all)

@@ -646,7 +646,7 @@ def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
 
 def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     device, item = options.device, base.element_bytes(dtype)
-    largest = [] if options.m is None else [base.size("--m", options.m, 1)]
+    largest = [] if options.m is None else [options.m]
     batches = [m for m in _BATCHES[device] if not largest or m < largest[0]] + largest
     M, product = max(batches), operator in _PRODUCTS
     # weights of a product are held three times, an expert's five times

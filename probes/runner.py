@@ -293,20 +293,18 @@ def _findings(job: Job, prepared: _Prepared, operator: Operator, results: list[t
 
 
 def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) -> Row:
-    case, head, inputs = job.case, job.head, prepared.inputs
-    operator = job.probe.own(case, job.impl)
-    watch = None
+    case, head, inputs, watch = job.case, job.head, prepared.inputs, None
     registered = case.operator in operators()
-    if registered:
-        implementation = job.loaded or load_implementation(case.operator, job.impl, job.device)
-        operator = checked(case.operator, implementation.call)
-        if prepared.answers is not None:
-            if untried:
-                operator = fitted(case.operator, operator, job.impl if job.loaded else f"--impl {job.impl!r}")
-            watch = Watch(operator, prepared.answers)
-            operator = watch.call
-        head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)
-    with job.probe.around(case, job.impl):
+    with job.probe.own(case, job.impl) as operator:
+        if registered:
+            implementation = job.loaded or load_implementation(case.operator, job.impl, job.device)
+            operator = checked(case.operator, implementation.call)
+            if prepared.answers is not None:
+                if untried:
+                    operator = fitted(case.operator, operator, job.impl if job.loaded else f"--impl {job.impl!r}")
+                watch = Watch(operator, prepared.answers)
+                operator = watch.call
+            head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)
         row = measure(
             head,
             list(job.probe.trials(case, inputs, operator)),
@@ -321,7 +319,6 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
             extra=partial(_findings, job, prepared, operator),
             started=started,
         )
-    changed = written_to(prepared.written, inputs)
-    if changed:
+    if changed := written_to(prepared.written, inputs):
         raise WrongResultError(f"it wrote to its input {', '.join(changed)}")
     return row

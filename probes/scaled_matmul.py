@@ -84,7 +84,7 @@ class ScaledMatmul(Probe):
                     yield from _products(options, shown, (dtype, how, results), largest, first=first, swept=swept)
         layer, few = layers[0], some(_FEW, largest, options)
         form = left[0], "row", "bfloat16" if "bfloat16" in results else results[0]
-        times, experts = range(base.runs(options, _RUNS[device])), "scaled_grouped_matmul"
+        times, experts = range(options.runs or _RUNS[device]), "scaled_grouped_matmul"
         yield _case(layer, "order-wide", "batch_size", largest, sweep(largest, options), form, experts)  # answer: 0
         yield _case(layer, "mixed", "run", largest, times, form, experts)
         given_as = next((d for d in names if d in ("float16", "float32")), "bfloat16")
@@ -151,7 +151,7 @@ def _products(
             yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), about)
             yield _case(layer, "order-wide", "alignment", min(largest, 33), (), about)
             yield _case(layer, "mixed", "history", min(largest, 16), (), about)
-            yield _case(layer, "mixed", "run", largest, range(base.runs(options, _RUNS[device])), about)
+            yield _case(layer, "mixed", "run", largest, range(options.runs or _RUNS[device]), about)
 
 
 def _case(
