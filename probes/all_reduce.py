@@ -17,7 +17,7 @@ import torch
 
 from nondet.core.measure import Trial
 from nondet.errors import UserError
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, sweep
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, kinds, sweep
 from nondet.ranks.group import check_ranks
 from nondet.ranks.operators import Message, reference
 
@@ -104,7 +104,7 @@ class AllReduce(Probe):
         """The row in float64, added from the ranks' numbers as drawn on the CPU or the GPU."""
         return reference(inputs).cpu()
 
-    def findings(self, case: Case, inputs: Message, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Message, classes: Classes, operator: Operator) -> dict[str, Any]:
         """The ranks, and the variables that were set for them."""
         backend = "nccl" if inputs.device == "cuda" else "gloo"
         return {"ranks": inputs.world, "backend": backend, "environment": dict(inputs.environment)}

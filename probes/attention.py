@@ -22,7 +22,7 @@ from nondet.core.measure import Trial
 from nondet.core.operands import of_attention
 from nondet.errors import WrongResultError, reason_of
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, kinds
 
 # Calls of each size, each with its own numbers: a trace saw one call, in which one element of hundreds may differ.
 _DRAWS = 32
@@ -176,13 +176,14 @@ class Attention(Probe):
             for value in case.data["values"]:
                 yield Trial(value, partial(by_value[case.varied], value))
 
-    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """Which positions differ between prefill and decode, for any request."""
         if not (positions := case.data.get("positions")):
             return {}
-        alike = torch.ones(len(positions), dtype=torch.bool, device=results[0].device)
-        for result in results[1:]:
-            alike &= same(results[0], result).transpose(0, 2).flatten(1).all(-1)
+        first, *others = classes.results
+        alike = torch.ones(len(positions), dtype=torch.bool, device=first.device)
+        for other in others:
+            alike &= same(first, other).transpose(0, 2).flatten(1).all(-1)
         named = [position for position, equal in zip(positions, alike.tolist(), strict=True) if not equal]
         return {"positions": list(positions), "positions_differing": named}
 

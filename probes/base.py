@@ -26,6 +26,7 @@ from nondet.core.compare import identical
 from nondet.core.inputs import KINDS, placed
 from nondet.core.measure import Trial
 from nondet.core.processes import free_gpu_memory, free_memory
+from nondet.core.records import Value
 from nondet.core.registry import load_object, misfit, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongShapeError, reason_of
 
@@ -98,6 +99,13 @@ class Case:
 Operator = Callable[..., torch.Tensor]
 
 
+class Classes(NamedTuple):
+    """The first result of each class of equal bits, and its value on the axis."""
+
+    results: list[torch.Tensor]
+    firsts: list[Value]
+
+
 class Probe:
     """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test. `answers`: kinds of input
     whose result is the same in every order, so that any other one is wrong."""
@@ -141,8 +149,8 @@ class Probe:
         result = self.join(case, chosen.compute())
         return result[0] if chosen.many else result
 
-    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
-        """The probe's own findings about the distinct results (one of each class), as JSON-able data; optional."""
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
+        """The probe's own findings about the classes of results, as JSON-able data; optional."""
         return {}
 
 

@@ -22,8 +22,8 @@ from nondet.core.measure import LISTED_VARIANTS, Trial
 from nondet.core.operands import laid_out
 from nondet.errors import UserError
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
-from nondet.probes.reduction_order import row_0, trees_of_product
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep
+from nondet.probes.reduction_order import trees_of_product
 
 _MAPPED = {"cuda": 512, "cpu": 128}  # the largest M
 _LINES = 16  # of N, or of K; a full map has four times as many
@@ -173,7 +173,7 @@ class Matmul(Probe):
         rows = {"position": _ROWS_PER_POSITION, "batch_size": max(M, _ROWS)}.get(case.varied, M)
         rows = 1 if "map" in case.data else B * M if "batched" in case.data else rows
         x, w = product_operands(case.inputs, (rows, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
-        w *= weight_scale(K)
+        w *= base.weight_scale(K)
         if "batched" in case.data:
             return {"a": x.view(B, M, K), "b": w.view(B, N, K).mT.contiguous()}
         layout, bias = case.data["layout"], None
@@ -202,25 +202,23 @@ class Matmul(Probe):
             for i, what in enumerate(("one row", "many rows")):
                 yield Trial(f"{what} first", partial(_anew, operator, _call(inputs), i))
         elif case.inputs == "linspace" or "map" in case.data:
-            whole = partial(row_0, operator) if case.inputs == "linspace" else operator
             for M in case.data["values"]:
-                yield Trial(M, partial(whole, x[:M], w))
+                yield Trial(M, partial(operator, x[:M], w))
         else:
             compute = partial(_in_layout, lambda x: operator(x, w, *more), case.data["layout"])
             yield from base.batch_trials(case, compute, x, _ROWS, partial(_call, inputs), operator)
 
     def join(self, case: Case, parts: Any) -> torch.Tensor:
-        """For a map, two rows that represent all rows of a call."""
-        return _first_and_odd(parts) if "map" in case.data else super().join(case, parts)
+        """For a map, two rows that represent all rows of a call; for the post's product, row 0."""
+        return _first_and_odd(parts) if "map" in case.data else parts[:1] if case.inputs == "linspace" else parts
 
-    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """Where classes change over M, and the reduction tree of row 0 in each, if the case has it."""
         if "map" in case.data:
-            odd = [i for i, (first, other) in enumerate(results) if not identical(first, other)]
+            odd = [i for i, (first, other) in enumerate(classes.results) if not identical(first, other)]
             return {"map": {"axis": case.data["map"], "unequal": odd}}
-        if len(results) < 2 or not (most := case.data.get("trees")):
-            return {}
-        return trees_of_product(operator, inputs["x"], inputs["w"], case.data["values"], results, most)
+        most = case.data.get("trees", 0)
+        return trees_of_product(operator, inputs["w"], classes, most) if most else {}
 
 
 def _batch_sizes(options: Options, kind: str, largest: int, *, all_cases: bool, hard: bool, chosen: bool) -> list[int]:

@@ -26,7 +26,7 @@ from nondet.core.registry import (
 )
 from nondet.core.watch import Answers, Watch
 from nondet.errors import MisfitError, UserError, WrongResultError
-from nondet.probes.base import Case, Operator, Options, Probe, checked, fitted
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted
 from nondet.probes.pointwise import OPERATORS
 
 # torch's name of an operator -> the probe that tests it.
@@ -280,15 +280,15 @@ def _prepare(job: Job, seed: int) -> _Prepared:
     return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
 
 
-def _findings(job: Job, prepared: _Prepared, operator: Operator, results: list[torch.Tensor]) -> dict[str, Any]:
+def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) -> dict[str, Any]:
     """The layer's name, and the probe's findings; whether every class is the known answer, rounded once, where the case
     has one."""
     case, answer = job.case, prepared.reference
     named = {"layer": case.data.get("layer"), "judged_as": job.note}
     said = {name: text for name, text in named.items() if text}
-    said |= job.probe.findings(case, prepared.inputs, results, operator)
+    said |= job.probe.findings(case, prepared.inputs, Classes(*classes), operator)
     if answer is not None and case.inputs in job.probe.answers and case.exact is not False:
-        said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)
+        said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in classes[0])
     return said
 
 

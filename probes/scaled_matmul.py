@@ -22,7 +22,7 @@ from nondet.core.registry import load_object
 from nondet.kernels.scaled.cpu import in_order
 from nondet.kernels.scaled.functions import BLOCK, FLOAT8, SCALES, operands
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, kinds, some, sweep
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, kinds, some, sweep
 
 Layer = tuple[str, int, int]  # name, K, N
 
@@ -119,16 +119,16 @@ class ScaledMatmul(Probe):
         """As for any operator; None for the quantization itself, since any scale is right."""
         return None if case.operator == "quantize" else super().reference(case, inputs)
 
-    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Operator) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """What the classes are: orders that are known by their bits; a scale that others decided."""
-        first, *others = results
+        first, *others = classes.results
         if case.operator == "quantize":
             scales = slice(case.shape["K"], None)  # they come after the numbers of a row
             same = any(identical(r[:, scales], first[:, scales]) for r in others)
             return {"note": _MEANING} if others and not same else {}
         if not others or (case.operator, case.varied) != ("scaled_matmul", "batch_size") or case.inputs not in ORDER:
             return {}
-        orders = [_order_of(result, case, inputs) for result in results]
+        orders = [_order_of(result, case, inputs) for result in classes.results]
         known = [f"class {i}: {name or 'none of the orders tried'}" for i, name in enumerate(orders, 1)]
         return {"orders": orders} | ({"note": "; ".join(known)} if any(orders) else {})
 
