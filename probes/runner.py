@@ -25,7 +25,7 @@ from nondet.core.registry import (
     operators,
 )
 from nondet.core.watch import Answers, Watch
-from nondet.errors import MisfitError, UserError, WrongResultError
+from nondet.errors import MisfitError, UserError, WrongResultError, reason_of
 from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted
 from nondet.probes.pointwise import OPERATORS
 
@@ -252,7 +252,9 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
             except MisfitError:
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
-                row = failed(job.head, error, started, caught)
+                refused = job.case.data.get("may_refuse") and not isinstance(error, WrongResultError | SystemExit)
+                shown = NotImplementedError(f"the case is not for it: {reason_of(error)}") if refused else error
+                row = failed(job.head, shown, started, caught)
                 prepared = None  # it may have written to them
                 check_device_alive(job.device, error)
         if row.status != Status.SKIPPED:
