@@ -36,14 +36,13 @@ ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "layer_norm_backward": lambda x, weight: F.layer_norm(x, weight.shape, weight, -weight, 1e-5),
     "cross_entropy_backward": lambda x, _: F.cross_entropy(x, x.detach().argmin(-1), reduction="none"),
 }
-# Of a weight, x [tokens, K] and ids [tokens] below 40.
+# Of a weight, x [tokens, K] and ids [tokens] below 40; `_GATHER` has no micro-batches.
+_GATHER = "index_put_accumulate"
 WEIGHTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "linear_weight": lambda weight, x, _: F.linear(x, weight),
     "rms_norm_weight": lambda weight, x, _: F.rms_norm(x, weight.shape, weight, 1e-6),
     "embedding_weight": lambda weight, _, ids: F.embedding(ids, weight),
-}
-AGAIN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "index_put_accumulate": lambda weight, ids: weight[ids],  # the gradient of a gather
+    _GATHER: lambda weight, _, ids: weight[ids],
 }
 _LOGITS = ("softmax_backward", "log_softmax_backward", "cross_entropy_backward")
 _VOCABULARY = 40
@@ -70,14 +69,14 @@ class Backward(Probe):
             needed = (tokens + K) * (K + N) * (element_bytes(dtype) + 24)
             require_memory(options.device, needed, f"weights {K} x {N}")
             for kind in kinds(options, ("bell",)):
-                about = dtype, kind
+                about, weights = (dtype, kind), [name for name in WEIGHTS if name != _GATHER]
                 for name in (*ROWS, "attention_backward"):
                     yield _in_batches(options, name, *about)
-                for name in WEIGHTS:
+                for name in weights:
                     shape = {"T": tokens, "K": K} | ({"N": N} if name == "linear_weight" else {})
                     what = f": {_SEQUENCES} sequences in micro-batches"
                     yield _case(name, what, shape, *about, "micro_batch", _MICRO)
-                for name in (*AGAIN, *WEIGHTS, *ROWS, "attention_backward"):
+                for name in (_GATHER, *weights, *ROWS, "attention_backward"):
                     shape = {"T": tokens, "K": K}
                     if name in ROWS:
                         shape = {"M": 8, "W": _width(options, name)}  # as in batches: their kernels are compiled once
@@ -189,28 +188,19 @@ class _From(torch.autograd.Function):
 
 
 def _gradient(name: str, *tensors: torch.Tensor) -> torch.Tensor:
-    """The gradient of the first tensor by autograd; for attention those of q, k and v, concatenated along the heads."""
+    """The gradient of rows by autograd; for attention those of q, k and v, concatenated along the heads."""
     with torch.enable_grad():
         if name == "attention_backward":
-            return _attention(tensors[0])
-        if name in ROWS:
-            x = tensors[0][:, 0].detach().contiguous().requires_grad_()
-            out = ROWS[name](x, tensors[1])
-            above = tensors[0][:, 1] if out.dim() == 2 else tensors[0][:, 1, 0]
-            (of_x,) = torch.autograd.grad(_From.apply(out, above.contiguous()), x)
-            return of_x
-        weight, _, ids, above = tensors
-        leaf = weight.detach().requires_grad_()
-        (of_weight,) = torch.autograd.grad(_From.apply(AGAIN[name](leaf, ids), above), leaf)
-        return of_weight
-
-
-def _attention(packed: torch.Tensor) -> torch.Tensor:
-    sizes = [_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS]
-    *leaves, above = (x.detach().contiguous() for x in packed.split(sizes, 1))
-    q, k, v = (x.requires_grad_() for x in leaves)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return torch.cat(torch.autograd.grad(_From.apply(out, above), (q, k, v)), 1)
+            parts = tensors[0].split([_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS], 1)
+            *leaves, above = (x.detach().contiguous() for x in parts)
+            q, k, v = (x.requires_grad_() for x in leaves)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return torch.cat(torch.autograd.grad(_From.apply(out, above), (q, k, v)), 1)
+        x = tensors[0][:, 0].detach().contiguous().requires_grad_()
+        out = ROWS[name](x, tensors[1])
+        above = tensors[0][:, 1] if out.dim() == 2 else tensors[0][:, 1, 0]
+        (of_x,) = torch.autograd.grad(_From.apply(out, above.contiguous()), x)
+        return of_x
 
 
 def _weight_gradient(

@@ -578,7 +578,7 @@ def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def batch_trials(
-    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Callable[[], Call], whole: Operator
+    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
 ) -> Iterator[Trial]:
     """The variants of a case over the rows of a batch: the first of them in batches of M for every M, at every position
     of one batch, all of them again and again; or one of `AXES`.
@@ -587,10 +587,10 @@ def batch_trials(
         compute: compute(x [M, ...]) -> [M, ...].
         x: The batch, or the indices of its rows.
         rows: How many are compared.
-        call, whole: Give the call whose rows are compared in one of `AXES`, and its operator.
+        call, whole: The call whose rows are compared in one of `AXES`, and its operator.
     """
     if case.varied in AXES:
-        yield from shared_trials(case.varied, call(), whole)
+        yield from shared_trials(case.varied, call, whole)
     elif case.varied == "position":
         yield Trial(0, partial(at_every_position, compute, x[:rows], case.shape["M"]), many=True)
     else:

@@ -206,7 +206,7 @@ class Matmul(Probe):
                 yield Trial(M, partial(operator, x[:M], w))
         else:
             compute = partial(_in_layout, lambda x: operator(x, w, *more), case.data["layout"])
-            yield from base.batch_trials(case, compute, x, _ROWS, partial(_call, inputs), operator)
+            yield from base.batch_trials(case, compute, x, _ROWS, _call(inputs), operator)
 
     def join(self, case: Case, parts: Any) -> torch.Tensor:
         """For a map, two rows that represent all rows of a call; for the post's product, row 0."""

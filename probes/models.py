@@ -88,11 +88,17 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     for key, what in _OTHER_LAYERS.items():
         if config.get(key):
             raise UserError(f"{name} has {what} ({key}), whose layers are not read", "Give --k and --n instead.")
-    hidden = _size(config, "hidden_size", name)
-    heads = _size(config, "num_attention_heads", name)
-    kv_heads = _size(config, "num_key_value_heads", name, default=heads)
-    head_dim = _size(config, "head_dim", name, default=hidden // heads)
-    vocabulary = _size(config, "vocab_size", name)
+
+    def size(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None else config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            what = "is missing from" if value is None else f"is {value!r} in"
+            raise UserError(f"{name}: {key} {what} the config", "Is it the config of a language model?")
+        return value
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", hidden // heads)
+    vocabulary = size("vocab_size")
     query, key_value = heads * head_dim, kv_heads * head_dim
     layers = [
         ("qkv_proj", hidden, query + 2 * key_value),
@@ -104,7 +110,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     dense = not experts or bool(config.get("mlp_only_layers")) or bool(config.get("first_k_dense_replace"))
     for prefix, key, present in (("", "intermediate_size", dense), ("expert ", "moe_intermediate_size", experts)):
         if present:
-            inner = _size(config, key, name)
+            inner = size(key)
             layers.append((f"{prefix}gate_up_proj", hidden, 2 * inner))
             layers.append((f"{prefix}gate_proj up_proj", hidden, inner))
             layers.append((f"{prefix}down_proj", inner, hidden))
@@ -113,14 +119,5 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     for layer, k, n in layers:
         names.setdefault((k, n), []).append(layer)
     sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "vocabulary": vocabulary}
-    sizes["layers"] = _size(config, "num_hidden_layers", name)
+    sizes["layers"] = size("num_hidden_layers")
     return ModelSizes(name, tuple((" ".join(found), k, n) for (k, n), found in names.items()), sizes)
-
-
-def _size(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        what = "is missing from" if value is None else f"is {value!r} in"
-        raise UserError(f"{name}: {key} {what} the config", "Is it the config of a language model?")
-    return value

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,8 +82,9 @@ class RowProbe(Probe):
         # drawn in float32; two results are alive while comparing; the rows are checked in float64
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
         base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
-        adds = self.tested.adds
-        best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, solo and among others
+        tested = self.tested
+        # what shows an order, solo and among others
+        best, mixed = ("order", "mixed") if tested.adds else ("bell", "bell")
 
         def batch_sizes(kind: str) -> list[int]:
             """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""
@@ -100,12 +100,12 @@ class RowProbe(Probe):
             return Case(title, operator, shape, dtype, varied, kind, data=data)
 
         if first:  # two orders of squares or exponentials mostly agree in one row, so dozens are compared
-            held = 8 if adds else max(8, min(64, 2**17 // width))
+            held = 8 if tested.adds else max(8, min(64, 2**17 // width))
             yield case("history", mixed, held, held)
-        default = dict.fromkeys(("bell", best, *(HARD if first else ())))
-        exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
-        numbers = self.tested.numbers if first and options.inputs is None else ()
-        for kind in (*kinds(options, default), *exact, *numbers):
+        exact = ("integers",) if operator in self.exact and width <= _WIDE else ()
+        for kind in kinds(
+            options, ("bell", best, *(HARD if first else ()), *exact, *(tested.numbers if first else ()))
+        ):
             yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
         if width <= _NARROW and options.m is None and not drawn:
             what = f"{rows} rows in batches of M, the largest beyond all others"
@@ -128,24 +128,21 @@ class RowProbe(Probe):
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
         rows = case.data["rows"] if case.varied == "position" else max(case.data["rows"], case.shape["M"])
-        shape = {"M": rows, declared()[case.operator].operands[0].axes[-1]: case.shape[self.axis]}
-        rng = generator(seed, device)
-        x, *weights = drawn(declared()[case.operator], shape, case.torch_dtype, device, rng, case.inputs)
+        declaration, rng = declared()[case.operator], generator(seed, device)
+        shape = {"M": rows, declaration.operands[0].axes[-1]: case.shape[self.axis]}
+        x, *weights = drawn(declaration, shape, case.torch_dtype, device, rng, case.inputs)
         return {"x": x, "weights": tuple(weights)}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The rows in batches of M for every M; at every position of one batch; or with other rows."""
         x, weights = inputs["x"], inputs["weights"]
+        mine = torch.arange(len(x), device=x.device) % 3 == 1
+        call = base.Call.of((x, *weights), mine | (case.varied == "history"))  # which has no other rows
 
         def of_batch(batch: torch.Tensor) -> torch.Tensor:
             return operator(batch, *weights)
 
-        return base.batch_trials(case, of_batch, x, case.data["rows"], partial(self._call, case, inputs), operator)
-
-    def _call(self, case: Case, inputs: Any) -> base.Call:
-        x = inputs["x"]
-        mine = torch.arange(len(x), device=x.device) % 3 == 1
-        return base.Call.of((x, *inputs["weights"]), mine | (case.varied == "history"))  # which has no other rows
+        return base.batch_trials(case, of_batch, x, case.data["rows"], call, operator)
 
 
 class Reduction(RowProbe):

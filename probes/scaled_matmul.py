@@ -113,7 +113,7 @@ class ScaledMatmul(Probe):
         if len(given) > 2 and len(given[2]) > 1:  # the scales of the others are included
             call = call._replace(others=(call.others[0], None, call.others[0], None))
         rows = 4 if case.varied == "position" else _ROWS
-        return base.batch_trials(case, partial(_rows, shaped, case, inputs), at, rows, lambda: call, shaped)
+        return base.batch_trials(case, partial(_rows, shaped, case, inputs), at, rows, call, shaped)
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """As for any operator; None for the quantization itself, since any scale is right."""
