@@ -52,7 +52,7 @@ class Options:
     seed: int = 0
     full: bool = False  # the long sweep instead of the default list of under 20 s
     map: str = ""  # "mn" or "mk": every M at some N, or at some K, instead of the default list; "": no map
-    # (rows, keys, products or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes
+    # (rows, keys or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes
     met: tuple[tuple[int, int], ...] = ()
     own: int = 0  # keys that the row in question saw there
     operator: str = ""  # the operator in the trace, where the probe tests several

@@ -55,32 +55,6 @@ def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
     return result.index_select(0, torch.stack([torch.zeros_like(odd), odd]))
 
 
-def _batched_cases(options: Options) -> Iterable[Case]:
-    """Products in batches of the sizes of a trace, for each kind of input; and a single product of each size."""
-    K, N = options.k or 1, options.n or 1
-    B, M = max(batch for _, batch in options.met), max(rows for rows, _ in options.met)
-    sizes = sorted({(rows, b) for rows, batch in options.met for b in (1, batch)})
-    for dtype in dtypes(options, "matmul", ("float32",)):
-        needed = 3 * B * (M * K + K * N + M * N) * (base.element_bytes(dtype) + 8)
-        require_memory(options.device, needed, f"{B} products")
-        for kind in kinds(options, ("bell", "order")):
-            title = f"one product among B of M rows, as a trace met them, K={K} N={N}, {kind}"
-            shape = {"B": B, "M": M, "N": N, "K": K}
-            yield Case(title, "matmul", shape, dtype, "batch_size", kind, data={"batched": sizes})
-
-
-def _batched_trials(sizes: Sequence[tuple[int, int]], inputs: Any, operator: Operator) -> Iterator[Trial]:
-    """The first product's first rows, as many as all sizes have, in calls of each size."""
-    shared = min(rows for rows, _ in sizes)
-
-    def first(rows: int, batch: int) -> torch.Tensor:
-        return operator(inputs["a"][:batch, :rows].contiguous(), inputs["b"][:batch])[0, :shared]
-
-    for rows, batch in sizes:
-        value = f"{batch} product{'s' if batch > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
-        yield Trial(value, partial(first, rows, batch))
-
-
 Layer = tuple[str, int, int]
 
 
@@ -134,8 +108,8 @@ class Matmul(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other cases; one layer is drawn from the seed."""
-        if options.map or any(batch for _, batch in options.met):
-            yield from _map_cases(options) if options.map else _batched_cases(options)
+        if options.map:
+            yield from _map_cases(options)
             return
         device = options.device
         layers, chosen = _layers(options, _LAYERS[device])
@@ -166,16 +140,14 @@ class Matmul(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
-        (M, K, N), B = (case.shape[axis] for axis in "MKN"), case.shape.get("B", 1)
+        M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
             a, b = (torch.linspace(-1000, 1000, n * 4096, device=device).view(n, 4096) for n in (2048, 4096))
             return {"x": a[:M], "w": b[:, :N].contiguous(), "bias": None}
         rows = {"position": _ROWS_PER_POSITION, "batch_size": max(M, _ROWS)}.get(case.varied, M)
-        rows = 1 if "map" in case.data else B * M if "batched" in case.data else rows
-        x, w = product_operands(case.inputs, (rows, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
+        rows = 1 if "map" in case.data else rows
+        x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
         w *= base.weight_scale(K)
-        if "batched" in case.data:
-            return {"a": x.view(B, M, K), "b": w.view(B, N, K).mT.contiguous()}
         layout, bias = case.data["layout"], None
         if layout == "bias":
             kind = "integers" if case.inputs in EXACT else "bell"
@@ -190,9 +162,6 @@ class Matmul(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every position; or the whole product at other times."""
-        if "batched" in case.data:
-            yield from _batched_trials(case.data["batched"], inputs, operator)
-            return
         x, w = inputs["x"], inputs["w"]
         more = () if inputs["bias"] is None else (inputs["bias"],)
         if more:

@@ -31,7 +31,7 @@ from nondet.probes.pointwise import OPERATORS
 
 # torch's name of an operator -> the probe that tests it.
 _PROBES: dict[str, str] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "addmm", "bmm"), "matmul"),
+    **dict.fromkeys(("linear", "matmul", "mm", "addmm"), "matmul"),
     "grouped_mm": "grouped-matmul",
     **dict.fromkeys(("scaled_dot_product_attention", "attention"), "attention"),
     "softmax": "softmax",
@@ -47,7 +47,7 @@ class Met(NamedTuple):
     """A culprit as a probe can test it."""
 
     probe: str
-    # of the call in either arm: (rows, keys), (rows, products of the batch) or (elements, 0)
+    # of the call in either arm: (rows, keys of attention), or (elements, 0)
     shapes: tuple[tuple[int, int], ...]
     dtype: str
     own: int = 0  # keys that the row in question sees
@@ -108,12 +108,6 @@ def _met(name: str, culprit: Culprit, dtype: str) -> Met | None:
     if probe == "pointwise":
         counts = [prod(shape) for shape in left]
         return Met(probe, tuple((count, 0) for count in counts), dtype, k=max(counts), operator=name)
-    if name == "bmm" or (name == "matmul" and all(len(shape) > 2 for shape in right)):
-        # where depth or width follows the batch, they are not one case
-        depths = {(a[-1], b[-1]) for a, b in zip(left, right, strict=True) if len(a) > 2 and a[:-2] == b[:-2]}
-        if len(depths) != 1 or any(len(shape) < 3 for shape in left):
-            return None
-        return Met(probe, tuple((a[-2], prod(a[:-2])) for a in left), dtype, 0, *depths.pop())
     if any(len(shape) < 2 for shape in left):
         return None
     rows, k = tuple((prod(shape[:-1]), 0) for shape in left), left[0][-1]
@@ -168,26 +162,21 @@ class Job:
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
     """All jobs, in order, planned before the first is measured. Raises UserError: an unknown probe or implementation,
     or sizes that make no sense."""
-    names = list(impls)
-    jobs: list[Job] = []
-    probed: dict[str, None] = {}
+    names, jobs, probed = list(impls), list[Job](), set[str]()
     for probe_name in probe_names:
         probe = load_probe(probe_name)
         cases = list(probe.cases(options))
         own = list(dict.fromkeys(c.operator for c in cases if c.impls is None and c.operator in operators()))
-        probed.update(dict.fromkeys(own))
+        probed.update(own)
         for case in cases:
-            if case.impls is not None:
-                jobs.extend(Job(probe, case, impl, options.device) for impl in case.impls)
-                continue
-            for impl in _expand(names, case.operator, options.device, own):
+            for impl in case.impls or _expand(names, case.operator, options.device, own):
                 user = ":" in impl and "=" not in impl and len(own) > 1
                 note = f"{own[0]}, the first operator of {probe_name}; others: --impl {own[-1]}={impl}" if user else ""
-                jobs.append(Job(probe, case, impl, options.device, note))
+                jobs.append(Job(probe, case, impl, options.device, note, place=len(jobs)))
     for name in names:
         operator, named, _ = name.partition("=")
         if named and operator not in probed:
-            hint = f"They have {', '.join(probed) or 'none that takes an implementation'}."
+            hint = f"They have {', '.join(sorted(probed)) or 'none that takes an implementation'}."
             raise UserError(f"--impl {name!r}: no probe asked for has an operator {operator!r}", hint)
         if ":" in name and not any(job.impl == name for job in jobs):
             what = f"--impl {name!r}: no case asked for takes a function of yours"
@@ -195,8 +184,6 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
     if not jobs:
         what = f"nothing to measure: no case of these probes has --impl {','.join(names)} on {options.device}"
         raise UserError(what, "See `nondet probe --help-all`.")
-    for place, job in enumerate(jobs):
-        job.place = place
     return jobs
 
 

@@ -86,7 +86,7 @@ _PROBES = {o: OPERATOR_PROBES.get(o, o.replace("_", "-")) for o in operators()}
 # Demonstrations and collectives have implementations with arguments of their own.
 _OWN = {"split_k", "all_reduce", "reduce_scatter", "all_gather"}
 _OWN |= {"quantize"}  # has no one right answer: tests/probes/test_scaled_matmul.py plants its faults
-# Products of a times b are asked at what a trace met; the others are held by `nondet certify` alone.
+# `nondet certify` alone holds these.
 UNPROBED = {"matmul", "cross_entropy", "rms_norm_residual", "topk"}
 # `nondet probe backward` asks these of autograd itself, under its own names.
 UNPROBED |= {o for o in operators() if o.endswith("_gradient")}

@@ -350,33 +350,6 @@ def test_trials_of_too_few_keys_are_not_asked() -> None:
     assert [trial.value for trial in trials] == ["alone, 4 keys"]
 
 
-def _product_alone(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a.double() @ b.double()).to(a.dtype)
-
-
-def _product_in_parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Sound for one product of any rows; among several, K is summed in two parts."""
-    if a.dim() == 2 or len(a) == 1:
-        return _product_alone(a, b)
-    half = a.shape[-1] // 2
-    return a[..., :half] @ b[..., :half, :] + a[..., half:] @ b[..., half:, :]
-
-
-def test_products_in_a_batch_are_asked_as_they_were_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both arms' rows and numbers of products; what minds the others in the call parts, and what does not, does not."""
-    shapes = {"0": [4, 3, 32], "1": [4, 32, 8]}, {"0": [12, 3, 32], "1": [12, 32, 8]}
-    met = met_in(run_of(culprit("bmm", *shapes)))
-    assert (met.probe, met.k, met.n, met.shapes) == ("matmul", 32, 8, ((3, 4), (3, 12)))
-    jobs = plan_jobs(["matmul"], ["stock"], met.options(Options(device="cpu", inputs=("order",))))
-    assert [job.case.data["batched"] for job in jobs] == [[(3, 1), (3, 4), (3, 12)]]
-    for operator, status in ((_product_alone, "identical"), (_product_in_parts, "divergent")):
-        monkeypatch.setattr("nondet.kernels.stock.matmul", operator)
-        assert next(run_jobs(jobs, 0, set())).status == status
-    apart = {"0": [4, 3, 32], "1": [4, 32, 8]}, {"0": [12, 3, 48], "1": [12, 48, 8]}
-    with pytest.raises(UserError, match="no probe tests `bmm`"):  # its depth follows the batch: weights over keys
-        met_in(run_of(culprit("bmm", *apart)))
-
-
 def test_a_pointwise_call_is_asked_at_its_numbers_of_elements() -> None:
     """One operator of the probe's, whole and in pieces of the smaller call's size."""
     met = met_in(run_of(culprit("silu", {"0": [1, 1, 96]}, {"0": [1, 5, 96]})))
@@ -403,6 +376,7 @@ def test_a_run_without_a_culprit_is_refused_in_one_line(tmp_path: Path, capsys: 
         (run_of(culprit("")), "named no operator"),
         (run_of(culprit("Tensor.add", {"0": [1, 1, 8]}, {"0": [1, 3, 8]})), "no probe tests `Tensor.add`"),
         (run_of(culprit("linear", {"0": [8]}, {"0": [8]})), "no probe tests `linear`"),
+        (run_of(culprit("bmm", *({"0": [b, 3, 32], "1": [b, 32, 8]} for b in (4, 12)))), "no probe tests `bmm`"),
         (run_of(culprit("linear[Float8Tensor]", *LINEAR)), "`nondet probe scaled-matmul --k K --n N` tests"),
     ):
         with pytest.raises(UserError, match=reason) as refused:
