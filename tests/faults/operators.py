@@ -53,9 +53,14 @@ class Planted:
     asked: frozenset[str] | None = None
 
     @property
+    def function(self) -> str:
+        """The name of the implementation alone."""
+        return self.target.rpartition(":")[2]
+
+    @property
     def name(self) -> str:
         """As the matrix lists it."""
-        return f"{self.probe} {self.target.rpartition(':')[2]}"
+        return f"{self.probe} {self.function}"
 
 
 @dataclass(frozen=True)
@@ -85,53 +90,63 @@ class Told:
 
 
 def _toys(probe: str, finding: set[Finding], shown: str, names: str, options: dict[str, Any], asked: Any = None) -> Any:
-    """One for each of the names, as "function" or "operator=function"."""
+    """One for each of the names, as "function", "operator=function" or a sentence of the grammar."""
     for name in names.split():
-        operator, equals, function = name.rpartition("=")
-        where = "tests.probes.toys" if hasattr(toys, function) else "tests.faults.implementations"
-        yield Planted(probe, f"{operator}{equals}{where}:{function}", frozenset(finding), shown, options, asked)
+        ours = hasattr(toys, name.rpartition("=")[2])
+        where = "tests.probes.toys" if ours else "tests.faults.implementations"
+        yield Planted(probe, toys.target(name, where), frozenset(finding), shown, options, asked)
 
 
 _ATOMIC, _TILED = {"m": 256, "n": 4, "dtypes": ("float32",)}, _DECODE | {"cache", "prompt_length"}
-_ORDERS = "linear_splits_by_m linear_tail_rows gemv_at_one_row border_at_30_rows order_of_one_column three_dimensions"
+_ORDERS = "linear_splits_by_m linear_tail_rows linear__order__any__m_1_1 order_of_one_column three_dimensions"
 _REMEMBERING = "linear_one_buffer linear_remembers_weights remembers_results"
 _WRONG = "linear_writes linear_zeros linear_flipped linear_nan linear_fewer_rows last_row_lost last_column_lost"
 _SOUND = "linear_sound linear_in_order padded_to_tiles pool_of_buffers packs_by_version tunes_its_speed other_order"
 PLANTED: tuple[Planted, ...] = (
-    *_toys("matmul", {BATCH}, "batch_size", f"{_ORDERS} bias_first_in_batches", _LINEAR),
-    *_toys("matmul", {BATCH}, "position", "linear_stream_k", _LINEAR),
+    *_toys(
+        "matmul", {BATCH}, "batch_size", f"{_ORDERS} linear__order__any__from_30 linear__order__bias__from_8", _LINEAR
+    ),
+    *_toys("matmul", {BATCH}, "position", "linear__order__any__place_3", _LINEAR),
     *_toys("matmul", {BATCH, WRONG}, "neighbour_values", "linear_shared_scale mixes_rows_by_zeros", _LINEAR),
     *_toys("matmul", {OTHER}, "alignment", "linear_by_address", _LINEAR),
     *_toys("matmul", {RUN}, "run", "linear_unsteady", _LINEAR),
     *_toys("matmul", {RUN}, "", "linear_every_fifth linear_rarely", _LINEAR),
-    *_toys("matmul", {RUN}, "history", "first_call linear_tunes_itself", _LINEAR),
+    *_toys("matmul", {RUN}, "history", "linear__order__any__first linear__order__any__nth_100", _LINEAR),
     *_toys("matmul", {RUN, WRONG}, "history", _REMEMBERING, _LINEAR),
     # a result that held NaN decides which case shows it
     *_toys("matmul", {RUN, WRONG}, "", "adds_to_old_memory", _LINEAR),
     *_toys("matmul", {WRONG}, "", f"{_WRONG} other_rows_weight", _LINEAR),
     *_toys("matmul", {WRONG}, "", "linear_lost_tail", _LINEAR | {"k": 100}),
     *_toys("matmul", {WRONG}, "", "linear_wide_result", _LINEAR | {"dtypes": ("bfloat16",)}),
-    *_toys("grouped-matmul", {BATCH}, "routing", "grouped_by_rows grouped_by_experts_in_use", _GROUPED),
-    *_toys("grouped-matmul", {BATCH}, "position", "grouped_by_place", _GROUPED),
+    *_toys(
+        "grouped-matmul",
+        {BATCH},
+        "routing",
+        "grouped_matmul__order__any__share_1_1 grouped_by_experts_in_use",
+        _GROUPED,
+    ),
+    *_toys("grouped-matmul", {BATCH}, "position", "grouped_matmul__order__any__place_3", _GROUPED),
     *_toys("grouped-matmul", {BATCH, WRONG}, "routing", "grouped_capacity", _GROUPED),
     *_toys("grouped-matmul", {WRONG}, "", "grouped_other_weight", _GROUPED),
-    *_toys("rms-norm", {BATCH}, "batch_size", "rms_norm_by_rows", _ROWS),
-    *_toys("rms-norm", {BATCH, WRONG}, "position", "rms_norm_by_place", _ROWS),
+    *_toys("rms-norm", {BATCH}, "batch_size", "rms_norm__order__any__from_8", _ROWS),
+    *_toys("rms-norm", {BATCH, WRONG}, "position", "rms_norm__eps__any__place_2", _ROWS),
     *_toys("rms-norm", {BATCH, WRONG}, "neighbour_values", "rms_norm_shared_scale", _ROWS),
     *_toys("rms-norm", {RUN, WRONG}, "history", "rms_norm_one_buffer", _ROWS),
-    *_toys("rms-norm", {WRONG}, "", "rms_norm_without_weight", _ROWS),
-    *_toys("softmax", {BATCH}, "batch_size", "softmax_by_rows", _ROWS),
+    *_toys("rms-norm", {WRONG}, "", "rms_norm__drop_1__any__always", _ROWS),
+    *_toys("softmax", {BATCH}, "batch_size", "softmax__order__any__from_8", _ROWS),
     *_toys("softmax", {BATCH, WRONG}, "neighbour_values", "softmax_shared_maximum", _ROWS),
-    *_toys("log-softmax", {BATCH}, "batch_size", "log_softmax_by_rows", _ROWS),
-    *_toys("reduction", {BATCH}, "batch_size", "sum=sum_by_rows mean=mean_by_rows sum=sum_last_row", _ROWS),
+    *_toys("log-softmax", {BATCH}, "batch_size", "log_softmax__order__any__from_8", _ROWS),
+    *_toys(
+        "reduction", {BATCH}, "batch_size", "sum__order__any__from_8 mean__order__any__from_8 sum=sum_last_row", _ROWS
+    ),
     *_toys("reduction", {WRONG}, "", "sum=sum_lost_tail", _ROWS),
-    *_toys("attention", {BATCH}, "batch_size", "attention_splits_by_batch", _HEADS, _DECODE),
+    *_toys("attention", {BATCH}, "batch_size", "attention__order__any__from_4", _HEADS, _DECODE),
     *_toys("attention", {BATCH}, "cache", "attention_cache_apart", _HEADS, {"cache", "batch_size"}),
     *_toys("attention", {BATCH}, "neighbour_length", "attention_tile_by_longest attention_ragged_tile", _HEADS, _JOINS),
     *_toys("attention", {BATCH}, "batch_size", "attention_later_requests", _HEADS, {"batch_size"}),
     *_toys("attention", {BATCH, WRONG}, "neighbour_values", "attention_shared_maximum", _HEADS, _DECODE),
     *_toys("attention", {BATCH, WRONG}, "neighbour_values", "attention_neighbours_nan", _HEADS, _DECODE),
-    *_toys("attention", {RUN, WRONG}, "history", "attention_first_call", _HEADS, _DECODE),
+    *_toys("attention", {RUN, WRONG}, "history", "attention__order__any__first", _HEADS, _DECODE),
     *_toys("attention", {WRONG, BATCH}, "", "attention_sees_the_future", _HEADS, {"prompt_length", "cache"}),
     *_toys("attention", {WRONG}, "", "attention_other_heads", _HEADS, _DECODE),
     *_toys("atomics", {RUN}, "run", "index_add=index_add_atomic", _ATOMIC),
@@ -147,9 +162,9 @@ PLANTED: tuple[Planted, ...] = (
     *_toys("matmul", set(), "", _SOUND, _LINEAR),
     *_toys("grouped-matmul", set(), "", "grouped_sound", _GROUPED),
     *_toys("rms-norm", set(), "", "rms_norm_sound", _ROWS),
-    *_toys("softmax", set(), "", "softmax_sound", _ROWS),
-    *_toys("log-softmax", set(), "", "log_softmax_sound", _ROWS),
-    *_toys("reduction", set(), "", "sum=sum_sound sum=sum_in_sequence mean=mean_sound", _ROWS),
+    *_toys("softmax", set(), "", "softmax__order__any__never", _ROWS),
+    *_toys("log-softmax", set(), "", "log_softmax__order__any__never", _ROWS),
+    *_toys("reduction", set(), "", "sum=sum_sound sum__order__any__always mean__order__any__never", _ROWS),
     *_toys("attention", set(), "", "attention_anchored", _HEADS, _TILED),
     *_toys("attention", set(), "", "attention_sound", _HEADS, _DECODE),
     *_toys("atomics", set(), "", "index_add=index_add_sound index_add=index_add_backwards", {"m": 256, "n": 4}),

@@ -231,11 +231,11 @@ def test_a_user_s_function_is_judged_as_one_operator():
     assert {job.case.operator for job in plain} == {"sum"}
     row = next(iter(run_jobs(plain, 0, set())))
     assert row.extra["judged_as"].startswith("sum, the first operator of reduction")
-    named = plan_jobs(["reduction"], [f"mean={TOYS}:mean_sound"], small)
-    assert {(job.case.operator, job.impl) for job in named} == {("mean", f"mean={TOYS}:mean_sound")}
+    named = plan_jobs(["reduction"], [f"mean={TOYS}:sum_sound"], small)
+    assert {(job.case.operator, job.impl) for job in named} == {("mean", f"mean={TOYS}:sum_sound")}
     assert not any(job.note for job in named)
     with pytest.raises(UserError, match="softmax"):
-        plan_jobs(["reduction"], [f"softmax={TOYS}:softmax_sound"], small)
+        plan_jobs(["reduction"], [f"softmax={TOYS}:sum_sound"], small)
     with pytest.raises(UserError, match="nowhere"):
         plan_jobs(["reduction"], ["mean=nowhere:mm"], small)
 
