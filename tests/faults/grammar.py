@@ -16,7 +16,7 @@ import torch
 from nondet.verdict.findings import Finding
 from tests.probes.toys import STATE, count
 
-__all__ = ["faults", "sounds", "total"]
+__all__ = ["faults", "right", "sounds", "total"]
 
 Tensors = tuple[Any, ...]
 BATCH, RUN, WRONG, OTHER = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG, Finding.OTHER
@@ -294,8 +294,9 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
     return [*rules, flush, ("finite_0", "infinite", "always"), ("order", "any", place)]
 
 
-def _right(effect: str, where: str, when: str) -> tuple[frozenset[Finding], str]:
+def right(sentence: str) -> tuple[frozenset[Finding], str]:
     """What may be said of a sentence, and what a case has to vary that shows it."""
+    _, effect, where, when = sentence.split("__")
     kind = when.partition("_")[0]
     # one operand wrongly in some batches alone is wrong, and is it always where no batch was called before
     also = {WRONG} if effect not in ("order", "flush_0") else set()
@@ -317,15 +318,14 @@ def _right(effect: str, where: str, when: str) -> tuple[frozenset[Finding], str]
     return (frozenset({WRONG}), "") if kind == "always" else (frozenset({BATCH, *also}), shown[kind])
 
 
-def faults(seed: int) -> list[tuple[str, str, frozenset[Finding], str]]:
-    """(operator, sentence, findings, what shows it): one of each rule of each operator, with numbers by the seed."""
+def faults(seed: int) -> list[str]:
+    """Sentences: one of each rule of each operator, with numbers by the seed."""
     rng = random.Random(f"faults {seed}")  # noqa: S311 - sizes, nothing secret
-    drawn = [(operator, *rule) for operator in _CORES for rule in _rules(rng, operator)]
-    return [(operator, f"{operator}__{'__'.join(rule)}", *_right(*rule)) for operator, *rule in drawn]
+    return ["__".join([operator, *rule]) for operator in _CORES for rule in _rules(rng, operator)]
 
 
-def sounds(seed: int) -> list[tuple[str, str]]:
-    """(operator, sentence): no fault, or an order that a layout, an operand or a row's own numbers choose."""
+def sounds(seed: int) -> list[str]:
+    """Sentences: no fault, or an order that a layout, an operand or a row's own numbers choose."""
     rng = random.Random(f"sound {seed}")  # noqa: S311 - the same
     own = {
         "linear": ["stored", "bias", "infinite"],
@@ -338,4 +338,4 @@ def sounds(seed: int) -> list[tuple[str, str]]:
     }
     drawn = [(o, "order", rng.choice(own.get(o, ["any"])), "always") for o in _CORES]
     drawn += [(o, "order", "any", "never") for o in _CORES] + [("sum", "flush_0", "denormal", "always")]
-    return [(operator, f"{operator}__{'__'.join(rule)}") for operator, *rule in drawn]
+    return ["__".join(sentence) for sentence in drawn]

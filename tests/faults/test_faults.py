@@ -18,8 +18,8 @@ from nondet.probes import attention, base
 from nondet.probes.base import Options
 from nondet.probes.runner import Job, run_jobs
 from tests.faults import grammar
-from tests.faults.models import MODELS, PlantedModel, ToldOfModel, judge_model
-from tests.faults.operators import PLANTED, Planted, drawn, judge
+from tests.faults.models import MODELS, PlantedModel, judge_model
+from tests.faults.operators import PLANTED, Judged, Planted, drawn, judge
 from tests.kernels.tiers import at_length
 
 # Sizes and inputs that no list holds. One seed in CI, so that a landing is not a throw of dice; fresh ones by
@@ -54,16 +54,14 @@ def test_the_verdict_of_planted(planted: Planted) -> None:
     what they do, where and when are drawn, so that no list can be learnt."""
     short = planted.function in _SHORT or planted not in PLANTED
     told = judge(planted, SEED, hasty=short, first=short)
-    assert told.right(planted), f"seed {SEED}: {told}"
-    assert told.cause(planted), f"seed {SEED}: {told}"
+    assert (told.ok, told.cause) == (True, True), told
 
 
 def test_the_grammar_draws_others_for_another_seed() -> None:
     """The same sentences for the same seed; every operator, context and moment is in some seed's."""
     assert grammar.faults(1) == grammar.faults(1)
-    first, second = ({sentence for _, sentence, *_ in grammar.faults(seed)} for seed in (1, 2))
-    assert len(first - second) > 20
-    words = [sentence.split("__") for seed in range(20) for _, sentence, *_ in grammar.faults(seed)]
+    assert len({*grammar.faults(1)} - {*grammar.faults(2)}) > 20
+    words = [sentence.split("__") for seed in range(20) for sentence in grammar.faults(seed)]
     assert {effect.partition("_")[0] for _, effect, _, _ in words} == {
         *("order", "drop", "negate", "shift", "flush", "finite", "unmask", "eps", "unscaled", "stale")
     }
@@ -200,16 +198,16 @@ _HERE = (
 def test_the_diagnosis_of_a_planted_model(planted: PlantedModel) -> None:
     """The finding is right, and the first culprit is where the fault is."""
     told = judge_model(planted, SEED)
-    assert told.right(planted), f"seed {SEED}: {told}"
-    assert told.cause(planted), f"seed {SEED}: {told}"
+    assert (told.ok, told.cause) == (True, True), told
 
 
 def test_there_are_enough_of_both() -> None:
     """At least 60 faults and 20 controls in operators, 15 and 5 in models; each is listed once."""
-    lists = [[(p.name, p.finding) for p in PLANTED], [(m.name, m.findings) for m in MODELS]]
-    faults, controls = ([sum(bool(f) == kind for _, f in of) for of in lists] for kind in (True, False))
-    assert all(len({name for name, _ in of}) == len(of) for of in lists)
-    assert all(least <= found for least, found in zip((60, 15, 20, 5), (*faults, *controls), strict=True))
+    assert len({p.name for p in PLANTED}) == len(PLANTED)
+    planted = [bool(p.finding) for p in {p.name: p for p in (*PLANTED, *drawn(SEED))}.values()]
+    models = [bool(m.findings) for m in {m.name: m for m in MODELS}.values()]
+    assert (planted.count(True) >= 60, planted.count(False) >= 20) == (True, True)
+    assert (models.count(True) >= 15, models.count(False) >= 5) == (True, True)
     assert {*_SHORT, *_HERE} <= {p.function for p in PLANTED} | {m.name for m in MODELS}
 
 
@@ -217,11 +215,12 @@ def test_the_matrix_counts_what_is_said_wrongly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A fault that is missed and one that is found in another place both fail the command, and stand in the matrix."""
+    batch = "batch-dependent"
     told = iter(
         [
-            ToldOfModel("no divergence observed", "", "", 0.1),
-            ToldOfModel("batch-dependent", "model.layers.0.mlp", "linear", 0.1),
-            ToldOfModel("batch-dependent", "model.layers.1.mlp.down_proj", "linear", 0.1),
+            Judged("missed", batch, "no divergence observed", ok=False, cause=True),
+            Judged("elsewhere", batch, batch, ok=True, cause=False),
+            Judged("found", batch, batch, ok=True, cause=True),
         ]
     )
     monkeypatch.setattr(command, "judge_model", lambda *_: next(told))
