@@ -74,16 +74,14 @@ class AllReduce(Probe):
         yield case("one row at places", "position", some, sorted(places))
         yield case("the same call", "run", some, range(options.runs or _RUNS[options.device]))
         yield case("what each rank has", "rank", some, range(world))
-        share = largest // world
+        share, cuda = largest // world, options.device == "cuda"
         for operator in ("reduce_scatter", "all_gather"):
             yield case("first row over M", "batch_size", share or 1, _to(steps, share), operator=operator)
-        if options.device != "cuda":
-            return
-        yield case("registered buffer, first row over M", "batch_size", some, _to(steps, some), registered=True)
-        for algorithm, protocol in _PINNED if options.full else ():
-            environment = (("NCCL_ALGO", algorithm), ("NCCL_PROTO", protocol))
-            title = f"first row over M, {algorithm} {protocol}"
-            yield case(title, "batch_size", largest, steps, environment=environment)
+        if cuda:
+            yield case("registered buffer, first row over M", "batch_size", some, _to(steps, some), registered=True)
+        for algorithm, protocol in _PINNED if cuda and options.full else ():
+            environment, title = (("NCCL_ALGO", algorithm), ("NCCL_PROTO", protocol)), f"{algorithm} {protocol}"
+            yield case(f"first row over M, {title}", "batch_size", largest, steps, environment=environment)
 
     def prepare(self, case: Case, device: str, seed: int) -> Message:
         """The message at its largest; the ranks make their parts of it themselves. Raises UserError: there are too few

@@ -23,10 +23,7 @@ class ModelSizes:
 
 
 # The fields of each model's public config.json (huggingface.co/<id>), under the keys that transformers uses.
-_KEYS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size"),
-)
+_KEYS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
 PRESETS: dict[str, tuple[int, int, int, int, int, int, int]] = {
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
@@ -58,7 +55,7 @@ def preset(name: str) -> ModelSizes:
     """The sizes of a model in this file. Raises UnknownNameError: the model is not here."""
     if name.lower() not in PRESETS:
         raise UnknownNameError("preset", name, PRESETS)
-    return from_config(dict(zip(_KEYS, PRESETS[name.lower()], strict=True)), name.lower())
+    return from_config(dict(zip(_KEYS.split(), PRESETS[name.lower()], strict=True)), name.lower())
 
 
 def read_config(path: Path) -> ModelSizes:
@@ -67,10 +64,9 @@ def read_config(path: Path) -> ModelSizes:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no config at {file}", "Give a model folder that has a config.json.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"can't read {file}: {error}", "Give a model's config.json.") from error
+    except (OSError, ValueError) as error:  # no text, or no JSON
+        what = f"no config at {file}" if isinstance(error, FileNotFoundError) else f"can't read {file}: {error}"
+        raise UserError(what, "Give a model folder, or a model's config.json.") from error
     if not isinstance(config, dict):
         raise UserError(f"{file} holds a {type(config).__name__}, not an object", "Give a model's config.json.")
     return from_config(config, str(path))

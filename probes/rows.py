@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,19 +38,16 @@ _FEW = (1, 2, 3, 7, 8, 16, 17, 27, 64, 129)
 _FEWEST = (1, 2, 8, 17, 32)
 
 
+@dataclass
 class RowProbe(Probe):
     """An operator over the last axis of x [M, W]."""
 
+    name: str
+    operators: tuple[str, ...]  # declared operators that take x, or x and a weight [W]
+    axis: str  # the name of the width in a row's shape
+    tested: RowProbing
+    exact: tuple[str, ...] = ()  # those of the operators whose answer for integers is exact
     answers = EXACT
-
-    def __init__(
-        self, name: str, operators: tuple[str, ...], axis: str, tested: RowProbing, exact: tuple[str, ...] = ()
-    ) -> None:
-        self.name = name
-        self.operators = operators  # declared operators that take x, or x and a weight [W]
-        self.axis = axis  # the name of the width in a row's shape
-        self.tested = tested
-        self.exact = exact  # those of the operators whose answer for integers is exact
 
     @classmethod
     def of(cls, operator: DeclaredOperator) -> RowProbe:
@@ -127,7 +125,7 @@ class RowProbe(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
-        rows = case.data["rows"] if case.varied == "position" else max(case.data["rows"], case.shape["M"])
+        rows = max(case.data["rows"], 0 if case.varied == "position" else case.shape["M"])
         declaration, rng = declared()[case.operator], generator(seed, device)
         shape = {"M": rows, declaration.operands[0].axes[-1]: case.shape[self.axis]}
         x, *weights = drawn(declaration, shape, case.torch_dtype, device, rng, case.inputs)
@@ -149,6 +147,6 @@ class Reduction(RowProbe):
     """Over a hidden size (the mean of RMSNorm, as transformers writes it), an odd width, and a vocabulary."""
 
     def __init__(self) -> None:
-        widths, numbers = (4096, 1000, 151936), ("denormal", "infinite")
-        tested = RowProbing(widths=widths, width_keys=("hidden", "vocabulary"), adds=True, numbers=numbers)
+        widths, keys, numbers = (4096, 1000, 151936), ("hidden", "vocabulary"), ("denormal", "infinite")
+        tested = RowProbing(widths=widths, width_keys=keys, adds=True, numbers=numbers)
         super().__init__("reduction", ("sum", "mean"), "K", tested, exact=("sum",))
