@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nondet.cli import main
-from nondet.core import registry
 from nondet.core.launch import note
 from nondet.core.measure import Trial, VariantProfile, between_marks
 from nondet.core.records import Culprit, Header, Run
@@ -21,30 +20,22 @@ from nondet.core.registry import load_probe
 from nondet.core.runfile import open_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.probes.attention import packed_trials
-from nondet.probes.base import Case, Options, Probe
-from nondet.probes.runner import met_in, plan_jobs, run_jobs
+from nondet.probes.base import Case, Classes, Options, Probe
+from nondet.probes.runner import Job, met_in, plan_jobs, run_jobs
 
 TOYS = "tests.probes.toys"
 
 
 class _Toy(Probe):
-    """A probe whose variants are whatever the test says.
-
-    Two cases under two implementations; `prepared` counts how often inputs were made.
-    """
+    """A probe whose variants are whatever the test says; `prepared` counts how often inputs were made."""
 
     name = "toy"
-    results: tuple[Any, ...] = ()
-    many = False
-    oracle: torch.Tensor | None = None
-    prepared = 0
 
-    def cases(self, options: Options) -> Iterator[Case]:
-        for name in ("first", "second"):
-            yield Case(name, "toy", {"N": 2}, "float32", "run", impls=("stock", "other"))
+    def __init__(self, results: tuple[Any, ...], many: bool, oracle: torch.Tensor | None) -> None:
+        self.results, self.many, self.oracle, self.prepared = results, many, oracle, 0
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        _Toy.prepared += 1
+        self.prepared += 1
         return case.name
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
@@ -61,27 +52,18 @@ class _Toy(Probe):
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         return self.oracle
 
-    def findings(self, case: Case, inputs: Any, results: list[torch.Tensor], operator: Any) -> dict[str, Any]:
-        return {"classes": len(results)}
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Any) -> dict[str, Any]:
+        return {"classes": len(classes.results), "made": self.prepared}
 
 
-@pytest.fixture
-def toy(monkeypatch):
-    """A way to run the toy probe over given results: rows of its two cases under two implementations."""
-    monkeypatch.setitem(registry.PROBES, "toy", (f"{__name__}:_Toy", "a toy"))
-    monkeypatch.setattr(_Toy, "prepared", 0)
-
-    def run(*results: Any, done: frozenset[Any] = frozenset(), **attributes: Any) -> list[Any]:
-        monkeypatch.setattr(registry, "load_object", lambda target: _Toy)
-        monkeypatch.setattr(_Toy, "results", results)
-        for name, value in attributes.items():
-            monkeypatch.setattr(_Toy, name, value)
-        return list(run_jobs(plan_jobs(["toy"], ["stock"], Options()), 0, set(done)))
-
-    return run
+def toy(*results: Any, done: Any = (), many: bool = False, oracle: torch.Tensor | None = None) -> list[Any]:
+    """The rows of the toy's two cases under two implementations."""
+    probe = _Toy(results, many, oracle)
+    cases = [Case(name, "toy", {"N": 2}, "float32", "run") for name in ("first", "second")]
+    return list(run_jobs([Job(probe, case, impl, "cpu") for case in cases for impl in ("stock", "other")], 0, {*done}))
 
 
-def test_rows_say_what_happened(toy):
+def test_rows_say_what_happened():
     """Values, labels and sizes belong together, the sizes sum to the trials, and launchers' notes are kept."""
     row = toy([1.0, 2.0], [1.0, 3.0], [1.0, 2.0])[0]
     assert row.status == "divergent"
@@ -89,12 +71,12 @@ def test_rows_say_what_happened(toy):
     assert (row.trials, row.distinct) == (3, 2)
     assert (row.difference.max_abs, row.difference.first_mismatch) == (1.0, [1])
     assert row.ran == ["toy[1x1]"]
-    assert row.extra == {"classes": 2}
+    assert row.extra == {"classes": 2, "made": 1}
     assert row.key == ("row", "toy", "first", "float32", "cpu", "stock")
     assert row.seconds > 0
-    row = toy([1.0, 2.0], [1.0, 2.0])[0]
+    row, *_, last = toy([1.0, 2.0], [1.0, 2.0])
     assert (row.status, row.distinct, row.difference.mismatched) == ("identical", 1, 0)
-    assert _Toy.prepared == 4, "inputs are made once a case, for all implementations"
+    assert last.extra["made"] == 2, "inputs are made once a case, for all implementations"
     # NaN equals NaN, so a kernel that gives nothing else is called identical, with a note for the reader
     row = toy([float("nan"), 1.0], [float("nan"), 1.0])[0]
     assert (row.status, row.reason) == ("identical", "1 of 2 elements of the first variant are NaN or infinite")
@@ -107,7 +89,7 @@ def test_rows_say_what_happened(toy):
     assert "not comparable" in row.reason
 
 
-def test_many_results_of_one_variant_and_errors_against_the_oracle(toy):
+def test_many_results_of_one_variant_and_errors_against_the_oracle():
     """Each is a trial; a number names the first and the others count on. Of ten thousand only the sizes are kept. The
     first variant's error and the worst class's are told apart; a class of NaN is worse than any number."""
     row = toy([[1.0], [1.0], [2.0]], many=True)[0]
@@ -116,13 +98,13 @@ def test_many_results_of_one_variant_and_errors_against_the_oracle(toy):
     assert (row.values, row.labels, row.kernels) == ([], [], [])
     assert row.trials == sum(row.class_sizes) == 5000
     oracle = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    row = toy([1.0, 2.0], [1.0, 3.0], oracle=oracle, many=False)[0]
+    row = toy([1.0, 2.0], [1.0, 3.0], oracle=oracle)[0]
     assert (row.error.max_abs, row.worst_error.max_abs) == (0.0, 1.0)
     row = toy([1.0, 2.0], [1.0, 30.0], [1.0, float("nan")], oracle=oracle)[0]
     assert row.worst_error.relative_norm is None
 
 
-def test_a_failing_case_becomes_a_row_and_the_next_one_runs(toy):
+def test_a_failing_case_becomes_a_row_and_the_next_one_runs():
     """Whatever a kernel raises, its first line is kept and the run goes on; a dtype or device that an implementation
     lacks is no failure of the tool's; and Ctrl-C is not a failed case."""
     rows = toy([1.0], RuntimeError("the kernel failed\nwith a long story"))
@@ -137,9 +119,9 @@ def test_a_failing_case_becomes_a_row_and_the_next_one_runs(toy):
         toy([1.0], KeyboardInterrupt())
 
 
-def test_finished_rows_are_not_measured_again(toy):
+def test_finished_rows_are_not_measured_again():
     """A resumed run does what is left: the keys of rows and of jobs are the same."""
-    done = frozenset(toy([1.0], [1.0])[i].key for i in (0, 3))
+    done = [toy([1.0], [1.0])[i].key for i in (0, 3)]
     left = toy([1.0], [1.0], done=done)
     assert [(row.case, row.impl) for row in left] == [("first", "other"), ("second", "stock")]
 
