@@ -1,9 +1,9 @@
 """Sums over ranks: one row of a message while the number of rows, its position, the run and the rank change.
 
-The ranks are processes of the probe's own (`nondet.ranks.group`): gloo's on a CPU, so that it runs on every laptop;
-NCCL's on GPUs. A library chooses its algorithm, and cuts a message into pieces that start their sums at different
-ranks, by the message's size, so that an element's order of additions can depend on the number of rows. Two ranks have
-only one order: a + b has the bits of b + a. All-gather copies, and is included for contrast.
+The ranks are processes of the probe's own (`nondet.ranks.group`): gloo's on a CPU, NCCL's on GPUs. A library picks its
+algorithm by the message's size, and cuts a message into pieces that start their sums at different ranks, so that an
+element's order of additions can depend on the number of rows. Two ranks have only one order: a + b has the bits of
+b + a. All-gather copies, and is included for contrast.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Attention: one query's output while the batch, the chunk that it is computed in, or the cache before it change.
 
-A request's tokens run through attention with other requests each time: solo as a decode step, in a chunk of a prefill,
-in a batch of ragged requests, after a cache hit. A kernel that chooses its tile, or the number of parts that it splits
-the keys into, by those sizes adds the same terms in another order. If cached keys are reduced in blocks separate from
-the new ones, the order changes where the cache ends: 80 cached and 48 new keys in blocks of 32 are 3 + 2 blocks, not 4
-(He & Thinking Machines Lab 2025, doi 10.64434/tml.20250910).
+A request's tokens run through attention with other requests each time: as a decode step, in a chunk of a prefill, in a
+batch of ragged requests, after a cache hit. A kernel that picks its tile, or the number of parts of the keys, by these
+sizes adds the same terms in another order. If cached keys are reduced in blocks separate from the new ones, the order
+changes where the cache ends: 80 cached and 48 new keys in blocks of 32 are 3 + 2 blocks, not 4 (He & Thinking Machines
+Lab 2025, doi 10.64434/tml.20250910).
 """
 
 from __future__ import annotations

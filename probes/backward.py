@@ -1,15 +1,10 @@
 """Gradients: whether their bits depend on the batch, the micro-batch, or the run.
 
 `invariant` is what a trainer gets under `nondet.batch_invariant(training=True)`, with forward and backward inside the
-block; `stock` is torch's autograd. It tests:
-
-- The gradient of a row, or of a request of attention, in batches of M.
-- The gradient of a weight, a sum over all tokens, where the same sequences come in micro-batches of 1, 2, 4 ... and
-each adds to `.grad`. There the order depends on the micro-batch by definition, so only stock is tested.
-- The same call again, of every operator, to distinguish the batch's effect from the run's: on a GPU torch adds with
-atomics in embeddings, gathers and attention's queries.
-
-Errors are those of the first variant, compared with torch's autograd in float64.
+block; `stock` is torch's autograd. Tested are the gradient of a row, or of a request of attention, in batches of M; of
+a weight, where the same sequences come in micro-batches and each adds to `.grad` (that order depends on the micro-batch
+by definition, so only stock is tested); and the same call again, because on a GPU torch adds with atomics in
+embeddings, gathers and attention's queries. Errors are those of the first variant against autograd in float64.
 """
 
 from __future__ import annotations

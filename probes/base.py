@@ -479,11 +479,9 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
 
 
 def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
-    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits.
-
-    It does where all these sizes agree, and the sizes that first ran with the compared rows agree on other bits. That
-    distinguishes a kernel that keeps the choice of a shape's first call from one that chooses by the shape.
-    """
+    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits: where all
+    these sizes agree, and the sizes that first ran with the compared rows agree on other bits. That distinguishes a
+    kernel that keeps the choice of a shape's first call from one that chooses by the shape."""
     found, n = [], len(call.tensors[0])
     with suppress(Exception):  # unsupported sizes are left out
         for first, more in zip((other, call), _NEW_SIZES, strict=True):
@@ -518,11 +516,9 @@ _MISCALLED = re.compile("(takes|missing|expected).*argument")
 
 
 def fitted(operator: str, call: Operator, who: str) -> Operator:
-    """A user's function whose form is checked at its first case, before it fails in all of them.
-
-    Operands that do not fit each other, a result of another shape and a call that can't be made are faults of the form.
-    Any other exception belongs only to this case. Raises MisfitError: when called, for a fault of the form.
-    """
+    """A user's function that raises MisfitError for a fault of its form, at its first case, before it fails in all of
+    them: for operands that do not fit each other, a result of another shape, a call that can't be made. Any other
+    exception belongs only to this case."""
 
     @functools.wraps(call)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -542,15 +538,11 @@ def fitted(operator: str, call: Operator, who: str) -> Operator:
 
 
 def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:
-    """The first `rows` rows of x, each computed in a batch of exactly M rows.
+    """The first `rows` rows of x [at least rows and M, ...], each computed in a batch of exactly M rows.
 
     A larger batch holds one half of them at its head and the other at its tail, where the last tile may be partly
     filled, with the rows after them in between. Smaller batches divide them; the last one begins early enough. All
     pieces are contiguous, so that on a GPU they are joined by copies and only the operator's kernels run.
-
-    Args:
-        operator: Takes a batch [M, ...]; its result's first axis is the batch's.
-        x: [rows or more, ...], contiguous, with at least M rows.
     """
     if rows <= M:
         head = rows - rows // 2
@@ -580,14 +572,8 @@ def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
 def batch_trials(
     case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
 ) -> Iterator[Trial]:
-    """The variants of a case over the rows of a batch: the first of them in batches of M for every M, at every position
-    of one batch, all of them again and again; or one of `AXES`.
-
-    Args:
-        compute: compute(x [M, ...]) -> [M, ...].
-        x: The batch, or the indices of its rows.
-        rows: How many are compared.
-        call, whole: The call whose rows are compared in one of `AXES`, and its operator.
+    """The variants of a case over the rows of a batch `x` (or their indices): the first `rows` of them in batches of M
+    for every M, at every position of one batch, all of them again and again; or one of `AXES`, of `call` by `whole`.
     """
     if case.varied in AXES:
         yield from shared_trials(case.varied, call, whole)

@@ -1,12 +1,9 @@
 """The common part of the probes of row operators: rows in batches of other sizes and at other positions.
 
 A kernel that gives each row to one thread block sums the row in an order of its own; one that divides few long rows
-among many blocks, or packs many short rows into one, sums in an order that depends on the number of rows.
-
-The order affects a row's bits only through its sum, and two orders often round to the same one: of rows of 1,024
-ordinary numbers, halves added onto halves and neighbours added to neighbours gave the same float32 sum of squares for
-66 in 100, the same rsqrt of it for 86, and the same logarithm of a sum of exponentials for 95. So a case tests dozens
-of rows, where a matmul, with a sum in every column, needs only one.
+among many blocks, or packs many short rows into one, sums in an order that depends on the number of rows. Two orders
+often round to the same sum (of squares of 1,024 ordinary numbers in 66 of 100 rows), so a case tests dozens of rows,
+where a matmul, with a sum in every column, needs only one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """FP8 products with scales, and the step that makes FP8 of activations: whether a row depends on the rest of the batch.
 
-A library chooses tiles, splits of K, and after how many k a partial sum is promoted to float32, by the number of rows:
-an order of additions, as in any product. Where bits distinguish orders, classes are named by them: each is compared
-with sums that are computed exactly up to a promotion, as in `nondet.kernels.scaled.cpu`. And a scale over a whole batch
-carries the other requests' largest number into every row: batch-dependent by definition, and distinguished from
-rounding by the scales that a quantizer returned.
+A library chooses tiles, splits of K, and after how many k a partial sum is promoted to float32, by the number of rows.
+Where bits distinguish such orders, classes are named by them: each is compared with sums that are exact up to
+a promotion, as in `nondet.kernels.scaled.cpu`. And a scale over a whole batch carries other requests' largest number
+into every row: batch-dependent by definition, and distinguished from rounding by the scales that a quantizer returned.
 """
 
 from __future__ import annotations
