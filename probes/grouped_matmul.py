@@ -99,7 +99,7 @@ class GroupedMatmul(Probe):
         spread = torch.randint(0, E, (rows,), generator=generator(seed, "cpu"))
         home, every = case.data.get("home", 0), torch.arange(rows)
         here = torch.full_like(spread, home)
-        values, places = case.data.get("values"), case.data.get("places", rows)
+        values, places = case.data.get("values", []), case.data.get("places", rows)
         plans: list[Plan]
         if case.varied == "batch_size":
             spread[: min(rows, 2)] = torch.tensor([0, E - 1])[:rows]  # the first and the last expert

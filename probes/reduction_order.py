@@ -620,7 +620,7 @@ class ReductionOrder(Probe):
         """The tree of each class, at the first M that has it, and how the trees differ."""
         K, dtype, first, sizes = case.shape["K"], case.torch_dtype, inputs[0], classes.firsts
 
-        def sums_at(M: int) -> list[MeasuredSum]:
+        def sums_at(M: Any) -> list[MeasuredSum]:
             """The sums whose trees are measured: several for a sum over ranks."""
             if case.operator == "all_reduce":
                 return of_ranks(operator, replace(first, rows=M))

@@ -59,7 +59,7 @@ class Met(NamedTuple):
 
     def options(self, options: Options) -> Options:
         """The options with these sizes; the user's own stay."""
-        sizes = {"k": self.k, "n": self.n, "config": self.config, "dtypes": (self.dtype,)}
+        sizes: dict[str, Any] = {"k": self.k, "n": self.n, "config": self.config, "dtypes": (self.dtype,)}
         left = {name: size for name, size in sizes.items() if getattr(options, name) in (None, {})}
         return replace(options, met=self.shapes, own=self.own, operator=self.operator, **left)
 
@@ -112,8 +112,10 @@ def _met(name: str, culprit: Culprit, dtype: str) -> Met | None:
         return None
     rows, k = tuple((prod(shape[:-1]), 0) for shape in left), left[0][-1]
     if probe == "grouped-matmul":
-        experts, *weight = right[0] or [0]
-        return Met(probe, rows, dtype, 0, *weight, config={"experts": experts}) if len(weight) == 2 else None
+        if len(right[0]) != 3:
+            return None
+        experts, k, n = right[0]
+        return Met(probe, rows, dtype, k=k, n=n, config={"experts": experts})
     if probe != "matmul":
         return Met(probe, rows, dtype, k=k)
     out = of("out")[0]

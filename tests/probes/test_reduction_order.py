@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import os
 import random
 import re
@@ -19,7 +17,17 @@ import torch
 
 from nondet.core.records import Row
 from nondet.core.registry import load_object
-from nondet.kernels.emulator import UNITS, VECTOR_WEIGHTS, Tree, _canonical, chain, fused_step, round_to
+from nondet.kernels.emulator import (
+    UNITS,
+    VECTOR_WEIGHTS,
+    Arithmetic,
+    Tree,
+    _canonical,
+    chain,
+    fused_step,
+    predict,
+    round_to,
+)
 from nondet.kernels.order_words import compared, words
 from nondet.probes import matmul, reduction_order
 from nondet.probes.base import Options
@@ -148,24 +156,12 @@ def test_a_planted_order_is_found_proven_and_named() -> None:
 
 
 def fused_by(tree: Tree) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """x [M, K], w [N, K] -> [M, N], every row as row 0: products fused into their additions by the C library."""
-    library = ctypes.util.find_library("m")
-    if library is None:
-        pytest.skip("no libm by that name here")
-    fmaf = ctypes.CDLL(library).fmaf
-    fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
-
-    def of_column(x: list[float], w: list[float]) -> float:
-        values = [fmaf(a, b, 0.0) for a, b in zip(x, w, strict=True)]  # a leaf by itself, then each node
-        for one, other in tree.nodes:
-            term, total = (other, one) if other < tree.leaves else (one, other)  # of two leaves the second is the term
-            is_leaf = term < tree.leaves
-            values.append(fmaf(x[term] if is_leaf else values[term], w[term] if is_leaf else 1.0, values[total]))
-        return float(values[-1])
+    """x [M, K], w [N, K] -> [M, N], every row as row 0: products fused into their additions, as the C library does it
+    (tests/kernels/test_emulator.py)."""
 
     def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        row = torch.tensor([of_column(x[0].tolist(), column) for column in w.tolist()])
-        return row.expand(len(x), -1).clone()
+        row = predict(tree, x[:1].expand_as(w).double().numpy(), w.double().numpy(), Arithmetic(fused=True))
+        return torch.from_numpy(row).float().expand(len(x), -1).clone()
 
     return linear
 
@@ -446,10 +442,15 @@ def linear_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_by_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As `linear_by_rows`; columns 1, 17, 33, ... go the other way."""
-    out = linear_by_rows(x, weight)
-    out[:, 1::16] = linear_by_rows(x.repeat(8, 1) if len(x) < 8 else x[:1], weight)[: len(x), 1::16][:1]
+    """The last first; in columns 1, 17, 33, ... the first."""
+    out = fused_chain_of(range(47, -1, -1))(x, weight)
+    out[:, 1::16] = chain_of_48(x, weight)[:, 1::16]
     return out
+
+
+def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Another order at each M."""
+    return fused_chain_of([*range(len(x), 24), *range(len(x))])(x, w)
 
 
 chain_of_48 = fused_chain_of(range(48))
@@ -457,14 +458,14 @@ chain_of_48 = fused_chain_of(range(48))
 
 def of_batches(name: str, **options: Any) -> Row:
     """The sweep of the matmul probe's plain layout."""
-    jobs = plan_jobs(
-        ["matmul"], [f"linear={__name__}:{name}"], Options(dtypes=("float32",), inputs=("order",), **options)
-    )
+    chosen = Options(dtypes=("float32",), inputs=("order",), **options)
+    jobs = plan_jobs(["matmul"], [f"linear={__name__}:{name}"], chosen)
     (row,) = run_jobs([j for j in jobs if j.case.varied == "batch_size" and not j.case.data["layout"]], 0, set())
     return row
 
 
-def test_the_matmul_probe_names_the_trees_at_a_border() -> None:
+def test_the_matmul_probe_names_the_trees_at_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts the classes whose trees were not measured."""
     sizes = {"k": 48, "n": 32, "m": 16}
     assert "reduction_trees" not in of_batches("chain_of_48", **sizes).extra
     trees = of_batches("linear_by_rows", **sizes).extra["reduction_trees"]["classes"]
@@ -472,14 +473,19 @@ def test_the_matmul_probe_names_the_trees_at_a_border() -> None:
         (1, "one chain of 48, the last first", True),
         (8, "one chain of 48", True),
     ]
+    monkeypatch.setattr(matmul, "TREES", (2, 3))
+    row = of_batches("linear_of_many", k=24, n=8, m=4)
+    trees = row.extra["reduction_trees"]
+    assert (len(trees["classes"]), len(row.class_sizes)) == (2, 4)
+    assert trees["between"][-1] == "2 more of the classes: not asked for their trees"
 
 
 def test_columns_of_several_orders_are_asked_by_alignment() -> None:
     asked = of_product(linear_by_columns, 1, 48, 64, torch.float32, "cpu")
     assert find(asked).proven is None
     (said,) = trees_of([asked], [1])["reduction_trees"]["classes"]
-    assert said["proven"]
-    assert (said["which"], said["words"]) == ("every 16th column", "one chain of 48, the last first")
+    assert (said["proven"], said["which"]) == (True, "every 16th column")
+    assert said["words"] == "one chain of 48, the last first"
 
 
 def grouped_by_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -522,19 +528,6 @@ def test_a_planted_order_is_found_at_the_rows_that_have_it(operator: str) -> Non
     assert row.status in ("divergent", "wrong")  # attention of equal weights is no attention, and its trees are its own
     assert "elements 0 and" in trees["between"][0]
     assert operator != "sum" or [t["M"] for t in trees["classes"]] == [1, 16]
-
-
-def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Another order at each M."""
-    return fused_chain_of([*range(len(x), 24), *range(len(x))])(x, w)
-
-
-def test_classes_whose_trees_were_not_asked_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "TREES", (2, 3))
-    row = of_batches("linear_of_many", k=24, n=8, m=4)
-    trees = row.extra["reduction_trees"]
-    assert (len(trees["classes"]), len(row.class_sizes)) == (2, 4)
-    assert trees["between"][-1] == "2 more of the classes: not asked for their trees"
 
 
 def staged_in_tf32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -656,12 +649,16 @@ def test_a_piece_that_masks_do_not_show_is_no_proof() -> None:
     assert find(piece).proven is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("K", tiers([64], [1000]))
-def test_torch_s_sum_on_this_machine_is_proven(dtype: torch.dtype, K: int) -> None:
+_SUMS = [(64, torch.float32, "cpu"), (64, torch.bfloat16, "cpu")]
+_LONGER = [(1000, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)]
+_ON_A_GPU = pytest.param(1000, torch.float32, "cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("K", "dtype", "device"), [*tiers(_SUMS, _LONGER), _ON_A_GPU])
+def test_torch_s_sum_on_this_machine_is_proven(K: int, dtype: torch.dtype, device: str) -> None:
     """Whatever the order is here: it must predict every bit."""
     for M in (1, 5):
-        result = find(of_rows(lambda x: x.sum(-1), M, K, dtype, "cpu"))
+        result = find(of_rows(lambda x: x.sum(-1), M, K, dtype, device))
         assert result.proven is not None, result.failed_on
 
 
@@ -730,12 +727,6 @@ def test_words_tell_neighbours_from_halves_and_splits_that_are_added_otherwise()
     assert said(in_chain(splits(range(24), (8, 16))), 24) == plain
     assert said(one_turned, 24).startswith(f"{plain} (digest ")
     assert said(in_chain([1, 3, 2, 0]), 4) != said(in_chain([3, 2, 1, 0]), 4) == "one chain of 4, the last first"
-
-
-@pytest.mark.gpu
-def test_torch_s_sum_on_a_gpu_is_proven() -> None:
-    result = find(of_rows(lambda x: x.sum(-1), 1, 1000, torch.float32, "cuda", ("",)))
-    assert result.proven is not None, result.failed_on
 
 
 @pytest.mark.gpu
