@@ -190,9 +190,8 @@ def measure(
         status, reason = Status.WRONG, fault
     else:
         status = Status.DIVERGENT if len(book.representatives) > 1 or differing else Status.IDENTICAL
-        of = book.representatives[0].numel()
-        note = details.get("note", "")
-        reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite" if nonfinite else note
+        lost = f"{nonfinite} of {book.representatives[0].numel()} elements of the first variant are NaN or infinite"
+        reason = lost if nonfinite else details.get("note", "")
     row = row_of(
         head,
         values,
