@@ -244,21 +244,15 @@ _MLP, _ATTENTION = "model.layers.1.mlp", "model.layers.1.self_attn"
 
 @dataclass(frozen=True)
 class PlantedModel:
-    """One model.
-
-    Attributes:
-        plant: plant(model, seed) puts the fault in for a while.
-        findings: What is right to say; none for a sound model.
-        where: What the first culprit's module has to begin with; "" where no place is asked.
-        loads: Loads that are tried until something parts: a fault at few sizes has to be met before it can show, and a
-            sound model must stay clean under all.
-    """
+    """One model."""
 
     name: str
-    plant: Plant = field(repr=False)
-    findings: frozenset[str] = frozenset()
-    where: str = ""
+    plant: Plant = field(repr=False)  # plant(model, seed) puts the fault in for a while
+    findings: frozenset[str] = frozenset()  # what is right to say; none for a sound model
+    where: str = ""  # what the first culprit's module has to begin with; "" where no place is asked
     architecture: str = "llama"
+    # loads that are tried until something differs: a fault at few sizes has to be met before it can show, and a sound
+    # model must stay clean under all
     loads: int = _LOADS
 
 

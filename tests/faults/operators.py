@@ -109,10 +109,8 @@ _SENTENCES = (
     *("linear__order__any__nth_100", "grouped_matmul__order__any__share_1_1", "grouped_matmul__order__any__place_3"),
     "rms_norm__eps__any__place_2",
 )
-_SHARED, _PROMOTED = (
-    "attention_shared_maximum attention_neighbours_nan",
-    ("scaled_matmul=fp8_promotes_sooner scaled_matmul=fp8_splits"),
-)
+_SHARED = "attention_shared_maximum attention_neighbours_nan"
+_PROMOTED = "scaled_matmul=fp8_promotes_sooner scaled_matmul=fp8_splits"
 _REMEMBERING = "linear_one_buffer linear_remembers_weights remembers_results"
 _WRONG = "linear_writes linear_zeros linear_flipped linear_nan linear_fewer_rows last_row_lost last_column_lost"
 _SOUND = "linear_sound linear_in_order padded_to_tiles pool_of_buffers packs_by_version tunes_its_speed other_order"

@@ -18,7 +18,7 @@ from nondet.core.measure import Trial, VariantProfile, between_marks
 from nondet.core.records import Culprit, Header, Run
 from nondet.core.registry import load_probe
 from nondet.core.runfile import open_run
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import UnknownNameError, UserError, WrongShapeError
 from nondet.probes.attention import packed_trials
 from nondet.probes.base import Case, Classes, Options, Probe
 from nondet.probes.runner import Job, met_in, plan_jobs, run_jobs
@@ -56,10 +56,12 @@ class _Toy(Probe):
         return {"classes": len(classes.results), "made": self.prepared}
 
 
-def toy(*results: Any, done: Any = (), many: bool = False, oracle: torch.Tensor | None = None) -> list[Any]:
+def toy(
+    *results: Any, done: Any = (), many: bool = False, oracle: torch.Tensor | None = None, **data: Any
+) -> list[Any]:
     """The rows of the toy's two cases under two implementations."""
     probe = _Toy(results, many, oracle)
-    cases = [Case(name, "toy", {"N": 2}, "float32", "run") for name in ("first", "second")]
+    cases = [Case(name, "toy", {"N": 2}, "float32", "run", data=data) for name in ("first", "second")]
     return list(run_jobs([Job(probe, case, impl, "cpu") for case in cases for impl in ("stock", "other")], 0, {*done}))
 
 
@@ -115,6 +117,9 @@ def test_a_failing_case_becomes_a_row_and_the_next_one_runs():
     for error in refusals:
         row = toy([1.0], error)[0]
         assert (row.status, row.reason) == ("skipped", str(error))
+    refused, wrong = (toy([1.0], e, may_refuse=True)[0] for e in (RuntimeError("odd"), WrongShapeError("it gave 3")))
+    assert (refused.status, refused.reason) == ("skipped", "the case is not for it: RuntimeError: odd")
+    assert wrong.status == "wrong"
     with pytest.raises(KeyboardInterrupt):
         toy([1.0], KeyboardInterrupt())
 
