@@ -303,7 +303,7 @@ class _Implementation:
         self._pass(arm, 0.0, Counter(), reason)
         return False
 
-    def _keep(self, results: list[torch.Tensor]) -> dict[str, Any]:
+    def _keep(self, results: list[torch.Tensor], _: Any) -> dict[str, Any]:
         self.results = results  # the distinct ones: each arm's is the one of its class
         return {"poolings": list(POOLINGS)}
 

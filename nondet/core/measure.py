@@ -132,7 +132,7 @@ def measure(
     warm: bool = False,
     enough: int = 0,
     reference: torch.Tensor | None = None,
-    extra: Callable[[list[torch.Tensor]], Mapping[str, Any]] | None = None,
+    extra: Callable[[list[torch.Tensor], list[Value]], Mapping[str, Any]] | None = None,
     started: float | None = None,
 ) -> Row:
     """Compute every variant, sort the results into classes, replay some, and describe it all as a row; a
@@ -145,7 +145,7 @@ def measure(
         warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class.
         enough: Stop after so many variants if two of them differ; 0: never.
         reference: What the first variant should be, in float64.
-        extra: Called with one result of each class; its entries go into the row's `extra`.
+        extra: Called with the first result of each class and its value; its entries go into the row's `extra`.
     """
     started = time.perf_counter() if started is None else started
     book = ClassBook()
@@ -180,7 +180,8 @@ def measure(
     listed = len(values) <= LISTED_VARIANTS
     errors = errors_against(book.representatives, reference) if reference is not None else []
     nonfinite = int(_nonfinite(book.representatives[0], reference))
-    details = dict(extra(book.representatives)) if extra is not None else {}
+    firsts = [values[book.labels.index(i)] for i in range(len(book.representatives))]
+    details = dict(extra(book.representatives, firsts)) if extra is not None else {}
     # where a demonstration adds in a narrow accumulator, one order may overflow and another not
     fault = _fault(watch, [] if head.demonstration else errors, details)
     status = Status.DIVERGENT if len(book.representatives) > 1 or differing else Status.IDENTICAL
