@@ -30,10 +30,9 @@ def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatc
     msgspec.json.decode(msgspec.json.encode(header))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    try:
-        assert collect()["float32_matmul_precision"] == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    now = collect()["float32_matmul_precision"]
+    torch.set_float32_matmul_precision(before)
+    assert (before, now) == ("highest", "high")
 
 
 def test_variables_that_are_no_text_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:

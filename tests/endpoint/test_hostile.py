@@ -92,8 +92,7 @@ def test_each_is_one_line(met: Met) -> None:
         limits = HASTY if KINDS[name] == "timeout" else PATIENT
         assert 0 < answer.sent <= answer.done < answer.sent + limits.total_s + 5, name
         assert answer.notes == ((NOTES[name],) if name in NOTES else ()), name
-        if answer.ok and name != "usage-contradicts":
-            assert answer.text == "ab", name
+        assert not answer.ok or answer.text == "ab" or name == "usage-contradicts", name
     # a count that counts nothing is not taken; the completion and its other counts are
     answers = [met.hostile[name] for name in ODD_COUNTS]
     assert [a.prompt_tokens for a in answers] == [None, None, 1, 1, 1]

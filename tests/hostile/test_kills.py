@@ -156,11 +156,9 @@ def test_kills_lose_and_double_nothing(server: Process, tmp_path: Path, name: st
             pid = server.start(argv)
             wait_for(path, rng.randrange(1, 2 * size // 3), pid)
             time.sleep(rng.random() * 0.005)
-            try:
-                with suppress(ProcessLookupError):  # it was through already
-                    os.kill(pid, SIGNALS[(number + list(COMMANDS).index(name)) % len(SIGNALS)])
-            finally:
-                codes[int(server.line())] += 1
+            with suppress(ProcessLookupError):  # it was through already
+                os.kill(pid, SIGNALS[(number + list(COMMANDS).index(name)) % len(SIGNALS)])
+            codes[int(server.line())] += 1
             assert server.run([*argv, "--resume"]) == 0, path
             run = read_run(path)
             assert run.complete
