@@ -339,7 +339,7 @@ class _Rounds(RoundCollector):
         """Compare the first round with the one in advance, repeat others, and record the axes' proofs."""
         survey, stored = self.survey, list[int]()
         if self.again and self.first is not None and self.played is not None:
-            head = replay.repeated(survey.loaded, self.impl, 0, self.first, time.perf_counter())
+            head = replay.repeated(survey.loaded, self.impl, 0, time.perf_counter())
             self.writer.write(replay.with_session(head, self.played, self.first))
         elif self.again:
             stored = [0]  # a resumed run compares it with what is on disk
@@ -348,7 +348,7 @@ class _Rounds(RoundCollector):
             session = self.played if index == 0 else None
             session = session or self._play(survey.arms[0], survey.plan.rounds[index])
             before = {c.key: c for c in self._recorded() if c.round == index}
-            head = replay.repeated(survey.loaded, self.impl, index, session, started)
+            head = replay.repeated(survey.loaded, self.impl, index, started)
             self.writer.write(replay.with_records(head, before, self._records(session, index)))
         if survey.axes:
             self._judge_axes()

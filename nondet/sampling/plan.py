@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
+
+from msgspec import Meta
 
 from nondet.core.runfile import regular
 from nondet.errors import UserError, each_once, one_line, shortened, suggestion
@@ -39,45 +41,19 @@ if TYPE_CHECKING:
 # Implementations that exist only at a temperature -> the implementation that provides their kernels.
 DRAWN = {"stock-seeded": "stock", "unseeded-invariant": "invariant"}
 UNSEEDED = ("stock", "unseeded-invariant")  # the draw is left to the engine
-SEEDS_MOST = 10_000
-_HOTTEST = 100.0
+_Positive, _Whole = Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request's tokens are drawn."""
 
-    temperature: float  # logits are divided by it; above 0
-    top_k: int  # the number of largest logits that are kept, ties by the smaller token id; 0 keeps all
+    temperature: Annotated[float, Meta(gt=0, le=100)]  # logits are divided by it
+    top_k: _Whole  # the number of largest logits that are kept, ties by the smaller token id; 0 keeps all
     # the nucleus: of these the fewest, the largest first, that hold this share of their mass; 1.0 keeps all
-    top_p: float
-    seed: int  # decides the draws, together with the position
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+    seed: _Whole  # decides the draws, together with the position
     seeded: bool = True  # false leaves the draw to the engine, which has one generator for all requests
-
-
-def is_sampling(values: Mapping[str, Any]) -> bool:
-    """Whether values from a file are those of a `Sampling` that can be drawn from."""
-    if set(values) != {f.name for f in fields(Sampling)} or not isinstance(values["seeded"], bool):
-        return False
-    wholes, numbers = (values["top_k"], values["seed"]), (values["temperature"], values["top_p"])
-    if not all(type(n) is int and 0 <= n < 2**64 for n in wholes) or not all(type(n) in (int, float) for n in numbers):
-        return False
-    return bool(0 < values["temperature"] <= _HOTTEST and 0 < values["top_p"] <= 1)
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float, seeds: int) -> bool:
-    """Whether anything is drawn; a `UserError` of an invalid value, or an option at temperature 0."""
-    for option, value, sound, hint in (
-        ("temperature", temperature, 0.0 <= temperature <= _HOTTEST, f"Give 0 (greedy) to {_HOTTEST:g}."),
-        ("top-k", top_k, top_k >= 0, "Give the number of tokens to keep, or 0 for all."),
-        ("top-p", top_p, 0.0 < top_p <= 1.0, "Give a share of the mass above 0, up to 1 for all."),
-        ("seeds", seeds, 1 <= seeds <= SEEDS_MOST, f"Give the number of seeds, from 1 to {SEEDS_MOST:,}."),
-    ):
-        if not sound:
-            raise UserError(f"--{option} {value:g} makes no sense", hint)
-    if temperature == 0.0 and (top_k or top_p < 1.0 or seeds > 1):
-        raise UserError("--top-k, --top-p and --seeds need a temperature above 0", "Add --temperature 0.8, say.")
-    return temperature > 0.0
 
 
 # Settings of an engine session in addition to its load: chunks, order, cache size, drafts, attention.
@@ -122,9 +98,9 @@ class Load(RoundLoad):
     """Concurrent requests, and the engine's limits that turn them into batches."""
 
     spread: int  # arrivals are drawn evenly over engine steps 0 ... spread-1
-    budget: int  # query tokens that one engine step may take: longer prefills are chunked
-    requests: int  # requests that one engine step may take
-    page: int = 16  # tokens in a page of the KV cache: the grain of prefix sharing
+    budget: _Positive  # query tokens that one engine step may take: longer prefills are chunked
+    requests: _Positive  # requests that one engine step may take
+    page: _Positive = 16  # tokens in a page of the KV cache: the grain of prefix sharing
     sharing: bool = True  # whether requests share the cached pages of a common prefix
     graphs: bool = False  # whether steps run as CUDA graphs, padded; operators are then counted where one is captured
 

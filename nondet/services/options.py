@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -225,19 +226,32 @@ class ModelOptions(Machine):
 class Drawing:
     """How tokens are drawn."""
 
-    temperature: Annotated[float, opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING)] = 0.0
+    temperature: Annotated[
+        float,
+        opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING),
+        Range(0, 100, "Give 0 (greedy) to 100."),
+    ] = 0.0
     top_k: Annotated[
-        int, opt("Draw from this many of the most probable tokens; 0: all.", shown=True, panel=DRAWING)
+        int,
+        opt("Draw from this many of the most probable tokens; 0: all.", shown=True, panel=DRAWING),
+        Range(0, 2**53, "Give the number of tokens to keep, or 0 for all."),
     ] = 0
     top_p: Annotated[
-        float, opt("Draw from the fewest tokens of this probability; 1: all.", shown=True, panel=DRAWING)
+        float,
+        opt("Draw from the fewest tokens of this probability; 1: all.", shown=True, panel=DRAWING),
+        Range(math.nextafter(0, 1), 1, "Give a share of the mass above 0, up to 1 for all."),
     ] = 1.0
-    seeds: Annotated[int, opt("Seeds, 0 and up, sent with each prompt.", shown=True, panel=DRAWING)] = 1
+    seeds: Annotated[
+        int, opt("Seeds, 0 and up, sent with each prompt.", shown=True, panel=DRAWING), Range(1, 10_000)
+    ] = 1
 
     @cached_property
     def samplings(self) -> list[Sampling]:
-        """One per seed; none for greedy requests. A `UserError` for an impossible value."""
-        from nondet.sampling.plan import Sampling, check_sampling
+        """One per seed; none for greedy requests. A `UserError` for options that only a draw has."""
+        from nondet.sampling.plan import Sampling
 
-        drawn = check_sampling(self.temperature, self.top_k, self.top_p, self.seeds)
-        return [Sampling(self.temperature, self.top_k, self.top_p, seed) for seed in range(self.seeds) if drawn]
+        if self.temperature > 0.0:
+            return [Sampling(self.temperature, self.top_k, self.top_p, seed) for seed in range(self.seeds)]
+        if self.top_k or self.top_p < 1.0 or self.seeds > 1:
+            raise UserError("--top-k, --top-p and --seeds need a temperature above 0", "Add --temperature 0.8, say.")
+        return []

@@ -88,7 +88,7 @@ def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]], 
         check_weights(run.tapes[0], tiny, weights_digest(tiny.model), "run.jsonl")
     with pytest.raises(UserError, match="no request 't999999'"):
         select_completions(run, ["t999999"], None)
-    with pytest.raises(UserError, match="no completions under --impl invariant"):
+    with pytest.raises(UserError, match="none under --impl invariant"):
         select_completions(run, ["t000000"], "invariant")
     bare = Run(header=run.header, completions=run.completions, source="old.jsonl")
     with pytest.raises(UserError, match=r"old.jsonl has no tape of stock, round 0"):
@@ -239,6 +239,6 @@ def test_steps_before_a_capture_are_held_against_their_like(tiny_float32: Loaded
         ((False, False), bytes([0, 0, 0, 1]), Status.ERROR),
     ):
         again = session(captured, logprobs)
-        made = with_session(repeated(tiny_float32, "stock", 0, again, 0.0), once, again)
+        made = with_session(repeated(tiny_float32, "stock", 0, 0.0), once, again)
         assert made.status == status
         assert ("captured in other steps" in made.reason) == (status == Status.ERROR)

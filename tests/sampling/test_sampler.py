@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,8 +18,9 @@ from nondet.errors import UserError
 from nondet.sampling.engine import Draw, TransformersEngine, draw_rows, drawn_outcome, philox, uniform_bits
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Sampling, check_sampling, is_sampling
+from nondet.sampling.plan import Sampling
 from nondet.sampling.replay import Player, digest_of, recording_of, select_completions
+from nondet.services.sample import SampleRequest
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import tiers
@@ -208,24 +210,24 @@ def test_tokens_that_were_not_drawn_are_an_error(drawn: Run, tiny_float32: Loade
     assert digest_of(greedy) != digest_of(outcome)
 
 
-def test_values_that_make_no_sense_are_refused() -> None:
-    """One line, with the value; nor does a tape from anywhere hold any that no sampler can draw by."""
-    for given, said in [
-        ((-1.0, 0, 1.0, 1), "--temperature -1"),
-        ((math.nan, 0, 1.0, 1), "--temperature nan"),
-        ((0.8, -1, 1.0, 1), "--top-k -1"),
-        ((0.8, 0, 0.0, 1), "--top-p 0"),
-        ((0.8, 0, 1.5, 1), "--top-p 1.5"),
-        ((0.8, 0, 1.0, 0), "--seeds 0"),
-        ((0.0, 5, 1.0, 1), "need a temperature"),
+def test_values_that_make_no_sense_are_refused(drawn: Run) -> None:
+    """One line, with the value; nor is a tape from anywhere whole that holds any that no sampler can draw by."""
+    for temperature, top_k, top_p, seeds, said in [
+        (-1.0, 0, 1.0, 1, "--temperature -1"),
+        (math.nan, 0, 1.0, 1, "--temperature nan"),
+        (0.8, -1, 1.0, 1, "--top-k -1"),
+        (0.8, 0, 0.0, 1, "--top-p 0"),
+        (0.8, 0, 1.5, 1, "--top-p 1.5"),
+        (0.8, 0, 1.0, 0, "--seeds 0"),
+        (0.0, 5, 1.0, 1, "need a temperature"),
     ]:
         with pytest.raises(UserError, match=said):
-            check_sampling(*given)
-    assert check_sampling(0.8, 50, 0.95, 20)
-    assert not check_sampling(0.0, 0, 1.0, 1)
-    good = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 3, "seeded": True}
-    assert is_sampling(good)
-    bad = {"temperature": [0, "hot"], "top_k": [-1], "top_p": [2], "seed": [2**64], "seeded": [1]}
-    for name, values in bad.items():
-        assert not any(is_sampling(good | {name: value}) for value in values), name
-    assert not is_sampling({"temperature": 1.0})
+            SampleRequest(temperature=temperature, top_k=top_k, top_p=top_p, seeds=seeds)
+    assert len(SampleRequest(temperature=0.8, top_k=50, top_p=0.95, seeds=20).samplings) == 20
+    assert not SampleRequest().samplings
+    tape, completion = drawn.tapes[-1], drawn.completions[-1]
+    for name, value in [("temperature", 0), ("temperature", "hot"), ("top_k", -1), ("top_p", 2), ("seeded", 1)]:
+        first = msgspec.structs.replace(tape.requests[0], sampling={**(tape.requests[0].sampling or {}), name: value})
+        bad = msgspec.structs.replace(tape, requests=[first, *tape.requests[1:]])
+        with pytest.raises(UserError, match="is not whole"):
+            recording_of(msgspec.structs.replace(drawn, tapes=[bad]), completion)
