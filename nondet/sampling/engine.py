@@ -2,8 +2,7 @@
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
 sharing. Ours are only the arrival times, the records, and at a temperature the draw of requests with a seed. Arrivals
-are counted in engine steps, and batching is synchronous: what runs in a step depends on the plan only, never on the
-clock. Where the load requests CUDA graphs, steps are padded to a few sizes.
+are counted in engine steps, and batching is synchronous: what runs in a step depends on the plan, never on the clock.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
@@ -162,13 +161,14 @@ def masks_at_once(device: torch.device) -> Iterator[None]:
     from transformers.generation.continuous_batching import input_outputs
 
     before = getattr(input_outputs, "build_attention_mask", None)
-    if before is not None and device.type != "cpu":
-        input_outputs.build_attention_mask = write_mask
+    if before is None or device.type == "cpu":
+        yield
+        return
+    input_outputs.build_attention_mask = write_mask
     try:
         yield
     finally:
-        if before is not None:
-            input_outputs.build_attention_mask = before
+        input_outputs.build_attention_mask = before
 
 
 def write_mask(
@@ -363,14 +363,6 @@ class Drawing:
         self._log = log
         self.drawn: dict[str, list[Draw]] = {}
 
-    @staticmethod
-    def of(requests: Sequence[Request], log: SessionLog) -> Drawing | None:
-        """For these requests; None where we draw for none of them."""
-        ours = [r.sampling is not None and r.sampling.seeded for r in requests]
-        if any(ours) and not all(ours):
-            raise ValueError("a session draws for all of its requests, or for none")
-        return Drawing(requests, log) if any(ours) else None
-
     def __call__(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The hook."""
         logits, wanted = output.logits[0], kwargs["logits_indices"]
@@ -434,9 +426,7 @@ class TransformersEngine:
             "version": transformers.__version__,
             "attention": self.model.config._attn_implementation,
             "scheduler": "first come, first served, decodes before prefills, arrivals in steps",
-            "asynchronous": False,
             "sampling": "greedy; at a temperature our draw by seed and position, or the engine's own",
-            "gives": ["token ids", "logprobs", "margins", "schedule"],
         }
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
@@ -478,7 +468,10 @@ def run_session(
     log.cut = lambda: until in found or (watcher is not None and watcher.done)
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
     poll = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
-    drawing = Drawing.of(requests, log)
+    ours = [r.sampling is not None and r.sampling.seeded for r in requests]
+    if any(ours) and not all(ours):
+        raise ValueError("a session draws for all of its requests, or for none")
+    drawing = Drawing(requests, log) if any(ours) else None
     with (
         first_uses() as log.first_uses,
         _engine_of(model, requests, load, log, seed, setting, drawing) as manager,
@@ -611,37 +604,34 @@ def _engine_of(
         raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
     log.graphs = load.graphs
     order = order_of(model, requests, load, log, setting)
-    own = {"log": log, "order": order}
-    schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), own)
     before, after = order.hooks()
     if load.graphs:
         log.ring = TopRing(min(load.requests, load.budget), model.device)
         after = [log.note_capture]
-    hooks = [model.register_forward_pre_hook(hook, with_kwargs=True) for hook in before]
-    after = after or [log.record_logits]
-    hooks += [model.register_forward_hook(hook, with_kwargs=True) for hook in (*after, *([drawing] if drawing else []))]
-    try:
-        with quiet(), masks_at_once(model.device), stock_attention(model, setting.attention):
-            try:
-                manager = model.init_continuous_batching(
-                    generation_config=GenerationConfig(**generation(requests), eos_token_id=-1),
-                    continuous_batching_config=batching_config(
-                        requests, load, pages=setting.pages, model=model, scheduler_type=name, seed=seed
-                    ),
-                )
-            except (AttributeError, ValueError) as error:
-                what = f"the continuous-batching engine refuses this model: {reason_of(error)}"
-                raise UserError(what, "Choose another model.") from error
-            try:
-                yield manager
-            finally:
-                if manager._generation_thread is not None:
-                    stop_now(manager)
-                manager.destroy()
-    finally:
-        for hook in hooks:
-            hook.remove()
-        del schedulers.SCHEDULER_MAPPING[name]
+    after = [*(after or [log.record_logits]), *([drawing] if drawing else [])]
+    config = batching_config(requests, load, pages=setting.pages, model=model, scheduler_type=name, seed=seed)
+    with ExitStack() as stack:
+        own = {"log": log, "order": order}
+        schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), own)
+        stack.callback(schedulers.SCHEDULER_MAPPING.pop, name)
+        for hook in before:
+            stack.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for hook in after:
+            stack.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
+        for block in (quiet(), masks_at_once(model.device), stock_attention(model, setting.attention)):
+            stack.enter_context(block)
+        try:
+            settings = GenerationConfig(**generation(requests), eos_token_id=-1)
+            manager = model.init_continuous_batching(generation_config=settings, continuous_batching_config=config)
+        except (AttributeError, ValueError) as error:
+            what = f"the continuous-batching engine refuses this model: {reason_of(error)}"
+            raise UserError(what, "Choose another model.") from error
+        stack.callback(manager.destroy)
+        try:
+            yield manager
+        finally:
+            if manager._generation_thread is not None:
+                stop_now(manager)
 
 
 def _outcome(

@@ -40,13 +40,12 @@ def check_dtype(dtype: str, device: str) -> torch.dtype:
 def local_folder(where: str) -> Path | None:
     """The folder, or None for a hub name; a `UserError` where it is neither."""
     path = Path(where).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"{where} has no config.json, so it is no model folder", "Give one made by save_pretrained.")
     if path.is_dir():
-        return path
+        if (path / "config.json").is_file():
+            return path
+        raise UserError(f"{where} has no config.json, so it is no model folder", "Give one made by save_pretrained.")
     if path.exists():
-        hint = "Give the folder that holds config.json and the weights."
-        raise UserError(f"{where} is a file, not a model folder", hint)
+        raise UserError(f"{where} is a file, not a model folder", "Give the folder that holds it and config.json.")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", where) or where.startswith((".", "-")):
         hint = "Check the path, or give a hub name such as Qwen/Qwen3-0.6B."
         raise UserError(f"there is no model folder {where}", hint)
@@ -156,15 +155,6 @@ def _inside(where: str, name: Any, suffix: str) -> str:
     if wrong:
         raise UserError(f"{where} names {one_line(repr(name), 200)} as its weights, {wrong}", _COPY)
     return str(name)
-
-
-def commit_of(where: str, local: Path | None) -> str | None:
-    """The hub's commit of a model, once it is loaded; None of a folder."""
-    from transformers.utils import cached_file
-
-    kept = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    found = None if local is not None else cached_file(where, "config.json", **kept)
-    return None if found is None else Path(found).parent.name  # .../snapshots/COMMIT/config.json
 
 
 def weights_digest(folder: Path, names: Iterable[str]) -> str:
@@ -382,6 +372,8 @@ def load_model(
         raise UserError(what, "Use a smaller model or --device cpu.") from error
     text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
+    eos = model.generation_config.eos_token_id
+    eos = getattr(text_config, "eos_token_id", None) if eos is None else eos
     return LoadedModel(
         name=EMBEDDED if source is None else source,
         model=model,
@@ -389,7 +381,7 @@ def load_model(
         device=device,
         dtype=dtype,
         context=limit if isinstance(limit, int) and limit > 0 else None,
-        eos=_eos(model, text_config),
+        eos=(eos,) if isinstance(eos, int) else tuple(eos or ()),
         identity=identity_of(model, where, local, None if random else names, dtype)
         | {"vocabulary": rows}
         | quantization_of(given, model, dtype),
@@ -478,22 +470,20 @@ def check_vocabulary(where: str, model: Any, tokenizer: Any) -> int:
 
 def identity_of(model: Any, where: str, local: Path | None, names: Iterable[str] | None, dtype: str) -> dict[str, Any]:
     """What decides a model's bits, JSON-able; `names` are those of the files of its weights, None of random ones."""
+    from transformers.utils import cached_file
+
     config = model.config.get_text_config()
+    kept = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    found = None if local is not None else cached_file(where, "config.json", **kept)
     return {
         "class": type(model).__name__,
         "parameters": model.num_parameters(),
         "dtype": dtype,
-        "commit": commit_of(where, local),
+        "commit": None if found is None else Path(found).parent.name,  # .../snapshots/COMMIT/config.json
         "weights": "random" if names is None else None if local is None else weights_digest(local, names),
         "layers": getattr(config, "num_hidden_layers", None),
         "hidden": getattr(config, "hidden_size", None),
     }
-
-
-def _eos(model: Any, config: Any) -> tuple[int, ...]:
-    named = (getattr(where, "eos_token_id", None) for where in (model.generation_config, config))
-    ids = next((ids for ids in named if ids is not None), ())
-    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def piece_of(loaded: LoadedModel) -> Callable[[int], str]:

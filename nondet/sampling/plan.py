@@ -26,6 +26,9 @@ from nondet.errors import UserError, each_once, one_line, shortened, suggestion
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from nondet.core.launch import FirstUses
+    from nondet.core.records import Completion
+
 
 # Drawing at a temperature: a request's parameters, and which implementation draws how. Plain data, no torch.
 #
@@ -41,7 +44,8 @@ if TYPE_CHECKING:
 # Implementations that exist only at a temperature -> the implementation that provides their kernels.
 DRAWN = {"stock-seeded": "stock", "unseeded-invariant": "invariant"}
 UNSEEDED = ("stock", "unseeded-invariant")  # the draw is left to the engine
-_Positive, _Whole = Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=0)]
+_Positive = Annotated[int, Meta(ge=1)]
+_Whole = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +399,19 @@ class Engine(Protocol):
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
         """Run the requests from an empty engine to an empty one; options as of `nondet.sampling.engine.run_session`."""
+
+
+class Notes:
+    """What is called while rounds are played; here it does nothing."""
+
+    def progress(self, impl: str, arm: str, done: int, tokens: int) -> None:
+        """A target is finished: `done` of them under the implementation, after so many tokens."""
+
+    def preparing(self, impl: str, done: int, total: int, uses: FirstUses) -> None:
+        """Before an implementation's first round: calls done, all calls, and first uses so far."""
+
+    def first_round(self, impl: str, completions: Sequence[Completion]) -> None:
+        """The first round's completions, where more rounds follow."""
 
 
 # Prompt sets: a file of prompts, read within bounds, with every error reported in one line.

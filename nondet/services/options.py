@@ -124,7 +124,6 @@ def opt(
     return typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel, autocompletion=complete, **more)
 
 
-UNDER_VLLM = ("stock", "vllm-invariant", "invariant")
 ENGINE = Annotated[
     str,
     opt(
@@ -134,13 +133,6 @@ ENGINE = Annotated[
     ),
     OneOf(("transformers", "vllm"), "unknown engine {value!r}"),
 ]
-
-
-def check_under_vllm(impls: Iterable[str]) -> None:
-    """Refuse, as a `UserError`, an implementation that vLLM does not have."""
-    for impl in impls:
-        if impl not in UNDER_VLLM:
-            raise UnknownNameError("implementation under vLLM", impl, [*UNDER_VLLM, "both"])
 
 
 OUT = Annotated[

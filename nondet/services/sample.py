@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from nondet.core.runfile import read_whole
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import parse_ranks
-from nondet.sampling.plan import DRAWN, UNSEEDED, load_prompts, long_prompts, parse_load
+from nondet.sampling.plan import DRAWN, UNSEEDED, Notes, load_prompts, long_prompts, parse_load
 from nondet.services import endpoint as e
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
@@ -49,7 +49,7 @@ _OWN_ENGINE = (
 # Most prompts of the embedded model have diverged by then; it takes about a minute on two cores.
 _MAX_TOKENS = 40
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
-_BOTH = ("stock", "invariant")
+_UNDER_VLLM = ("stock", "vllm-invariant", "invariant")
 # Rounds to repeat besides the first, where it does not distinguish the batch from the run.
 _SETTLE = 3
 # A round has fixed work before its first token; more of them than this is a mistake in --load.
@@ -170,11 +170,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
     @cached_property
     def impls(self) -> list[str]:
         """The implementations, each once."""
-        if self.engine == "vllm":
-            wanted = [one for name in self.impl or ["both"] for one in (_BOTH if name == "both" else (name,))]
-            o.check_under_vllm(wanted)
-            return list(dict.fromkeys(wanted))
-        return implementations(self.impl, drawn=bool(self.samplings))
+        return implementations(self.impl, self.engine, drawn=bool(self.samplings))
 
     @cached_property
     def length(self) -> int:
@@ -211,11 +207,6 @@ def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, co
     if prompt is not None or file is not None:
         raise UserError("--prompts excludes --prompt and --prompt-file", "Put that prompt into the file.")
     return load_prompts(prompts, column)
-
-
-def _riders(request: SampleRequest) -> list[str]:
-    """Background prompts for the default prompt; none for the user's own prompts, or without a load."""
-    return [] if e.chosen(request) or not request.engine_load.others else long_prompts()
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -263,19 +254,6 @@ def open_model(request: Any, sink: Sink) -> LoadedModel:
 def names_graphs(spec: str) -> bool:
     """Whether `--load` itself decides about graphs."""
     return any(part.partition("=")[0].strip() == "graphs" for part in spec.split(","))
-
-
-def graphs_by_default(load: Load, model: Any, say: Callable[[str], None]) -> bool:
-    """Whether steps run as CUDA graphs where you did not choose; says so, or why not."""
-    from nondet.sampling.engine import query_step, why_no_graphs
-
-    reason = why_no_graphs(model.config)
-    if not reason and query_step(load.requests, load.budget) >= load.budget:
-        # all products would have the same number of rows, which hides what the run is to show
-        reason = "as CUDA graphs all of them would be padded to one size"
-    graphs = "steps run as CUDA graphs, padded to a few sizes; --no-cuda-graphs launches them one by one"
-    say(f"steps are launched one by one: {reason}" if reason else graphs)
-    return not reason
 
 
 def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None = None) -> dict[str, list[str]] | None:
@@ -353,7 +331,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
             described["engine"] = host.describe(survey.base)
         with output.recording("sample", described, request.seed) as writer, output.sink.progress() as bars:
             total = survey.plan.targets * len(survey.arms)
-            collect(survey, host, writer, _Shown(output.sink, bars, request.impls, total))
+            collect(survey, host, writer, Shown(output.sink, bars, request.impls, total))
             # over ranks a model's operators run at the sizes of a share, and vLLM's are others
             if axes is None and request.engine != "vllm" and request.world == 1:
                 _explain(survey, writer)
@@ -369,9 +347,10 @@ def _surveyed(
 
     load = _load_of(request, loaded, wanted is not None, sink)
     prompt, earlier = ((), ()) if wanted is None else _texts(loaded, texts[0], request)
+    default = wanted is None and load.others > 0 and not e.chosen(request)
     plan, described = plan_prompts(
         loaded, load, texts, n, request.length, request.seed, request.impls, request.samplings,
-        riders=_riders(request) if wanted is None else (), tokens=[prompt] if prompt else (),
+        riders=long_prompts() if default else (), tokens=[prompt] if prompt else (),
     )  # fmt: skip
     base = Conditions(load=load, dtype=loaded.dtype, threads=request.threads, ranks=request.world)
     axes: Sequence[Varied] = ()
@@ -408,18 +387,26 @@ def _explain(survey: Survey, writer: RunWriter) -> None:
 
 def _load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sink) -> Load:
     """The load, with the engine's defaults: whether steps run as CUDA graphs, and under vLLM pages of its size."""
+    from nondet.sampling.engine import query_step, why_no_graphs
+
     load = request.engine_load
     if varied:
         grain = _grain(request, loaded) or 1
         return replace(load, page=-(-load.page // grain) * grain)
-    graphs = load.graphs
-    if loaded.device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
-        if request.engine == "vllm":
-            sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
-            graphs = True
-        elif not request.samplings and request.world == 1:
-            graphs = graphs_by_default(load, loaded.model, sink.say)
-    return replace(load, graphs=graphs)
+    if loaded.device != "cuda" or request.cuda_graphs is not None or names_graphs(request.load):
+        return load
+    if request.engine == "vllm":
+        sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
+        return replace(load, graphs=True)
+    if request.samplings or request.world > 1:
+        return load
+    reason = why_no_graphs(loaded.model.config)
+    if not reason and query_step(load.requests, load.budget) >= load.budget:
+        # all products would have the same number of rows, which hides what the run is to show
+        reason = "as CUDA graphs all of them would be padded to one size"
+    graphs = "steps run as CUDA graphs, padded to a few sizes; --no-cuda-graphs launches them one by one"
+    sink.say(f"steps are launched one by one: {reason}" if reason else graphs)
+    return replace(load, graphs=not reason)
 
 
 def _grain(request: SampleRequest, loaded: LoadedModel) -> int:
@@ -498,38 +485,31 @@ def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
     load, subjects = request.engine_load, prompts * max(1, len(request.samplings))
     usual = max(_EACH_LEAST, _COMPLETIONS // subjects) if request.vary is None else _N_VARIED
     n = usual if request.n is None else request.n
-    if n * subjects > COMPLETIONS_MOST:
-        raise UserError(
-            f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions",
-            f"Stay within {COMPLETIONS_MOST:,}: a smaller --n, or fewer prompts.",
-        )
     rounds = -(-n * subjects // load.targets)
-    if rounds > _ROUNDS_MOST:
-        raise UserError(
-            f"--n {n}{f' of {subjects:,} prompts' if subjects > 1 else ''} with targets={load.targets} a round makes "
-            f"{rounds:,} rounds",
-            f"Stay within {_ROUNDS_MOST:,}: give --load a larger targets=, or a smaller --n.",
-        )
+    if n * subjects > COMPLETIONS_MOST or rounds > _ROUNDS_MOST:
+        what = f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions in {rounds:,} rounds"
+        most = f"{COMPLETIONS_MOST:,} completions and {_ROUNDS_MOST:,} rounds"
+        raise UserError(what, f"Stay within {most}: give a smaller --n, or --load a larger targets=.")
     if rounds > _ROUNDS_QUIET:
         sink.say(f"drawing the load plan of {rounds:,} rounds")
     return n
 
 
-class _Shown:
+class Shown(Notes):
     """A bar for each implementation, and what is known long before the verdict."""
 
     def __init__(self, sink: Sink, bars: Progress, impls: Sequence[str], total: int) -> None:
         self._sink, self._bars = sink, bars
         self._tasks = {impl: bars.add_task(impl, total=total, start=False) for impl in impls}
 
-    def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
-        """See `nondet.sampling.collect.Notes`."""
+    def progress(self, impl: str, arm: str, done: int, tokens: int) -> None:
+        """See `nondet.sampling.plan.Notes`."""
         self._bars.start_task(self._tasks[impl])
         text = f"{impl} {arm}".rstrip()
         self._bars.update(self._tasks[impl], completed=done, description=f"{text}, {tokens} tokens")
 
     def preparing(self, impl: str, done: int, total: int, uses: FirstUses) -> None:
-        """See `nondet.sampling.collect.Notes`."""
+        """See `nondet.sampling.plan.Notes`."""
         what = "compiling and proving" if done < total - 1 else "playing a first round, off the clock:"
         so_far = f"{done} of {total}, {uses.compiled} kernels and {uses.proofs} proofs so far"
         self._bars.update(self._tasks[impl], description=f"{impl}: {what} {so_far}")
@@ -556,14 +536,16 @@ class _Shown:
         )
 
 
-def implementations(impls: list[str] | None, *, drawn: bool = False) -> list[str]:
+def implementations(impls: list[str] | None, engine: str = "", *, drawn: bool = False) -> list[str]:
     """The implementations, each once; "both" is stock and invariant, and where tokens are drawn stock-seeded too.
-    Raises UserError: an unknown one, or an unknown family after the colon."""
-    both = ["stock", "stock-seeded", "invariant"] if drawn else ["stock", "invariant"]
+    Raises UserError: one that the engine, "vllm" or nondet's own, does not have, or an unknown family."""
+    both = ["stock", "stock-seeded", "invariant"] if drawn and engine != "vllm" else ["stock", "invariant"]
     names = list(dict.fromkeys(one for name in impls or ["both"] for one in (both if name == "both" else [name])))
     for name in names:
         base, colon, families = name.partition(":")
-        if name not in _WHOLE and base != "invariant":
+        if engine == "vllm" and name not in _UNDER_VLLM:
+            raise UnknownNameError("implementation under vLLM", name, [*_UNDER_VLLM, "both"])
+        if engine != "vllm" and name not in _WHOLE and base != "invariant":
             raise UnknownNameError("implementation", name, [*_WHOLE, "both", "invariant:FAMILY"])
         for family in families.split("+") if colon else ():
             if family not in o.families():

@@ -22,7 +22,7 @@ from nondet.services.sample import implementations, open_model, prompt_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nondet.core.records import Completion, Replayed, Run, TraceVerdict
+    from nondet.core.records import Completion, Replayed, Run
     from nondet.sampling.model import LoadedModel
     from nondet.trace.search import Arm, Search
 
@@ -184,8 +184,6 @@ class TraceRequest(o.ModelOptions, Request):
         if self.engine == "vllm":
             others = ("run", "request", "repro", "trust_remote_code")
             self.refuse(others, "--engine vllm and {} exclude each other", "It traces a prompt, solo and in a batch.")
-        elif self.engine != "transformers":  # `nondet sample` has it
-            raise UserError(f"--engine {self.engine} can't be traced", "Use transformers or vllm.")
         if self.replay:
             self._check_replay()
             return
@@ -215,11 +213,7 @@ class TraceRequest(o.ModelOptions, Request):
     @cached_property
     def impls(self) -> list[str]:
         """The implementation to trace, exactly one."""
-        impl = self.impl or "stock"
-        if self.engine != "vllm":
-            return implementations([impl])
-        o.check_under_vllm([impl])
-        return [impl]
+        return implementations([self.impl or "stock"], self.engine)
 
     @cached_property
     def engine_load(self) -> Load:
@@ -275,13 +269,19 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
 
 
 def _searched(search: Search, repro: Path | None) -> None:
+    from nondet.trace.repro import write_and_run
+
     try:
         verdict = search.run()
     except Exception as error:
         search.keep(Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}"))
         raise
     if repro is not None:
-        verdict = _with_script(search, verdict, repro)
+        line = "no script: there is no responsible call that can be made by itself"
+        if search.named is not None:
+            line = write_and_run(repro, search.named)
+            verdict = msgspec.structs.replace(verdict, repro=line)
+        search.say(line)
     search.keep(verdict)
 
 
@@ -341,14 +341,3 @@ def _recorded(
         "impls": [completions[0].impl],
     }
     return loaded, (arms[0], arms[1]), plan, expected
-
-
-def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerdict:
-    from nondet.trace.repro import write_and_run
-
-    line = "no script: there is no responsible call that can be made by itself"
-    if search.named is not None:
-        line = write_and_run(path, search.named)
-        verdict = msgspec.structs.replace(verdict, repro=line)
-    search.say(line)
-    return verdict

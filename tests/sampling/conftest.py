@@ -13,9 +13,9 @@ import torch
 from nondet.core.records import Run
 from nondet.core.runfile import open_run, read_run
 from nondet.sampling.axes import Conditions, Varied
-from nondet.sampling.collect import Here, Notes, Survey, collect, describe
+from nondet.sampling.collect import Here, Survey, collect, describe
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import Plan, build_plan, parse_load
+from nondet.sampling.plan import Notes, Plan, build_plan, parse_load
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
@@ -62,11 +62,8 @@ def planned(
     )  # fmt: skip
 
 
-class Silent:
-    """Notes that nothing is done with, but by what is given here under their names."""
-
-    progress: Any = staticmethod(lambda *_: None)
-    preparing = first_round = progress
+class Heard(Notes):
+    """Calls what is given here under the names of the notes."""
 
     def __init__(self, **heard: Any) -> None:
         vars(self).update(heard)

@@ -50,7 +50,7 @@ from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from nondet.verdict.samples import tally_axes
 from tests.build import tiers
-from tests.sampling.conftest import Silent, planned, sampled_into
+from tests.sampling.conftest import Heard, planned, sampled_into
 
 LOAD = "others=2,targets=4,spread=4,prompt=6-20,tokens=2-8,budget=16,page=4,requests=16,sharing=off"
 
@@ -323,7 +323,7 @@ def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Pat
                 raise KeyboardInterrupt
 
         more: dict[str, Any] = {"base": base, "axes": axes, "resume": path.exists()}
-        return sampled_into(path, tiny_float32, plan, notes=Silent(progress=halt), **more)
+        return sampled_into(path, tiny_float32, plan, notes=Heard(progress=halt), **more)
 
     whole = run(tmp_path / "whole.jsonl")
     with pytest.raises(KeyboardInterrupt):

@@ -28,11 +28,11 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Session
 from nondet.services.run import Sink
-from nondet.services.sample import _Shown
+from nondet.services.sample import Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import completion, tiers
-from tests.sampling.conftest import Silent, planned, sampled_into
+from tests.sampling.conftest import Heard, planned, sampled_into
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
@@ -131,7 +131,7 @@ def test_stopping_and_resuming_gives_the_same_run(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sample(tiny, path, notes=Silent(progress=stop))
+        sample(tiny, path, notes=Heard(progress=stop))
     stopped = read_run(path)
     assert len(stopped.rounds) == (after - 1) // 4
     assert sum(r.targets for r in stopped.rounds) == len(stopped.completions)
@@ -205,7 +205,7 @@ def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path
         tiny.model.register_forward_pre_hook(hook),
         pytest.raises(EngineStoppedError, match=r"round 1.*no such kernel"),
     ):
-        sample(tiny, path, notes=Silent(progress=arm))
+        sample(tiny, path, notes=Heard(progress=arm))
     run = read_run(path)
     assert [c.status for c in run.completions] == ["ok"] * 4 + ["error"] * 4
     assert all("no such kernel" in c.reason and not c.trace for c in run.completions[4:])
@@ -223,11 +223,11 @@ def test_every_implementation_gets_the_same_load(
         yield Counter
 
     monkeypatch.setattr(collecting, "implementation", noted)
-    seen: list[tuple[str, int, int]] = []
-    notes = Silent(progress=lambda impl, arm, done, total, tokens: seen.append((impl, done, total)))
+    seen: list[tuple[str, int]] = []
+    notes = Heard(progress=lambda impl, arm, done, tokens: seen.append((impl, done)))
     run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=notes)
     assert entered == ["stock", "invariant"]
-    assert seen == [(impl, i, 4) for impl in entered for i in (1, 2, 3, 4)]
+    assert seen == [(impl, i) for impl in entered for i in (1, 2, 3, 4)]
     stock, invariant = ([c for c in run.completions if c.impl == name] for name in entered)
     assert [(c.request, c.schedule, c.arrival_step) for c in stock] == [
         (c.request, c.schedule, c.arrival_step) for c in invariant
@@ -301,7 +301,7 @@ def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_pat
     def first(impl: str, completions: Sequence[Completion]) -> None:
         seen.append((impl, len(completions), len(read_run(tmp_path / "run.jsonl", allow_truncated=True).rounds)))
 
-    notes = Silent(first_round=first)
+    notes = Heard(first_round=first)
     sample(tiny, tmp_path / "run.jsonl", n=5, notes=notes)
     assert seen == [("stock", 4, 1)]
     sample(tiny, tmp_path / "one.jsonl", n=4, notes=notes)
@@ -310,14 +310,14 @@ def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_pat
     traces = [("a", "T", 0), ("a", "T", 0), ("b", "T", 0), ("b", "U", 0), ("d", "V", 1), ("d", "V", 1)]
     made = [completion(trace=trace, tokens_digest=text, prompt=prompt) for trace, text, prompt in traces]
     for completions in (made[:4], made):
-        _Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", completions)
+        Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", completions)
     assert said.lines == [
         "stock, so far: 1 of 4 completions differ from the most common one, 2 in their logprob bits",
         "stock, so far: 1 of 6 completions of 2 prompts, each within its own differ from the most common one, "
         "2 in their logprob bits",
     ]
     said.quiet = True
-    _Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", made)
+    Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", made)
     assert len(said.lines) == 2
 
 
