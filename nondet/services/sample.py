@@ -345,7 +345,7 @@ def _surveyed(
     from nondet.sampling.axes import Conditions
     from nondet.sampling.collect import Survey, plan_prompts
 
-    load = _load_of(request, loaded, wanted is not None, sink)
+    load = load_of(request, loaded, wanted is not None, sink)
     prompt, earlier = ((), ()) if wanted is None else _texts(loaded, texts[0], request)
     default = wanted is None and load.others > 0 and not e.chosen(request)
     plan, described = plan_prompts(
@@ -385,7 +385,7 @@ def _explain(survey: Survey, writer: RunWriter) -> None:
                 writer.write(row)
 
 
-def _load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sink) -> Load:
+def load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sink) -> Load:
     """The load, with the engine's defaults: whether steps run as CUDA graphs, and under vLLM pages of its size."""
     from nondet.sampling.engine import query_step, why_no_graphs
 
