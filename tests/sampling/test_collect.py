@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,7 +28,6 @@ from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan, Session
-from nondet.services.run import Sink
 from nondet.services.sample import Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
@@ -214,8 +214,10 @@ def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path
 def test_every_implementation_gets_the_same_load(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock and invariant meet the same requests at the same steps, and each engine runs inside its implementation."""
+    """Stock and invariant meet the same requests at the same steps, and each engine runs inside its implementation. The
+    thread count holds in the engine, and only there."""
     entered: list[str] = []
+    threads: set[int] = set()
 
     @contextmanager
     def noted(name: str, model: Any = None) -> Iterator[type[Counter[str]]]:
@@ -225,7 +227,9 @@ def test_every_implementation_gets_the_same_load(
     monkeypatch.setattr(collecting, "implementation", noted)
     seen: list[tuple[str, int]] = []
     notes = Heard(progress=lambda impl, arm, done, tokens: seen.append((impl, done)))
-    run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=notes)
+    with tiny.model.register_forward_pre_hook(lambda *_: threads.add(torch.get_num_threads())):
+        run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=notes, threads=2)
+    assert (threads, torch.get_num_threads()) == ({2}, 1)
     assert entered == ["stock", "invariant"]
     assert seen == [(impl, i) for impl in entered for i in (1, 2, 3, 4)]
     stock, invariant = ([c for c in run.completions if c.impl == name] for name in entered)
@@ -233,15 +237,6 @@ def test_every_implementation_gets_the_same_load(
         (c.request, c.schedule, c.arrival_step) for c in invariant
     ]
     assert run.rounds[0].background == run.rounds[1].background
-
-
-def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> None:
-    """The thread count asked for holds in the engine, and only there."""
-    seen: set[int] = set()
-    with tiny.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads())):
-        sample(tiny, tmp_path / "run.jsonl", n=2, threads=2)
-    assert seen == {2}
-    assert torch.get_num_threads() == 1
 
 
 def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
@@ -284,17 +279,9 @@ def test_stock_without_cudnn_switches_it_off_for_a_while() -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-class Said(Sink):
-    """A terminal that keeps its lines."""
-
-    quiet = False
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.say = self.lines.append  # type: ignore[method-assign]
-
-
-def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_the_first_round_is_shown_before_the_others(
+    tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With its completions, before the second begins; not where there is but one round, or with -q."""
     seen: list[tuple[str, int, int]] = []
 
@@ -306,19 +293,16 @@ def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_pat
     assert seen == [("stock", 4, 1)]
     sample(tiny, tmp_path / "one.jsonl", n=4, notes=notes)
     assert len(seen) == 1
-    said = Said()
     traces = [("a", "T", 0), ("a", "T", 0), ("b", "T", 0), ("b", "U", 0), ("d", "V", 1), ("d", "V", 1)]
     made = [completion(trace=trace, tokens_digest=text, prompt=prompt) for trace, text, prompt in traces]
-    for completions in (made[:4], made):
-        Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", completions)
-    assert said.lines == [
+    for quiet, count in ((False, 4), (False, 6), (True, 6)):
+        sink: Any = SimpleNamespace(quiet=quiet, say=print)
+        Shown(sink, Progress(disable=True), ["stock"], 9).first_round("stock", made[:count])
+    assert capsys.readouterr().out.splitlines() == [
         "stock, so far: 1 of 4 completions differ from the most common one, 2 in their logprob bits",
         "stock, so far: 1 of 6 completions of 2 prompts, each within its own differ from the most common one, "
         "2 in their logprob bits",
     ]
-    said.quiet = True
-    Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", made)
-    assert len(said.lines) == 2
 
 
 def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp_path: Path) -> None:
@@ -352,17 +336,14 @@ def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp
 def test_who_can_not_take_turns_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """One implementation alone, axes, a server, vLLM; and the old name of the command answers."""
     for argv, said in [
-        (["sample", "--turns", "--impl", "stock"], "--turns and one --impl, stock,"),
-        (["sample", "--turns", "--vary", "chunk"], "--turns and --vary"),
-        (["sample", "--turns", "--endpoint", "http://127.0.0.1:1"], "--endpoint and --turns"),
-        (["sample", "--turns", "--engine", "vllm"], "--engine vllm and --turns"),
-        (
-            ["bench", "engine", "--threads", "1"],
-            "no nondet bench engine any more. Type nondet sample --turns.",
-        ),
-        (["bench", "host"], "Run python scripts/host.py"),
+        ("sample --turns --impl stock", "--turns and one --impl, stock,"),
+        ("sample --turns --vary chunk", "--turns and --vary"),
+        ("sample --turns --endpoint http://127.0.0.1:1", "--endpoint and --turns"),
+        ("sample --turns --engine vllm", "--engine vllm and --turns"),
+        ("bench engine --threads 1", "no nondet bench engine any more. Type nondet sample --turns."),
+        ("bench host", "Run python scripts/host.py"),
     ]:
-        assert main(argv) == 2
+        assert main(argv.split()) == 2
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
