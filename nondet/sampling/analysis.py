@@ -30,10 +30,8 @@ from nondet.core.statistics import (
 from nondet.core.traces import Trace
 from nondet.errors import one_line
 
-# The speed of a sampled run, and the ratio of two implementations.
-#
-# Tokens per second are the median over rounds, because one-time costs (compiling, proving, filling caches) fall into a
-# few of them. Every implementation runs the same rounds.
+# The speed of a sampled run, and the ratio of two implementations. Tokens per second are the median over rounds,
+# because one-time costs (compiling, proving, filling caches) fall into a few of them.
 
 # The least and the largest ratio of a diagnosis' timed rounds, where several were timed.
 _SPAN = ("invariant_ratio_low", "invariant_ratio_high")
@@ -237,8 +235,7 @@ class DistinctCompletion:
     parts_at: int | None
 
 
-@dataclass(frozen=True)
-class FlipMargins:
+class FlipMargins(NamedTuple):
     """Top-1 minus top-2 logit where completions diverge, compared with the other positions."""
 
     flips: int  # margins at forks, one for each distinct trace and fork that it takes part in
@@ -256,13 +253,11 @@ class TokenFlips:
 
     flips: int  # completions that differ from the first most common one
     tokens: int  # tokens that are compared until they do
-    # 95% interval of flips over tokens, by round; None where no round was compared with an earlier one
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None  # 95%, of flips over tokens; None where no round was compared with another
     rounds: int
 
 
-@dataclass(frozen=True)
-class FlipDraws:
+class FlipDraws(NamedTuple):
     """How near the draws were to another token where completions first diverge; see `nondet.sampling.engine.Draw`."""
 
     border: float  # median distance of the draw from a boundary between tokens
@@ -525,16 +520,16 @@ def token_flips(
 def flip_draws(members: Sequence[Member], first: int) -> FlipDraws | None:
     """How near the draws were at the first fork, at index `first`; None where they are not known."""
 
-    def floats(data: bytes) -> Floats:
-        return np.frombuffer(data, dtype="<f4")
-
-    there = [m.trace for m in members if m.trace.border and first in m.forks]
+    drawn = [m for m in members if m.trace.border]
+    there = [m.trace for m in drawn if first in m.forks]
     if not there:
         return None
-    rest = [np.delete(floats(m.trace.border), [first] if first in m.forks else []) for m in members if m.trace.border]
-    borders, elsewhere = [float(floats(t.border)[first]) for t in there], np.concatenate(rest)
-    cuts = [c for t in there if math.isfinite(c := float(floats(t.cut)[first]))]
-    nuclei = [n for t in there if math.isfinite(n := float(floats(t.nucleus)[first]))]
+    borders, cuts, nuclei = (
+        [value for t in there if math.isfinite(value := float(np.frombuffer(getattr(t, name), "<f4")[first]))]
+        for name in ("border", "cut", "nucleus")
+    )
+    rest = [np.delete(np.frombuffer(m.trace.border, "<f4"), [first] if first in m.forks else []) for m in drawn]
+    elsewhere = np.concatenate(rest)
     return FlipDraws(
         border=float(np.median(borders)),
         border_elsewhere=float(np.median(elsewhere)) if len(elsewhere) else None,
@@ -599,9 +594,8 @@ def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
     return [cure for cure, families in zip(cures, sets, strict=True) if not any(other < families for other in sets)]
 
 
-# All prompts of a run together: how many diverge, and whether one implementation diverges more than another.
-#
-# Prompts are the unit of every comparison between implementations, because a set is a sample of prompts.
+# All prompts of a run together. Prompts are the unit of every comparison between implementations, because a set is a
+# sample of prompts.
 
 
 @dataclass(frozen=True)

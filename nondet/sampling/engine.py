@@ -244,21 +244,11 @@ def stop_now(manager: Any) -> None:
     manager.stop(block=True, hard_stop=True)
 
 
-# A sampler that draws by (seed, position), and gives a row the same token whatever the batch.
-#
-# No order of operations can matter in its steps, so its invariance does not depend on kernels:
-#
-# - Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it), all
-#   distinct, so any sort or top-k gives one result.
-# - Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
-# - Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole.
-# - Draw: 53 bits of Philox4x32-10 with the seed as its key and the position as its counter, against the exact sum of
-#   the kept weights in the order of their token ids: a logit that changes a little moves the boundaries a little, where
-#   an order by logits would let two tokens change places.
-#
-# Only the logits remain: if they have the same bits, so has the token. Weights below 2^-44 of the largest are never
-# drawn, a probability of less than 2^-26 for the largest vocabulary. Logprobs are the model's own, at temperature 1
-# over the whole vocabulary, so that traces show a difference where the nucleus has a single token.
+# A sampler that draws by (seed, position), and gives a row the same token whatever the batch: no order of operations
+# can matter in its steps, which docs/seeds.md lists. Weights are summed in the order of token ids: a logit that changes
+# a little moves the boundaries a little, where an order by logits would let two tokens change places. Weights below
+# 2^-44 of the largest are never drawn, a probability of less than 2^-26 for the largest vocabulary. Logprobs are the
+# model's own, at temperature 1 over the whole vocabulary: so traces differ where the nucleus has a single token.
 
 _CERTAIN = 1.0e4  # a logit among zeros: the engine's argmax takes it, and exp(-1e4) is 0 in every dtype
 _BITS = 53

@@ -15,11 +15,9 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.dispatch.transformers_attention import is_paged, longest, update_cache
 from nondet.sampling.plan import DRAWN
 
-# Stock with torch's own FlashAttention over each request's keys, under transformers' continuous batching.
-#
-# transformers uses the flash-attn packages for that where one is installed. Otherwise it computes a masked product of
-# all requests' queries with all keys, and a comparison with that flatters any replacement. So here torch's kernel, the
-# same FlashAttention 2, is registered under the name that the engine uses, on a GPU.
+# transformers uses the flash-attn packages where one is installed. Otherwise it computes a masked product of all
+# requests' queries with all keys, and a comparison with that flatters any replacement. So here torch's kernel, the same
+# FlashAttention 2, is registered under the name that the engine uses, on a GPU.
 
 STOCK_FLASH = "stock-flash"
 

@@ -186,11 +186,9 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# Models with random weights, for measuring speed and batch dependence at sizes without trained weights.
-#
-# "random:qwen3-12x1024" is a Qwen3 of 12 layers, 1024 wide, with the embedded model's tokenizer; "random:qwen3-8b" has
-# exactly the shapes of Qwen3-8B, its vocabulary too. All of it is made from a fixed seed; nothing is downloaded. The
-# text is gibberish, but operators, shapes and launches are those of a trained model of the size.
+# Models with random weights from a fixed seed, for sizes without trained weights. "random:qwen3-12x1024" is a Qwen3 of
+# 12 layers, 1024 wide, with the embedded model's tokenizer; "random:qwen3-8b" has exactly the shapes of Qwen3-8B, its
+# vocabulary too. The text is gibberish, but operators, shapes and launches are those of a trained model of the size.
 
 PREFIX = "random:"
 _HINT = "Write random:qwen3-12x1024: an architecture, layers, width; or random:qwen3-0.6b, random:qwen3-8b."

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from nondet.core.records import Completion
 
 
-# Drawing at a temperature: a request's parameters, and which implementation draws how. Plain data, no torch.
-#
 # Two things make a text at T > 0 depend on the batch: the logits, and the draw. A sampler with one generator for the
 # whole batch gives a request other numbers if the other requests change, whatever the logits; a draw by seed and
 # position leaves the logits as the only cause. So the implementations are distinguished:
@@ -60,14 +58,9 @@ class Sampling:
     seeded: bool = True  # false leaves the draw to the engine, which has one generator for all requests
 
 
-# Settings of an engine session in addition to its load: chunks, order, cache size, drafts, attention.
-#
-# The defaults are the engine without a varied axis; see `nondet.sampling.axes`.
-
-
 @dataclass(frozen=True)
 class Setting:
-    """The engine's own settings, each at its default."""
+    """An engine's settings in addition to its load; the defaults are those without a varied axis."""
 
     chunk: int | None = None  # most prompt tokens of one request in one step; None: as many as fit into the budget
     order: str = "fifo"  # which request is admitted first, a key of `nondet.sampling.orders.ORDERS`
@@ -414,10 +407,7 @@ class Notes:
         """The first round's completions, where more rounds follow."""
 
 
-# Prompt sets: a file of prompts, read within bounds, with every error reported in one line.
-#
-# JSON lines (a field), plain text (one prompt per line), CSV (a column) or Parquet (a column, with pyarrow), by its
-# suffix. If a prompt can't be used, its line is named and nothing is sampled, because dropping it changes the set.
+# Files of prompts. If a prompt can't be used, its line is named and nothing is sampled: dropping it changes the set.
 
 # Each prompt has its own completions, figures and section of a report; ten thousand of them are a benchmark's size.
 PROMPTS_MOST = 10_000

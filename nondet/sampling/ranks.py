@@ -23,9 +23,8 @@ from nondet.sampling.implementations import RANK_FREE, implementation
 from nondet.sampling.model import EMBEDDED, LoadedModel, embedded_folder, quiet
 from nondet.sampling.plan import Load, Outcome, Request, Session
 
-# In a rank: a model of transformers, cut by its own tensor-parallel plan, and the continuous-batching engine over it.
-# Every rank runs the same requests in the same order, and the collectives synchronize them. The result is rank 0's
-# session and every rank's digest of it, so that different answers of ranks are detected.
+# In a rank: every rank runs the same requests in the same order, and the collectives synchronize them. The result is
+# rank 0's session and every rank's digest of it, so that different answers of ranks are detected.
 
 # implementation -> see `nondet.sampling.implementations.implementation`
 RANK_WAYS = ("stock", "stock-no-cudnn", "stock-flash", "invariant", RANK_FREE)
@@ -109,11 +108,9 @@ def report_failures() -> Iterator[None]:
         Manager._handle_critical_error = handle
 
 
-# The continuous-batching engine over several ranks, as an engine of `nondet sample`.
-#
-# The caller is not a rank: it passes the plan to a group of its own (see `nondet.ranks.group`), in which each rank runs
-# transformers' engine over its share of the model. One request's bits can then depend on the batch in one more way (the
-# order of a sum over ranks depends on the message's size) and on the number of ranks in another (another cut of K).
+# The caller is not a rank: it passes the plan to a group of its own, in which each rank runs the engine over its share
+# of the model. One request's bits can then depend on the batch in one more way (the order of a sum over ranks depends
+# on the message's size) and on the number of ranks in another (another cut of K).
 
 IN_RANK = "nondet.sampling.ranks"
 LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0

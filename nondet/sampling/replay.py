@@ -151,10 +151,8 @@ def check_weights(record: Tape, loaded: LoadedModel, weights: str, source: str) 
         raise UserError(what, "Load the model that the run was made with: --model.")
 
 
-# Running rounds again: whether the same requests in the same batches give the same bits.
-#
-# That separates batch-dependent from run-to-run nondeterministic, but only for the rounds that were run again: always
-# the first, and as few others as needed where a prompt diverged but its completions in that round agree.
+# Running rounds again separates batch-dependent from run-to-run nondeterministic, but only for the rounds that were run
+# again: always the first, and as few others as needed where a prompt diverged but its completions in that round agree.
 
 
 def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
