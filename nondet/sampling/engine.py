@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from math import ceil
@@ -383,20 +383,6 @@ def generation(requests: Sequence[Request]) -> dict[str, Any]:
     return {"do_sample": True} | {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
-    """The outcome of a request whose tokens were drawn here: with the model's logprobs, and how near each draw was. If
-    its tokens are not the drawn ones, it is an error, never a completion: a hook was skipped, or ran twice."""
-    if outcome.finish in ("error", "cut") or outcome.request.sampling is None:
-        return outcome
-    if [d.token for d in draws] != outcome.token_ids:
-        return replace(outcome, finish="error", reason="the engine continued with other tokens than those drawn")
-    figures = ("logprob", "border", "cut", "nucleus")
-    logprobs, border, cut, nucleus = (
-        np.asarray([getattr(d, name) for d in draws], dtype="<f4").tobytes() for name in figures
-    )
-    return replace(outcome, logprobs=logprobs, border=border, cut=cut, nucleus=nucleus)
-
-
 # How often the main thread checks whether the engine's thread is alive, and whether a watcher is done.
 _POLL_SECONDS, _WATCHED_SECONDS = 0.5, 0.02
 
@@ -487,9 +473,10 @@ def run_session(
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
     tops, parts, begun = log.tops(), parts_of(log.packs), log.marks[0] if log.marks else 0.0
     missing = "the session was cut short before it finished" if cut else "the engine ended without a result for it"
-    outcomes = [_outcome(r, found.get(r.id), tops.get(r.id, []), fatal or missing, cut) for r in requests]
-    if drawing is not None:
-        outcomes = [drawn_outcome(o, drawing.drawn.get(o.request.id, [])) for o in outcomes]
+    outcomes = []
+    for r in requests:
+        draws = None if drawing is None else drawing.drawn.get(r.id, [])
+        outcomes.append(_outcome(r, found.get(r.id), tops.get(r.id, []), draws, fatal or missing, cut))
     return Session(
         outcomes=scheduled(outcomes, parts, log),
         steps=log.steps,
@@ -625,7 +612,7 @@ def _engine_of(
 
 
 def _outcome(
-    request: Request, result: Any, tops: list[tuple[float, float, int, int]], missing: str, cut: bool
+    request: Request, result: Any, tops: Sequence[Any], draws: Sequence[Draw] | None, missing: str, cut: bool
 ) -> Outcome:
     if result is None:
         return Outcome(request, finish="cut" if cut else "error", reason=missing)
@@ -636,15 +623,21 @@ def _outcome(
         reason = f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens"
     elif not tokens or len(tokens) < request.max_new_tokens:  # no token ends a completion: all are equally long
         reason = f"the engine ended it after {len(tokens)} of {request.max_new_tokens} tokens"
+    elif draws is not None and [d.token for d in draws] != tokens:  # no completion: a hook was skipped, or ran twice
+        reason = "the engine continued with other tokens than those drawn"
     kept = list(zip(tokens, tops, strict=True)) if not reason and len(tops) == len(tokens) else []
+    figures = {"logprobs": logprobs}
+    if draws and not reason:  # the model's logprobs, and how near each draw was
+        columns = zip(("logprobs", "border", "cut", "nucleus"), zip(*(d[1:] for d in draws), strict=True), strict=True)
+        figures = {name: np.asarray(values, dtype="<f4") for name, values in columns}
     return Outcome(
         request=request,
         token_ids=tokens,
-        logprobs=logprobs.tobytes(),
         margins=np.asarray([best - next_best for _, (best, next_best, _, _) in kept], dtype="<f4").tobytes(),
         runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
         finish="error" if reason else "length",
         reason=reason,
+        **{name: values.tobytes() for name, values in figures.items()},
     )
 
 
