@@ -626,10 +626,10 @@ def _outcome(
     elif draws is not None and [d.token for d in draws] != tokens:  # no completion: a hook was skipped, or ran twice
         reason = "the engine continued with other tokens than those drawn"
     kept = list(zip(tokens, tops, strict=True)) if not reason and len(tops) == len(tokens) else []
-    figures = {"logprobs": logprobs}
+    figures: dict[str, Any] = {"logprobs": logprobs.tobytes()}
     if draws and not reason:  # the model's logprobs, and how near each draw was
         columns = zip(("logprobs", "border", "cut", "nucleus"), zip(*(d[1:] for d in draws), strict=True), strict=True)
-        figures = {name: np.asarray(values, dtype="<f4") for name, values in columns}
+        figures = {name: np.asarray(values, dtype="<f4").tobytes() for name, values in columns}
     return Outcome(
         request=request,
         token_ids=tokens,
@@ -637,7 +637,7 @@ def _outcome(
         runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
         finish="error" if reason else "length",
         reason=reason,
-        **{name: values.tobytes() for name, values in figures.items()},
+        **figures,
     )
 
 

@@ -117,9 +117,9 @@ def _divergent(by_id: Mapping[str, Completion]) -> dict[str, Completion]:
     return {name: c for name, c in good.items() if c.trace != most_common[c.prompt, c.arm]}
 
 
-def recording_of(run: Run, completion: Completion) -> Tape:
-    """The recording of a completion's round; a `UserError` where the run has none, or, because any file may be read, an
-    inconsistent one."""
+def recording_of(run: Run, completion: Completion, weights: str = "") -> Tape:
+    """The recording of a completion's round; a `UserError` where the run has none, one of other weights than these, or,
+    because any file may be read, an inconsistent one."""
     record = next((t for t in run.tapes if (t.impl, t.round) == (completion.impl, completion.round)), None)
     if record is None:
         what = f"{run.source} has no tape of {completion.impl}, round {completion.round}"
@@ -141,14 +141,10 @@ def recording_of(run: Run, completion: Completion) -> Tape:
     if record.engine.get("ranks", 1) != 1:
         what = f"{completion.request} of {run.source} ran over {record.engine['ranks']} ranks"
         raise UserError(what, "Rounds are replayed and traced on one rank only.")
-    return record
-
-
-def check_weights(record: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
-    """Refuse, as a `UserError`, weights with another digest than the recording's."""
-    if record.weights != weights:
-        what = f"the weights of {loaded.name} have digest {weights}, those of {source} had {record.weights}"
+    if weights not in ("", record.weights):
+        what = f"the model's weights have digest {weights}, those of {run.source} had {record.weights}"
         raise UserError(what, "Load the model that the run was made with: --model.")
+    return record
 
 
 # Running rounds again separates batch-dependent from run-to-run nondeterministic, but only for the rounds that were run

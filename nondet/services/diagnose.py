@@ -74,7 +74,18 @@ def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
     output.check_side_file()
     text = prompt_text(request.prompt, request.prompt_file)
     with _compiling_ahead(request, text) if _can_compile_ahead(request) else nullcontext():
-        _diagnose(request, output, text)
+        from nondet.diagnose.steps import WITHIN_S, Diagnoser  # torch is loaded while the others start
+        from nondet.sampling.collect import plan_prompts
+
+        loaded = open_model(request, sink)
+        n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
+        counts = (_N if n is None else n, request.max_tokens, seed)
+        plan, described = plan_prompts(loaded, request.engine_load, [text], *counts, ["stock", "invariant"])
+        if within_s is None:
+            within_s = WITHIN_S[loaded.device] if n is None else 0.0
+        described |= {"within_s": within_s} | ({"bound": True} if bound else {})
+        with output.recording("diagnose", described, seed) as writer, sink.steps() as say:
+            Diagnoser(loaded, plan, writer, seed, request.threads, say, within_s, bound).run()
     return output.present()
 
 
@@ -122,21 +133,3 @@ def ahead_argv(request: DiagnoseRequest, prompt: Path, far: Path) -> list[list[s
     long = ["--prompt-file", str(far), "--load", f"{request.load},budget=1100", "--n", "1"]
     runs = ((short, "invariant:attention"), (short, "invariant"), (long, "invariant"))
     return [[*words, *load, "--impl", impl] for load, impl in runs]
-
-
-def _diagnose(request: DiagnoseRequest, output: Output, text: str) -> None:
-    from nondet.diagnose.steps import WITHIN_S, Diagnoser
-    from nondet.sampling.collect import plan_prompts
-
-    sink = output.sink
-    loaded = open_model(request, sink)
-    n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
-    impls = ["stock", "invariant"]
-    plan, described = plan_prompts(
-        loaded, request.engine_load, [text], _N if n is None else n, request.max_tokens, seed, impls
-    )
-    if within_s is None:
-        within_s = WITHIN_S[loaded.device] if n is None else 0.0
-    described |= {"within_s": within_s} | ({"bound": True} if bound else {})
-    with output.recording("diagnose", described, seed) as writer, sink.steps() as say:
-        Diagnoser(loaded, plan, writer, seed, request.threads, say, within_s, bound).run()

@@ -87,13 +87,14 @@ def chosen(request: Any) -> bool:
 
 
 def meet(
-    output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, more: Sequence[str]
-) -> list[str]:
-    """Connect to each server once, before any file is started; returns the prompts to send: these, and the ones of
-    `more` that fit the servers' context. Raises UserError: a server that is not there, has no known protocol, no such
-    model, or no top_k though requests have one."""
+    output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, *, own: bool = False
+) -> tuple[list[str], int]:
+    """Connect to each server once, before any file is started; returns the prompts to send, and with their seeds how
+    many: these, and unless they are the user's `own` the long ones that fit the servers' context. Raises UserError: a
+    server that is not there, has no known protocol, no such model, or no top_k though requests have one."""
     from nondet.endpoint.formats import FORMATS
     from nondet.endpoint.traffic import run
+    from nondet.sampling.plan import long_prompts
 
     request: Any = output.request
     cuts = any(s.top_k for s in request.samplings)
@@ -109,7 +110,9 @@ def meet(
 
     contexts = [context for server in servers if (context := run(context_of(server))) is not None]
     fits = min(contexts, default=2**31)
-    return [*prompts, *(text for text in more if len(text) // _CHARACTERS_LEAST + length <= fits)]
+    more = [] if own or chosen(request) else long_prompts()
+    texts = [*prompts, *(text for text in more if len(text) // _CHARACTERS_LEAST + length <= fits)]
+    return texts, len(texts) * max(1, len(request.samplings))
 
 
 def ask(

@@ -128,7 +128,6 @@ def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) 
     """
     from nondet.endpoint.arms import parse_endpoint_load
     from nondet.endpoint.collect import CACHE, SOLO, Watcher, loaded_each
-    from nondet.sampling.plan import long_prompts
 
     (rate, confidence), by = request.power, request.unit
     output = Output(request, "gate", sink)
@@ -141,9 +140,7 @@ def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) 
             f"--rate {rate:g} with {confidence:.0%} takes more than {_LOADS_MOST:,} loads",
             "Give a larger --rate, or --by request.",
         )
-    more = [] if prompts or e.chosen(request) else long_prompts()
-    texts = e.meet(output, servers, texts, request.max_tokens, more)
-    subjects = len(texts) * max(1, len(request.samplings))
+    texts, subjects = e.meet(output, servers, texts, request.max_tokens, own=bool(prompts))
     arms = {"solo": SOLO, "cold": CACHE, "warm": CACHE, "loaded": loaded_each(load, subjects, rate, confidence, by)}
     e.ask(
         "gate", output, texts, servers, load, arms, request.max_tokens,

@@ -219,9 +219,7 @@ class Drawing:
     """How tokens are drawn."""
 
     temperature: Annotated[
-        float,
-        opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING),
-        Range(0, 100, "Give 0 (greedy) to 100."),
+        float, opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING), Range(0, 100)
     ] = 0.0
     top_k: Annotated[
         int,

@@ -52,8 +52,7 @@ _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant",
 _UNDER_VLLM = ("stock", "vllm-invariant", "invariant")
 # Rounds to repeat besides the first, where it does not distinguish the batch from the run.
 _SETTLE = 3
-# A round has fixed work before its first token; more of them than this is a mistake in --load.
-_ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
+_ROUNDS_MOST = 25_000  # a round has fixed work before its first token; more of them is a mistake in --load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,8 +309,7 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
     if request.compare_endpoint is not None:
         model = request.compare_model or request.model
         servers.append(e.server(request, "server-2", request.compare_endpoint, model))
-    texts = e.meet(output, servers, texts, request.length, [] if e.chosen(request) else long_prompts())
-    subjects = len(texts) * max(1, len(request.samplings))
+    texts, subjects = e.meet(output, servers, texts, request.length)
     n = max(_N_LOADED_LEAST, _N_LOADED // subjects) if request.n is None else request.n
     arms = parse_arms(request.arms or _ARMS, n, subjects)
     e.ask("sample", output, texts, servers, load, arms, request.length)
@@ -323,7 +321,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
 
     axes = check_vary(request.vary, texts, request.draft_model)
     _check_here(request, pick_device(request.device))
-    n = _completions_each(request, len(texts), output.sink)
+    n = _completions_each(request, len(texts))
     loaded = open_model(request, output.sink)
     survey, described = _surveyed(request, loaded, texts, n, axes, output.sink)
     with closing(_host(request, survey)) as host:
@@ -475,13 +473,13 @@ def _check_here(request: SampleRequest, device: str) -> None:
                 raise UserError(f"--impl {impl} does not run over ranks", f"Use {', '.join(RANK_WAYS)}.")
     if request.engine_load.graphs and device != "cuda":
         raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
-    for impl, why in (("stock-flash", ""), ("stock-no-cudnn", ": there is no cuDNN to switch off")):
-        if impl in request.impls and device != "cuda":
-            raise UserError(f"--impl {impl} needs a CUDA device{why}", "Use --impl stock.")
+    for impl in request.impls:
+        if impl in ("stock-flash", "stock-no-cudnn") and device != "cuda":
+            raise UserError(f"--impl {impl} needs a CUDA device", "Use --impl stock.")
 
 
-def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
-    """Completions of each subject, of no more rounds than a run file holds; says where drawing the plan takes long."""
+def _completions_each(request: SampleRequest, prompts: int) -> int:
+    """Completions of each subject, of no more rounds than a run file holds."""
     load, subjects = request.engine_load, prompts * max(1, len(request.samplings))
     usual = max(_EACH_LEAST, _COMPLETIONS // subjects) if request.vary is None else _N_VARIED
     n = usual if request.n is None else request.n
@@ -490,8 +488,6 @@ def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
         what = f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions in {rounds:,} rounds"
         most = f"{COMPLETIONS_MOST:,} completions and {_ROUNDS_MOST:,} rounds"
         raise UserError(what, f"Stay within {most}: give a smaller --n, or --load a larger targets=.")
-    if rounds > _ROUNDS_QUIET:
-        sink.say(f"drawing the load plan of {rounds:,} rounds")
     return n
 
 

@@ -117,7 +117,7 @@ def _played(
     from nondet.core.traces import read_traces
     from nondet.sampling.engine import TransformersEngine
     from nondet.sampling.implementations import implementation
-    from nondet.sampling.replay import Player, check_weights, recording_of
+    from nondet.sampling.replay import Player, recording_of
 
     traces, _ = read_traces(path)
     weights = weights_digest(loaded.model)
@@ -126,9 +126,7 @@ def _played(
         rounds.setdefault(completion.round, []).append(completion)
     with implementation(wanted[0].impl):
         for completions in rounds.values():
-            record = recording_of(recorded, completions[0])
-            check_weights(record, loaded, weights, recorded.source)
-            player = Player(TransformersEngine(loaded.model), record)
+            player = Player(TransformersEngine(loaded.model), recording_of(recorded, completions[0], weights))
             missing = [c for c in completions if ("replayed", c.impl, c.request, "as recorded") not in done]
             if missing:
                 yield from player.as_recorded(missing, traces)
@@ -304,7 +302,7 @@ def _recorded(
 ) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any], dict[str, str]]:
     """A recorded completion solo and as recorded, or two recorded ones; arms with the traces that they must give."""
     from nondet.core.compare import weights_digest
-    from nondet.sampling.replay import check_weights, load_of, recording_of, requests_of, select_completions
+    from nondet.sampling.replay import load_of, recording_of, requests_of, select_completions
     from nondet.trace.search import Arm
 
     recorded = _read(path)
@@ -318,12 +316,11 @@ def _recorded(
     arms = []
     expected = {}
     for completion in completions:
-        record = recording_of(recorded, completion)
+        record = recording_of(recorded, completion, weights)
         load = load_of(record)
         if load.graphs:
             sink.say(f"{completion.request} was recorded in CUDA graphs; it is traced step by step, without")
             load = replace(load, graphs=False)
-        check_weights(record, loaded, weights, recorded.source)
         name = f"{completion.request} as recorded"
         expected[name] = completion.trace
         arms.append(Arm(name, completion.request, requests_of(record), load, record.seed))

@@ -21,7 +21,6 @@ from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Outcome, Pace, Request, Session, parse_load
 from nondet.sampling.replay import (
     Player,
-    check_weights,
     first_other_step,
     load_of,
     minimal,
@@ -85,7 +84,7 @@ def test_what_is_not_in_the_run_is_said(recorded: tuple[Run, dict[str, Trace]], 
     """A request or an implementation that is not there, a run without recordings, and other weights, both digests."""
     run, _ = recorded
     with pytest.raises(UserError, match=f"have digest .*, those of .* had {run.tapes[0].weights}"):
-        check_weights(run.tapes[0], tiny, weights_digest(tiny.model), "run.jsonl")
+        recording_of(run, run.completions[0], weights_digest(tiny.model))
     with pytest.raises(UserError, match="no request 't999999'"):
         select_completions(run, ["t999999"], None)
     with pytest.raises(UserError, match="none under --impl invariant"):
