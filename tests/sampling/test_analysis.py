@@ -20,7 +20,7 @@ import pytest
 from nondet.core.records import Completion, Round, Run, Step
 from nondet.core.statistics import round_interval
 from nondet.core.traces import Trace, tokens_digest, trace_digest
-from nondet.reports.samples import flips_text, rate_text
+from nondet.reports.samples import rate_text
 from nondet.sampling.analysis import (
     HOST_NOTE,
     TOO_FEW_ROUNDS,
@@ -151,19 +151,6 @@ def test_the_rate_of_flips_has_an_interval_by_round(runs: int) -> None:
     assert empty.interval is not None
     assert none.interval is not None
     assert (empty.interval[1], none.interval[0], none.interval[1] > 0) == (1.0, 0.0, True)
-
-
-def test_flips_are_shown_as_one_token_in_so_many() -> None:
-    """With the interval the same way round; none, and where too few rounds were run."""
-    s = in_rounds([A] * 4, [A, A, B, B])
-    for flips, low, words in [
-        (2, 0.004, "2 of 109, 1 in 54 (95% 1 in 33 to 1 in 250 over 24 rounds)"),
-        (2, 0.0, "2 of 109, 1 in 54 (95% 1 in 33 or fewer over 24 rounds)"),
-        (0, 0.0, "none of 109 (95% 1 in 33 or fewer over 24 rounds)"),
-    ]:
-        shown = replace(flips_of(s), flips=flips, tokens=109, interval=(low, 0.03), rounds=24)
-        assert flips_text(replace(s, flips=shown)) == words
-    assert flips_text(in_rounds([A, A, B])).endswith("(no interval: too few rounds)")
 
 
 def test_counts_and_forks_of_a_small_tree() -> None:

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,15 +23,14 @@ from nondet.errors import EngineStoppedError, UnknownNameError, UserError
 from nondet.sampling import collect as collecting
 from nondet.sampling import engine
 from nondet.sampling.analysis import NOT_IN_TURN, ratio_text, speed_ratio_of
-from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Plan, Session
+from nondet.sampling.plan import Plan
 from nondet.services.sample import Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import completion, tiers
-from tests.sampling.conftest import Heard, planned, sampled_into
+from tests.sampling.conftest import Heard, change_bits, planned, sampled_into
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
@@ -104,17 +102,7 @@ def test_a_run_holds_everybody(whole: tuple[Run, Path], tiny: LoadedModel) -> No
 
 def test_run_to_run_nondeterminism_is_seen(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose results change from run to run gives a divergent row: the comparison can fail."""
-    calls = 0
-
-    def unsteady(*args: Any, **named: Any) -> Session:
-        nonlocal calls
-        calls += 1
-        session = run_session(*args, **named)
-        first = session.outcomes[0]
-        changed = replace(first, logprobs=bytes([calls]) + first.logprobs[1:])
-        return replace(session, outcomes=[changed, *session.outcomes[1:]])
-
-    monkeypatch.setattr(engine, "run_session", unsteady)
+    change_bits(monkeypatch, lambda call: call, most=1)
     (row,) = sample(tiny, tmp_path / "run.jsonl", n=2).rows
     assert (row.status, row.distinct, row.labels, row.extra["requests_parted"]) == ("divergent", 2, [0, 1], 1)
 
@@ -167,13 +155,7 @@ def test_another_bit_of_another_process_is_not_laid_to_the_batch(
     """Stopped after a round and resumed where every bit is another: the first round is held against the disk."""
     path = cut_off(whole[1], tmp_path, 7)
     assert len(read_run(path, allow_truncated=True).rounds) == 1
-
-    def elsewhere(*args: Any, **named: Any) -> Session:
-        session = run_session(*args, **named)
-        outcomes = [replace(o, logprobs=bytes(4) + o.logprobs[4:]) for o in session.outcomes]
-        return replace(session, outcomes=outcomes)
-
-    monkeypatch.setattr(engine, "run_session", elsewhere)
+    change_bits(monkeypatch, lambda _: 1)
     run = sample(tiny, path, resume=True)
     assert [(r.status, r.extra["requests_parted"]) for r in run.rows] == [("divergent", 4)]
     assert {v.finding for v in judge(run)} == {Finding.RUN_TO_RUN}

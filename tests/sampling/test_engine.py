@@ -22,8 +22,6 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from nondet.core.launch import FirstUses, first_uses, listen_to_triton, proving
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UserError
-from nondet.kernels.dispatch.block import batch_invariant
-from nondet.kernels.matmul import cpu_tiles
 from nondet.sampling import engine
 from nondet.sampling.engine import (
     batching_config,
@@ -342,29 +340,6 @@ def test_first_uses_of_all_threads_are_counted_once_each() -> None:
     uses = FirstUses(stretches=[(0.0, 10.0), (2.0, 8.0), (9.0, 12.0)])
     assert uses.within(0.0, 20.0) == uses.seconds == 12.0
     assert uses.within(1.0, 9.5) == 8.5
-
-
-def test_a_prepared_model_proves_nothing_when_it_meets_the_sizes(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `prepare` proved at these sizes the model's own pass does not prove again."""
-    monkeypatch.setattr(cpu_tiles, "use_kept", False)
-
-    def proofs_of_a_pass() -> int:
-        with first_uses() as uses, torch.no_grad():
-            tiny.model(torch.zeros(1, 5, dtype=torch.long), logits_to_keep=1)
-        return uses.proofs
-
-    with batch_invariant(families=["matmul"]) as invariance:
-        cpu_tiles.forget()
-        unprepared = proofs_of_a_pass()
-        cpu_tiles.forget()
-        uses = invariance.prepare(tiny.model, [1, 5], [1])
-        assert uses.proofs >= 4
-        assert proofs_of_a_pass() <= unprepared - uses.proofs, "what is no layer, at most"
-        assert proofs_of_a_pass() == 0
-    with pytest.raises(UserError, match="outside"):
-        invariance.prepare(tiny.model, [1])
 
 
 def test_the_warm_up_calls_layers_at_the_sizes_of_steps_and_plays_the_first_round(tiny: LoadedModel) -> None:

@@ -42,40 +42,16 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def refusal(good: Path, folder: Path, spoil: Callable[[Path], None], said: str) -> UserError:
-    """What is said of a spoiled copy of a model, in one line."""
+def refused(good: Path, folder: Path, spoil: Callable[[Path], None], said: str) -> None:
+    """A spoiled copy of a model is, in one line that names it."""
     shutil.copytree(good, folder)
     spoil(folder)
     with pytest.raises(UserError) as caught:
         load_model(str(folder), "bfloat16", "cpu")
     assert said in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert caught.value.hint
     assert "\n" not in str(caught.value)
-    return caught.value
-
-
-def test_a_broken_folder_is_one_clear_line(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Half-written, truncated, mismatched and foreign models are refused: none runs with random numbers in it."""
-    for spoil, said in [
-        (without("config.json"), "no config.json"),
-        (without("model.safetensors"), "no file named model.safetensors"),
-        (cut("model.safetensors", 60_000), "weights can't be loaded"),
-        (cut("model.safetensors", 20), "weights can't be loaded"),
-        (cut("model.safetensors", 0), "weights can't be loaded"),
-        (without("tokenizer.json"), "no tokenizer"),
-        (cut("tokenizer.json", 200), "tokenizer can't be loaded"),
-        (cut("config.json", 40), "config.json can't be used"),
-        (change_config(model_type="nosuch"), "config.json can't be used"),
-        (change_config(num_hidden_layers=3, layer_types=["full_attention"] * 3), "tensors are missing"),
-        (change_config(hidden_size=32), "shapes of its weights"),
-        (change_config(vocab_size=100), "shapes of its weights"),
-        (change_config(model_type="bert", architectures=["BertModel"]), "not a causal language model"),
-        (change_config(architectures=["Qwen3ForSequenceClassification"]), "not a causal language model"),
-        (change_config(model_type="t5", architectures=["T5ForConditionalGeneration"]), "not a causal language model"),
-    ]:
-        folder = tmp_path_factory.mktemp("case") / "model"
-        error = refusal(tiny_folder, folder, spoil, said)
-        assert str(folder) in str(error)
-        assert error.hint
 
 
 def sharded(*names: str) -> Callable[[Path], None]:
@@ -103,12 +79,29 @@ def fifo(folder: Path) -> None:
     os.mkfifo(folder / "b.safetensors")
 
 
-def test_weights_are_safetensors_within_their_folder(
+def test_a_broken_folder_is_one_clear_line(
     tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An index or a config that names a pickle or a file elsewhere is refused before anything is opened."""
+    """Half-written, truncated, mismatched and foreign models are refused: none runs with random numbers in it. Weights
+    are safetensors within their folder: what names a pickle or a file elsewhere is refused before anything is opened.
+    """
     monkeypatch.setattr(torch, "load", None)  # called, it would raise
     for spoil, said in [
+        (without("config.json"), "no config.json"),
+        (without("model.safetensors"), "no file named model.safetensors"),
+        (cut("model.safetensors", 60_000), "weights can't be loaded"),
+        (cut("model.safetensors", 20), "weights can't be loaded"),
+        (cut("model.safetensors", 0), "weights can't be loaded"),
+        (without("tokenizer.json"), "no tokenizer"),
+        (cut("tokenizer.json", 200), "tokenizer can't be loaded"),
+        (cut("config.json", 40), "config.json can't be used"),
+        (change_config(model_type="nosuch"), "config.json can't be used"),
+        (change_config(num_hidden_layers=3, layer_types=["full_attention"] * 3), "tensors are missing"),
+        (change_config(hidden_size=32), "shapes of its weights"),
+        (change_config(vocab_size=100), "shapes of its weights"),
+        (change_config(model_type="bert", architectures=["BertModel"]), "not a causal language model"),
+        (change_config(architectures=["Qwen3ForSequenceClassification"]), "not a causal language model"),
+        (change_config(model_type="t5", architectures=["T5ForConditionalGeneration"]), "not a causal language model"),
         (sharded("shard.safetensors", "x.bin"), "'x.bin'"),
         (sharded("x.safetensors.bin"), "'x.safetensors.bin'"),
         (sharded("../shard.safetensors"), "out of its folder"),
@@ -124,7 +117,7 @@ def test_weights_are_safetensors_within_their_folder(
         (change_config(transformers_weights="adapter_model.bin"), "'adapter_model.bin'"),
         (change_config(transformers_weights="../model.safetensors"), "out of its folder"),
     ]:
-        refusal(tiny_folder, tmp_path_factory.mktemp("case") / "model", spoil, said)
+        refused(tiny_folder, tmp_path_factory.mktemp("case") / "model", spoil, said)
 
 
 def test_a_hub_cache_of_links_loads_and_what_is_loaded_is_digested(tiny_folder: Path, tmp_path: Path) -> None:
@@ -190,7 +183,7 @@ def test_code_from_a_repository_is_not_run_unasked(tiny_folder: Path, tmp_path: 
         classes = {"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.Y"}
         change_config(model_type="x", auto_map=classes)(folder)
 
-    refusal(tiny_folder, tmp_path / "model", bring, "code of its own")
+    refused(tiny_folder, tmp_path / "model", bring, "code of its own")
     assert not flag.exists()
 
 

@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +14,6 @@ from nondet.core.compare import weights_digest
 from nondet.core.records import Completion, Run, Status
 from nondet.core.traces import Trace, read_traces
 from nondet.errors import UserError
-from nondet.sampling import engine
 from nondet.sampling.engine import TransformersEngine, run_session
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Outcome, Pace, Request, Session, parse_load
@@ -35,7 +33,7 @@ from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import completion
 from tests.sampling import test_collect
-from tests.sampling.conftest import planned, sampled_into
+from tests.sampling.conftest import change_bits, planned, sampled_into
 from tests.sampling.test_collect import sample
 
 LOAD = "others=6,targets=6,spread=12,prompt=4-24,tokens=4-16,budget=16,page=4"
@@ -206,18 +204,7 @@ def test_a_prompt_that_parts_between_rounds_is_settled(
     (_, *further) = settled.rows
     assert [r.extra["round"] for r in further] == rounds_to_settle(open_.completions, 3) != []
     assert sample(tiny_float32, tmp_path / "settled.jsonl", n=4, settle=3, resume=True).rows == settled.rows
-    calls = 0
-
-    def unsteady(*args: Any, **named: Any) -> Session:
-        nonlocal calls
-        calls += 1
-        session = run_session(*args, **named)
-        if calls <= 5:  # a warm-up, which is the first round, and four rounds
-            return session
-        outcomes = [replace(o, logprobs=bytes([calls]) + o.logprobs[1:]) for o in session.outcomes]
-        return replace(session, outcomes=outcomes)
-
-    monkeypatch.setattr(engine, "run_session", unsteady)
+    change_bits(monkeypatch, lambda call: call if call > 5 else 0)  # after a warm-up, the first round, and four rounds
     noisy = sample(tiny_float32, tmp_path / "noisy.jsonl", n=4, settle=3)
     assert [v.finding for v in judge(noisy)] == [Finding.RUN_TO_RUN]
 
