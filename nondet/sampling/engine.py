@@ -8,7 +8,6 @@ are counted in engine steps, and batching is synchronous: what runs in a step de
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import time
 import uuid
@@ -31,6 +30,7 @@ from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.sampling.logprobs import largest, log_masses, nucleus_size, weights
+from nondet.sampling.model import quiet
 from nondet.sampling.orders import Order
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
 from nondet.sampling.schedule import SessionLog, TopRing, parts_of, scheduled, session_figures
@@ -124,18 +124,6 @@ def stock_attention(model: Any, name: str = "") -> Iterator[None]:
     finally:
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the engine's own log lines off the terminal: errors are in the outcomes."""
-    logger = logging.getLogger("ContinuousBatchingLogger")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def why_no_graphs(config: Any) -> str:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +173,19 @@ def weights_digest(folder: Path, names: Iterable[str]) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' bars and tables off the terminal: errors become one line."""
+    """Keep transformers' bars, tables and its engine's log lines off the terminal: errors become one line."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    engine = getLogger("ContinuousBatchingLogger")
+    level, bars, engines = logging.get_verbosity(), logging.is_progress_bar_enabled(), engine.level
     logging.set_verbosity(logging.CRITICAL)
+    engine.setLevel(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        engine.setLevel(engines)
         if bars:
             logging.enable_progress_bar()
 

@@ -7,7 +7,7 @@ import importlib.util
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,17 +127,18 @@ class RanksEngine:
         check_heads(loaded.name, loaded.model.config, world)
         self.world, self._model = world, loaded.model
         self._group: RankGroup | None = None
-        with ExitStack() as on_error, model_folder(loaded) as folder:
-            on_error.callback(self.close)
-            try:
+        try:
+            with model_folder(loaded) as folder:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
                 opened = self._group.call(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
-                self.shares: list[int] = opened
-            except RankError as error:
-                what = f"{loaded.name} could not be put on {world} ranks: {error}"
-                raise UserError(what, "Use fewer --ranks, or a model with a tensor-parallel plan.") from error
-            on_error.pop_all()
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, RankError):
+                raise
+            what = f"{loaded.name} could not be put on {world} ranks: {error}"
+            raise UserError(what, "Use fewer --ranks, or a model with a tensor-parallel plan.") from error
+        self.shares: list[int] = opened
 
     def close(self) -> None:
         """End the ranks."""
@@ -206,10 +207,7 @@ def check_heads(name: str, config: Any, world: int) -> None:
 @contextmanager
 def model_folder(loaded: LoadedModel) -> Iterator[Path]:
     """A folder from which another process can load it: the model's own, else its weights written to a temporary one."""
-    if loaded.name == EMBEDDED:
-        yield embedded_folder()
-        return
-    local = Path(loaded.name)
+    local = embedded_folder() if loaded.name == EMBEDDED else Path(loaded.name)
     if local.is_dir():
         yield local.resolve()
         return
