@@ -339,7 +339,7 @@ class Drawing:
     def __init__(self, requests: Sequence[Request], log: SessionLog) -> None:
         self._of = {r.id: (r.sampling, len(r.prompt)) for r in requests}
         self._log = log
-        self.drawn: dict[str, list[Draw]] = {}
+        self.drawn: dict[str, list[Draw]] = {r.id: [] for r in requests}
 
     def __call__(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The hook."""
@@ -356,7 +356,7 @@ class Drawing:
         rows = rows[: len(settings)].long()
         draws = draw_rows(logits[rows].float(), settings)
         for name, draw in zip(names, draws, strict=True):
-            self.drawn.setdefault(name, []).append(draw)
+            self.drawn[name].append(draw)
         chosen = torch.zeros_like(logits)
         chosen[rows, torch.tensor([d.token for d in draws], dtype=torch.long, device=logits.device)] = _CERTAIN
         output.logits = chosen[None]
@@ -461,10 +461,9 @@ def run_session(
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
     tops, parts, begun = log.tops(), parts_of(log.packs), log.marks[0] if log.marks else 0.0
     missing = "the session was cut short before it finished" if cut else "the engine ended without a result for it"
-    outcomes = []
-    for r in requests:
-        draws = None if drawing is None else drawing.drawn.get(r.id, [])
-        outcomes.append(_outcome(r, found.get(r.id), tops.get(r.id, []), draws, fatal or missing, cut))
+    drawn = {} if drawing is None else drawing.drawn
+    per_request = [(r, found.get(r.id), tops.get(r.id, []), drawn.get(r.id)) for r in requests]
+    outcomes = [_outcome(*known, fatal or missing, cut) for known in per_request]
     return Session(
         outcomes=scheduled(outcomes, parts, log),
         steps=log.steps,

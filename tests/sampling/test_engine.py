@@ -207,16 +207,6 @@ def test_ctrl_c_while_the_thread_starts_is_heard_after(tiny: LoadedModel, monkey
     assert leftovers(tiny.model) == left
 
 
-def test_a_tie_names_the_token_that_lost() -> None:
-    """Two equal logits: margin 0, and the runner-up is the one that was not chosen."""
-    log = SessionLog({"a": 0}, rows=[["a"]])
-    output = type("Output", (), {"logits": torch.tensor([[[0.0, 3.0, 3.0]]])})
-    log.record_logits(None, (), {"logits_indices": torch.tensor([0])}, output)
-    best, next_best, first, second = log.tops()["a"][0]
-    assert best == next_best == 3.0
-    assert {first, second} == {1, 2}
-
-
 def test_the_cache_suffices_for_whom_a_step_takes(tiny: LoadedModel) -> None:
     """The cache is made for as many requests as a step takes: nobody is preempted, and nobody starves."""
     for budget, limits in [(16, "requests=1"), (16, "requests=3,page=4"), (2, "page=4,sharing=off")]:
@@ -408,6 +398,13 @@ def test_a_ring_of_tops_forgets_no_step() -> None:
         best = torch.topk(logits, 2)
         assert torch.equal(values, best.values)
         assert torch.equal(tokens, best.indices)
+    # two equal logits: margin 0, and the runner-up is the one that was not chosen
+    log = SessionLog({"a": 0}, rows=[["a"]])
+    output = type("Output", (), {"logits": torch.tensor([[[0.0, 3.0, 3.0]]])})
+    log.record_logits(None, (), {"logits_indices": torch.tensor([0])}, output)
+    best, next_best, first, second = log.tops()["a"][0]
+    assert best == next_best == 3.0
+    assert {first, second} == {1, 2}
 
 
 @pytest.mark.gpu

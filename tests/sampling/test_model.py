@@ -187,14 +187,6 @@ def test_code_from_a_repository_is_not_run_unasked(tiny_folder: Path, tmp_path: 
     assert not flag.exists()
 
 
-def test_a_dtype_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 on a GPU that only emulates it would measure the emulation."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
-    with pytest.raises(UserError, match="Old GPU"):
-        load_model("/nowhere", "bfloat16", "cuda")
-
-
 def test_prompts_must_fit_the_context(tiny: LoadedModel) -> None:
     """Prompt and completion together stay within the model's positions."""
     check_lengths(tiny, [1] * 200, 56)
@@ -241,9 +233,19 @@ def test_a_random_model_is_the_same_every_time() -> None:
             logits = loaded.model(torch.tensor([loaded.encode("one word")])).logits
         assert torch.isfinite(logits).all()
         assert logits.float().std() > 0
+    # Qwen3-0.6B's proportions at its width; published ones have the parameters that their names say
+    config = random_config("random:qwen3-12x1024", 4096)
+    sizes = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
+    assert (*sizes, config.intermediate_size, config.head_dim) == (12, 1024, 16, 8, 3072, 128)
+    for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19)):
+        c = random_config(f"random:{name}", 4096)
+        heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+        layer = 2 * c.hidden_size * heads + 3 * c.hidden_size * c.intermediate_size
+        count = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+        assert abs(count / 1e9 - billions) < 0.01, name
 
 
-def test_other_names_and_dtypes_are_refused(tmp_path: Path) -> None:
+def test_other_names_and_dtypes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, with what was meant; a path that isn't there is not looked up on the hub, a file is no folder."""
     (tmp_path / "file").write_text("x")
     for name, dtype, words in [
@@ -257,19 +259,11 @@ def test_other_names_and_dtypes_are_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(UserError, match=words):
             load_model(name, dtype, "cpu")
-
-
-def test_the_name_says_the_sizes() -> None:
-    """Qwen3-0.6B's proportions at its width; published ones have the parameters that their names say."""
-    config = random_config("random:qwen3-12x1024", 4096)
-    sizes = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
-    assert (*sizes, config.intermediate_size, config.head_dim) == (12, 1024, 16, 8, 3072, 128)
-    for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19)):
-        c = random_config(f"random:{name}", 4096)
-        heads = (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-        layer = 2 * c.hidden_size * heads + 3 * c.hidden_size * c.intermediate_size
-        count = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
-        assert abs(count / 1e9 - billions) < 0.01, name
+    # bfloat16 on a GPU that only emulates it would measure the emulation
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
+    with pytest.raises(UserError, match="Old GPU"):
+        load_model("/nowhere", "bfloat16", "cuda")
 
 
 # The model that ships with nondet: loads offline, is what its card says, and its parts belong together.

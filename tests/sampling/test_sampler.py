@@ -87,10 +87,7 @@ def test_a_row_draws_the_same_in_every_batch() -> None:
     wide[:, 100:433] = rows
     assert repr(draw_rows(wide[:, 100:433], asked)) == repr(together)
     assert len({d.token for d in together}) > 4
-
-
-def test_a_draw_from_all_tokens_is_the_one_from_all_of_them_sorted() -> None:
-    """Nothing dropped, in the order of ids, or the vocabulary's many largest: one token, one logprob, one distance."""
+    # nothing dropped, in the order of ids, or the vocabulary's many largest: one token, one logprob, one distance
     rows = torch.randn(12, 1003, generator=torch.Generator().manual_seed(4)).bfloat16().float()  # exact ties
     rows[3, ::2], rows[3, 1::2], rows[4, 7], rows[5, 9] = 0.0, -0.0, -torch.inf, torch.nan
     whole, kept = ([(Sampling(0.9, top_k, 1.0, i), i) for i in range(12)] for top_k in (0, 1003))
@@ -128,10 +125,7 @@ def test_the_distances_are_those_of_the_draw() -> None:
     assert (one.token, one.border) == (0, 1.0)
     assert one.nucleus == pytest.approx(0.1, abs=1e-6)
     assert one.logprob == pytest.approx(math.log(0.7), abs=1e-6)  # the model's own, not the nucleus's
-
-
-def test_no_numbers_draw_nothing_silently() -> None:
-    """NaN and infinity give NaN logprobs, which the verdict calls wrong; -inf is a token that never comes."""
+    # NaN and infinity give NaN logprobs, which the verdict calls wrong; -inf is a token that never comes
     for bad in ([math.nan, 1.0, 2.0], [math.inf, 1.0, 2.0]):
         assert math.isnan(draw(bad).logprob)
     assert {draw([0.0, -math.inf], Sampling(1.0, 0, 1.0, s)).token for s in range(50)} == {0}
