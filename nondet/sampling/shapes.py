@@ -67,21 +67,27 @@ def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, seed: int = 0) ->
     among theirs, hidden from one another by an additive mask.
     """
     rows = []
-    same = {"probe": "sample", "dtype": loaded.dtype, "device": loaded.device, "inputs": "bell", "impl": "stock"}
+    same: dict[str, Any] = {
+        "probe": "sample",
+        "dtype": loaded.dtype,
+        "device": loaded.device,
+        "inputs": "bell",
+        "impl": "stock",
+    }
     # only bits are compared: a model's kernels are named by its own run
     with torch.no_grad():
         for name, module, width, sizes in _modules(loaded.model, shapes):
             data = make("bell", (max(sizes), width), loaded.model.dtype, loaded.device, generator(seed, loaded.device))
             linear = isinstance(module, torch.nn.Linear)
-            named = {"operator": "linear" if linear else "rms_norm", "case": f"{name} at the sizes met"}
+            named: dict[str, Any] = {"operator": "linear" if linear else "rms_norm", "case": f"{name} at the sizes met"}
             shape = {"M": max(sizes), "K": width} | ({"N": module.out_features} if linear else {})
             trials = [Trial(m, partial(_row_zero, module, data[:m])) for m in sizes]
-            head = Row(**same, **named, shape=shape, varied="batch_size", status="")
+            head = Row(**same, **named, shape=shape, varied="batch_size")
             rows.append(measure(head, trials, profile=False))
         if shapes.keys:
             named = {"operator": "attention", "case": "packed attention at the sizes met"}
             shape, trials = _attention(loaded, shapes, seed)
-            rows.append(measure(Row(**same, **named, shape=shape, varied="load", status=""), trials, profile=False))
+            rows.append(measure(Row(**same, **named, shape=shape, varied="load"), trials, profile=False))
     return rows
 
 

@@ -32,26 +32,26 @@ class CertifyRequest(o.Machine, Request):
             autocompletion=o.OPERATORS,
         ),
     ] = None
-    member: Annotated[list[str] | None, o.opt("Only this member of the class, e.g. cublaslt. Repeatable.")] = None
-    impl: Annotated[list[str] | None, o.opt("Your own package.module:function, to test. Repeatable.")] = None
-    cls: Annotated[str | None, o.opt("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)] = None
-    dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable."), o.PROBED] = None
+    member: list[str] | None = o.own("Only this member of the class, e.g. cublaslt. Repeatable.")
+    impl: list[str] | None = o.own("Your own package.module:function, to test. Repeatable.")
+    cls: str | None = o.own("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)
+    dtype: list[str] | None = o.own("Dtype of the operands. Repeatable.", check=o.PROBED)
     m: o.LARGEST_M = None
     k: o.K = None
     n: o.N = None
     preset: o.PRESET = None
     model: o.MODEL_FOLDER = None
-    inputs: Annotated[
-        list[str] | None,
-        o.opt("order, order-wide, wide, cancel, outlier, bell. Repeatable.", shown="all"),
-        o.OneOf(("order", "order-wide", "wide", "cancel", "outlier", "bell", "underflow"), o.KINDS.what),
-    ] = None
-    full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
-    vllm: Annotated[
-        bool, o.opt("Test each layer of --model as vLLM would run it, with up to --m tokens per step.", "--vllm")
-    ] = False
-    show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
-    forget: Annotated[bool, o.opt("Delete this machine's certificates.", "--forget")] = False
+    inputs: list[str] | None = o.own(
+        "order, order-wide, wide, cancel, outlier, bell. Repeatable.",
+        shown="all",
+        check=o.OneOf(("order", "order-wide", "wide", "cancel", "outlier", "bell", "underflow"), o.KINDS.what),
+    )
+    full: bool = o.own("More shapes, head dims and layouts; takes minutes.", default=False)
+    vllm: bool = o.own(
+        "Test each layer of --model as vLLM would run it, with up to --m tokens per step.", default=False
+    )
+    show: bool = o.own("List what is proven and excluded on this machine; measure nothing.", default=False)
+    forget: bool = o.own("Delete this machine's certificates.", default=False)
 
     def _check(self) -> None:
         if self.forget and (self.show or self.names or self.member):

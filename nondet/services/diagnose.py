@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
 
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, parse_load
@@ -33,26 +32,20 @@ class DiagnoseRequest(o.ModelOptions, Request):
     model: o.MODEL = None
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
-    load: Annotated[
-        str,
-        o.opt(
-            'Concurrent requests: light, default, heavy, or "others=60,budget=256,...".', shown=True, complete=o.LOADS
-        ),
-    ] = _LOAD
-    n: Annotated[
-        int | None,
-        o.opt("Completions of the prompt under load.", shown=str(_N)),
-        o.Range(2, _MOST, f"Give the number of completions, from 2 to {_MOST:,}."),
-    ] = None
-    within: Annotated[
-        float | None,
-        o.opt(
-            "Time limit in seconds: steps not begun by then are skipped, and the report lists them. 0: no limit.",
-            shown="no step is skipped, but fewer rounds run, for about 180 on a CPU, 120 on a GPU; 0 with --n",
-        ),
-        o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
-    ] = None
-    max_tokens: Annotated[int, o.opt("Tokens in each completion.", shown=True)] = _MAX_TOKENS
+    load: str = o.own(
+        'Concurrent requests: light, default, heavy, or "others=60,budget=256,...".', default=_LOAD, complete=o.LOADS
+    )
+    n: int | None = o.own(
+        "Completions of the prompt under load.",
+        shown=str(_N),
+        check=o.Range(2, _MOST, f"Give the number of completions, from 2 to {_MOST:,}."),
+    )
+    within: float | None = o.own(
+        "Time limit in seconds: steps not begun by then are skipped, and the report lists them. 0: no limit.",
+        shown="no step is skipped, but fewer rounds run, for about 180 on a CPU, 120 on a GPU; 0 with --n",
+        check=o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
+    )
+    max_tokens: int = o.own("Tokens in each completion.", default=_MAX_TOKENS)
 
     def _check(self) -> None:
         load = self.engine_load

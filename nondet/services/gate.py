@@ -34,51 +34,41 @@ class GateRequest(e.Connection, o.Drawing, Request):
     run: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="Run file to judge.", show_default="the latest in runs/")
     ] = None
-    impl: Annotated[
-        list[str] | None, o.opt("Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run")
-    ] = None
-    rate: Annotated[
-        str | None,
-        o.opt('Rate of divergence that the run must be able to detect: "1%" or 0.01.', shown="10%", panel=_POWER),
-    ] = None
-    confidence: Annotated[str | None, o.opt("Confidence level for --rate.", shown="95%", panel=_POWER)] = None
-    by: Annotated[
-        str | None,
-        o.opt(
-            'Unit of --rate: "load", or "request", which treats requests of one load as independent.',
-            shown="load",
-            panel=_POWER,
-        ),
-        o.OneOf(("load", "request")),
-    ] = None
-    mismatch_bits: Annotated[
-        int | None, o.opt("Most tokens per arm whose logprobs may differ.", panel=_THRESHOLDS), _AT_LEAST_0
-    ] = None
-    k3: Annotated[
-        float | None, o.opt("Largest K3, for rl of any step; prime-rl: 0.015.", panel=_THRESHOLDS), _AT_LEAST_0
-    ] = None
-    mult_prob_error: Annotated[
-        float | None, o.opt("Largest mean exp |d|, of rl in a step; NeMo RL's is 1.05.", panel=_THRESHOLDS), _AT_LEAST_0
-    ] = None
-    endpoint: Annotated[
-        str | None, o.opt("Test this server until it diverges or the power is reached.", panel=e.PANEL)
-    ] = None
-    model: Annotated[str | None, o.opt("The server's name for the model.", shown="its only one", panel=e.PANEL)] = None
-    prompt: Annotated[str | None, o.opt("The prompt.", shown="the embedded model's", panel=e.PANEL)] = None
-    prompts: Annotated[Path | None, o.opt("File of prompts: .txt, .jsonl, .csv or .parquet.", panel=e.PANEL)] = None
-    max_tokens: Annotated[int, o.opt("Tokens in each completion.", shown=True, panel=e.PANEL), e.LENGTHS] = 64
-    load: Annotated[
-        str,
-        o.opt(
-            'Concurrent requests: light, default, heavy, or "others=16,targets=4,...". Many short loads show most.',
-            shown=True, panel=e.PANEL,
-        ),
-    ] = "light"  # fmt: skip
-    seed: Annotated[int, o.opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=o.MACHINE)] = 0
-    junit: Annotated[Path | None, o.opt("Write JUnit XML.", panel=o.OUTPUT)] = None
-    summary: Annotated[
-        Path | None, o.opt("Append a markdown summary to this file.", shown="$GITHUB_STEP_SUMMARY", panel=o.OUTPUT)
-    ] = None
+    impl: list[str] | None = o.own(
+        "Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run"
+    )
+    rate: str | None = o.own(
+        'Rate of divergence that the run must be able to detect: "1%" or 0.01.', shown="10%", panel=_POWER
+    )
+    confidence: str | None = o.own("Confidence level for --rate.", shown="95%", panel=_POWER)
+    by: str | None = o.own(
+        'Unit of --rate: "load", or "request", which treats requests of one load as independent.',
+        shown="load",
+        panel=_POWER,
+        check=o.OneOf(("load", "request")),
+    )
+    mismatch_bits: int | None = o.own(
+        "Most tokens per arm whose logprobs may differ.", panel=_THRESHOLDS, check=_AT_LEAST_0
+    )
+    k3: float | None = o.own("Largest K3, for rl of any step; prime-rl: 0.015.", panel=_THRESHOLDS, check=_AT_LEAST_0)
+    mult_prob_error: float | None = o.own(
+        "Largest mean exp |d|, of rl in a step; NeMo RL's is 1.05.", panel=_THRESHOLDS, check=_AT_LEAST_0
+    )
+    endpoint: str | None = o.own("Test this server until it diverges or the power is reached.", panel=e.PANEL)
+    model: str | None = o.own("The server's name for the model.", shown="its only one", panel=e.PANEL)
+    prompt: str | None = o.own("The prompt.", shown="the embedded model's", panel=e.PANEL)
+    prompts: Path | None = o.own("File of prompts: .txt, .jsonl, .csv or .parquet.", panel=e.PANEL)
+    max_tokens: int = o.own("Tokens in each completion.", default=64, panel=e.PANEL, check=e.LENGTHS)
+    load: str = o.own(
+        'Concurrent requests: light, default, heavy, or "others=16,targets=4,...". Many short loads show most.',
+        default="light",
+        panel=e.PANEL,
+    )
+    seed: int = o.own("Seed of all random draws.", default=0, min=0, max=2**32 - 1, panel=o.MACHINE)
+    junit: Path | None = o.own("Write JUnit XML.", panel=o.OUTPUT)
+    summary: Path | None = o.own(
+        "Append a markdown summary to this file.", shown="$GITHUB_STEP_SUMMARY", panel=o.OUTPUT
+    )
 
     def _check(self) -> None:
         _ = self.power

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from nondet.core.runfile import read_whole
 from nondet.embedded import DEFAULT_PROMPT
@@ -59,80 +59,52 @@ _ROUNDS_MOST = 25_000  # a round has fixed work before its first token; more of 
 class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
     """The options of `nondet sample`."""
 
-    n: Annotated[
-        int | None,
-        o.opt(
-            "Completions of each prompt; with --vary, of each value.",
-            shown="1200 in all, at least 20 of each; 40 with --vary; with --endpoint 200 in all, at least 10 of each",
-        ),
-        o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),
-    ] = None
+    n: int | None = o.own(
+        "Completions of each prompt; with --vary, of each value.",
+        shown="1200 in all, at least 20 of each; 40 with --vary; with --endpoint 200 in all, at least 10 of each",
+        check=o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),
+    )
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
-    prompts: Annotated[
-        Path | None, o.opt("File of prompts: .jsonl (a field), .txt (one per line), .csv or .parquet (a column).")
-    ] = None
-    column: Annotated[
-        str | None, o.opt("Field or column of --prompts that holds the prompt.", shown='"prompt", or the only one')
-    ] = None
-    max_tokens: Annotated[int | None, o.opt("Tokens in each completion.", shown=str(_MAX_TOKENS))] = None
-    model: Annotated[
-        str | None,
-        o.opt(
-            "Folder, hub name, random weights such as random:qwen3-12x1024, or with --endpoint the server's name.",
-            shown="the embedded model, or the server's",
-        ),
-    ] = None
-    impl: Annotated[
-        list[str] | None,
-        o.opt(
-            "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention), invariant, both (stock and "
-            "invariant), or one family, such as invariant:attention. With --temperature also stock-seeded and "
-            "unseeded-invariant, which separate the drawing of tokens from the kernels. Repeatable.",
-            shown="both",
-            complete=o.SAMPLE_IMPLS,
-        ),
-    ] = None
-    engine: o.ENGINE = "transformers"
-    load: Annotated[
-        str,
-        o.opt(
-            'Concurrent requests: none, light, default, heavy, or "others=60,budget=256,...".',
-            shown=True,
-            complete=o.LOADS,
-        ),
-    ] = "default"
-    cuda_graphs: Annotated[
-        bool | None,
-        o.opt(
-            "Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation.",
-            "--cuda-graphs/--no-cuda-graphs",
-            shown="on for plain dense decoders on CUDA, if tokens are greedy, without --vary and --ranks, and if the "
-            "load's steps are padded to more than one size",
-        ),
-    ] = None
-    turns: Annotated[bool, o.opt("Let implementations take turns, round by round, to compare speed.", "--turns")] = (
-        False
+    prompts: Path | None = o.own("File of prompts: .jsonl (a field), .txt (one per line), .csv or .parquet (a column).")
+    column: str | None = o.own("Field or column of --prompts that holds the prompt.", shown='"prompt", or the only one')
+    max_tokens: int | None = o.own("Tokens in each completion.", shown=str(_MAX_TOKENS))
+    model: str | None = o.own(
+        "Folder, hub name, random weights such as random:qwen3-12x1024, or with --endpoint the server's name.",
+        shown="the embedded model, or the server's",
     )
-    vary: Annotated[
-        str | None,
-        o.opt(
-            f"Change one setting of the engine at a time: {', '.join(o.AXES.names[:-1])}, or all. With your own "
-            "values: chunk=8:16."
-        ),
-    ] = None
-    draft_model: Annotated[
-        str | None,
-        o.opt("Smaller model with the same tokens, which drafts for --vary speculative=model. Folder or hub name."),
-    ] = None
-    ranks: Annotated[
-        str | None,
-        o.opt(
-            "Split the model over this many ranks by its tensor-parallel plan: nondet's own processes, one per GPU "
-            "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not depend on their number.",
-            shown="1",
-        ),
-    ] = None
+    impl: list[str] | None = o.own(
+        "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention), invariant, both (stock and "
+        "invariant), or one family, such as invariant:attention. With --temperature also stock-seeded and "
+        "unseeded-invariant, which separate the drawing of tokens from the kernels. Repeatable.",
+        shown="both",
+        complete=o.SAMPLE_IMPLS,
+    )
+    engine: o.ENGINE = "transformers"
+    load: str = o.own(
+        'Concurrent requests: none, light, default, heavy, or "others=60,budget=256,...".',
+        default="default",
+        complete=o.LOADS,
+    )
+    cuda_graphs: bool | None = o.own(
+        "Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation.",
+        "--cuda-graphs/--no-cuda-graphs",
+        shown="on for plain dense decoders on CUDA, if tokens are greedy, without --vary and --ranks, and if the "
+        "load's steps are padded to more than one size",
+    )
+    turns: bool = o.own("Let implementations take turns, round by round, to compare speed.", default=False)
+    vary: str | None = o.own(
+        f"Change one setting of the engine at a time: {', '.join(o.AXES.names[:-1])}, or all. With your own "
+        "values: chunk=8:16."
+    )
+    draft_model: str | None = o.own(
+        "Smaller model with the same tokens, which drafts for --vary speculative=model. Folder or hub name."
+    )
+    ranks: str | None = o.own(
+        "Split the model over this many ranks by its tensor-parallel plan: nondet's own processes, one per GPU "
+        "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not depend on their number.",
+        shown="1",
+    )
 
     def _check(self) -> None:
         impls, drawn = self.impls, bool(self.samplings)

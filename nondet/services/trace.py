@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -143,40 +143,29 @@ class TraceRequest(o.ModelOptions, Request):
 
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
-    max_tokens: Annotated[int, o.opt("Tokens in the completion.", shown=True)] = 64
+    max_tokens: int = o.own("Tokens in the completion.", default=64)
     model: o.MODEL = None
-    impl: Annotated[
-        str | None,
-        o.opt(
-            "What to trace: stock, invariant, or only one family invariant. With --replay one of the run's.",
-            shown="stock; with --replay also the run's only one",
-            complete=o.SAMPLE_IMPLS,
-        ),
-    ] = None
-    load: Annotated[
-        str, o.opt("Concurrent requests of the second arm, as in `nondet sample`.", shown=True, complete=o.LOADS)
-    ] = "default"
+    impl: str | None = o.own(
+        "What to trace: stock, invariant, or only one family invariant. With --replay one of the run's.",
+        shown="stock; with --replay also the run's only one",
+        complete=o.SAMPLE_IMPLS,
+    )
+    load: str = o.own(
+        "Concurrent requests of the second arm, as in `nondet sample`.", default="default", complete=o.LOADS
+    )
     engine: o.ENGINE = "transformers"
-    run: Annotated[
-        Path | None,
-        o.opt("Trace a completion of this recorded run instead.", shown="with --request: the latest in runs/"),
-    ] = None
-    request: Annotated[
-        list[str] | None,
-        o.opt(
-            "A completion of --run, traced solo against its recorded batch. Given twice: the two against each other. "
-            'With --replay any number, or "divergent": all but the most common trace.'
-        ),
-    ] = None
-    replay: Annotated[
-        bool, o.opt("Only replay the --request of --run and compare every bit with the record.", "--replay")
-    ] = False
-    solo: Annotated[bool, o.opt("With --replay: also run it without the other requests.", "--solo")] = False
-    shrink: Annotated[
-        bool, o.opt("With --replay: also find the fewest concurrent requests that still change it.", "--shrink")
-    ] = False
-    most: Annotated[int | None, o.opt("With --replay: at most this many completions.", min=1)] = None
-    repro: Annotated[Path | None, o.opt("Write a standalone script (.py) that repeats the call found.")] = None
+    run: Path | None = o.own(
+        "Trace a completion of this recorded run instead.", shown="with --request: the latest in runs/"
+    )
+    request: list[str] | None = o.own(
+        "A completion of --run, traced solo against its recorded batch. Given twice: the two against each other. "
+        'With --replay any number, or "divergent": all but the most common trace.'
+    )
+    replay: bool = o.own("Only replay the --request of --run and compare every bit with the record.", default=False)
+    solo: bool = o.own("With --replay: also run it without the other requests.", default=False)
+    shrink: bool = o.own("With --replay: also find the fewest concurrent requests that still change it.", default=False)
+    most: int | None = o.own("With --replay: at most this many completions.", min=1)
+    repro: Path | None = o.own("Write a standalone script (.py) that repeats the call found.")
 
     def _check(self) -> None:
         if self.engine == "vllm":
