@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from nondet.core.records import Run
-from nondet.core.runfile import check_outputs, read_run
+from nondet.core.runfile import check_outputs, read_run, write_run
 from nondet.errors import UnknownNameError, one_line
 from nondet.services import mismatch as mismatch_command
 from nondet.services import probe as probe_command
@@ -246,8 +246,6 @@ def _measured(service: Callable[[Any, Sink], Path], request: type[Request], **op
 
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:
-    from nondet.core.runfile import write_run
-
     path = _path(out, run.header.command)
     write_run(path, run, force=force)
     return load(path)

@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nondet.bench.work import RANK_OPERATORS, timed_operators
 from nondet.core.records import Cell, Record
@@ -33,16 +31,13 @@ _SLOWER_MOST = 1000.0
 class BenchRequest(o.Machine, Request):
     """The options of `nondet bench`."""
 
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OPERATOR]...",
-            help=f"all, or some of: {', '.join(timed_operators())}. "
-            f"Over several ranks, only by name: {', '.join(RANK_OPERATORS)}. Whole models: nondet sample --turns.",
-            show_default="all",
-            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS),
-        ),
-    ] = None
+    names: list[str] | None = o.own(
+        f"all, or some of: {', '.join(timed_operators())}. "
+        f"Over several ranks, only by name: {', '.join(RANK_OPERATORS)}. Whole models: nondet sample --turns.",
+        metavar="[OPERATOR]...",
+        shown="all",
+        complete=o.choices("all", *timed_operators(), *RANK_OPERATORS),
+    )
     impl: list[str] | None = o.own(
         "stock, invariant, or your own package.module:function. Repeatable.",
         shown="stock, invariant",

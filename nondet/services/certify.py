@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nondet.errors import MisfitError, UserError
 from nondet.services import options as o
@@ -24,14 +22,11 @@ _STEP = 256  # tokens of a step of vLLM's, unless --m is given
 class CertifyRequest(o.Machine, Request):
     """The options of `nondet certify`; `show` and `forget` are for the command, which then measures nothing."""
 
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OPERATOR]...",
-            help='linear, matmul, attention, rms-norm, ... or "all"; --help-all lists classes.',
-            autocompletion=o.OPERATORS,
-        ),
-    ] = None
+    names: list[str] | None = o.own(
+        'linear, matmul, attention, rms-norm, ... or "all"; --help-all lists classes.',
+        metavar="[OPERATOR]...",
+        complete=o.OPERATORS,
+    )
     member: list[str] | None = o.own("Only this member of the class, e.g. cublaslt. Repeatable.")
     impl: list[str] | None = o.own("Your own package.module:function, to test. Repeatable.")
     cls: str | None = o.own("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from nondet.core.runfile import check_free
 from nondet.errors import UserError
@@ -31,9 +28,7 @@ _OF_A_SERVER = (
 class GateRequest(e.Connection, o.Drawing, Request):
     """The options of `nondet gate`."""
 
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Run file to judge.", show_default="the latest in runs/")
-    ] = None
+    run: Path | None = o.own("Run file to judge.", metavar="[RUN]", shown="the latest in runs/")
     impl: list[str] | None = o.own(
         "Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run"
     )

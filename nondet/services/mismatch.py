@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from nondet.core.runfile import is_run
 from nondet.embedded import DEFAULT_PROMPT
@@ -25,9 +23,7 @@ _DRAWN = ("prompt", "n", "tokens", "arms")
 class MismatchRequest(o.ModelOptions, Request):
     """The options of `nondet mismatch`."""
 
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run of `nondet sample` to test.", show_default=False)
-    ] = None
+    run: Path | None = o.own("A run of `nondet sample` to test.", metavar="[RUN]")
     model: str | None = o.own(_MODEL, shown="the embedded model")
     trainer: str = o.own(
         "dtype=float32, autocast=bfloat16, padding=right, left or packed, micro=4 (rollouts of one forward), "

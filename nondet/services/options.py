@@ -103,14 +103,15 @@ class OneOf:
 def opt(
     text: str, *names: str, shown: bool | str = False, panel: str | None = None, complete: Any = None, **more: Any
 ) -> Any:
-    """An option with its help; without names it has its field's name.
+    """An option with its help, or with a `metavar` an argument; without names it has its field's name.
 
     Args:
         shown: The default as the help has it; True: the value itself, False: none, or it is in the text.
         panel: Part of the help; None: under "Options".
         complete: What a shell completes.
     """
-    return typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel, autocompletion=complete, **more)
+    make = typer.Argument if "metavar" in more else typer.Option
+    return make(*names, help=text, show_default=shown, rich_help_panel=panel, autocompletion=complete, **more)
 
 
 def own(

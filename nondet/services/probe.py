@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from nondet.core.registry import OPERATOR_PROBES, PROBES
 from nondet.core.runfile import read_run
@@ -24,13 +22,9 @@ _SLOW_ON_A_CPU = ("all-reduce",)  # starting ranks takes nearly a minute, where 
 class ProbeRequest(o.Machine, Request):
     """The options of `nondet probe`."""
 
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME...", help='Probes to run (--help-all lists them), or "all".', show_default=False,
-            autocompletion=o.PROBES,
-        ),
-    ] = None  # fmt: skip
+    names: list[str] | None = o.own(
+        'Probes to run (--help-all lists them), or "all".', metavar="NAME...", complete=o.PROBES
+    )
     from_trace: Path | None = o.own(
         "Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes."
     )
