@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from nondet.core.launch import FirstUses
     from nondet.core.records import Completion
     from nondet.core.runfile import RunWriter
-    from nondet.sampling.axes import Conditions, Varied
+    from nondet.sampling.axes import Varied
     from nondet.sampling.collect import Host, Survey
     from nondet.sampling.model import LoadedModel
-    from nondet.sampling.plan import Load, Plan
+    from nondet.sampling.plan import Load
 
 COMPLETIONS_MOST = 1_000_000
 _FILE_MOST = 4 * 2**20  # bytes of --prompt-file, as of one row of --prompts: beyond the context of any model here
@@ -323,9 +323,10 @@ def _surveyed(
         riders=long_prompts() if default else (), tokens=[prompt] if prompt else (),
     )  # fmt: skip
     base = Conditions(load=load, dtype=loaded.dtype, threads=request.threads, ranks=request.world)
-    axes: Sequence[Varied] = ()
+    survey = Survey(loaded, plan, base, request.impls, (), request.seed, request.turns, settle=_SETTLE)
     if wanted is not None:
-        axes, more = _axes(request, loaded, plan, wanted, base, earlier, sink)
+        axes, more = _axes(request, survey, wanted, earlier, sink)
+        survey = replace(survey, axes=axes)
         described |= more | {"prompt_lengthened_by": len(prompt) - len(loaded.encode(texts[0]))}
     if request.samplings:
         described["sampling"] = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")}
@@ -336,7 +337,6 @@ def _surveyed(
 
         check_heads(loaded.name, loaded.model.config, request.world)
         described["ranks"] = request.world
-    survey = Survey(loaded, plan, base, request.impls, axes, request.seed, request.turns, settle=_SETTLE)
     return survey, described
 
 
@@ -345,11 +345,9 @@ def _explain(survey: Survey, writer: RunWriter) -> None:
     from nondet.core.runfile import read_run
     from nondet.sampling.shapes import explain_no_divergence, shapes_met
 
-    run, traces = read_run(writer.path), dict[int, set[str]]()
-    for c in run.completions:
-        if c.impl == "stock" and c.status == "ok":
-            traces.setdefault(c.prompt, set()).add(c.trace)
-    if traces and all(len(seen) == 1 for seen in traces.values()):
+    run = read_run(writer.path)
+    traces = {(c.prompt, c.trace) for c in run.completions if c.impl == "stock" and c.status == "ok"}
+    if traces and len(traces) == len({prompt for prompt, _ in traces}):
         for row in explain_no_divergence(survey.loaded, shapes_met(run, "stock"), survey.seed):
             if row.key not in writer.done:
                 writer.write(row)
@@ -389,20 +387,20 @@ def _grain(request: SampleRequest, loaded: LoadedModel) -> int:
 
 
 def _axes(
-    request: SampleRequest, loaded: LoadedModel, plan: Plan, wanted: dict[str, list[str]], base: Conditions,
-    earlier: tuple[int, ...], sink: Sink,
-) -> tuple[Sequence[Varied], dict[str, Any]]:  # fmt: skip
+    request: SampleRequest, survey: Survey, wanted: dict[str, list[str]], earlier: tuple[int, ...], sink: Sink
+) -> tuple[Sequence[Varied], dict[str, Any]]:
     """The values of the axes that are varied, and what the run's header has about them."""
     import torch
 
     from nondet.sampling.axes import Subject, plan_axes
     from nondet.sampling.speculation import check_draft_model, has_halves
 
+    loaded = survey.loaded
     text = loaded.model.config.get_text_config()
     subject = Subject(
-        base=base,
+        base=survey.base,
         device=loaded.device,
-        requests=[one for requests in plan.rounds for one in requests],
+        requests=[one for requests in survey.plan.rounds for one in requests],
         threads=torch.get_num_threads(),
         earlier=earlier,
         gpus=torch.cuda.device_count() if loaded.device == "cuda" else 0,
