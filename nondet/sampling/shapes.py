@@ -67,13 +67,8 @@ def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, seed: int = 0) ->
     among theirs, hidden from one another by an additive mask.
     """
     rows = []
-    same: dict[str, Any] = {
-        "probe": "sample",
-        "dtype": loaded.dtype,
-        "device": loaded.device,
-        "inputs": "bell",
-        "impl": "stock",
-    }
+    same: dict[str, Any] = {"probe": "sample", "inputs": "bell", "impl": "stock", "status": ""}
+    same |= {"dtype": loaded.dtype, "device": loaded.device}
     # only bits are compared: a model's kernels are named by its own run
     with torch.no_grad():
         for name, module, width, sizes in _modules(loaded.model, shapes):
