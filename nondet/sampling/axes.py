@@ -94,7 +94,6 @@ class Axis:
     known: tuple[str, ...] = ()  # the values that there are; () for numbers
     plain: str = ""  # what the field's default is called
     most: int = 1_000_000
-    other: str = " is unknown"  # what is wrong with a value that is not known
     # whether an invariant engine gives one trace over all values. Over dtypes, for example, it does not: only the
     # completions at one value are then compared.
     held: bool = True
@@ -139,7 +138,9 @@ class Axis:
                 raise UserError(f"--vary: {self.name}={value} makes no sense", hint)
             new = int(value)
         elif value not in self.known:
-            raise UserError(f"--vary: {self.name}={value}{self.other}", suggestion(value, [*self.known, self.plain]))
+            raise UserError(
+                f"--vary: {self.name}={value} is unknown", suggestion(value, {*self.known, self.plain} - {""})
+            )
         if self.known == ("on", "off"):
             new = value == "on"
         changes = {name: new} | _further(self.name, subject, new)
@@ -254,11 +255,9 @@ def _further(axis: str, subject: Subject, new: Any) -> dict[str, Any]:
     return {}
 
 
-_ON_OFF, _OTHER_SWITCH = ("on", "off"), " makes no sense"
-_OTHER_ATTENTION = f": transformers' continuous batching takes {' and '.join(ATTENTIONS)} here"
-_OTHER_DTYPE = " is not one that models run in here"
+_ON_OFF = ("on", "off")
 _AXES = (
-    Axis("sharing", "load.sharing", _ON_OFF, _ON_OFF, other=_OTHER_SWITCH),
+    Axis("sharing", "load.sharing", _ON_OFF, _ON_OFF),
     Axis("chunk", "setting.chunk", tried=("5", "16", "24"), plain="none"),
     Axis("budget", "load.budget"),
     Axis("page", "load.page", tried=("4", "8", "16", "32")),
@@ -266,9 +265,9 @@ _AXES = (
     Axis("preemption", "setting.pages", tried=("2", "1"), plain="ample", most=10_000),
     Axis("speculative", "setting.drafts", known=DRAFTERS, plain="none"),
     Axis("routing", "routing", tried=tuple(POLICIES), known=tuple(POLICIES), plain="single"),
-    Axis("graphs", "load.graphs", _ON_OFF, _ON_OFF, other=_OTHER_SWITCH),
-    Axis("dtype", "dtype", tried=_DTYPES, known=_DTYPES, other=_OTHER_DTYPE, held=False),
-    Axis("attention", "setting.attention", ATTENTIONS, ATTENTIONS, "sdpa", other=_OTHER_ATTENTION, held=False),
+    Axis("graphs", "load.graphs", _ON_OFF, _ON_OFF),
+    Axis("dtype", "dtype", tried=_DTYPES, known=_DTYPES, held=False),
+    Axis("attention", "setting.attention", ATTENTIONS, ATTENTIONS, "sdpa", held=False),
     Axis("threads", "threads", most=max(2, os.cpu_count() or 1), held=False),
     Axis("ranks", "ranks", most=64, held=False, held_by=("rank-free",)),
 )
