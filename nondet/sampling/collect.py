@@ -85,19 +85,15 @@ def plan_prompts(
     samplings: Sequence[Sampling] = (), riders: Sequence[str] = (), tokens: Sequence[Sequence[int]] = (),
 ) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
     """The rounds in which the prompts are completed, and their description in a run's header. A `UserError` of a prompt
-    without tokens, or that does not fit the context with its completion; with its line in a file.
+    without tokens, or that does not fit the context with its completion; of several it names which.
 
     Args:
         riders: Background prompts; those that fit the context run where there are enough targets.
         tokens: The texts' token ids, where they are not just encoded.
     """
     tokens = tokens or [loaded.encode(text) for text in texts]
-    for text, ids in zip(texts, tokens, strict=True):
-        try:
-            check_lengths(loaded, ids, length)
-        except UserError as error:
-            where = getattr(text, "place", "")
-            raise UserError(f"{where}: {error.what}" if where else error.what, error.hint) from None
+    for number, ids in enumerate(tokens, 1):
+        check_lengths(loaded, ids, length, f"prompt {number}: " if len(texts) > 1 else "")
     context = loaded.context or 2**31
     fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
     if n * len(texts) * max(1, len(samplings)) < 2 * plans.RIDERS_EVERY:

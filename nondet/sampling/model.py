@@ -411,17 +411,17 @@ def quantization_of(given: Any, model: Any, dtype: str) -> dict[str, str]:
     return {"quantization": str(method) if kept else f"{method}, of which loading made {dtype}"}
 
 
-def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
+def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: int, which: str = "") -> None:
     """Refuse, as a `UserError`, an empty prompt, and one that with its completion goes beyond the context."""
     if not prompt:
-        raise UserError("the prompt has no tokens", "Give some text.")
+        raise UserError(f"{which}the prompt has no tokens", "Give some text.")
     if max_new_tokens < 1:
         raise UserError(f"--max-tokens {max_new_tokens} makes no sense", "Give 1 or more.")
     total, context = len(prompt) + max_new_tokens, loaded.context
     if context is not None and total > context:
         left = context - len(prompt)
         hint = f"Use --max-tokens {left} or less." if left > 0 else "Shorten the prompt."
-        needed = f"{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total}"
+        needed = f"{which}{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total}"
         raise UserError(f"{needed} exceed the model's context of {context}", hint)
 
 

@@ -415,13 +415,7 @@ _ROW_BYTES = 4 * 2**20  # a longer prompt is beyond the context of any model her
 _COLUMN = "prompt"
 
 
-class PromptLine(str):
-    """A prompt with its position in a file, for messages."""
-
-    place = ""  # "prompts.txt, line 3"
-
-
-def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
+def load_prompts(path: Path, column: str | None = None) -> list[str]:
     """The prompts of a file, in its order; equal prompts stay separate. Raises UserError: no such file or column,
     another format, not UTF-8, an empty or missing prompt, no prompt at all, or more than `PROMPTS_MOST`.
 
@@ -435,7 +429,7 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
         raise UserError(f"{path}: prompts in a {suffix or 'file without a suffix'}", f"Use {', '.join(_READERS)}.")
     if suffix == ".txt" and column is not None:
         raise UserError(f"--column {column}: {path.name} is plain text and has no columns", "Leave --column out.")
-    prompts: list[PromptLine] = []
+    prompts: list[str] = []
     try:
         regular(path)  # opening a FIFO would wait
         for place, value in read(path, column):
@@ -449,8 +443,7 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
                 raise UserError(f"{where}: the prompt is empty", "Take the row out, or give it some text.")
             if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
                 raise UserError(f"{where}: the prompt holds a NUL or half a character", "Clean the row.")
-            prompts.append(PromptLine(value))
-            prompts[-1].place = where
+            prompts.append(value)
     except FileNotFoundError:
         raise UserError(f"no prompt file at {path}", "Check the path.") from None
     except OSError as error:
