@@ -66,7 +66,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _REPLICAS = 3
 # The draft model recomputes the end of each text for every drafted token, so it drafts few.
 _DRAFTED = {"lookup": 4, "draft": 2, "model": 2, "edit": 4}
-_CHANGES = {
+CHANGES = {  # what is varied, a phrase
     "sharing": "whether requests share the cached pages of a common prefix",
     "chunk": "the most prompt tokens of one request in one step: a long prefill comes in pieces",
     "budget": "the query tokens that one step may take",
@@ -98,11 +98,6 @@ class Axis:
     # completions at one value are then compared.
     held: bool = True
     held_by: tuple[str, ...] = ()  # implementations that should give one trace even though `held` is False
-
-    @property
-    def changes(self) -> str:
-        """What is varied, a phrase."""
-        return _CHANGES[self.name]
 
     def value(self, subject: Subject) -> str:
         """The base's."""
@@ -204,25 +199,21 @@ class Axis:
 
     def lacking(self, subject: Subject, every: bool) -> str:
         """Why this device or engine has no such axis, or `--vary all` leaves it out; "" where neither holds."""
-        s, cuda = subject, subject.device == "cuda"
-        reasons = (
-            (s.grain and self.name not in _VLLM, self.name, f"vLLM is varied along {', '.join(_VLLM)}"),
-            (s.base.load.graphs, "speculative", "drafts can't be verified inside of CUDA graphs"),
-            (not cuda, "graphs", "CUDA graphs need a CUDA device"),
-            (cuda, "threads", "threads decide nothing on a CUDA device"),
-            (cuda and s.gpus < 2, "ranks", "there is one GPU here"),
-            (
-                importlib.util.find_spec("accelerate") is None,
-                "ranks",
-                "the package accelerate is missing, by which a model is loaded in shares",
-            ),
-            (
-                every and not cuda,
-                "ranks",
-                "on a CPU ranks are processes, and starting them takes longer than all other axes: name it",
-            ),
-        )
-        return next((reason for holds, name, reason in reasons if holds and name == self.name), "")
+        s, cuda, ranks = subject, subject.device == "cuda", ""
+        if s.grain and self.name not in _VLLM:
+            return f"vLLM is varied along {', '.join(_VLLM)}"
+        if cuda and s.gpus < 2:
+            ranks = "there is one GPU here"
+        elif importlib.util.find_spec("accelerate") is None:
+            ranks = "the package accelerate is missing, by which a model is loaded in shares"
+        elif every and not cuda:
+            ranks = "on a CPU ranks are processes, and starting them takes longer than all other axes: name it"
+        return {
+            "speculative": "drafts can't be verified inside of CUDA graphs" if s.base.load.graphs else "",
+            "graphs": "" if cuda else "CUDA graphs need a CUDA device",
+            "threads": "threads decide nothing on a CUDA device" if cuda else "",
+            "ranks": ranks,
+        }.get(self.name, "")
 
 
 def _further(axis: str, subject: Subject, new: Any) -> dict[str, Any]:

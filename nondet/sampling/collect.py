@@ -29,7 +29,7 @@ from nondet.errors import EngineStoppedError, UserError
 from nondet.sampling import plan as plans
 from nondet.sampling import replay
 from nondet.sampling.analysis import TIMED_TOKENS, TIMED_US
-from nondet.sampling.axes import Conditions, Proof, Seen, Varied
+from nondet.sampling.axes import CHANGES, Conditions, Proof, Seen, Varied
 from nondet.sampling.engine import TransformersEngine, pinned, warm_up
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, check_lengths, piece_of
@@ -361,7 +361,7 @@ class _Rounds(RoundCollector):
                         held=axis.held or self.impl in axis.held_by,
                         proven=proof.holds or arm == BASE_ARM,
                         proof=proof.text,
-                        changes=axis.changes,
+                        changes=CHANGES[axis.name],
                         note=varied.note,
                     )
                 )
