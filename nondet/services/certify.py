@@ -86,7 +86,8 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     )  # fmt: skip
     for name in impls:
         _try(name, planned[0].question, planned[0].members[name])
-    users = {name: _user_name(name) for name in impls}
+    # another version of a user's file is another member
+    users = {name: f"{name} @{(source_of(name) or '')[:12] or 'unknown source'}" for name in impls}
     kept = certificates(target)
     described: dict[str, Any] = {
         "operators": names or ["all"],
@@ -167,9 +168,3 @@ def _try(impl: str, question: Question, call: Call) -> None:
     except Exception as error:  # any other error will be a row's reason
         if isinstance(error, MisfitError):
             raise
-
-
-def _user_name(impl: str) -> str:
-    """ "package.module:function @digest of its file": another version of the file is another member."""
-    source = source_of(impl)
-    return f"{impl} @{source[:12]}" if source is not None else f"{impl} @unknown source"

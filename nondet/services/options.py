@@ -55,11 +55,6 @@ def arms(text: str, known: Iterable[str]) -> tuple[str, ...]:
     return named
 
 
-def _target(target: str) -> Callable[[], Iterable[str]]:
-    """The value of "module:attribute", loaded when it is needed."""
-    return lambda: iter(registry.load_object(target))
-
-
 PROBES = choices(lambda: registry.PROBES, lambda: (name.replace("_", "-") for name in registry.OPERATOR_PROBES), "all")
 OPERATORS = choices("all", lambda: (name.replace("_", "-") for c in registry.classes().values() for name in c.members))
 CLASSES = choices(lambda: registry.classes())
@@ -68,8 +63,8 @@ SAMPLE_IMPLS = choices(
     *("stock", "stock-no-cudnn", "stock-flash", "invariant", "both", "stock-seeded", "unseeded-invariant"),
     lambda: (f"invariant:{name}" for name in families()),
 )
-LOADS = choices(_target("nondet.sampling.plan:PRESETS"))
-SHAPES = choices(_target("nondet.probes.models:PRESETS"))
+LOADS = choices(lambda: registry.load_object("nondet.sampling.plan:PRESETS"))
+SHAPES = choices(lambda: registry.load_object("nondet.probes.models:PRESETS"))
 
 
 @dataclass(frozen=True)
