@@ -110,12 +110,8 @@ def ask(
     command: str, output: Output, prompts: Sequence[str], servers: Sequence[Server], load: EndpointLoad,
     arms: Mapping[str, int], length: int, watcher: Watcher | None = None, **described: Any,
 ) -> None:  # fmt: skip
-    """Test the servers that `meet` returned, arm by arm: for both `nondet sample` and `nondet gate`.
-
-    Args:
-        watcher: Decides when the answers suffice. With it answers mean nothing unless a server respects its seeds.
-        described: Further parts of the run's plan.
-    """
+    """Test the servers that were met, arm by arm, for `nondet sample` and `nondet gate`. `watcher` decides when the
+    answers suffice, which mean nothing unless a server respects its seeds; `described` is more of the plan."""
     from nondet.endpoint.arms import Settings, build_arms, describe
     from nondet.endpoint.collect import collect
     from nondet.sampling.plan import background_text

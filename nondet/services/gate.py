@@ -100,12 +100,8 @@ def _share(flag: str, word: str | None, usual: float) -> float:
 
 
 def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) -> Path:
-    """Test the server; returns the path of the run.
-
-    Where tokens are drawn, a prompt with a seed is a prompt of its own: only answers of equal seeds are compared.
-
-    Args:
-        prompts: Prompts that replace the request's.
+    """Test the server, with the request's prompts or these; returns the path of the run. Where tokens are drawn, a
+    prompt with a seed is a prompt of its own: only answers of equal seeds are compared.
 
     Raises:
         UserError: a server without completions, or where tokens are drawn one that is not shown to respect a seed.

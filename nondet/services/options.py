@@ -98,13 +98,8 @@ class OneOf:
 def opt(
     text: str, *names: str, shown: bool | str = False, panel: str | None = None, complete: Any = None, **more: Any
 ) -> Any:
-    """An option with its help, or with a `metavar` an argument; without names it has its field's name.
-
-    Args:
-        shown: The default as the help has it; True: the value itself, False: none, or it is in the text.
-        panel: Part of the help; None: under "Options".
-        complete: What a shell completes.
-    """
+    """An option with its help, or with a `metavar` an argument; without names it has its field's name. `shown` is the
+    default as the help has it; True: the value itself, False: none, or it is in the text."""
     make = typer.Argument if "metavar" in more else typer.Option
     return make(*names, help=text, show_default=shown, rich_help_panel=panel, autocompletion=complete, **more)
 
@@ -112,12 +107,8 @@ def opt(
 def own(
     text: str, *names: str, default: Any = None, shown: bool | str | None = None, check: Any = None, **more: Any
 ) -> Any:
-    """A field of a dataclass that is an option of one command; one that several have is a type, such as `MODEL`.
-
-    Args:
-        shown: As of `opt`; None: the default itself, unless it is None or a switch's.
-        check: The `Range` or `OneOf` of its values.
-    """
+    """A field that is an option of one command; one that several have is a type, such as `MODEL`. `shown` is as of
+    `opt`, None: the default itself, unless it is None or a switch's; `check` is a `Range` or `OneOf` for values."""
     named = default is not None and not isinstance(default, bool) if shown is None else shown
     return field(default=default, metadata={"option": opt(text, *names, shown=named, **more), "check": check})
 
@@ -134,8 +125,7 @@ def declared(part: type) -> dict[str, tuple[Any, Range | OneOf | None]]:
 
 
 def check_fields(request: Any) -> None:
-    """Check each given value of a dataclass against the `Range` or `OneOf` of its option. Raises UserError: a value is
-    not allowed."""
+    """Refuse, as a `UserError`, a value that its option's `Range` or `OneOf` does not allow."""
     for name, (_, check) in declared(type(request)).items():
         value = getattr(request, name)
         if check is not None and value is not None:
