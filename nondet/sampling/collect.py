@@ -84,13 +84,9 @@ def plan_prompts(
     loaded: LoadedModel, load: Load, texts: Sequence[str], n: int, length: int, seed: int, impls: Sequence[str],
     samplings: Sequence[Sampling] = (), riders: Sequence[str] = (), tokens: Sequence[Sequence[int]] = (),
 ) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
-    """The rounds in which the prompts are completed, and their description in a run's header. A `UserError` of a prompt
-    without tokens, or that does not fit the context with its completion; of several it names which.
-
-    Args:
-        riders: Background prompts; those that fit the context run where there are enough targets.
-        tokens: The texts' token ids, where they are not just encoded.
-    """
+    """The rounds in which the prompts are completed, and their description in a run's header. `riders` are background
+    prompts: those that fit the context run where there are enough targets; `tokens` are the texts' ids, where they are
+    not just encoded. A `UserError` of a prompt without tokens, or too long with its completion: which of several."""
     tokens = tokens or [loaded.encode(text) for text in texts]
     for number, ids in enumerate(tokens, 1):
         check_lengths(loaded, ids, length, f"prompt {number}: " if len(texts) > 1 else "")
@@ -210,11 +206,8 @@ class Here:
 def collect(
     survey: Survey, host: Host, writer: RunWriter, notes: Notes | None = None, played: Session | None = None
 ) -> None:
-    """Run whatever the run file does not hold yet.
-
-    Args:
-        played: The first round as this process has run it already under the single implementation: then no warm-up is
-            needed, and the recorded round is compared with this one.
+    """Run whatever the run file does not hold yet. `played` is the first round as this process has run it already under
+    the single implementation: then no warm-up is needed, and the recorded round is compared with this one.
 
     Raises:
         UserError: unknown implementation, full disk, an engine that refuses, a resumed round with different results.
@@ -436,12 +429,9 @@ def _figures(rounds: Sequence[dict[str, int]], base: Sequence[dict[str, int]]) -
 def play_replicas(
     engine: Engine, requests: Sequence[Request], load: Load, count: int, policy: str, **options: Any
 ) -> Session:
-    """Play a round on `count` replicas, one after the other: each has its requests and its own cache.
-
-    Returns:
-        One session of all: outcomes in the order of the requests, seconds summed. Of several replicas it has neither
-            packs nor logits nor the pace of steps, because steps (also of schedules) are numbered by replica.
-    """
+    """Play a round on `count` replicas, one after the other: each has its requests and its own cache. The session of
+    several has neither packs nor logits nor the pace of steps, because steps (also of schedules) are numbered by
+    replica; outcomes are in the order of the requests, seconds summed."""
     if count == 1:
         session = engine.run(requests, load, **options)
         return replace(session, figures=session.figures | {"replicas_most": 1})

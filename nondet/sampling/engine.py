@@ -165,13 +165,9 @@ def write_mask(
     cumulative_seqlens_k: list[int],
     sliding_window: int = 1,
 ) -> None:
-    """Write 0 where a query sees a key and the dtype's least number where it does not: transformers' own mask.
-
-    Args:
-        attention_mask: [1, 1, queries, keys] or larger; the part after the last entries is unchanged.
-        cumulative_seqlens_q: [requests + 1], and so the keys'; a request's last query sees its last key.
-        sliding_window: Keys that a query sees at most, its own included; 1 for all.
-    """
+    """Write 0 where a query sees a key and the dtype's least number where it does not: transformers' own mask, [1, 1,
+    queries, keys] or larger. A request's last query sees its last key; `sliding_window` are the keys that a query sees
+    at most, its own included, or 1 for all."""
     bounds: list[tuple[int, int]] = []
     ranges = zip(pairwise(cumulative_seqlens_q), pairwise(cumulative_seqlens_k), strict=True)
     for (query, last_query), (first, last) in ranges:
@@ -256,10 +252,7 @@ class Draw(NamedTuple):
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: four 32-bit words for a counter and a key.
-
-    Source: J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, Parallel random numbers: as easy as 1, 2, 3.
-    """
+    """Philox4x32-10: four 32-bit words for a counter and a key (Salmon et al., 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -301,13 +294,9 @@ def draw_row(
     ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], log_mass: float, sampling: Sampling, position: int,
     top: float | None = None,
 ) -> Draw:  # fmt: skip
-    """One token from the largest logits of a row.
-
-    Args:
-        ids, logits: [C] candidates in falling order; one more than top_k where the vocabulary has more. With `top`,
-            their largest, the whole vocabulary in the order of ids, where nothing is dropped.
-        log_mass: ln of the sum of exp over the whole vocabulary.
-    """
+    """One token from `ids` and `logits`, [C] candidates in falling order, one more than top_k where the vocabulary has
+    more; with `top`, their largest, the whole vocabulary in the order of ids, where nothing is dropped. `log_mass` is
+    ln of the sum of exp over the whole vocabulary."""
     kept = min(sampling.top_k or len(ids), len(ids))
     cut = float(logits[kept - 1] - logits[kept]) if kept < len(ids) else math.nan
     if not math.isfinite(logits[0]):  # no numbers to draw by, as the trace shows
@@ -410,7 +399,8 @@ def run_session(
     until: str | None = None,
     setting: Setting = PLAIN,
 ) -> Session:
-    """Run the requests through a fresh engine, from empty to empty.
+    """Run the requests through a fresh engine, from empty to empty; after Ctrl-C its thread has ended. A `UserError` if
+    it refuses the model or the sizes, or runs the model without serving it.
 
     Args:
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
@@ -419,10 +409,6 @@ def run_session(
         watcher: Watches from inside of the engine's thread; once it is `done` the session is cut short, and requests
             that have not finished by then have the finish "cut".
         until: The session is likewise cut short once this request has finished.
-
-    Raises:
-        UserError: the engine refuses the model or the sizes, or runs the model without serving it.
-        KeyboardInterrupt: Ctrl-C; the engine's thread has ended by then.
     """
     if load.graphs and watcher is not None:
         raise UserError("steps that run as CUDA graphs can't be watched: a replay runs no Python", "Leave them out.")
@@ -634,13 +620,11 @@ _SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a ful
 def warm_up(
     model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
 ) -> Session:
-    """Run everything once that the rounds will run, under the implementation that is on; returns the first round.
-
-    On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
+    """Run everything once that the rounds will run, under the implementation that is on; returns the first round. On
+    CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
     (None: they are in other processes) are called first, at the sizes that steps may have. First uses in later rounds
-    are left out of the timings, see `nondet.core.launch`. `progress` is called for each layer's call, for the round,
-    and at each compilation or proof.
-    """
+    are left out of the timings. `progress` is called for each layer, for the round, and at each compilation or
+    proof."""
     if device != "cuda" or model is None:
         return play(plan.rounds[0])
     calls, report = [0], progress or (lambda *_: None)

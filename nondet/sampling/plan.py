@@ -416,13 +416,9 @@ _COLUMN = "prompt"
 
 
 def load_prompts(path: Path, column: str | None = None) -> list[str]:
-    """The prompts of a file, in its order; equal prompts stay separate. Raises UserError: no such file or column,
-    another format, not UTF-8, an empty or missing prompt, no prompt at all, or more than `PROMPTS_MOST`.
-
-    Args:
-        path: .jsonl or .ndjson, .txt, .csv (with a header), or .parquet.
-        column: Field or column that holds the prompt; None: "prompt", or the only one there is. Not for .txt.
-    """
+    """The prompts of a file, in its order; equal prompts stay separate. `column` is the field or column that holds
+    them; None: "prompt", or the only one there is. Raises UserError: no such file or column, another format, not UTF-8,
+    an empty or missing prompt, no prompt at all, or more than `PROMPTS_MOST`."""
     suffix = path.suffix.lower()
     read = _READERS.get(suffix)
     if read is None:

@@ -184,11 +184,9 @@ def digest_of(outcome: Outcome) -> str:
 
 
 def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
-    """Rounds to repeat in addition to the first, so that each prompt that diverged does so within repeated rounds.
-
-    Greedy: the round that settles most prompts first, the earlier one among equals. A prompt may need two rounds.
-    `completions` are all that succeeded under one implementation; prompts that need more than `most` rounds stay open.
-    """
+    """Rounds to repeat in addition to the first, so that each prompt that diverged does so within repeated rounds: of
+    all completions that succeeded under one implementation. Greedy: the round that settles most prompts first, the
+    earlier one among equals. A prompt may need two rounds; those that need more than `most` stay open."""
     traces: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for c in completions:
         traces[c.prompt][c.round].add(c.trace)
@@ -243,12 +241,10 @@ def repeated(loaded: LoadedModel, impl: str, index: int, started: float) -> Row:
 
 
 def with_session(head: Row, once: Session, again: Session) -> Row:
-    """The first round, twice: tokens, logprobs, margins and schedules of all requests, bit for bit.
-
-    Under CUDA graphs the first step of each size runs without one, and then is captured: each session has an engine of
-    its own, so that two equal ones do so in the same steps. If they did not, a step without a graph would be compared
-    with a replay, and a difference would not be random: such a pair has no answer.
-    """
+    """The first round, twice: tokens, logprobs, margins and schedules of all requests, bit for bit. Under CUDA graphs
+    the first step of each size runs without one, and then is captured: each session has an engine of its own, so that
+    two equal ones do so in the same steps. If they did not, a step without a graph would be compared with a replay, and
+    a difference would not be random: such a pair has no answer."""
     failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
     captured = [[number for number, step in enumerate(s.pace) if step.captured] for s in (once, again)]
     if captured[0] != captured[1]:
