@@ -171,6 +171,8 @@ class TraceRequest(o.ModelOptions, Request):
         if self.engine == "vllm":
             others = ("run", "request", "repro", "trust_remote_code")
             self.refuse(others, "--engine vllm and {} exclude each other", "It traces a prompt, solo and in a batch.")
+        elif self.engine != "transformers":  # `nondet sample` has it
+            raise UserError(f"--engine {self.engine} can't be traced", "Use transformers or vllm.")
         if self.replay:
             self._check_replay()
             return
