@@ -124,8 +124,7 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
         "sizes": {"m": rows, "k": request.k, "n": request.n, "jigsaw": request.jigsaw},
         "seed": request.seed,
     } | user_sources(wanted)
-    if request.clock != "wall":
-        plan["clock"] = request.clock
+    plan |= {"clock": request.clock} if request.clock != "wall" else {}
     if ranks_cases:
         plan["ranks"] = sorted({case.shape["ranks"] for case in ranks_cases})
     keys = (planned_keys(cases, impls, target) if cases else []) + ranks_keys(ranks_cases, rank_impls, target)

@@ -330,8 +330,7 @@ def _surveyed(
         described |= more | {"prompt_lengthened_by": len(prompt) - len(loaded.encode(texts[0]))}
     if request.samplings:
         described["sampling"] = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")}
-    if request.turns:
-        described["turns"] = True
+    described |= {"turns": True} if request.turns else {}
     if request.world > 1:
         from nondet.sampling.ranks import check_heads
 
