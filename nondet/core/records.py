@@ -538,9 +538,9 @@ class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     target: bool
-    prompt: Whole  # index among the recording's prompts
-    new: Whole  # tokens to generate
-    arrival: Whole  # engine step from which it may be scheduled
+    prompt: Count  # index among the recording's prompts
+    new: Size  # tokens to generate
+    arrival: Count  # engine step from which it may be scheduled
     sampling: dict[str, Any] | None = None  # as `nondet.sampling.plan.Sampling`; None of greedy requests
 
 
@@ -550,7 +550,7 @@ class Tape(ImplementationRecord, frozen=True, tag="tape", kw_only=True):
     keyed_by = ("impl", "round")
     round: Whole
     requests: list[TapedRequest]
-    prompts: list[list[Whole]]  # token ids of each distinct prompt
+    prompts: list[list[Count]]  # token ids of each distinct prompt
     load: dict[str, Any]  # the load's parameters: limits of the engine, chunking, sharing
     seed: int
     eos: list[Whole]

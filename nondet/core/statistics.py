@@ -110,18 +110,6 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
     return min(low, share), max(high, share)
 
 
-def pair_disagreement(counts: Sequence[int]) -> float:
-    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)), which doesn't grow with N. `counts` are
-    those of each distinct result, two or more in all."""
-    total = sum(counts)
-    return 1.0 - sum(n * (n - 1) for n in counts) / (total * (total - 1))
-
-
-def new_share(counts: Sequence[int]) -> float:
-    """Good's estimate of the probability that the next result is a new one: those seen once, over all."""
-    return sum(n == 1 for n in counts) / sum(counts)
-
-
 def percent(share: float, rounding: str = "near") -> str:
     """A share in percent to about three digits; "up" and "down" are for bounds. Only exact ones are shown as 100%."""
     value = 100.0 * share

@@ -142,14 +142,8 @@ def test_rounds_are_what_an_interval_rests_on() -> None:
             round_interval(*bad)
 
 
-def test_pairs_new_ones_and_medians() -> None:
-    """Two of three pairs differ; one of three was seen once; shares don't grow with N. A median lies between the places
-    that tables of the sign test give at 95%, whatever order the values come in."""
-    assert statistics.pair_disagreement([2, 1]) == pytest.approx(2 / 3)
-    assert statistics.pair_disagreement([5]) == 0.0
-    assert statistics.pair_disagreement([1, 1, 1]) == 1.0
-    assert statistics.new_share([2, 1]) == pytest.approx(1 / 3)
-    assert statistics.new_share([7]) == 0.0
+def test_medians() -> None:
+    """A median lies between the places that tables of the sign test give at 95%, whatever order the values come in."""
     for n, places in [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (25, (8, 18)), (100, (40, 61))]:
         assert statistics.median_interval([float(value) for value in range(n, 0, -1)]) == places
 
