@@ -197,18 +197,17 @@ class Tree(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Leaves under each leaf (1) and node."""
-        sizes = [1] * self.leaves
-        for children in self.nodes:
-            sizes.append(sum(sizes[c] for c in children))
-        return sizes
+        return self._folded([1] * self.leaves, sum)
 
     @property
     def firsts(self) -> list[int]:
         """The smallest leaf under each leaf and node."""
-        firsts = list(range(self.leaves))
+        return self._folded(list(range(self.leaves)), min)
+
+    def _folded(self, each: list[int], join: Callable[[Iterable[int]], int]) -> list[int]:
         for children in self.nodes:
-            firsts.append(min(firsts[c] for c in children))
-        return firsts
+            each.append(join(each[c] for c in children))
+        return each
 
     @property
     def dropped(self) -> list[int]:
@@ -330,17 +329,11 @@ def predict(tree: Tree, x: Array, y: Array | None = None, arithmetic: Arithmetic
     return round_to(root, "float32") if how.twice else root
 
 
-class _Level(NamedTuple):
-    """Nodes of one height: those that add more than two; where other sums go, and their left and right terms."""
-
-    wide: list[int]
-    pairs: tuple[Any, Any, Any]
-    both: Any
-    low: Any
-
-
 @functools.lru_cache(8)
-def _levels(tree: Tree) -> list[_Level]:
+def _levels(tree: Tree) -> list[tuple[list[int], tuple[Any, Any, Any], Any, Any]]:
+    """Of nodes of one height: those that add more than two; where other sums go, their left and right terms; whether
+    both are leaves; and whether the left one has the lower number.
+    """
     height, levels, K = [0] * tree.leaves, list[list[int]](), tree.leaves
     for i, children in enumerate(tree.nodes):
         height.append(1 + max(height[c] for c in children))
@@ -352,7 +345,7 @@ def _levels(tree: Tree) -> list[_Level]:
         two = np.array([(K + i, *tree.nodes[i]) for i in nodes if len(tree.nodes[i]) == 2], np.int64).reshape(-1, 3)
         to, left, right = two[0] if len(two) == 1 else two.T  # a single row is a view, which makes chains fast
         wide = [i for i in nodes if len(tree.nodes[i]) > 2]
-        made.append(_Level(wide, (to, left, right), (left < K) & (right < K), left < right))
+        made.append((wide, (to, left, right), (left < K) & (right < K), left < right))
     return made
 
 

@@ -249,13 +249,12 @@ def compared(one: Tree, other: Tree) -> str:
 
 
 def _meetings(tree: Tree, leaf: int) -> list[int]:
-    sizes, found, at = tree.sizes, [1] * tree.leaves, leaf
-    reader = None
+    """For each leaf the number of leaves of the smallest sum that has both."""
+    reader, found, above = _Reader(tree), [1] * tree.leaves, [leaf]
     for i, children in enumerate(tree.nodes):
-        if at in children:
-            reader = reader or _Reader(tree)
-            for other in children:
-                for member in reader.members(_Part(other)) if other != at else ():
-                    found[member] = sizes[tree.leaves + i]
-            at = tree.leaves + i
+        above += [tree.leaves + i] if above[-1] in children else []
+    for node in reversed(above[1:]):
+        for member in reader.members(_Part(node)):
+            found[member] = reader.sizes[node]
+    found[leaf] = 1
     return found

@@ -179,28 +179,17 @@ def attention(
     scores, as engines that pack requests pass one, replaces all that.
     """
     note("torch.scaled_dot_product_attention")
-    if mask is not None:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    return _attend(q, k, v, causal, scale)
+    return _attend(q, k, v, causal and mask is None, scale, mask)
 
 
-def _attend_by(
-    backend: SDPBackend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-) -> torch.Tensor:
+def _attend_by(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
     """`attention` by only one of torch's backends; RuntimeError: it can't take the inputs."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no GQA: repeated, as transformers does
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     note(f"torch.scaled_dot_product_attention[{backend.name.lower()}]")
     with sdpa_kernel(backend):
-        return _attend(q, k, v, causal, scale)
+        return _attend(q, k, v, how.get("causal", True), how.get("scale"))
 
 
 attention_flash = partial(_attend_by, SDPBackend.FLASH_ATTENTION)  # on a CPU another kernel than on a GPU
@@ -209,9 +198,8 @@ attention_cudnn = partial(_attend_by, SDPBackend.CUDNN_ATTENTION)
 attention_math = partial(_attend_by, SDPBackend.MATH)  # two products and a softmax
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
+def _attend(q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any = None) -> torch.Tensor:
     q_len, k_len = q.shape[2], k.shape[2]
-    mask = None
     if causal and 1 < q_len != k_len:
         position = torch.arange(q_len, device=q.device) + (k_len - q_len)
         mask = torch.arange(k_len, device=q.device)[None, :] <= position[:, None]

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from nondet.core.records import Run
-from nondet.core.runfile import check_outputs, read_run
+from nondet.core.runfile import check_outputs, read_run, write_run
 from nondet.errors import UnknownNameError, one_line
 from nondet.services import mismatch as mismatch_command
 from nondet.services import probe as probe_command
 from nondet.services import rl as rl_command
 from nondet.services import sample as sample_command
+from nondet.services.options import declared
 from nondet.services.run import Request, Sink, options_of
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ _NUMBERS = itertools.count(1)
 
 def _takes_options_of(request: type[Request]) -> Callable[[Callable[..., LoadedRun]], Callable[..., LoadedRun]]:
     """Show the options of a command in the signature and the help of its function, which takes them as keywords."""
-    hints, described = get_type_hints(request), get_type_hints(request, include_extras=True)
+    hints, described = get_type_hints(request), declared(request)
     options = [f for f in options_of(request) if f.name != "names"]
 
     def decorated(function: Callable[..., LoadedRun]) -> Callable[..., LoadedRun]:
@@ -130,7 +131,7 @@ def _takes_options_of(request: type[Request]) -> Callable[[Callable[..., LoadedR
             if f.name not in shown.parameters
         ]
         function.__signature__ = shown.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
-        lines = [f"    {f.name}: {described[f.name].__metadata__[0].help}" for f in options]
+        lines = [f"    {f.name}: {described[f.name][0].help}" for f in options]
         function.__doc__ = "\n".join([f"{function.__doc__}", "", "Options:", *lines])
         return function
 
@@ -245,8 +246,6 @@ def _measured(service: Callable[[Any, Sink], Path], request: type[Request], **op
 
 
 def _kept(run: Run, out: str | Path | None, *, force: bool) -> LoadedRun:
-    from nondet.core.runfile import write_run
-
     path = _path(out, run.header.command)
     write_run(path, run, force=force)
     return load(path)

@@ -208,17 +208,9 @@ def describe(
     loaded: LoadedModel, texts: Sequence[str], ids: Sequence[Sequence[int]], cut: int, **options: Any
 ) -> dict[str, Any]:
     """The plan of an embed run, for its header."""
-    return {
-        "texts": len(texts),
-        "texts_digest": hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16],
-        "tokens": sum(map(len, ids)),
-        "longest": max(map(len, ids)),
-        "cut": cut,
-        "model": loaded.identity,
-        "device": loaded.device,
-        "dtype": loaded.dtype,
-        **options,
-    }
+    lengths, digest = [len(row) for row in ids], hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    plan = {"texts": len(texts), "texts_digest": digest, "tokens": sum(lengths), "longest": max(lengths), "cut": cut}
+    return plan | {"model": loaded.identity, "device": loaded.device, "dtype": loaded.dtype} | options
 
 
 def collect(
@@ -234,20 +226,14 @@ def collect(
     """Measure whatever the run file does not hold yet; `progress` is called with (implementation, arm) of each pass."""
     arms = build_arms([len(row) for row in ids], batch, seed)
     for impl in impls:
-        head = Row(
-            probe="embed",
-            case=f"{len(ids)} texts, each alone and in batches",
-            operator="encoder",
-            shape={"texts": len(ids), "poolings": len(POOLINGS), "hidden": int(loaded.identity["hidden"] or 0)},
-            dtype=loaded.dtype,
-            device=loaded.device,
-            inputs="texts",
-            varied="batches",
-            axis=Axis.BATCH.value,
-            exact=False,
-            impl=impl,
-            status="",
-        )
+        shape = {"texts": len(ids), "poolings": len(POOLINGS), "hidden": int(loaded.identity["hidden"] or 0)}
+        case: dict[str, Any] = {
+            "case": f"{len(ids)} texts, each alone and in batches",
+            "shape": shape,
+            "inputs": "texts",
+        }
+        case |= {"dtype": loaded.dtype, "device": loaded.device, "varied": "batches", "axis": Axis.BATCH.value}
+        head = Row(probe="embed", operator="encoder", **case, exact=False, impl=impl, status="")
         if head.key not in writer.done:
             _Implementation(loaded, ids, arms, impl, writer, progress).run(head)
 
@@ -295,17 +281,10 @@ class _Implementation:
         widths = [max(arm.width, *(len(self.ids[i]) for i in members)) for members in arm.batches]
         tokens = sum(map(len, self.ids))
         padded = sum(width * len(members) for width, members in zip(widths, arm.batches, strict=True))
-        self.passes[arm.name] = EmbedPass(
-            impl=self.impl,
-            arm=arm.name,
-            texts=len(self.ids),
-            batches=len(arm.batches),
-            tokens=tokens,
-            computed=tokens if arm.packed else padded,
-            seconds=seconds,
-            ran=dict(ran),
-            reason=reason,
-        )
+        counts = {"texts": len(self.ids), "batches": len(arm.batches), "tokens": tokens}
+        counts["computed"] = tokens if arm.packed else padded
+        made = EmbedPass(impl=self.impl, arm=arm.name, **counts, seconds=seconds, ran=dict(ran), reason=reason)
+        self.passes[arm.name] = made
 
     def _can_pack(self, arm: Arm) -> bool:
         """Whether the model separates packed texts: else the arm computes something else, and is left out."""
@@ -324,7 +303,7 @@ class _Implementation:
         self._pass(arm, 0.0, Counter(), reason)
         return False
 
-    def _keep(self, results: list[torch.Tensor]) -> dict[str, Any]:
+    def _keep(self, results: list[torch.Tensor], _: Any) -> dict[str, Any]:
         self.results = results  # the distinct ones: each arm's is the one of its class
         return {"poolings": list(POOLINGS)}
 

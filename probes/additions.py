@@ -1,19 +1,17 @@
 """Demonstrations of what the order of additions does: of one list of numbers, of a product cut along K, by atomics.
 
 Float addition is not associative, so one list of numbers has many sums. He & Thinking Machines Lab (2025, doi
-10.64434/tml.20250910) sum eight numbers in 10,000 shuffled orders and print 102 distinct results. That figure is
-reproduced here, with its causes: it is what the built-in `sum` of Python 3.12 and 3.13 gives, which compensates the
-rounding of floats but not of the integers 1 and -1 in the list (Neumaier's algorithm; `builtin_sum` in CPython's
-bltinmodule.c). Plain additions, as in Python 3.11 and every loop, give 258, and math.fsum gives 1. The arithmetic of
-each is written out below, so the result does not depend on the Python that runs it.
+10.64434/tml.20250910) sum eight numbers in 10,000 shuffled orders and print 102 distinct results. The built-in `sum` of
+Python 3.12 and 3.13 gives that figure: it compensates the rounding of floats but not of the integers 1 and -1 in the
+list (Neumaier's algorithm; `builtin_sum` in CPython's bltinmodule.c). Plain additions give 258, and math.fsum gives 1.
+The arithmetic of each is written out below, so the result does not depend on the Python that runs it.
 
 A library cuts K into parts to fill the device when M and N give it too few tiles. The number of parts decides where the
 sum is cut, and so the bits, unless every partial sum is exact. Parts added in order give equal bits every time; parts
 added by atomics may not. Chunks of fixed size give equal bits however many workers share the chunks.
 
-On a GPU the stock kernels of index_add and scatter_add add with atomics, in the order in which threads arrive. An LLM's
-forward pass has none of them; the backward pass of an embedding and of some attention kernels does. On a CPU they add
-one after the other.
+On a GPU the stock kernels of index_add and scatter_add add with atomics, in the order in which threads arrive. The
+backward pass of an embedding and of some attention kernels does, too. On a CPU they add one after the other.
 """
 
 from __future__ import annotations
@@ -29,19 +27,8 @@ import torch
 
 from nondet.core.inputs import generator, make, product_operands
 from nondet.core.measure import Trial
-from nondet.probes.base import (
-    Case,
-    Operator,
-    Options,
-    Probe,
-    dtypes,
-    element_bytes,
-    kinds,
-    require_memory,
-    runs,
-    size,
-    weight_scale,
-)  # fmt: skip
+from nondet.probes import base
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, kinds, require_memory, weight_scale
 
 # ---- one list of numbers
 
@@ -91,22 +78,23 @@ class FloatSum(Probe):
         """The three sums of the post's list, then one case for each dtype, accumulator and kind of input."""
 
         def case(name: str, length: int, dtype: str, kind: str, impl: str, **data: str) -> Case:
-            about: Any = {"impls": (impl,), "demonstration": True, "data": data}
-            return Case(name, "float_sum", {"N": length}, dtype, "order", kind, **about)
+            shape = {"N": length}
+            return Case(name, "float_sum", shape, dtype, "order", kind, (impl,), demonstration=True, data=data)
 
         for how in _PYTHON_SUMS:
             yield case(f"{_SHUFFLES:,} shuffles of 8 numbers, {how}", 8, "float64", "post", "python", how=how)
-        length = size("--k", options.k, _DEFAULT_LENGTH)
+        length = options.k or _DEFAULT_LENGTH
         require_memory(options.device, length * 8 * 4 * (_TENSOR_SHUFFLES + 2), f"float-sum of K={length}")
-        default = ("bell", "wide", "cancel") if options.device == "cpu" else ("bell",)
+        default = ("bell", "wide", "cancel", _EXACT) if options.device == "cpu" else ("bell", _EXACT)
         for dtype in dtypes(options, "float-sum", ("float64", "float32", "bfloat16", "float16")):
             for accumulator in dict.fromkeys((dtype, "float32") if dtype != "float64" else (dtype,)):
-                for kind in (*kinds(options, default), *(() if options.inputs else (_EXACT,))):
+                for kind in kinds(options, default):
                     name = f"orders of {length} numbers, accumulated in {accumulator}, {kind}"
                     yield case(name, length, dtype, kind, "torch", accumulator=accumulator)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """The numbers, drawn on the CPU: IEEE additions are the same everywhere, so every device gets the same list."""
+        """The numbers, and their sum in each order. They are drawn on the CPU: IEEE additions are the same everywhere,
+        so every device gets the same list."""
         if "how" in case.data:
             return {}
         rng, length = generator(seed, "cpu"), case.shape["N"]
@@ -118,16 +106,24 @@ class FloatSum(Probe):
             x = x.double() / 3.0 if case.dtype == "float64" else x.to(case.torch_dtype)
         orders = {"sequential": torch.arange(length), "reversed": torch.arange(length).flip(0)}
         orders |= {f"shuffle {i}": torch.randperm(length, generator=rng) for i in range(1, _TENSOR_SHUFFLES + 1)}
-        return {"x": x.to(device), "orders": {name: order.to(device) for name, order in orders.items()}, "sums": {}}
+        side_by_side = torch.stack([x[order] for order in orders.values()])
+        x, accumulator = x.to(device), getattr(torch, case.data["accumulator"])
+        sums = dict(zip(orders, _one_by_one(side_by_side.to(device, accumulator)), strict=True))
+        sums["pairwise"] = _pairwise(x.to(accumulator))
+        for width in _CHUNKS:
+            if width < length:
+                rows = torch.nn.functional.pad(x.to(accumulator), (0, -length % width)).reshape(-1, width)
+                sums[f"chunks of {width}"] = _one_by_one(_one_by_one(rows)[None, :])[0]
+        sums["torch.sum"] = x.to(accumulator).sum()
+        return {"x": x, "sums": {order: total.to(x.dtype) for order, total in sums.items()}}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """Every order."""
         if "how" in case.data:
             yield Trial("shuffle", partial(_shuffled_sums, _PYTHON_SUMS[case.data["how"]]), many=True)
             return
-        chunks = [f"chunks of {c}" for c in _CHUNKS if c < case.shape["N"]]
-        for order in (*inputs["orders"], "pairwise", *chunks, "torch.sum"):
-            yield Trial(order, partial(_tensor_sum, case, inputs, order))
+        for order in inputs["sums"]:
+            yield Trial(order, partial(inputs["sums"].get, order))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The exact sum, rounded once to float64; none for the post's list, whose sum is 0."""
@@ -135,9 +131,9 @@ class FloatSum(Probe):
             return None
         return torch.tensor(math.fsum(inputs["x"].tolist()), dtype=torch.float64, device=inputs["x"].device)
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """The number of sums and their range; for tensors, each order's sum with math.fsum's."""
-        sums = sorted(map(float, results))
+        sums = sorted(map(float, classes.results))
         said: dict[str, Any] = {"distinct_sums": len(set(sums)), "smallest": sums[0], "largest": sums[-1]}
         if "how" in case.data:
             return said | {"shuffles": _SHUFFLES, "seed": _SEED}
@@ -155,25 +151,6 @@ def _shuffled_sums(add: Callable[[Iterable[float]], float]) -> torch.Tensor:
         rng.shuffle(numbers)
         sums.append(add(numbers))
     return torch.tensor(sums, dtype=torch.float64)
-
-
-def _tensor_sum(case: Case, inputs: Any, order: str) -> torch.Tensor:
-    """One order's sum, as a scalar of the case's dtype; the sequential orders are computed together, once."""
-    sums: dict[str, torch.Tensor] = inputs["sums"]
-    if order not in sums:
-        x = inputs["x"].to(getattr(torch, case.data["accumulator"]))
-        if order in inputs["orders"]:
-            side_by_side = _one_by_one(torch.stack([x[o] for o in inputs["orders"].values()]))
-            sums.update(zip(inputs["orders"], side_by_side.to(case.torch_dtype), strict=True))
-        elif order == "pairwise":
-            sums[order] = _pairwise(x).to(case.torch_dtype)
-        elif order == "torch.sum":
-            sums[order] = x.sum().to(case.torch_dtype)
-        else:
-            width = int(order.removeprefix("chunks of "))
-            rows = torch.nn.functional.pad(x, (0, -len(x) % width)).reshape(-1, width)
-            sums[order] = _one_by_one(_one_by_one(rows)[None, :])[0].to(case.torch_dtype)
-    return sums[order]
 
 
 def _one_by_one(rows: torch.Tensor) -> torch.Tensor:
@@ -210,8 +187,8 @@ class SplitK(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each dtype and input the parts in order; by atomics they are compared with serial, and run to run."""
-        given = (("--m", options.m), ("--k", options.k), ("--n", options.n))
-        M, K, N = (size(*flag, default) for flag, default in zip(given, _SIZES[options.device], strict=True))
+        given = options.m, options.k, options.n
+        M, K, N = (size or default for size, default in zip(given, _SIZES[options.device], strict=True))
         where = f"M={M} K={K} N={N}"
 
         def case(name: str, varied: str, dtype: str, kind: str = "bell", **data: Any) -> Case:
@@ -220,14 +197,14 @@ class SplitK(Probe):
 
         for dtype in dtypes(options, "split-k", ("float32", "bfloat16")):
             # partial sums are kept in float32, one product per part
-            needed = (M * K + K * N) * (element_bytes(dtype) + 12) + M * N * 4 * (max(_SPLITS) + 4)
+            needed = (M * K + K * N) * (base.element_bytes(dtype) + 12) + M * N * 4 * (max(_SPLITS) + 4)
             require_memory(options.device, needed, f"split-k of {where} in {dtype}")
-            for kind in (*kinds(options, ("bell", "wide", "cancel")), *(() if options.inputs else _EXACT_PRODUCTS)):
+            for kind in kinds(options, ("bell", "wide", "cancel", *_EXACT_PRODUCTS)):
                 yield case("K in 1 to 16 parts added in order", "split", dtype, kind, ordered=True)
             yield case("K in 2 to 16 parts added by atomics, against serial", "split", dtype, ordered=False)
             for splits in _SPLITS if options.full else _RUN_SPLITS:
                 name = f"K in {splits} parts added by atomics, the same call again"
-                yield case(name, "run", dtype, splits=splits, runs=runs(options, _RUNS[options.device]))
+                yield case(name, "run", dtype, splits=splits, runs=options.runs or _RUNS[options.device])
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """a [M, K] and b [K, N]."""
@@ -274,12 +251,12 @@ class Atomics(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Both operators, run to run; --m is the number of sources, --n the columns of index_add."""
-        sources, columns = size("--m", options.m, _SOURCES[options.device]), size("--n", options.n, _COLUMNS)
-        again = {"runs": runs(options, _CALLS), "enough": _ENOUGH if options.runs is None else 0}
+        sources, columns = options.m or _SOURCES[options.device], options.n or _COLUMNS
+        again = {"runs": options.runs or _CALLS, "enough": _ENOUGH if options.runs is None else 0}
         for operator in ("index_add", "scatter_add"):
             shape = {"R": _ROWS, "n": sources} | ({"C": columns} if operator == "index_add" else {})
             for dtype in dtypes(options, operator, ("float32", "bfloat16")):
-                needed = sources * shape.get("C", 1) * (3 * element_bytes(dtype) + 16)
+                needed = sources * shape.get("C", 1) * (3 * base.element_bytes(dtype) + 16)
                 require_memory(options.device, needed, f"{operator} of {shape} in {dtype}")
                 for kind in kinds(options, ("bell",)):
                     title = f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}"

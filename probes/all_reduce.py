@@ -1,9 +1,9 @@
 """Sums over ranks: one row of a message while the number of rows, its position, the run and the rank change.
 
-The ranks are processes of the probe's own (`nondet.ranks.group`): gloo's on a CPU, so that it runs on every laptop;
-NCCL's on GPUs. A library chooses its algorithm, and cuts a message into pieces that start their sums at different
-ranks, by the message's size, so that an element's order of additions can depend on the number of rows. Two ranks have
-only one order: a + b has the bits of b + a. All-gather copies, and is included for contrast.
+The ranks are processes of the probe's own (`nondet.ranks.group`): gloo's on a CPU, NCCL's on GPUs. A library picks its
+algorithm by the message's size, and cuts a message into pieces that start their sums at different ranks, so that an
+element's order of additions can depend on the number of rows. Two ranks have only one order: a + b has the bits of
+b + a. All-gather copies, and is included for contrast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from nondet.core.measure import Trial
 from nondet.errors import UserError
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, runs, size, sweep
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, kinds, sweep
 from nondet.ranks.group import check_ranks
 from nondet.ranks.operators import Message, reference
 
@@ -43,8 +43,8 @@ class AllReduce(Probe):
         gpus = torch.cuda.device_count() if cuda else 0
         if options.ranks is not None:
             check_ranks(options.ranks, options.device, gpus)
-        width = size("--n", options.n, size("--k", options.k, _WIDTH[options.device]))
-        largest = size("--m", options.m, _LARGEST[options.device])
+        width = options.n or options.k or _WIDTH[options.device]
+        largest = options.m or _LARGEST[options.device]
         for world in dict.fromkeys(options.ranks or _RANKS):
             missing = f"{world} ranks need {world} GPUs; there are {gpus}" if cuda and world > gpus else ""
             for dtype in dtypes(options, "all_reduce", ("bfloat16", "float32")):
@@ -72,18 +72,16 @@ class AllReduce(Probe):
         some = min(64, largest)
         places = {round(i * (some - 1) / (_PLACES - 1)) for i in range(_PLACES)}
         yield case("one row at places", "position", some, sorted(places))
-        yield case("the same call", "run", some, range(runs(options, _RUNS[options.device])))
+        yield case("the same call", "run", some, range(options.runs or _RUNS[options.device]))
         yield case("what each rank has", "rank", some, range(world))
-        share = largest // world
+        share, cuda = largest // world, options.device == "cuda"
         for operator in ("reduce_scatter", "all_gather"):
             yield case("first row over M", "batch_size", share or 1, _to(steps, share), operator=operator)
-        if options.device != "cuda":
-            return
-        yield case("registered buffer, first row over M", "batch_size", some, _to(steps, some), registered=True)
-        for algorithm, protocol in _PINNED if options.full else ():
-            environment = (("NCCL_ALGO", algorithm), ("NCCL_PROTO", protocol))
-            title = f"first row over M, {algorithm} {protocol}"
-            yield case(title, "batch_size", largest, steps, environment=environment)
+        if cuda:
+            yield case("registered buffer, first row over M", "batch_size", some, _to(steps, some), registered=True)
+        for algorithm, protocol in _PINNED if cuda and options.full else ():
+            environment, title = (("NCCL_ALGO", algorithm), ("NCCL_PROTO", protocol)), f"{algorithm} {protocol}"
+            yield case(f"first row over M, {title}", "batch_size", largest, steps, environment=environment)
 
     def prepare(self, case: Case, device: str, seed: int) -> Message:
         """The message at its largest; the ranks make their parts of it themselves. Raises UserError: there are too few
@@ -104,7 +102,7 @@ class AllReduce(Probe):
         """The row in float64, added from the ranks' numbers as drawn on the CPU or the GPU."""
         return reference(inputs).cpu()
 
-    def extra(self, case: Case, inputs: Message, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Message, classes: Classes, operator: Operator) -> dict[str, Any]:
         """The ranks, and the variables that were set for them."""
         backend = "nccl" if inputs.device == "cuda" else "gloo"
         return {"ranks": inputs.world, "backend": backend, "environment": dict(inputs.environment)}

@@ -1,10 +1,10 @@
 """Attention: one query's output while the batch, the chunk that it is computed in, or the cache before it change.
 
-A request's tokens run through attention with other requests each time: solo as a decode step, in a chunk of a prefill,
-in a batch of ragged requests, after a cache hit. A kernel that chooses its tile, or the number of parts that it splits
-the keys into, by those sizes adds the same terms in another order. If cached keys are reduced in blocks separate from
-the new ones, the order changes where the cache ends: 80 cached and 48 new keys in blocks of 32 are 3 + 2 blocks, not 4
-(He & Thinking Machines Lab 2025, doi 10.64434/tml.20250910).
+A request's tokens run through attention with other requests each time: as a decode step, in a chunk of a prefill, in a
+batch of ragged requests, after a cache hit. A kernel that picks its tile, or the number of parts of the keys, by these
+sizes adds the same terms in another order. If cached keys are reduced in blocks separate from the new ones, the order
+changes where the cache ends: 80 cached and 48 new keys in blocks of 32 are 3 + 2 blocks, not 4 (He & Thinking Machines
+Lab 2025, doi 10.64434/tml.20250910).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from nondet.core.compare import same
 from nondet.core.inputs import EXACT
 from nondet.core.measure import Trial
 from nondet.core.operands import of_attention
-from nondet.errors import WrongResultError, reason_of
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, kinds
 
 # Calls of each size, each with its own numbers: a trace saw one call, in which one element of hundreds may differ.
 _DRAWS = 32
@@ -138,8 +137,6 @@ class Attention(Probe):
         if form := {name: case.data[name] for name in ("causal", "scale") if name in case.data}:
             base.require_arguments(operator, q, k, v, **form)
             operator = partial(operator, **form)
-        if "Dv" in case.shape:
-            operator = _where_it_serves(operator)
 
         def upto(start: int, stop: int, kept: slice | list[int] = slice(None)) -> torch.Tensor:
             """Queries start ... stop - 1, with all keys up to the last of them; returns the queries `kept` of these."""
@@ -151,6 +148,10 @@ class Attention(Probe):
         def of_requests(start: int, stop: int) -> torch.Tensor:
             return operator(q[start:stop], k[start:stop], v[start:stop])
 
+        def turned(*by_token: torch.Tensor) -> torch.Tensor:
+            """Of tensors [T, H, B, D], with a result in the same layout."""
+            return operator(*(x.transpose(0, 2).contiguous() for x in by_token)).transpose(0, 2)
+
         by_value: dict[str, Operator] = {
             "batch_size": partial(base.in_slices, of_requests, q.shape[0]),
             "query_chunk": lambda c: in_pieces([(s, min(s + c, T)) for s in range(0, T, c)]),
@@ -160,10 +161,9 @@ class Attention(Probe):
         if case.varied == "load":
             yield from packed_trials(operator, q, k, v, case.data["own"], case.data["met"])
         elif case.varied == "hidden_keys":
-            by_token = tuple(x.transpose(0, 2) for x in (q, k, v))
-            token = torch.arange(T, device=q.device)
-            call = base.Call.of(by_token, token < _SEEN_OF[0], batched=2)
-            yield from base.shared_trials("neighbour_values", call, partial(_turned, operator))
+            seen = torch.arange(T, device=q.device) < _SEEN_OF[0]
+            call = base.Call.of([x.transpose(0, 2) for x in (q, k, v)], seen, batched=2)
+            yield from base.shared_trials("neighbour_values", call, turned)
         elif case.varied in base.AXES:  # decode steps: of three requests in a row the second is compared
             call = base.Call.of((q[:, :, -1:], k, v), torch.arange(len(q), device=q.device) % 3 == 1, batched=3)
             yield from base.shared_trials(case.varied, call, operator)
@@ -176,35 +176,16 @@ class Attention(Probe):
             for value in case.data["values"]:
                 yield Trial(value, partial(by_value[case.varied], value))
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """Which positions differ between prefill and decode, for any request."""
-        positions = case.data.get("positions", ())
-        if not positions:
-            return super().extra(case, inputs, results)  # noqa: S610 - not Django's
-        alike = torch.ones(len(positions), dtype=torch.bool, device=results[0].device)
-        for result in results[1:]:
-            alike &= same(results[0], result).transpose(0, 2).flatten(1).all(-1)
+        if not (positions := case.data.get("positions")):
+            return {}
+        first, *others = classes.results
+        alike = torch.ones(len(positions), dtype=torch.bool, device=first.device)
+        for other in others:
+            alike &= same(first, other).transpose(0, 2).flatten(1).all(-1)
         named = [position for position, equal in zip(positions, alike.tolist(), strict=True) if not equal]
         return {"positions": list(positions), "positions_differing": named}
-
-
-def _where_it_serves(operator: Operator) -> Operator:
-    """The operator, which skips operands of these shapes where it refuses them."""
-
-    def run(*tensors: torch.Tensor) -> torch.Tensor:
-        try:
-            return operator(*tensors)
-        except WrongResultError:
-            raise
-        except Exception as error:  # noqa: BLE001 - any refusal skips them
-            raise NotImplementedError(f"the case is not for it: {reason_of(error)}") from None
-
-    return run
-
-
-def _turned(operator: Operator, *by_token: torch.Tensor) -> torch.Tensor:
-    """The operator on tensors [T, H, B, D], with a result in the same layout."""
-    return operator(*(x.transpose(0, 2).contiguous() for x in by_token)).transpose(0, 2)
 
 
 def _joined(operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Trial]:
@@ -233,23 +214,14 @@ class _Maker(NamedTuple):
     heads: _Heads
     narrow: bool = False  # values are half as wide as keys
 
-    def _of(self, name: str, varied: str, B: int, Tq: int, Tk: int, kind: str = "bell", **more: Any) -> Case:
-        query, key, dim = self.heads
-        shape = {"B": B, "Hq": query, "Hkv": key, "Tq": Tq, "Tk": Tk, "D": dim} | (
-            {"Dv": dim // 2} if self.narrow else {}
-        )
-        name = name.replace("{heads}", f"Hq={query} Hkv={key} D={dim}")
-        axis = "other" if varied == "hidden_keys" else None
-        exact = False if "positions" in more["data"] else None  # 1 / 3 of a sum is rounded
-        return Case(name, "attention", shape, self.dtype, varied, kind, axis=axis, exact=exact, **more)
-
     def packed(self) -> Case:
         """One query and its keys among those of others, at the sizes that a trace saw. Only stock attention is called
         with a mask: ours keep the requests of a pack apart."""
         own, met = self.options.own, self.options.met
         rows, keys = (max(sizes) for sizes in zip(*met, strict=True))
-        name = f"one query and its {own} keys packed with others', as a trace met them, {{heads}}"
-        return self._of(name, "load", _DRAWS, rows, keys, impls=("stock",), data={"own": own, "met": met})
+        name = f"one query and its {own} keys packed with others', as a trace met them, {self._named()}"
+        shape, data = self._shape(_DRAWS, rows, keys), {"own": own, "met": met}
+        return Case(name, "attention", shape, self.dtype, "load", impls=("stock",), data=data)
 
     def case(self, name: str, varied: str, keys: int, kind: str = "bell", **data: Any) -> Case:
         """A case over `keys` keys; a `UserError` for one that does not fit in memory."""
@@ -259,7 +231,19 @@ class _Maker(NamedTuple):
         # numbers are drawn in float32; the oracle holds a float64 score for each pair of a query and a key
         needed = elements * (base.element_bytes(self.dtype) + 16) + batch * heads.query * queries * keys * 8 * 3
         base.require_memory(self.options.device, needed, f"attention of {keys} keys, Hq={heads.query}")
-        return self._of(f"{name}, {{heads}}, {kind}", varied, batch, queries, keys, kind, data=data)
+        shape, name = self._shape(batch, queries, keys), f"{name}, {self._named()}, {kind}"
+        if self.narrow:
+            shape, data = shape | {"Dv": heads.dim // 2}, data | {"may_refuse": True}
+        axis = "other" if varied == "hidden_keys" else None
+        exact = False if "positions" in data else None  # 1 / 3 of a sum is rounded
+        return Case(name, "attention", shape, self.dtype, varied, kind, axis=axis, exact=exact, data=data)
+
+    def _shape(self, batch: int, queries: int, keys: int) -> dict[str, int]:
+        query, key, dim = self.heads
+        return {"B": batch, "Hq": query, "Hkv": key, "Tq": queries, "Tk": keys, "D": dim}
+
+    def _named(self) -> str:
+        return "Hq={} Hkv={} D={}".format(*self.heads)
 
     def decode(
         self, what: str, keys: int, kind: str = "order", values: Sequence[int] = (1, 2, 3, 5), **data: Any
@@ -302,9 +286,9 @@ def _prefills(maker: _Maker) -> Iterator[Case]:
 
 
 def _forms(plain: _Maker, *, chosen: bool) -> Iterator[Case]:
-    five, few, heads = "5 requests in batches of B, 160 keys", (1, 2, 3, 5), plain.heads
+    five, heads = "5 requests in batches of B, 160 keys", plain.heads
     name = "requests of 40 tokens in batches of B, not causal"
-    yield plain.case(name, "batch_size", 40, "order", values=few, causal=False)
+    yield plain.case(name, "batch_size", 40, "order", values=(1, 2, 3, 5), causal=False)
     yield plain.decode(f"{five}, scale={_SCALE}", 160, scale=_SCALE)
     narrow = plain._replace(narrow=True)
     yield narrow.decode(f"{five}, values half as wide as keys", 160)
@@ -316,7 +300,8 @@ def _forms(plain: _Maker, *, chosen: bool) -> Iterator[Case]:
         name = f"prefill of {_LONG[-1] + 1} tokens against decode, beyond the first 256"
         yield plain.case(name, "query_chunk", _LONG[-1] + 1, positions=_LONG)
     others = {heads.query} if chosen else {1, heads.query}
-    others |= set() if chosen or plain.options.one_of_all else {heads.query // 2}
+    if not (chosen or plain.options.one_of_all):
+        others.add(heads.query // 2)
     for key in sorted(others - {heads.key}):
         maker = plain._replace(heads=heads._replace(key=key))
         yield maker.decode(five, 160)

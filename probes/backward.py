@@ -1,21 +1,16 @@
 """Gradients: whether their bits depend on the batch, the micro-batch, or the run.
 
 `invariant` is what a trainer gets under `nondet.batch_invariant(training=True)`, with forward and backward inside the
-block; `stock` is torch's autograd. It tests:
-
-- The gradient of a row, or of a request of attention, in batches of M.
-- The gradient of a weight, a sum over all tokens, where the same sequences come in micro-batches of 1, 2, 4 ... and
-each adds to `.grad`. There the order depends on the micro-batch by definition, so only stock is tested.
-- The same call again, of every operator, to distinguish the batch's effect from the run's: on a GPU torch adds with
-atomics in embeddings, gathers and attention's queries.
-
-Errors are those of the first variant, compared with torch's autograd in float64.
+block; `stock` is torch's autograd. Tested are the gradient of a row, or of a request of attention, in batches of M; of
+a weight, where the same sequences come in micro-batches and each adds to `.grad` (that order depends on the micro-batch
+by definition, so only stock is tested); and the same call again, because on a GPU torch adds with atomics in
+embeddings, gathers and attention's queries. Errors are those of the first variant against autograd in float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +20,7 @@ import torch.nn.functional as F
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory, size
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory
 
 # Of x [M, W], and a weight [W] and a bias [W] where there are any, which get no gradient here.
 ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -36,14 +31,13 @@ ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "layer_norm_backward": lambda x, weight: F.layer_norm(x, weight.shape, weight, -weight, 1e-5),
     "cross_entropy_backward": lambda x, _: F.cross_entropy(x, x.detach().argmin(-1), reduction="none"),
 }
-# Of a weight, x [tokens, K] and ids [tokens] below 40.
+# Of a weight, x [tokens, K] and ids [tokens] below 40; `_GATHER` has no micro-batches.
+_GATHER = "index_put_accumulate"
 WEIGHTS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "linear_weight": lambda weight, x, _: F.linear(x, weight),
     "rms_norm_weight": lambda weight, x, _: F.rms_norm(x, weight.shape, weight, 1e-6),
     "embedding_weight": lambda weight, _, ids: F.embedding(ids, weight),
-}
-AGAIN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "index_put_accumulate": lambda weight, ids: weight[ids],  # the gradient of a gather
+    _GATHER: lambda weight, _, ids: weight[ids],
 }
 _LOGITS = ("softmax_backward", "log_softmax_backward", "cross_entropy_backward")
 _VOCABULARY = 40
@@ -63,21 +57,21 @@ class Backward(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Rows and requests in batches, weights in micro-batches, and repeated calls; --m, --k, --n: M, W and N."""
-        K, N = size("--k", options.k, 256), size("--n", options.n, 192)
-        times = range(base.runs(options, _RUNS[options.device]))
+        K, N = options.k or 256, options.n or 192
+        times = range(options.runs or _RUNS[options.device])
         tokens = _SEQUENCE * _SEQUENCES
         for dtype in dtypes(options, "backward", ("bfloat16", "float32")):
             needed = (tokens + K) * (K + N) * (element_bytes(dtype) + 24)
             require_memory(options.device, needed, f"weights {K} x {N}")
             for kind in kinds(options, ("bell",)):
-                about = dtype, kind
+                about, weights = (dtype, kind), [name for name in WEIGHTS if name != _GATHER]
                 for name in (*ROWS, "attention_backward"):
                     yield _in_batches(options, name, *about)
-                for name in WEIGHTS:
+                for name in weights:
                     shape = {"T": tokens, "K": K} | ({"N": N} if name == "linear_weight" else {})
                     what = f": {_SEQUENCES} sequences in micro-batches"
                     yield _case(name, what, shape, *about, "micro_batch", _MICRO)
-                for name in (*AGAIN, *WEIGHTS, *ROWS, "attention_backward"):
+                for name in (_GATHER, *weights, *ROWS, "attention_backward"):
                     shape = {"T": tokens, "K": K}
                     if name in ROWS:
                         shape = {"M": 8, "W": _width(options, name)}  # as in batches: their kernels are compiled once
@@ -100,15 +94,16 @@ class Backward(Probe):
         x, above = (make(case.inputs, (T, wide), dtype, device, rng) for wide in (K, N))
         return make("bell", at, dtype, device, rng), x, ids, above
 
-    def own(self, case: Case, impl: str) -> Operator:
+    @contextmanager
+    def own(self, case: Case, impl: str) -> Iterator[Operator]:
         """Autograd, plain or under `batch_invariant(training=True)`."""
         compute = _weight_gradient if case.operator in WEIGHTS else _gradient
         if impl == "stock":
-            return compute
+            yield compute
+            return
+        from nondet.kernels.dispatch.block import batch_invariant
 
         def run(*arguments: Any) -> torch.Tensor:
-            from nondet.kernels.dispatch.block import batch_invariant
-
             with batch_invariant(training=True) as block:
                 out = compute(*arguments)
             seen = block.coverage()
@@ -116,13 +111,8 @@ class Backward(Probe):
                 raise NotImplementedError(f"batch_invariant(training=True) leaves {'; '.join(risks)}")
             return out
 
-        return run
-
-    def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
-        """One block for all variants, because entering the first block takes longer than a variant."""
-        from nondet.kernels.dispatch.block import batch_invariant
-
-        return batch_invariant(training=True) if impl == "invariant" else nullcontext()
+        with batch_invariant(training=True):  # entering the first block takes longer than a variant
+            yield run
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The same rows in batches of M; the same sequences in micro-batches; the same call again."""
@@ -173,7 +163,7 @@ def _case(
 
 
 def _width(options: Options, name: str) -> int:
-    return size("--k", options.k, _WIDTHS[options.device][name in _LOGITS])
+    return options.k or _WIDTHS[options.device][name in _LOGITS]
 
 
 class _From(torch.autograd.Function):
@@ -193,28 +183,19 @@ class _From(torch.autograd.Function):
 
 
 def _gradient(name: str, *tensors: torch.Tensor) -> torch.Tensor:
-    """The gradient of the first tensor by autograd; for attention those of q, k and v, concatenated along the heads."""
+    """The gradient of rows by autograd; for attention those of q, k and v, concatenated along the heads."""
     with torch.enable_grad():
         if name == "attention_backward":
-            return _attention(tensors[0])
-        if name in ROWS:
-            x = tensors[0][:, 0].detach().contiguous().requires_grad_()
-            out = ROWS[name](x, tensors[1])
-            above = tensors[0][:, 1] if out.dim() == 2 else tensors[0][:, 1, 0]
-            (of_x,) = torch.autograd.grad(_From.apply(out, above.contiguous()), x)
-            return of_x
-        weight, _, ids, above = tensors
-        leaf = weight.detach().requires_grad_()
-        (of_weight,) = torch.autograd.grad(_From.apply(AGAIN[name](leaf, ids), above), leaf)
-        return of_weight
-
-
-def _attention(packed: torch.Tensor) -> torch.Tensor:
-    sizes = [_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS]
-    *leaves, above = (x.detach().contiguous() for x in packed.split(sizes, 1))
-    q, k, v = (x.requires_grad_() for x in leaves)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return torch.cat(torch.autograd.grad(_From.apply(out, above), (q, k, v)), 1)
+            parts = tensors[0].split([_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS], 1)
+            *leaves, above = (x.detach().contiguous() for x in parts)
+            q, k, v = (x.requires_grad_() for x in leaves)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return torch.cat(torch.autograd.grad(_From.apply(out, above), (q, k, v)), 1)
+        x = tensors[0][:, 0].detach().contiguous().requires_grad_()
+        out = ROWS[name](x, tensors[1])
+        above = tensors[0][:, 1] if out.dim() == 2 else tensors[0][:, 1, 0]
+        (of_x,) = torch.autograd.grad(_From.apply(out, above.contiguous()), x)
+        return of_x
 
 
 def _weight_gradient(

@@ -26,13 +26,15 @@ from nondet.core.compare import identical
 from nondet.core.inputs import KINDS, placed
 from nondet.core.measure import Trial
 from nondet.core.processes import free_gpu_memory, free_memory
+from nondet.core.records import Value
 from nondet.core.registry import load_object, misfit, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongShapeError, reason_of
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. None means the probe's own default list."""
+    """The options of the command line. None means the probe's own default list. Raises UserError: a size below 1, runs
+    that compare nothing, an unknown kind of input."""
 
     device: str = "cpu"  # "cpu" or "cuda"
     dtypes: tuple[str, ...] | None = None  # dtypes to test
@@ -50,12 +52,23 @@ class Options:
     seed: int = 0
     full: bool = False  # the long sweep instead of the default list of under 20 s
     map: str = ""  # "mn" or "mk": every M at some N, or at some K, instead of the default list; "": no map
-    # (rows, keys, products or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes
+    # (rows, keys or 0) that a trace saw, see `nondet.probes.runner`: they are added to the sizes
     met: tuple[tuple[int, int], ...] = ()
     own: int = 0  # keys that the row in question saw there
     operator: str = ""  # the operator in the trace, where the probe tests several
     # all probes were named at once: what others nearly show is only run if this probe is named
     one_of_all: bool = False
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        for name in ("m", "k", "n", "runs"):
+            value, least = getattr(self, name), 2 if name == "runs" else 1
+            if value is not None and value < least:
+                what = "compares nothing" if name == "runs" else "is not a size"
+                raise UserError(f"--{name} {value} {what}", f"Give {least} or more.")
+        for kind in self.inputs or ():
+            if kind not in KINDS:
+                raise UnknownNameError("kind of input", kind, KINDS)
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,13 @@ class Case:
 Operator = Callable[..., torch.Tensor]
 
 
+class Classes(NamedTuple):
+    """The first result of each class of equal bits, and its value on the axis."""
+
+    results: list[torch.Tensor]
+    firsts: list[Value]
+
+
 class Probe:
     """A probe: one file in `probes/`, one line in `nondet.core.registry.PROBES`, one test. `answers`: kinds of input
     whose result is the same in every order, so that any other one is wrong."""
@@ -106,13 +126,10 @@ class Probe:
         """The variants, with `operator` the launcher of the current implementation."""
         raise NotImplementedError
 
-    def own(self, case: Case, impl: str) -> Operator:
-        """The computation of a case whose operator is a name of the probe's own; optional."""
-        return torch.empty  # never called: the probe computes by itself
-
-    def around(self, case: Case, impl: str) -> AbstractContextManager[Any]:
-        """A block around all variants of a case; optional."""
-        return nullcontext()
+    def own(self, case: Case, impl: str) -> AbstractContextManager[Operator]:
+        """A block around all variants, with the computation of a case whose operator is a name of the probe's own;
+        optional."""
+        return nullcontext(torch.empty)  # never called: the probe computes by itself
 
     def join(self, case: Case, result: torch.Tensor) -> torch.Tensor:
         """What is compared of a variant's result; not profiled."""
@@ -132,10 +149,9 @@ class Probe:
         result = self.join(case, chosen.compute())
         return result[0] if chosen.many else result
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        """The probe's own findings about the distinct results (representatives, by class), as JSON-able data. Here: the
-        layer's name, where it has one."""
-        return {"layer": case.data["layer"]} if case.data.get("layer") else {}
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
+        """The probe's own findings about the classes of results, as JSON-able data; optional."""
+        return {}
 
 
 def _widened(x: Any) -> Any:
@@ -143,11 +159,8 @@ def _widened(x: Any) -> Any:
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.element_size() > 1 else x
 
 
-# Checks of an operator's result: its dtype and its whole shape. A probe compares parts of results. A kernel that gives
-# 1,000 rows for 1,200, or float32 for bfloat16, would have equal bits in every part that is compared; so probes call
-# everything through `checked`.
-
-# By the signatures in nondet/kernels/reference.py. Operators that are not listed are not checked.
+# Shapes of results, by the signatures in nondet/kernels/reference.py. A probe compares parts of results: a kernel that
+# gives 1,000 rows for 1,200, or float32 for bfloat16, would have equal bits in every part, so `checked` is around all.
 _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "linear": lambda x, weight, *_: (*x.shape[:-1], weight.shape[0]),
     "grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
@@ -174,20 +187,18 @@ def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
 
 
 def checked(operator: str, call: Operator) -> Operator:
-    """`call`, with every result checked for the operator's shape and for the dtype of the first argument. Attributes
-    and signature of `call` stay visible. No data is read: it costs microseconds per call."""
-
-    expected = _SHAPES.get(operator)
+    """`call`, with every result checked for the operator's shape and for the dtype of the first argument, if the
+    operator is in `_SHAPES`. Attributes and signature of `call` stay visible. No data is read: it costs microseconds
+    per call."""
+    if operator not in _SHAPES:
+        return call
 
     @functools.wraps(call)
     def run(*arguments: Any, **keywords: Any) -> Any:
         out: Any = call(*arguments, **keywords)
-        if expected is None:
-            return out
         if not isinstance(out, torch.Tensor):
             raise WrongShapeError(f"{operator} gave a {type(out).__name__}, not a tensor")
-        shape = expected(*arguments)
-        if tuple(out.shape) != shape:
+        if tuple(out.shape) != (shape := _SHAPES[operator](*arguments)):
             raise WrongShapeError(f"{operator} gave the shape {tuple(out.shape)}, not {shape}")
         wanted = next((x for x in arguments if isinstance(x, torch.dtype)), arguments[0].dtype)
         if out.dtype != wanted:
@@ -212,19 +223,10 @@ _DENSE = 64  # a dense sweep holds every size up to here: a window of few sizes 
 _DENSE_ON_CPU = 512
 
 
-def size(flag: str, value: int | None, default: int) -> int:
-    """The size given with `flag`, or the default; a `UserError` if it is not positive."""
-    if value is not None and value < 1:
-        raise UserError(f"{flag} {value} is not a size", "Give 1 or more.")
-    return default if value is None else value
-
-
 def given_layer(options: Options) -> tuple[int, int] | None:
     """K and N of the one layer that --k and --n name; one of them gives both. None: neither was given."""
-    if options.k is None and options.n is None:
-        return None
-    K = size("--k", options.k, options.n or 0)
-    return K, size("--n", options.n, K)
+    one = options.k or options.n
+    return (one, options.n or one) if one else None
 
 
 def weight_scale(K: int) -> float:
@@ -234,14 +236,7 @@ def weight_scale(K: int) -> float:
 
 def largest_batch(options: Options, default: int) -> int:
     """Rows of the largest batch: --m or the default, and at least those of a trace."""
-    return max([size("--m", options.m, default), *(rows for rows, _ in options.met)])
-
-
-def runs(options: Options, default: int) -> int:
-    """Repetitions of a run-to-run case; a `UserError` for fewer than two, which compare nothing."""
-    if options.runs is not None and options.runs < 2:
-        raise UserError(f"--runs {options.runs} compares nothing", "Give 2 or more.")
-    return default if options.runs is None else options.runs
+    return max([options.m or default, *(rows for rows, _ in options.met)])
 
 
 def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[str, ...]:
@@ -253,10 +248,7 @@ def dtypes(options: Options, operator: str, default: tuple[str, ...]) -> tuple[s
 
 
 def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
-    """The requested kinds of input, each once, or the default ones; an `UnknownNameError` for an unknown kind."""
-    for name in options.inputs or ():
-        if name not in KINDS:
-            raise UnknownNameError("kind of input", name, KINDS)
+    """The requested kinds of input, each once, or the default ones."""
     return tuple(dict.fromkeys(options.inputs or default))
 
 
@@ -376,7 +368,7 @@ def shared_trials(varied: str, call: Call, operator: Operator) -> Iterator[Trial
 
 
 Fill = Callable[[torch.Tensor], torch.Tensor]
-_FILLS: dict[str, Fill] = {
+_FILLS: dict[str, Fill] = {  # of other rows
     "as drawn": torch.clone,
     "zeros": torch.zeros_like,
     "huge": lambda x: x * (64.0 if x.dtype == torch.float16 else 2.0**20),  # its ordinary products are finite
@@ -394,10 +386,11 @@ _FILLS: dict[str, Fill] = {
 
 
 def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
+    among = partial(_with_neighbours, call, operator)
     for name, fill in _FILLS.items():
-        yield Trial(name, partial(_with_neighbours, call, operator, fill))
-    yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator, None))
-    yield Trial("that begin as the asked rows", partial(_with_neighbours, call, operator, None, begin=True))
+        yield Trial(name, partial(among, fill))
+    yield Trial("copies of the asked rows", partial(among, None))
+    yield Trial("that begin as the asked rows", partial(among, None, begin=True))
 
 
 def _with_neighbours(call: Call, operator: Operator, fill: Fill | None, *, begin: bool = False) -> torch.Tensor:
@@ -437,15 +430,14 @@ def _opposite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
+    def shifted(shift: int) -> torch.Tensor:
+        def of(x: torch.Tensor) -> torch.Tensor:
+            return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
+
+        return call.replaced(map(of, call.tensors)).compared(operator)
+
     for shift in _SHIFTS:
-        yield Trial(f"{shift} elements past" if shift else "aligned", partial(_shifted, call, operator, shift))
-
-
-def _shifted(call: Call, operator: Operator, shift: int) -> torch.Tensor:
-    def of(x: torch.Tensor) -> torch.Tensor:
-        return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
-
-    return call.replaced(map(of, call.tensors)).compared(operator)
+        yield Trial(f"{shift} elements past" if shift else "aligned", partial(shifted, shift))
 
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
@@ -458,8 +450,9 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
         return mine.index_select(0, call.kept)
 
     def after(between: Call, times: int = 1) -> torch.Tensor:
-        for _ in range(times):
-            operator(*between.tensors)
+        with nullcontext() if between is other else suppress(Exception):  # another size may not be supported
+            for _ in range(times):
+                operator(*between.tensors)
         return call.compared(operator)
 
     def over_nan() -> torch.Tensor:
@@ -479,24 +472,16 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
         n = len(call.tensors[0])
         larger = 4 * n if call.tensors[0].dim() > 2 else LARGER // n * n + n  # of requests fewer than of rows
         for rows, what in ((1, "one row"), (larger, "the largest batch")):
-            yield Trial(f"after {what}", partial(_after_another_size, call.resized(rows), call, operator))
+            yield Trial(f"after {what}", partial(after, call.resized(rows)))
         yield Trial("after the first call of a size had other values", partial(_at_new_sizes, call, other, operator))
     yield Trial("into memory that held NaN", over_nan)
     yield Trial(f"after {OTHER_CALLS} other calls", partial(after, other, OTHER_CALLS))
 
 
-def _after_another_size(between: Call, call: Call, operator: Operator) -> torch.Tensor:
-    with suppress(Exception):  # where it is not supported
-        operator(*between.tensors)
-    return call.compared(operator)
-
-
 def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
-    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits.
-
-    It does where all these sizes agree, and the sizes that first ran with the compared rows agree on other bits. That
-    distinguishes a kernel that keeps the choice of a shape's first call from one that chooses by the shape.
-    """
+    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits: where all
+    these sizes agree, and the sizes that first ran with the compared rows agree on other bits. That distinguishes a
+    kernel that keeps the choice of a shape's first call from one that chooses by the shape."""
     found, n = [], len(call.tensors[0])
     with suppress(Exception):  # unsupported sizes are left out
         for first, more in zip((other, call), _NEW_SIZES, strict=True):
@@ -531,11 +516,9 @@ _MISCALLED = re.compile("(takes|missing|expected).*argument")
 
 
 def fitted(operator: str, call: Operator, who: str) -> Operator:
-    """A user's function whose form is checked at its first case, before it fails in all of them.
-
-    Operands that do not fit each other, a result of another shape and a call that can't be made are faults of the form.
-    Any other exception belongs only to this case. Raises MisfitError: when called, for a fault of the form.
-    """
+    """A user's function that raises MisfitError for a fault of its form, at its first case, before it fails in all of
+    them: for operands that do not fit each other, a result of another shape, a call that can't be made. Any other
+    exception belongs only to this case."""
 
     @functools.wraps(call)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -555,15 +538,11 @@ def fitted(operator: str, call: Operator, who: str) -> Operator:
 
 
 def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:
-    """The first `rows` rows of x, each computed in a batch of exactly M rows.
+    """The first `rows` rows of x [at least rows and M, ...], each computed in a batch of exactly M rows.
 
     A larger batch holds one half of them at its head and the other at its tail, where the last tile may be partly
     filled, with the rows after them in between. Smaller batches divide them; the last one begins early enough. All
     pieces are contiguous, so that on a GPU they are joined by copies and only the operator's kernels run.
-
-    Args:
-        operator: Takes a batch [M, ...]; its result's first axis is the batch's.
-        x: [rows or more, ...], contiguous, with at least M rows.
     """
     if rows <= M:
         head = rows - rows // 2
@@ -591,19 +570,13 @@ def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def batch_trials(
-    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Callable[[], Call], whole: Operator
+    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
 ) -> Iterator[Trial]:
-    """The variants of a case over the rows of a batch: the first of them in batches of M for every M, at every position
-    of one batch, all of them again and again; or one of `AXES`.
-
-    Args:
-        compute: compute(x [M, ...]) -> [M, ...].
-        x: The batch, or the indices of its rows.
-        rows: How many are compared.
-        call, whole: Give the call whose rows are compared in one of `AXES`, and its operator.
+    """The variants of a case over the rows of a batch `x` (or their indices): the first `rows` of them in batches of M
+    for every M, at every position of one batch, all of them again and again; or one of `AXES`, of `call` by `whole`.
     """
     if case.varied in AXES:
-        yield from shared_trials(case.varied, call(), whole)
+        yield from shared_trials(case.varied, call, whole)
     elif case.varied == "position":
         yield Trial(0, partial(at_every_position, compute, x[:rows], case.shape["M"]), many=True)
     else:

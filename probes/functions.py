@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import torch
 
-from nondet.core.compare import error_against
 from nondet.core.launch import check_device_alive
 from nondet.core.measure import Fingerprint, Trial, failed, fingerprint, kept_warnings, measure, written_to
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run, Status, Value
@@ -42,20 +41,15 @@ class BadInputsError(UserError):
     """make_inputs gave other requests, so `fn` may differ only because of them."""
 
 
-def _checked_values(over: Sequence[Value], *, sizes: bool) -> list[Value]:
-    """The values that vary; a `UserError` for an invalid one, or for a list that compares nothing. `sizes`: they are
-    batch sizes."""
-    values = list(over)
+def _check_values(values: Sequence[Value], *, sizes: bool) -> None:
+    """Raise a `UserError` for an invalid value, or for a list that compares nothing. `sizes`: they are batch sizes."""
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise UserError(f"over holds {value!r}", "Give whole numbers or names.")
         if sizes and (isinstance(value, str) or value < 1):
             raise UserError(f"over holds {value!r}, which is no batch size", "Give sizes from 1, or a select=.")
-    if len(values) < 2:
+    if len(set(values) if sizes else values) < 2:
         raise UserError(f"over={values!r} compares nothing", "Give two or more values.")
-    if sizes and len(set(values)) < 2:
-        raise UserError(f"over={values!r} holds one size", "Give two or more.")
-    return values
 
 
 class _Subject:
@@ -336,7 +330,8 @@ def check(
     same requests, or inputs that `fn` can't be called with.
     """
     started = time.perf_counter()
-    values = _checked_values(over, sizes=select is None)
+    values = list(over)
+    _check_values(values, sizes=select is None)
     label = name or name_of(fn)
     _check_call(make_inputs, values[0], "make_inputs", "a value of over")
     _check_call(fn, make_inputs(values[0]), "fn", "what make_inputs gives")
@@ -352,7 +347,8 @@ def check(
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
     if few:
         warnings.warn(f"{label}: {few}", stacklevel=2)
-    extra = row.extra | ({"elements": compared} if compared else {})
+    figures = {"rows": subject.kept, "elements": compared} if compared else {}
+    extra = {name: figure for name, figure in figures.items() if figure}
     row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, note, few))), extra=extra)
     known = {"dtype": subject.dtype, "shape": subject.shape}
     plan = {"impls": [label], "varied": varied, "over": list(values), "allowed": allowed}
@@ -417,29 +413,17 @@ def _measured(
     head: Row, subject: _Subject, oracle: Callable[..., Any] | None, allowed: float | None, started: float
 ) -> Row:
     reference = subject.expected_of(oracle) if oracle is not None else None
-    worst, size = 0.0, 0
-
-    def extra(results: list[torch.Tensor]) -> dict[str, Any]:
-        nonlocal worst, size
-        size = results[0].numel()
-        if reference is not None and allowed is not None:
-            worst = max(error_against(result, reference).relative_norm or 0.0 for result in results)
-        return {"rows": subject.kept} if subject.kept else {}
-
-    row = measure(
-        head,
-        [Trial(value, partial(subject.compute, value)) for value in subject.values],
-        warm=head.device == "cuda",  # a first call may compile or tune, with kernels that are not the result's
-        reference=reference,
-        extra=extra,
-        started=started,
-    )
-    reason = ""
-    if row.status != Status.WRONG and allowed is not None and worst > allowed:
-        reason = f"off by {worst:.3g} of the oracle's norm, where {allowed:g} is allowed"
+    # a first call may compile or tune, with kernels that are not the result's
+    trials, warm = [Trial(value, partial(subject.compute, value)) for value in subject.values], head.device == "cuda"
+    row = measure(head, trials, warm=warm, reference=reference, started=started)
+    size, worst, reason = row.difference.compared if row.difference else 0, row.worst_error, ""
+    if worst is not None and allowed is not None and (off := worst.relative_norm or 0.0) > allowed:
+        reason = f"off by {off:.3g} of the oracle's norm, where {allowed:g} is allowed"
     elif reference is None and row.status == Status.IDENTICAL and row.nonfinite == size:
         reason = f"all {size} elements are NaN or infinite, which agrees with itself"
-    return msgspec.structs.replace(row, status=Status.WRONG, reason=reason) if reason else row
+    if not reason or row.status == Status.WRONG:
+        return row
+    return msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
 
 
 def _run(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:

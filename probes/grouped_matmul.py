@@ -8,7 +8,7 @@ products does, with a GEMV for an expert with a single row), a token's bits depe
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,16 +80,15 @@ class GroupedMatmul(Probe):
                 drawn = random.Random(options.seed).randrange(E)  # noqa: S311 - an expert, not a secret
                 for home in dict.fromkeys((0, E // 2, E - 1, drawn)):
                     yield case("order", "routing", max(largest, _ROUTED), home=home)
-                if first:
-                    counts = [n for n in sweep(min(largest, _SHARE), options, dense=True) if n >= _ROUTED]
-                    counts += [n for n in _WHOLE_TILES if n <= largest]
-                    yield case("order", "routing", largest, home=drawn, values=counts or [largest])
-                    for kind in ("mixed", "positive"):
-                        yield case(kind, "neighbour_values", min(largest, 64))
-                    places = min(largest, _POSITIONS[options.device])
-                    yield case("order", "position", largest, places=places, home=drawn)
-                    times = range(base.runs(options, _RUNS[options.device]))
-                    yield case("mixed", "run", largest, values=list(times))
+                if not first:
+                    continue
+                counts = [n for n in sweep(min(largest, _SHARE), options, dense=True) if n >= _ROUTED]
+                counts += [n for n in _WHOLE_TILES if n <= largest]
+                yield case("order", "routing", largest, home=drawn, values=counts or [largest])
+                for kind in ("mixed", "positive"):
+                    yield case(kind, "neighbour_values", min(largest, 64))
+                yield case("order", "position", largest, places=min(largest, _POSITIONS[options.device]), home=drawn)
+                yield case("mixed", "run", largest, values=list(range(options.runs or _RUNS[options.device])))
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K]; weight [E, K, N] as the transpose of a module's [E, N, K]; the variants' calls, planned."""
@@ -100,20 +99,19 @@ class GroupedMatmul(Probe):
         spread = torch.randint(0, E, (rows,), generator=generator(seed, "cpu"))
         home, every = case.data.get("home", 0), torch.arange(rows)
         here = torch.full_like(spread, home)
+        values, places = case.data.get("values", []), case.data.get("places", rows)
         plans: list[Plan]
         if case.varied == "batch_size":
             spread[: min(rows, 2)] = torch.tensor([0, E - 1])[:rows]  # the first and the last expert
-            plans = [(size, list(_batches(size, spread, E))) for size in case.data["values"]]
-        elif case.varied == "routing" and case.data.get("values"):
-            plans = [(n, [_batch(here, every[:n], min(n, _ROUTED), E)]) for n in case.data["values"]]
+            plans = [(size, list(_batches(size, spread, E))) for size in values]
+        elif case.varied == "routing" and values:
+            plans = [(n, [_batch(here, every[:n], min(n, _ROUTED), E)]) for n in values]
         elif case.varied == "routing":
             plans = list(_routings(spread, home, E))
-        elif case.varied == "position":
-            spread[: case.data["places"]] = home
-            x[: case.data["places"]] = x[0]
-            plans = [(0, [_batch(spread, every, case.data["places"], E)])]
         else:
-            plans = [("all", [_batch(spread, every, rows, E)])]
+            if case.varied == "position":
+                spread[:places], x[:places] = home, x[0]
+            plans = [(0, [_batch(spread, every, places, E)])]
             if case.varied == "run":  # a whole tile at one expert, and no rows at the others
                 plans[0][1].append(_batch(here, every[:_TILE], min(rows, _TILE), E))
         there = [
@@ -131,10 +129,10 @@ class GroupedMatmul(Probe):
         if case.varied == "run":
             plans = [(run, plans[0][1]) for run in case.data["values"]]
         for value, batches in plans:
-            served = partial(_compared, inputs, batches, operator)
-            if str(value).startswith(_BEYOND):
-                served = partial(_where_served, served, partial(_compared, inputs, plans[0][1], operator))
-            yield Trial(value, served, many=case.varied == "position")
+            # an implementation may not serve rows without an expert
+            instead = plans[0][1] if str(value).startswith(_BEYOND) else None
+            compute = partial(_compared, inputs, operator, batches, instead)
+            yield Trial(value, compute, many=case.varied == "position")
 
 
 def _batch(
@@ -186,17 +184,18 @@ def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
         yield name, [_batch(torch.where(mine, here, at), every, _ROUTED, experts, last=last)]
 
 
-def _compared(inputs: Any, batches: list[_Batch], operator: Operator) -> torch.Tensor:
-    parts = [operator(inputs["x"][b.order], inputs["weight"], b.offsets).index_select(0, b.compared) for b in batches]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _where_served(call: Callable[[], torch.Tensor], plain: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The result, or the plain one where an implementation does not serve rows without an expert."""
+def _compared(
+    inputs: Any, operator: Operator, batches: list[_Batch], instead: list[_Batch] | None = None
+) -> torch.Tensor:
+    """The compared rows of these calls, or where they raise, of others."""
+    x, weight = inputs["x"], inputs["weight"]
     try:
-        return call()
-    except Exception:  # noqa: BLE001 - any refusal
-        return plain()
+        parts = [operator(x[b.order], weight, b.offsets).index_select(0, b.compared) for b in batches]
+    except Exception:
+        if instead is None:
+            raise
+        return _compared(inputs, operator, instead)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _call(inputs: Any) -> base.Call:

@@ -22,8 +22,8 @@ from nondet.core.measure import LISTED_VARIANTS, Trial
 from nondet.core.operands import laid_out
 from nondet.errors import UserError
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep, weight_scale
-from nondet.probes.reduction_order import row_0, trees_of_product
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, kinds, require_memory, some, sweep
+from nondet.probes.reduction_order import trees_of_product
 
 _MAPPED = {"cuda": 512, "cpu": 128}  # the largest M
 _LINES = 16  # of N, or of K; a full map has four times as many
@@ -53,43 +53,6 @@ def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
     pattern = bits(result)
     odd = (pattern != pattern[:1]).any(1).to(torch.uint8).argmax()  # of equals the first: row 0 where none is odd
     return result.index_select(0, torch.stack([torch.zeros_like(odd), odd]))
-
-
-# Products in batches, as a trace saw them.
-
-
-def _batched_cases(options: Options) -> Iterable[Case]:
-    """The sizes of a trace, for each kind of input; and a single product of each size."""
-    K, N = options.k or 1, options.n or 1
-    B, M = max(batch for _, batch in options.met), max(rows for rows, _ in options.met)
-    sizes = sorted({(rows, b) for rows, batch in options.met for b in (1, batch)})
-    for dtype in dtypes(options, "matmul", ("float32",)):
-        needed = 3 * B * (M * K + K * N + M * N) * (base.element_bytes(dtype) + 8)
-        require_memory(options.device, needed, f"{B} products")
-        for kind in kinds(options, ("bell", "order")):
-            title = f"one product among B of M rows, as a trace met them, K={K} N={N}, {kind}"
-            shape = {"B": B, "M": M, "N": N, "K": K}
-            yield Case(title, "matmul", shape, dtype, "batch_size", kind, data={"batched": sizes})
-
-
-def _batched_operands(case: Case, device: str, seed: int) -> dict[str, torch.Tensor]:
-    B, M, K, N = (case.shape[axis] for axis in "BMKN")
-    a, b = product_operands(case.inputs, (B * M, K), (B * N, K), case.torch_dtype, device, seed, weight_kind="bell")
-    b *= weight_scale(K)
-    return {"a": a.view(B, M, K), "b": b.view(B, N, K).mT.contiguous()}
-
-
-def _batched_trials(case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-    """The first product's first rows, as many as all sizes have, in calls of each size."""
-    a, b = inputs["a"], inputs["b"]
-    shared = min(rows for rows, _ in case.data["batched"])
-
-    def first(rows: int, batch: int) -> torch.Tensor:
-        return operator(a[:batch, :rows].contiguous(), b[:batch])[0, :shared]
-
-    for rows, batch in case.data["batched"]:
-        value = f"{batch} product{'s' if batch > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
-        yield Trial(value, partial(first, rows, batch))
 
 
 Layer = tuple[str, int, int]
@@ -143,13 +106,10 @@ class Matmul(Probe):
     name = "matmul"
     answers = EXACT
 
-    def __init__(self) -> None:
-        self._operator: Operator | None = None
-
     def cases(self, options: Options) -> Iterable[Case]:
         """For each layer a sweep over M; for the first one all other cases; one layer is drawn from the seed."""
-        if options.map or any(batch for _, batch in options.met):
-            yield from _map_cases(options) if options.map else _batched_cases(options)
+        if options.map:
+            yield from _map_cases(options)
             return
         device = options.device
         layers, chosen = _layers(options, _LAYERS[device])
@@ -162,7 +122,7 @@ class Matmul(Probe):
                 _check_memory(device, largest, layer, dtype)
                 if layer is layers[0]:  # first, so that its first call is the first of its shape in the process
                     yield from _shared_cases(options, has_all, dtype, largest, first=dtype == chosen_dtypes[0])
-                    repeated = range(base.runs(options, _RUNS[device]))
+                    repeated = range(options.runs or _RUNS[device])
                     yield _case(layer, dtype, "mixed", "run", repeated, rows=min(largest, 64))
                 hard = layer is layers[0] and dtype == chosen_dtypes[0]
                 shown = chosen or not options.one_of_all or layer in (layers[0], has_all)
@@ -180,8 +140,6 @@ class Matmul(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x [M, K], w [N, K] and bias [N] or None, of the case's dtype; a [M, K] and b [K, N] of the linspace case."""
-        if "batched" in case.data:
-            return _batched_operands(case, device, seed)
         M, K, N = (case.shape[axis] for axis in "MKN")
         if case.inputs == "linspace":
             a, b = (torch.linspace(-1000, 1000, n * 4096, device=device).view(n, 4096) for n in (2048, 4096))
@@ -189,7 +147,7 @@ class Matmul(Probe):
         rows = {"position": _ROWS_PER_POSITION, "batch_size": max(M, _ROWS)}.get(case.varied, M)
         rows = 1 if "map" in case.data else rows
         x, w = product_operands(case.inputs, (rows, K), (N, K), case.torch_dtype, device, seed, weight_kind="bell")
-        w *= weight_scale(K)
+        w *= base.weight_scale(K)
         layout, bias = case.data["layout"], None
         if layout == "bias":
             kind = "integers" if case.inputs in EXACT else "bell"
@@ -204,43 +162,32 @@ class Matmul(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """A block of rows for every M; some rows at every position; or the whole product at other times."""
-        if "batched" in case.data:
-            yield from _batched_trials(case, inputs, operator)
-            return
-        x, w, bias = inputs["x"], inputs["w"], inputs["bias"]
-        more = () if bias is None else (bias,)
+        x, w = inputs["x"], inputs["w"]
+        more = () if inputs["bias"] is None else (inputs["bias"],)
         if more:
-            base.require_arguments(operator, x, w, bias)
-        self._operator = operator
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            return operator(x, w, *more)
+            base.require_arguments(operator, x, w, *more)
 
         if case.data.get("anew"):
             for i, what in enumerate(("one row", "many rows")):
                 yield Trial(f"{what} first", partial(_anew, operator, _call(inputs), i))
         elif case.inputs == "linspace" or "map" in case.data:
-            whole = partial(row_0, operator) if case.inputs == "linspace" else operator
             for M in case.data["values"]:
-                yield Trial(M, partial(whole, x[:M], w))
+                yield Trial(M, partial(operator, x[:M], w))
         else:
-            compute = partial(_in_layout, product, case.data["layout"])
-            yield from base.batch_trials(case, compute, x, _ROWS, partial(_call, inputs), operator)
+            compute = partial(_in_layout, lambda x: operator(x, w, *more), case.data["layout"])
+            yield from base.batch_trials(case, compute, x, _ROWS, _call(inputs), operator)
 
     def join(self, case: Case, parts: Any) -> torch.Tensor:
-        """For a map, two rows that represent all rows of a call."""
-        return _first_and_odd(parts) if "map" in case.data else super().join(case, parts)
+        """For a map, two rows that represent all rows of a call; for the post's product, row 0."""
+        return _first_and_odd(parts) if "map" in case.data else parts[:1] if case.inputs == "linspace" else parts
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """Where classes change over M, and the reduction tree of row 0 in each, if the case has it."""
-        said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
         if "map" in case.data:
-            odd = [i for i, (first, other) in enumerate(results) if not identical(first, other)]
-            return said | {"map": {"axis": case.data["map"], "unequal": odd}}
-        if len(results) < 2 or not case.data.get("trees") or self._operator is None:
-            return said
-        x, w, most = inputs["x"], inputs["w"], case.data["trees"]
-        return said | trees_of_product(self._operator, x, w, case.data["values"], results, most)
+            odd = [i for i, (first, other) in enumerate(classes.results) if not identical(first, other)]
+            return {"map": {"axis": case.data["map"], "unequal": odd}}
+        most = case.data.get("trees", 0)
+        return trees_of_product(operator, inputs["w"], classes, most) if most else {}
 
 
 def _batch_sizes(options: Options, kind: str, largest: int, *, all_cases: bool, hard: bool, chosen: bool) -> list[int]:

@@ -23,10 +23,7 @@ class ModelSizes:
 
 
 # The fields of each model's public config.json (huggingface.co/<id>), under the keys that transformers uses.
-_KEYS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size"),
-)
+_KEYS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
 PRESETS: dict[str, tuple[int, int, int, int, int, int, int]] = {
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936),
@@ -58,7 +55,7 @@ def preset(name: str) -> ModelSizes:
     """The sizes of a model in this file. Raises UnknownNameError: the model is not here."""
     if name.lower() not in PRESETS:
         raise UnknownNameError("preset", name, PRESETS)
-    return from_config(dict(zip(_KEYS, PRESETS[name.lower()], strict=True)), name.lower())
+    return from_config(dict(zip(_KEYS.split(), PRESETS[name.lower()], strict=True)), name.lower())
 
 
 def read_config(path: Path) -> ModelSizes:
@@ -67,10 +64,9 @@ def read_config(path: Path) -> ModelSizes:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no config at {file}", "Give a model folder that has a config.json.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"can't read {file}: {error}", "Give a model's config.json.") from error
+    except (OSError, ValueError) as error:  # no text, or no JSON
+        what = f"no config at {file}" if isinstance(error, FileNotFoundError) else f"can't read {file}: {error}"
+        raise UserError(what, "Give a model folder, or a model's config.json.") from error
     if not isinstance(config, dict):
         raise UserError(f"{file} holds a {type(config).__name__}, not an object", "Give a model's config.json.")
     return from_config(config, str(path))
@@ -88,11 +84,17 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     for key, what in _OTHER_LAYERS.items():
         if config.get(key):
             raise UserError(f"{name} has {what} ({key}), whose layers are not read", "Give --k and --n instead.")
-    hidden = _size(config, "hidden_size", name)
-    heads = _size(config, "num_attention_heads", name)
-    kv_heads = _size(config, "num_key_value_heads", name, default=heads)
-    head_dim = _size(config, "head_dim", name, default=hidden // heads)
-    vocabulary = _size(config, "vocab_size", name)
+
+    def size(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None else config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            what = "is missing from" if value is None else f"is {value!r} in"
+            raise UserError(f"{name}: {key} {what} the config", "Is it the config of a language model?")
+        return value
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", hidden // heads)
+    vocabulary = size("vocab_size")
     query, key_value = heads * head_dim, kv_heads * head_dim
     layers = [
         ("qkv_proj", hidden, query + 2 * key_value),
@@ -104,7 +106,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     dense = not experts or bool(config.get("mlp_only_layers")) or bool(config.get("first_k_dense_replace"))
     for prefix, key, present in (("", "intermediate_size", dense), ("expert ", "moe_intermediate_size", experts)):
         if present:
-            inner = _size(config, key, name)
+            inner = size(key)
             layers.append((f"{prefix}gate_up_proj", hidden, 2 * inner))
             layers.append((f"{prefix}gate_proj up_proj", hidden, inner))
             layers.append((f"{prefix}down_proj", inner, hidden))
@@ -113,14 +115,5 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
     for layer, k, n in layers:
         names.setdefault((k, n), []).append(layer)
     sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "vocabulary": vocabulary}
-    sizes["layers"] = _size(config, "num_hidden_layers", name)
+    sizes["layers"] = size("num_hidden_layers")
     return ModelSizes(name, tuple((" ".join(found), k, n) for (k, n), found in names.items()), sizes)
-
-
-def _size(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        what = "is missing from" if value is None else f"is {value!r} in"
-        raise UserError(f"{name}: {key} {what} the config", "Is it the config of a language model?")
-    return value

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory, size
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory
 
 OPERATORS: dict[str, Operator] = {
     "exp": torch.exp,
@@ -44,7 +44,7 @@ class Pointwise(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """Every operator, or the one that a trace saw; --k is the number of elements."""
-        count = size("--k", options.k, _ELEMENTS)
+        count = options.k or _ELEMENTS
         pieces = sorted({*_PIECES, *(elements for elements, _ in options.met if elements < count)})
         for op in [options.operator] if options.operator else OPERATORS:
             for dtype in dtypes(options, "pointwise", ("float32", "bfloat16")):

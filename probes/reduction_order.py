@@ -32,7 +32,7 @@ from nondet.kernels.emulator import Arithmetic, Array, Mask, Tree
 from nondet.kernels.order_words import compared, folded, words
 from nondet.probes import base
 from nondet.probes.additions import in_parts
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, require_memory, weight_scale
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, require_memory, weight_scale
 from nondet.ranks.group import shared_gpus
 from nondet.ranks.operators import Message
 
@@ -520,16 +520,6 @@ def _numbers(of: torch.Tensor, every: int) -> str:
     return f"{len(of):,} of {every:,} numbers, in {runs:,} runs from {int(of[0]):,} on"
 
 
-def as_linear(name: str, operator: Operator) -> Operator:
-    """One of `_PRODUCTS` as x [M, K], w [N, K] -> [M, N]: K in parts, or all rows at the first of two experts."""
-
-    def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ends = torch.full((2,), len(x), dtype=torch.int32, device=x.device)
-        return operator(x, torch.stack([w, w]).mT, ends)
-
-    return {"split_k": lambda x, w: in_parts(operator, x, w.T, _PARTS), "grouped_matmul": grouped}.get(name, operator)
-
-
 def of_product(
     operator: Operator, M: int, K: int, N: int, dtype: torch.dtype, device: str, every: int = 1
 ) -> MeasuredSum:
@@ -577,9 +567,6 @@ class ReductionOrder(Probe):
 
     name = "reduction-order"
 
-    def __init__(self) -> None:
-        self._operators: dict[str, Operator] = {}
-
     def cases(self, options: Options) -> Iterable[Case]:
         """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
         expert; the values of attention; a sum over ranks. Among all probes a sum of the first width."""
@@ -598,35 +585,65 @@ class ReductionOrder(Probe):
         if case.operator == "all_reduce":
             rows = make("wide", (_WIDTH[device], K), dtype, "cpu", generator(seed, "cpu"))
             terms = tuple(map(tuple, rows.tolist()))
-            return {"message": Message(K, device, "all_reduce", "stock", case.dtype, M, len(rows), terms=terms)}
+            return [Message(K, device, "all_reduce", "stock", case.dtype, M, len(rows), terms=terms)]
         if case.operator == "attention":
             v = make("order", (_HEAD, K), dtype, device, generator(seed, device)).T.contiguous()
             q, k = (torch.zeros((1, 1, n, _HEAD), dtype=dtype, device=device) for n in (M, K))
-            return {"q": q, "k": k, "v": v[None, None]}  # equal scores: only the order of the values differs
+            return [q, k, v[None, None]]  # equal scores: only the order of the values differs
         if case.operator not in _PRODUCTS:
-            return {"x": make("order", (M, K), dtype, device, generator(seed, device))}
+            return [make("order", (M, K), dtype, device, generator(seed, device))]
         x, w = product_operands("order", (M, K), (case.shape["N"], K), dtype, device, seed, weight_kind="bell")
-        return {"x": x, "w": w * weight_scale(K)}
+        return [x, w * weight_scale(K)]
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
-        """Row 0 in batches of M; for attention the last query of M."""
-        self._operators[case.operator] = operator
-        result_at, _ = _form(case, operator, inputs)
+        """Row 0 in batches of M; for attention the last query of M; of a message the first row of M and the last."""
+        first, *others = inputs
+        call = _linear_of(case.operator, operator)
+
+        def at(M: int) -> torch.Tensor:
+            if case.operator == "all_reduce":
+                return operator(replace(first, rows=M)).view(M, first.width)[[0, -1]].view(1, -1)
+            if case.operator == "attention":
+                return operator(first[:, :, -M:].contiguous(), *others)[0, 0, -1:]
+            return call(first[:M].contiguous(), *others)[:1]
+
         for M in case.data["values"]:
-            yield Trial(M, partial(result_at, M))
+            yield Trial(M, partial(at, M))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The row in float64."""
         if case.operator == "all_reduce":
-            return torch.tensor(inputs["message"].terms, dtype=torch.float64).sum(1).repeat(2)[None]
+            return torch.tensor(inputs[0].terms, dtype=torch.float64).sum(1).repeat(2)[None]
         return super().reference(case, inputs)
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """The tree of each class, at the first M that has it, and how the trees differ."""
-        result_at, sums_at = _form(case, self._operators[case.operator], inputs)
-        sizes = _firsts(result_at, case.data["values"], results)
+        K, dtype, first, sizes = case.shape["K"], case.torch_dtype, inputs[0], classes.firsts
+
+        def sums_at(M: Any) -> list[MeasuredSum]:
+            """The sums whose trees are measured: several for a sum over ranks."""
+            if case.operator == "all_reduce":
+                return of_ranks(operator, replace(first, rows=M))
+            if case.operator == "attention":
+                return [of_attention(operator, M, K, dtype, first.device.type)]
+            if case.operator in _PRODUCTS:
+                call = _linear_of(case.operator, operator)
+                return [of_product(call, M, K, case.shape["N"], dtype, first.device.type)]
+            finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
+            return [of_rows(operator, M, K, dtype, first.device.type, finishes)]
+
         measured = [(M, one) for M in sizes[:_CLASSES] for one in sums_at(M)]
         return trees_of([one for _, one in measured], [M for M, _ in measured] + sizes[_CLASSES:])
+
+
+def _linear_of(name: str, operator: Operator) -> Operator:
+    """One of `_PRODUCTS` as x [M, K], w [N, K] -> [M, N]: K in parts, or all rows at the first of two experts."""
+
+    def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ends = torch.full((2,), len(x), dtype=torch.int32, device=x.device)
+        return operator(x, torch.stack([w, w]).mT, ends)
+
+    return {"split_k": lambda x, w: in_parts(operator, x, w.T, _PARTS), "grouped_matmul": grouped}.get(name, operator)
 
 
 def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
@@ -650,7 +667,7 @@ def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
 
 def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     device, item = options.device, base.element_bytes(dtype)
-    largest = [] if options.m is None else [base.size("--m", options.m, 1)]
+    largest = [] if options.m is None else [options.m]
     batches = [m for m in _BATCHES[device] if not largest or m < largest[0]] + largest
     M, product = max(batches), operator in _PRODUCTS
     # weights of a product are held three times, an expert's five times
@@ -667,53 +684,7 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     return Case(title, operator, shape, dtype, "batch_size", "order", data=data)
 
 
-def _form(case: Case, operator: Operator, inputs: Any) -> tuple[Callable[[int], torch.Tensor], Callable[[int], Any]]:
-    """Functions of M: the compared part (row 0, the last query, or a message's first row and its last), and the sums
-    whose trees are measured (several for a sum over ranks)."""
-    if case.operator == "all_reduce":
-        message, width = inputs["message"], inputs["message"].width
-        return (
-            lambda M: operator(replace(message, rows=M)).view(M, width)[[0, -1]].view(1, -1),
-            lambda M: of_ranks(operator, replace(message, rows=M)),
-        )
-    K, dtype, device = case.shape["K"], case.torch_dtype, str(next(iter(inputs.values())).device.type)
-    if case.operator == "attention":
-        q, k, v = inputs.values()
-        return (
-            lambda M: operator(q[:, :, -M:].contiguous(), k, v)[0, 0, -1:],
-            lambda M: [of_attention(operator, M, K, dtype, device)],
-        )
-    linear, x = as_linear(case.operator, operator), inputs["x"]
-    finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
-    return lambda M: row_0(linear, x[:M], inputs.get("w")), lambda M: [
-        of_product(linear, M, K, case.shape["N"], dtype, device)
-        if case.operator in _PRODUCTS
-        else of_rows(operator, M, K, dtype, device, finishes)
-    ]
-
-
-def row_0(operator: Operator, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-    """The result of row 0 of x; `w`: of a product."""
-    return operator(x.contiguous(), *(() if w is None else (w,)))[:1]
-
-
-def _firsts(
-    result_at: Callable[[int], torch.Tensor], values: Iterable[int], results: Iterable[torch.Tensor]
-) -> list[int]:
-    """The first value at which each of these results occurs, in the order of the values."""
-    found, left = [], list(results)
-    for value in values:
-        if not left:
-            break
-        result = result_at(value)
-        others = [other for other in left if not identical(result, other)]
-        if len(others) < len(left):
-            found.append(value)
-        left = others
-    return found
-
-
-def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[int]) -> dict[str, Any]:
+def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[Any]) -> dict[str, Any]:
     """For a row's extra: the tree at each of these M, each of another class, and how consecutive ones differ. Further
     classes are only counted."""
     left, sizes = len(sizes) - len(measured), sizes[: len(measured)]
@@ -747,21 +718,19 @@ def _tree_of(one: MeasuredSum) -> tuple[Found | None, dict[str, Any]]:
     return found, found.record() | ({"which": kept.which} if kept.which else {})
 
 
-def trees_of_product(
-    operator: Operator, x: torch.Tensor, w: torch.Tensor, values: Sequence[int], results: Sequence[torch.Tensor],
-    most: int,
-) -> dict[str, Any]:  # fmt: skip
-    """As `trees_of`, of x [M, K] and w [N, K], for the classes of a sweep over M whose row 0 differs; {} if it is the
-    same in all. `results`: one of each class, whose row 0 is that of x; `most`: how many trees are measured."""
+def trees_of_product(operator: Operator, w: torch.Tensor, classes: Classes, most: int) -> dict[str, Any]:
+    """As `trees_of`, of w [N, K], for the classes of a sweep over M whose row 0 differs; {} if it is the same in all.
+    `most`: how many trees are measured."""
     rows: list[torch.Tensor] = []
-    for result in results:
+    sizes: list[Any] = []
+    for result, M in zip(*classes, strict=True):
         if not any(identical(result[:1], row) for row in rows):
             rows.append(result[:1])
-    sizes = _firsts(lambda M: row_0(operator, x[:M], w), values, rows) if len(rows) > 1 else []
+            sizes.append(M)
     if len(sizes) < 2:
         return {}
-    (K, N), device = (w.shape[1], w.shape[0]), str(x.device.type)
-    return trees_of([of_product(operator, M, K, N, x.dtype, device) for M in sizes[:most]], sizes)
+    N, K = w.shape
+    return trees_of([of_product(operator, M, K, N, w.dtype, w.device.type) for M in sizes[:most]], sizes)
 
 
 def _between(a: Found, b: Found) -> str:

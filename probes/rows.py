@@ -1,19 +1,16 @@
 """The common part of the probes of row operators: rows in batches of other sizes and at other positions.
 
 A kernel that gives each row to one thread block sums the row in an order of its own; one that divides few long rows
-among many blocks, or packs many short rows into one, sums in an order that depends on the number of rows.
-
-The order affects a row's bits only through its sum, and two orders often round to the same one: of rows of 1,024
-ordinary numbers, halves added onto halves and neighbours added to neighbours gave the same float32 sum of squares for
-66 in 100, the same rsqrt of it for 86, and the same logarithm of a sum of exponentials for 95. So a case tests dozens
-of rows, where a matmul, with a sum in every column, needs only one.
+among many blocks, or packs many short rows into one, sums in an order that depends on the number of rows. Two orders
+often round to the same sum (of squares of 1,024 ordinary numbers in 66 of 100 rows), so a case tests dozens of rows,
+where a matmul, with a sum in every column, needs only one.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,19 +35,16 @@ _FEW = (1, 2, 3, 7, 8, 16, 17, 27, 64, 129)
 _FEWEST = (1, 2, 8, 17, 32)
 
 
+@dataclass
 class RowProbe(Probe):
     """An operator over the last axis of x [M, W]."""
 
+    name: str
+    operators: tuple[str, ...]  # declared operators that take x, or x and a weight [W]
+    axis: str  # the name of the width in a row's shape
+    tested: RowProbing
+    exact: tuple[str, ...] = ()  # those of the operators whose answer for integers is exact
     answers = EXACT
-
-    def __init__(
-        self, name: str, operators: tuple[str, ...], axis: str, tested: RowProbing, exact: tuple[str, ...] = ()
-    ) -> None:
-        self.name = name
-        self.operators = operators  # declared operators that take x, or x and a weight [W]
-        self.axis = axis  # the name of the width in a row's shape
-        self.tested = tested
-        self.exact = exact  # those of the operators whose answer for integers is exact
 
     @classmethod
     def of(cls, operator: DeclaredOperator) -> RowProbe:
@@ -83,8 +77,9 @@ class RowProbe(Probe):
         # drawn in float32; two results are alive while comparing; the rows are checked in float64
         needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
         base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
-        adds = self.tested.adds
-        best, mixed = ("order", "mixed") if adds else ("bell", "bell")  # what shows an order, solo and among others
+        tested = self.tested
+        # what shows an order, solo and among others
+        best, mixed = ("order", "mixed") if tested.adds else ("bell", "bell")
 
         def batch_sizes(kind: str) -> list[int]:
             """The batch sizes: all of the sweep for the inputs that show an order best, some for the others."""
@@ -100,12 +95,12 @@ class RowProbe(Probe):
             return Case(title, operator, shape, dtype, varied, kind, data=data)
 
         if first:  # two orders of squares or exponentials mostly agree in one row, so dozens are compared
-            held = 8 if adds else max(8, min(64, 2**17 // width))
+            held = 8 if tested.adds else max(8, min(64, 2**17 // width))
             yield case("history", mixed, held, held)
-        default = dict.fromkeys(("bell", best, *(HARD if first else ())))
-        exact = ("integers",) if operator in self.exact and width <= _WIDE and options.inputs is None else ()
-        numbers = self.tested.numbers if first and options.inputs is None else ()
-        for kind in (*kinds(options, default), *exact, *numbers):
+        exact = ("integers",) if operator in self.exact and width <= _WIDE else ()
+        for kind in kinds(
+            options, ("bell", best, *(HARD if first else ()), *exact, *(tested.numbers if first else ()))
+        ):
             yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
         if width <= _NARROW and options.m is None and not drawn:
             what = f"{rows} rows in batches of M, the largest beyond all others"
@@ -127,31 +122,28 @@ class RowProbe(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
-        rows = case.data["rows"] if case.varied == "position" else max(case.data["rows"], case.shape["M"])
-        shape = {"M": rows, declared()[case.operator].operands[0].axes[-1]: case.shape[self.axis]}
-        rng = generator(seed, device)
-        x, *weights = drawn(declared()[case.operator], shape, case.torch_dtype, device, rng, case.inputs)
+        rows = max(case.data["rows"], 0 if case.varied == "position" else case.shape["M"])
+        declaration, rng = declared()[case.operator], generator(seed, device)
+        shape = {"M": rows, declaration.operands[0].axes[-1]: case.shape[self.axis]}
+        x, *weights = drawn(declaration, shape, case.torch_dtype, device, rng, case.inputs)
         return {"x": x, "weights": tuple(weights)}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The rows in batches of M for every M; at every position of one batch; or with other rows."""
         x, weights = inputs["x"], inputs["weights"]
+        mine = torch.arange(len(x), device=x.device) % 3 == 1
+        call = base.Call.of((x, *weights), mine | (case.varied == "history"))  # which has no other rows
 
         def of_batch(batch: torch.Tensor) -> torch.Tensor:
             return operator(batch, *weights)
 
-        return base.batch_trials(case, of_batch, x, case.data["rows"], partial(self._call, case, inputs), operator)
-
-    def _call(self, case: Case, inputs: Any) -> base.Call:
-        x = inputs["x"]
-        mine = torch.arange(len(x), device=x.device) % 3 == 1
-        return base.Call.of((x, *inputs["weights"]), mine | (case.varied == "history"))  # which has no other rows
+        return base.batch_trials(case, of_batch, x, case.data["rows"], call, operator)
 
 
 class Reduction(RowProbe):
     """Over a hidden size (the mean of RMSNorm, as transformers writes it), an odd width, and a vocabulary."""
 
     def __init__(self) -> None:
-        widths, numbers = (4096, 1000, 151936), ("denormal", "infinite")
-        tested = RowProbing(widths=widths, width_keys=("hidden", "vocabulary"), adds=True, numbers=numbers)
+        widths, keys, numbers = (4096, 1000, 151936), ("hidden", "vocabulary"), ("denormal", "infinite")
+        tested = RowProbing(widths=widths, width_keys=keys, adds=True, numbers=numbers)
         super().__init__("reduction", ("sum", "mean"), "K", tested, exact=("sum",))

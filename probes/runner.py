@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -25,13 +25,13 @@ from nondet.core.registry import (
     operators,
 )
 from nondet.core.watch import Answers, Watch
-from nondet.errors import MisfitError, UserError, WrongResultError
-from nondet.probes.base import Case, Options, Probe, checked, fitted
+from nondet.errors import MisfitError, UserError, WrongResultError, reason_of
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted
 from nondet.probes.pointwise import OPERATORS
 
 # torch's name of an operator -> the probe that tests it.
 _PROBES: dict[str, str] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "addmm", "bmm"), "matmul"),
+    **dict.fromkeys(("linear", "matmul", "mm", "addmm"), "matmul"),
     "grouped_mm": "grouped-matmul",
     **dict.fromkeys(("scaled_dot_product_attention", "attention"), "attention"),
     "softmax": "softmax",
@@ -43,33 +43,25 @@ _PROBES: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Met:
+class Met(NamedTuple):
     """A culprit as a probe can test it."""
 
     probe: str
-    # of the call in either arm: (rows, keys), (rows, products of the batch) or (elements, 0)
+    # of the call in either arm: (rows, keys of attention), or (elements, 0)
     shapes: tuple[tuple[int, int], ...]
     dtype: str
     own: int = 0  # keys that the row in question sees
     # `k`, `n`: sizes of the operator's axes; config: heads, where it has any
     k: int | None = None
     n: int | None = None
-    config: dict[str, int] = field(default_factory=dict)
+    config: Mapping[str, int] = {}
     operator: str = ""  # which of the probe's, where it tests several
 
     def options(self, options: Options) -> Options:
         """The options with these sizes; the user's own stay."""
-        return replace(
-            options,
-            k=self.k if options.k is None else options.k,
-            n=self.n if options.n is None else options.n,
-            config=options.config or self.config,
-            dtypes=options.dtypes or (self.dtype,),
-            met=self.shapes,
-            own=self.own,
-            operator=self.operator,
-        )
+        sizes: dict[str, Any] = {"k": self.k, "n": self.n, "config": self.config, "dtypes": (self.dtype,)}
+        left = {name: size for name, size in sizes.items() if getattr(options, name) in (None, {})}
+        return replace(options, met=self.shapes, own=self.own, operator=self.operator, **left)
 
 
 def met_in(run: Run) -> Met:
@@ -82,10 +74,7 @@ def met_in(run: Run) -> Met:
             f"{run.source or 'the run'} names no operator that differs: {what}", "Give one of `nondet trace`."
         )
     name = culprit.call.removeprefix("Tensor.").removeprefix("_")
-    probe = "rms-norm" if name.endswith("RMSNorm") else "pointwise" if name in OPERATORS else _PROBES.get(name)
-    shapes = [{place: size for place, size in arm.items() if size} for arm in culprit.shapes]
-    dtype = str(run.header.plan.get("dtype", "bfloat16"))
-    met = None if probe is None or len(shapes) != 2 else _met(probe, name, culprit, shapes, dtype)
+    met = _met(name, culprit, str(run.header.plan.get("dtype", "bfloat16")))
     if met is None:
         raise UserError(
             f"no probe tests `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}",
@@ -96,48 +85,41 @@ def met_in(run: Run) -> Met:
     return met
 
 
-def _met(probe: str, name: str, culprit: Culprit, shapes: list[dict[str, list[int]]], dtype: str) -> Met | None:
+def _met(name: str, culprit: Culprit, dtype: str) -> Met | None:
+    """None: no probe tests the operator, or not at these shapes."""
+    probe = "rms-norm" if name.endswith("RMSNorm") else "pointwise" if name in OPERATORS else _PROBES.get(name)
+    arms = [{argument: shape for argument, shape in arm.items() if shape} for arm in culprit.shapes]
+    if probe is None or len(arms) != 2:
+        return None
+
+    def of(*arguments: str) -> list[list[int]]:
+        """The shape in either arm of the first of these arguments that it has."""
+        return [next((arm[argument] for argument in arguments if argument in arm), []) for arm in arms]
+
+    left, right = (of("1"), of("2")) if name == "addmm" else (of("0"), of("1"))
     if probe == "attention":
-        query, key = ("0", "1") if "1" in shapes[0] else ("query", "keys")
-        sizes = [(arm.get(query, []), arm.get(key, arm.get("key", []))) for arm in shapes]
-        if any(len(q) != 4 or len(k) != 4 for q, k in sizes):
+        left, right = (left, right) if right[0] else (of("query"), of("keys", "key"))
+        if any(len(shape) != 4 for shape in (*left, *right)):
             return None
-        (q, k), _ = sizes
-        return Met(
-            probe,
-            tuple((arm_q[2], arm_k[2]) for arm_q, arm_k in sizes),
-            dtype,
-            own=min(culprit.position + 1, *(arm_k[2] for _, arm_k in sizes)),
-            config={"heads": q[1], "kv_heads": k[1], "head_dim": q[3]},
-        )
+        heads = {"heads": left[0][1], "kv_heads": right[0][1], "head_dim": left[0][3]}
+        seen = min(culprit.position + 1, *(keys[2] for keys in right))
+        sizes = tuple((q[2], keys[2]) for q, keys in zip(left, right, strict=True))
+        return Met(probe, sizes, dtype, seen, config=heads)
     if probe == "pointwise":
-        counts = tuple((prod(arm.get("0", [])), 0) for arm in shapes)
-        return Met(probe, counts, dtype, k=max(count for count, _ in counts), operator=name)
-    rows = [arm.get("1" if name == "addmm" else "0", []) for arm in shapes]
-    if name == "bmm" or (name == "matmul" and all(len(arm.get("1", [])) > 2 for arm in shapes)):
-        return _batched(rows, [arm.get("1", []) for arm in shapes], dtype)
-    if any(len(shape) < 2 for shape in rows):
+        counts = [prod(shape) for shape in left]
+        return Met(probe, tuple((count, 0) for count in counts), dtype, k=max(counts), operator=name)
+    if any(len(shape) < 2 for shape in left):
         return None
-    counts = tuple((prod(shape[:-1]), 0) for shape in rows)
+    rows, k = tuple((prod(shape[:-1]), 0) for shape in left), left[0][-1]
     if probe == "grouped-matmul":
-        weights = shapes[0].get("1", [])
-        if len(weights) != 3:
+        if len(right[0]) != 3:
             return None
-        return Met(probe, counts, dtype, k=weights[1], n=weights[2], config={"experts": weights[0]})
+        experts, k, n = right[0]
+        return Met(probe, rows, dtype, k=k, n=n, config={"experts": experts})
     if probe != "matmul":
-        return Met(probe, counts, dtype, k=rows[0][-1])
-    out = shapes[0].get("out", [])
-    weight = shapes[0].get("2" if name == "addmm" else "1", [])
-    return Met(probe, counts, dtype, k=rows[0][-1], n=out[-1]) if len(weight) == 2 and out else None
-
-
-def _batched(left: list[list[int]], right: list[list[int]], dtype: str) -> Met | None:
-    """Products in batches; None where their depth or width follows the batch: then they are not one case."""
-    sizes = {(a[-1], b[-1]) for a, b in zip(left, right, strict=True) if len(a) > 2 and a[:-2] == b[:-2]}
-    if len(sizes) != 1 or any(len(a) < 3 for a in left):
-        return None
-    ((k, n),) = sizes
-    return Met("matmul", tuple((a[-2], prod(a[:-2])) for a in left), dtype, k=k, n=n)
+        return Met(probe, rows, dtype, k=k)
+    out = of("out")[0]
+    return Met(probe, rows, dtype, k=k, n=out[-1]) if len(right[0]) == 2 and out else None
 
 
 @dataclass
@@ -182,26 +164,21 @@ class Job:
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
     """All jobs, in order, planned before the first is measured. Raises UserError: an unknown probe or implementation,
     or sizes that make no sense."""
-    names = list(impls)
-    jobs: list[Job] = []
-    probed: dict[str, None] = {}
+    names, jobs, probed = list(impls), list[Job](), set[str]()
     for probe_name in probe_names:
         probe = load_probe(probe_name)
         cases = list(probe.cases(options))
         own = list(dict.fromkeys(c.operator for c in cases if c.impls is None and c.operator in operators()))
-        probed.update(dict.fromkeys(own))
+        probed.update(own)
         for case in cases:
-            if case.impls is not None:
-                jobs.extend(Job(probe, case, impl, options.device) for impl in case.impls)
-                continue
-            for impl in _expand(names, case.operator, options.device, own):
+            for impl in case.impls or _expand(names, case.operator, options.device, own):
                 user = ":" in impl and "=" not in impl and len(own) > 1
                 note = f"{own[0]}, the first operator of {probe_name}; others: --impl {own[-1]}={impl}" if user else ""
-                jobs.append(Job(probe, case, impl, options.device, note))
+                jobs.append(Job(probe, case, impl, options.device, note, place=len(jobs)))
     for name in names:
         operator, named, _ = name.partition("=")
         if named and operator not in probed:
-            hint = f"They have {', '.join(probed) or 'none that takes an implementation'}."
+            hint = f"They have {', '.join(sorted(probed)) or 'none that takes an implementation'}."
             raise UserError(f"--impl {name!r}: no probe asked for has an operator {operator!r}", hint)
         if ":" in name and not any(job.impl == name for job in jobs):
             what = f"--impl {name!r}: no case asked for takes a function of yours"
@@ -209,8 +186,6 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
     if not jobs:
         what = f"nothing to measure: no case of these probes has --impl {','.join(names)} on {options.device}"
         raise UserError(what, "See `nondet probe --help-all`.")
-    for place, job in enumerate(jobs):
-        job.place = place
     return jobs
 
 
@@ -266,7 +241,9 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
             except MisfitError:
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
-                row = failed(job.head, error, started, caught)
+                refused = job.case.data.get("may_refuse") and not isinstance(error, WrongResultError | SystemExit)
+                shown = NotImplementedError(f"the case is not for it: {reason_of(error)}") if refused else error
+                row = failed(job.head, shown, started, caught)
                 prepared = None  # it may have written to them
                 check_device_alive(job.device, error)
         if row.status != Status.SKIPPED:
@@ -294,30 +271,31 @@ def _prepare(job: Job, seed: int) -> _Prepared:
     return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
 
 
-def _extra(job: Job, prepared: _Prepared, results: list[torch.Tensor]) -> dict[str, Any]:
-    """The probe's findings; whether every class is the known answer, rounded once, where the case has one."""
-    said = job.probe.extra(job.case, prepared.inputs, results)  # noqa: S610 - not Django's
-    answer = prepared.reference
-    if answer is not None and job.case.inputs in job.probe.answers and job.case.exact is not False:
-        said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in results)
-    return said | ({"judged_as": job.note} if job.note else {})
+def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) -> dict[str, Any]:
+    """The layer's name, and the probe's findings; whether every class is the known answer, rounded once, where the case
+    has one."""
+    case, answer = job.case, prepared.reference
+    named = {"layer": case.data.get("layer"), "judged_as": job.note}
+    said = {name: text for name, text in named.items() if text}
+    said |= job.probe.findings(case, prepared.inputs, Classes(*classes), operator)
+    if answer is not None and case.inputs in job.probe.answers and case.exact is not False:
+        said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in classes[0])
+    return said
 
 
 def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) -> Row:
-    case, head, inputs = job.case, job.head, prepared.inputs
-    operator = job.probe.own(case, job.impl)
-    watch = None
+    case, head, inputs, watch = job.case, job.head, prepared.inputs, None
     registered = case.operator in operators()
-    if registered:
-        implementation = job.loaded or load_implementation(case.operator, job.impl, job.device)
-        operator = checked(case.operator, implementation.call)
-        if prepared.answers is not None:
-            if untried:
-                operator = fitted(case.operator, operator, job.impl if job.loaded else f"--impl {job.impl!r}")
-            watch = Watch(operator, prepared.answers)
-            operator = watch.call
-        head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)
-    with job.probe.around(case, job.impl):
+    with job.probe.own(case, job.impl) as operator:
+        if registered:
+            implementation = job.loaded or load_implementation(case.operator, job.impl, job.device)
+            operator = checked(case.operator, implementation.call)
+            if prepared.answers is not None:
+                if untried:
+                    operator = fitted(case.operator, operator, job.impl if job.loaded else f"--impl {job.impl!r}")
+                watch = Watch(operator, prepared.answers)
+                operator = watch.call
+            head = msgspec.structs.replace(head, claims_invariance=implementation.invariant)
         row = measure(
             head,
             list(job.probe.trials(case, inputs, operator)),
@@ -329,10 +307,9 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
             warm=job.device == "cuda" and bool(head.claims_invariance),
             enough=case.data.get("enough", 0),
             reference=prepared.reference,
-            extra=partial(_extra, job, prepared),
+            extra=partial(_findings, job, prepared, operator),
             started=started,
         )
-    changed = written_to(prepared.written, inputs)
-    if changed:
+    if changed := written_to(prepared.written, inputs):
         raise WrongResultError(f"it wrote to its input {', '.join(changed)}")
     return row

@@ -1,10 +1,9 @@
 """FP8 products with scales, and the step that makes FP8 of activations: whether a row depends on the rest of the batch.
 
-A library chooses tiles, splits of K, and after how many k a partial sum is promoted to float32, by the number of rows:
-an order of additions, as in any product. Where bits distinguish orders, classes are named by them: each is compared
-with sums that are computed exactly up to a promotion, as in `nondet.kernels.scaled.cpu`. And a scale over a whole batch
-carries the other requests' largest number into every row: batch-dependent by definition, and distinguished from
-rounding by the scales that a quantizer returned.
+A library chooses tiles, splits of K, and after how many k a partial sum is promoted to float32, by the number of rows.
+Where bits distinguish such orders, classes are named by them: each is compared with sums that are exact up to
+a promotion, as in `nondet.kernels.scaled.cpu`. And a scale over a whole batch carries other requests' largest number
+into every row: batch-dependent by definition, and distinguished from rounding by the scales that a quantizer returned.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from nondet.core.registry import load_object
 from nondet.kernels.scaled.cpu import in_order
 from nondet.kernels.scaled.functions import BLOCK, FLOAT8, SCALES, operands
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, kinds, some, sweep
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, kinds, some, sweep
 
 Layer = tuple[str, int, int]  # name, K, N
 
@@ -84,7 +83,7 @@ class ScaledMatmul(Probe):
                     yield from _products(options, shown, (dtype, how, results), largest, first=first, swept=swept)
         layer, few = layers[0], some(_FEW, largest, options)
         form = left[0], "row", "bfloat16" if "bfloat16" in results else results[0]
-        times, experts = range(base.runs(options, _RUNS[device])), "scaled_grouped_matmul"
+        times, experts = range(options.runs or _RUNS[device]), "scaled_grouped_matmul"
         yield _case(layer, "order-wide", "batch_size", largest, sweep(largest, options), form, experts)  # answer: 0
         yield _case(layer, "mixed", "run", largest, times, form, experts)
         given_as = next((d for d in names if d in ("float16", "float32")), "bfloat16")
@@ -113,27 +112,24 @@ class ScaledMatmul(Probe):
         if len(given) > 2 and len(given[2]) > 1:  # the scales of the others are included
             call = call._replace(others=(call.others[0], None, call.others[0], None))
         rows = 4 if case.varied == "position" else _ROWS
-        return base.batch_trials(case, partial(_rows, shaped, case, inputs), at, rows, lambda: call, shaped)
+        return base.batch_trials(case, partial(_rows, shaped, case, inputs), at, rows, call, shaped)
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """As for any operator; None for the quantization itself, since any scale is right."""
         return None if case.operator == "quantize" else super().reference(case, inputs)
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """What the classes are: orders that are known by their bits; a scale that others decided."""
-        said = super().extra(case, inputs, results)  # noqa: S610 - not Django's
+        first, *others = classes.results
         if case.operator == "quantize":
-            width = case.shape["K"]
-            apart = [r for r in results if not identical(r, results[0])]
-            if apart and not any(identical(r[:, width:], results[0][:, width:]) for r in apart):
-                said["note"] = _MEANING
-            return said
-        if case.operator == "scaled_matmul" and case.varied == "batch_size" and case.inputs in ORDER and results[1:]:
-            said["orders"] = [_order_of(result, case, inputs) for result in results]
-            if any(said["orders"]):
-                known = [name or "none of the orders tried" for name in said["orders"]]
-                said["note"] = "; ".join(f"class {i + 1}: {name}" for i, name in enumerate(known))
-        return said
+            scales = slice(case.shape["K"], None)  # they come after the numbers of a row
+            same = any(identical(r[:, scales], first[:, scales]) for r in others)
+            return {"note": _MEANING} if others and not same else {}
+        if not others or (case.operator, case.varied) != ("scaled_matmul", "batch_size") or case.inputs not in ORDER:
+            return {}
+        orders = [_order_of(result, case, inputs) for result in classes.results]
+        known = [f"class {i}: {name or 'none of the orders tried'}" for i, name in enumerate(orders, 1)]
+        return {"orders": orders} | ({"note": "; ".join(known)} if any(orders) else {})
 
 
 def _products(
@@ -154,7 +150,7 @@ def _products(
             yield _case(layer, "mixed", "neighbour_values", min(largest, 64), (), about)
             yield _case(layer, "order-wide", "alignment", min(largest, 33), (), about)
             yield _case(layer, "mixed", "history", min(largest, 16), (), about)
-            yield _case(layer, "mixed", "run", largest, range(base.runs(options, _RUNS[device])), about)
+            yield _case(layer, "mixed", "run", largest, range(options.runs or _RUNS[device]), about)
 
 
 def _case(

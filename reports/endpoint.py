@@ -20,13 +20,10 @@ from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
 from nondet.verdict.served import ArmEvidence, evidence, subjects
 from nondet.verdict.wording import words
 
+Known = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]  # by server and prompt, then by arm
 _COMPARISONS_MOST = 40
 # In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
 _FAR = 1.0
-
-
-Subject = tuple[str, int]  # a server, and the index of a prompt
-Evidence = Mapping[str, ArmEvidence]  # by arm
 
 
 class Divergence(NamedTuple):
@@ -58,9 +55,7 @@ def divergence_of(base: Trace, other: Trace) -> Divergence:
 class Arm:
     """One arm of one server, over all prompts. `known`: the evidence of all arms, by server and prompt."""
 
-    def __init__(
-        self, run: Run, impl: str, arm: str, known: Mapping[Subject, Evidence], traces: Mapping[str, Trace]
-    ) -> None:
+    def __init__(self, run: Run, impl: str, arm: str, known: Known, traces: Mapping[str, Trace]) -> None:
         self.run, self.impl, self.arm = run, impl, arm
         self.requests = [c for c in run.completions if (c.impl, c.arm) == (impl, arm)]  # those that failed, too
         mine = {prompt: of for (server, prompt), of in known.items() if server == impl and arm in of}

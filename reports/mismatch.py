@@ -53,17 +53,17 @@ def _pairs_table(arms: Sequence[Pair]) -> Table:
     for p in arms:
         f, kl = p.figures, f"{p.kl:.1e}" if p.rows_differ else "0" if p.whole else "–"
         seconds = f"{p.cost.sample_seconds:.1f} + {p.cost.train_seconds:.1f}" if p.cost else "–"
-        cells: tuple[str, ...] = ("–", "–", "–", kl, *["–"] * 5)
+        cells: tuple[str, ...] = ("–", "–", "–", kl, *["–"] * 4)
         if f is not None:
             span = "{:.1e} to {:.1e}".format(*f.k3_interval) if f.k3_interval and f.differ else "–"
             first = (f"{counted(f.differ)} of {counted(f.tokens)}", _small(f.k3), span, kl)
             tails = ", ".join(f"{f.tails[q]:.1e}" for q in (0.5, 0.99, 0.999))
             ratios = (f"{f.outside / f.tokens:.1%}", "{:.3f} to {:.3f}".format(*f.ratios))
-            cells = (*first, *ratios, tails, f"{f.mult_prob_error:.4f}", f"{f.long[1]:.1%}")
+            cells = (*first, *ratios, tails, f"{f.mult_prob_error:.4f}")
         rows.append((_arm(p.impl), *cells, seconds))
-    more = ("ratios", "|d|: middle, 99%, 99.9%", "mean of exp |d|", "4,096 tokens in 0.5 to 2", "s, sample + train")
+    more = ("ratios", "|d|: middle, 99%, 99.9%", "mean of exp |d|", "s, sample + train")
     head = ("arm", "other bits", "K3", "95%", "KL, whole rows", "outside 1%", *more)
-    return Table(head, rows, ("nowrap", *["num"] * 10), unshown=more, only=ALL)
+    return Table(head, rows, ("nowrap", *["num"] * 9), unshown=more, only=ALL)
 
 
 def _kinds(pair: Pair) -> Table:

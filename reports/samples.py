@@ -69,7 +69,7 @@ class Samples:
 def _counts_alone(summary: SampleSummary) -> SampleSummary:
     """A server's arms together are not one sample: what differs where, without a rate."""
     bare = replace(summary.rate, low=0.0, high=1.0, method=analysis.COUNTS, rounds=0)
-    return replace(summary, rate=bare, disagreement=None, new_share=None, flips=None, k3=None)
+    return replace(summary, rate=bare, flips=None, k3=None)
 
 
 def sample_blocks(samples: Samples, number: int, opened: bool) -> list[Block]:
@@ -106,8 +106,6 @@ def _overall(samples: Samples, number: int) -> list[Block]:
             "completions (failed), rounds": f"{o.n:,} ({o.failed:,}), {o.rounds:,}",
             f"{unit}s whose logprob traces differ": _traces_text(o),
             f"{unit}s whose texts differ": f"{o.differing_texts:,} of {o.prompts:,}",
-            f"pairs that differ, mean over {unit}s": _share(o.disagreement),
-            f"chance of a new text next, mean over {unit}s": _share(o.new),
         }
         measures.append(mine)
     made: list[Block] = [
@@ -128,10 +126,6 @@ def _side_by_side(impls: Sequence[str], measures: Sequence[Mapping[str, str]]) -
     """A column for each implementation. A measure that none of them has ("") is left out."""
     rows = [(name, *(m[name] or "–" for m in measures)) for name in measures[0] if any(m[name] for m in measures)]
     return Table(("measure", *(Bit(impl, "code") for impl in impls)), rows, ("", *("cell",) * len(impls)))
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else percent(value)
 
 
 def _traces_text(o: PromptSet) -> str:
@@ -187,8 +181,6 @@ def _counts(run: Run, s: SampleSummary, again: Sequence[Row]) -> dict[str, str]:
         "distinct logprob traces": counted(s.distinct_traces) if s.has_logprobs else "no logprobs",
         "share of the most common": rate_text(s.agree) if s.rate.k else "all",
         "differ from it": rate_text(s.rate),
-        "pairs that differ": _share(s.disagreement),
-        "chance of a new one next": _share(s.new_share),
         "K3 to the most common trace, nats a token": "" if s.k3 is None else number(s.k3),
         "margin where they differ; elsewhere": _margins_text(s),
         "tokens that flip": flips_text(s),

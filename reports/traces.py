@@ -173,7 +173,7 @@ def _batch_again(run: Run, batch: Step) -> str:
     """The step in this version's words, by its completions; its own where the records are not those of the step."""
     solo = next((s.facts for s in run.steps if s.name == "greedy"), {})
     again = batch_step(run, "stock", solo) if {"trace", "tokens"} <= solo.keys() else batch
-    return again.sentence if again.figures == batch.figures else batch.sentence
+    return again.sentence if again.figures.items() <= batch.figures.items() else batch.sentence
 
 
 def story_headline(found: Story) -> str:

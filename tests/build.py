@@ -297,6 +297,7 @@ def sampled(
     variants: Callable[[str, int], tuple[Sequence[tuple[int, int]], int]] | None = None,
     pieces: Sequence[str] | None = None,
     failures: int = 0,
+    margin: float = 0.0625,
     alone: bool = False,
     finish: bool = True,
     again: bool = True,
@@ -327,7 +328,7 @@ def sampled(
             logprobs = (np.arange(length, dtype="<f4") * -0.01 - 0.001 * numerics).astype("<f4").tobytes()
             trace = Trace(
                 digest=trace_digest(ids, logprobs), token_ids=ids, logprobs=logprobs, runner_up=ids,
-                margins=np.full(length, 0.0625 * (1 + len(changes)), dtype="<f4").tobytes(),
+                margins=np.full(length, margin * (1 + len(changes)), dtype="<f4").tobytes(),
                 text="".join(pieces[i] for i in ids),
             )  # fmt: skip
             side.write([trace])

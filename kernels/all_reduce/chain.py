@@ -50,9 +50,8 @@ def exchange(x: torch.Tensor, group: dist.ProcessGroup) -> None:
     if share * world != x.numel():
         padded = torch.zeros(share * world, dtype=x.dtype, device=x.device)
         padded[: x.numel()] = x
-    parts = torch.empty_like(padded)
-    dist.all_to_all_single(parts, padded, group=group)
-    total = chain(parts.view(world, share).unbind(0)).contiguous()
+    total, parts = padded.new_empty(share), torch.empty_like(padded)
+    scatter_exchange(total, padded, group)
     gather_into(parts, total, group)
     x.copy_(parts[: x.numel()])
 
@@ -70,11 +69,19 @@ def _check_two(group: dist.ProcessGroup) -> None:
         raise NotImplementedError("the library's order is its own where there are more than two ranks")
 
 
-def _symmetric(name: str, dtypes: tuple[torch.dtype, ...], x: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _torchs(name: str, x: torch.Tensor, group: dist.ProcessGroup) -> None:
     from nondet.kernels.all_reduce import symmetric
 
-    with _space(x, group, dtypes, x.numel() + 4096) as space:
+    with _space(x, group, _TORCH_DTYPES, x.numel() + 4096) as space:
         getattr(symmetric, name)(x, group, space)
+
+
+def _peers(name: str, x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    from nondet.kernels.all_reduce import symmetric
+
+    with _space(x, group, _PEER_DTYPES, x.numel() + 4096) as space:
+        space.flat(x.numel(), x.dtype).copy_(x)
+        getattr(symmetric, name)(x.numel(), x.dtype, x, "chain", space)
 
 
 def push(x: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -116,10 +123,10 @@ MEMBERS: dict[str, Member] = {
     "library": library,
     # PyTorch's symmetric-memory kernels: every rank reads all messages, for small ones; or each reduces a share, and
     # reads the others' shares
-    "one_shot": partial(_symmetric, "one_shot", _TORCH_DTYPES),
-    "two_shot": partial(_symmetric, "two_shot", _TORCH_DTYPES),
-    "peers_one_shot": partial(_symmetric, "chain_one_shot", _PEER_DTYPES),
-    "peers_two_shot": partial(_symmetric, "chain_two_shot", _PEER_DTYPES),
+    "one_shot": partial(_torchs, "one_shot"),
+    "two_shot": partial(_torchs, "two_shot"),
+    "peers_one_shot": partial(_peers, "peers_one_shot"),
+    "peers_two_shot": partial(_peers, "peers_two_shot"),
     "push": push,
 }
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from nondet.kernels.triton_common import on_device
 
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 MAX_RANKS = 8
 _BLOCK = 1024
@@ -535,7 +534,7 @@ class Spaces:
         self.before: list[_Shared] = []
         if last is not None:
             self.before = [*last.before, *chain.from_iterable(last.kept.values())]
-        self.kept: dict[tuple[str, int], list[Any]] = {}
+        self.kept: dict[tuple[type, int], list[Any]] = {}
         self.usable: bool | None = None
 
     def ask(self, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -548,6 +547,7 @@ class Spaces:
 
 
 SPACES: ByGroup[Spaces] = ByGroup(Spaces)
+S = TypeVar("S", bound=_Shared)
 
 
 def available(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -564,30 +564,25 @@ def available(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 def workspace(group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> Workspace | None:
     """A workspace of at least that size; None where there can't be one. Collective: all ranks pass the same size."""
-    space: Workspace | None = _shared("Workspace", group, device, size_bytes)
-    return space
+    return _shared(Workspace, group, device, size_bytes)
 
 
 def mailbox(group: dist.ProcessGroup, device: torch.device, count: int, itemsize: int) -> Mailbox | None:
     """As `workspace`, for a `push` of `count` elements."""
-    size_bytes = mail_bytes(count, itemsize, dist.get_world_size(group))
-    box: Mailbox | None = _shared("Mailbox", group, device, size_bytes)
-    return box
+    return _shared(Mailbox, group, device, mail_bytes(count, itemsize, dist.get_world_size(group)))
 
 
-def _shared(kind: str, group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> Any:
+def _shared(kind: type[S], group: dist.ProcessGroup, device: torch.device, size_bytes: int) -> S | None:
     spaces = SPACES.of(group)
     kept = spaces.kept.setdefault((kind, device.index or 0), [])
     if kept and kept[-1].bytes >= size_bytes:
         return kept[-1]
-    if size_bytes > _MOST_BYTES or torch.cuda.is_current_stream_capturing():
-        return None
-    if not spaces.ask(group, device):
+    if size_bytes > _MOST_BYTES or torch.cuda.is_current_stream_capturing() or not spaces.ask(group, device):
         return None
     size = _LEAST_BYTES
     while size < size_bytes:
         size *= 2
-    kept.append({"Workspace": Workspace, "Mailbox": Mailbox}[kind](group, device, size))
+    kept.append(kind(group, device, size))
     return kept[-1]
 
 
@@ -617,18 +612,6 @@ def two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> Non
         return
     torch.ops.symm_mem.two_shot_all_reduce_(mine, "sum", space.group_name)
     x.copy_(mine[: x.numel()])
-
-
-def chain_one_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
-    """`peers_one_shot` of flat x, in place."""
-    space.flat(x.numel(), x.dtype).copy_(x)
-    peers_one_shot(x.numel(), x.dtype, x, "chain", space)
-
-
-def chain_two_shot(x: torch.Tensor, group: dist.ProcessGroup, space: Workspace) -> None:
-    """`peers_two_shot` of flat x, in place."""
-    space.flat(x.numel(), x.dtype).copy_(x)
-    peers_two_shot(x.numel(), x.dtype, x, "chain", space)
 
 
 def peers_one_shot(count: int, dtype: torch.dtype, out: torch.Tensor, order: str, space: Workspace) -> None:

@@ -20,10 +20,6 @@ from nondet.kernels.all_reduce.symmetric import reduce_peers
 from nondet.kernels.matmul.triton_kernels import rows_fit, tile_at, tma_takes
 from nondet.kernels.triton_common import multiprocessors, on_device
 
-# K is cut into equal chunks. Each chunk's sum is one chain from zero in float32 (as in class "chain"), and chunks are
-# added in float32 along the binary tree of `nondet.kernels.all_reduce.orders`. A program computes 1, 2, 4 or 8
-# neighbouring chunks, a whole subtree, so the bits do not depend on how K is cut over programs or ranks.
-
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -157,8 +157,6 @@ MAX_HEAD_DIM = sys.maxsize  # any
 _FLOATS = 2**20  # of keys processed at a time, so that they stay in a cache
 _HIDDEN = np.float32(-np.inf)
 _LOWEST, _ZERO = np.float32(torch.finfo(torch.float32).min), np.float32(0.0)
-_NUMPYS = (torch.float32, torch.float16)
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 VERIFIED: dict[tuple[object, ...], NotInvariantError | None] = {}
 
 
@@ -178,20 +176,15 @@ def attention(
     are those of `nondet.kernels.attention.cuda.attention`. UserError: shapes or dtypes that do not fit, too many
     queries for the keys, or a gradient is needed. NotInvariantError: this machine has no certified way.
     """
-    batch, heads, q_len, dim = q.shape
+    (batch, heads, q_len, dim), keys = q.shape, k.shape[2]
     if q.numel() == 0:
         return q.new_empty((batch, q_len, heads, dim)).transpose(1, 2)
     way = Way(causal, window, softcap, scale)
     _check(q, k, v, way)
     _prove_once(dim, softcap is not None)
-    return attend(q, k, v, way)
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> torch.Tensor:
-    """`attention` without its checks."""
-    (batch, heads, q_len, dim), keys = q.shape, k.shape[2]
     requests = tuple(_Request(b * q_len, q_len, b * keys, keys, 0) for b in range(batch))
-    out = _attend(q.transpose(1, 2).flatten(0, 1), k, v, requests, way)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = _attend(q, k, v, requests, way)
     return out.view(batch, q_len, heads, dim).transpose(1, 2)
 
 
@@ -250,8 +243,9 @@ def _varlen(
                 "The keys of a request end at its last query, and the first one stands at position 0.",
             )
         requests.append(_Request(q0, q1 - q0, k0, k1 - k0, first))
-    places = None if key_index is None else key_index.numpy()
-    return _attend(q, k, v, tuple(requests), way, places)
+    if key_index is not None:
+        k, v = k.index_select(0, key_index), v.index_select(0, key_index)
+    return _attend(q, k, v, tuple(requests), way)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way) -> None:
@@ -289,25 +283,15 @@ class Way(NamedTuple):
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    requests: tuple[_Request, ...],
-    way: Way,
-    places: _Index | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, requests: tuple[_Request, ...], way: Way
 ) -> torch.Tensor:
-    """q [Tq, Hq, D] over k, v [Tk, Hkv, D] or [B, Hkv, T, D] -> [Tq, Hq, D] in q's dtype; zeros where no request is.
-
-    `places`: the keys' indices in k and v.
-    """
-    out = q.new_zeros(q.shape)
-    written = _bits(out).reshape(-1, q.shape[2])
-    for layout in _planned(requests, q.shape[1], k.shape[-3:] if k.dim() == 4 else k.shape[1:], way, environment_key()):
-        tokens = layout.tokens if places is None else places[layout.tokens]
-        keys = tokens * layout.between_tokens + layout.heads
-        result = computed(_taken(q, layout.queries), _taken(k, keys), _taken(v, keys), layout, way)
-        written[layout.queries] = _bits(result.to(q.dtype))
-    return out
+    """q [Tq, Hq, D] over k, v [Tk, Hkv, D] -> [Tq, Hq, D] in q's dtype; zeros where no request is."""
+    out = torch.zeros(q.shape, dtype=torch.float32)
+    rows = out.view(-1, q.shape[2])
+    for layout in _planned(requests, *q.shape[1:], k.shape[1], way, environment_key()):
+        result = computed(_taken(q, layout.queries), _taken(k, layout.keys), _taken(v, layout.keys), layout, way)
+        rows.index_copy_(0, torch.from_numpy(layout.queries).view(-1), result.view(-1, q.shape[2]))
+    return out.to(q.dtype)
 
 
 class _Tile(NamedTuple):
@@ -325,29 +309,24 @@ class _Layout(NamedTuple):
     """T tiles of one height R that are computed at once, as P pairs of a tile and a block of keys.
 
     First all tiles with their first block, then those that have a second with it, and so on; tiles with more blocks go
-    first. The last pair is repeated until the products have certified batch sizes.
+    first.
     """
 
-    products: tuple[Tiles, Tiles]  # certified batch sizes of `scores` and `values`
     queries: _Index  # [T, Hkv, R], rows of q [.., D]; a tile's last row is repeated until it is full
-    tokens: _Index  # [P, 1, 64], the keys' tokens, where a token beyond the last is the last, hidden
-    # `between_tokens`, `heads`: a token's row of k [.., D] is token * between_tokens + heads [Hkv, 1]
-    between_tokens: int
-    heads: _Index
+    keys: _Index  # [P, Hkv, 64], rows of k [.., D], where a token beyond the last is the last, hidden
     # [P, 1, R, 64], whether a row may not see a key: it is beyond the row, or before its window
     hidden: np.ndarray[Any, np.dtype[np.bool_]]
-    tile: torch.Tensor  # [P], the pair's tile
+    tile: _Index  # [P], the pair's tile
     # of each further block (first pair, number of pairs); they belong to as many of the first tiles
     later: tuple[tuple[int, int], ...]
 
 
 @functools.lru_cache(maxsize=4)  # all layers of a step ask for the same, those with a window for another
 def _planned(
-    requests: tuple[_Request, ...], heads: int, shape: tuple[int, ...], way: Way, environment: tuple[object, ...]
+    requests: tuple[_Request, ...], heads: int, dim: int, kv_heads: int, way: Way, environment: tuple[object, ...]
 ) -> tuple[_Layout, ...]:
-    """Layouts under the settings of now, for keys of shape (Hkv, D), or (Hkv, T, D) within a request's."""
-    kv_heads, dim = shape[0], shape[-1]
-    heights = heights_of(dim)
+    """Layouts under the settings of now."""
+    heights, shared = heights_of(dim), heads // kv_heads
     by_height: dict[int, list[_Tile]] = {}
     for request in requests:
         if way.causal and request.k_len < request.q_len:
@@ -356,8 +335,8 @@ def _planned(
             )
         if request.k_len == 0:
             raise UserError("a request without keys", "Attention over nothing is not defined.")
-        height = _height(request.q_len * (heads // kv_heads), heights)
-        by_height.setdefault(height, []).extend(_tiles_of(request, heads // kv_heads, height, way))
+        height = _height(request.q_len * shared, heights)
+        by_height.setdefault(height, []).extend(_tiles_of(request, shared, height, way))
     layouts = []
     most = _FLOATS // (BLOCK * kv_heads * dim)
     for height, tiles in by_height.items():
@@ -365,7 +344,7 @@ def _planned(
         while tiles:
             ends = itertools.accumulate(tile.blocks for tile in tiles)
             count = max(1, sum(end <= most for end in ends))
-            layouts.append(_laid_out(tiles[:count], heads, shape, height, way))
+            layouts.append(_laid_out(tiles[:count], kv_heads, shared, height, way))
             del tiles[:count]
     return tuple(layouts)
 
@@ -386,54 +365,24 @@ def _tiles_of(request: _Request, shared: int, height: int, way: Way) -> Iterator
         yield _Tile(request, start, seen_from // BLOCK, seen_to // BLOCK - seen_from // BLOCK + 1)
 
 
-def _laid_out(tiles: Sequence[_Tile], heads: int, shape: tuple[int, ...], height: int, way: Way) -> _Layout:
-    kv_heads, dim, shared = shape[0], shape[-1], heads // shape[0]
-    products = products_of(height, dim)
-    pair_tile: list[int] = []
-    pair_block: list[int] = []
-    later: list[tuple[int, int]] = []
-    for block in range(tiles[0].blocks):
-        have_it = sum(tile.blocks > block for tile in tiles)
-        if block:
-            later.append((len(pair_tile), have_it))
-        pair_tile += range(have_it)
-        pair_block += [tile.first_block + block for tile in tiles[:have_it]]
-    while any(sum(sizes.plan(len(pair_tile) * kv_heads).sizes) > len(pair_tile) * kv_heads for sizes in products):
-        pair_tile.append(pair_tile[-1])
-        pair_block.append(pair_block[-1])
-    tile = np.array(pair_tile, dtype=np.int64)
+def _laid_out(tiles: Sequence[_Tile], kv_heads: int, shared: int, height: int, way: Way) -> _Layout:
+    counts = [sum(tile.blocks > block for tile in tiles) for block in range(tiles[0].blocks)]
+    tile = np.concatenate([np.arange(count) for count in counts])
+    blocks = np.concatenate([[t.first_block + i for t in tiles[:count]] for i, count in enumerate(counts)])
     q_start, q_len, k_start, k_len, first, start = np.array([(*t.request, t.start) for t in tiles], dtype=np.int64).T
     end = (first + k_len - 1)[:, None]
     row = np.minimum(start[:, None] + np.arange(height), (q_len * shared - 1)[:, None])
     seen_to = end - q_len[:, None] + 1 + row // shared if way.causal else end + 0 * row
     of_heads = np.arange(kv_heads)[:, None]
-    queries = ((q_start[:, None] + row // shared) * heads + row % shared)[:, None] + of_heads * shared
-    positions = np.array(pair_block, dtype=np.int64)[:, None] * BLOCK + np.arange(BLOCK)
+    queries = ((q_start[:, None] + row // shared) * kv_heads * shared + row % shared)[:, None] + of_heads * shared
+    positions = blocks[:, None] * BLOCK + np.arange(BLOCK)
     begin = first[tile, None]
     tokens = k_start[tile, None] + np.clip(positions, begin, end[tile]) - begin
-    between_tokens, between_heads = kv_heads, 1
-    if len(shape) == 3:  # heads before tokens, in every request
-        between_tokens, between_heads = 1, shape[1]
-        tokens = tokens // between_heads * kv_heads * between_heads + tokens % between_heads
     hidden = positions[:, None] > seen_to[tile, :, None]
     if way.window is not None:
         hidden |= positions[:, None] < np.maximum(first[:, None], seen_to - way.window + 1)[tile, :, None]
-    return _Layout(
-        products,
-        queries=queries,
-        tokens=tokens[:, None],
-        between_tokens=between_tokens,
-        heads=of_heads * between_heads,
-        hidden=hidden[:, None],
-        tile=torch.from_numpy(tile),
-        later=tuple(later),
-    )
-
-
-def _bits(x: torch.Tensor) -> np.ndarray[Any, Any]:
-    """x's own memory; as integers where NumPy lacks the dtype."""
-    numbers: np.ndarray[Any, Any] = (x if x.dtype in _NUMPYS else x.view(_BITS[x.itemsize])).numpy()
-    return numbers
+    later = tuple(zip(itertools.accumulate(counts[:-1]), counts[1:], strict=True))
+    return _Layout(queries, tokens[:, None] * kv_heads + of_heads, hidden[:, None], tile, later)
 
 
 def _taken(x: torch.Tensor, rows: _Index) -> torch.Tensor:
@@ -449,12 +398,12 @@ def computed(q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, layout:
 
     Elementwise steps use NumPy: its vector loops mask their last elements, and its sums are pairwise.
     """
-    (tiles, heads, height, dim), pairs, tile = q.shape, len(keys), layout.tile.numpy()
+    (tiles, heads, height, dim), pairs = q.shape, len(keys)
     note(f"cpu_attention[{height}x{BLOCK}]")
-    by_scores, by_values = layout.products
+    by_scores, by_values = products_of(height, dim)
     scaled = q.numpy()
     scaled *= way.scale if way.scale is not None else 1.0 / math.sqrt(dim)
-    rows = q.index_select(0, layout.tile).flatten(0, 1)
+    rows = q.index_select(0, torch.from_numpy(layout.tile)).flatten(0, 1)
     weights = by_scores.apply((rows, keys.flatten(0, 1)), scores)
     p: _Numbers = weights.numpy().reshape(pairs, heads, height, BLOCK)
     if way.softcap is not None:
@@ -466,7 +415,7 @@ def computed(q: torch.Tensor, keys: torch.Tensor, values_: torch.Tensor, layout:
     top = np.maximum(tops[:tiles], _LOWEST)
     for start, count in layout.later:
         np.maximum(top[:count], tops[start : start + count], out=top[:count])
-    p -= top[tile][..., None]
+    p -= top[layout.tile][..., None]
     np.exp(p, out=p)
     totals = np.add.reduce(p, axis=-1)
     parts = by_values.apply((weights, values_.flatten(0, 1)), values)
@@ -504,32 +453,25 @@ class _Varlen:
     def __init__(self, target: str) -> None:
         self.target = target
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, scale: float | None = None
-    ) -> torch.Tensor:
-        requests = [(q[b], k[b], v[b]) for b in range(q.shape[0])]
-        return torch.stack(self.ragged(requests, causal=causal, scale=scale))
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+        return torch.stack(self.ragged(list(zip(q, k, v, strict=True)), **how))
 
     def ragged(
-        self,
-        requests: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        *,
-        causal: bool = True,
-        scale: float | None = None,
+        self, requests: Sequence[tuple[torch.Tensor, ...]], *, causal: bool = True, scale: float | None = None
     ) -> list[torch.Tensor]:
-        lengths = [(q.shape[1], k.shape[1]) for q, k, _ in requests]
-        packed = [torch.cat([one[i].transpose(0, 1) for one in requests]).contiguous() for i in range(3)]
+        queries, keys, _ = ([x.shape[1] for x in one] for one in zip(*requests, strict=True))
+        packed = [torch.cat([x.transpose(0, 1) for x in one]).contiguous() for one in zip(*requests, strict=True)]
         module, _, name = self.target.partition(":")
         out: torch.Tensor = getattr(import_module(module), name)(
             *packed,
-            cu_seqlens_q=starts([tq for tq, _ in lengths], packed[0].device),
-            cu_seqlens_k=starts([tk for _, tk in lengths], packed[0].device),
-            max_seqlen_q=max(tq for tq, _ in lengths),
-            max_seqlen_k=max(tk for _, tk in lengths),
+            cu_seqlens_q=starts(queries, packed[0].device),
+            cu_seqlens_k=starts(keys, packed[0].device),
+            max_seqlen_q=max(queries),
+            max_seqlen_k=max(keys),
             causal=causal,
             scale=scale,
         )
-        return [part.transpose(0, 1) for part in out.split([tq for tq, _ in lengths])]
+        return [part.transpose(0, 1) for part in out.split(queries)]
 
 
 segments_varlen = _Varlen("nondet.kernels.attention.cuda:attention_varlen")

@@ -115,7 +115,7 @@ def quickest(call: Call, split: bool | None = None) -> Way:
 
 
 def has_few_row_kernels(call: Call) -> bool:
-    """Whether the call has no window and no soft cap, on a GPU that has the kernels of `hopper.decode`."""
+    """Whether the call has no window and no soft cap, on a GPU that has the kernels of `hopper.decode_kernel`."""
     if torch.compiler.is_compiling():
         return False  # they can't be traced, and need not be: the one plan runs there
     return call.window is None and call.softcap is None and hopper.available(call.q.device) is None
@@ -146,7 +146,8 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
     if span:
         spare = hopper.MERGE_CHUNK * head_dim if way.lanes else 0
         part = torch.empty(slots * (head_dim + 2) + spare, device=q.device, dtype=torch.float32)
-    mask = {"VARLEN": packed, "CAUSAL": call.causal, "WINDOW": window > 0}
+    mask = {"VARLEN": packed, "CAUSAL": call.causal}
+    masks = mask | {"WINDOW": window > 0}
     block = f"{plan.block_m}x{plan.block_n}"
     name = ("attention_decode_split" if span else "attention_decode") if way.tiles else None
     name = name or ("attention_split" if span else "attention_one_pass")
@@ -159,20 +160,22 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
     grid = (programs, -(-segments // span) if span else 1)
     with on_device(q):
         if way.tiles:
-            launched = hopper.decode(
-                (q, k, v, out),
-                part,
-                (call.cu_q, call.cu_k, call.key_index),
+            page = call.page if packed else 0
+            boxes = (hopper.descriptor(x, page or plan.block_n) for x in (k, v))
+            launched = triton_launch(
+                hopper.decode_kernel,
+                grid,
+                (q, *boxes, out, part, call.cu_q, call.cu_k, call.key_index),
                 (
                     *(call.tq, call.tk, blocks, heads_kv, span, segments, rows_per_start, slots, qk_scale),
                     *(*strides[:3], *strides[9:]),
                 ),
-                way,
-                grid,
-                page=call.page if packed else 0,
-                **mask,
-                **dims,
-                GROUP=group,
+                {"SPLIT": span > 0, "TILES": way.tiles, "SLOTS": plan.stages, "EARLY": way.early, **mask}
+                | {"GROUP": group, **dims, "BLOCK_N": plan.block_n, "PAGE": page, "WARPS": plan.warps},
+                num_warps=plan.warps,
+                maxnreg=hopper.DECODE_REGISTERS,
+                enable_fp_fusion=False,
+                **({"launch_pdl": True} if way.early else {}),
             )
         else:
             launched = triton_launch(
@@ -183,18 +186,9 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
                     *(call.tq, call.tk, blocks, heads_kv, window, segments, rows_per_start, slots, qk_scale),
                     *(*caps, *strides),
                 ),
-                {
-                    "SPAN": span,
-                    "PEEL": plan.peel,
-                    "PDL": way.pdl,
-                    **mask,
-                    "SOFTCAP": call.softcap is not None,
-                    "GROUP": group,
-                    **dims,
-                    "BLOCK_M": plan.block_m,
-                    "BLOCK_N": plan.block_n,
-                    "BLOCK_D": plan.block_d,
-                },
+                {"SPAN": span, "PEEL": plan.peel, "PDL": way.pdl, **masks, "SOFTCAP": call.softcap is not None}
+                | {"GROUP": group, **dims}
+                | {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d},
                 num_warps=plan.warps,
                 num_stages=plan.stages,
                 enable_fp_fusion=False,
@@ -208,11 +202,9 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
                 segments,
                 (part, out, call.cu_q, call.cu_k),
                 (*(call.tq, call.tk, heads, call.tq * heads, segments, rows_per_start, slots, qk_scale), *strides[9:]),
-                head_dim=head_dim,
                 pdl=way.pdl,
-                VARLEN=packed,
-                CAUSAL=call.causal,
-                SEGMENT=segment,
+                **mask,
+                **dims,
             )
         else:
             merged = triton_launch(
@@ -223,7 +215,7 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
                     *(call.tq, call.tk, heads, call.tq * heads, window, segments, rows_per_start, slots, qk_scale),
                     *strides[9:],
                 ),
-                {"UNROLL": MERGE_UNROLL, "PDL": way.pdl, **mask, **dims, "BLOCK_D": plan.block_d},
+                {"UNROLL": MERGE_UNROLL, "PDL": way.pdl, **masks, **dims, "BLOCK_D": plan.block_d},
                 num_warps=1,
                 enable_fp_fusion=False,
                 **({"launch_pdl": True} if way.pdl else {}),
@@ -236,9 +228,8 @@ def launch(call: Call, way: Way, why: str = "", what: object = None) -> None:
     at = -1 if part is None else len(given) + len(buffers) - 1
     steps = [Step(launched, (0, 1, 2, 3, at, *ends))]
     if way.tiles:
-        rows = (packed and call.page) or plan.block_n
-        boxes = ((1, 1, hopper.pattern(k, rows)), (2, 2, hopper.pattern(v, rows)))
-        steps = [Step(launched, (0, 1, 2, 3, at, *ends[:2], ends[3]), boxes)]
+        patterns = ((i, i, hopper.pattern(x, page or plan.block_n)) for i, x in ((1, k), (2, v)))
+        steps = [Step(launched, (0, 1, 2, 3, at, *ends[:2], ends[3]), (*patterns,))]
     if part is not None:
         steps.append(Step(merged, (at, 3, *ends[: 2 if way.lanes else 3])))
     remember(what, given, (*buffers,), label, *steps)

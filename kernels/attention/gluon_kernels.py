@@ -545,7 +545,7 @@ def merge_all_kernel(
     gl.store(out_ptr + offs_d, (total / l_all).to(out_ptr.dtype.element_ty))
 
 
-# The Gluon kernels behind `hopper.decode`: the order of `cuda` for few rows, a group of tiles at a time.
+# The Gluon kernels behind `hopper.decode_kernel`: the order of `cuda` for few rows, a group of tiles at a time.
 # A decode step is limited by latency. Within a segment only two things form a chain over the tiles: the maximum, which
 # is exact and so may be taken of all tiles at once, and the accumulator. So a program computes the scores of TILES
 # tiles (a segment, or half of one), exchanges their maxima between its warps once, turns all scores into probabilities,

@@ -20,14 +20,14 @@ import triton
 
 from nondet.core.launch import note
 from nondet.kernels import triton_common as common
-from nondet.kernels.attention.triton_kernels import Way
 from nondet.kernels.triton_common import HALF, INTERPRETED, box_at, capability, launch, multiprocessors
 
 try:  # Gluon is experimental: a Triton that lacks what the kernel needs must not disable the other kernels
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from nondet.kernels.attention.gluon_kernels import decode_kernel, merge_all_kernel, prefill_kernel
+    from nondet.kernels.attention.gluon_kernels import decode_kernel as decode_kernel
+    from nondet.kernels.attention.gluon_kernels import merge_all_kernel, prefill_kernel
 
     NO_KERNEL = None
 except (ImportError, AttributeError) as error:  # pragma: no cover - depends on the Triton that is installed
@@ -61,19 +61,6 @@ def layout_fault(name: str, x: torch.Tensor) -> str | None:
     return None
 
 
-def prefill_fault(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
-) -> str | None:
-    """Why the prefill can't take a call, whatever the device; None where it can."""
-    if window is not None:
-        return "it has no sliding window"
-    if softcap is not None:
-        return "it has no soft cap"
-    if causal and q.shape[2] > k.shape[2]:
-        return f"causal, it needs at least as many keys as queries, got {k.shape[2]} and {q.shape[2]}"
-    return call_fault(q, k, v) or layout_fault("q", q)
-
-
 def supports(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, softcap: float | None
 ) -> str | None:
@@ -84,7 +71,11 @@ def supports(
     """
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace it"  # the Triton kernels, which it can trace, give the same bits
-    return available(q.device) or prefill_fault(q, k, v, causal, window, softcap)
+    if window is not None or softcap is not None:
+        return "it has no sliding window and no soft cap"
+    if causal and q.shape[2] > k.shape[2]:
+        return f"causal, it needs at least as many keys as queries, got {k.shape[2]} and {q.shape[2]}"
+    return available(q.device) or call_fault(q, k, v) or layout_fault("q", q)
 
 
 def descriptor(x: torch.Tensor, rows: int) -> Any:
@@ -176,7 +167,7 @@ PAGES = (16, 32, 64, 128)  # of a paged cache, each a box of the copy engine
 _CHUNKS = (4, 8, 16, 32, 64)  # segments merged at a time: one register of a thread for each
 MERGE_CHUNK = _CHUNKS[-1]
 MERGE_COLUMNS = 32  # of a row that one program merges
-_LAUNCH_REGISTERS_DECODE = 128  # of a thread: two programs of 4 warps fit, or one of 8 and a merge; see `hopper`
+DECODE_REGISTERS = 128  # of a thread: two programs of 4 warps fit, or one of 8 and a merge
 
 
 @functools.cache
@@ -201,68 +192,15 @@ def call_fault(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     return layout_fault("k", k) or layout_fault("v", v)
 
 
-def decode(
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    part: torch.Tensor | None,
-    packed: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    numbers: tuple[Any, ...],
-    way: Way,
-    grid: tuple[int, int],
-    *,
-    page: int = 0,
-    **mask: Any,
-) -> Any:
-    """Launch `decode_kernel`: q, k, v, out of `operands` [B, H, T, D]; `part` and the numbers are `cuda.launch`'s.
-
-    Positions are aligned to the end. The plan's stages are the slots of the ring, and its warps those of a program.
-    `packed`: cu_q, cu_k and key_index, where requests are ranges of tokens; `numbers`: from tq to qk_scale, then the
-    steps of q and out; `page`: keys that lie together in a paged cache, 0 for a dense one; `mask`: VARLEN, CAUSAL,
-    GROUP, HEAD_DIM and SEGMENT.
-    """
-    q, k, v, out = operands
-    plan = way.plan
-    boxes = page or plan.block_n
-    return launch(
-        decode_kernel,
-        grid,
-        (q, descriptor(k, boxes), descriptor(v, boxes), out, part, *packed),
-        numbers,
-        {
-            "SPLIT": way.span > 0,
-            "TILES": way.tiles,
-            "SLOTS": plan.stages,
-            "EARLY": way.early,
-            **{name: mask[name] for name in ("VARLEN", "CAUSAL", "GROUP", "HEAD_DIM", "SEGMENT")},
-            "BLOCK_N": plan.block_n,
-            "PAGE": page,
-            "WARPS": plan.warps,
-        },
-        num_warps=plan.warps,
-        maxnreg=_LAUNCH_REGISTERS_DECODE,
-        enable_fp_fusion=False,
-        **({"launch_pdl": True} if way.early else {}),
-    )
-
-
-def merge(
-    rows: int,
-    segments: int,
-    tensors: tuple[Any, ...],
-    numbers: tuple[Any, ...],
-    *,
-    head_dim: int,
-    pdl: bool,
-    **mask: Any,
-) -> Any:
-    """Launch `merge_all_kernel` over rows of `segments` segments at most; `mask`: VARLEN, CAUSAL and SEGMENT."""
+def merge(rows: int, segments: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], pdl: bool, **how: Any) -> Any:
+    """Launch `merge_all_kernel` over rows of at most `segments` segments; `how`: VARLEN, CAUSAL, HEAD_DIM, SEGMENT."""
     chunk = min(MERGE_CHUNK, max(_CHUNKS[0], triton.next_power_of_2(segments)))
     return launch(
         merge_all_kernel,
-        (rows, head_dim // MERGE_COLUMNS),
+        (rows, how["HEAD_DIM"] // MERGE_COLUMNS),
         tensors,
         numbers,
-        {"CHUNK": chunk, **{name: mask[name] for name in ("VARLEN", "CAUSAL")}, "HEAD_DIM": head_dim}
-        | {"SEGMENT": mask["SEGMENT"]},
+        {"CHUNK": chunk, **how},
         num_warps=1,
         enable_fp_fusion=False,
         **({"launch_pdl": True} if pdl else {}),
@@ -276,5 +214,5 @@ def compile_merges(dtype: torch.dtype, head_dim: int, segments: int, device: tor
     for chunk in (n for n in _CHUNKS if n == _CHUNKS[0] or n < 2 * segments):
         part = torch.zeros(2 * chunk * (head_dim + 2) + MERGE_CHUNK * head_dim, dtype=torch.float32, device=device)
         numbers = (1, 1, 2, 2, chunk, 1, 2 * chunk, 1.0, *(out.stride(i) for i in (0, 1, 0)))
-        how = {"VARLEN": True, "CAUSAL": True, "SEGMENT": SEGMENT}
-        merge(2, chunk, (part, out, starts, starts), numbers, head_dim=head_dim, pdl=True, **how)
+        how = {"VARLEN": True, "CAUSAL": True, "HEAD_DIM": head_dim, "SEGMENT": SEGMENT}
+        merge(2, chunk, (part, out, starts, starts), numbers, pdl=True, **how)

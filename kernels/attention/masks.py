@@ -40,11 +40,9 @@ class Packing:
     causal: bool
     q_index: torch.Tensor  # int64, tokens of the flattened [B * Tq] queries
     k_index: torch.Tensor  # int64, tokens of the flattened [B * Tk] keys
-    # `cu_q`, `cu_k`: int32 [spans + 1], where each span begins
-    cu_q: torch.Tensor
+    cu_q: torch.Tensor  # int32 [spans + 1], where each span begins, as in `cu_k`
     cu_k: torch.Tensor
-    # `max_q`, `max_k`: the longest
-    max_q: int
+    max_q: int  # the longest, as `max_k`
     max_k: int
     window: int | None = None  # keys that a query sees at most, its own included
 

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nondet.core.operator import (
-    ANY,
-    INVARIANT,
-    AccuracyBound,
-    AtenOperator,
-    Bench,
-    BenchCell,
-    CertifyCell,
-    Claim,
-    Family,
-    Implementation,
-    Operand,
-    Operator,
-    OrderClass,
-    Shape,
-    Sizes,
-)
+from nondet.core import operator as spec
 from nondet.kernels.matmul.operator import implementations, on_both
 
 _FOLDER = "nondet.kernels.attention"
 _STOCK = "nondet.kernels.stock"
 _KINDS = ("bell", "wide", "outlier")
 
-SEGMENTS = OrderClass(
+SEGMENTS = spec.OrderClass(
     name="segments",
     device="cuda",
     dtypes=("bfloat16", "float16", "float32"),
@@ -44,7 +28,7 @@ SEGMENTS = OrderClass(
         "L' = fma(L, exp2((M-M')c), l exp2((m-M')c)),  A' likewise,  M' = max(M, m),  c = scale log2(e);  out = A/L"
     ),
 )
-CPU_BLOCKS = OrderClass(
+CPU_BLOCKS = spec.OrderClass(
     name="cpu-blocks",
     device="cpu",
     dtypes=("bfloat16", "float32"),
@@ -65,17 +49,17 @@ _CPU_PREFILL: tuple[int, ...] = (256,)
 _GIVEN_BATCHES, _GIVEN_KEYS = (1, 8, 64), 2048  # where the user gave only the other one
 
 
-def _cells(sizes: Sizes, device: str) -> list[BenchCell]:
+def _cells(sizes: spec.Sizes, device: str) -> list[spec.BenchCell]:
     heads = {"Hq": 8, "Hkv": 2, "D": 64} if device == "cpu" else {"Hq": 32, "Hkv": 8, "D": 128}
     decode, prefill = (_CPU_DECODE, _CPU_PREFILL) if device == "cpu" else (_DECODE, _PREFILL)
     if sizes.m is not None or sizes.k is not None:
         keys = sizes.k if sizes.k is not None else _GIVEN_KEYS
         decode, prefill = tuple((b, keys) for b in sizes.m or _GIVEN_BATCHES), (keys,)
-    steps = [BenchCell("attention decode", {"B": b, "Tq": 1, "Tk": keys, **heads}) for b, keys in decode]
-    return steps + [BenchCell("attention prefill", {"B": 1, "Tq": t, "Tk": t, **heads}) for t in prefill]
+    steps = [spec.BenchCell("attention decode", {"B": b, "Tq": 1, "Tk": keys, **heads}) for b, keys in decode]
+    return steps + [spec.BenchCell("attention prefill", {"B": 1, "Tq": t, "Tk": t, **heads}) for t in prefill]
 
 
-def _work(s: Shape) -> tuple[int, int]:
+def _work(s: spec.Shape) -> tuple[int, int]:
     """Query i of Tq has position Tk - Tq + i; a masked score is not counted as work. Two products of D."""
     queries, keys = s["Tq"], s["Tk"]
     pairs = queries * (keys - queries) + queries * (queries + 1) // 2
@@ -91,7 +75,7 @@ _TESTED: dict[str, tuple[_Heads, _Heads, int, tuple[int, ...]]] = {
 }
 
 
-def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
+def _questions(sizes: spec.Sizes, device: str, dtype: str) -> Iterator[spec.CertifyCell]:
     """Prompts of three requests, whole and in chunks; of other dtypes than the first only some, unless named."""
     if (device, dtype) == ("cuda", "float32") and sizes.dtypes is None:
         return
@@ -100,54 +84,60 @@ def _questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
     named = sizes.full or sizes.dtypes is not None or dtype == "bfloat16"
     for query, key, dim in (*(usual if named else usual[:1]), *(more if sizes.full else ())):
         shape = {"B": 3, "Hq": query, "Hkv": key, "T": tokens, "D": dim}
-        yield CertifyCell(shape, values, _KINDS, "GQA" if query != key else "MHA")
+        yield spec.CertifyCell(shape, values, _KINDS, "GQA" if query != key else "MHA")
 
 
-ATTENTION = Operator(
+ATTENTION = spec.Operator(
     name="attention",
     reference="nondet.kernels.reference:attention",
     implementations=implementations(
         _FOLDER,
         "attention",
-        Implementation(name="stock-flash", stock=True, targets={ANY: f"{_STOCK}:attention_flash"}),
-        Implementation(name="stock-efficient", stock=True, targets={"cuda": f"{_STOCK}:attention_efficient"}),
-        Implementation(name="stock-cudnn", stock=True, targets={"cuda": f"{_STOCK}:attention_cudnn"}),
+        spec.Implementation(name="stock-flash", stock=True, targets={spec.ANY: f"{_STOCK}:attention_flash"}),
+        spec.Implementation(name="stock-efficient", stock=True, targets={"cuda": f"{_STOCK}:attention_efficient"}),
+        spec.Implementation(name="stock-cudnn", stock=True, targets={"cuda": f"{_STOCK}:attention_cudnn"}),
         # writes every score to memory, so a long prefill takes seconds
-        Implementation(name="stock-math", stock=True, slow=True, targets={ANY: f"{_STOCK}:attention_math"}),
+        spec.Implementation(name="stock-math", stock=True, slow=True, targets={spec.ANY: f"{_STOCK}:attention_math"}),
         attention_varlen=on_both(_FOLDER, "attention_varlen"),
         attention_backward=on_both(f"{_FOLDER}_backward", "attention_backward"),
         max_head_dim=on_both(_FOLDER, "MAX_HEAD_DIM"),
     ),
-    family=Family(
+    family=spec.Family(
         "attention", "scaled_dot_product_attention, and the paged attention of transformers' continuous batching"
     ),
     aten=(
-        AtenOperator(
+        spec.AtenOperator(
             name="scaled_dot_product_attention",
             replacement="nondet.kernels.dispatch.replacements:attention",
             composed=True,
         ),
     ),
-    accuracy=AccuracyBound("nondet.core.watch:of_attention", "errors of the scores through exp, and gamma_Tk max|v|"),
+    accuracy=spec.AccuracyBound(
+        "nondet.core.watch:of_attention", "errors of the scores through exp, and gamma_Tk max|v|"
+    ),
     claims=(
-        Claim(
+        spec.Claim(
             order=SEGMENTS,
             anchor=f"{_FOLDER}.cuda:attention_by_one_plan",
             members={
-                "invariant": INVARIANT,
+                "invariant": spec.INVARIANT,
                 "hopper": f"{_FOLDER}.hopper:prefill",
                 "split": f"{_FOLDER}.cuda:attention_split",
                 "varlen": f"{_FOLDER}.cpu:segments_varlen",
             },
         ),
-        Claim(
+        spec.Claim(
             order=CPU_BLOCKS,
             anchor=f"{_FOLDER}.cpu:attention",
-            members={"invariant": INVARIANT, "varlen": f"{_FOLDER}.cpu:blocks_varlen"},
+            members={"invariant": spec.INVARIANT, "varlen": f"{_FOLDER}.cpu:blocks_varlen"},
         ),
     ),
-    operands=(Operand(("B", "Hq", "Tq", "D")), Operand(("B", "Hkv", "Tk", "D")), Operand(("B", "Hkv", "Tk", "D"))),
-    bench=Bench(cells=_cells, work=_work, group=("Tk",)),
+    operands=(
+        spec.Operand(("B", "Hq", "Tq", "D")),
+        spec.Operand(("B", "Hkv", "Tk", "D")),
+        spec.Operand(("B", "Hkv", "Tk", "D")),
+    ),
+    bench=spec.Bench(cells=_cells, work=_work, group=("Tk",)),
     drawn_by="nondet.core.operands:of_attention",
     questions=_questions,
 )

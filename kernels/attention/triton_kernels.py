@@ -443,7 +443,7 @@ def merge_kernel(
 
 SEGMENT = 512  # keys; part of the class
 
-FEW_ROWS = 16  # of a block of `hopper.decode`, the smallest there is
+FEW_ROWS = 16  # of a block of `hopper.decode_kernel`, the smallest there is
 
 _START_TILES, _MERGE_TILES = 1, 1  # the cost of a start and of a merge, in the time of a tile of 128 keys
 
@@ -465,10 +465,12 @@ class Way(NamedTuple):
     plan: Plan
     span: int  # segments of one program: 0 for all of them, merged there; else this many, and a second launch merges
     pdl: bool  # the second launch starts before the first has ended
-    # how many `hopper.decode` takes at a time, the plan's stages being the slots of its ring; 0: `attend_kernel`
+    # how many `hopper.decode_kernel` takes at a time, the plan's stages being the slots of its ring; 0: `attend_kernel`
     tiles: int = 0
-    lanes: bool = False  # the second launch is that of `hopper.decode`, whose lanes compute the factors of all segments
-    # the first launch starts before the kernel before it has ended, and waits; only `hopper.decode`
+    lanes: bool = (
+        False  # the second launch is that of `hopper.decode_kernel`, whose lanes compute the factors of all segments
+    )
+    # the first launch starts before the kernel before it has ended, and waits; only `hopper.decode_kernel`
     early: bool = False
 
     @property
@@ -573,7 +575,7 @@ _ALONE, _PAIR = Plan(FEW_ROWS, 128, 128, 4, 6, False), Plan(FEW_ROWS, 128, 128, 
 
 @functools.cache
 def few_rows(programs: int, segments: int, head_dim: int, device: torch.device) -> Way:
-    """For blocks of FEW_ROWS rows on Hopper, by the kernels of `hopper.decode`.
+    """For blocks of FEW_ROWS rows on Hopper, by the kernels of `hopper.decode_kernel`.
 
     If multiprocessors have one program each, it takes a segment at a time and all of the memory; with more programs,
     two share a multiprocessor, and one loads while the other computes.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from nondet.kernels.attention.cpu import Way
 from nondet.kernels.matmul.cpu import bmm
 from nondet.kernels.pointwise.cpu import vectors_only
 from nondet.kernels.rows.cpu import row_sums
@@ -57,22 +58,16 @@ def attention_backward(
             if q0 == q1 or k0 == k1 or not gradient[q0:q1].any():  # padding, which no loss depends on
                 continue
             mine = q[q0:q1], gradient[q0:q1], k[k0:k1], v[k0:k1]
-            found = _request(*mine, scale, causal, window, softcap)
+            found = _request(*mine, Way(causal, window, softcap, scale), scale)
             for part, (a, b), of in zip(parts, ((q0, q1), (k0, k1), (k0, k1)), found, strict=True):
                 part[a:b] = of
     return parts[0], parts[1], parts[2]
 
 
 def _request(
-    q: torch.Tensor,
-    gradient: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
+    q: torch.Tensor, gradient: torch.Tensor, k: torch.Tensor, v: torch.Tensor, way: Way, scale: float
 ) -> Gradients:
+    causal, window, softcap, _ = way
     heads, queries, group, dim = k.shape[1], q.shape[0], q.shape[1] // k.shape[1], q.shape[2]
     all_keys, all_values = (_by_head(x, heads, 1) for x in (k, v))  # [Hkv, S', D]
     of_keys, of_values = torch.zeros_like(all_keys), torch.zeros_like(all_values)

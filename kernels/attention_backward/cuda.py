@@ -281,18 +281,9 @@ def attention_backward(
     group = heads // k.shape[1]
     cu_q, cu_k = (x.to(device=q.device, dtype=torch.int32) for x in (cu_seqlens_q, cu_seqlens_k))
     numbers = (scale * _LOG2_E, float(scale), float(softcap or 1.0), int(window or 0))
-    modes = {
-        "CAUSAL": causal,
-        "WINDOW": window is not None,
-        "CAPPED": softcap is not None,
-        "PRECISION": "ieee",
-        "ROWS": rows,
-        "KEYS": keys,
-        "BLOCK_D": block_d,
-        "num_warps": 4,
-        "num_stages": 2,
-        "enable_fp_fusion": False,
-    }
+    modes = {"CAUSAL": causal, "WINDOW": window is not None, "CAPPED": softcap is not None, "PRECISION": "ieee"}
+    modes |= {"ROWS": rows, "KEYS": keys, "BLOCK_D": block_d}
+    modes |= {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
     note(f"attention_backward[{rows}x{keys}]")
     with on_device(q):
         _queries_kernel[(triton.cdiv(max_seqlen_q, rows), heads, requests)](

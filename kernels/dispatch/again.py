@@ -1,4 +1,4 @@
-"""What is bound for calls like one before: what they need and nothing more.
+"""What is bound on CUDA for calls like one before: what they need and nothing more.
 
 The first call of an operator goes through its replacement, which checks everything. Then its binder, called with the
 same arguments, gives a function of them in which all is settled that dtypes, shapes, strides, alignment and the
@@ -18,25 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nondet.kernels.attention import cpu as attention
 from nondet.kernels.dispatch.replacements import note_hidden
 from nondet.kernels.dispatch.state import DTYPES
-from nondet.kernels.matmul import cpu as matmul
-from nondet.kernels.matmul.cpu_tiles import environment_key
-from nondet.kernels.rows import cpu as rows
 
 _Bound = Callable[..., Any] | None
 ALIGNMENT = {"cpu": 64, "cuda": 256}  # the most bytes of an address that a kernel's choice depends on
 
 
 class Binder(NamedTuple):
-    """What decides later calls of an operator on one device."""
+    """What decides later calls of an operator."""
 
     # bind(*args, **kwargs) -> what gives the bits of the replacement for calls like this one, or None
     bind: Callable[..., _Bound]
     # gives what the process may change meanwhile and by which `bind` gives another function
     settings: Callable[[], object]
-    alignment: int  # how many bytes of an address decide
 
 
 def _product_on_cuda(linear: bool, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> _Bound:
@@ -125,58 +120,6 @@ def _attention_on_cuda(
     return launches and (lambda q, k, v, *rest, **more: launches(q, k, v)[0].transpose(1, 2))
 
 
-def _bound_softmax(name: str, x: torch.Tensor, dim: int, half_to_float: bool) -> _Bound:
-    if half_to_float or x.dim() < 2 or dim not in (-1, x.dim() - 1):
-        return None
-    kernel, reduce = getattr(rows, name), rows.reduction(name, rows.wide(x))
-
-    def compute(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
-        note_hidden(name, x)  # by its numbers
-        return kernel(x, reduce)
-
-    return compute
-
-
-def _bound_reduction(
-    name: str, x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, **options: Any
-) -> _Bound:
-    if options or x.dim() < 2 or not dim or len(dim) != 1 or dim[0] not in (-1, x.dim() - 1):
-        return None
-    kernel, reduce = getattr(rows, name), rows.reduction("sum", rows.wide(x))
-
-    def compute(x: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
-        out = kernel(x, reduce)
-        return out.unsqueeze(-1) if keepdim else out
-
-    return compute
-
-
-def _bound_norm(kernel: Callable[..., Any], x: torch.Tensor, shape: Sequence[int], *more: Any) -> _Bound:
-    sums = rows.reduction("sum", rows.wide(x))
-    return lambda x, shape, *more: kernel(x, *more, sums)
-
-
-def _bound_attention(
-    q: torch.Tensor, k: torch.Tensor, v: Any, mask: Any = None, dropout: Any = 0, causal: bool = False, **options: Any
-) -> _Bound:
-    if mask is not None or (causal and q.shape[2] != k.shape[2]):
-        return None
-    way = attention.Way(causal or q.shape[2] == 1, None, None, options.get("scale"))
-    return lambda q, k, v, *more, **options: attention.attend(q, k, v, way)
-
-
-_ON_CPU: dict[str, Callable[..., _Bound]] = {
-    "linear": matmul.bound_linear,
-    "mm": matmul.bound_mm,
-    "_softmax": partial(_bound_softmax, "softmax"),
-    "_log_softmax": partial(_bound_softmax, "log_softmax"),
-    "mean.dim": partial(_bound_reduction, "mean"),
-    "sum.dim_IntList": partial(_bound_reduction, "sum"),
-    "rms_norm": partial(_bound_norm, rows.rms_norm),
-    "native_layer_norm": partial(_bound_norm, rows.layer_norm),
-    "scaled_dot_product_attention": _bound_attention,
-}
-
 _PRODUCTS_ON_CUDA: dict[str, Callable[..., _Bound]] = {
     "linear": partial(_product_on_cuda, True),
     "mm": partial(_product_on_cuda, False),
@@ -196,11 +139,6 @@ _products_precision = partial(torch._C._get_fp32_precision_getter, "cuda", "matm
 # launches are made on the current device, and are bound to tensors there
 _current_device: Callable[[], object] = getattr(torch._C, "_cuda_getDevice", int)
 
-# dispatch key -> aten operator -> its binder
-BINDERS = {
-    "CPU": {name: Binder(bind, environment_key, ALIGNMENT["cpu"]) for name, bind in _ON_CPU.items()},
-    "CUDA": {
-        **{name: Binder(bind, _products_precision, ALIGNMENT["cuda"]) for name, bind in _PRODUCTS_ON_CUDA.items()},
-        **{name: Binder(bind, _current_device, ALIGNMENT["cuda"]) for name, bind in _LAUNCHES_ON_CUDA.items()},
-    },
-}
+# aten operator on CUDA -> its binder; on a CPU every call goes through its replacement
+BINDERS = {name: Binder(bind, _products_precision) for name, bind in _PRODUCTS_ON_CUDA.items()}
+BINDERS |= {name: Binder(bind, _current_device) for name, bind in _LAUNCHES_ON_CUDA.items()}

@@ -164,7 +164,7 @@ def _of_families(device: str) -> _Functions:
             # a composed operator with a kernel only for the device loses its gradient
             keys = (device, f"Autograd{device}") if name in COMPOSED else (device,)
             for key, original in _originals(name, keys):
-                binder = BINDERS[device].get(name)
+                binder = BINDERS.get(name) if device == "CUDA" else None
                 made[f"aten::{name}", key] = functions.replacing(name, family, kernels, original, replacement, binder)
     return made
 
@@ -222,20 +222,18 @@ def prepare(
         requests: Rows of the output projection, one for each request of a step; None: as `tokens`.
         progress: Called with (calls done, calls, what was proven and compiled so far) before each call.
     """
-    sizes = sorted(set(tokens))
+    sizes, report = sorted(set(tokens)), progress or (lambda *_: None)
     ends = sizes if requests is None else sorted(set(requests))
     calls = [(module, width, size) for module, width, last in _kinds(model) for size in (ends if last else sizes)]
     wide = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1), torch.bfloat16)
     with first_uses() as uses, torch.no_grad():
         for done, (module, width, size) in enumerate(calls):
-            if progress is not None:
-                progress(done, len(calls), uses)
+            report(done, len(calls), uses)
             weight: torch.Tensor = module.weight
             dtype = weight.dtype if weight.element_size() > 1 else wide  # FP8 layers take the other layers' dtype
             with suppress(Exception):  # a failure is reported in the run, where it is recorded
                 module(torch.zeros(1, size, width, dtype=dtype, device=weight.device))
-        if progress is not None:
-            progress(len(calls), len(calls), uses)
+        report(len(calls), len(calls), uses)
     return uses
 
 

@@ -206,15 +206,13 @@ _Note = Callable[[str], None]
 _POINTWISE = OPERATORS["pointwise"]
 _WHOLE = ("scaled_dot_product_attention", "rms_norm")
 _PRIMS_THAT_REDUCE = frozenset({"fft_c2c", "fft_c2r", "fft_r2c", "prod", "sum", "svd", "var"})
-_saved_compile: list[Any] = []  # [the compiler's entry as it was], while installed
-_notes: list[_Note] = []  # who is notified, while installed
+_installed: list[tuple[Any, _Note]] = []  # [(the compiler's entry as it was, who is notified)], while installed
 
 
 def install_compile(note: _Note) -> None:
     """Make inductor compile our operators, and compile everything again."""
     wrapper = torch._TorchCompileInductorWrapper
-    _saved_compile.append(wrapper.__call__)
-    _notes.append(note)
+    _installed.append((wrapper.__call__, note))
 
     def call(self: Any, model: Any, inputs: Any, *, config_patches: dict[str, Any] | None = None) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -233,9 +231,8 @@ def install_compile(note: _Note) -> None:
 
 def uninstall_compile() -> None:
     """Undo `install`; nothing where nothing is installed."""
-    if _saved_compile:
-        _notes.clear()
-        torch._TorchCompileInductorWrapper.__call__ = _saved_compile.pop()  # type: ignore[method-assign]
+    if _installed:
+        torch._TorchCompileInductorWrapper.__call__ = _installed.pop()[0]  # type: ignore[method-assign]
         _forget_graphs()
 
 
@@ -249,7 +246,7 @@ def traced(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs:
     if name in _WHOLE and compiler:
         if not grad and (name == "rms_norm" or _of_a_decoder(*args[:3])):
             return _operators()[operator_of(name)](*args, **kwargs)
-        for note in _notes:
+        for _, note in _installed:
             note(f"{name}: taken apart by torch.compile, {'as a gradient is asked for' if grad else 'for its shapes'}")
     return original.call_boxed(keyset, *args, **kwargs)
 
@@ -377,7 +374,7 @@ def replacing(
         binder: What it binds is called for later calls of the same `call_key`; None where there is nothing shorter.
     """
     composed, stock, keyed = name in COMPOSED, original.call_boxed, binder is not None
-    bind, settings, alignment = (None, tuple, 0) if binder is None else binder
+    bind, settings = (None, tuple) if binder is None else binder
     first = _first(name, family, kernels, original, replacement, bind)
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -391,7 +388,7 @@ def replacing(
         now = current()
         key: tuple[object, ...] = ()
         if keyed and family in now.families:
-            key = call_key(name, args, kwargs, alignment, settings())
+            key = call_key(name, args, kwargs, ALIGNMENT["cuda"], settings())
             decided = now.decisions.get(key)
             if decided is not None:
                 inside.active = True

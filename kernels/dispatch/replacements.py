@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -625,11 +624,12 @@ def pow_scalar_(kernels: Kernels, x: torch.Tensor, exponent: Any) -> torch.Tenso
 
 
 class _Form(NamedTuple):
-    """One of c10d's operators whose sums are replaced."""
+    """One of c10d's operators that sum."""
 
     name: str  # its name in the coverage
     group: int  # index of the process group among its arguments; the reduction is the next one
     answers: bool = True  # whether it returns its tensors in addition to the work
+    replaced: bool = True  # False: its order is the library's
 
     def pairs(self, args: tuple[Any, ...]) -> list[tuple[torch.Tensor, Any]]:
         """(result, message): one tensor twice for an all-reduce, which is in place."""
@@ -643,8 +643,8 @@ _FORMS = {
     "_reduce_scatter_base_": _Form("reduce_scatter", 2),
     "reduce_scatter_": _Form("reduce_scatter", 2),
     "reduce_scatter_tensor_coalesced_": _Form("reduce_scatter", 2, answers=False),
-}
-_AT_RISK = "reduce_"  # without a replacement: its order is the library's. Gathers and broadcasts copy.
+    "reduce_": _Form("reduce_", 1, replaced=False),
+}  # gathers and broadcasts copy
 _KEY = "BackendSelect"
 _EXACT = ("MAX", "MIN", "BAND", "BOR", "BXOR")
 
@@ -658,7 +658,6 @@ def functions(devices: tuple[str, ...]) -> dict[tuple[str, str], Callable[..., A
     for name, form in _FORMS.items():
         if hasattr(torch.ops.c10d, name):  # not each is in every torch
             made[f"c10d::{name}", _KEY] = _replacing(form, _stock(name), types)
-    made[f"c10d::{_AT_RISK}", _KEY] = _watching(_AT_RISK, _stock(_AT_RISK), types)
     return made
 
 
@@ -682,7 +681,7 @@ def _replacing(form: _Form, stock: Callable[..., Any], devices: frozenset[str]) 
         reduction = _name_of(args[form.group + 1])
         how, reason = "", ""
         if floating(tensors, {}) and reduction not in _EXACT:
-            if ALL_REDUCES.name not in now.families:
+            if ALL_REDUCES.name not in now.families or not form.replaced:
                 how = "at_risk"
             else:
                 reason = _reduced(form, args, reduction)
@@ -699,17 +698,6 @@ def _replacing(form: _Form, stock: Callable[..., Any], devices: frozenset[str]) 
     return run
 
 
-def _watching(name: str, stock: Callable[..., Any], devices: frozenset[str]) -> Callable[..., Any]:
-    def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        out = stock(keyset, *args, **kwargs)
-        at_risk = not inside.active and floating(args, kwargs) and _on(args, devices)
-        if at_risk and not any(_name_of(x) in _EXACT for x in args):
-            count("at_risk", label(name, args))
-        return out
-
-    return run
-
-
 def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
     for x in args:
         if isinstance(x, torch.Tensor):
@@ -720,17 +708,12 @@ def _on(args: tuple[Any, ...], devices: frozenset[str]) -> bool:
 
 
 def _name_of(operation: Any) -> str:
-    if not isinstance(operation, torch.ScriptObject) or not hasattr(operation, "op"):
-        return ""
-    return _names().get(int(operation.op()), "")
-
-
-@functools.cache
-def _names() -> dict[int, str]:
     from torch.distributed import ReduceOp
 
-    members: dict[str, Any] = dict(ReduceOp.RedOpType.__members__)
-    return {int(value): name for name, value in members.items()}
+    if not isinstance(operation, torch.ScriptObject) or not hasattr(operation, "op"):
+        return ""
+    name: str = ReduceOp.RedOpType(int(operation.op())).name
+    return name
 
 
 def _reduced(form: _Form, args: tuple[Any, ...], reduction: str) -> str:

@@ -116,29 +116,19 @@ note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as t
 # function must be the one that its source shows. transformers' own decorators are allowed: stock calls them too.
 
 
-def own_source(function: Any) -> str:
-    """The dedented source of a function. Raises OSError: none, or a foreign wrapper; TypeError: not a function."""
+@functools.cache
+def source_of(function: Any) -> tuple[tuple[str, ...], str]:
+    """(names of its arguments, its body without docstring and comments); both empty where there is no own source."""
     layer = function
     while (inner := getattr(layer, "__wrapped__", None)) is not None:
-        if not _is_of_transformers(layer):
-            raise OSError("a wrapper stands around it")
+        code = getattr(layer, "__code__", None)
+        if code is None or f"{os.sep}transformers{os.sep}" not in code.co_filename:
+            return (), ""
         layer = inner
-    if not isinstance(layer, types.FunctionType):
-        raise TypeError("no function")
-    return textwrap.dedent(inspect.getsource(layer))
-
-
-def _is_of_transformers(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and f"{os.sep}transformers{os.sep}" in code.co_filename
-
-
-@functools.cache
-def _source(function: Any) -> tuple[tuple[str, ...], str]:
-    """(names of its arguments, its body without docstring and comments); both empty where there is no own source."""
     try:
-        definition = ast.parse(own_source(function)).body[0]
-    except (OSError, TypeError, SyntaxError):
+        text = inspect.getsource(layer) if isinstance(layer, types.FunctionType) else ""
+        (definition, *_) = ast.parse(textwrap.dedent(text)).body
+    except (OSError, SyntaxError, ValueError):
         return (), ""
     if not isinstance(definition, ast.FunctionDef):
         return (), ""
@@ -188,21 +178,16 @@ def _counted(_: Any, original: Any) -> Any:
         if kind not in ("default", "linear", "llama3", "yarn", None):  # the usual ones need no further check
             given = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
             layer_type = given.get("layer_type")
-            if isinstance(kind, dict):  # by the layers' type
-                kind = kind.get(layer_type, "")
-            if "dynamic" in kind or kind == "longrope":
-                _note(self, kind, layer_type, given.get("position_ids"))
+            kind = kind.get(layer_type, "") if isinstance(kind, dict) else kind  # by the layers' type
+            what = f"transformers rotary embedding {kind!r}: frequencies by the longest request of the step"
+            follows = "dynamic" in kind or kind == "longrope"
+            if follows and torch.compiler.is_compiling():
+                note_traced(what)
+            elif follows and _is_beyond(self, layer_type, given.get("position_ids")):
+                count("at_risk", what)
         return original(self, *args, **kwargs)
 
     return forward
-
-
-def _note(module: Any, kind: str, layer_type: str | None, positions: torch.Tensor | None) -> None:
-    what = f"transformers rotary embedding {kind!r}: frequencies by the longest request of the step"
-    if torch.compiler.is_compiling():
-        note_traced(what)
-    elif _is_beyond(module, layer_type, positions):
-        count("at_risk", what)
 
 
 def _is_beyond(module: Any, layer_type: str | None, positions: torch.Tensor | None) -> bool:
@@ -265,7 +250,7 @@ def _form(forward: Any, inner: Any) -> Form | None:
 
 
 def _text_of(method: Any) -> str:
-    names, text = _source(method)
+    names, text = source_of(method)
     if len(names) != 2:
         return ""
     body = ast.parse(text)
@@ -328,9 +313,9 @@ def rotates(module: Any, function: Any) -> bool:
     """Whether that function, with the module's own halves, rotates as Llama does."""
     defaults = getattr(inspect.unwrap(function), "__defaults__", None) if callable(function) else None
     return (
-        _source(function) == (("q", "k", "cos", "sin", "unsqueeze_dim"), _TEXT_ROTARY)
+        source_of(function) == (("q", "k", "cos", "sin", "unsqueeze_dim"), _TEXT_ROTARY)
         and defaults == (1,)
-        and _source(vars(module).get("rotate_half")) == (("x",), _HALVES)
+        and source_of(vars(module).get("rotate_half")) == (("x",), _HALVES)
     )
 
 

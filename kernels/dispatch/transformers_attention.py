@@ -7,16 +7,15 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 import torch
 
 from nondet.errors import UserError
-from nondet.kernels.attention.masks import Packing, attend_packed, one_query_each, packing_of
+from nondet.kernels.attention.masks import attend_packed, one_query_each, packing_of
 from nondet.kernels.dispatch.differentiable import with_gradient
 from nondet.kernels.dispatch.state import DTYPES, count, current, guarded, kernels_for
-from nondet.kernels.dispatch.transformers import Replacement, installed, note_traced
+from nondet.kernels.dispatch.transformers import Replacement, installed, note_traced, source_of
 
 # A step of continuous batching packs the queries of many requests into one row, reads their keys from a paged cache,
 # and separates them by a mask. Stock attention then reduces over the keys of all requests, including hidden ones, so a
@@ -86,15 +85,7 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
     refuses_soft_cap = "softcap" in getattr(getattr(original, "__code__", None), "co_consts", ())
 
     @functools.wraps(original)
-    def forward(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if "attention" not in current().families:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         cache = kwargs.get("cache")
@@ -105,7 +96,7 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
             window = bound.get("sliding_window")
             if window and key.shape[2] >= window and not (attention_mask is None and query.shape[2] > 1):
                 # First keys may be gone or hidden: the rest does not show where a request began.
-                out = in_window(query, key, value, attention_mask, window, bound)
+                out = in_window(query, key, value, attention_mask, bound)
                 if out is not None:
                     count("replaced", f"transformers attention {name!r}, windowed")
                     return out, None
@@ -120,12 +111,7 @@ def _stand_in(name: str, original: _Attention) -> _Attention:
 
 
 def windowed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    window: int,
-    kwargs: dict[str, Any],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """query [B, Hq, Tq, D] over the last keys and values [B, Hkv, Tk, D] of requests -> [B, Tq, Hq, D].
 
@@ -137,28 +123,20 @@ def windowed(
         return None
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention, which is not called, would do
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    positions, (batch, _, q_len, _) = kwargs.get("position_ids"), query.shape
+    positions, window, (batch, _, q_len, _) = kwargs.get("position_ids"), kwargs["sliding_window"], query.shape
     kernels = _kernels_taking(query, key, value, mask)
-    if kernels is None or kwargs.get("dropout") or positions is None or positions.dim() != 2:
+    if kernels is None or kwargs.get("dropout") or positions is None or positions.shape[1:] != (q_len,):
         return None
-    if positions.shape[1] != q_len:
-        return None
-    packings: list[Packing] | None
+    packings = None if mask is None else packing_of(mask, batch, q_len, anchored=False)
     if mask is None:  # one query, which sees every key that is left
         packings = [one_query_each(batch, key.shape[2], query.device)]
-    else:
-        packings = packing_of(mask, batch, q_len, anchored=False)
-    if packings is None:
-        return None
-    shown = (p.causal and (p.max_k <= window if p.window is None else p.window == window) for p in packings)
-    if not all(shown):  # the mask shows something else than the layer's window
+    seen = (p.causal and (p.max_k <= window if p.window is None else p.window == window) for p in packings or ())
+    if packings is None or not all(seen):  # the mask shows something else than the layer's window
         return None
     flat = positions.expand(batch, q_len).reshape(-1)
-    more: dict[str, Any] = {"window": window, "softcap": kwargs.get("softcap")}
-    out = attend_packed(
-        *(kernels.attention_varlen, query, key, value, packings), kwargs.get("scaling"), positions=flat, **more
-    )
-    return out.transpose(1, 2)
+    more: dict[str, Any] = {"positions": flat, "window": window, "softcap": kwargs.get("softcap")}
+    attend = kernels.attention_varlen
+    return attend_packed(attend, query, key, value, packings, kwargs.get("scaling"), **more).transpose(1, 2)
 
 
 def _kernels_taking(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Any:
@@ -180,8 +158,7 @@ def _paged(
     """
     # the call's argument first: hybrid models (EXAONE 4) keep the window's size in layers of full attention, too
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
-    positions = None
-    window = _kept_window(cache, module, window)
+    window, positions = _kept_window(cache, module, window), None
     if window:
         # The cache keeps a request's last keys; only the queries' positions show where its first one was.
         positions = kwargs.get("position_ids")
@@ -209,7 +186,6 @@ def _paged(
         keys, values = update_cache(
             cache, module.layer_idx, key, value, kwargs, "sliding_attention" if window else "full_attention"
         )
-    paged = {} if index is None else {"key_index": index}
     out = kernels_for(query.device.type).attention_varlen(
         query[0].transpose(0, 1),
         keys,
@@ -222,7 +198,7 @@ def _paged(
         causal=True,
         window=window,
         positions=positions,
-        **paged,
+        key_index=index,
     )
     return out[None]
 
@@ -365,21 +341,14 @@ def _stand_in_eager(_: Any, original: Any) -> Any:
 
 @functools.cache
 def _is_known(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    return code is not None and _what_it_does(code) in _known_codes()
+    return source_of(function) in _known_sources()
 
 
 @functools.cache
-def _known_codes() -> frozenset[object]:
+def _known_sources() -> frozenset[object]:
     modules = (importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in _KNOWN)
     originals = (installed(module, _NAME)[0] or vars(module)[_NAME] for module in modules)
-    return frozenset(_what_it_does(original.__code__) for original in originals)
-
-
-def _what_it_does(code: CodeType) -> object:
-    """Equal for functions with the same code, apart from docstring and annotations."""
-    constants = tuple(repr(x) for x in code.co_consts if x is not None and not isinstance(x, str))
-    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+    return frozenset(map(source_of, originals)) - {((), "")}
 
 
 def _compute(
@@ -405,7 +374,7 @@ def _compute(
     window = kwargs.get("sliding_window")
     if window and k_len >= window and not (attention_mask is None and q_len > 1):
         bound = {**kwargs, "scaling": scale, "softcap": softcap}
-        found: torch.Tensor | None = windowed(query, key, value, attention_mask, window, bound)
+        found: torch.Tensor | None = windowed(query, key, value, attention_mask, bound)
         if found is not None or q_len == 1:  # one row does not distinguish a window's hidden keys from padding
             return found
     if attention_mask is None:  # every query sees every key

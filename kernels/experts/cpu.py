@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -144,18 +143,9 @@ def grouped_tiles(dtype: str) -> dict[str, Call]:
     from nondet.kernels.experts.cuda import grouped_chain, tiles
 
     found = tiles(getattr(torch, dtype))
+    copied = found if dtype in ("bfloat16", "float16") else ()
     plain: dict[str, Call] = {tile.name: partial(grouped_chain, tile=tile, tma=False) for tile in found}
-    return plain | {
-        f"{tile.name} tma": partial(_grouped_tma, tile) for tile in found if dtype in ("bfloat16", "float16")
-    }
-
-
-def _grouped_tma(tile: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    from nondet.kernels.experts.cuda import grouped_chain, takes_tma
-
-    if not takes_tma(x, weight):
-        raise NotImplementedError("TMA does not read this layout here")
-    return grouped_chain(x, weight, offsets, tile=tile, tma=True)
+    return plain | {f"{tile.name} tma": partial(grouped_chain, tile=tile, tma=True) for tile in copied}
 
 
 def each_row_by_cpu_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -36,14 +36,8 @@ from nondet.kernels.matmul.triton_kernels import Tile, anchor, chain, matmul_cha
 from nondet.kernels.rows.cuda_softmax import softmax
 from nondet.kernels.triton_common import HALF, INTERPRETED, accumulator, capability, on_device, require
 
-# The choice of experts, and the sum of their results. `topk` gives the largest first, and of equal numbers the one with
-# the lower index, so that only the row decides ties between experts (bfloat16 router logits have many); torch.topk
-# leaves ties open, and chooses its algorithm by the number of rows. `sum_middle` and `index_add_` add in sequence, in
-# float32, in the order of the axis or of the index, and round once; no atomics. Nothing is read back to the host.
-
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 _DTYPES_ROUTING = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_EXPERTS = 1024
@@ -218,17 +212,9 @@ def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tupl
 def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
     """(member, key) of the certificate: one expert's product at any number of rows."""
     step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    rows, columns = weight.stride(1), weight.stride(2)
-    return _written(x.dtype, x.shape[1], weight.shape[2], step, rows, columns, _alignment(x, weight), tile, tma)
-
-
-@functools.lru_cache(maxsize=4096)
-def _written(
-    dtype: torch.dtype, k: int, n: int, step: int, rows: int, columns: int, alignment: int, tile: Tile, tma: bool
-) -> tuple[str, str]:
-    name = f"triton {tile.name}{' tma' if tma else ''}"
-    key = (str(dtype).removeprefix("torch."), f"K={k} N={n}", f"x={step}", f"weight={rows},{columns}")
-    return name, operands_key("grouped", key, (f"@{alignment}",))
+    sizes, steps = f"K={x.shape[1]} N={weight.shape[2]}", f"weight={weight.stride(1)},{weight.stride(2)}"
+    key = (str(x.dtype).removeprefix("torch."), sizes, f"x={step}", steps)
+    return f"triton {tile.name}{' tma' * tma}", operands_key("grouped", key, (f"@{_alignment(x, weight)}",))
 
 
 def _alignment(x: torch.Tensor, weight: torch.Tensor) -> int:
@@ -427,7 +413,10 @@ def takes_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def grouped_chain(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, tile: Tile | None = None, tma: bool | None = None
 ) -> torch.Tensor:
-    """`grouped_matmul` without its checks; None for `tile` or `tma` chooses among the proven ones."""
+    """`grouped_matmul` without its checks; None for `tile` or `tma` chooses among the proven ones.
+
+    NotImplementedError: TMA is asked for, and does not read this layout.
+    """
     (rows, depth), (groups, _, columns) = x.shape, weight.shape
     out = torch.empty(rows, columns, device=x.device, dtype=x.dtype)
     if out.numel() == 0:
@@ -438,7 +427,10 @@ def grouped_chain(
         x = x.contiguous()
     if not distinct(weight[0]):
         weight = weight.contiguous()
-    tma = takes_tma(x, weight) if tma is None else tma
+    takes = takes_tma(x, weight)
+    if tma and not takes:
+        raise NotImplementedError("TMA does not read this layout here")
+    tma = takes if tma is None else tma
     if tile is None:
         tile, tma = proven(x, weight, tile_for(rows, groups, columns, x.dtype), tma)
     # An upper bound of the tiles of rows: every group may leave one unfilled, and so may the rows after the last.

@@ -31,10 +31,10 @@ from nondet.kernels.matmul.cpu_tiles import (
     Case,
     NotInvariantError,
     Tiles,
+    agrees,
     environment_key,
     prove,
     proven,
-    same_bits_at,
     sizes_for,
 )
 
@@ -72,8 +72,8 @@ class _Packed(NamedTuple):
     shape: torch.Size
     copy: torch.Tensor
     environment: tuple[object, ...]
-    tiles: Tiles  # without a bias; with one the same row counts were proven, too, or `bias` is False
-    bias: bool
+    tiles: Tiles
+    bias: bool  # whether they were proven with one
 
 
 # By the weight's address, of every entered block; blocks may be left in any order, and the last is used.
@@ -81,13 +81,18 @@ packed_copies: dict[int, list[_Packed]] = {}
 _lock = threading.Lock()
 
 
-def _copy_in_use(weight: torch.Tensor) -> _Packed | None:
-    """The kept copy of that weight; None where there is none, or the weight or the settings have changed since."""
+def _copy_in_use(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Packed | None:
+    """The kept copy of that weight, for these rows [M, K]; None where there is none, or the weight or the settings have
+    changed since.
+    """
     stack = packed_copies.get(weight.data_ptr())
-    if not stack:
+    if not stack or not rows.numel() or not rows.is_contiguous() or rows.dtype is not weight.dtype:
         return None
     kept = stack[-1]
     if kept.weight is not weight or kept.version != weight._version or kept.shape != weight.shape:
+        return None
+    fits = bias is None or (bias.dtype is rows.dtype and bias.shape == weight.shape[:1])
+    if kept.bias != (bias is not None) or not fits:
         return None
     return kept if kept.environment == environment_key() and weight.is_contiguous() else None
 
@@ -149,12 +154,10 @@ def packed_weights(weights: Iterable[tuple[torch.Tensor, bool]], most: int) -> I
 
 def _kept(weight: torch.Tensor, with_bias: bool) -> _Packed | None:
     try:
-        tiles = _tiles(weight, False)
-        biased = with_bias and _tiles(weight, True).sizes == tiles.sizes
-        copy = _copy_of(weight)
+        tiles, copy = _tiles(weight, with_bias), _copy_of(weight)
     except (NotInvariantError, RuntimeError, NotImplementedError):  # oneDNN has none here, as bfloat16 without AVX-512
         return None
-    return _Packed(weight, weight._version, weight.shape, copy, environment_key(), tiles, biased)
+    return _Packed(weight, weight._version, weight.shape, copy, environment_key(), tiles, with_bias)
 
 
 def _by_copy(copy: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -175,32 +178,24 @@ def _tiles(weight: torch.Tensor, with_bias: bool) -> Tiles:
     return proven(what, key, lambda: _prove_onednn(what, weight, with_bias, plain.base))
 
 
-def _beside(weight: torch.Tensor) -> torch.Tensor:
-    size = weight.element_size()
-    space = torch.empty(weight.numel() + _ALIGNMENT // size, dtype=weight.dtype)
-    first = (weight.data_ptr() - space.data_ptr()) % _ALIGNMENT // size
-    return space[first : first + weight.numel()].view(weight.shape)
-
-
 def _prove_onednn(what: str, weight: torch.Tensor, with_bias: bool, base: int) -> Tiles:
     columns, depth = weight.shape
     sizes = sorted({*sizes_for(depth * columns), base})
     dtype = weight.dtype
     bias = order_revealing(1, columns, dtype, 13, negate=False)[0] if with_bias else None
-    agreed: dict[int, float] | None = None
+    agreed = sizes
     for seed, tiny in _SEEDS_ONEDNN:
         rows = order_revealing(max(sizes), depth, dtype, seed, negate=True)
-        fresh = order_revealing(min(columns, 512), depth, dtype, seed, negate=False)
-        twin = _beside(weight).copy_(fresh.repeat(-(-columns // len(fresh)), 1)[:columns])
+        twin = _like(weight.t(), weight.data_ptr() % _ALIGNMENT, seed).t()
         if tiny:
             rows, twin = _tiny(rows), twin.mul_(underflow(dtype))
             bias = None if bias is None else bias * underflow(dtype) ** 2
         right, copy = mm(rows, twin.t(), bias), _copy_of(twin)
-        seconds = same_bits_at(sizes, rows, right, functools.partial(_by_copy, copy, bias))
-        agreed = seconds if agreed is None else {n: min(agreed[n], s) for n, s in seconds.items() if n in agreed}
-    if not agreed or base not in agreed:
+        case = functools.partial(_by_copy, copy, bias), (rows,)
+        agreed = [size for size in agreed if agrees(case, right, size)]
+    if base not in agreed:
         raise NotInvariantError(f"{what}: another class than the plain product's here", "It is computed plainly.")
-    return Tiles(what, base, tuple(agreed), tuple(n for n in sizes if n not in agreed), agreed)
+    return Tiles(what, base, tuple(agreed), tuple(n for n in sizes if n not in agreed))
 
 
 # Where a row gives few numbers, two orders of additions may agree in all of them by chance: then more rows are drawn.
@@ -210,8 +205,6 @@ _SEEDS, _SEEDS_IF_NARROW, _NARROW = (11, 12), tuple(range(11, 23)), 32
 _FRESH_COLUMNS = 512
 _LANES = 16
 
-Product = Callable[..., torch.Tensor]
-
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype.
@@ -219,29 +212,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     The library adds the bias before the one rounding or after it, the same way for every number of rows.
     """
     _refuse(x, weight, bias)
-    return bound_linear(x, weight, bias)(x, weight, bias)
-
-
-def bound_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    """What computes `linear` of operands like these: see `bound_mm`."""
-    shape, columns = x.shape, weight.shape[0]
-    flat = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    product = bound_mm(flat, weight.t(), bias)
-    fits = flat.is_contiguous() and flat.numel() > 0 and x.dtype is weight.dtype
-    if bias is not None:
-        fits = fits and bias.dtype is x.dtype and bias.shape == (columns,)
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-        kept = _copy_in_use(weight) if fits and packed_copies else None
-        if kept is None or (bias is not None and not kept.bias):
-            out = product(rows, weight.t(), bias)
-        else:
-            note(kept.tiles.plan(len(rows)).label)
-            out = kept.tiles.apply((rows,), lambda tile: _by_copy(kept.copy, bias, tile))
-        return out if len(shape) == 2 else out.view(*shape[:-1], columns)
-
-    return linear
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    kept = _copy_in_use(rows, weight, bias) if packed_copies else None
+    if kept is None:
+        out = mm(rows, weight.t(), bias)
+    else:
+        note(kept.tiles.plan(len(rows)).label)
+        out = kept.tiles.apply((rows,), functools.partial(_by_copy, kept.copy, bias))
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -271,35 +249,16 @@ def mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> to
     if depth == 1:  # one term: nothing to order, and rotary embeddings need it with many widths
         product = a * b
         return product if bias is None else product + bias
-    a = a.contiguous()
-    return bound_mm(a, b, bias)(a, b, bias)
-
-
-def bound_mm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-    """What computes `mm` of operands with these shapes, strides, dtypes and alignments, under the settings of now."""
-    rows, depth = a.shape
-    columns = b.shape[1]
-    if not a.is_contiguous() or min(rows, columns, depth - 1) < 1:
-        return mm
-    special = columns == 1 or 0 in b.stride()
+    if columns == 1 or 0 in b.stride():
+        b = _vector(b) if columns == 1 else b.contiguous()
     try:
-        tiles, call = _way_of(_dense(b) if special else b, bias is not None)
+        tiles, call = _way_of(b, bias is not None)
     except NotInvariantError:
         if columns % _LANES == 0 and depth % _LANES == 0:
             raise
-        return _mm_padded
-    label = tiles.plan(rows).label
-
-    def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        note(label)
-        right = _dense(b) if special else b
-        return tiles.apply((a,), lambda rows: call(rows, right, bias))
-
-    return product
-
-
-def _dense(b: torch.Tensor) -> torch.Tensor:
-    return _vector(b) if b.shape[1] == 1 else b.contiguous()
+        return _mm_padded(a, b, bias)
+    note(tiles.plan(rows).label)
+    return tiles.apply((a.contiguous(),), lambda tile: call(tile, b, bias))
 
 
 def _vector(b: torch.Tensor) -> torch.Tensor:

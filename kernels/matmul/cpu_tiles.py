@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,36 +47,22 @@ class Tiles:
     base: int  # the tile that was checked for position-invariance
     sizes: tuple[int, ...]  # certified row counts, ascending; `base` among them
     rejected: tuple[int, ...]  # row counts that gave different bits
-    seconds: dict[int, float]  # of one call of each size when it was certified; used only for speed
     _plans: dict[int, Plan] = field(default_factory=dict, repr=False)
 
     def plan(self, rows: int) -> Plan:
         """Cut `rows` (at least 1) into certified sizes; only the last call may reach beyond the rows."""
         found = self._plans.get(rows)
         if found is None:
-            sizes = self._cut(rows)
+            sizes = (self.sizes[-1],) * (rows // self.sizes[-1])
+            left = rows % self.sizes[-1]
+            while left > 0:  # padded to the next size, unless that doubles the rows
+                above = next(size for size in self.sizes if size >= left)
+                below = [size for size in self.sizes if size < left]
+                sizes += (below[-1] if below and above > 2 * left else above,)
+                left -= sizes[-1]
             label = f"{self.what}[{'+'.join(map(str, _runs(sizes)))}]"
             found = self._plans[rows] = Plan(sizes, label)
         return found
-
-    def _cut(self, rows: int) -> tuple[int, ...]:
-        largest = self.sizes[-1]
-        whole = (largest,) * (rows // largest)
-        rest = rows - largest * len(whole)
-        return whole + self._cut_rest(rest)[1] if rest else whole
-
-    def _cut_rest(self, rows: int) -> tuple[float, tuple[int, ...]]:
-        if rows in self.seconds:
-            return self.seconds[rows], (rows,)
-        options: list[tuple[float, tuple[int, ...]]] = []
-        above = [s for s in self.sizes if s > rows]
-        if above:
-            options.append((self.seconds[above[0]], (above[0],)))
-        below = [s for s in self.sizes if s < rows]
-        if below:
-            cost, tail = self._cut_rest(rows - below[-1])
-            options.append((self.seconds[below[-1]] + cost, (below[-1], *tail)))
-        return min(options)
 
     def apply(self, inputs: Sequence[torch.Tensor], call: Callable[..., torch.Tensor]) -> torch.Tensor:
         """All rows, by calls of certified sizes: call(*tiles) takes aligned rows of inputs that are contiguous."""
@@ -116,28 +101,15 @@ def _runs(sizes: Iterable[int]) -> list[str]:
     return [f"{n}x{size}" if n > 1 else str(size) for n, size in runs]
 
 
-def listed(tiles: Tiles) -> tuple[str, dict[str, list[int]]]:
-    """(evidence, numbers) for the certificate."""
-    evidence = f"base {tiles.base}: a row has its bits at every place; {len(tiles.sizes)} row counts have the same"
-    numbers = {
-        "base": [tiles.base],
-        "sizes": list(tiles.sizes),
-        "rejected": list(tiles.rejected),
-        "nanoseconds": [round(1e9 * tiles.seconds[size]) for size in tiles.sizes],
-    }
-    return evidence, numbers
-
-
 def restored(what: str, proof: Certificate | None) -> Tiles | None:
     """The tiles that a certificate lists; None without one, or if its numbers can't be tiles."""
     if proof is None or not proof.holds:
         return None
     numbers = proof.numbers
-    sizes, base, spent = (tuple(numbers.get(name, ())) for name in ("sizes", "base", "nanoseconds"))
-    if len(base) != 1 or base[0] not in sizes or len(spent) != len(sizes) or min(sizes) < 1:
+    sizes, base, rejected = (tuple(numbers.get(name, ())) for name in ("sizes", "base", "rejected"))
+    if len(base) != 1 or base[0] not in sizes or min(sizes) < 1:
         return None
-    seconds = {size: 1e-9 * ns for size, ns in zip(sizes, spent, strict=True)}
-    return Tiles(what, base[0], sizes, tuple(numbers.get("rejected", ())), seconds)
+    return Tiles(what, base[0], sizes, rejected)
 
 
 _BASES = (16, 64, 48, 24, 12)
@@ -175,42 +147,21 @@ def prove(what: str, cases: Sequence[Case], sizes: Sequence[int], bases: Sequenc
     for base in bases:
         expected = [_expected(call, inputs, base, max(*sizes, base)) for call, inputs in cases]
         right = [e for e in expected if e is not None]
-        if len(right) < len(cases):
-            continue
-        kept: dict[int, float] = {}
-        rejected: list[int] = []
-        for size in sorted({*sizes, base}):
-            spent = _agrees(cases, right, size)
-            if spent is None:
-                rejected.append(size)
-            else:
-                kept[size] = spent
-        return Tiles(what, base, tuple(kept), tuple(rejected), kept)
+        if len(right) == len(cases):
+            tried, each = sorted({*sizes, base}), list(zip(cases, right, strict=True))
+            kept = tuple(size for size in tried if all(agrees(case, rows, size) for case, rows in each))
+            return Tiles(what, base, kept, tuple(size for size in tried if size not in kept))
     raise NotInvariantError(
         f"{what}: no tile of {', '.join(map(str, bases))} rows gives bits that are independent of a row's place here",
         "Another thread count (torch.set_num_threads) or instruction set (MKL_CBWR, ONEDNN_MAX_CPU_ISA) may have one.",
     )
 
 
-def _agrees(cases: Sequence[Case], right: Sequence[torch.Tensor], size: int) -> float | None:
-    """Seconds of the fastest call at that row count; None where it gives other bits in a case."""
-    spent = []
-    for (call, inputs), expected in zip(cases, right, strict=True):
-        tiles = [x[:size] if x.shape[0] >= size else padded(x, 0, size) for x in inputs]
-        began = time.perf_counter()
-        out = call(*tiles)
-        spent.append(time.perf_counter() - began)
-        if not _same_bits(out[: expected.shape[0]], expected[:size]):
-            return None
-    return min(spent)
-
-
-def same_bits_at(
-    sizes: Sequence[int], rows: torch.Tensor, right: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[int, float]:
-    """Row counts at which call(the first of `rows`) gives the first of `right`, bit for bit, and their seconds."""
-    seconds = {size: _agrees([(call, (rows,))], [right], size) for size in sizes}
-    return {size: spent for size, spent in seconds.items() if spent is not None}
+def agrees(case: Case, right: torch.Tensor, size: int) -> bool:
+    """Whether a call of the first `size` rows gives the first of `right`, bit for bit."""
+    call, inputs = case
+    out = call(*(x[:size] if x.shape[0] >= size else padded(x, 0, size) for x in inputs))
+    return _same_bits(out[: right.shape[0]], right[:size])
 
 
 def _expected(
@@ -282,7 +233,9 @@ def _kept_or_made(what: str, key: tuple[object, ...], make: Callable[[], Tiles])
             tiles = make()
     except NotInvariantError as error:
         return error
-    kept.record("tiles", written, True, *listed(tiles))
+    evidence = f"base {tiles.base}: a row has its bits at every place; {len(tiles.sizes)} row counts have the same"
+    numbers = {"base": [tiles.base], "sizes": list(tiles.sizes), "rejected": list(tiles.rejected)}
+    kept.record("tiles", written, True, evidence, numbers)
     return tiles
 
 

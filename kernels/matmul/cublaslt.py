@@ -301,24 +301,8 @@ class Product:
         space_at = None if space is None else space.data_ptr()
         a_at, b_at, at = a.data_ptr(), b.data_ptr(), out.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        status = self._matmul(
-            handle,
-            desc,
-            one,
-            b_at,
-            b_desc,
-            a_at,
-            a_desc,
-            zero,
-            at,
-            out_desc,
-            at,
-            out_desc,
-            algo,
-            space_at,
-            self._workspace_bytes,
-            stream,
-        )
+        operands = (b_at, b_desc, a_at, a_desc, zero, at, out_desc, at, out_desc)
+        status = self._matmul(handle, desc, one, *operands, algo, space_at, self._workspace_bytes, stream)
         if status:
             raise BlasError(f"cublasLtMatmul returned status {status} for {self._problem}")
 

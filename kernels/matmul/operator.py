@@ -4,32 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nondet.core.operator import (
-    ANY,
-    INVARIANT,
-    AccuracyBound,
-    AtenOperator,
-    Bench,
-    BenchCell,
-    CertifyCell,
-    Claim,
-    Family,
-    Implementation,
-    Operand,
-    Operator,
-    OrderClass,
-    Questions,
-    Shape,
-    Sizes,
-    tile_borders,
-)
+from nondet.core import operator as spec
 
 _FOLDER = "nondet.kernels.matmul"
 _REPLACE = "nondet.kernels.dispatch.replacements"
 
-PRODUCTS = Family("matmul", "matrix products: linear, matmul, mm, addmm, bmm, mv")
+PRODUCTS = spec.Family("matmul", "matrix products: linear, matmul, mm, addmm, bmm, mv")
 
-CHAIN = OrderClass(
+CHAIN = spec.OrderClass(
     name="chain",
     device="cuda",
     dtypes=("bfloat16", "float16", "float32", "float64"),
@@ -43,7 +25,7 @@ CHAIN = OrderClass(
     ),
     formula="c[m,n] = round(acc_K + bias[n]),  acc_0 = 0,  acc_(s+1) = mma(acc_s, a[m,ks], b[ks,n]), s rising",
 )
-CHAIN_TF32 = OrderClass(
+CHAIN_TF32 = spec.OrderClass(
     name="chain-tf32",
     device="cuda",
     dtypes=("float32",),
@@ -51,7 +33,7 @@ CHAIN_TF32 = OrderClass(
     order="As chain, of float32 operands that the matrix instruction takes as TF32 (10 bits of mantissa).",
     formula="c[m,n] = acc_K + bias[n],  acc_0 = 0,  acc_(s+1) = mma(acc_s, tf32(a[m,ks]), tf32(b[ks,n]))",
 )
-CPU_TILES = OrderClass(
+CPU_TILES = spec.OrderClass(
     name="cpu-tiles",
     device="cpu",
     dtypes=("bfloat16", "float16", "float32"),
@@ -73,21 +55,21 @@ def on_both(folder: str, name: str) -> dict[str, str]:
 
 
 def implementations(
-    folder: str, name: str, *others: Implementation, **entries: dict[str, str]
-) -> tuple[Implementation, ...]:
+    folder: str, name: str, *others: spec.Implementation, **entries: dict[str, str]
+) -> tuple[spec.Implementation, ...]:
     """torch's own, `others`, and the invariant one: the functions of that name `on_both` devices."""
-    stock = Implementation(name="stock", stock=True, targets={ANY: f"nondet.kernels.stock:{name}"})
-    ours = Implementation(name="invariant", invariant=True, targets=on_both(folder, name), entries=entries)
+    stock = spec.Implementation(name="stock", stock=True, targets={spec.ANY: f"nondet.kernels.stock:{name}"})
+    ours = spec.Implementation(name="invariant", invariant=True, targets=on_both(folder, name), entries=entries)
     return stock, *others, ours
 
 
-def _claims(operator: str) -> tuple[Claim, ...]:
+def _claims(operator: str) -> tuple[spec.Claim, ...]:
     members = f"{_FOLDER}.cuda"
-    chain = Claim(
+    chain = spec.Claim(
         order=CHAIN,
         anchor=f"{members}:chain_anchor_{operator}",
         members={
-            "invariant": INVARIANT,
+            "invariant": spec.INVARIANT,
             "cublaslt": f"{members}:cublaslt_{operator}",
             "cublaslt/*": f"{members}:cublaslt_ranks_{operator}",
             "triton/*": f"{members}:triton_tiles_{operator}",
@@ -96,17 +78,17 @@ def _claims(operator: str) -> tuple[Claim, ...]:
         },
     )
     # cuBLASLt's TF32 kernels lack the chain's bits on an H200, so they claim nothing and the dispatcher skips them
-    tf32 = Claim(
+    tf32 = spec.Claim(
         order=CHAIN_TF32,
         anchor=f"{members}:chain_anchor_{operator}_tf32",
         members={"invariant": f"{members}:tf32_{operator}", "triton/*": f"{members}:triton_tiles_{operator}_tf32"},
     )
-    return chain, tf32, Claim(order=CPU_TILES)
+    return chain, tf32, spec.Claim(order=CPU_TILES)
 
 
-def _in_all_forms(name: str) -> AtenOperator:
+def _in_all_forms(name: str) -> spec.AtenOperator:
     in_place = name in ("addmm", "baddbmm", "addmv")
-    return AtenOperator(name=name, replacement=f"{_REPLACE}:{name}", out=f"{name}.out", in_place=in_place)
+    return spec.AtenOperator(name=name, replacement=f"{_REPLACE}:{name}", out=f"{name}.out", in_place=in_place)
 
 
 # (K, N) of the layers of Qwen3-8B and Qwen3-0.6B, a square, and a long K with few columns: the hardest for a chain
@@ -115,22 +97,22 @@ _ROWS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _CPU_WEIGHTS, _CPU_ROWS = ((1024, 1024), (2048, 512)), (1, 16, 128)
 
 
-def product_bench(section: str, weights: tuple[tuple[int, int], ...], rows: tuple[int, ...]) -> Bench:
+def product_bench(section: str, weights: tuple[tuple[int, int], ...], rows: tuple[int, ...]) -> spec.Bench:
     """The weights and rows of a GPU; a CPU has its own. A single size applies to K and N."""
 
-    def cells(sizes: Sizes, device: str) -> list[BenchCell]:
+    def cells(sizes: spec.Sizes, device: str) -> list[spec.BenchCell]:
         on_cpu = device == "cpu"
         pairs = _CPU_WEIGHTS if on_cpu else weights
         if sizes.k is not None or sizes.n is not None:
             pairs = ((sizes.k or sizes.n or 0, sizes.n or sizes.k or 0),)
-        jigsaw = tile_borders(1, 256 if on_cpu else 4096) if sizes.jigsaw else None
+        jigsaw = spec.tile_borders(1, 256 if on_cpu else 4096) if sizes.jigsaw else None
         batches = sizes.m or jigsaw or (_CPU_ROWS if on_cpu else rows)
-        return [BenchCell(section, {"M": m, "K": k, "N": n}) for k, n in pairs for m in batches]
+        return [spec.BenchCell(section, {"M": m, "K": k, "N": n}) for k, n in pairs for m in batches]
 
-    return Bench(cells=cells, work=_work, group=("K", "N"), options=frozenset({"n", "jigsaw"}))
+    return spec.Bench(cells=cells, work=_work, group=("K", "N"), options=frozenset({"n", "jigsaw"}))
 
 
-def _work(s: Shape) -> tuple[int, int]:
+def _work(s: spec.Shape) -> tuple[int, int]:
     return s["M"] * s["K"] + s["N"] * s["K"] + s["M"] * s["N"], 2 * s["M"] * s["N"] * s["K"]
 
 
@@ -170,43 +152,43 @@ def _questions(
     odd_layouts: tuple[str, ...],
     full_layouts: tuple[str, ...] = (),
     batched: tuple[str, ...] = (),
-) -> Questions:
+) -> spec.Questions:
     """Of every layer in the `main` layout, if any, and of the first layer in the others. The first dtype has
     every batch size and every member. `odd_layouts`: of sizes that are multiples of no tile."""
 
-    def questions(sizes: Sizes, device: str, dtype: str) -> Iterator[CertifyCell]:
+    def questions(sizes: spec.Sizes, device: str, dtype: str) -> Iterator[spec.CertifyCell]:
         leading, few = dtype == next(iter(_LAYERS[device])), _FEW[device]
         given = (("", *sizes.layer),) if sizes.layer else sizes.layers
         weights = [{"K": K, "N": N} for _, K, N in given or _LAYERS[device][dtype]]
         for weight in weights if main else ():
-            yield CertifyCell(weight, BATCHES[device] if leading else few, (), main, tiles=leading)
+            yield spec.CertifyCell(weight, BATCHES[device] if leading else few, (), main, tiles=leading)
         others = [(weights[0], layout) for layout in layouts]
         others += [(_ODD[device], layout) for layout in odd_layouts if not given]
         others += [(weights[0], layout) for layout in full_layouts if sizes.full]
         inner = weights[0] if given else _BATCHED[device]
         others += [({"B": 4, **inner}, layout) for i, layout in enumerate(batched) if i == 0 or sizes.full]
         for weight, layout in others:
-            yield CertifyCell(weight, few, (), layout, tiles=False)
+            yield spec.CertifyCell(weight, few, (), layout, tiles=False)
 
     return questions
 
 
 PRODUCTS_SOURCE = "gamma_K ||x|| ||w|| of a sum over K in any order (Higham 2002, 3.1)"
 
-LINEAR = Operator(
+LINEAR = spec.Operator(
     name="linear",
     reference="nondet.kernels.reference:linear",
     implementations=implementations(_FOLDER, "linear"),
     family=PRODUCTS,
-    aten=(AtenOperator(name="linear", replacement=f"{_REPLACE}:linear", composed=True),),
-    accuracy=AccuracyBound("nondet.core.watch:of_linear", PRODUCTS_SOURCE),
+    aten=(spec.AtenOperator(name="linear", replacement=f"{_REPLACE}:linear", composed=True),),
+    accuracy=spec.AccuracyBound("nondet.core.watch:of_linear", PRODUCTS_SOURCE),
     claims=_claims("linear"),
-    operands=(Operand(("M", "K")), Operand(("N", "K"))),
+    operands=(spec.Operand(("M", "K")), spec.Operand(("N", "K"))),
     bench=product_bench("linear", _WEIGHTS, _ROWS),
     drawn_by="nondet.core.operands:of_linear",
     questions=_questions("nt", ("nt, bias", "nt, strided"), ("nt", "nt, bias"), ("nt, offset", "nt, strided, bias")),
 )
-MATMUL = Operator(
+MATMUL = spec.Operator(
     name="matmul",
     reference="nondet.kernels.reference:matmul",
     implementations=implementations(  # separate entries for two and three dimensions, and with a bias
@@ -214,9 +196,9 @@ MATMUL = Operator(
     ),
     family=PRODUCTS,
     aten=tuple(_in_all_forms(name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")),
-    accuracy=AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
+    accuracy=spec.AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
     claims=_claims("matmul"),
-    operands=(Operand(("M", "K")), Operand(("K", "N"))),
+    operands=(spec.Operand(("M", "K")), spec.Operand(("K", "N"))),
     bench=product_bench("matmul", ((4096, 4096), (1024, 3072)), (1, 16, 128, 1024, 4096)),
     drawn_by="nondet.core.operands:of_matmul",
     questions=_questions("", ("nn", "tn", "nt"), ("nn",), batched=("nn", "nt")),
@@ -226,20 +208,20 @@ MATMUL = Operator(
 # split_k: K cut into parts, which demonstrates a cause and is not a stock implementation. On a CPU its "atomics" are a
 # shuffle from a generator: it shows that the order matters, not that a CPU would choose it.
 
-SPLIT_K = Operator(
+SPLIT_K = spec.Operator(
     name="split_k",
     # by a name of its own: the probe chooses how K is cut, so the arguments differ from the operator's
     reference=f"{_FOLDER}.split_k_cpu:reference",
     implementations=(
-        Implementation(
+        spec.Implementation(
             name="stock",  # its name next to the fix; `Implementation.stock` would mean that users get it
             targets={"cuda": f"{_FOLDER}.split_k_cuda:split_k", "cpu": f"{_FOLDER}.split_k_cpu:split_k"},
         ),
-        Implementation(
+        spec.Implementation(
             name="invariant",
             invariant=True,
             targets={"cuda": f"{_FOLDER}.split_k_cuda:fixed_chunk", "cpu": f"{_FOLDER}.split_k_cpu:fixed_chunk"},
         ),
     ),
-    accuracy=AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
+    accuracy=spec.AccuracyBound("nondet.core.watch:of_matmul", PRODUCTS_SOURCE),
 )

@@ -95,18 +95,12 @@ def _ordered_sum_kernel(partial_ptr, out_ptr, elements, chunks, BLOCK: tl.conste
 
 
 def _launch_chunks(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    partial: torch.Tensor,
-    chunk: int,
-    chunks: int,
-    workers: int,
-    tile: Tile,
-    mode: str,
+    a: torch.Tensor, b: torch.Tensor, partial: torch.Tensor, cut: tuple[int, int], workers: int, tile: Tile, mode: str
 ) -> None:
+    """`cut`: the size of a chunk, and how many there are."""
     (m, k), n = a.shape, b.shape[1]
     _chunks_kernel[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n), workers)](
-        *(a, b, partial, m, n, k, chunk, chunks, workers, *a.stride(), *b.stride()),
+        *(a, b, partial, m, n, k, *cut, workers, *a.stride(), *b.stride()),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -142,10 +136,10 @@ def split_k(a: torch.Tensor, b: torch.Tensor, *, splits: int, ordered: bool) -> 
     with on_device(a):
         if ordered:
             partial = torch.empty(chunks, m, n, device=a.device, dtype=torch.float32)
-            _launch_chunks(a, b, partial, chunk, chunks, chunks, tile, "store")
+            _launch_chunks(a, b, partial, (chunk, chunks), chunks, tile, "store")
             return _sum_in_order(partial, out)
         partial = torch.zeros(m, n, device=a.device, dtype=torch.float32)
-        _launch_chunks(a, b, partial, chunk, chunks, chunks, tile, "atomic")
+        _launch_chunks(a, b, partial, (chunk, chunks), chunks, tile, "atomic")
         return out.copy_(partial)
 
 
@@ -170,8 +164,8 @@ def fixed_chunk(a: torch.Tensor, b: torch.Tensor, *, workers: int, chunk: int = 
     with on_device(a):
         if workers == 1:
             total = torch.empty(m, n, device=a.device, dtype=torch.float32)
-            _launch_chunks(a, b, total, chunk, chunks, 1, tile, "serial")
+            _launch_chunks(a, b, total, (chunk, chunks), 1, tile, "serial")
             return out.copy_(total)
         partial = torch.empty(chunks, m, n, device=a.device, dtype=torch.float32)
-        _launch_chunks(a, b, partial, chunk, chunks, workers, tile, "store")
+        _launch_chunks(a, b, partial, (chunk, chunks), workers, tile, "store")
         return _sum_in_order(partial, out)

@@ -20,7 +20,6 @@ from nondet.kernels.triton_common import INTERPRETED, Step, again, launch, on_de
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

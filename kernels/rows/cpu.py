@@ -28,8 +28,6 @@ from nondet.kernels.matmul.cpu_tiles import Case, Tiles, environment_key, prove,
 
 # A sum is one number per row: in a short row two orders of additions may well agree in it, so many rows are drawn.
 _SEEDS, _SEEDS_IF_LONG, _MORE = tuple(range(31, 43)), (31, 32, 33), 64
-# For rows of one shape and dtype, under the settings of one time; functions here look theirs up where none is given.
-Reduction = Callable[[torch.Tensor], torch.Tensor]
 _MODULES = (torch.float16, torch.bfloat16, torch.float32)
 _CHUNK = 32  # of `sum_over_rows`
 _WORK_PER_TERM = 128  # of a reduction, which is bound by memory, in multiply-adds of a GEMM
@@ -38,36 +36,31 @@ _guards: Any = torch._C._dynamo.guards
 
 
 @np.errstate(all="ignore")  # torch does not report infinities or NaN either
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, sums: Reduction | None = None) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x [..., H] / sqrt(mean(x^2) + eps) * weight [H] -> [..., H] in x's dtype, rounded once."""
     rows = wide(x)
     out = _space_for(rows)
     numbers, normed = _numbers(rows, rows), out.numpy()
     np.multiply(numbers, numbers, out=normed)
-    np.divide(numbers, _roots(out, eps, sums or reduction("sum", rows)), out=normed)
+    np.divide(numbers, _roots(out, eps), out=normed)
     normed *= _numbers(weight, rows)
     return _narrow(out, x)
 
 
 @np.errstate(all="ignore")  # as above
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float = 1e-5,
-    sums: Reduction | None = None,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x [..., H] minus its mean) / sqrt(their mean square + eps) * weight [H] + bias [H] in x's dtype, rounded once.
 
     Also the means and the factors [..., 1], in the parameters' dtype or else x's, as torch's backward takes them.
     """
     rows = wide(x)
-    sums = sums or reduction("sum", rows)
-    mean, out = sums(rows).numpy()[:, None], _space_for(rows)
+    mean, out = row_sums(rows).numpy()[:, None], _space_for(rows)
     normed = out.numpy()
     mean /= rows.shape[1]
     np.subtract(_numbers(rows, rows), mean, out=normed)
-    factors = 1.0 / _roots(torch.from_numpy(normed * normed), eps, sums)
+    factors = 1.0 / _roots(torch.from_numpy(normed * normed), eps)
     normed *= factors
     if weight is not None:
         normed *= _numbers(weight, rows)
@@ -88,7 +81,7 @@ def module_norm(
     out = _space_for(rows)
     numbers, normed = _numbers(rows, rows), out.numpy()
     np.multiply(numbers, numbers, out=normed)
-    np.multiply(numbers, 1.0 / _roots(out, eps, reduction("sum", rows)), out=normed)
+    np.multiply(numbers, 1.0 / _roots(out, eps), out=normed)
     if round_first:
         return _narrow(out, x).mul_(weight)
     scale = _numbers(weight, rows)
@@ -96,9 +89,9 @@ def module_norm(
     return _narrow(out, x)
 
 
-def _roots(squares: torch.Tensor, eps: float, sums: Reduction) -> np.ndarray[Any, Any]:
+def _roots(squares: torch.Tensor, eps: float) -> np.ndarray[Any, Any]:
     """squares [M, H] -> sqrt(their sum / H + eps) [M, 1], each step rounded."""
-    scale = sums(squares).numpy()[:, None]
+    scale = row_sums(squares).numpy()[:, None]
     scale /= squares.shape[1]
     scale += eps
     return np.sqrt(scale, out=scale)
@@ -139,16 +132,14 @@ def rms_norm_residual(
     return rms_norm(added, weight, eps), added
 
 
-def softmax(x: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
+def softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V], in x's dtype."""
-    rows = wide(x)
-    return _narrow((reduce or reduction("softmax", rows))(rows), x)
+    return _narrow(_reduced("softmax", wide(x)), x)
 
 
-def log_softmax(x: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
+def log_softmax(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., V], in x's dtype."""
-    rows = wide(x)
-    return _narrow((reduce or reduction("log_softmax", rows))(rows), x)
+    return _narrow(_reduced("log_softmax", wide(x)), x)
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +152,7 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
         return x.new_full(x.shape[:-1], -torch.inf)
     rows = wide(x)
     top, at = rows.max(-1, keepdim=True)
-    log_sum = -reduction("log_softmax", rows)(rows).gather(-1, at)
+    log_sum = -_reduced("log_softmax", rows).gather(-1, at)
     return torch.where(top.isinf(), top, top + log_sum).to(x.dtype).view(x.shape[:-1])
 
 
@@ -173,15 +164,15 @@ def cross_entropy(x: torch.Tensor, target: torch.Tensor, ignore_index: int = -10
     return losses.masked_fill(missing, torch.nan).masked_fill(ignored, 0.0)
 
 
-def sum(x: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
+def sum(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...], in x's dtype."""
-    return row_sums(wide(x), reduce).to(x.dtype).view(x.shape[:-1])
+    return row_sums(wide(x)).to(x.dtype).view(x.shape[:-1])
 
 
 @np.errstate(all="ignore")  # as above
-def row_sums(rows: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
+def row_sums(rows: torch.Tensor) -> torch.Tensor:
     """rows [M, K], contiguous, float32 or float64 -> [M]: `sum` without its checks."""
-    return (reduce or reduction("sum", rows))(rows)
+    return _reduced("sum", rows)
 
 
 def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -204,10 +195,10 @@ def sum_over_rows(x: torch.Tensor, axis: int) -> torch.Tensor:
     return rows.new_zeros(rows.shape[1:]) if total is None else total
 
 
-def mean(x: torch.Tensor, reduce: Reduction | None = None) -> torch.Tensor:
+def mean(x: torch.Tensor) -> torch.Tensor:
     """Over the last axis of x [..., K] -> [...], in x's dtype: the sum divided by K."""
     rows = wide(x)
-    return row_sums(rows, reduce).div_(rows.shape[1]).to(x.dtype).view(x.shape[:-1])
+    return row_sums(rows).div_(rows.shape[1]).to(x.dtype).view(x.shape[:-1])
 
 
 def square_roots(x: torch.Tensor) -> torch.Tensor:
@@ -249,32 +240,29 @@ def _log_softmax(rows: torch.Tensor) -> torch.Tensor:
 
 
 # name -> what reduces rows, and whether a row gives one number
-_REDUCTIONS: dict[str, tuple[Reduction, bool]] = {
+_REDUCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "sum": (_add_up, True),
     "softmax": (_softmax, False),
     "log_softmax": (_log_softmax, False),
 }
 
 
-def reduction(name: str, rows: torch.Tensor) -> Reduction:
-    """What reduces rows [M, K] of this shape and dtype at certified row counts: a sum to [M], else to [M, K]."""
+def _reduced(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [M, K] reduced at certified row counts: a sum to [M], else to [M, K]."""
     call, scalar = _REDUCTIONS[name]
     count, width = rows.shape
     if count == 0 or width == 0:
-        return lambda rows: rows.new_zeros((count,) if scalar else (count, width))
-    tiles = _proven(name, call, rows, scalar=scalar)
-    one_by_one = scalar and not tiles.rejected  # NumPy takes any number of rows
-    label = f"cpu_rows {name}[{count}]" if one_by_one else tiles.plan(count).label
-
-    def reduce(rows: torch.Tensor) -> torch.Tensor:
-        note(label)
-        return call(rows) if one_by_one else tiles.apply((rows,), call)
-
-    return reduce
+        return rows.new_zeros((count,) if scalar else (count, width))
+    tiles = _proven(name, rows.dtype, width)
+    if scalar and not tiles.rejected:  # NumPy takes any number of rows
+        note(f"cpu_rows {name}[{count}]")
+        return call(rows)
+    note(tiles.plan(count).label)
+    return tiles.apply((rows,), call)
 
 
-def _proven(name: str, call: Reduction, rows: torch.Tensor, *, scalar: bool) -> Tiles:
-    width = rows.shape[1]
+def _proven(name: str, dtype: torch.dtype, width: int) -> Tiles:
+    call, scalar = _REDUCTIONS[name]
 
     def make() -> Tiles:
         long = width > _LONG
@@ -284,9 +272,9 @@ def _proven(name: str, call: Reduction, rows: torch.Tensor, *, scalar: bool) -> 
 
         def case(seed: int) -> Case:
             most = max(sizes) if seed in _SEEDS_IF_LONG else min(max(sizes), _MORE)  # large sizes have rows enough
-            return call, (order_revealing(most, width, rows.dtype, seed, negate=scalar, binades=binades),)
+            return call, (order_revealing(most, width, dtype, seed, negate=scalar, binades=binades),)
 
         return prove(f"cpu_rows {name}", [case(s) for s in seeds], sizes)
 
     settings = ("numpy",) if name == "sum" else environment_key()  # NumPy's sums do not depend on torch's settings
-    return proven(f"cpu_rows {name}", ("rows", name, width, rows.dtype, *settings), make)
+    return proven(f"cpu_rows {name}", ("rows", name, width, dtype, *settings), make)

@@ -36,7 +36,6 @@ from nondet.kernels.triton_common import Step, accumulator, again, on_device, re
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-
 _MANY = 1024  # rows from which bandwidth matters more than latency
 
 

@@ -44,8 +44,7 @@ from nondet.kernels.triton_common import (
 )
 
 # The class "lanes" (`LANES` in operator.py says the order) is in the source, not in the compiler's layout: only the
-# width decides. Step 1 adds up a chunk, of SPAN elements with its zeros: by halves until LANES are left, then by
-# neighbours. Step 2 adds up the chunks' results by neighbours.
+# width decides. Step 1 adds up a chunk, step 2 the chunks' results.
 # Every step adds exactly two numbers, and floating addition commutes. So no bit depends on the number of rows, the
 # row's position, alignment or strides, the number of warps or of rows in a program, nor on whether the chunks of a row
 # run in one program or in many. (`tl.sum` over a whole block would leave the order to the layout, which follows the
@@ -56,7 +55,6 @@ from nondet.kernels.triton_common import (
 
 # Triton reads a kernel's annotations itself and allows only tl.constexpr.
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # the widest row that a program holds in registers: 64 elements a thread of 8 warps, in half precision
@@ -133,15 +131,12 @@ class Plan(NamedTuple):
     """How a width is computed. The first six are the order, and depend only on the width."""
 
     chunks: int  # of a row; 1 for a row that is held in registers
-    # `span`, `halves`, `levels`: the tree in a chunk
-    span: int
+    span: int  # and `halves`, `levels`: the tree in a chunk
     halves: int
     levels: int
-    # `merge`, `merge_levels`: the tree over chunks
-    merge: int
+    merge: int  # and `merge_levels`: the tree over chunks
     merge_levels: int
-    # `few`, `many`: rows in a program and its warps, for few rows and for many
-    few: tuple[int, int]
+    few: tuple[int, int]  # rows in a program and its warps, for few rows, and in `many` for many
     many: tuple[int, int]
 
     def rows_and_warps(self, m: int) -> tuple[int, int]:

@@ -16,14 +16,13 @@ import torch
 
 from nondet.certify.plan import Assignment, Call, Inputs, Question
 from nondet.core.certificates import Certificates
-from nondet.core.compare import difference, error_against, identical
+from nondet.core.compare import difference, identical
 from nondet.core.launch import DeviceLostError, listen, wait_for_device
 from nondet.core.measure import fingerprint, row_of, written_to
 from nondet.core.proof import attempt, in_words, operands_key, settings
-from nondet.core.records import Difference, ErrorFigures, Row, Status
+from nondet.core.records import Difference, Row, Status
 from nondet.errors import UserError
 
-PROBE = "certify"
 Value = int | str
 _Certificate = tuple[str, str]  # (member, key)
 
@@ -39,19 +38,15 @@ class _Witness:
 
     def __init__(self, call: Call, member: str, question: Question) -> None:
         self._call, self._member = call, member
-        self._cls, self._settings = f"{question.cls} {question.operator}", settings(question.device)
+        self._about = f"{question.cls} {question.operator}", settings(question.device)
         self.certificates: dict[_Certificate, None] = {}
         if hasattr(call, "ragged"):
-            self.ragged = partial(self._noted, call.ragged)
+            self.ragged = partial(self, of=call.ragged)
 
-    def __call__(self, *operands: Any) -> torch.Tensor:
-        result: torch.Tensor = self._noted(self._call, *operands)
-        return result
-
-    def _noted(self, call: Callable[..., Any], *operands: Any) -> Any:
-        claim: Callable[..., _Certificate | None] = getattr(call, "claim", lambda *_: None)
-        certificate = claim(*operands) or (self._member, operands_key(self._cls, operands, self._settings))
-        self.certificates[certificate] = None
+    def __call__(self, *operands: Any, of: Callable[..., Any] | None = None) -> Any:
+        claim: Callable[..., _Certificate | None] = getattr(self._call, "claim", lambda *_: None)
+        (cls, switches), call = self._about, of or self._call
+        self.certificates[claim(*operands) or (self._member, operands_key(cls, operands, switches))] = None
         return call(*operands)
 
 
@@ -59,10 +54,11 @@ class _Witness:
 class _Variant:
     """One member's answers for one variant, over all kinds of input."""
 
+    failure: str  # why it could not be computed
     # 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where it has neither
     label: int = 0
     compared: int = 0  # finite elements
-    failure: str = ""  # why it could not be computed
+    found: list[tuple[str, Difference]] = field(default_factory=list)  # where it differed: kind of input, difference
     certificates: dict[_Certificate, None] = field(default_factory=dict)  # of its calls
 
 
@@ -73,27 +69,20 @@ class _Member:
     question: Question
     name: str
     call: _Witness
+    failure: str = ""  # why none of its variants counts
     seconds: float = 0.0
-    first: tuple[Value, str, Difference] | None = None  # the first difference: variant, kind, difference
-    widest: Difference | None = None
     ran: set[str] = field(default_factory=set)
-    error: ErrorFigures | None = None
-    refused: bool = True  # every failure was the member's own "not here"
     replays: int = 0
     unsteady: int = 0  # replays with other bits
 
     def __post_init__(self) -> None:
-        self.variants: dict[Value, _Variant] = {value: _Variant() for value in self.question.values}
+        self.variants: dict[Value, _Variant] = {value: _Variant(self.failure) for value in self.question.values}
+        self.refused = not self.failure  # every failure was the member's own "not here"
 
-    def failing(self, why: str) -> _Member:
-        """The same member, of which no variant counts."""
-        failed = _Member(self.question, self.name, self.call, seconds=self.seconds, refused=False)
-        failed.variants = {value: _Variant(failure=why) for value in self.variants}
-        return failed
-
-    def answer(self, kind: str, inputs: Inputs, whole: torch.Tensor, oracle: tuple[Value, torch.Tensor] | None) -> None:
-        """Compare the answers on one kind of input with the anchor's; `oracle`: one variant's in float64."""
+    def answer(self, kind: str, inputs: Inputs, whole: torch.Tensor) -> None:
+        """Compare the answers on one kind of input with the anchor's."""
         question, own, began = self.question, None, time.perf_counter()
+        ends = (question.values[0], question.values[-1]) if kind == question.kinds[0] else ()  # computed twice
         for value, variant in self.variants.items():
             if variant.failure:
                 continue
@@ -102,8 +91,7 @@ class _Member:
             compute = partial(question.answer, inputs, self.call, value)
             with listen() as noted:
                 again = tried = attempt(expected, compute)
-            repeated = kind == question.kinds[0] and value in (question.values[0], question.values[-1])
-            if repeated and tried.result is not None:
+            if value in ends and tried.result is not None:
                 again = attempt(expected, compute)
             if tried.result is None or again.result is None:
                 failure = tried.failure or again.failure
@@ -112,10 +100,8 @@ class _Member:
                 continue
             self.ran.update(noted)
             variant.compared += int(torch.isfinite(expected).sum())
-            if oracle is not None and value == oracle[0]:
-                self.error = error_against(tried.result, oracle[1])
-            self.replays += repeated
-            self.unsteady += repeated and not identical(again.result, tried.result)
+            self.replays += value in ends
+            self.unsteady += value in ends and not identical(again.result, tried.result)
             if tried.equal:
                 continue
             self.call.certificates = {}  # its own whole answer is not a variant
@@ -124,53 +110,46 @@ class _Member:
                     own = question.answer(inputs, self.call, question.whole)
             alike = own is not None and identical(question.part(own, value), tried.result)
             variant.label = max(variant.label, 1 if alike else 2)
-            found = difference(expected, tried.result)
-            self.first = self.first or (value, kind, found)
-            self.widest = max(filter(None, (self.widest, found)), key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched))
+            variant.found.append((kind, difference(expected, tried.result)))
         self.seconds += time.perf_counter() - began
 
-    def row(self, anchor_error: ErrorFigures | None) -> Row:
+    def row(self) -> Row:
         """What was found, with the reasons."""
         axis, head = self.question.axis, _head(self.question, self.name)
-        computed = {value: v for value, v in self.variants.items() if not v.failure}
+        computed = {value: v.label for value, v in self.variants.items() if not v.failure}
         failed = {value: v.failure for value, v in self.variants.items() if v.failure}
         elements = sum(v.compared for v in self.variants.values())
-        left = [value for value, v in computed.items() if v.label]
+        found = [each for v in self.variants.values() for _, each in v.found]
+        left, notes = [value for value, label in computed.items() if label], list[str]()
         if not computed or not (elements or left):
             status = Status.SKIPPED if computed or self.refused else Status.ERROR
             reason = "nothing finite was compared" if computed else next(iter(failed.values()))
             return msgspec.structs.replace(head, status=status, reason=reason, seconds=self.seconds)
-        notes, extra = [], head.extra | {"elements": elements, "left_at": left, "unanswered_at": list(failed)}
         if self.unsteady:
             notes.append("the same call again gives other bits")
         if left:
-            alike = all(computed[value].label == 1 for value in left)
-            notes += [where_it_differs(axis, list(computed), left, alike=alike), _lesser(self.error, anchor_error)]
-        if self.first is not None:
-            value, kind, found = self.first
-            element, ulp = found.first_mismatch, found.max_ulp
-            notes.append(f"first: {axis} = {value}, element {element} on {kind!r} inputs, up to {ulp:,} ULP")
-            extra["first"] = {"at": value, "inputs": kind, "element": element, "max_ulp": ulp}
-        if self.widest is not None and self.widest.nonfinite:
-            notes.append("NaN or infinity on one side only")
+            notes.append(where_it_differs(axis, list(computed), left, alike=2 not in computed.values()))
+            kind, first = self.variants[left[0]].found[0]
+            at = f"element {first.first_mismatch} on {kind!r} inputs, up to {first.max_ulp:,} ULP"
+            notes.append(f"first: {axis} = {left[0]}, {at}")
+        same = Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0)
+        widest = max(found, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched), default=same)
+        notes += ["NaN or infinity on one side only"] if widest.nonfinite else []
         notes += [f"{axis} = {value}: {why}" for value, why in failed.items()]
-        if anchor_error is not None:
-            extra["anchor_relative_error"] = anchor_error.relative_norm
         status = Status.DIVERGENT if left or self.unsteady else Status.IDENTICAL
         if status == Status.IDENTICAL and failed and not self.refused:
             status = Status.ERROR  # a variant that crashed proves nothing about the whole
         return row_of(
             head,
             ["anchor", *computed],
-            [0, *(v.label for v in computed.values())],
+            [0, *computed.values()],
             status=status,
             ran=sorted(self.ran),
             replays=self.replays,
             replays_parted=self.unsteady,
-            difference=self.widest or Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0),
-            error=self.error,
-            extra=extra,
-            reason="; ".join(filter(None, notes))[:1000],
+            difference=widest,
+            extra=head.extra | {"elements": elements, "left_at": left},
+            reason="; ".join(notes)[:1000],
             seconds=self.seconds,
         )
 
@@ -180,28 +159,24 @@ class _Member:
         A form consists of several calls (a prompt in chunks). Where it differs, those of its calls that agreed
         elsewhere are not the ones that differed, unless all of them agreed elsewhere: then none is trusted.
         """
-        about, axis = self.question.name, self.question.axis
-        if self.unsteady:
-            for member, key in dict.fromkeys(c for v in self.variants.values() for c in v.certificates):
-                kept.record(member, key, False, f"{about}: the same call again gave other bits")
-            return
-        answered = {value: v for value, v in self.variants.items() if not v.failure}
-        good = {c: value for value, v in answered.items() if not v.label for c in v.certificates}
-        differing: dict[_Certificate, Value] = {}
+        about, axis, differing = self.question.name, self.question.axis, dict[_Certificate, Value]()
+        agreed = {} if self.unsteady else {at: v for at, v in self.variants.items() if not (v.label or v.failure)}
+        good = {c: at for at, v in agreed.items() for c in v.certificates}
         for value, v in self.variants.items():
-            if v.label:
+            if v.label or self.unsteady:
                 differing |= dict.fromkeys([c for c in v.certificates if c not in good] or v.certificates, value)
         for (member, key), value in differing.items():
-            evidence = f"{about}, {axis}={value}: other bits than the anchor's"
-            if self.first is not None and self.first[0] == value:
-                _, kind, found = self.first
+            evidence = f"{about}: the same call again gave other bits"
+            if not self.unsteady:
+                kind, found = self.variants[value].found[0]
                 evidence = f"{about}, {axis}={value}, {kind}: {found.mismatched} of {found.compared} elements differ, "
                 evidence += f"first at {found.first_mismatch}"
             kept.record(member, key, False, evidence)
         for (member, key), value in good.items():
-            if answered[value].compared and (member, key) not in differing:
-                equal = f"{answered[value].compared} finite elements equal to the anchor's"
-                kept.record(member, key, True, f"{axis}={value}: {equal} on {', '.join(self.question.kinds)}")
+            compared = self.variants[value].compared
+            if compared and (member, key) not in differing:
+                equal = f"{compared} finite elements equal to the anchor's on {', '.join(self.question.kinds)}"
+                kept.record(member, key, True, f"{axis}={value}: {equal}")
 
 
 def ask(
@@ -217,25 +192,18 @@ def ask(
         A row for each member. Its first value is the anchor; the others are the question's variants. Their classes over
         all inputs are at most three: the anchor's bits, the member's own (those of its largest batch), and others.
     """
-    tested = [
-        _Member(question, name, _Witness(call, (names or {}).get(name, name), question))
-        for name, call in members.items()
-    ]
-    anchor_error: ErrorFigures | None = None
+    calls = {name: _Witness(call, (names or {}).get(name, name), question) for name, call in members.items()}
+    tested = [_Member(question, name, call) for name, call in calls.items()]
     try:
         for kind in question.kinds:
             inputs = question.prepare(kind)
-            whole = question.expected(inputs, anchor)
-            oracle = question.reference(inputs) if kind == "bell" else None
-            if oracle is not None:
-                anchor_error = error_against(question.part(whole, oracle[0]), oracle[1])
-            written = fingerprint(inputs)
+            whole, written = question.expected(inputs, anchor), fingerprint(inputs)
             for i, member in enumerate(tested):
-                member.answer(kind, inputs, whole, oracle)
+                member.answer(kind, inputs, whole)
                 if written_to(written, inputs):  # its later results were of other operands: they show nothing
-                    tested[i] = member.failing("it writes to its operands")
+                    tested[i] = _Member(question, member.name, member.call, "it writes to its operands")
                     inputs = question.prepare(kind)
-            del inputs, whole, oracle, written
+            del inputs, whole, written
     except DeviceLostError:
         raise
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: reported in every row
@@ -245,13 +213,13 @@ def ask(
         return
     for member in tested:
         member.record(certificates)
-        yield member.row(anchor_error)
+        yield member.row()
 
 
 def _head(question: Question, member: str) -> Row:
     return Row(
-        probe=PROBE, case=question.name, operator=question.operator, shape=dict(question.shape), dtype=question.dtype,
-        device=question.device, inputs="hard", varied="class", impl=member, status="",
+        probe="certify", case=question.name, operator=question.operator, shape=dict(question.shape),
+        dtype=question.dtype, device=question.device, inputs="hard", varied="class", impl=member, status="",
         extra={"class": question.cls, "layout": question.layout, "inputs": list(question.kinds)},
     )  # fmt: skip
 
@@ -261,7 +229,7 @@ def where_it_differs(axis: str, every: Sequence[Value], left: Sequence[Value], *
     if len(left) < len(every):
         return f"differs at {axis} = {_listed(left)}, not at {_listed([v for v in every if v not in left])}"
     if alike:
-        return f"differs at every {axis} tried, and by itself gives one result at all of them: another order"
+        return f"differs at every {axis} tried, by itself with one result at all of them: another order, or accumulator"
     return f"differs at every {axis} tried, and not alike: another order, and one that depends on the batch"
 
 
@@ -271,20 +239,7 @@ def _listed(values: Sequence[Value]) -> str:
     return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"
 
 
-def _lesser(error: ErrorFigures | None, of: ErrorFigures | None) -> str:
-    """An accumulator of less precision shows as a larger error than the anchor's; only another order does not."""
-    if error is None or of is None or of.relative_norm is None:
-        return ""
-    if error.relative_norm is None:
-        return "results overflow where the anchor's do not: an accumulator of less range, it seems"
-    if error.relative_norm > 2 * of.relative_norm:
-        errors = f"{error.relative_norm:.1e} against the anchor's {of.relative_norm:.1e}"
-        return f"its relative error is {errors}: an accumulator of less precision, it seems"
-    return ""
-
-
 _SAMPLED_S = 3.0  # of timing a few members at most, without the last call
-_SAMPLED = 3  # timed questions of an operator's class, if there is time
 
 
 def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.perf_counter) -> list[float]:
@@ -299,12 +254,11 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
     groups: dict[tuple[str, str], list[int]] = {}
     for i in sorted(range(len(planned)), key=work.__getitem__):
         groups.setdefault((planned[i].question.operator, planned[i].question.cls), []).append(i)
-    timed: dict[int, _Cost] = {}
-    for turn in range(_SAMPLED):
-        for group in sorted(groups.values(), key=len, reverse=True):
-            i = group[(len(group) // 2, -1, 0)[turn]]
-            if clock() < until and i not in timed:
-                timed[i] = _timed(planned[i], clock)
+    largest = sorted(groups.values(), key=len, reverse=True)
+    timed: dict[int, tuple[float, float, float]] = {}
+    for i in [group[at] for turn in range(3) for group in largest for at in [(len(group) // 2, -1, 0)[turn]]]:
+        if clock() < until and i not in timed:
+            timed[i] = _timed(planned[i], clock)
 
     compiles = statistics.median(first for *_, first in timed.values()) if timed else 0.0
     compiled: set[tuple[str, ...]] = set()
@@ -320,16 +274,13 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
     return seconds
 
 
-_Cost = tuple[float, float, float]  # seconds per kind of input: what is shared; one member's answers; its first call
-
-
 def _work(question: Question) -> float:
     return math.prod(question.shape.values()) * sum(v if isinstance(v, int) else 1 for v in question.values)
 
 
-def _timed(item: Assignment, clock: Callable[[], float]) -> _Cost:
-    """The cost of one member, from its first and its last variant, and of inputs and the anchor's answer, which are
-    shared. First calls are separate, because they may compile, or load what all others use."""
+def _timed(item: Assignment, clock: Callable[[], float]) -> tuple[float, float, float]:
+    """Seconds per kind of input: of inputs and the anchor's answer, which are shared; of one member's answers, from its
+    first and its last variant; and of its first call, which may compile, or load what all others use."""
     question, member, began = item.question, next(iter(item.members.values())), clock()
 
     def seconds(call: Callable[[], Any]) -> float:
@@ -338,20 +289,18 @@ def _timed(item: Assignment, clock: Callable[[], float]) -> _Cost:
         wait_for_device()
         return clock() - before
 
+    low, high = question.values[0], question.values[-1]
     try:
         inputs = question.prepare(question.kinds[0])
         shared = clock() - began
         question.expected(inputs, item.anchor)
         shared += seconds(partial(question.expected, inputs, item.anchor))
-        each, first, (low, *_, high) = [], 0.0, (*question.values, question.values[-1])
-        for value in (low, high):
-            answer = partial(question.answer, inputs, member, value)
-            first += seconds(answer)
-            each.append(seconds(answer))
+        calls = [partial(question.answer, inputs, member, value) for value in (low, high)]
+        (first, short), (second, long) = [(seconds(call), seconds(call)) for call in calls]
     except Exception:  # noqa: BLE001 - its rows will say why; what fails takes hardly any time
         return clock() - began, 0.0, 0.0
     share = 0.5  # of the last variant in a typical one: by its rows
     if isinstance(low, int) and isinstance(high, int) and high > low:
         share = statistics.mean((int(v) - low) / (high - low) for v in question.values)
     answers = len(question.values) + 2 / len(question.kinds)  # two answers are computed twice
-    return shared, answers * (each[0] + share * (each[1] - each[0])), max(0.0, first - sum(each))
+    return shared, answers * (short + share * (long - short)), max(0.0, first + second - short - long)

@@ -86,12 +86,6 @@ class Question(CertifyCell):
         """A member's answer for a variant."""
         return self._of_rows(inputs, call, 0, int(value))
 
-    def reference(self, inputs: Inputs) -> tuple[int | str, torch.Tensor] | None:
-        """A variant of few rows and its float64 answer, to distinguish a less precise accumulator from another order;
-        None: there is none."""
-        rows = max((v for v in self.values if int(v) <= 64), default=self.values[0], key=int)
-        return rows, self.answer(inputs, load_object(declared()[self.operator].reference or ""), rows)
-
     @property
     def _batch_axis(self) -> int:
         return 1 if "B" in self.shape else 0  # a product of batches has its rows within them
@@ -127,9 +121,6 @@ class AttentionQuestion(Question):
     def expected(self, inputs: Inputs, anchor: Call) -> torch.Tensor:
         """[B, Hq, T, D], each request prefilled solo."""
         return torch.cat([anchor(*(x[b : b + 1] for x in inputs)) for b in range(len(inputs[0]))])
-
-    def reference(self, inputs: Inputs) -> None:
-        """None: errors of the weights are larger than those of an order."""
 
     def _pieces(self, value: int | str) -> list[tuple[slice, int, int]]:
         """The variant's calls: which requests, and from which query to which end."""
@@ -203,28 +194,20 @@ class Assignment:
     members: dict[str, Call]
 
 
-def operator_named(name: str, device: str) -> str:
-    """The operator of a name on the command line; an `UnknownNameError` where no class has it."""
-    operator = name.replace("-", "_")
-    if operator not in class_operators(device):
-        known = [op.replace("_", "-") for op in class_operators(device)]
-        raise UnknownNameError(f"operator with a numerics class on {device}", name, [*known, "all"])
-    return operator
-
-
 def plan(wish: Wish) -> list[Assignment]:
     """All questions, in order, planned before the first is tested. Raises UserError: an unknown operator, class,
     member, dtype or input; sizes that make no sense; nothing to test."""
     if wish.impls and not wish.operators and wish.cls is None:
         raise UserError("--impl without an operator", "Name the one whose signature it has, as in `certify linear`.")
-    names = [operator_named(n, wish.device) for n in wish.operators]
+    every, names = class_operators(wish.device), [name.replace("-", "_") for name in wish.operators]
+    for name, written in zip(names, wish.operators, strict=True):
+        if name not in every:
+            listed = [*(op.replace("_", "-") for op in every), "all"]
+            raise UnknownNameError(f"operator with a numerics class on {wish.device}", written, listed)
     if not names:
-        names = class_operators(wish.device)
-        if wish.cls is not None:
-            names = [op for op in names if wish.cls in {c.name for c in classes_for(op, wish.device)}]
-            # an unknown or foreign class: refused below
-            names = names or [next(iter(class_operators(wish.device)))]
-            names = names[:1] if wish.impls else names  # a function has one signature
+        names = [op for op in every if wish.cls in (None, *(c.name for c in classes_for(op, wish.device)))]
+        names = names or every[:1]  # an unknown or foreign class: refused below
+        names = names[:1] if wish.impls else names  # a function has one signature
     assignments: list[Assignment] = []
     known: dict[str, None] = {}
     for operator in dict.fromkeys(names):
@@ -246,10 +229,16 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
     if questions is None:
         return
     anchor = _load(operator, cls.members[operator][INVARIANT] if target == ONE_ROW else target, wish.device)
+    users = {impl: load_implementation(operator, impl, wish.device).call for impl in wish.impls}
     for dtype in (d for d in cls.dtypes if wish.dtypes is None or d in wish.dtypes):
-        few, every = _members(operator, cls, dtype, wish.device)
-        users = {impl: load_implementation(operator, impl, wish.device).call for impl in wish.impls}
+        every: dict[str, Call] = {}
+        for name, of in cls.members[operator].items():
+            if name.endswith("/*"):
+                every |= {f"{name[:-1]}{tile}": call for tile, call in load_object(of)(dtype).items()}
+            else:
+                every[name] = _load(operator, of, wish.device)
         known.update(dict.fromkeys(every))
+        few = {name: call for name, call in every.items() if name in cls.members[operator]}
         chosen = {name: call for name, call in every.items() if any(_fits(name, m) for m in wish.members)}
         for cell in questions(wish, wish.device, dtype):
             members = chosen | users if wish.members or wish.impls else every if cell.tiles or wish.full else few
@@ -270,19 +259,5 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _load(operator: str, target: str, device: str) -> Call:
-    if target == INVARIANT:
-        return load_implementation(operator, INVARIANT, device).call
-    call: Call = load_object(target)
+    call: Call = load_object(target) if target != INVARIANT else load_implementation(operator, INVARIANT, device).call
     return call
-
-
-def _members(operator: str, cls: NumericsClass, dtype: str, device: str) -> tuple[dict[str, Call], dict[str, Call]]:
-    """The members without families, and all members."""
-    few: dict[str, Call] = {}
-    families: dict[str, Call] = {}
-    for name, target in cls.members[operator].items():
-        if name.endswith("/*"):
-            families |= {f"{name[:-1]}{tile}": call for tile, call in load_object(target)(dtype).items()}
-        else:
-            few[name] = _load(operator, target, device)
-    return few, few | families

@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast, get_type_hints
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
 from rich.console import Console
@@ -236,19 +236,19 @@ def command_of(
     parameters = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     options = {part: [f for f in options_of(part) if f.name not in without] for part in (request, sink)}
     for part, declared in options.items():
-        hints = get_type_hints(part, include_extras=True)
-        arguments = [f.name for f in declared if isinstance(hints[f.name].__metadata__[0], typer.models.ArgumentInfo)]
+        hints, known = get_type_hints(part), o.declared(part)
+        arguments = [f.name for f in declared if isinstance(known[f.name][0], typer.models.ArgumentInfo)]
         if "model" in hints and not arguments:  # with an argument of its own, a command has only --model
             parameters.append(Parameter("named", Parameter.KEYWORD_ONLY, default=None, annotation=o.MODEL_ARGUMENT))
         for field in declared:
-            option, *checks = hints[field.name].__metadata__
-            names = next((known.names for known in checks if isinstance(known, o.OneOf)), None)
-            if names is not None and option.autocompletion is None:
-                option.autocompletion = o.choices(*names)
+            option, check = known[field.name]
+            if isinstance(check, o.OneOf) and option.autocompletion is None:
+                option.autocompletion = o.choices(*check.names)
+            if hints[field.name] is bool and option.default is ...:  # without a name of its own: no --no-NAME
+                option.default = f"--{field.name.replace('_', '-')}"
             default = Parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
-            )
+            annotation: Any = Annotated[hints[field.name], option]
+            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
 
     def command(ctx: typer.Context, **values: Any) -> None:
         # by name: Typer may bring its own click

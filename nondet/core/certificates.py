@@ -109,7 +109,9 @@ class Certificates:
     def __init__(self, described: dict[str, Any], folder: Path | None) -> None:
         self.described = described
         self.machine = machine_digest(described)
-        self.path = None if folder is None else folder / f"{_slug(described)}-{self.machine}.jsonl"
+        name = str(described.get("gpu") or described.get("cpu") or described.get("device") or "machine")
+        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48] or "machine"
+        self.path = None if folder is None else folder / f"{slug}-{self.machine}.jsonl"
         self._lock = threading.Lock()
         self._proofs: dict[tuple[str, str], Certificate] = {}
         self._aside: dict[tuple[str, str], str] = {}
@@ -234,15 +236,11 @@ def certificates(device: str | None = None) -> Certificates:
     if device is None:
         device = "cuda" if _has_cuda() else "cpu"
     place = (device, torch.get_num_threads() if device == "cpu" else torch.cuda.current_device() if _mixed() else 0)
-    kept = _instances.get(place)
-    return _opened_at(place) if kept is None else kept
-
-
-def _opened_at(place: tuple[object, ...]) -> Certificates:
-    with _lock:
-        if place not in _instances:
-            _instances[place] = Certificates(machine(str(place[0])), cache_folder())
-        return _instances[place]
+    if place not in _instances:
+        with _lock:
+            if place not in _instances:
+                _instances[place] = Certificates(machine(device), cache_folder())
+    return _instances[place]
 
 
 @functools.cache
@@ -256,7 +254,7 @@ def _has_cuda() -> bool:
 def _mixed() -> bool:
     import torch
 
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return len({(c.name, c.major, c.minor, c.multi_processor_count) for c in cards}) > 1
 
 
@@ -300,11 +298,6 @@ def _opened(raw: bytes, machine: str) -> Certificate | None:
     except _ODD:
         return None
     return line.certificate if known else None
-
-
-def _slug(described: dict[str, Any]) -> str:
-    name = str(described.get("gpu") or described.get("cpu") or described.get("device") or "machine")
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48] or "machine"
 
 
 def _warn(text: str) -> None:

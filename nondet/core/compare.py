@@ -59,8 +59,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether all bits are equal. Copies a bool to the host, and a second one where raw bits differ, because of NaN."""
-    plain = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and _is_plain(a) and _is_plain(b)
-    if plain:
+    if a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and _is_plain(a) and _is_plain(b):
         width = _INT_OF_SIZE[a.element_size()]
         if torch.equal(a.detach().contiguous().view(width), b.detach().contiguous().view(width)):
             return True

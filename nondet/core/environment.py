@@ -27,14 +27,7 @@ _VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
     *("TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_CUDNN_SDPA_ENABLED", "TRITON_INTERPRET", "NPY_DISABLE_CPU_FEATURES"),
     *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE"),
-    *(
-        "DNNL_CPU_ISA_HINTS",
-        "DNNL_DEFAULT_FPMATH_MODE",
-        "DNNL_MAX_CPU_ISA",
-        "GLIBC_TUNABLES",
-        "NCCL_ALGO",
-        "NCCL_PROTO",
-    ),
+    *("DNNL_CPU_ISA_HINTS", "DNNL_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "GLIBC_TUNABLES"),
     *("ONEDNN_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE"),
     *("MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS"),
     *("NCCL_ALGO", "NCCL_PROTO"),
@@ -120,10 +113,10 @@ def _text(value: str) -> str:
 
 def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Names of what changes bits and has changed: the fields of `collect`, and "variables.NAME"."""
-    names = [k for k in sorted(before.keys() | now.keys()) if k not in _HARMLESS and k != "variables"]
-    differing = [k for k in names if before.get(k) != now.get(k)]
     theirs: dict[str, Any] = before.get("variables") or {}
     ours: dict[str, Any] = now.get("variables") or {}
+    names = sorted((before.keys() | now.keys()) - _HARMLESS - {"variables"})
+    differing = [k for k in names if before.get(k) != now.get(k)]
     names = sorted((theirs.keys() | ours.keys()) - _HARMLESS_VARIABLES)
     return differing + [f"variables.{k}" for k in names if theirs.get(k) != ours.get(k)]
 
@@ -133,21 +126,18 @@ def safe_argv(argv: list[str]) -> list[str]:
     out: list[str] = []
     hide_next = False
     for word in map(_text, argv):
-        name, equals, _ = word.partition("=")
+        name, equals, value = word.partition("=")
         if hide_next:
-            out.append(_HIDDEN)
-            hide_next = False
+            word, hide_next = _HIDDEN, False
         elif _SECRET_OPTION.search(name):
-            out.append(f"{name}={_HIDDEN}" if equals else name)
-            hide_next = not equals
+            word, hide_next = f"{name}={_HIDDEN}" if equals else name, not equals
         else:
-            option, found, url = word.partition("=") if word.startswith("-") else ("", "", word)
+            option, url = (name + equals, value) if word.startswith("-") else ("", word)
             url = without_path(url) if url.lower().startswith(("http://", "https://")) else url
-            shown = _PASSWORD.sub(rf"\1{_HIDDEN}@", option + found + url)
-            out.append(_TOKENS.sub(_HIDDEN, _SECRET_VALUE.sub(rf"\1{_HIDDEN}", shown)))
-    if out:
-        out[0] = Path(out[0]).name  # the installation path is of no use, and may name a person
-    return out
+            word = _PASSWORD.sub(rf"\1{_HIDDEN}@", option + url)
+            word = _TOKENS.sub(_HIDDEN, _SECRET_VALUE.sub(rf"\1{_HIDDEN}", word))
+        out.append(word)
+    return [Path(out[0]).name, *out[1:]] if out else []  # the installation path is of no use, and may name a person
 
 
 def _gpu() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -132,23 +132,20 @@ def measure(
     warm: bool = False,
     enough: int = 0,
     reference: torch.Tensor | None = None,
-    extra: Callable[[list[torch.Tensor]], Mapping[str, Any]] | None = None,
+    extra: Callable[[list[torch.Tensor], list[Value]], Mapping[str, Any]] | None = None,
     started: float | None = None,
 ) -> Row:
-    """Compute every variant, sort the results into classes, replay some, and describe it all as a row.
-
-    Raises WrongResultError: a result of another shape or dtype than the operator's.
+    """Compute every variant, sort the results into classes, replay some, and describe it all as a row; a
+    `WrongResultError` for a result of another shape or dtype than the operator's.
 
     Args:
         watch: The operator that the variants call, if they call one: results are checked while variants are replayed.
         join: Makes one tensor of what a variant gives, unseen by the profiler.
         replay: Compute variants a second time. A case that repeats one call does that already.
-        warm: Compute all variants once before, unprofiled, because a first use may compile, or prove a member of its
-            class. One call repeated is computed once.
+        warm: Compute all variants once before, unprofiled: a first use may compile, or prove a member of its class.
         enough: Stop after so many variants if two of them differ; 0: never.
         reference: What the first variant should be, in float64.
-        extra: Called with one result of each class; its entries go into the row's `extra`.
-        started: `time.perf_counter()` when the case began; None: now.
+        extra: Called with the first result of each class and its value; its entries go into the row's `extra`.
     """
     started = time.perf_counter() if started is None else started
     book = ClassBook()
@@ -163,7 +160,8 @@ def measure(
             if join is not None:
                 result = join(result)
             book.add(result if trial.many else result[None])
-            values += _values(trial, result)
+            count = len(result) if trial.many else 1
+            values += [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(count)]
             starts.append(len(values))
             del result
             if len(values) == enough and len(book.representatives) > 1:
@@ -182,35 +180,26 @@ def measure(
     listed = len(values) <= LISTED_VARIANTS
     errors = errors_against(book.representatives, reference) if reference is not None else []
     nonfinite = int(_nonfinite(book.representatives[0], reference))
-    details = dict(extra(book.representatives)) if extra is not None else {}
+    firsts = [values[book.labels.index(i)] for i in range(len(book.representatives))]
+    details = dict(extra(book.representatives, firsts)) if extra is not None else {}
     # where a demonstration adds in a narrow accumulator, one order may overflow and another not
     fault = _fault(watch, [] if head.demonstration else errors, details)
+    status = Status.DIVERGENT if len(book.representatives) > 1 or differing else Status.IDENTICAL
+    of, reason = book.representatives[0].numel(), details.get("note", "")
     if fault:
         status, reason = Status.WRONG, fault
-    else:
-        status = Status.DIVERGENT if len(book.representatives) > 1 or differing else Status.IDENTICAL
-        of = book.representatives[0].numel()
-        note = details.get("note", "")
-        reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite" if nonfinite else note
+    elif nonfinite:
+        reason = f"{nonfinite} of {of} elements of the first variant are NaN or infinite"
     row = row_of(
-        head,
-        values,
-        book.labels,
-        status=status,
-        reason=reason,
+        head, values, book.labels, status=status, reason=reason, replays=replays, replays_parted=differing,
         ran=sorted(set(noted) | {k for names in sets for k in names}),
         kernel_sets=[list(names) for names in sets] if listed else [],
         kernels=[sets.index(tuple(names)) for names in kernels] if listed else [],
-        replays=replays,
-        replays_parted=differing,
-        difference=book.widest_difference(),
-        error=errors[0] if errors else None,
+        difference=book.widest_difference(), error=errors[0] if errors else None, nonfinite=nonfinite, extra=details,
         worst_error=max(errors, key=lambda e: math.inf if e.relative_norm is None else e.relative_norm, default=None),
         class_errors=class_errors(book.representatives, reference) if reference is not None else [],
         accuracy=watch.accuracy if watch is not None else None,
-        nonfinite=nonfinite,
-        extra=details,
-    )
+    )  # fmt: skip
     return _finished(row if listed else msgspec.structs.replace(row, values=[], labels=[]), started)
 
 
@@ -231,12 +220,6 @@ def row_of(head: Row, values: Sequence[Value], results: Sequence[Hashable], **fi
 
 def _finished(head: Row, started: float, **figures: Any) -> Row:
     return msgspec.structs.replace(head, seconds=time.perf_counter() - started, **figures)
-
-
-def _values(trial: Trial, result: torch.Tensor) -> list[Value]:
-    if not trial.many:
-        return [trial.value]
-    return [trial.value + i if isinstance(trial.value, int) else trial.value for i in range(len(result))]
 
 
 def _replay(
@@ -353,15 +336,12 @@ def fingerprint(inputs: Any, name: str = "") -> Fingerprint:
         rows = raw.sum(-1, dtype=torch.int64) if raw.dim() else raw.to(torch.int64)
         columns = raw.flatten(0, -2).sum(0, dtype=torch.int64) if raw.dim() > 1 else raw.to(torch.int64)
         return {name: (rows, columns)}
+    parts: Iterable[tuple[object, Any]] = enumerate(inputs) if isinstance(inputs, list | tuple) else ()
     if isinstance(inputs, Mapping):
-        parts = [(str(key), value) for key, value in inputs.items()]
-    elif isinstance(inputs, list | tuple):
-        parts = [(str(place), value) for place, value in enumerate(inputs)]
-    else:
-        return {}
+        parts = inputs.items()
     prints: Fingerprint = {}
     for part, value in parts:
-        prints |= fingerprint(value, f"{name}.{part}" if name else part)
+        prints |= fingerprint(value, f"{name}.{part}" if name else str(part))
     return prints
 
 

@@ -13,6 +13,7 @@ from nondet.core.proof import product_inputs
 from nondet.core.registry import load_object
 
 HARD = ("wide", "outlier")  # numbers of many sizes
+Operands = tuple[torch.Tensor, ...]
 
 
 def drawn(
@@ -58,9 +59,7 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x.mT.contiguous().mT if layout == "columns" else x
 
 
-def of_linear(
-    kind: str, layout: str, shape: Shape, dtype: torch.dtype, device: str, seed: int
-) -> tuple[torch.Tensor, ...]:
+def of_linear(kind: str, layout: str, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Operands:
     """x [M, K], weight [N, K] and, if the layout says so, a bias [N]; with B in the shape the first two are batched."""
     sizes, batch = (shape["M"], shape["N"], shape["K"]), shape.get("B", 1)
     draws = product_inputs(sizes, dtype, device, bias="bias" in layout, batch=batch, kinds=(kind,), seed=seed)
@@ -71,17 +70,13 @@ def of_linear(
     return (x, weight) if bias is None else (x, weight, bias)
 
 
-def of_matmul(
-    kind: str, layout: str, shape: Shape, dtype: torch.dtype, device: str, seed: int
-) -> tuple[torch.Tensor, ...]:
+def of_matmul(kind: str, layout: str, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Operands:
     """As `of_linear`, with b [K, N]: by columns in the layout "nt", else by rows."""
     a, weight = of_linear(kind, layout, shape, dtype, device, seed)
     return a, weight.mT if "nt" in layout else weight.mT.contiguous()
 
 
-def of_attention(
-    kind: str, layout: str, shape: Shape, dtype: torch.dtype, device: str, seed: int
-) -> tuple[torch.Tensor, ...]:
+def of_attention(kind: str, layout: str, shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Operands:
     """q [B, Hq, Tq, D], k [B, Hkv, Tk, D] and v [B, Hkv, Tk, Dv or D]; the kind is v's, along the tokens."""
     B, Hkv, T, D = (shape[axis] for axis in ("B", "Hkv", "Tk", "D"))
     rng = generator(seed, device)

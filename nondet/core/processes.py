@@ -18,18 +18,15 @@ from typing import Any
 @contextmanager
 def nvml() -> Iterator[ctypes.CDLL | None]:
     """The NVIDIA driver's management library for a while; None if it is missing or fails."""
-    try:
-        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-        started = library.nvmlInit_v2() == 0
-    except (OSError, AttributeError):
-        started = False
-    if not started:
-        yield None
-        return
+    library = None
+    with suppress(OSError, AttributeError):
+        found = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        library = found if found.nvmlInit_v2() == 0 else None
     try:
         yield library
     finally:
-        library.nvmlShutdown()
+        if library is not None:
+            library.nvmlShutdown()
 
 
 def free_gpu_memory(uuid: str) -> int | None:

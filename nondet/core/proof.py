@@ -17,7 +17,7 @@ import torch
 from nondet.core.compare import numbers, same
 from nondet.core.inputs import generator, make, product_operands
 from nondet.core.launch import check_device_alive, proving
-from nondet.errors import UserError
+from nondet.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     from nondet.core.certificates import Certificates
@@ -199,8 +199,7 @@ def _counted(counts: list[torch.Tensor]) -> list[float]:
 
 def in_words(error: Exception | None) -> str:
     """An error in one line, with its type where that is not the member's own "not here"."""
-    words = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    return words if isinstance(error, NotImplementedError | UserError) else f"{type(error).__name__}: {words}"
+    return reason_of(str(error) if error is None or isinstance(error, NotImplementedError | UserError) else error)
 
 
 def product_inputs(

@@ -538,9 +538,9 @@ class TapedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     target: bool
-    prompt: Whole  # index among the recording's prompts
-    new: Whole  # tokens to generate
-    arrival: Whole  # engine step from which it may be scheduled
+    prompt: Count  # index among the recording's prompts
+    new: Size  # tokens to generate
+    arrival: Count  # engine step from which it may be scheduled
     sampling: dict[str, Any] | None = None  # as `nondet.sampling.plan.Sampling`; None of greedy requests
 
 
@@ -550,7 +550,7 @@ class Tape(ImplementationRecord, frozen=True, tag="tape", kw_only=True):
     keyed_by = ("impl", "round")
     round: Whole
     requests: list[TapedRequest]
-    prompts: list[list[Whole]]  # token ids of each distinct prompt
+    prompts: list[list[Count]]  # token ids of each distinct prompt
     load: dict[str, Any]  # the load's parameters: limits of the engine, chunking, sharing
     seed: int
     eos: list[Whole]
@@ -964,11 +964,6 @@ def _schedule(field: str, schedule: list[list[int]]) -> None:
         _need(end <= STEPS_MOST, field, f"goes beyond step {STEPS_MOST:,}")
 
 
-def _round(record: Round) -> None:
-    for schedule in record.background.values():
-        _schedule("background", schedule)
-
-
 def _cell(cell: Cell) -> None:
     _need(cell.axis in cell.shape, "axis", f"{cell.axis[:40]!r} is no size of the cell")
     names = [t.impl for t in cell.timed]
@@ -999,10 +994,6 @@ def _culprit(culprit: Culprit) -> None:
         _need(all(len(axes) <= len(shape) for shape in sizes), "shapes", f"{place[:40]} has fewer sizes than axes")
 
 
-def _mismatch_place(place: MismatchPlace) -> None:
-    _need(len(place.rows) in (0, 2), "rows", f"{len(place.rows)} numbers, not one for either side")
-
-
 def _mismatch_rollout(r: MismatchRollout) -> None:
     _need(r.status == "error" or 0 < r.tokens < len(r.ids), "tokens", "a rollout without any, or without a prompt")
     _need(len(r.drawn) in (0, r.tokens), "drawn", f"{len(r.drawn)} places for {r.tokens} tokens")
@@ -1015,13 +1006,12 @@ def _mismatch_rollout(r: MismatchRollout) -> None:
 _CHECKS: dict[type[Any], Callable[[Any], None]] = {
     Row: _row,
     Completion: _completion,
-    Round: _round,
     Cell: _cell,
     Tape: lambda record: _tree("tape", msgspec.to_builtins(record)),
     TrainingStep: _training_step,
     Step: _step,
     Culprit: _culprit,
-    MismatchPlace: _mismatch_place,
+    MismatchPlace: lambda r: _need(len(r.rows) in (0, 2), "rows", f"{len(r.rows)} numbers, not one for either side"),
     MismatchRollout: _mismatch_rollout,
 }
 
@@ -1082,6 +1072,8 @@ class RunChecks:
             self._finished[place] += 1
         elif isinstance(record, Round):
             place = (record.impl, record.round)
+            for schedule in record.background.values():
+                _schedule("background", schedule)
             counted = self._finished[place]
             _need(counted == record.targets, "targets", f"{record.targets}, with {counted} completions before it")
             self._span(place, record.background.values())

@@ -111,7 +111,7 @@ def implementation_names(operator: str, device: str) -> list[str]:
 
 def load_implementation(operator: str, name: str, device: str) -> LoadedImplementation:
     """The implementation of that name, or the user's "package.module:function" or "operator=package.module:function".
-    Raises UnknownNameError or UserError: none of that name on the device, or a user's function that does not fit."""
+    An `UnknownNameError` or `UserError` if there is none on the device, or a user's function does not fit."""
     if ":" in name:
         named, _, theirs = name.rpartition("=")
         if named not in ("", operator):
@@ -123,8 +123,7 @@ def load_implementation(operator: str, name: str, device: str) -> LoadedImplemen
     chosen = declaration.implementation(name)
     if chosen is None:
         raise UnknownNameError(f"implementation of {operator}", name, [i.name for i in declaration.implementations])
-    target = chosen.target(device)
-    if target is None:
+    if (target := chosen.target(device)) is None:
         hint = f"It has one on {', '.join(chosen.targets)}."
         raise UserError(f"{operator} has no {name!r} implementation on {device}", hint)
     return LoadedImplementation(operator, name, load_object(target), chosen.stock, chosen.invariant)
@@ -162,9 +161,8 @@ def _user_function(target: str) -> Callable[..., Any]:
 
 
 def check_signature(function: Callable[..., Any], operator: str, who: str) -> None:
-    """Refuse a function that can't be called as the operator's float64 reference is, before it fails in every case;
-    what has a default there may be left out. Operators without a reference and functions without a readable signature
-    are accepted. Raises UserError with the signature that is needed."""
+    """Refuse a function that can't be called as the operator's float64 reference is, before it fails in every case: a
+    `UserError` with the signature that is needed. Without a reference or a readable signature all are accepted."""
     declaration = operators().get(operator)
     if declaration is None or declaration.reference is None or not declaration.reference.startswith(_REFERENCES):
         return
@@ -206,10 +204,7 @@ def misfit(function: Callable[..., Any], operator: str, who: str, operands: Sequ
 PROBES: dict[str, tuple[str, str]] = {
     "float-sum": ("nondet.probes.additions:FloatSum", "only the order of a sum: 102 results from one list of numbers"),
     "matmul": ("nondet.probes.matmul:Matmul", "matmul rows while batch size, position, neighbours and call order vary"),
-    "split-k": (
-        "nondet.probes.additions:SplitK",
-        "one product with K cut into 1, 2, 4, 8 ... splits, ordered and atomic",
-    ),
+    "split-k": ("nondet.probes.additions:SplitK", "one product with K cut into 1, 2, 4 ... splits, ordered and atomic"),
     "grouped-matmul": (
         "nondet.probes.grouped_matmul:GroupedMatmul",
         "tokens at their experts while other tokens, their experts and positions change",
@@ -241,10 +236,7 @@ PROBES: dict[str, tuple[str, str]] = {
         "nondet.probes.all_reduce:AllReduce",
         "one row of a sum over ranks while the message's size, its position, the run and the rank change",
     ),
-    "pointwise": (
-        "nondet.probes.pointwise:Pointwise",
-        "one element of a pointwise op in a vector body or a scalar tail",
-    ),
+    "pointwise": ("nondet.probes.pointwise:Pointwise", "one element of a pointwise op in a vector body or scalar tail"),
 }
 
 # Operator -> the probe that tests it, where the two have different names; `nondet probe` takes both.

@@ -17,25 +17,16 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from io import BufferedIOBase
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import msgspec
 
-from nondet.core.records import (
-    FORMAT,
-    LINE,
-    SCHEMA_VERSION,
-    ContradictionError,
-    End,
-    Header,
-    Record,
-    Run,
-    RunChecks,
-)
+from nondet.core.records import FORMAT, LINE, SCHEMA_VERSION, ContradictionError, End, Header, Record, Run, RunChecks
 from nondet.errors import UnrecordableError, UserError, one_line, shortened, without_path
 
 try:
@@ -72,8 +63,7 @@ def disk_errors(path: Path, hint: str = "Choose another --out.") -> Iterator[Non
 
 
 def check_free(path: Path, *, force: bool, hint: str = "Use --force to overwrite it, or another name.") -> None:
-    """Refuse to write to an existing file, before any work is done; even with `force` if it is a link. Raises
-    UserError: as described. A link is never followed: to overwrite its target, name the target."""
+    """Refuse, as a `UserError`, to write to an existing file, and with `force` to a link, which is not followed."""
     if path.is_symlink() and (path.is_file() or not path.exists()):  # /dev/stdout is a link to a terminal or a pipe
         raise UserError(f"{path} is a symbolic link", _LINK)
     if path.exists() and not force:
@@ -125,8 +115,8 @@ def no_link(name: str, flags: int, mode: int = 0o666) -> int:
 
 
 def create_locked(path: Path, *, force: bool) -> IO[bytes]:
-    """Create the file, or with `force` empty the existing one, holding its lock from before the first byte. Raises
-    UserError: another process writes it; it exists (without force); it is a link or a FIFO; it can't be written."""
+    """Create the file, or with `force` empty the existing one, holding its lock from before the first byte. A
+    `UserError` if another process writes it, if it exists, is a link or a FIFO, or can't be written."""
     with disk_errors(path):
         try:
             number = no_link(str(path), os.O_RDWR | os.O_CREAT | (0 if force else os.O_EXCL))
@@ -162,8 +152,7 @@ def _lock(stream: IO[bytes], path: Path) -> None:
 @contextmanager
 def replacing(path: Path, hint: str = "Choose another name.") -> Iterator[Path]:
     """Yield a new file in the folder of `path`, renamed to `path` at the end of the block. A full disk, a kill or an
-    exception leaves the old file whole. Raises UserError: the disk is full, or the path is a link or can't be written.
-    """
+    exception leaves the old file whole. A `UserError` for a full disk, a link, or what can't be written."""
     with disk_errors(path, hint):
         check_free(path, force=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -342,9 +331,8 @@ def read_run(path: Path, *, allow_truncated: bool = False) -> Run:
                 run.add(record)
     except ValueError as error:
         raise UserError(f"{path} is malformed in line {number}: {one_line(str(error), 300)}", _EDITED) from error
-    places = [row.place for row in run.rows if isinstance(row.place, int)]
-    if len(places) == len(run.rows):  # in the plan's order: processes that share a plan finish their rows in any order
-        run.rows[:] = [row for _, row in sorted(zip(places, run.rows, strict=True), key=lambda pair: pair[0])]
+    if not any(row.place is msgspec.UNSET for row in run.rows):
+        run.rows.sort(key=attrgetter("place"))  # processes that share a plan finish its rows in any order
     return run
 
 
@@ -447,12 +435,9 @@ def open_run(
     force: bool = False,
     resume: bool = False,
 ) -> RunWriter:
-    """Open a run file for writing, and lock it; its folder is made if it is missing.
-
-    `plan`, which must be JSON-able, decides the records. With `resume` an existing file is continued if its plan and
-    everything that changes bits are the same. Raises UserError: it exists and neither force nor resume was requested;
-    another process is writing it; it can't be resumed; it can't be written; the plan is too large.
-    """
+    """Open a run file for writing, and lock it; its folder is made if it is missing. `plan`, which must be JSON-able,
+    decides the records. With `resume` an existing file is continued if its plan and everything that changes bits are
+    the same. A `UserError` if the plan is too large, or the file can't be created, resumed, locked or written."""
     try:
         header = Header(
             format=FORMAT, schema=SCHEMA_VERSION, command=command, plan=_bounded(plan), environment=environment,
@@ -542,9 +527,7 @@ def write_run(path: Path, run: Run, *, force: bool = False) -> None:
     """Write a run that was measured in memory, whole. Raises UserError as `open_run` and `RunWriter.write` do."""
     header = run.header
     writer = open_run(path, command=header.command, plan=header.plan, environment=header.environment, force=force)
-    try:
+    with closing(writer):
         for record in run.records():
             writer.write(record)
         writer.finish()
-    finally:
-        writer.close()

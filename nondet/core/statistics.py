@@ -110,18 +110,6 @@ def round_interval(hits: Sequence[int], sizes: Sequence[int], confidence: float 
     return min(low, share), max(high, share)
 
 
-def pair_disagreement(counts: Sequence[int]) -> float:
-    """The share of pairs that differ, 1 - sum n_k (n_k - 1) / (N (N - 1)), which doesn't grow with N. `counts` are
-    those of each distinct result, two or more in all."""
-    total = sum(counts)
-    return 1.0 - sum(n * (n - 1) for n in counts) / (total * (total - 1))
-
-
-def new_share(counts: Sequence[int]) -> float:
-    """Good's estimate of the probability that the next result is a new one: those seen once, over all."""
-    return sum(n == 1 for n in counts) / sum(counts)
-
-
 def percent(share: float, rounding: str = "near") -> str:
     """A share in percent to about three digits; "up" and "down" are for bounds. Only exact ones are shown as 100%."""
     value = 100.0 * share
@@ -132,16 +120,11 @@ def percent(share: float, rounding: str = "near") -> str:
         return f"{value * {'near': 1.0, 'up': 1.005, 'down': 0.995}[rounding]:.2e}%"
     scale = 10.0**digits
     # 1e-9 keeps figures that are round already from changing by their own binary representation
-    scaled = {
-        "near": round(value * scale),
-        "up": math.ceil(value * scale - 1e-9),
-        "down": math.floor(value * scale + 1e-9),
-    }[rounding]
+    exact = value * scale
+    scaled = {"near": round(exact), "up": math.ceil(exact - 1e-9), "down": math.floor(exact + 1e-9)}[rounding]
     whole = round(100 * scale)
-    if scaled >= whole and rounding != "up":
-        return f">{(whole - 1) / scale:.{digits}f}%"
     if scaled >= whole:
-        return "100%"
+        return "100%" if rounding == "up" else f">{(whole - 1) / scale:.{digits}f}%"
     return f"{scaled / scale:.{digits}f}%"
 
 

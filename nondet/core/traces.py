@@ -88,8 +88,8 @@ def facts_of(trace: Trace) -> dict[str, Any]:
 
 
 def read_traces(run: Path) -> tuple[dict[str, Trace], dict[int, str]]:
-    """All traces by digest, and the text of single tokens by id; without a line that is cut off at the end. Raises
-    UserError: the side file is missing or malformed, or a trace doesn't match its digest."""
+    """All traces by digest, and the text of single tokens by id; without a line that is cut off at the end. A
+    `UserError` if the side file is missing or malformed, or a trace doesn't match its digest."""
     path = traces_path(run)
     traces: dict[str, Trace] = {}
     pieces: dict[int, str] = {}
@@ -188,14 +188,11 @@ class TraceWriter:
             pieces = [encoded(Pieces(pieces=dict(part)), _LINE)[0] for part in parts]
         except ValueError as error:
             raise UnrecordableError(f"its trace can't be recorded: {one_line(str(error), 200)}") from error
-        self._append([*pieces, *lines.values()])
+        with disk_errors(self.path):
+            self._stream.writelines([*pieces, *lines.values()])
+            self._stream.flush()
         self._digests |= lines.keys()
         self._pieces |= fresh
-
-    def _append(self, lines: Iterable[bytes]) -> None:
-        with disk_errors(self.path):
-            self._stream.writelines(lines)
-            self._stream.flush()
 
     def close(self) -> None:
         """Close the file."""

@@ -37,36 +37,19 @@ class _Terms(NamedTuple):
     reference: torch.Tensor  # float64, one result
     dtype: torch.dtype  # of the result
 
+    unit: float  # roundoff of the result
+    epsilon: float  # of the accumulator: float32, or float64 for float64
+    flushed: float  # what a term may lose where the accumulator's format flushes to zero
+
     @property
     def rounded(self) -> torch.Tensor:
         """Two roundings of the result (a bias may come after the first), and what flushing to zero takes."""
         return self.reference.abs() * (2 * self.unit) + torch.finfo(self.dtype).tiny
 
-    @property
-    def unit(self) -> float:
-        return torch.finfo(self.dtype).eps / 2
-
-    @property
-    def _accumulator(self) -> torch.finfo:
-        return torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32)
-
-    @property
-    def epsilon(self) -> float:
-        """Epsilon of the accumulator: float32, or float64 for float64."""
-        return self._accumulator.eps
-
-    @property
-    def flushed(self) -> float:
-        """What a term may lose where the accumulator's format flushes to zero."""
-        return self._accumulator.tiny
-
-    def gamma(self, n: int) -> float:
+    def gamma(self, n: int, epsilon: float | None = None) -> float:
         """Relative error of a sum of n terms in the accumulator, in any order; infinite where the bound is void."""
-        return _gamma(n, self.epsilon)
-
-
-def _gamma(n: int, epsilon: float) -> float:
-    return n * epsilon / (1 - n * epsilon) if n * epsilon < 0.5 else float("inf")
+        error = n * (epsilon or self.epsilon)
+        return error / (1 - error) if error < 0.5 else math.inf
 
 
 def of_linear(t: _Terms, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -138,7 +121,7 @@ def of_attention(
 def of_rms_norm(t: _Terms, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """All terms of the mean have one sign; transformers round three times, and always to float32."""
     single = torch.finfo(torch.float32).eps
-    return t.rounded + t.reference.abs() * (_gamma(x.shape[-1], single) + 4 * t.unit + _ROUNDINGS * single)
+    return t.rounded + t.reference.abs() * (t.gamma(x.shape[-1], single) + 4 * t.unit + _ROUNDINGS * single)
 
 
 def of_softmax(t: _Terms, x: torch.Tensor) -> torch.Tensor:
@@ -164,7 +147,7 @@ def of_sum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
 def of_cumsum(t: _Terms, x: torch.Tensor) -> torch.Tensor:
     """Each a sum of all up to it, which a GPU's scan keeps in the result's dtype."""
     epsilon = max(t.epsilon, 2 * t.unit) if t.reference.is_cuda else t.epsilon
-    return t.rounded + _gamma(x.shape[-1], epsilon) * x.double().abs().cumsum(-1) + x.shape[-1] * t.flushed
+    return t.rounded + t.gamma(x.shape[-1], epsilon) * x.double().abs().cumsum(-1) + x.shape[-1] * t.flushed
 
 
 def of_mean(t: _Terms, x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +159,7 @@ def of_scattered(t: _Terms, target: torch.Tensor, index: torch.Tensor, source: t
     """Sums are kept in the target's own dtype."""
     most = int(index.flatten().bincount().max()) if index.numel() else 0
     add = torch.Tensor.index_add if source.dim() > 1 else torch.Tensor.scatter_add
-    return t.rounded + _gamma(most + 1, 2 * t.unit) * add(target.double().abs(), 0, index, source.double().abs())
+    return t.rounded + t.gamma(most + 1, 2 * t.unit) * add(target.double().abs(), 0, index, source.double().abs())
 
 
 def declared_bound(operator: str) -> AccuracyBound | None:
@@ -193,7 +176,9 @@ def bound_of(
     if declared is None or not dtype.is_floating_point:
         return None
     bound: Callable[..., torch.Tensor] = load_object(declared.bound)
-    return bound(_Terms(reference, dtype), *arguments, **keywords)
+    accumulator = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    terms = _Terms(reference, dtype, torch.finfo(dtype).eps / 2, accumulator.eps, accumulator.tiny)
+    return bound(terms, *arguments, **keywords)
 
 
 Operator = Callable[..., Any]
@@ -264,10 +249,10 @@ def _alike(a: Any, b: Any) -> bool:
         return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and identical(a, b)
     if type(a) is not type(b):
         return False
+    if isinstance(a, dict):
+        a, b = [*a.items()], [*b.items()]
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(_alike, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
     return bool(a == b)
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -22,20 +22,8 @@ from nondet.core.compare import first_difference, shared_length
 from nondet.core.records import AxisTried, Record, Run, Step
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.traces import nonfinite_logprobs, tokens_digest
-from nondet.diagnose.verdict import (
-    NOT_MET,
-    QUESTIONS,
-    axis_title,
-    batch_step,
-    blamed,
-    conclude,
-    coverage_gaps,
-    cure_step,
-    differing_rounds,
-    run_step,
-    settled,
-    steps_of,
-)
+from nondet.diagnose import verdict
+from nondet.diagnose.verdict import QUESTIONS, axis_title, steps_of
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.axes import Conditions
@@ -52,35 +40,27 @@ STOCK, INVARIANT = "stock", "invariant"
 ALL = "(--within 0 runs all)"
 
 
-def greedy_step(sessions: Sequence[Session], decode: Callable[[Sequence[int]], str]) -> Step:
+def greedy_step(sessions: Sequence[Session]) -> Step:
     """The answer for all tokens of the sessions, the first of which is the solo run: its digests are kept."""
     outcomes = [(o, session.tops.get(o.request.id, [])) for session in sessions for o in session.outcomes]
-    lost = sum(nonfinite_logprobs(o.logprobs) for o, _ in outcomes)
-    margins, wrong, ties = list[float](), list[str](), 0
+    lost, ties, chosen, wrong = sum(nonfinite_logprobs(o.logprobs) for o, _ in outcomes), 0, 0, list[str]()
     for o, tops in outcomes:
         for index, (token, (top, second, likeliest, _)) in enumerate(zip(o.token_ids, tops, strict=False)):
-            margins.append(top - second)
-            ties += top == second
+            chosen, ties = chosen + 1, ties + (top == second)
             if token != likeliest and top != second:
                 wrong.append(f"{o.request.id}, token {index}: {token} where {likeliest} has the top logit")
-    chosen, smallest = len(margins), min(filter(math.isfinite, margins), default=-1.0)
-    everywhere, sentence = f"{chosen:,} chosen tokens, solo and in batches,", "the engine gives no logits"
+    outcome, everywhere = "no", f"{chosen:,} chosen tokens, solo and in batches,"
     if lost:
         sentence = f"{lost:,} of {everywhere} have a NaN or infinite logprob"
     elif wrong:
         sentence = f"{len(wrong):,} of {everywhere} do not have the largest logit ({wrong[0]})"
     elif chosen:
-        margin = f"by a margin of {smallest:.4g} or more" if smallest >= 0 else "and no other is finite"
-        sentence = f"each of {everywhere} has the largest logit, {margin}; {ties:,} are exact ties"
-    figures = {"tokens": chosen, "ties": ties, "wrong": len(wrong), "nonfinite": lost, "smallest_margin": smallest}
+        outcome, sentence = "yes", f"each of {everywhere} has the largest logit; {ties:,} are exact ties"
+    else:
+        outcome, sentence = "unknown", "the engine gives no logits"
     solo = sessions[0].outcomes[0]
-    return Step(
-        name="greedy",
-        outcome="no" if wrong or lost else "yes" if chosen else "unknown",
-        sentence=sentence,
-        figures=figures,
-        facts={"trace": digest_of(solo), "tokens": tokens_digest(solo.token_ids), "text": decode(solo.token_ids)},
-    )
+    facts = {"trace": digest_of(solo), "tokens": tokens_digest(solo.token_ids)}
+    return Step(name="greedy", outcome=outcome, sentence=sentence, figures={"nonfinite": lost}, facts=facts)
 
 
 def margin_step(solo: Session, other: Session) -> Step:
@@ -93,49 +73,27 @@ def margin_step(solo: Session, other: Session) -> Step:
     flips, spread = list[tuple[int, float]](), 0.0  # token, and the solo margin of its two largest logits
     reference = solo.outcomes[0]
     tops = solo.tops.get(reference.request.id, [])
-    for outcome in other.outcomes:
-        if not outcome.request.target or outcome.finish == "error":
-            continue
-        theirs = other.tops.get(outcome.request.id, [])
-        shared = shared_length(reference.token_ids, outcome.token_ids)
-        for one, two in zip(tops[:shared], theirs[:shared], strict=False):
+    for theirs in (o for o in other.outcomes if o.request.target and o.finish != "error"):
+        given = other.tops.get(theirs.request.id, [])
+        shared = shared_length(reference.token_ids, theirs.token_ids)
+        for one, two in zip(tops[:shared], given[:shared], strict=False):
             mine, its = (dict(zip(top[2:], top[:2], strict=True)) for top in (one, two))
             spread = max([spread, *(abs(mine[token] - its[token]) for token in mine.keys() & its.keys())])  # not NaN
-        if shared < min(len(reference.token_ids), len(outcome.token_ids), len(tops), len(theirs)):
+        if shared < min(len(reference.token_ids), len(theirs.token_ids), len(tops), len(given)):
             flips.append((shared, tops[shared][0] - tops[shared][1]))
-    first, largest = min((f[0] for f in flips), default=-1), max((f[1] for f in flips), default=-1.0)
     within = sum(margin <= 2 * spread for _, margin in flips)
-    figures = {"flips": len(flips), "within": within, "first_flip": first}
+    figures = {"flips": len(flips), "within": within, "spread": spread}
     sentence = f"the logits of the top tokens differ by up to {spread:.4g} between the arms"
-    if flips:
-        flipped = f"{plural(len(flips), 'completion')} flipped, the first at token {first}"
-        apart = f"solo, the two largest logits at a flip are at most {largest:.4g} apart"
-        sentence = (
-            f"{flipped}; {apart}; {sentence}, so {within} of {len(flips)} flips are within it (at most twice that)"
-        )
-    return Step(
-        name="margin",
-        outcome=("yes" if within == len(flips) else "no") if flips else "unknown",
-        sentence=sentence if flips else f"no token flipped in the rounds that were compared; {sentence}",
-        figures=figures | {"largest_margin": largest, "spread": spread},
+    if not flips:
+        none = f"no token flipped in the rounds that were compared; {sentence}"
+        return Step(name="margin", outcome="unknown", sentence=none, figures=figures)
+    sentence = (
+        f"{plural(len(flips), 'completion')} flipped, the first at token {min(flips)[0]}; solo, the two largest logits "
+        f"at a flip are at most {max(margin for _, margin in flips):.4g} apart; {sentence}, so {within} of "
+        f"{len(flips)} flips are within it (at most twice that)"
     )
-
-
-def cost_step(play: Callable[[], Session], times: int = 2) -> Step:
-    """Time the round under stock and under invariant, which both have run in this process."""
-    speeds: dict[str, list[float]] = {STOCK: [], INVARIANT: []}
-    for _ in range(times):  # alternating, so that a slower minute of the machine affects both
-        for impl, seen in speeds.items():
-            with implementation(impl):
-                session = play()
-            seen.append(session.tokens / max(session.seconds, 1e-9))
-    stock, invariant = (max(seen) for seen in speeds.values())
-    pairs = [ours / theirs for theirs, ours in zip(*speeds.values(), strict=True)]
-    figures = {"stock_tokens_per_second": stock, "invariant_tokens_per_second": invariant, "rounds": times}
-    figures |= {"invariant_ratio": invariant / stock}
-    figures |= {"invariant_ratio_low": min(pairs), "invariant_ratio_high": max(pairs)}
-    sentence = f"warm rounds, the better of {times}: stock {stock:,.0f} tokens/s, invariant {invariant:,.0f}"
-    return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
+    beyond = "; a flip beyond it is more than this rounding explains" * (within < len(flips))
+    return Step(name="margin", outcome="no" if beyond else "yes", sentence=sentence + beyond, figures=figures)
 
 
 # Every trial is an engine session of its own that differs from the solo request in one thing: batch size, ragged
@@ -163,16 +121,10 @@ class RequestAxis(NamedTuple):
 def make_axes(
     load: Load, prompt: Sequence[int], completion: Sequence[int], context: int, seed: int = 0
 ) -> list[RequestAxis]:
-    """The axes for a prompt.
-
-    Args:
-        load: Gives the page size; the other limits are wide enough to chunk nothing by accident.
-        completion: The solo completion of the prompt: it makes a short prompt longer.
-        context: Number of positions of the model.
-    """
-    prompt, long = tuple(prompt), long_prompt(prompt, completion, context)
+    """The axes for a prompt, which its solo completion makes longer where it is short, under limits that are too wide
+    to chunk anything by accident. `load` gives the page size, `context` is the model's number of positions."""
+    long, lengths = long_prompt(prompt, completion, context), [n for n in _LENGTHS if n < context]
     far = tuple(islice(cycle((*prompt, *completion)), max(len(long), min(_FAR, context - _NEW))))
-    lengths = [n for n in _LENGTHS if n < context]
     budget = max(_BATCHES) * len(prompt) + max([len(far), *lengths]) + max(_BATCHES) + _BESIDE * len(long)
     wide = replace(load, budget=budget, requests=max(_BATCHES), sharing=False, graphs=False)
 
@@ -184,14 +136,12 @@ def make_axes(
         return Arm(name, "t0", requests, replace(wide, **limits), seed)
 
     one, long_one, far_one = (request("t0", tokens) for tokens in (prompt, long, far))
-    batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
     other = [*long[1:], long[0]]
     ragged = [
         trial(f"{length} tokens, {when}", one, request("b0", islice(cycle(other), length), arrival))
         for when, arrival in _ARRIVALS.items()
         for length in lengths
     ]
-    chunks = [trial(f"chunks of {size}", long_one, budget=size) for size in _CHUNKS if size < len(long)]
     beside = [request(f"b{i}", long[i:]) for i in range(min(_BESIDE, len(long)))]
     late = [replace(r, arrival_step=2 + i) for i, r in enumerate(beside)]
     fars = [
@@ -204,17 +154,20 @@ def make_axes(
     # the engine only keeps pages of a request that has decoded
     later = replace(far_one, arrival_step=2 * len(far) + 8)
     shared = [trial(name, Request("b0", False, d, 2, 0), later, sharing=True) for name, d in donors.items()]
+    batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
+    chunks = [trial(f"chunks of {size}", long_one, budget=size) for size in _CHUNKS if size < len(long)]
     solo, plain = trial("alone", one), "no chunks, no sharing"
-    long_text, far_text = (f"a prompt of {len(p)} tokens" for p in (long, far))
-    one_piece, whole = f"no other request, {long_text}, no sharing", trial("in one piece", long_one)
-    donor = f"no other request in its steps, {far_text}, no chunks; an earlier request shares the prefix"
-    unshared = trial("nothing shared", *shared[0].requests)
+    alike = f"all requests have the same prompt and begin at once; {plain}"
+    unlike = f"one other request with a prompt of another length; {plain}"
+    not_short = f"a prompt of {len(far)} tokens beside short requests; {plain}"
+    cut = f"no other request, a prompt of {len(long)} tokens, no sharing"
+    donor = f"no other request in its steps, a prompt of {len(far)} tokens, no chunks; an earlier one shares the prefix"
     return [
-        RequestAxis("batch size", f"all requests have the same prompt and begin at once; {plain}", solo, batches),
-        RequestAxis("ragged company", f"one other request with a prompt of another length; {plain}", solo, ragged),
-        RequestAxis("long prompt", f"{far_text} beside short requests; {plain}", trial("alone", far_one), fars),
-        RequestAxis("chunked prefill", one_piece, whole, chunks),
-        RequestAxis("prefix sharing", donor, unshared, shared, shares=True),
+        RequestAxis("batch size", alike, solo, batches),
+        RequestAxis("ragged company", unlike, solo, ragged),
+        RequestAxis("long prompt", not_short, trial("alone", far_one), fars),
+        RequestAxis("chunked prefill", cut, trial("in one piece", long_one), chunks),
+        RequestAxis("prefix sharing", donor, trial("nothing shared", *shared[0].requests), shared, shares=True),
     ]
 
 
@@ -224,31 +177,23 @@ def try_axis(
     """Run the reference, and the trials of these values (() for all), the last one first, since kernels change at the
     extremes; no more once it is `over`. An `EngineStoppedError`, or a `UserError` where sizes are refused."""
     target = next(o for o in _session(engine, axis.reference).outcomes if o.request.target)
-    differences: dict[str, list[tuple[int | None, int | None]]] = {}  # (other token, other logprob) of each completion
+    found: dict[str, list[tuple[int | None, int | None]]] = {}  # (other token, other logprob) of each completion
     unmet = []
     for trial in reversed([t for t in axis.trials if t.name in values or not values]):
-        if differences and over():
+        if found and over():
             break
         session = _session(engine, trial)
         if axis.shares and not session.figures["hits"]:
             unmet.append(trial.name)
         else:
-            differences[trial.name] = [first_difference(target, o) for o in session.outcomes if o.request.target]
-    differences = dict(reversed(differences.items()))
-    differing = {value: [at for _, at in pairs if at is not None] for value, pairs in differences.items()}
-    places, note = sum(differing.values(), list[int]()), "" if axis.trials else "the prompt is too short for this"
-    return AxisTried(
-        axis=axis.name,
-        impl=impl,
-        held=axis.held,
-        values=list(differences),
-        parted=[value for value, found in differing.items() if found],
-        tried=sum(map(len, differences.values())),
-        traces=len(places),
-        tokens=sum(token is not None for pairs in differences.values() for token, _ in pairs),
-        first=min(places, default=None),
-        note=f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else note,
-    )
+            found[trial.name] = [first_difference(target, o) for o in session.outcomes if o.request.target]
+    every = [pair for pairs in found.values() for pair in pairs]
+    differing = [name for name, pairs in found.items() if any(logprob is not None for _, logprob in pairs)]
+    note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
+    note = note if axis.trials else "the prompt is too short for this"
+    tokens, traces = (sum(pair[i] is not None for pair in every) for i in (0, 1))
+    counts: dict[str, Any] = {"tried": len(every), "traces": traces, "tokens": tokens, "parted": differing[::-1]}
+    return AxisTried(axis=axis.name, impl=impl, held=axis.held, values=list(found)[::-1], note=note, **counts)
 
 
 def _session(engine: Engine, arm: Arm) -> Session:
@@ -263,6 +208,7 @@ def _session(engine: Engine, arm: Arm) -> Session:
 WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
 _RATE_S = 8.0  # for rounds where the first has shown that the batch matters: further ones only narrow the rate
+_TIMED = 2  # rounds of each implementation for the cost
 _FOR_ROUNDS, _FOR_TRACE = 0.5, 0.7  # of the limit, by when the rounds of stock, and the trace, are to end
 
 
@@ -290,45 +236,39 @@ class Diagnoser:
             threading.Thread(target=make_ready, name="nondet-ready", daemon=True).start()
         with pinned(self.threads):
             for number, (name, question) in enumerate(QUESTIONS.items(), 1):
-                so_far, title = self._so_far(), f"[{number}/{len(QUESTIONS)}] {question}"
-                known = next((s for s in so_far.steps if s.name == name), None)
-                if known is None:
+                step, title = steps_of(self._so_far())[name], f"[{number}/{len(QUESTIONS)}] {question}"
+                if not step.outcome:
                     self.say(title)
-                    self.writer.write(known := self._answer(name, so_far))
+                    self.writer.write(step := self._answer(name, self._so_far()))
                 # the answer that a user waits for, and why a step has none; the report has the others
-                shown = name == "batch" or known.outcome in ("skipped", "unknown")
-                self.say(f"{title} {known.outcome}" + (f": {known.sentence}" if shown else ""))
-        self._write(conclude(self._so_far()))
+                shown = name == "batch" or step.outcome in ("skipped", "unknown")
+                self.say(f"{title} {step.outcome}" + (f": {step.sentence}" if shown else ""))
+        self._write(verdict.conclude(self._so_far()))
 
     def _answer(self, name: str, so_far: Run) -> Step:
-        started, reason = self.clock(), settled(so_far, name)
-        if not reason and name not in ("greedy", "run", "batch") and self._over(self.bound):
-            reason = self._none_left
+        started, reason = self.clock(), verdict.settled(so_far, name)
+        if not reason and name not in ("greedy", "run", "batch") and self._over():
+            reason = f"of {self.within_s:.0f} s none are left {ALL}"
         if reason:
             return Step(name=name, outcome="skipped", sentence=reason)
         step: Step = getattr(self, f"_{name}")(so_far)
         return msgspec.structs.replace(step, seconds=self.clock() - started)
 
-    @property
     def _left(self) -> float:
         """Seconds of the limit that are left, those of an earlier process counted; below 0 after an overrun."""
         return self._began + self.within_s - self.clock() if self.within_s else math.inf
 
-    @property
-    def _none_left(self) -> str:
-        return f"of {self.within_s:.0f} s none are left {ALL}"
-
-    def _over(self, limited: bool = True) -> bool:
-        return limited and self._left <= 0
+    def _over(self) -> bool:
+        return self.bound and self._left() <= 0
 
     def _greedy(self, _: Run) -> Step:
-        return greedy_step((self._known(None), self._known(0)), self.loaded.decode)
+        return greedy_step((self._known(None), self._known(0)))
 
     def _run(self, so_far: Run) -> Step:
         """Two more solo runs, and the first round twice."""
         traces = [digest_of(self._session(None).outcomes[0]) for _ in range(2)]
         self._collect(STOCK, lambda number: number == 0)
-        return run_step(self._so_far(), STOCK, [_solo(so_far)["trace"], *traces])
+        return verdict.run_step(self._so_far(), STOCK, [_solo(so_far)["trace"], *traces])
 
     def _batch(self, so_far: Run) -> Step:
         seconds, few = max(self._known(0).seconds, 1e-9), self._is_proven(so_far)
@@ -336,95 +276,99 @@ class Diagnoser:
         def wanted(number: int) -> bool:
             if few:
                 return number < max(1, int(_RATE_S / seconds))
-            return number < _FEWEST or self._left - seconds > (1 - _FOR_ROUNDS) * self.within_s
+            return number < _FEWEST or self._left() - seconds > (1 - _FOR_ROUNDS) * self.within_s
 
         self._collect(STOCK, wanted)
-        step, planned = batch_step(self._so_far(), STOCK, _solo(so_far)), len(self.plan.rounds)
-        ran = int(step.figures["rounds"])
+        step, planned = verdict.batch_step(self._so_far(), STOCK, _solo(so_far)), len(self.plan.rounds)
         why = "the first round differs from the solo run, which is proof: " if few else ""
-        return _with_less(step, f"{why}{plural(ran, 'round')} of {planned} run {ALL}" if ran < planned else "")
+        ran = int(step.figures["rounds"])
+        return _with_less(step, f"{why}{plural(ran, 'round')} of {planned} run" if ran < planned else "")
 
     def _is_proven(self, so_far: Run) -> bool:
         """Whether, under a limit, the first round, repeated with equal bits, differs from the solo run: which proves
         that the batch matters, so that more of the load or of an axis cannot change the answer."""
-        differ = batch_step(so_far, STOCK, _solo(so_far)).figures["repeated_round_traces"]
+        differ = verdict.batch_step(so_far, STOCK, _solo(so_far)).figures["repeated_round_traces"]
         return bool(self.within_s and differ) and steps_of(so_far)["run"].outcome == "yes"
 
     def _axes(self, so_far: Run) -> Step:
-        counts, differing, late, ran, planned = list[str](), list[str](), list[str](), 0, 0
-        few, known = self._is_proven(so_far), {a.axis: a for a in so_far.axes if a.impl == STOCK}
+        few, axes = self._is_proven(so_far), self._all_axes
+        wanted = {a.name: [t.name for t in a.trials[-1:]] if few and not a.shares else [] for a in axes}
+        late, run = self._try_axes(STOCK, wanted), self._so_far()
+        ran, planned = sum(len(a.values) for a in run.axes), sum(len(a.trials) for a in axes)
+        less = f"{ran} of {planned} values of the axes run" if few or self._left() <= 0 else ""
+        return _with_less(verdict.axes_step(run, STOCK), less + late)
+
+    def _try_axes(self, impl: str, wanted: Mapping[str, Sequence[str]]) -> str:
+        """Try these axes at these values (() for all), unless that is on record; says for which no time was left."""
+        late = []
         for axis in self._all_axes:
-            record, title = known.get(axis.name), axis_title(axis.name)
-            if record is None and self._over(self.bound):
-                late.append(f"{title} not tried: {self._none_left}")
+            if axis.name not in wanted or ("axis", impl, axis.name) in self.writer.done:
                 continue
-            if record is None:
-                last = [t.name for t in axis.trials[-1:]] if few and not axis.shares else ()
-                record = try_axis(self.engine, axis, STOCK, last, self._over)
-                self._write(record)
-            differ = f"{record.traces} of {record.tried} traces, {record.tokens} of {record.tried} completions"
-            counts.append(f"{title}: {differ if record.tried else 'not met'}")
-            differing += [axis.name] if record.traces else []
-            ran, planned = ran + max(1, len(record.values)), planned + max(1, len(axis.trials))
-            self.say(f"  {counts[-1]}")
-        late += [f"{ran} of {planned} values of the axes run {ALL}"] if ran < planned else []
-        sentence = f"differ from the solo run, one property changed at a time: {'; '.join(counts)}"
-        answer = "yes" if differing else "no" if counts else "unknown"
-        step = Step(name="axes", outcome=answer, sentence=sentence, facts={"parted": ", ".join(differing)})
-        return _with_less(step, "; ".join(late))
+            if self._over():
+                late.append(axis_title(axis.name))
+                continue
+            over = (lambda: self._left() <= 0) if impl == STOCK else (lambda: False)
+            self.writer.write(record := try_axis(self.engine, axis, impl, wanted[axis.name], over))
+            self.say(f"  {axis_title(axis.name)}: {record.traces} of {record.tried} traces differ")
+        return f"; not tried under {impl}: {', '.join(late)}" if late else ""
 
     def _operator(self, so_far: Run) -> Step:
         """A trace of a round with a differing completion, of an axis, or of the round that differs from itself."""
         arms, for_others = self._arms(so_far), (1 - _FOR_TRACE) * self.within_s
         search = Search(
-            self.engine, self.loaded.model, *arms, impl=STOCK, choose=arms[1].name == "in company",
-            write=self._write, say=lambda line: self.say(f"  {line}"),
+            self.engine,
+            self.loaded.model,
+            *arms,
+            impl=STOCK,
+            choose=arms[1].name == "in company",
+            write=self._write,
+            say=lambda line: self.say(f"  {line}"),
             sweeps=self.loaded.device != "cuda",  # cuDNN plans for each size, Triton compiles: many seconds
-            pace=Pace(lambda: self._left - for_others if self.bound else math.inf, self.clock),
-        )  # fmt: skip
-        verdict = search.run()
-        self._write(verdict)
-        run, sentence = self._so_far(), "; ".join(verdict.sentences)
-        clean = verdict.finding == Finding.CLEAN
+            pace=Pace(lambda: self._left() - for_others if self.bound else math.inf, self.clock),
+        )
+        traced = search.run()
+        self._write(traced)
+        run, sentence, clean = self._so_far(), "; ".join(traced.sentences), traced.finding == Finding.CLEAN
         outcome = "yes" if any(c.call for c in run.culprits) else "no" if clean else "unknown"
-        met = verdict.finding == "run-to-run" or blamed(run, Finding.RUN_TO_RUN)
-        if steps_of(so_far)["run"].outcome == "no" and not met:
-            outcome, sentence = "unknown", f"{NOT_MET}: {sentence}"
-        facts = {"families": "+".join(verdict.families or [])}
-        return _with_less(Step(name="operator", outcome=outcome, sentence=sentence, facts=facts), search.late)
+        if steps_of(so_far)["run"].outcome == "no" and verdict.cause_of(run) != Finding.RUN_TO_RUN:
+            outcome, sentence = "unknown", f"{verdict.NOT_MET}: {sentence}"
+        facts = {"families": "+".join(traced.families or []), "less": search.late}
+        return Step(name="operator", outcome=outcome, sentence=sentence, facts=facts)
 
     def _margin(self, so_far: Run) -> Step:
-        first = (differing_rounds(so_far, STOCK, _solo(so_far)) or [0])[0]
+        first = (verdict.differing_rounds(so_far, STOCK, _solo(so_far)) or [0])[0]
         return margin_step(self._known(None), self._known(first))
 
     def _cure(self, so_far: Run) -> Step:
         """The same load under the invariant implementation, the solo request, and the axes that differed."""
-        again = settled(so_far, "batch") != ""  # run-to-run: only one round, run twice, can be compared
+        again = verdict.settled(so_far, "batch") != ""  # run-to-run: only one round, run twice, can be compared
         # one round proves that stock differs; that the fix does not takes all
-        most, late = 1 if again else len(self.plan.rounds), list[str]()
-        self._collect(INVARIANT, lambda number: number < min(most, _FEWEST) or not (again or self._over(self.bound)))
+        most = 1 if again else len(self.plan.rounds)
+        self._collect(INVARIANT, lambda number: number < min(most, _FEWEST) or not (again or self._over()))
         self._warm = True
-        tried = {a.axis: a.values for a in so_far.axes if a.impl == STOCK and a.traces}
         with implementation(INVARIANT):
             solo = digest_of(self._session(None).outcomes[0])
-            for axis in self._all_axes:
-                if axis.name not in tried or ("axis", INVARIANT, axis.name) in self.writer.done:
-                    continue
-                if self._over(self.bound):
-                    late.append(f"{axis_title(axis.name)} not tried under the cure")
-                else:
-                    self._write(try_axis(self.engine, axis, INVARIANT, tried[axis.name]))
-        run = self._so_far()
-        step = cure_step(run, INVARIANT, solo, coverage_gaps(run, INVARIANT))
-        if step.figures["rounds"] < most:
-            late.insert(0, f"{plural(int(step.figures['rounds']), 'round')} of {most} run under the cure")
-        return _with_less(step, f"{'; '.join(late)} {ALL}" if late else "")
+            differing = {a.axis: a.values for a in so_far.axes if a.impl == STOCK and a.traces}
+            late = self._try_axes(INVARIANT, differing)
+        step = verdict.cure_step(self._so_far(), INVARIANT, solo)
+        ran = int(step.figures["rounds"])
+        fewer = f"{plural(ran, 'round')} of {most} run under the cure" if ran < most else ""
+        return _with_less(step, fewer + late)
 
     def _cost(self, _: Run) -> Step:
-        play = partial(self._session, 0)
-        if not self._warm:  # the cure was tried by an earlier process
-            cost_step(play, times=1)
-        return cost_step(play)
+        """The first round, timed under stock and under invariant, both of which this process has run before."""
+        speeds: dict[str, list[float]] = {STOCK: [], INVARIANT: []}
+        for _turn in range(_TIMED + (not self._warm)):  # alternating: a slower minute of the machine affects both
+            for impl, seen in speeds.items():
+                with implementation(impl):
+                    session = self._session(0)
+                seen.append(session.tokens / max(session.seconds, 1e-9))
+        timed = [seen[-_TIMED:] for seen in speeds.values()]
+        (stock, invariant), ratios = map(max, timed), [ours / theirs for theirs, ours in zip(*timed, strict=True)]
+        figures = {"stock_tokens_per_second": stock, "invariant_tokens_per_second": invariant, "rounds": _TIMED}
+        figures |= {"invariant_ratio_low": min(ratios), "invariant_ratio_high": max(ratios)}
+        sentence = f"warm rounds, the better of {_TIMED}: stock {stock:,.0f} tokens/s, invariant {invariant:,.0f}"
+        return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
 
     @cached_property
     def engine(self) -> Engine:
@@ -432,13 +376,9 @@ class Diagnoser:
         return TransformersEngine(self.loaded.model)
 
     @cached_property
-    def _target(self) -> Request:
-        return next(r for r in self.plan.rounds[0] if r.target)
-
-    @cached_property
     def _all_axes(self) -> list[RequestAxis]:
         solo, context = self._known(None).outcomes[0], self.loaded.context or 2**31
-        return make_axes(self.plan.load, self._target.prompt, solo.token_ids, context, self.seed)
+        return make_axes(self.plan.load, solo.request.prompt, solo.token_ids, context, self.seed)
 
     def _known(self, number: int | None) -> Session:
         """A stock session of that round, or the solo one, run once in this process, for its logits."""
@@ -447,8 +387,7 @@ class Diagnoser:
         return self._kept[number]
 
     def _session(self, number: int | None) -> Session:
-        requests = [replace(self._target, arrival_step=0)] if number is None else self.plan.rounds[number]
-        return _session(self.engine, self._arm("", requests))
+        return _session(self.engine, self._arm(number))
 
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
         """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
@@ -457,19 +396,22 @@ class Diagnoser:
         collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
     def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
-        rounds = differing_rounds(so_far, STOCK, _solo(so_far))
+        rounds = verdict.differing_rounds(so_far, STOCK, _solo(so_far))
         if rounds or steps_of(so_far)["run"].outcome == "no":
-            requests = self.plan.rounds[rounds[0] if rounds else 0]
-            target = next(r for r in requests if r.target)
-            return self._arm("alone", [target]), self._arm("in company", requests)
-        record = next(a for a in so_far.axes if a.impl == STOCK and a.traces)
+            loaded = self._arm((rounds or [0])[0], "in company")
+            own = [r for r in loaded.requests if r.id == loaded.request]
+            return replace(loaded, name="alone", requests=own), loaded
+        record = next(a for a in so_far.axes if a.traces)
         axis = next(a for a in self._all_axes if a.name == record.axis)
         trial = next(t for t in axis.trials if t.name == record.parted[0])
         return replace(axis.reference, name="alone"), replace(trial, name=f"{axis.name}: {trial.name}")
 
-    def _arm(self, name: str, requests: Sequence[Request]) -> Arm:
+    def _arm(self, number: int | None, name: str = "") -> Arm:
+        """That round, or the solo request."""
+        requests = self.plan.rounds[number or 0]
         target = next(r for r in requests if r.target)
-        return Arm(name, target.id, tuple(requests), self.plan.load, self.seed)
+        requests = (replace(target, arrival_step=0),) if number is None else requests
+        return Arm(name, target.id, requests, self.plan.load, self.seed)
 
     def _so_far(self) -> Run:
         return read_run(self.writer.path, allow_truncated=True)
@@ -486,4 +428,5 @@ def _solo(so_far: Run) -> Mapping[str, str]:
 
 
 def _with_less(step: Step, less: str) -> Step:
-    return msgspec.structs.replace(step, facts={**step.facts, "less": less}) if less else step
+    less = f"{less.removeprefix('; ')} {ALL}" if less else ""
+    return msgspec.structs.replace(step, facts=step.facts | {"less": less})

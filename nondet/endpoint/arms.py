@@ -229,32 +229,20 @@ def parse_arms(spec: str, n: int, prompts: int = 1) -> dict[str, int]:
 
 
 def build_arms(
-    arms: Mapping[str, int],
-    load: EndpointLoad,
-    *,
-    prompts: int,
-    max_tokens: int,
-    seed: int,
-    texts: Sequence[str],
-    opening: bool = False,
+    arms: Mapping[str, int], load: EndpointLoad, *, prompts: int, max_tokens: int, seed: int, texts: Sequence[str]
 ) -> ArmPlan:
-    """Draw the plan.
+    """Draw the plan, from arm -> completions of each of the prompts, with `texts` that background prompts are cut from.
 
     Solo comes first and again at the end, so that a change over time is not attributed to the load. Where cold answers
-    are requested, every second request of a prompt under load finds no cached prefix either.
-
-    Args:
-        arms: Arm -> completions of each prompt.
-        prompts: How many prompts are under study.
-        texts: What background prompts are cut from.
-        opening: Whether the very first answer is kept, as the arm "first", and the same request is repeated at the end.
+    are requested, every second request of a prompt under load finds no cached prefix either. Of the arm "first" one is
+    the very first answer, and the other the same request at the end.
     """
     rounds = _Rounds(load, prompts, max_tokens, seed, texts, "cold" in arms)
-    if opening:
+    if "first" in arms:
         rounds.single("first", 1)
     solo = arms.get("solo", 0)
     # half before and half after, and two before where there are two at all: the rest is compared with them
-    before = solo if len(arms) == 1 else min(solo, max(2, (solo + 1) // 2))
+    before = solo if arms.keys() <= {"first", "solo"} else min(solo, max(2, (solo + 1) // 2))
     for arm, count in (("solo", before), ("cold", arms.get("cold", 0)), ("warm", arms.get("warm", 0))):
         if count:
             rounds.single(arm, count)
@@ -266,9 +254,9 @@ def build_arms(
         rounds.loaded(targets[first : first + load.targets])
     if solo > before:
         rounds.single("solo", solo - before, before)
-    if opening:
+    if "first" in arms:
         rounds.single("first", 1, 1)
-    return ArmPlan(({"first": 2} if opening else {}) | dict(arms), tuple(rounds.drawn))
+    return ArmPlan(dict(arms), tuple(rounds.drawn))
 
 
 @dataclass
@@ -327,9 +315,9 @@ class _Rounds:
             for i, r in enumerate(requests):
                 requests[i] = replace(r, wait=round(at, 6))
                 at += rng.expovariate(load.rate)
+        ramp &= not load.rate
         arrival = f"{load.rate:g} a second" if load.rate else "a ramp" if ramp else "all at once"
         pattern = f"{mix}, {arrival}, in an order of its own"
-        ramp &= not load.rate
         self.drawn.append(ArmRound(number, "loaded", tuple(requests), load.concurrency, load.rate, ramp, pattern))
 
     def _target(self, arm: str, prompt: int, index: int) -> Planned:
@@ -453,24 +441,16 @@ class Tokens:
             ids = [self._made(data) for data in answer.token_bytes]
         else:
             ids = [ord(character) for character in answer.text]
-        if any(not 0 <= i <= _MOST_TOKENS for i in ids):
-            return f"a token id that is not from 0 to {_MOST_TOKENS}"
         # figures of tokens belong to no character of a text
         size = 4 * len(ids) if self.known_by != KnownBy.TEXT else -1
         logprobs, margins = (x if len(x) == size else b"" for x in (answer.logprobs, answer.margins))
         if size > 0 and self.with_logprobs and not logprobs:
             return "it has no logprobs, and others of this run do"
         runner_up = list(answer.runner_up) if self.known_by == KnownBy.IDS else []
-        if len(runner_up) != len(ids) or any(not 0 <= i <= _MOST_TOKENS for i in runner_up):
+        if len(runner_up) != len(ids) or min(runner_up, default=0) < 0:
             runner_up = []
-        return Trace(
-            digest=trace_digest(ids, logprobs),
-            token_ids=ids,
-            logprobs=logprobs,
-            margins=margins,
-            runner_up=runner_up,
-            text=clean(answer.text),
-        )
+        digest, text = trace_digest(ids, logprobs), clean(answer.text)
+        return Trace(digest=digest, token_ids=ids, logprobs=logprobs, margins=margins, runner_up=runner_up, text=text)
 
     def _made(self, data: bytes) -> int:
         """An id made from the bytes; if two of a run would share one, the next free one."""

@@ -15,7 +15,6 @@ import math
 import re
 import time
 from collections import Counter
-from types import TracebackType
 from typing import Any, Self
 
 from httpx import Response
@@ -109,9 +108,7 @@ _FLUSH = {
 
 
 class HttpClient:
-    """A connection to one server; use it with `async with`, which identifies the server.
-
-    See `nondet.endpoint.arms.Client` for its interface.
+    """A connection to one server, which `async with` identifies. Its interface: `nondet.endpoint.arms.Client`.
 
     Raises UserError: a URL that is invalid or holds a password, an unknown protocol, a key that is missing or would be
     sent unencrypted, certificates that can't be read.
@@ -122,7 +119,6 @@ class HttpClient:
         protocol: A key of `FORMATS`, or "auto" to find out.
         stream: Whether answers are requested as server-sent events, which gives the time of the first token.
         key_env: The environment variable that holds the key; None takes the first of `KEY_VARIABLES` that is set.
-        limits: Of a request; None takes the defaults.
         insecure, ca_file: Whether any certificate is accepted; a file of those to trust instead of the usual ones.
     """
 
@@ -156,9 +152,6 @@ class HttpClient:
         self.server, self.listed = "", list[str]()
         self.context: int | None = None
 
-    def __repr__(self) -> str:
-        return f"HttpClient({self.url!r}, protocol={self.protocol!r}, model={self.model!r})"
-
     async def __aenter__(self) -> Self:
         """Identify the server; a `UserError` if there is none, it is not understood, or it lacks the model."""
         self._transport.open()
@@ -171,9 +164,7 @@ class HttpClient:
         self._kind = self.server.partition(" ")[0] or self.protocol.removesuffix("-chat")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close every connection."""
         await self._transport.close()
 
@@ -197,14 +188,8 @@ class HttpClient:
                     continue
                 reason = self._transport.reason(failure.reason)
                 answer = Answer(ask=ask.id, finish="error", kind=failure.kind, reason=reason)
-            return dataclasses.replace(
-                answer,
-                sent=times.sent,
-                first=times.first if answer.ok else None,
-                done=times.done,
-                attempts=attempt,
-                refusals=dict(refusals),
-            )
+            seen: dict[str, Any] = {"sent": times.sent, "first": times.first if answer.ok else None, "done": times.done}
+            return dataclasses.replace(answer, **seen, attempts=attempt, refusals=dict(refusals))
         raise AssertionError("at least one attempt is made")
 
     async def metrics(self) -> dict[str, float]:
@@ -213,35 +198,30 @@ class HttpClient:
             raw = await self._page("GET", "/metrics")
             if counters := read_metrics(self._transport.key.redact(raw.decode("utf-8", "replace"))):
                 return counters
-        if self._kind != "llama.cpp":
-            return {}
-        try:  # its /metrics needs --metrics; the name is the one that it has there
-            slots = read(parse(await self._page("GET", "/slots")), list[_Slot])
-        except AttemptError:
-            return {}
-        return {"llamacpp:requests_processing": float(sum(slot.is_processing for slot in slots))}
+        with contextlib.suppress(AttemptError):
+            if self._kind == "llama.cpp":  # its /metrics needs --metrics; the name is the one that it has there
+                slots = read(parse(await self._page("GET", "/slots")), list[_Slot])
+                return {"llamacpp:requests_processing": float(sum(slot.is_processing for slot in slots))}
+        return {}
 
     async def flush(self) -> bool:
         """Empty the prefix cache; False where the server can't do that, refuses, or reports that it did not. True is
         only the server's claim: a vLLM of 2025 reports no success, and other requests fill the cache again. What proves
         a cold answer are `Answer.cached_tokens` and the counters of `metrics`."""
-        if self._kind not in _FLUSH:
-            return False
-        try:
-            raw = await self._page("POST", _FLUSH[self._kind])
-        except AttemptError:
-            return False
-        try:
-            return read(parse(raw), dict[str, Any]).get("success") is not False
-        except AttemptError:  # nothing, or text: SGLang's "Cache flushed."
-            return True
+        flushed = False
+        with contextlib.suppress(AttemptError):
+            if self._kind in _FLUSH:
+                raw = await self._page("POST", _FLUSH[self._kind])
+                flushed = True  # nothing may follow, or text: SGLang's "Cache flushed."
+                flushed = read(parse(raw), dict[str, Any]).get("success") is not False
+        return flushed
 
     async def _page(self, method: str, path: str) -> bytes:
         """The content of a path other than completions."""
         if path in self._missing:
             raise AttemptError("http-404", "not there, as found before")
         try:
-            async with self._transport.exchange(method, path, within_s=self._limits.page_s) as response:
+            async with self._transport.exchange(method, path) as response:
                 return await self._transport.body(response, self._limits.most_page_bytes)
         except AttemptError as failure:
             if failure.kind in _NOT_THERE:
@@ -300,7 +280,7 @@ class HttpClient:
         if _OPENAI & set(owners):
             return "openai-chat"
         try:
-            async with self._transport.exchange("POST", "/v1/completions", {}, within_s=self._limits.page_s):
+            async with self._transport.exchange("POST", "/v1/completions", {}):
                 pass
         except AttemptError as failure:
             if failure.kind in ("http-404", "http-405", "http-501"):
@@ -361,8 +341,5 @@ class HttpClient:
         key: Key = self._transport.key
         if key.leaked(answer.text) or key.leaked(b"".join(answer.token_bytes or ())):
             raise AttemptError("leaked-key", "the completion contains the API key of its request")
-        return dataclasses.replace(
-            answer,
-            fingerprint=self._transport.reason(answer.fingerprint, 200),
-            model=self._transport.reason(answer.model, 200),
-        )
+        fingerprint, model = (self._transport.reason(text, 200) for text in (answer.fingerprint, answer.model))
+        return dataclasses.replace(answer, fingerprint=fingerprint, model=model)

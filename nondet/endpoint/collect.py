@@ -6,7 +6,6 @@ Failures are written too, but not those of a dead server: a resumed run repeats 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 import time
@@ -14,10 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from nondet.core.certificates import digest_of
 from nondet.core.records import Completion, ContractAnswer, Round, Run, Served, ServerSeen, Traffic
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.statistics import trials_to_see
@@ -56,10 +57,9 @@ def check_same(first: ServerSeen, now: ServerSeen) -> None:
     for name in ("model", "answered_as", "fingerprint", "protocol", "known_by", "logprobs"):
         was, is_ = getattr(first, name), getattr(now, name)
         if was != is_:
-            raise UserError(
-                f"the server is not the one that the run began with: {name.replace('_', ' ')} was {was!r}, is {is_!r}",
-                "Start a new run with another --out, and compare the two with `nondet diff`.",
-            )
+            shown = name.replace("_", " ")
+            what = f"the server is not the one that the run began with: {shown} was {was!r}, is {is_!r}"
+            raise UserError(what, "Start a new run with another --out, and compare the two with `nondet diff`.")
 
 
 def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
@@ -68,13 +68,11 @@ def check_seeded(url: str, contract: Sequence[ContractAnswer]) -> None:
     greedy = next((a for a in contract if a.question == "tempered" and a.answer == "no"), None)
     if greedy is not None:
         raise UserError(f"{url} ignores the temperature: {greedy.evidence}", "Gate it at temperature 0.")
-    if seen is None or seen.answer != "yes":
-        known = seen is not None and seen.answer == "no"
-        shown = "does not respect a seed" if known else "is not shown to respect a seed"
-        raise UserError(
-            f"{url} {shown}, so its draws show nothing about batches: {seen.evidence if seen else 'it was not tested'}",
-            "Gate it at temperature 0; `nondet sample --temperature` counts what differs.",
-        )
+    answer, evidence = (seen.answer, seen.evidence) if seen else ("unknown", "it was not tested")
+    if answer != "yes":
+        shown = "does not respect a seed" if answer == "no" else "is not shown to respect a seed"
+        hint = "Gate it at temperature 0; `nondet sample --temperature` counts what differs."
+        raise UserError(f"{url} {shown}, so its draws show nothing about batches: {evidence}", hint)
 
 
 # When a gate has enough data: at the first divergence, or at the required power.
@@ -159,11 +157,9 @@ def collect(
         enough: Whether the rounds so far suffice, so that only solo ones of the remaining rounds are run.
         seeded: Whether answers are only meaningful if the server respects a seed.
 
-    Raises:
-        UserError: a server that does not answer, differs from the one at the run's beginning, or is not shown to
-            respect a seed although it must; a full disk.
-        ServerStoppedError: a server stopped answering; what was finished is on disk.
-        KeyboardInterrupt: Ctrl-C; what was finished is on disk.
+    Whatever it raises, what was finished is on disk: UserError (a server that does not answer, differs from the one at
+    the run's beginning, or is not shown to respect a seed although it must; a full disk), ServerStoppedError (it
+    stopped answering), KeyboardInterrupt.
     """
     before = read_run(writer.path, allow_truncated=True) if writer.resumed else None
     tokens = Tokens(KnownBy.IDS)
@@ -211,8 +207,11 @@ class _Collector(RoundCollector):
                 for round_ in left:
                     if not over or round_.arm in _ENDS:
                         over = self._enough(await self._round(client, round_)) or over
-        except BaseExceptionGroup as group:  # what a task raised, for example a full disk, is the cause
-            raise _first_of(group) from None
+        except BaseExceptionGroup as group:  # what a task raised first, for example a full disk, is the cause
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
 
     def _enough(self, ended: Round) -> bool:
         return self.enough is not None and self.enough(ended, self.kept[ended.round])
@@ -238,18 +237,11 @@ class _Collector(RoundCollector):
         if self.seeded:
             check_seeded(self.server.url, (*checked, *answers))
         seen = ServerSeen(
-            impl=self.impl,
-            number=len(servers),
-            url=client.url or self.server.url,
-            protocol=client.protocol,
-            model=model,
-            answered_as=one_line(once.model, 200),
-            listed=listed,
-            fingerprint=one_line(once.fingerprint, 200),
-            known_by=contract.known_by.value,
-            logprobs=bool(once.logprobs),
-            software=one_line(client.server, 100),
-        )
+            impl=self.impl, number=len(servers), url=client.url or self.server.url, protocol=client.protocol,
+            model=model, answered_as=one_line(once.model, 200), listed=listed,
+            fingerprint=one_line(once.fingerprint, 200), known_by=contract.known_by.value,
+            logprobs=bool(once.logprobs), software=one_line(client.server, 100),
+        )  # fmt: skip
         for before in servers[:1]:
             check_same(before, seen)
         self.tokens.known_by, self.tokens.with_logprobs = contract.known_by, seen.logprobs
@@ -269,19 +261,9 @@ class _Collector(RoundCollector):
             answer = await client.complete(replace(self.settings.ask(target, "solo"), id="timing"))
             self.solo_seconds += [answer.done - answer.sent] if answer.ok else []
         self.held = []
-
-        def on_answer(planned: Planned, answer: Answer, served: Served) -> None:
-            if planned.target:
-                self._take(round_, planned, answer, served)
-
-        played = await play(
-            client,
-            round_,
-            left,
-            lambda planned: self.settings.ask(planned, round_.arm),
-            on_answer,
-            solo_seconds=statistics.median(self.solo_seconds or [0.0]),
-        )
+        ask, take = partial(self.settings.ask, arm=round_.arm), partial(self._take, round_)
+        seconds = statistics.median(self.solo_seconds or [0.0])
+        played = await play(client, round_, left, ask, take, solo_seconds=seconds)
         if self.held:  # no response to these: check whether the server is alive
             answer = await client.complete(Ask(id="alive", prompt=self.settings.prompts[0], max_tokens=1))
             if answer.kind in _SILENT:
@@ -300,7 +282,9 @@ class _Collector(RoundCollector):
         return ended
 
     def _take(self, round_: ArmRound, planned: Planned, answer: Answer, served: Served) -> None:
-        """The trace, then the completion that names it."""
+        """Of a request under study the trace, then the completion that names it."""
+        if not planned.target:
+            return
         trace = self.tokens.trace(answer) if answer.ok else answer.reason or answer.kind
         if isinstance(trace, Trace):
             try:
@@ -308,25 +292,17 @@ class _Collector(RoundCollector):
             except UnrecordableError as error:
                 trace = error.what
         result: dict[str, Any]
-        if isinstance(trace, str):
-            if answer.ok:  # an answer that can't be compared with the others is not a completion
-                served = msgspec.structs.replace(served, kind="incomparable")
+        if isinstance(trace, Trace):
+            served = msgspec.structs.replace(served, text=digest_of(trace.text.encode()))
+            result = {"finish": answer.finish, "trace": trace.digest, **facts_of(trace)}
+        else:  # an answer that can't be compared with the others is not a completion either
+            served = msgspec.structs.replace(served, kind="incomparable") if answer.ok else served
             result = {"status": "error", "finish": "error", "reason": one_line(trace, 300)}
             result |= {"tokens_digest": "", "trace": "", "n_tokens": 0}
-        else:
-            served = msgspec.structs.replace(served, text=hashlib.sha256(trace.text.encode()).hexdigest()[:16])
-            result = {"finish": answer.finish, "trace": trace.digest, **facts_of(trace)}
-        nothing: dict[str, Any] = {"arrival_step": 0, "schedule": [], "batch_min": 0, "batch_max": 0}  # a server's own
         completion = Completion(
-            impl=self.impl,
-            arm=round_.arm,
-            round=round_.number,
-            request=planned.id,
-            prompt=planned.prompt,
-            served=served,
-            **result,
-            **nothing,
-        )
+            impl=self.impl, arm=round_.arm, round=round_.number, request=planned.id, prompt=planned.prompt,
+            served=served, arrival_step=0, schedule=[], batch_min=0, batch_max=0, **result,
+        )  # fmt: skip
         if served.kind in _SILENT:
             self.held.append(completion)
             self.streak += 1
@@ -338,9 +314,8 @@ class _Collector(RoundCollector):
 
     def _stopped(self) -> ServerStoppedError:
         count = "1 request" if len(self.held) == 1 else f"{len(self.held)} requests of one round"
-        return ServerStoppedError(
-            f"{self.server.url} stopped answering: {count} failed, the last: {self.held[-1].reason}"
-        )
+        what = f"{self.server.url} stopped answering: {count} failed, the last: {self.held[-1].reason}"
+        return ServerStoppedError(what)
 
     def _put(self, completion: Completion) -> None:
         for written in self.write(completion):
@@ -354,11 +329,3 @@ class _Collector(RoundCollector):
         self.done += 1
         if completion.arm == "solo" and completion.status == "ok" and completion.served is not None:
             self.solo_seconds.append(completion.served.done - completion.served.sent)
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group that is not itself a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

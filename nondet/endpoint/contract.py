@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,7 @@ QUESTIONS: dict[str, str] = {
     "running": "the server reports how many requests it runs",
     "cache-counted": "the server reports how much of a prompt it had cached",
 }
+_RUNNING = "its counters show it: what it runs under load can be compared with what was sent"
 Checked = tuple[str, str]  # yes, no or unknown; and the evidence
 _TOKENS = 16
 _DRAWS = 4
@@ -79,10 +81,7 @@ class Contract:
             **await self._sampled(once),
             "distribution": await self._distribution(),
             "sums": _sums(once),
-            "running": (
-                "yes" if running else "no",
-                "its counters show it: what it runs under load can be compared with what was sent",
-            ),
+            "running": ("yes" if running else "no", _RUNNING),
             "cache-counted": _cache_counted(again),
         }
         return once, [
@@ -93,10 +92,8 @@ class Contract:
     async def send(self, temperature: float = 0.0, seed: int | None = None, max_tokens: int = _TOKENS) -> Answer:
         """One short request."""
         self.number += 1
-        request = Ask(
-            id=f"contract-{self.number}", prompt=self.prompt, max_tokens=max_tokens, temperature=temperature, seed=seed
-        )
-        return await self.client.complete(request)
+        how: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        return await self.client.complete(Ask(id=f"contract-{self.number}", prompt=self.prompt, **how))
 
     def _tokens(self, answer: Answer) -> tuple[int, ...]:
         trace = Tokens(self.known_by).trace(answer)

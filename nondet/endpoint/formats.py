@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -20,8 +20,7 @@ FINISHES = {
 }
 
 
-@dataclass(frozen=True)
-class Alternative:
+class Alternative(NamedTuple):
     """A possible token at one position: by what it is identified, its logprob as sent, its id or -1."""
 
     key: Hashable
@@ -36,8 +35,8 @@ class Parts:
     text: list[str] = field(default_factory=list)
     ids: list[int] | None = None  # of the tokens; None where the server gives none
     bytes: list[bytes] | None = None
-    chosen: list[Alternative] = field(default_factory=list)  # the token at each position; empty without logprobs
-    top: list[list[Alternative]] = field(default_factory=list)  # alternatives at each, in no order; or empty
+    chosen: list[Any] = field(default_factory=list)  # the `Alternative` at each position; empty without logprobs
+    top: list[list[Any]] = field(default_factory=list)  # all of them at each, in no order; or empty
     finish: str = ""  # as the server sent it; "" until then
     prompt_tokens: int | None = None  # as in `Answer`
     cached_tokens: int | None = None
@@ -90,20 +89,14 @@ def answer_from(ask: Ask, parts: Parts) -> Answer:
         parts.note(f"usage reports {usage} tokens, the answer has {count}")
     if max(count or 0, usage or 0) > ask.max_tokens:
         parts.note("more tokens than max_tokens")
+    # a stream may have cut a pair in two; half of one can't be written as UTF-8, so the text is `whole`
     return Answer(
-        ask=ask.id,
-        text=whole,  # a stream may have cut a pair in two; half of one can't be written as UTF-8
+        ask=ask.id, text=whole, finish=finish, logprobs=logprobs, margins=margins, chosen_is_top=top,
+        runner_up=runner_up, completion_tokens=usage, notes=tuple(parts.notes),
         token_ids=tuple(parts.ids) if parts.ids is not None else None,
         token_bytes=tuple(parts.bytes) if parts.bytes is not None else None,
-        logprobs=logprobs,
-        margins=margins,
-        chosen_is_top=top,
-        runner_up=runner_up,
-        finish=finish,
-        completion_tokens=usage,
         **{name: getattr(parts, name) for name in ("prompt_tokens", "cached_tokens", "fingerprint", "model")},
-        notes=tuple(parts.notes),
-    )
+    )  # fmt: skip
 
 
 def _drop_holes(parts: Parts, text: str) -> None:
@@ -196,14 +189,14 @@ class _Chosen(_Named):
 
 
 class _Numbered(Struct):
-    """A token in a native form."""
+    """A token in a native form, which is the alternative itself."""
 
     logprob: Any  # first: SGLang sends [logprob, id, text]
     id: _Id
 
     @property
-    def alternative(self) -> Alternative:
-        return Alternative(self.id, self.logprob, self.id)
+    def key(self) -> int:
+        return self.id
 
 
 class _Counts(Struct):
@@ -341,7 +334,7 @@ class OpenAi(Format):
         )
         if self._chat:
             body["messages"] = [{"role": "user", "content": ask.prompt}]
-            body |= {"logprobs": True, "top_logprobs": alternatives} if alternatives else {}
+            body |= _given(logprobs=True if alternatives else None, top_logprobs=alternatives)
         else:
             body |= _given(prompt=ask.prompt, logprobs=alternatives)
         if self.cuts:
@@ -387,9 +380,10 @@ class OpenAi(Format):
             if choice.text is None:
                 raise malformed("no 'text' in the answer")
             return choice.text
-        message = choice.delta if parts.streamed else choice.message
+        name = "delta" if parts.streamed else "message"
+        message: _Message | None = getattr(choice, name)
         if message is None:
-            raise malformed(f"no {'delta' if parts.streamed else 'message'!r} in the answer")
+            raise malformed(f"no {name!r} in the answer")
         thought = message.reasoning_content or message.reasoning or ""
         if thought:
             parts.note("the text holds the reasoning as well")
@@ -469,8 +463,8 @@ class SglangGenerate(Format):
             if parts.finish == "abort":
                 message = meta.finish_reason.message or "no reason given"
                 raise AttemptError("error", f"the server aborted it: {message}")
-        parts.chosen += [token.alternative for token in meta.output_token_logprobs or ()]
-        parts.top += [[other.alternative for other in top] for top in meta.output_top_logprobs or ()]
+        parts.chosen += meta.output_token_logprobs or ()
+        parts.top += meta.output_top_logprobs or ()
 
 
 # llama.cpp's /completion: token ids, probabilities with ids and bytes, and on request no reuse of cached prompts.
@@ -528,8 +522,8 @@ class Completion(Format):
         parts.text.append(event.content)
         parts.add_ids(event.tokens or [])
         for token in event.completion_probabilities or ():
-            parts.chosen.append(token.alternative)
-            parts.top.append([other.alternative for other in token.top_logprobs])
+            parts.chosen.append(token)
+            parts.top.append(token.top_logprobs)
         if parts.streamed and not read(event.stop, bool):
             return
         parts.finish, parts.model, parts.ended = event.stop_type, event.model or parts.model, True

@@ -254,17 +254,10 @@ def read_address(url: str) -> Address:
     if parts.query or parts.fragment:
         raise UserError("the server's URL has a query or a fragment, which may hold a secret", unusable.hint)
     path, protocol = parts.path.rstrip("/"), ""
-    for ending, name in _PATHS.items():
-        if path.endswith(ending):
-            path, protocol = path.removesuffix(ending), name
-            break
-    return Address(
-        scheme=parts.scheme,
-        host=parts.hostname,
-        port=port if port is not None else _PORTS[parts.scheme],
-        prefix=path.removesuffix("/v1"),
-        protocol=protocol,
-    )
+    if ending := next((ending for ending in _PATHS if path.endswith(ending)), ""):
+        path, protocol = path.removesuffix(ending), _PATHS[ending]
+    port, prefix = _PORTS[parts.scheme] if port is None else port, path.removesuffix("/v1")
+    return Address(scheme=parts.scheme, host=parts.hostname, port=port, prefix=prefix, protocol=protocol)
 
 
 _BYTES_PER_ALTERNATIVE = 2048  # a token id, its text, its bytes as a JSON list and a logprob take under 300
@@ -439,10 +432,10 @@ class Transport:
             trusted = verify if isinstance(verify, bool) else ssl.create_default_context(cafile=verify)
         except (OSError, ssl.SSLError):
             raise UserError(f"no certificates that can be read in {verify!r}", "Name a file in PEM form.") from None
+        if address.scheme != "https":  # reading all certificates takes a tenth of a second
+            trusted = False
         self._http = httpx.AsyncClient(
-            verify=trusted
-            if address.scheme == "https"
-            else False,  # reading all certificates takes a tenth of a second
+            verify=trusted,
             trust_env=False,
             follow_redirects=False,
             event_hooks={"response": [self._refuse_redirect]},
@@ -482,18 +475,13 @@ class Transport:
 
     @contextlib.asynccontextmanager
     async def exchange(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        times: Times | None = None,
-        within_s: float | None = None,
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, times: Times | None = None
     ) -> AsyncIterator[httpx.Response]:
         """The answer to one request once its header is there, with a status from 200 to 299. Any error is an
-        AttemptError, inside of the block as well. `path` follows the address's prefix; `within_s` None takes the
-        limits' `total_s`."""
+        AttemptError, inside of the block as well. `path` follows the address's prefix. Without `times` it is a page's,
+        and ends within the limits' `page_s`."""
+        within_s = self.limits.page_s if times is None else self.limits.total_s
         times = times if times is not None else Times()
-        within_s = self.limits.total_s if within_s is None else within_s
         times.sent = time.monotonic()
         try:
             async with asyncio.timeout(within_s):
@@ -571,9 +559,8 @@ class Transport:
             message = self.reason(_message(await self.body(response, self.limits.most_error_bytes)))
         status = f"HTTP {response.status_code}"
         retry_after_s = _retry_after(response.headers.get("retry-after", ""))
-        return AttemptError(
-            f"http-{response.status_code}", f"{status}: {message}" if message else status, retry_after_s
-        )
+        line = f"{status}: {message}" if message else status
+        return AttemptError(f"http-{response.status_code}", line, retry_after_s)
 
     def _failure(self, error: Exception, times: Times) -> AttemptError:
         """The AttemptError for an exception of httpx, TLS or the sockets."""

@@ -83,21 +83,13 @@ class Played:
         """What goes into the round's record."""
         running = [value for _, value, _ in self.polled]
         return Traffic(
-            pattern=round_.pattern,
-            concurrency=round_.concurrency,
-            rate=round_.rate,
-            polls=self.polls,
-            running_most=max(running, default=None),
-            running_median=statistics.median(running) if running else None,
+            pattern=round_.pattern, concurrency=round_.concurrency, rate=round_.rate, parts=parts, polls=self.polls,
+            running_most=max(running, default=None), running_median=statistics.median(running) if running else None,
             waiting_most=max((w for _, _, w in self.polled if w is not None), default=None),
             decoding_most=_most_at_once([(first, done) for first, done, _ in self.streams]),
-            in_company=self._concurrent(),
-            parts=parts,
-            counters=counters(self.before, self.after) | self.retracted,
-            others_failed=dict(self.others_failed),
-            fingerprints=dict(self.fingerprints),
-            odd=sorted(self.odd)[:100],
-        )
+            in_company=self._concurrent(), counters=counters(self.before, self.after) | self.retracted,
+            others_failed=dict(self.others_failed), fingerprints=dict(self.fingerprints), odd=sorted(self.odd)[:100],
+        )  # fmt: skip
 
     def _concurrent(self) -> int:
         """Targets with concurrent requests: another stream of ours, or as the server reported while they ran."""
@@ -115,11 +107,8 @@ class Played:
 
 def counters(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Changes of the counters of caches, and of requests that were not ours."""
-    changes = {
-        name: after[name] - value
-        for name, value in before.items()
-        if name in after and any(word in name for word in _COUNTED)
-    }
+    names = [name for name in before if name in after and any(word in name for word in _COUNTED)]
+    changes = {name: after[name] - before[name] for name in names}
     return {name: by for name, by in changes.items() if math.isfinite(by)}
 
 
@@ -130,14 +119,9 @@ def served_of(answer: Answer, began: float, in_flight: int) -> Served:
     first = None if answer.first is None else round(min(max(sent, answer.first - began), done), 6)
     same = ("attempts", "kind", "prompt_tokens", "cached_tokens", "completion_tokens")
     return Served(
-        sent=round(sent, 6),
-        first=first,
-        done=round(done, 6),
-        refusals=dict(answer.refusals),
-        in_flight=in_flight,
-        odd=[one_line(note, 200) for note in answer.notes[:8]],
-        **{name: getattr(answer, name) for name in same},
-    )
+        sent=round(sent, 6), first=first, done=round(done, 6), refusals=dict(answer.refusals), in_flight=in_flight,
+        odd=[one_line(note, 200) for note in answer.notes[:8]], **{name: getattr(answer, name) for name in same},
+    )  # fmt: skip
 
 
 async def play(

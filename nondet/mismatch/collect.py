@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,13 +18,7 @@ import numpy as np
 import torch
 
 from nondet.core.compare import bits
-from nondet.core.records import (
-    MismatchCost,
-    MismatchPlace,
-    MismatchRollout,
-    MismatchVocabulary,
-    Record,
-)
+from nondet.core.records import MismatchCost, MismatchPlace, MismatchRollout, MismatchVocabulary, Record
 from nondet.core.runfile import RunWriter
 from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import batch_invariant
@@ -40,7 +34,7 @@ from nondet.sampling.schedule import requested_logits
 from nondet.trace.trainer import Batch, Row, first_differing_call
 
 _SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
-_WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, at most
+_WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, about
 Say = Callable[[str], None]
 
 
@@ -89,16 +83,14 @@ class WholeRows:
 
     done = False
 
-    def __init__(self, loaded: LoadedModel, plan: RolloutPlan) -> None:
-        starts = [len(loaded.encode(text)) for text in plan.prompts]
-        every, each = range(len(starts) * plan.n * plan.tokens), plan.n * plan.tokens
-        rng = random.Random(f"nondet mismatch rows {plan.seed}")  # noqa: S311 - a sample, not a secret
-        drawn = rng.sample(every, min(len(every), _WHOLE_ROWS))
-        self._positions = {
-            (_name(k // each, k % each // plan.tokens), starts[k // each] + k % plan.tokens - 1) for k in drawn
-        }
+    def __init__(self, plan: RolloutPlan) -> None:
+        self._seed, self._share = plan.seed, _WHOLE_ROWS / (len(plan.prompts) * plan.n * plan.tokens)
         self.kept: dict[tuple[str, int], torch.Tensor] = {}
         self.trained: dict[tuple[str, int], torch.Tensor] = {}
+
+    def _is_drawn(self, request: str, position: int) -> bool:
+        drawn = random.Random(f"nondet mismatch rows {self._seed} {request} {position}")  # noqa: S311 - no secret
+        return drawn.random() < self._share
 
     def of_the_trainer(self, rollouts: Sequence[Rollout]) -> Keep:
         """Keeps the trainer's logits at these positions, as `score` gives them rollout by rollout."""
@@ -119,9 +111,9 @@ class WholeRows:
         def keep(_module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> None:
             logits = requested_logits(kwargs, output)
             predicting = [(span.request, span.first + span.rows - 1) for span in log.pack if span.new]
-            for row, position in enumerate(predicting):
-                if position in self._positions:
-                    self.kept[position] = logits[row].detach().clone()
+            for row, (request, position) in enumerate(predicting):
+                if self._is_drawn(request, position):
+                    self.kept[request, position] = logits[row].detach().clone()
 
         # before the engine's own hook, which changes the logits so that the drawn token is chosen
         handle = model.register_forward_hook(keep, with_kwargs=True, prepend=True)
@@ -150,10 +142,6 @@ def over_vocabulary(
     return MismatchVocabulary(impl=impl, size=len(one), rollouts=list(names), positions=list(at), differ=differ, kl=kl)
 
 
-def _name(prompt: int, rollout: int) -> str:
-    return f"p{prompt:03d}-{rollout:04d}"
-
-
 def _session(
     loaded: LoadedModel, plan: RolloutPlan, watcher: Watcher | None = None, again: Sequence[Rollout] = ()
 ) -> Session:
@@ -175,8 +163,8 @@ def make_requests(
     for i, text in enumerate(plan.prompts):
         prompt = tuple(loaded.encode(text))
         for j in range(plan.n):
-            draw = seed and Sampling(1.0, 0, 1.0, seed(i, j))
-            requests.append(Request(_name(i, j), True, prompt, plan.tokens, steps.randrange(_SPREAD), i, draw))
+            draw, name = seed and Sampling(1.0, 0, 1.0, seed(i, j)), f"p{i:03d}-{j:04d}"
+            requests.append(Request(name, True, prompt, plan.tokens, steps.randrange(_SPREAD), i, draw))
     return requests
 
 
@@ -206,36 +194,26 @@ class Models(NamedTuple):
 
 
 def collect(
-    arms: Sequence[str],
-    writer: RunWriter,
-    spec: Spec,
-    say: Say,
-    models: Models,
-    plan: RolloutPlan | None = None,
+    arms: Sequence[str], writer: RunWriter, spec: Spec, say: Say, models: Models, plan: RolloutPlan | None = None,
     rollouts: Mapping[str, Sequence[Rollout]] = MappingProxyType({}),
-) -> None:
+) -> None:  # fmt: skip
     """Every arm that the run file does not hold yet. Rollouts are sampled by the plan, or were read, by arm."""
     for arm in arms:
         if ("mismatch-cost", arm) not in writer.done:
-            _arm(arm, writer, spec, say, models, plan, rollouts.get(arm, ()))
+            for record in _records(arm, spec, say, models, plan, rollouts.get(arm, ())):
+                if record.key not in writer.done:
+                    writer.write(record)
 
 
-def _arm(
-    arm: str, writer: RunWriter, spec: Spec, say: Say, models: Models, plan: RolloutPlan | None,
-    rollouts: Sequence[Rollout],
-) -> None:  # fmt: skip
+def _records(
+    arm: str, spec: Spec, say: Say, models: Models, plan: RolloutPlan | None, rollouts: Sequence[Rollout]
+) -> Iterator[Record]:
     under, ran, rows, started = arm_of(arm), Counter[str](), None, time.perf_counter()
     sampler, trainer = models.sampler, models.trainer or models.sampler
     spec = replace(spec, formula="token_logprobs") if under.trainer else spec
-
-    def put(records: Iterable[Record | None]) -> None:
-        for record in records:
-            if record is not None and record.key not in writer.done:
-                writer.write(record)
-
     if plan is not None and sampler is not None:
         say(f"{arm}: sampling")
-        rows = WholeRows(sampler, plan)
+        rows = WholeRows(plan)
         with kernels("sampler", ran, under.sampler, under.families):
             rollouts = sample_rollouts(sampler, plan, rows)
     sampled_at, values = time.perf_counter(), [r.trainer for r in rollouts if r.trainer is not None]
@@ -245,20 +223,20 @@ def _arm(
             keep = rows.of_the_trainer(rollouts) if rows is not None else None
             values = [score(trainer.model, rollouts, spec, gradients=True, keep=keep)]
         trained_at, sides = time.perf_counter(), (np.concatenate([r.sampler for r in rollouts]), np.concatenate(values))
-        put(_record(arm, rollout, mine) for rollout, mine in zip(rollouts, by_rollout(sides[1], rollouts), strict=True))
+        yield from map(partial(_record, arm), rollouts, by_rollout(sides[1], rollouts))
         differ = bool((sides[0].view(np.uint32) != sides[1].view(np.uint32)).any())
         if differ and sampler is not None and trainer is not None:
             say(f"{arm}: what kind it is, each hypothesis fitted")
-            put(fit(sampler.model, rollouts, spec, *sides, arm, models.older.model if models.older else None))
-    whole = over_vocabulary(arm, rows.kept, rows.trained) if rows is not None else None
-    put([whole])
-    differ |= whole is not None and any(whole.differ)
+            yield from fit(sampler.model, rollouts, spec, *sides, arm, models.older.model if models.older else None)
+    if rows is not None and (whole := over_vocabulary(arm, rows.kept, rows.trained)) is not None:
+        differ |= any(whole.differ)
+        yield whole
     # in two formats the embedding is always the first to differ
     if differ and plan and sampler and trainer and trainer.dtype == sampler.dtype and not spec.autocast:
         say(f"{arm}: the first call that differs")
-        put([find_place(arm, sampler, trainer.model, plan, rollouts, spec)])
+        yield find_place(arm, sampler, trainer.model, plan, rollouts, spec)
     seconds = {"sample_seconds": sampled_at - started, "train_seconds": trained_at - sampled_at}
-    writer.write(MismatchCost(impl=arm, **seconds, ran=dict(ran)))
+    yield MismatchCost(impl=arm, **seconds, ran=dict(ran))
 
 
 def find_place(

@@ -20,7 +20,6 @@ from nondet.core.statistics import CONFIDENCE
 Logprobs = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
-LONG = 4096  # tokens of the sequence whose ratio is reported
 CLOSE = (0.99, 1.01)
 ABOVE = 1.5  # times rounding: what is above it has another cause
 _RESAMPLES, _SEQUENCES_LEAST = 2000, 5
@@ -37,7 +36,6 @@ class Bin(NamedTuple):
     tokens: int
     k3: float
     mean_abs: float
-    max_abs: float
 
 
 @dataclass(frozen=True)
@@ -114,22 +112,6 @@ class Figures:
         return self._sums(self.distance)
 
     @cached_property
-    def long(self) -> tuple[float, float]:
-        """For 4,096 tokens: the standard deviation of ln ratio, and the probability of a ratio in 0.5 to 2.
-
-        Extrapolated: mean and variance of ln ratio grow with length. The variance per token is taken between sequences,
-        because d within one sequence may be correlated; the probability assumes a normal distribution.
-        """
-        lengths = np.asarray(self.lengths, dtype=np.float64)
-        mean = float(self.sequences.sum() / lengths.sum())
-        deviation = math.sqrt(LONG * float(((self.sequences - mean * lengths) ** 2).sum() / lengths.sum()))
-        ends = [s * math.log(2.0) - LONG * mean for s in (-1, 1)]
-        if deviation == 0.0:
-            return 0.0, float(ends[0] <= 0.0 <= ends[1])
-        low, high = (math.erf(e / deviation / math.sqrt(2.0)) for e in ends)
-        return deviation, (high - low) / 2
-
-    @cached_property
     def positions(self) -> list[Bin]:
         """By position in the sequence: 0 to 1, to 2, to 4, ... doubling."""
         indices = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64)
@@ -153,9 +135,8 @@ class Figures:
         for i in range(len(ends) - 1):
             mine = chosen == i
             if mine.any():
-                terms, size = self.terms[mine], np.abs(self.distance[mine])
-                mean, most = float(size.mean()), float(size.max())
-                found.append(Bin(ends[i], ends[i + 1], int(mine.sum()), float(terms.mean()), mean, most))
+                k3, mean = float(self.terms[mine].mean()), float(np.abs(self.distance[mine]).mean())
+                found.append(Bin(ends[i], ends[i + 1], int(mine.sum()), k3, mean))
         return found
 
 

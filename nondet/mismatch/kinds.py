@@ -12,7 +12,7 @@ A temperature, top-k or top-p that both sides have is not a mismatch: then all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -26,6 +26,7 @@ from nondet.mismatch.figures import ABOVE, Floats, Logprobs, coarse, margin
 from nondet.mismatch.rollouts import Rollout, by_rollout
 from nondet.mismatch.trainer import (
     FORMULAS,
+    NO_FAULT,
     Fault,
     Formula,
     Spec,
@@ -114,34 +115,6 @@ def _kept(shares: torch.Tensor, cut: str, values: torch.Tensor) -> torch.Tensor:
     return shares.gather(-1, last.clamp(0, shares.shape[-1] - 1))
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """A share of the rollouts with both sides' logprobs (setting `base`), and the model's own logits of the rows
-    `rows`: plain (`near`) and in the wider format (`far`)."""
-
-    rollouts: Sequence[Rollout]
-    padded: Sequence[int]
-    sampler: Logprobs
-    trainer: Logprobs
-    own: Logprobs
-    exact: Logprobs
-    near: _Logits
-    far: _Logits
-    rows: np.ndarray
-    base: Setting = Setting()
-
-    def given(self, side: str) -> Logprobs:
-        return self.sampler if side == "sampler" else self.trainer
-
-    @property
-    def distance(self) -> Floats:
-        return self.trainer.astype(np.float64) - self.sampler.astype(np.float64)
-
-    def rounding(self, setting: Setting) -> float:
-        """K3 between the model's own forward and the wider one, under a setting."""
-        return _k3((self.near.logprobs(setting) - self.far.logprobs(setting)).cpu().numpy())
-
-
 def _k3(distance: Floats) -> float:
     with np.errstate(over="ignore"):
         return float(np.mean(np.maximum(np.expm1(distance) - distance, 0.0)))
@@ -158,9 +131,6 @@ def share_of(rollouts: Sequence[Rollout]) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, len(rollouts) - 1, count).round()})
 
 
-_Found = Callable[..., MismatchKind]
-
-
 def fit(
     model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs, impl: str,
     older: Any = None,
@@ -173,132 +143,188 @@ def fit(
         sampler, trainer: [n] float32 of all rollouts.
         older: A model of the same form with other weights that a side may have had, or None.
     """
-    wide, plain = widened(model), Spec(padding=spec.padding, micro=spec.micro)
-    seen = _seen(model, wide, plain, rollouts, sampler, trainer)
-    before = _k3(seen.distance)
-    away = [_k3(x.astype(np.float64) - seen.exact) for x in (seen.sampler, seen.trainer, seen.own)]
-    floor = 2 * away[2]
-    yield MismatchFloor(
-        impl=impl, tokens=len(seen.exact), rollouts=len(seen.rollouts), k3=before, floor=floor, sampler=away[0],
-        trainer=away[1], own=away[2], wide=f"{_format_of(wide)}{seen.base}",
-    )  # fmt: skip
-
-    def found(layer: str, cause: str, side: str, fitted: str, left: float, **figures: float) -> MismatchKind:
-        given = {"k3": before, "floor": floor, "exactly": 0.0} | figures
-        return MismatchKind(impl=impl, layer=layer, cause=cause, side=side, fitted=fitted, left=left, **given)
-
-    by_logits = [_grids(seen, found), _formulas(seen, found), _fitted(seen, found, "temperature", "", None)]
-    by_logits += [_fitted(seen, found, cut, cut, seen.base.heat) for cut in ("top-k", "top-p")]
-    explained = before <= ABOVE * floor
-    for kind in chain(*by_logits, _forwards(model, wide, older, seen, plain, found)):
+    fitted = _Fit(model, rollouts, spec, {"sampler": sampler, "trainer": trainer}, impl)
+    yield fitted.floor
+    explained = fitted.floor.k3 <= ABOVE * fitted.floor.floor
+    for kind in chain(fitted.by_logprobs(), fitted.by_forwards(older)):
         explained |= kind.exactly >= CERTAIN or kind.left <= ABOVE * kind.floor
         yield kind
-    off = [side for side, k3 in zip(("sampler", "trainer"), away, strict=False) if k3 > ABOVE * away[2]]
+    off = [side for side in fitted.given if getattr(fitted.floor, side) > ABOVE * fitted.floor.own]
     for cut in () if explained else ("top-k", "top-p"):  # two values are fitted where one explains nothing
-        yield from _fitted(seen, found, f"temperature and {cut}", cut, None, off)
+        yield from fitted.by_setting(f"temperature and {cut}", cut, None, off)
 
 
-def _seen(
-    model: Any, wide: Any, plain: Spec, rollouts: Sequence[Rollout], sampler: Logprobs, trainer: Logprobs
-) -> _Seen:
-    chosen, whole = share_of(rollouts), by_rollout(np.arange(len(sampler)), rollouts)
-    distance = trainer.astype(np.float64) - sampler
-    if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):  # also the one that adds most
-        chosen = sorted({*chosen, int(np.argmax([_k3(distance[mine]) * len(mine) for mine in whole]))})
-    tokens = np.concatenate([whole[i] for i in chosen])
-    lengths, part = widths(rollouts, plain.micro), [rollouts[i] for i in chosen]
-    padded = [lengths[i] for i in chosen]
-    stride = max(1, -(-len(tokens) * model.config.get_text_config().vocab_size // _LOGITS))
-    rows = np.arange(0, len(tokens), stride)
+class _Fit:
+    """A share of the rollouts, whose logprobs both sides have (setting `base`), and the model's own of them and of the
+    rows `rows` the logits: plain (`own`, `near`) and in the wider format (`exact`, `far`)."""
 
-    def forward(of: Any, spec: Spec, padded: Sequence[int]) -> tuple[Logprobs, _Logits]:
+    def __init__(
+        self, model: Any, rollouts: Sequence[Rollout], spec: Spec, sides: Mapping[str, Logprobs], impl: str
+    ) -> None:
+        self.model, self.wide, self.impl = model, widened(model), impl
+        self.plain = Spec(padding=spec.padding, micro=spec.micro)
+        distance = sides["trainer"].astype(np.float64) - sides["sampler"]
+        chosen, whole = share_of(rollouts), by_rollout(np.arange(len(distance)), rollouts)
+        if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):
+            most = int(np.argmax([_k3(distance[mine]) * len(mine) for mine in whole]))
+            chosen = sorted({*chosen, most})  # also the one that adds most
+        tokens, lengths = np.concatenate([whole[i] for i in chosen]), widths(rollouts, spec.micro)
+        self.rollouts, self.padded = [rollouts[i] for i in chosen], [lengths[i] for i in chosen]
+        self.given = {side: values[tokens] for side, values in sides.items()}
+        self.distance, self.base = distance[tokens], Setting()
+        self.stride = max(1, -(-len(tokens) * model.config.get_text_config().vocab_size // _LOGITS))
+        self.rows = np.arange(0, len(tokens), self.stride)
+        self.own, self.near = self._forward(model, self.plain, self.padded)
+        self.exact, self.far = self._forward(self.wide, _PLAIN, ())
+        if (base := self._common()) != Setting():
+            self.base = base
+            self.own, self.exact = self._rounded(), self._exact()
+        away = {side: _k3(x.astype(np.float64) - self.exact) for side, x in (self.given | {"own": self.own}).items()}
+        self.floor = MismatchFloor(
+            impl=impl, tokens=len(tokens), rollouts=len(chosen), k3=_k3(self.distance), floor=2 * away["own"],
+            wide=f"{_format_of(self.wide)}{self.base}", **away,
+        )  # fmt: skip
+
+    def _forward(self, of: Any, spec: Spec, padded: Sequence[int]) -> tuple[Logprobs, _Logits]:
+        """All logprobs, and the logits of some rows."""
         kept, count = list[tuple[torch.Tensor, torch.Tensor]](), 0
 
         def keep(values: torch.Tensor, after: torch.Tensor) -> None:
             nonlocal count
-            first = -count % stride
-            kept.append((values[first::stride].clone(), after[first::stride]))
+            first = -count % self.stride
+            kept.append((values[first :: self.stride].clone(), after[first :: self.stride]))
             count += len(values)
 
-        values = score(of, part, spec, padded=padded, keep=keep)
+        values = score(of, self.rollouts, spec, padded=padded, keep=keep)
         return values, _Logits(*map(torch.cat, zip(*kept, strict=True)))
 
-    own, near = forward(model, plain, padded)
-    exact, far = forward(wide, _PLAIN, ())
-    seen = _Seen(part, padded, sampler[tokens], trainer[tokens], own, exact, near, far, rows)
-    if (base := _common(seen)) == Setting():
-        return seen
-    own = score(model, part, plain, padded=padded, formula=base.formula)
-    return replace(seen, own=own, exact=score(wide, part, _PLAIN, formula=base.formula), base=base)
+    def _exact(self, fault: Fault = NO_FAULT, spec: Spec = _PLAIN, padded: Sequence[int] = ()) -> Logprobs:
+        return score(self.wide, self.rollouts, spec, fault, padded=padded, formula=self.base.formula)
+
+    def _rounded(self, of: Any = None, **changes: Any) -> Logprobs:
+        of, spec = self.model if of is None else of, replace(self.plain, **changes)
+        return score(of, self.rollouts, spec, padded=self.padded, formula=self.base.formula)
+
+    def _rounding(self, setting: Setting) -> float:
+        """K3 between the model's own forward and the wider one, under a setting."""
+        return _k3((self.near.logprobs(setting) - self.far.logprobs(setting)).cpu().numpy())
+
+    def _found(self, layer: str, cause: str, side: str, fitted: str, left: float, **figures: float) -> MismatchKind:
+        given = {"k3": self.floor.k3, "floor": self.floor.floor, "exactly": 0.0} | figures
+        return MismatchKind(impl=self.impl, layer=layer, cause=cause, side=side, fitted=fitted, left=left, **given)
+
+    def _common(self) -> Setting:
+        """The setting of both sides' logprobs: the simplest at which both are near, or one is and the other is far."""
+        sides = [torch.from_numpy(x[self.rows]).to(self.far.top.device).double() for x in self.given.values()]
+        forms: list[tuple[str, float | None]] = [("", 1.0), ("", None)]
+        forms += [(cut, heat) for heat in (1.0, None) for cut in ("top-p", "top-k")]
+        loose: dict[bool, Setting] = {}
+        for cut, heat in forms:
+            if loose and cut and heat is None and len(sides[0]) > _FEW:
+                break
+            for setting in [
+                _nearest(self.far, side, cut, heat) for side in (sides if cut or heat is None else sides[:1])
+            ]:
+                rounding, logprobs = self._rounding(setting), self.far.logprobs(setting)
+                near, far = sorted(_k3((side - logprobs).cpu().numpy()) / max(rounding, 1e-300) for side in sides)
+                if near <= ABOVE and (far <= ABOVE or (far > _FAR and not loose)):  # a simpler one may have one near
+                    return setting
+                if near <= ABOVE or far <= margin(len(sides[0])):  # with few tokens another setting may be nearer
+                    loose.setdefault(far <= margin(len(sides[0])), setting)
+        return loose.get(True) or loose.get(False) or Setting()
+
+    def by_logprobs(self) -> Iterator[MismatchKind]:
+        """Hypotheses that need no other forward."""
+        yield from self._grids()
+        yield from self._formulas()
+        yield from self.by_setting("temperature", "", None)
+        for cut in ("top-k", "top-p"):
+            yield from self.by_setting(cut, cut, self.base.heat)
+
+    def _grids(self) -> Iterator[MismatchKind]:
+        """Hypotheses: logprobs that were rounded on one side."""
+        for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
+            name = coarse(self.given[side])
+            if name and name != coarse(self.given[other]):
+                dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
+                rounded = torch.from_numpy(self.given[other]).to(dtype).double().numpy()
+                left = _k3(rounded - self.given[side].astype(np.float64))
+                yield self._found("format", "rounded logprobs", side, name, left, exactly=1.0)
+
+    def _formulas(self) -> Iterator[MismatchKind]:
+        """Hypotheses: both sides have the bits of the same logits, by two formulas."""
+        logits, ids = self.near.logits, self.near.ids.squeeze(-1)
+        logits = logits if self.base.heat == 1 else logits / self.base.heat
+        values = {name: f(logits, ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
+        same, by = dict[str, Floats](), dict[str, str]()
+        for side in _SIDES:
+            given = self.given[side][self.rows]
+            alike = {name: _same(given, v) for name, v in values.items()}
+            by[side] = max(alike, key=lambda name: (alike[name].mean(), name))
+            same[side] = alike[by[side]]
+        share = float(min(x.mean() for x in same.values()))
+        differ = _same(*self.given.values()).mean() < 1 and _same(*(values[name] for name in by.values())).mean() < 1
+        if differ and share >= CERTAIN:
+            left = _k3(np.where(same["sampler"] * same["trainer"], 0.0, self.distance[self.rows]))
+            yield self._found(
+                "formula", "another formula", "trainer", f"{by['trainer']} for {by['sampler']}", left, exactly=share
+            )
+
+    def by_setting(
+        self, cause: str, cut: str, heat: float | None, sides: Sequence[str] = tuple(_SIDES)
+    ) -> Iterator[MismatchKind]:
+        """What a setting leaves that was fitted to one side, by the other side's logprobs and d."""
+        distance, base = self.distance[self.rows], self.far.logprobs(self.base)
+        for side in sides:
+            sign = _SIDES[side]
+            setting = _nearest(self.far, base + sign * torch.from_numpy(distance).to(base), cut, heat)
+            change = (self.far.logprobs(setting) - base).cpu().numpy()
+            fitted = [f"{setting.heat:.4g}"] * (heat is None) + [f"{setting.value:.4g}"] * bool(cut)
+            rounding = self._rounding(self.base) + self._rounding(setting)
+            left = _k3(distance - sign * change)
+            yield self._found("semantic", cause, side, ", ".join(fitted), left, k3=_k3(distance), floor=rounding)
+
+    def by_forwards(self, older: Any) -> Iterator[MismatchKind]:
+        """Hypotheses that need another forward: on each side, what is left of d without what the forward changes."""
+
+        def sides(layer: str, cause: str, fitted: str, other: Logprobs, base: Logprobs) -> Iterator[MismatchKind]:
+            known = np.isfinite(other)
+            change = (other.astype(np.float64) - base)[known]
+            for side, sign in _SIDES.items() if known.mean() >= 0.5 else ():
+                given, d = self.given[side][known], self.distance[known]
+                gained = float((_same(given, other[known]) - _same(given, self.own[known])).mean())
+                figures = {"exactly": max(0.0, gained), "k3": _k3(d)}
+                yield self._found(layer, cause, side, fitted, _k3(d - sign * change), **figures)
+
+        for name in ("gap", "restart", "double"):
+            yield from sides("semantic", "positions", name, self._exact(Fault(positions=name)), self.exact)
+        if self.plain.padding != "packed":
+            unmasked = self._exact(Fault(mask=False), replace(self.plain, padding="left"), self.padded)
+            yield from sides("semantic", "padding mask", "padding on the left is attended to", unmasked, self.exact)
+        for name, fault in {
+            "its first token is missing": Fault(front=1), "its first 2 tokens are missing": Fault(front=2),
+            "its first token is there twice": Fault(front=-1), "its last token is missing": Fault(back=1),
+            "its last 2 tokens are missing": Fault(back=2),
+        }.items():  # fmt: skip
+            yield from sides("semantic", "template", name, self._exact(fault), self.exact)
+        for scale in ("row", "tensor", "block"):
+            with weights_changed(self.wide, partial(rounded_to_fp8, scale=scale)):
+                coarser = self._exact()
+            yield from sides("weights", "fp8 weights", f"a scale a {scale}", coarser, self.exact)
+        narrow = _format_of(self.model) in ("bfloat16", "float16")
+        cast, single = (_format_of(self.model), self.wide) if narrow else ("bfloat16", self.model)
+        mixed = self._rounded(single, autocast=cast)
+        yield from sides("format", "autocast over float32 weights", cast, mixed, self.own)
+        if narrow:
+            yield from sides("format", "computed in float32", cast, self._rounded(self.wide), self.own)
+            yield from sides("format", "a float32 head", cast, self._rounded(head="float32"), self.own)
+        if older is not None:
+            cause, what = difference_of(self.model, older)
+            yield from sides("weights", cause, what, self._rounded(older), self.own)
 
 
 def _format_of(model: Any) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
-
-
-def _common(seen: _Seen) -> Setting:
-    """The setting of both sides' logprobs: the simplest at which both are near, or one is and the other is far."""
-    sides = [torch.from_numpy(x[seen.rows]).to(seen.far.top.device).double() for x in (seen.sampler, seen.trainer)]
-    forms: list[tuple[str, float | None]] = [("", 1.0), ("", None)]
-    forms += [(cut, heat) for heat in (1.0, None) for cut in ("top-p", "top-k")]
-    loose: dict[bool, Setting] = {}
-    for cut, heat in forms:
-        if loose and cut and heat is None and len(sides[0]) > _FEW:
-            break
-        for setting in [_nearest(seen.far, side, cut, heat) for side in (sides if cut or heat is None else sides[:1])]:
-            rounding, logprobs = seen.rounding(setting), seen.far.logprobs(setting)
-            near, far = sorted(_k3((side - logprobs).cpu().numpy()) / max(rounding, 1e-300) for side in sides)
-            if near <= ABOVE and (far <= ABOVE or (far > _FAR and not loose)):  # a simpler one may have one near
-                return setting
-            if near <= ABOVE or far <= margin(len(sides[0])):  # with few tokens another setting may be nearer
-                loose.setdefault(far <= margin(len(sides[0])), setting)
-    return loose.get(True) or loose.get(False) or Setting()
-
-
-def _grids(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
-    """Hypotheses: logprobs that were rounded on one side."""
-    for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
-        name = coarse(seen.given(side))
-        if name and name != coarse(seen.given(other)):
-            dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
-            rounded = torch.from_numpy(seen.given(other)).to(dtype).double().numpy()
-            left = _k3(rounded - seen.given(side).astype(np.float64))
-            yield found("format", "rounded logprobs", side, name, left, exactly=1.0)
-
-
-def _formulas(seen: _Seen, found: _Found) -> Iterator[MismatchKind]:
-    """Hypotheses: both sides have the bits of the same logits, by two formulas."""
-    logits, ids = seen.near.logits, seen.near.ids.squeeze(-1)
-    logits = logits if seen.base.heat == 1 else logits / seen.base.heat
-    values = {name: f(logits, ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
-    same, by = dict[str, Floats](), dict[str, str]()
-    for side in _SIDES:
-        given = seen.given(side)[seen.rows]
-        alike = {name: _same(given, v) for name, v in values.items()}
-        by[side] = max(alike, key=lambda name: (alike[name].mean(), name))
-        same[side] = alike[by[side]]
-    share = float(min(x.mean() for x in same.values()))
-    differ = _same(seen.sampler, seen.trainer).mean() < 1 and _same(*(values[name] for name in by.values())).mean() < 1
-    if differ and share >= CERTAIN:
-        left = _k3(np.where(same["sampler"] * same["trainer"], 0.0, seen.distance[seen.rows]))
-        yield found(
-            "formula", "another formula", "trainer", f"{by['trainer']} for {by['sampler']}", left, exactly=share
-        )
-
-
-def _fitted(
-    seen: _Seen, found: _Found, cause: str, cut: str, heat: float | None, sides: Sequence[str] = tuple(_SIDES)
-) -> Iterator[MismatchKind]:
-    """What a setting leaves that was fitted to one side, by the other side's logprobs and d."""
-    distance, base = seen.distance[seen.rows], seen.far.logprobs(seen.base)
-    for side in sides:
-        sign = _SIDES[side]
-        setting = _nearest(seen.far, base + sign * torch.from_numpy(distance).to(base), cut, heat)
-        change = (seen.far.logprobs(setting) - base).cpu().numpy()
-        fitted = [f"{setting.heat:.4g}"] * (heat is None) + [f"{setting.value:.4g}"] * bool(cut)
-        rounding = seen.rounding(seen.base) + seen.rounding(setting)
-        left = _k3(distance - sign * change)
-        yield found("semantic", cause, side, ", ".join(fitted), left, k3=_k3(distance), floor=rounding)
 
 
 def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | None = None) -> Setting:
@@ -347,51 +373,6 @@ def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | Non
 def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] = (1, 2, 3)) -> float:
     most = 1.01 * cost(value)
     return next((short for n in digits if cost(short := round(value, n)) <= most), value)
-
-
-def _forwards(model: Any, wide: Any, older: Any, seen: _Seen, plain: Spec, found: _Found) -> Iterator[MismatchKind]:
-    """Hypotheses that need another forward: on each side, what is left of d without what the forward changes."""
-
-    def sides(layer: str, cause: str, fitted: str, other: Logprobs, base: Logprobs) -> Iterator[MismatchKind]:
-        known = np.isfinite(other)
-        change = (other.astype(np.float64) - base)[known]
-        for side, sign in _SIDES.items() if known.mean() >= 0.5 else ():
-            given, d = seen.given(side)[known], seen.distance[known]
-            gained = float((_same(given, other[known]) - _same(given, seen.own[known])).mean())
-            figures = {"exactly": max(0.0, gained), "k3": _k3(d)}
-            yield found(layer, cause, side, fitted, _k3(d - sign * change), **figures)
-
-    def exact(fault: Fault | None = None, spec: Spec = _PLAIN, padded: Sequence[int] = ()) -> Logprobs:
-        return score(wide, seen.rollouts, spec, fault, padded=padded, formula=seen.base.formula)
-
-    def rounded(of: Any = model, spec: Spec = plain) -> Logprobs:
-        return score(of, seen.rollouts, spec, padded=seen.padded, formula=seen.base.formula)
-
-    for name in ("gap", "restart", "double"):
-        yield from sides("semantic", "positions", name, exact(Fault(positions=name)), seen.exact)
-    if plain.padding != "packed":
-        unmasked = exact(Fault(mask=False), replace(plain, padding="left"), seen.padded)
-        yield from sides("semantic", "padding mask", "padding on the left is attended to", unmasked, seen.exact)
-    for name, fault in {
-        "its first token is missing": Fault(front=1), "its first 2 tokens are missing": Fault(front=2),
-        "its first token is there twice": Fault(front=-1), "its last token is missing": Fault(back=1),
-        "its last 2 tokens are missing": Fault(back=2),
-    }.items():  # fmt: skip
-        yield from sides("semantic", "template", name, exact(fault), seen.exact)
-    for scale in ("row", "tensor", "block"):
-        with weights_changed(wide, partial(rounded_to_fp8, scale=scale)):
-            coarser = exact()
-        yield from sides("weights", "fp8 weights", f"a scale a {scale}", coarser, seen.exact)
-    narrow = _format_of(model) in ("bfloat16", "float16")
-    cast, single = (_format_of(model), wide) if narrow else ("bfloat16", model)
-    mixed = rounded(single, replace(plain, autocast=cast))
-    yield from sides("format", "autocast over float32 weights", cast, mixed, seen.own)
-    if narrow:
-        yield from sides("format", "computed in float32", cast, rounded(wide), seen.own)
-        yield from sides("format", "a float32 head", cast, rounded(model, replace(plain, head="float32")), seen.own)
-    if older is not None:
-        cause, what = difference_of(model, older)
-        yield from sides("weights", cause, what, rounded(older), seen.own)
 
 
 def difference_of(model: Any, older: Any) -> tuple[str, str]:

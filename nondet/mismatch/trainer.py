@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,8 +19,6 @@ from nondet.sampling.logprobs import token_logprobs
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _FP8_MOST = 448.0  # of float8_e4m3fn
 _BLOCK = 128
-_PADDINGS = ("right", "left", "packed")
-_KEYS = ("dtype", "autocast", "padding", "micro", "formula", "head")
 
 T = TypeVar("T")
 Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,27 +50,30 @@ class Spec:
     head: str = ""  # "float32" where logits are computed from the last hidden state in float32
 
 
+_CHOICES: dict[str, Sequence[str]] = {
+    "dtype": [*DTYPES],
+    "autocast": ["bfloat16", "float16"],
+    "padding": ["right", "left", "packed"],
+    "micro": [],  # a number
+    "formula": [*FORMULAS],
+    "head": ["float32"],
+}
+
+
 def parse_spec(text: str) -> Spec:
     """Read "dtype=float32,autocast=bfloat16,padding=left,micro=4". Raises UserError: a key or a value is unknown."""
-    spec, parts = Spec(), [part.strip() for part in text.split(",") if part.strip()]
-    each_once("--trainer", (part.partition("=")[0] for part in parts))
-    for part in parts:
-        key, _, value = part.partition("=")
-        known: Sequence[str] = {
-            "dtype": [*DTYPES], "autocast": ["bfloat16", "float16"], "padding": _PADDINGS, "formula": [*FORMULAS],
-            "head": ["float32"],
-        }.get(key, ())  # fmt: skip
-        if key not in _KEYS:
-            raise UserError(f"--trainer: unknown key {key!r}", suggestion(key, _KEYS))
-        if key == "micro":
-            if not value.isdecimal() or int(value) > 2**20:
-                raise UserError(f"--trainer: micro={value!r} is not a number of rollouts", "Give 0 (all) or more.")
-            spec = replace(spec, micro=int(value))
-        elif value not in known:
-            raise UserError(f"--trainer: {key}={value!r} is unknown", suggestion(value, known))
-        else:
-            spec = replace(spec, **{key: value})  # type: ignore[arg-type] # micro, the one number, is above
-    return spec
+    given: dict[str, Any] = {}
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    each_once("--trainer", (key for key, _, _ in pairs))
+    for key, _, value in pairs:
+        if key not in _CHOICES:
+            raise UserError(f"--trainer: unknown key {key!r}", suggestion(key, _CHOICES))
+        if key == "micro" and not (value.isdecimal() and int(value) <= 2**20):
+            raise UserError(f"--trainer: micro={value!r} is not a number of rollouts", "Give 0 (all) or more.")
+        if key != "micro" and value not in _CHOICES[key]:
+            raise UserError(f"--trainer: {key}={value!r} is unknown", suggestion(value, _CHOICES[key]))
+        given[key] = int(value) if key == "micro" else value
+    return Spec(**given)
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,11 @@ NO_FAULT = Fault()
 
 def _text(rollout: Rollout, fault: Fault) -> tuple[list[int], list[int]] | None:
     """The ids, and the positions of the sampled ones; None where the prompt is too short to drop from."""
-    ids, start = list(rollout.ids), rollout.drawn[0]
-    front, back = max(fault.front, 0), fault.back
-    if front + back >= start:
+    ids, start, front = list(rollout.ids), rollout.drawn[0], max(fault.front, 0)
+    if front + fault.back >= start:
         return None
-    added = ids[:1] if fault.front < 0 else []
-    text = [*added, *ids[front : start - back], *ids[start:]]
-    moved = len(added) - front - back
-    return text, [i + moved for i in rollout.drawn]
+    text = [*ids[: max(0, -fault.front)], *ids[front : start - fault.back], *ids[start:]]
+    return text, [i + len(text) - len(ids) for i in rollout.drawn]
 
 
 Keep = Callable[[torch.Tensor, torch.Tensor], None]
@@ -116,7 +114,7 @@ def micro_batches(of: Sequence[T], micro: int) -> Iterator[Sequence[T]]:
 
 
 def score(
-    model: Any, rollouts: Sequence[Rollout], spec: Spec, fault: Fault | None = None, *, gradients: bool = False,
+    model: Any, rollouts: Sequence[Rollout], spec: Spec, fault: Fault = NO_FAULT, *, gradients: bool = False,
     keep: Keep | None = None, padded: Sequence[int] = (), formula: Formula | None = None,
 ) -> Logprobs:  # fmt: skip
     """The logprobs of all sampled tokens, [n] float32, rollout by rollout. NaN for a prompt too short for the fault.
@@ -133,7 +131,7 @@ def score(
     cast = torch.autocast(_device(model).type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
     with torch.set_grad_enabled(gradients), cast:
         for part, wide in zip(micro_batches(rollouts, spec.micro), lengths, strict=True):
-            rows, tokens, counts = predicting_rows(model, part, spec, wide, fault or NO_FAULT)
+            rows, tokens, counts = predicting_rows(model, part, spec, wide, fault)
             for rollout, logits, ids in zip(part, rows.split(counts), tokens.split(counts), strict=True):
                 if not len(ids):
                     found.append(np.full(len(rollout.drawn), np.nan, dtype=np.float32))
@@ -181,12 +179,8 @@ def predicting_rows(
         tokens += [text[i] for i in drawn]
     inputs = {"input_ids": ids, "position_ids": positions}
     if not packed:
-        inputs["attention_mask"] = mask
-        if not fault.mask:
-            inputs |= {
-                "attention_mask": torch.ones_like(mask),
-                "position_ids": torch.arange(width)[None].expand_as(ids),
-            }
+        inputs["attention_mask"] = mask if fault.mask else torch.ones_like(mask)
+        inputs["position_ids"] = positions if fault.mask else torch.arange(width)[None].expand_as(ids)
     device = _device(model)
     logits = _forward(model, {name: x.to(device) for name, x in inputs.items()}, spec.head)
     # index_select, because its gradient is added in the order of the rows
@@ -214,20 +208,18 @@ def _forward(model: Any, inputs: dict[str, torch.Tensor], head: str) -> torch.Te
 @contextmanager
 def weights_changed(model: Any, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
     """The model with other weights, by name and value (None: unchanged); its own are put back at the end."""
-    kept = {}
+    own = {}
     try:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                other = change(name, parameter)
-                if other is not None:
-                    kept[name] = parameter.detach().clone()
+                if (other := change(name, parameter)) is not None:
+                    own[parameter] = parameter.detach().clone()
                     parameter.copy_(other)
         yield
     finally:
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in kept:
-                    parameter.copy_(kept[name])
+            for parameter, value in own.items():
+                parameter.copy_(value)
 
 
 def rounded_to_fp8(_name: str, weight: torch.Tensor, scale: str) -> torch.Tensor | None:
@@ -236,10 +228,7 @@ def rounded_to_fp8(_name: str, weight: torch.Tensor, scale: str) -> torch.Tensor
         return None
     exact = weight.detach().float()
     if scale == "block":
-        rows, columns = (-(-n // _BLOCK) for n in exact.shape)
-        square = torch.zeros((rows * _BLOCK, columns * _BLOCK), device=exact.device)
-        square[: exact.shape[0], : exact.shape[1]] = exact.abs()
-        most = square.view(rows, _BLOCK, columns, _BLOCK).amax((1, 3))
+        most = torch.nn.functional.max_pool2d(exact.abs()[None], _BLOCK, ceil_mode=True)[0]
         most = most.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)[: exact.shape[0], : exact.shape[1]]
     else:
         most = exact.abs().amax(1, keepdim=True) if scale == "row" else exact.abs().amax()

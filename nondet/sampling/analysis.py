@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,22 +24,16 @@ from nondet.core.statistics import (
     k3,
     mcnemar,
     median_interval,
-    new_share,
     one_sided_bound,
-    pair_disagreement,
     round_interval,
 )
 from nondet.core.traces import Trace
 from nondet.errors import one_line
 
-# The speed of a sampled run, and the ratio of two implementations.
-#
-# Tokens per second are the median over rounds, because one-time costs (compiling, proving, filling caches) fall into a
-# few of them. Every implementation runs the same rounds.
+# The speed of a sampled run, and the ratio of two implementations. Tokens per second are the median over rounds,
+# because one-time costs (compiling, proving, filling caches) fall into a few of them.
 
-# Figures of a diagnosis' timed rounds: "stock_tokens_per_second", "invariant:attention_tokens_per_second"; and the
-# least and the largest ratio of a round, where several were timed.
-_RATE = "_tokens_per_second"
+# The least and the largest ratio of a diagnosis' timed rounds, where several were timed.
 _SPAN = ("invariant_ratio_low", "invariant_ratio_high")
 # Figures of a round whose session captured CUDA graphs: the steps without a capture.
 TIMED_TOKENS, TIMED_US = "tokens beside captures", "µs beside captures"
@@ -79,20 +72,14 @@ class SpeedRatio:
         return self.invariant / self.stock
 
 
-def _rate(r: Round) -> float:
-    """Tokens per second of a round, 0.0 if it took no time; if it captured CUDA graphs, of the other steps."""
-    tokens, seconds = r.figures.get(TIMED_TOKENS, r.tokens), r.seconds
-    if TIMED_US in r.figures:
-        seconds = r.figures[TIMED_US] / 1e6
-    return tokens / seconds if seconds > 0 else 0.0
-
-
 def _rates(run: Run) -> dict[str, dict[tuple[int, int], float]]:
-    """Implementation -> (round, steps) -> tokens per second, of rounds that took time."""
+    """Implementation -> (round, steps) -> tokens per second; if a round captured CUDA graphs, of its other steps."""
     found: dict[str, dict[tuple[int, int], float]] = {}
     for r in run.rounds:
-        if (rate := _rate(r)) > 0:
-            found.setdefault(r.impl, {})[r.round, r.steps] = rate
+        tokens = r.figures.get(TIMED_TOKENS, r.tokens)
+        seconds = r.figures[TIMED_US] / 1e6 if TIMED_US in r.figures else r.seconds
+        if tokens > 0 and seconds > 0:
+            found.setdefault(r.impl, {})[r.round, r.steps] = tokens / seconds
     return found
 
 
@@ -101,7 +88,7 @@ def speed_ratio_of(run: Run) -> SpeedRatio | None:
     timed, rounds = _timed(run), _rates(run)
     rates = {impl: statistics.median(mine.values()) for impl, mine in rounds.items()}
     if run.steps:
-        rates = {impl: float(timed.get(f"{impl}{_RATE}", 0.0)) for impl in ("stock", "invariant")}
+        rates = {impl: float(timed.get(f"{impl}_tokens_per_second", 0.0)) for impl in ("stock", "invariant")}
     stocks = [impl for impl, rate in rates.items() if role_of(impl) in (Role.STOCK, Role.BACKEND) and rate > 0]
     invariant = next((impl for impl, rate in rates.items() if role_of(impl) == Role.INVARIANT and rate > 0), None)
     if not stocks or invariant is None:
@@ -142,12 +129,8 @@ def diagnosed_cost(run: Run) -> str:
         return ""
     if not speed.no_cost:
         return f"S{ratio_text(speed)[1:]}."
-    rates = [f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"]
-    for name, rate in timed.items():
-        if name.startswith("invariant:") and name.endswith(_RATE):
-            family = name.removeprefix("invariant:").removesuffix(_RATE)
-            rates.append(f"with only {one_line(family, 60)} {float(rate):,.0f}")
-    return f"Not measured: {speed.no_cost} ({'; '.join(rates)})."
+    rates = f"{speed.invariant:,.0f} against {speed.stock:,.0f} tokens/s, warm"
+    return f"Not measured: {speed.no_cost} ({rates})."
 
 
 def _timed(run: Run) -> Mapping[str, Any]:
@@ -252,8 +235,7 @@ class DistinctCompletion:
     parts_at: int | None
 
 
-@dataclass(frozen=True)
-class FlipMargins:
+class FlipMargins(NamedTuple):
     """Top-1 minus top-2 logit where completions diverge, compared with the other positions."""
 
     flips: int  # margins at forks, one for each distinct trace and fork that it takes part in
@@ -271,13 +253,11 @@ class TokenFlips:
 
     flips: int  # completions that differ from the first most common one
     tokens: int  # tokens that are compared until they do
-    # 95% interval of flips over tokens, by round; None where no round was compared with an earlier one
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None  # 95%, of flips over tokens; None where no round was compared with another
     rounds: int
 
 
-@dataclass(frozen=True)
-class FlipDraws:
+class FlipDraws(NamedTuple):
     """How near the draws were to another token where completions first diverge; see `nondet.sampling.engine.Draw`."""
 
     border: float  # median distance of the draw from a boundary between tokens
@@ -300,7 +280,7 @@ class SampleSummary:
     distinct_completions: int
     distinct_traces: int
     rate: Interval  # share of completions that differ from the most common
-    forks: tuple[Fork, ...]
+    first_fork: Fork | None  # the fork with the fewest tokens before it
     completions: tuple[DistinctCompletion, ...]  # the most common first
     survival: tuple[float, ...]  # [i]: share of completions whose first i tokens are those of the most common one
     has_logprobs: bool  # whether any trace has logprobs; without them (some servers) a trace is its tokens
@@ -310,8 +290,6 @@ class SampleSummary:
     batch_max: int
     distinct_batches: int
     tokens_per_second: float  # of all requests, the median over rounds; 0.0 without one
-    disagreement: float | None  # share of pairs of completions that differ, which does not grow with n; None of one
-    new_share: float | None  # Good's estimate of the probability that the next completion is a new one
     rounds: int
     # rounds after the first with the most common completion: for each completion of the round, in rising order, the
     # number of tokens shared with the most common one
@@ -323,11 +301,6 @@ class SampleSummary:
     draws: FlipDraws | None  # None where nothing diverged, or the draws are not known
     flips: TokenFlips | None  # None of drawn tokens, and where nothing was compared
     k3: float | None  # mean K3 of the other traces against the most common one, over the tokens shared; None if equal
-
-    @property
-    def first_fork(self) -> Fork | None:
-        """The fork with the fewest tokens before it."""
-        return self.forks[0] if self.forks else None
 
     @property
     def agree(self) -> Interval:
@@ -427,9 +400,9 @@ class Group:
 
 
 class Forks(NamedTuple):
-    """Every fork of distinct completions, rising; the positions of each completion's own; see `_spread`."""
+    """The first fork of distinct completions; the positions of each completion's own forks; see `_spread`."""
 
-    forks: tuple[Fork, ...]
+    first: Fork | None
     positions: list[tuple[int, ...]]
     spread: float
 
@@ -443,43 +416,40 @@ def forks_of(
     keys = [g.ids.astype(">u4").tobytes() for g in groups]
     ranks = sorted(range(len(groups)), key=keys.__getitem__)
     ordered = [groups[rank] for rank in ranks]
-    before = np.cumsum([0, *(g.count for g in ordered)])  # completions before each text
-    margins = [[] if drawn else [(traces[d].margin_array, count) for d, count in g.traces.items()] for g in ordered]
-
-    def text_of(tokens: Sequence[int]) -> str:
-        return "".join(pieces.get(t, "") for t in tokens)
-
-    def most_common(span: Span) -> Group:
-        return groups[min(ranks[span.first : span.last])]
-
-    def branch(way: Span) -> Branch:
-        index, group = way.start, most_common(way)
-        mine = [one for members in margins[way.first : way.last] for one in members if len(one[0]) > index]
-        known = [(float(values[index]), count) for values, count in mine if math.isfinite(values[index])]
-        each = np.repeat([margin for margin, _ in known], [count for _, count in known]) if known else None
-        return Branch(
-            token_id=group.token(index),
-            text=pieces.get(group.token(index), ""),
-            count=int(before[way.last] - before[way.first]),
-            continuation=text_of(group.tokens[index + 1 : index + 1 + 4 * _AFTER])[:_AFTER],
-            margin_min=None if each is None else float(each.min()),
-            margin_median=None if each is None else float(np.median(each)),
-        )
-
     spans = spans_of([g.ids for g in ordered])
-    forks = list[Fork]()
     positions: list[tuple[int, ...]] = [()] * len(groups)
     for span in spans:
         if not span.ways:
             positions[ranks[span.first]] = span.forks
-            continue
-        # a token may have no text of its own, but hardly four in a row
-        tokens = most_common(span).tokens[max(0, span.end - 4 * _BEFORE) : span.end]
-        branches = sorted(map(branch, span.ways), key=lambda b: (-b.count, b.token_id))
-        forks.append(Fork(span.end, (prompt + text_of(tokens))[-_BEFORE:], tuple(branches)))
-    forks.sort(key=lambda f: (f.index, -sum(b.count for b in f.branches), f.before))
+
+    def text_of(tokens: Sequence[int]) -> str:
+        return "".join(pieces.get(t, "") for t in tokens)
+
+    def branch(way: Span) -> Branch:
+        index, members, margins = way.start, ordered[way.first : way.last], list[float]()
+        for member in members:
+            for digest, count in () if drawn else member.traces.items():
+                here = traces[digest].margin_array[index : index + 1]
+                margins += [float(margin) for margin in here if math.isfinite(margin)] * count
+        most_common = groups[min(ranks[way.first : way.last])]
+        token = most_common.token(index)
+        return Branch(
+            token_id=token,
+            text=pieces.get(token, ""),
+            count=sum(member.count for member in members),
+            # a token may have no text of its own, but hardly four in a row
+            continuation=text_of(most_common.tokens[index + 1 : index + 1 + 4 * _AFTER])[:_AFTER],
+            margin_min=min(margins, default=None),
+            margin_median=statistics.median(margins) if margins else None,
+        )
+
+    first = None
+    if len(groups) > 1:  # where the root of the tree ends
+        before = prompt + text_of(groups[0].tokens[max(0, spans[0].end - 4 * _BEFORE) : spans[0].end])
+        branches = sorted(map(branch, spans[0].ways), key=lambda b: (-b.count, b.token_id))
+        first = Fork(spans[0].end, before[-_BEFORE:], tuple(branches))
     logprobs = [[traces[digest].logprob_array for digest in g.traces] for g in ordered]
-    return Forks(tuple(forks), positions, _spread(spans, logprobs))
+    return Forks(first, positions, _spread(spans, logprobs))
 
 
 class Member(NamedTuple):
@@ -527,7 +497,11 @@ def token_flips(
     length: int, tallies: Mapping[int, RoundTally], held: Sequence[int], confidence: float
 ) -> TokenFlips | None:
     """How often a token flips; None where nothing was compared. `length` is that of the most common completion; `held`
-    are the rounds that were compared with an earlier one."""
+    are the rounds that were compared with an earlier one.
+
+    The interval is of a completion's probability to diverge over the tokens it is expected to be compared for. Both
+    have intervals by round, as a share of completions and of the most tokens that one may take, each at half of the
+    error; the quotients of their ends hold with both."""
     flips = sum(tally.differ for tally in tallies.values())
     # the first most common completion is the reference
     tokens = sum(tally.tokens for tally in tallies.values()) - length
@@ -535,34 +509,27 @@ def token_flips(
         return None
     interval = None
     if held:
-        low, high = _flip_bounds([tallies[r] for r in held], length + 1, confidence)
-        interval = min(low, flips / tokens), max(high, flips / tokens)
+        rounds, most, each = [tallies[r] for r in held], length + 1, 1.0 - (1.0 - confidence) / 2
+        low, high = round_interval([r.differ for r in rounds], [r.n for r in rounds], each)
+        short, long = round_interval([r.tokens for r in rounds], [r.n * most for r in rounds], each)
+        upper = min(1.0, high / (short * most)) if short else 1.0  # of empty completions nothing
+        interval = min(low / (long * most), flips / tokens), max(upper, flips / tokens)
     return TokenFlips(flips, tokens, interval, len(held))
-
-
-def _flip_bounds(rounds: Sequence[RoundTally], most: int, confidence: float) -> tuple[float, float]:
-    """Of flips over tokens: a completion's probability to diverge over the tokens it is expected to be compared for.
-    Both have intervals by round, as a share of completions and of the `most` tokens that one may take, each at half of
-    the error; the quotients of their ends hold with both."""
-    each = 1.0 - (1.0 - confidence) / 2
-    low, high = round_interval([r.differ for r in rounds], [r.n for r in rounds], each)
-    short, long = round_interval([r.tokens for r in rounds], [r.n * most for r in rounds], each)
-    return low / (long * most), min(1.0, high / (short * most)) if short else 1.0  # of empty completions nothing
 
 
 def flip_draws(members: Sequence[Member], first: int) -> FlipDraws | None:
     """How near the draws were at the first fork, at index `first`; None where they are not known."""
 
-    def floats(data: bytes) -> Floats:
-        return np.frombuffer(data, dtype="<f4")
-
-    there = [m.trace for m in members if m.trace.border and first in m.forks]
+    drawn = [m for m in members if m.trace.border]
+    there = [m.trace for m in drawn if first in m.forks]
     if not there:
         return None
-    rest = [np.delete(floats(m.trace.border), [first] if first in m.forks else []) for m in members if m.trace.border]
-    borders, elsewhere = [float(floats(t.border)[first]) for t in there], np.concatenate(rest)
-    cuts = [c for t in there if math.isfinite(c := float(floats(t.cut)[first]))]
-    nuclei = [n for t in there if math.isfinite(n := float(floats(t.nucleus)[first]))]
+    borders, cuts, nuclei = (
+        [value for t in there if math.isfinite(value := float(np.frombuffer(getattr(t, name), "<f4")[first]))]
+        for name in ("border", "cut", "nucleus")
+    )
+    rest = [np.delete(np.frombuffer(m.trace.border, "<f4"), [first] if first in m.forks else []) for m in drawn]
+    elsewhere = np.concatenate(rest)
     return FlipDraws(
         border=float(np.median(borders)),
         border_elsewhere=float(np.median(elsewhere)) if len(elsewhere) else None,
@@ -627,9 +594,8 @@ def smallest_cures(summaries: Sequence[SampleSummary]) -> list[str]:
     return [cure for cure, families in zip(cures, sets, strict=True) if not any(other < families for other in sets)]
 
 
-# All prompts of a run together: how many diverge, and whether one implementation diverges more than another.
-#
-# Prompts are the unit of every comparison between implementations, because a set is a sample of prompts.
+# All prompts of a run together. Prompts are the unit of every comparison between implementations, because a set is a
+# sample of prompts.
 
 
 @dataclass(frozen=True)
@@ -648,9 +614,6 @@ class PromptSet:
     # only if completions are independent.
     bound_rounds: float | None
     bound_completions: float | None
-    # means over prompts of the share of pairs that differ, and of the chance of a new text
-    disagreement: float | None
-    new: float | None
     summaries: Mapping[int, SampleSummary]
     unit: str = "prompt"  # what a prompt is called: a prompt with its seed is a subject of its own
 
@@ -672,34 +635,28 @@ class Comparison(NamedTuple):
 def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], unit: str = "prompt") -> list[PromptSet]:
     """One for each implementation, in the order of the summaries. `rounds` counts rounds with a completion that
     succeeded; the bound by round counts only those in which one was compared with an earlier one of its prompt."""
-    by_impl: dict[str, dict[int, SampleSummary]] = {}
-    for s in summaries:
-        by_impl.setdefault(s.impl, {})[s.prompt] = s
-    return [_prompt_set(impl, members, rounds.get(impl, 0), unit) for impl, members in by_impl.items()]
-
-
-def _prompt_set(impl: str, members: Mapping[int, SampleSummary], rounds: int, unit: str) -> PromptSet:
-    held = {number for s in members.values() for number in s.held_rounds}  # compared with another
-    n, diverged = sum(s.n for s in members.values()), sum(s.distinct_traces > 1 for s in members.values())
-    comparisons = n - len(members)  # a prompt's first completion is the reference
-    clean = not diverged and comparisons > 0
-    pairs = [s.disagreement for s in members.values() if s.disagreement is not None]
-    news = [s.new_share for s in members.values() if s.new_share is not None]
-    return PromptSet(
-        impl=impl,
-        differing_traces=diverged,
-        differing_texts=sum(s.distinct_completions > 1 for s in members.values()),
-        share=confidence_sequence(diverged, len(members)),
-        n=n,
-        failed=sum(s.failed for s in members.values()),
-        rounds=rounds,
-        bound_rounds=one_sided_bound(len(held)) if clean and held else None,
-        bound_completions=one_sided_bound(comparisons) if clean else None,
-        disagreement=fmean(pairs) if pairs else None,
-        new=fmean(news) if news else None,
-        summaries=dict(members),
-        unit=unit,
-    )
+    sets = []
+    for impl in dict.fromkeys(s.impl for s in summaries):
+        members = [s for s in summaries if s.impl == impl]
+        held = {number for s in members for number in s.held_rounds}  # compared with another
+        n, diverged = sum(s.n for s in members), sum(s.distinct_traces > 1 for s in members)
+        comparisons = n - len(members)  # a prompt's first completion is the reference
+        clean = not diverged and comparisons > 0
+        made = PromptSet(
+            impl=impl,
+            differing_traces=diverged,
+            differing_texts=sum(s.distinct_completions > 1 for s in members),
+            share=confidence_sequence(diverged, len(members)),
+            n=n,
+            failed=sum(s.failed for s in members),
+            rounds=rounds.get(impl, 0),
+            bound_rounds=one_sided_bound(len(held)) if clean and held else None,
+            bound_completions=one_sided_bound(comparisons) if clean else None,
+            summaries={s.prompt: s for s in members},
+            unit=unit,
+        )
+        sets.append(made)
+    return sets
 
 
 def compared(first: PromptSet, second: PromptSet) -> Comparison:
@@ -750,7 +707,7 @@ def _summarize(
     lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
     # a draw does not depend on the margin, but on its distance from a boundary
     drawn = bool(run.header.plan.get("sampling"))
-    forks, positions, spread = forks_of(groups, traces, pieces, text, drawn=drawn)
+    first, positions, spread = forks_of(groups, traces, pieces, text, drawn=drawn)
     members = [  # every distinct trace of a completion has the same forks
         Member(traces[digest], count, mine, lengths[g.tokens])
         for g, mine in zip(groups, positions, strict=True)
@@ -783,7 +740,7 @@ def _summarize(
         distinct_completions=len(groups),
         distinct_traces=len(members),
         rate=_rate_interval(n - top.count, n, [tallies[r] for r in held], confidence),
-        forks=forks,
+        first_fork=first,
         completions=tuple(
             DistinctCompletion(
                 count=g.count,
@@ -801,13 +758,11 @@ def _summarize(
         batch_max=max(c.batch_max for c in good),
         distinct_batches=len(sizes),
         tokens_per_second=rate,
-        disagreement=pair_disagreement([g.count for g in groups]) if n > 1 else None,
-        new_share=new_share([g.count for g in groups]),
         rounds=len(rounds),
         held_rounds={r: tuple(sorted(lengths[tokens] for tokens in rounds[r].elements())) for r in held},
         confidence=confidence,
-        margins=flip_margins(members) if forks and not drawn else None,
-        draws=flip_draws(members, forks[0].index) if forks else None,
+        margins=flip_margins(members) if first and not drawn else None,
+        draws=flip_draws(members, first.index) if first else None,
         flips=None if drawn else token_flips(len(top.tokens), tallies, held, confidence),
         k3=k3_of(common, others),
     )

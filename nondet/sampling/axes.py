@@ -66,7 +66,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _REPLICAS = 3
 # The draft model recomputes the end of each text for every drafted token, so it drafts few.
 _DRAFTED = {"lookup": 4, "draft": 2, "model": 2, "edit": 4}
-_CHANGES = {
+CHANGES = {  # what is varied, a phrase
     "sharing": "whether requests share the cached pages of a common prefix",
     "chunk": "the most prompt tokens of one request in one step: a long prefill comes in pieces",
     "budget": "the query tokens that one step may take",
@@ -94,16 +94,10 @@ class Axis:
     known: tuple[str, ...] = ()  # the values that there are; () for numbers
     plain: str = ""  # what the field's default is called
     most: int = 1_000_000
-    other: str = " is unknown"  # what is wrong with a value that is not known
     # whether an invariant engine gives one trace over all values. Over dtypes, for example, it does not: only the
     # completions at one value are then compared.
     held: bool = True
     held_by: tuple[str, ...] = ()  # implementations that should give one trace even though `held` is False
-
-    @property
-    def changes(self) -> str:
-        """What is varied, a phrase."""
-        return _CHANGES[self.name]
 
     def value(self, subject: Subject) -> str:
         """The base's."""
@@ -139,7 +133,9 @@ class Axis:
                 raise UserError(f"--vary: {self.name}={value} makes no sense", hint)
             new = int(value)
         elif value not in self.known:
-            raise UserError(f"--vary: {self.name}={value}{self.other}", suggestion(value, [*self.known, self.plain]))
+            raise UserError(
+                f"--vary: {self.name}={value} is unknown", suggestion(value, {*self.known, self.plain} - {""})
+            )
         if self.known == ("on", "off"):
             new = value == "on"
         changes = {name: new} | _further(self.name, subject, new)
@@ -203,25 +199,21 @@ class Axis:
 
     def lacking(self, subject: Subject, every: bool) -> str:
         """Why this device or engine has no such axis, or `--vary all` leaves it out; "" where neither holds."""
-        s, cuda = subject, subject.device == "cuda"
-        reasons = (
-            (s.grain and self.name not in _VLLM, self.name, f"vLLM is varied along {', '.join(_VLLM)}"),
-            (s.base.load.graphs, "speculative", "drafts can't be verified inside of CUDA graphs"),
-            (not cuda, "graphs", "CUDA graphs need a CUDA device"),
-            (cuda, "threads", "threads decide nothing on a CUDA device"),
-            (cuda and s.gpus < 2, "ranks", "there is one GPU here"),
-            (
-                importlib.util.find_spec("accelerate") is None,
-                "ranks",
-                "the package accelerate is missing, by which a model is loaded in shares",
-            ),
-            (
-                every and not cuda,
-                "ranks",
-                "on a CPU ranks are processes, and starting them takes longer than all other axes: name it",
-            ),
-        )
-        return next((reason for holds, name, reason in reasons if holds and name == self.name), "")
+        s, cuda, ranks = subject, subject.device == "cuda", ""
+        if s.grain and self.name not in _VLLM:
+            return f"vLLM is varied along {', '.join(_VLLM)}"
+        if cuda and s.gpus < 2:
+            ranks = "there is one GPU here"
+        elif importlib.util.find_spec("accelerate") is None:
+            ranks = "the package accelerate is missing, by which a model is loaded in shares"
+        elif every and not cuda:
+            ranks = "on a CPU ranks are processes, and starting them takes longer than all other axes: name it"
+        return {
+            "speculative": "drafts can't be verified inside of CUDA graphs" if s.base.load.graphs else "",
+            "graphs": "" if cuda else "CUDA graphs need a CUDA device",
+            "threads": "threads decide nothing on a CUDA device" if cuda else "",
+            "ranks": ranks,
+        }.get(self.name, "")
 
 
 def _further(axis: str, subject: Subject, new: Any) -> dict[str, Any]:
@@ -254,11 +246,9 @@ def _further(axis: str, subject: Subject, new: Any) -> dict[str, Any]:
     return {}
 
 
-_ON_OFF, _OTHER_SWITCH = ("on", "off"), " makes no sense"
-_OTHER_ATTENTION = f": transformers' continuous batching takes {' and '.join(ATTENTIONS)} here"
-_OTHER_DTYPE = " is not one that models run in here"
+_ON_OFF = ("on", "off")
 _AXES = (
-    Axis("sharing", "load.sharing", _ON_OFF, _ON_OFF, other=_OTHER_SWITCH),
+    Axis("sharing", "load.sharing", _ON_OFF, _ON_OFF),
     Axis("chunk", "setting.chunk", tried=("5", "16", "24"), plain="none"),
     Axis("budget", "load.budget"),
     Axis("page", "load.page", tried=("4", "8", "16", "32")),
@@ -266,9 +256,9 @@ _AXES = (
     Axis("preemption", "setting.pages", tried=("2", "1"), plain="ample", most=10_000),
     Axis("speculative", "setting.drafts", known=DRAFTERS, plain="none"),
     Axis("routing", "routing", tried=tuple(POLICIES), known=tuple(POLICIES), plain="single"),
-    Axis("graphs", "load.graphs", _ON_OFF, _ON_OFF, other=_OTHER_SWITCH),
-    Axis("dtype", "dtype", tried=_DTYPES, known=_DTYPES, other=_OTHER_DTYPE, held=False),
-    Axis("attention", "setting.attention", ATTENTIONS, ATTENTIONS, "sdpa", other=_OTHER_ATTENTION, held=False),
+    Axis("graphs", "load.graphs", _ON_OFF, _ON_OFF),
+    Axis("dtype", "dtype", tried=_DTYPES, known=_DTYPES, held=False),
+    Axis("attention", "setting.attention", ATTENTIONS, ATTENTIONS, "sdpa", held=False),
     Axis("threads", "threads", most=max(2, os.cpu_count() or 1), held=False),
     Axis("ranks", "ranks", most=64, held=False, held_by=("rank-free",)),
 )

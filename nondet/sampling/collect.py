@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from nondet.core.compare import weights_digest
-from nondet.core.launch import FirstUses, listen
+from nondet.core.launch import listen
 from nondet.core.records import BASE_ARM, AxisValue, Completion, Round, arm_of
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.traces import RoundCollector, Trace, open_traces
@@ -29,11 +29,11 @@ from nondet.errors import EngineStoppedError, UserError
 from nondet.sampling import plan as plans
 from nondet.sampling import replay
 from nondet.sampling.analysis import TIMED_TOKENS, TIMED_US
-from nondet.sampling.axes import Conditions, Proof, Seen, Varied
+from nondet.sampling.axes import CHANGES, Conditions, Proof, Seen, Varied
 from nondet.sampling.engine import TransformersEngine, pinned, warm_up
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import DTYPES, LoadedModel, check_lengths, piece_of
-from nondet.sampling.plan import Engine, Load, Outcome, Plan, Request, Sampling, Session
+from nondet.sampling.plan import Engine, Load, Notes, Outcome, Plan, Request, Sampling, Session
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.routing import route
 from nondet.sampling.schedule import admission_number, summed_figures
@@ -84,20 +84,12 @@ def plan_prompts(
     loaded: LoadedModel, load: Load, texts: Sequence[str], n: int, length: int, seed: int, impls: Sequence[str],
     samplings: Sequence[Sampling] = (), riders: Sequence[str] = (), tokens: Sequence[Sequence[int]] = (),
 ) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
-    """The rounds in which the prompts are completed, and their description in a run's header. A `UserError` of a prompt
-    without tokens, or that does not fit the context with its completion; with its line in a file.
-
-    Args:
-        riders: Background prompts; those that fit the context run where there are enough targets.
-        tokens: The texts' token ids, where they are not just encoded.
-    """
+    """The rounds in which the prompts are completed, and their description in a run's header. `riders` are background
+    prompts: those that fit the context run where there are enough targets; `tokens` are the texts' ids, where they are
+    not just encoded. A `UserError` of a prompt without tokens, or too long with its completion: which of several."""
     tokens = tokens or [loaded.encode(text) for text in texts]
-    for text, ids in zip(texts, tokens, strict=True):
-        try:
-            check_lengths(loaded, ids, length)
-        except UserError as error:
-            where = getattr(text, "place", "")
-            raise UserError(f"{where}: {error.what}" if where else error.what, error.hint) from None
+    for number, ids in enumerate(tokens, 1):
+        check_lengths(loaded, ids, length, f"prompt {number}: " if len(texts) > 1 else "")
     context = loaded.context or 2**31
     fit = {text: ids for text in riders if len(ids := loaded.encode(text)) + length <= context}
     if n * len(texts) * max(1, len(samplings)) < 2 * plans.RIDERS_EVERY:
@@ -211,27 +203,11 @@ class Here:
             self._ranks = None
 
 
-class Notes(Protocol):
-    """What is called while rounds are played."""
-
-    def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
-        """A target is finished: `done` of `total` under the implementation, after so many tokens."""
-
-    def preparing(self, impl: str, done: int, total: int, uses: FirstUses) -> None:
-        """Before an implementation's first round: calls done, all calls, and first uses so far."""
-
-    def first_round(self, impl: str, completions: Sequence[Completion]) -> None:
-        """The first round's completions, where more rounds follow."""
-
-
 def collect(
     survey: Survey, host: Host, writer: RunWriter, notes: Notes | None = None, played: Session | None = None
 ) -> None:
-    """Run whatever the run file does not hold yet.
-
-    Args:
-        played: The first round as this process has run it already under the single implementation: then no warm-up is
-            needed, and the recorded round is compared with this one.
+    """Run whatever the run file does not hold yet. `played` is the first round as this process has run it already under
+    the single implementation: then no warm-up is needed, and the recorded round is compared with this one.
 
     Raises:
         UserError: unknown implementation, full disk, an engine that refuses, a resumed round with different results.
@@ -240,8 +216,9 @@ def collect(
     """
     weights = weights_digest(survey.loaded.model)
     with closing(open_traces(writer, piece_of(survey.loaded))) as traces:
-        common = (survey, host, notes, weights, played)
-        parts = [_Rounds(writer, traces, impl, *common) for impl in survey.impls]
+        parts = [
+            _Rounds(writer, traces, impl, survey, host, notes or Notes(), weights, played) for impl in survey.impls
+        ]
         for part, steps in groupby(_in_order(parts, survey), key=itemgetter(0)):
             with host.under(part.impl) as part.counted:
                 for _, step in steps:
@@ -265,7 +242,7 @@ class _Rounds(RoundCollector):
 
     survey: Survey
     host: Host
-    notes: Notes | None
+    notes: Notes
     weights: str
     played: Session | None
     counted: Callable[[], Counter[str]] = Counter  # what ran so far, as the host gives it
@@ -284,8 +261,7 @@ class _Rounds(RoundCollector):
         there = (survey.at(number)[1] for number in range(survey.rounds) if number not in self.left)
         self.done = sum(r.target for index in there for r in rounds[index])
         if self.played is None and (self.left or self.again or self._open_rounds()):
-            play = partial(self._play, survey.arms[0])
-            report = None if self.notes is None else partial(self.notes.preparing, self.impl)
+            play, report = partial(self._play, survey.arms[0]), partial(self.notes.preparing, self.impl)
             layers = None if survey.axes else self.host.layers  # other arms' steps have other sizes
             self.played = warm_up(layers, survey.plan, survey.loaded.device, play, report)
             if survey.axes and 0 not in self.left:
@@ -296,10 +272,11 @@ class _Rounds(RoundCollector):
         """Run a round and write it, unless it is on disk."""
         if number not in self.left or not self.survey.wanted(number):
             return
-        arm, index = self.survey.at(number)
+        survey = self.survey
+        arm, index = survey.at(number)
         before = self.counted()
         with listen() as launched:
-            session = self._play(arm, self.survey.plan.rounds[index], partial(self._count, arm.name))
+            session = self._play(arm, survey.plan.rounds[index], partial(self._count, arm.name))
         ran = dict(launched + (self.counted() - before))
         targets = [o for o in session.outcomes if o.request.target]
         others = [o for o in session.outcomes if not o.request.target]
@@ -310,7 +287,9 @@ class _Rounds(RoundCollector):
         self.traces.write(self._trace(o, record.trace) for o, record in pairs if record.trace)
         self.write(*records)
         if not arm.name and not session.fatal:
-            self._write_recording(index, session)
+            requests, engine = self._drawn(survey.plan.rounds[index]), self.host.describe(survey.base)
+            named = {"impl": self.impl, "round": index, "seed": survey.seed, "eos": [], "weights": self.weights}
+            self.write(replay.recording(requests, survey.plan.load, session.packs, engine=engine, **named))
         self.writer.write(
             Round(
                 impl=self.impl,
@@ -332,14 +311,14 @@ class _Rounds(RoundCollector):
             raise EngineStoppedError(f"{self.impl}, {where}round {number}: {session.fatal}")
         if number == 0:
             self.first = session
-            if self.notes is not None and self.survey.rounds > 1 and not arm.name:
+            if survey.rounds > 1 and not arm.name:
                 self.notes.first_round(self.impl, self._recorded())
 
     def finish(self) -> None:
         """Compare the first round with the one in advance, repeat others, and record the axes' proofs."""
         survey, stored = self.survey, list[int]()
         if self.again and self.first is not None and self.played is not None:
-            head = replay.repeated(survey.loaded, self.impl, 0, self.first, time.perf_counter())
+            head = replay.repeated(survey.loaded, self.impl, 0, time.perf_counter())
             self.writer.write(replay.with_session(head, self.played, self.first))
         elif self.again:
             stored = [0]  # a resumed run compares it with what is on disk
@@ -348,7 +327,7 @@ class _Rounds(RoundCollector):
             session = self.played if index == 0 else None
             session = session or self._play(survey.arms[0], survey.plan.rounds[index])
             before = {c.key: c for c in self._recorded() if c.round == index}
-            head = replay.repeated(survey.loaded, self.impl, index, session, started)
+            head = replay.repeated(survey.loaded, self.impl, index, started)
             self.writer.write(replay.with_records(head, before, self._records(session, index)))
         if survey.axes:
             self._judge_axes()
@@ -375,7 +354,7 @@ class _Rounds(RoundCollector):
                         held=axis.held or self.impl in axis.held_by,
                         proven=proof.holds or arm == BASE_ARM,
                         proof=proof.text,
-                        changes=axis.changes,
+                        changes=CHANGES[axis.name],
                         note=varied.note,
                     )
                 )
@@ -390,9 +369,8 @@ class _Rounds(RoundCollector):
     def _count(self, arm: str, request: Request, new: int) -> None:
         self.tokens += new
         self.done += request.target
-        if request.target and self.notes is not None:
-            total = self.survey.plan.targets * len(self.survey.arms)
-            self.notes.progress(self.impl, arm, self.done, total, self.tokens)
+        if request.target:
+            self.notes.progress(self.impl, arm, self.done, self.tokens)
 
     def _open_rounds(self) -> list[int]:
         """The rounds that are to be repeated in addition to the first, and have not been."""
@@ -430,12 +408,6 @@ class _Rounds(RoundCollector):
         figures = {name: getattr(outcome, name) for name in same} | {"seed": replay.seed_of(outcome)}
         return Trace(digest=digest, text=self.survey.loaded.decode(outcome.token_ids), **figures)
 
-    def _write_recording(self, index: int, session: Session) -> None:
-        plan, conditions = self.survey.plan, self.survey.base
-        named: dict[str, Any] = {"impl": self.impl, "round": index, "seed": self.survey.seed, "eos": []}
-        named |= {"engine": self.host.describe(conditions), "weights": self.weights}
-        self.write(replay.recording(self._drawn(plan.rounds[index]), plan.load, session.packs, **named))
-
 
 def _beside_captures(session: Session) -> dict[str, int]:
     """Time and tokens of the steps without a capture of a CUDA graph, where others had one: capturing is slow."""
@@ -457,12 +429,9 @@ def _figures(rounds: Sequence[dict[str, int]], base: Sequence[dict[str, int]]) -
 def play_replicas(
     engine: Engine, requests: Sequence[Request], load: Load, count: int, policy: str, **options: Any
 ) -> Session:
-    """Play a round on `count` replicas, one after the other: each has its requests and its own cache.
-
-    Returns:
-        One session of all: outcomes in the order of the requests, seconds summed. Of several replicas it has neither
-            packs nor logits nor the pace of steps, because steps (also of schedules) are numbered by replica.
-    """
+    """Play a round on `count` replicas, one after the other: each has its requests and its own cache. The session of
+    several has neither packs nor logits nor the pace of steps, because steps (also of schedules) are numbered by
+    replica; outcomes are in the order of the requests, seconds summed."""
     if count == 1:
         session = engine.run(requests, load, **options)
         return replace(session, figures=session.figures | {"replicas_most": 1})
@@ -477,13 +446,11 @@ def play_replicas(
     figures["replicas_most"] = sum(any(r.target for r in share) for share in shares.values())
     figures["order"] = admission_number(admitted)
     figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
+    summed = ("steps", "tokens", "seconds", "first_use_seconds")
     return Session(
         outcomes=[outcomes[r.id] for r in requests],
-        steps=sum(s.steps for s in sessions),
-        tokens=sum(s.tokens for s in sessions),
-        seconds=sum(s.seconds for s in sessions),
         fatal=next((s.fatal for s in sessions if s.fatal), ""),
         figures=dict(figures),
         admitted=admitted,
-        first_use_seconds=sum(s.first_use_seconds for s in sessions),
+        **{name: sum(getattr(s, name) for s in sessions) for name in summed},
     )

@@ -2,22 +2,20 @@
 
 The engine is the real one: ragged batches under a token budget, decodes before prefills, chunked prefill, prefix
 sharing. Ours are only the arrival times, the records, and at a temperature the draw of requests with a seed. Arrivals
-are counted in engine steps, and batching is synchronous: what runs in a step depends on the plan only, never on the
-clock. Where the load requests CUDA graphs, steps are padded to a few sizes.
+are counted in engine steps, and batching is synchronous: what runs in a step depends on the plan, never on the clock.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from math import ceil
@@ -32,6 +30,7 @@ from nondet.core.processes import interrupts_later
 from nondet.errors import UserError, reason_of
 from nondet.kernels.dispatch.block import Progress, prepare
 from nondet.sampling.logprobs import largest, log_masses, nucleus_size, weights
+from nondet.sampling.model import quiet
 from nondet.sampling.orders import Order
 from nondet.sampling.plan import PLAIN, Load, Outcome, Plan, Request, Sampling, Session, Setting, Watcher
 from nondet.sampling.schedule import SessionLog, TopRing, parts_of, scheduled, session_figures
@@ -127,18 +126,6 @@ def stock_attention(model: Any, name: str = "") -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the engine's own log lines off the terminal: errors are in the outcomes."""
-    logger = logging.getLogger("ContinuousBatchingLogger")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def why_no_graphs(config: Any) -> str:
     """Why a model's steps don't run as CUDA graphs by default; "" for plain dense decoders. The host reads back which
     experts are chosen, and scales some rotary embeddings, which no graph can; a sliding window's cache is updated by
@@ -162,13 +149,14 @@ def masks_at_once(device: torch.device) -> Iterator[None]:
     from transformers.generation.continuous_batching import input_outputs
 
     before = getattr(input_outputs, "build_attention_mask", None)
-    if before is not None and device.type != "cpu":
-        input_outputs.build_attention_mask = write_mask
+    if before is None or device.type == "cpu":
+        yield
+        return
+    input_outputs.build_attention_mask = write_mask
     try:
         yield
     finally:
-        if before is not None:
-            input_outputs.build_attention_mask = before
+        input_outputs.build_attention_mask = before
 
 
 def write_mask(
@@ -177,13 +165,9 @@ def write_mask(
     cumulative_seqlens_k: list[int],
     sliding_window: int = 1,
 ) -> None:
-    """Write 0 where a query sees a key and the dtype's least number where it does not: transformers' own mask.
-
-    Args:
-        attention_mask: [1, 1, queries, keys] or larger; the part after the last entries is unchanged.
-        cumulative_seqlens_q: [requests + 1], and so the keys'; a request's last query sees its last key.
-        sliding_window: Keys that a query sees at most, its own included; 1 for all.
-    """
+    """Write 0 where a query sees a key and the dtype's least number where it does not: transformers' own mask, [1, 1,
+    queries, keys] or larger. A request's last query sees its last key; `sliding_window` are the keys that a query sees
+    at most, its own included, or 1 for all."""
     bounds: list[tuple[int, int]] = []
     ranges = zip(pairwise(cumulative_seqlens_q), pairwise(cumulative_seqlens_k), strict=True)
     for (query, last_query), (first, last) in ranges:
@@ -244,21 +228,11 @@ def stop_now(manager: Any) -> None:
     manager.stop(block=True, hard_stop=True)
 
 
-# A sampler that draws by (seed, position), and gives a row the same token whatever the batch.
-#
-# No order of operations can matter in its steps, so its invariance does not depend on kernels:
-#
-# - Selection: logits are compared as integers (an order-preserving view of their bits, with the token id below it), all
-#   distinct, so any sort or top-k gives one result.
-# - Weights: exp((l - l_max) / T) in float64, row by row, cut to whole multiples of 2^-44. Sums of integers are exact.
-# - Nucleus: the fewest of the largest whose exact sum reaches top_p of the whole.
-# - Draw: 53 bits of Philox4x32-10 with the seed as its key and the position as its counter, against the exact sum of
-#   the kept weights in the order of their token ids: a logit that changes a little moves the boundaries a little, where
-#   an order by logits would let two tokens change places.
-#
-# Only the logits remain: if they have the same bits, so has the token. Weights below 2^-44 of the largest are never
-# drawn, a probability of less than 2^-26 for the largest vocabulary. Logprobs are the model's own, at temperature 1
-# over the whole vocabulary, so that traces show a difference where the nucleus has a single token.
+# A sampler that draws by (seed, position), and gives a row the same token whatever the batch: no order of operations
+# can matter in its steps, which docs/seeds.md lists. Weights are summed in the order of token ids: a logit that changes
+# a little moves the boundaries a little, where an order by logits would let two tokens change places. Weights below
+# 2^-44 of the largest are never drawn, a probability of less than 2^-26 for the largest vocabulary. Logprobs are the
+# model's own, at temperature 1 over the whole vocabulary: so traces differ where the nucleus has a single token.
 
 _CERTAIN = 1.0e4  # a logit among zeros: the engine's argmax takes it, and exp(-1e4) is 0 in every dtype
 _BITS = 53
@@ -278,10 +252,7 @@ class Draw(NamedTuple):
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: four 32-bit words for a counter and a key.
-
-    Source: J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, Parallel random numbers: as easy as 1, 2, 3.
-    """
+    """Philox4x32-10: four 32-bit words for a counter and a key (Salmon et al., 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -323,13 +294,9 @@ def draw_row(
     ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], log_mass: float, sampling: Sampling, position: int,
     top: float | None = None,
 ) -> Draw:  # fmt: skip
-    """One token from the largest logits of a row.
-
-    Args:
-        ids, logits: [C] candidates in falling order; one more than top_k where the vocabulary has more. With `top`,
-            their largest, the whole vocabulary in the order of ids, where nothing is dropped.
-        log_mass: ln of the sum of exp over the whole vocabulary.
-    """
+    """One token from `ids` and `logits`, [C] candidates in falling order, one more than top_k where the vocabulary has
+    more; with `top`, their largest, the whole vocabulary in the order of ids, where nothing is dropped. `log_mass` is
+    ln of the sum of exp over the whole vocabulary."""
     kept = min(sampling.top_k or len(ids), len(ids))
     cut = float(logits[kept - 1] - logits[kept]) if kept < len(ids) else math.nan
     if not math.isfinite(logits[0]):  # no numbers to draw by, as the trace shows
@@ -361,15 +328,7 @@ class Drawing:
     def __init__(self, requests: Sequence[Request], log: SessionLog) -> None:
         self._of = {r.id: (r.sampling, len(r.prompt)) for r in requests}
         self._log = log
-        self.drawn: dict[str, list[Draw]] = {}
-
-    @staticmethod
-    def of(requests: Sequence[Request], log: SessionLog) -> Drawing | None:
-        """For these requests; None where we draw for none of them."""
-        ours = [r.sampling is not None and r.sampling.seeded for r in requests]
-        if any(ours) and not all(ours):
-            raise ValueError("a session draws for all of its requests, or for none")
-        return Drawing(requests, log) if any(ours) else None
+        self.drawn: dict[str, list[Draw]] = {r.id: [] for r in requests}
 
     def __call__(self, _module: Any, _args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """The hook."""
@@ -386,7 +345,7 @@ class Drawing:
         rows = rows[: len(settings)].long()
         draws = draw_rows(logits[rows].float(), settings)
         for name, draw in zip(names, draws, strict=True):
-            self.drawn.setdefault(name, []).append(draw)
+            self.drawn[name].append(draw)
         chosen = torch.zeros_like(logits)
         chosen[rows, torch.tensor([d.token for d in draws], dtype=torch.long, device=logits.device)] = _CERTAIN
         output.logits = chosen[None]
@@ -399,20 +358,6 @@ def generation(requests: Sequence[Request]) -> dict[str, Any]:
     if sampling is None or sampling.seeded:
         return {"do_sample": False}
     return {"do_sample": True} | {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-
-
-def drawn_outcome(outcome: Outcome, draws: Sequence[Draw]) -> Outcome:
-    """The outcome of a request whose tokens were drawn here: with the model's logprobs, and how near each draw was. If
-    its tokens are not the drawn ones, it is an error, never a completion: a hook was skipped, or ran twice."""
-    if outcome.finish in ("error", "cut") or outcome.request.sampling is None:
-        return outcome
-    if [d.token for d in draws] != outcome.token_ids:
-        return replace(outcome, finish="error", reason="the engine continued with other tokens than those drawn")
-    figures = ("logprob", "border", "cut", "nucleus")
-    logprobs, border, cut, nucleus = (
-        np.asarray([getattr(d, name) for d in draws], dtype="<f4").tobytes() for name in figures
-    )
-    return replace(outcome, logprobs=logprobs, border=border, cut=cut, nucleus=nucleus)
 
 
 # How often the main thread checks whether the engine's thread is alive, and whether a watcher is done.
@@ -434,9 +379,7 @@ class TransformersEngine:
             "version": transformers.__version__,
             "attention": self.model.config._attn_implementation,
             "scheduler": "first come, first served, decodes before prefills, arrivals in steps",
-            "asynchronous": False,
             "sampling": "greedy; at a temperature our draw by seed and position, or the engine's own",
-            "gives": ["token ids", "logprobs", "margins", "schedule"],
         }
 
     def run(self, requests: Sequence[Request], load: Load, **options: Any) -> Session:
@@ -456,7 +399,8 @@ def run_session(
     until: str | None = None,
     setting: Setting = PLAIN,
 ) -> Session:
-    """Run the requests through a fresh engine, from empty to empty.
+    """Run the requests through a fresh engine, from empty to empty; after Ctrl-C its thread has ended. A `UserError` if
+    it refuses the model or the sizes, or runs the model without serving it.
 
     Args:
         on_token_count: Called with each finished request and its number of tokens, on the calling thread.
@@ -465,10 +409,6 @@ def run_session(
         watcher: Watches from inside of the engine's thread; once it is `done` the session is cut short, and requests
             that have not finished by then have the finish "cut".
         until: The session is likewise cut short once this request has finished.
-
-    Raises:
-        UserError: the engine refuses the model or the sizes, or runs the model without serving it.
-        KeyboardInterrupt: Ctrl-C; the engine's thread has ended by then.
     """
     if load.graphs and watcher is not None:
         raise UserError("steps that run as CUDA graphs can't be watched: a replay runs no Python", "Leave them out.")
@@ -478,7 +418,10 @@ def run_session(
     log.cut = lambda: until in found or (watcher is not None and watcher.done)
     watching = nullcontext() if watcher is None else watcher.attached(model, log)
     poll = _POLL_SECONDS if watcher is None else _WATCHED_SECONDS
-    drawing = Drawing.of(requests, log)
+    ours = [r.sampling is not None and r.sampling.seeded for r in requests]
+    if any(ours) and not all(ours):
+        raise ValueError("a session draws for all of its requests, or for none")
+    drawing = Drawing(requests, log) if any(ours) else None
     with (
         first_uses() as log.first_uses,
         _engine_of(model, requests, load, log, seed, setting, drawing) as manager,
@@ -504,9 +447,9 @@ def run_session(
     ran = dict.fromkeys((f"ran attention {attention}", f"ran dtype {dtype}", f"ran threads {log.threads}"), 1)
     tops, parts, begun = log.tops(), parts_of(log.packs), log.marks[0] if log.marks else 0.0
     missing = "the session was cut short before it finished" if cut else "the engine ended without a result for it"
-    outcomes = [_outcome(r, found.get(r.id), tops.get(r.id, []), fatal or missing, cut) for r in requests]
-    if drawing is not None:
-        outcomes = [drawn_outcome(o, drawing.drawn.get(o.request.id, [])) for o in outcomes]
+    drawn = {} if drawing is None else drawing.drawn
+    per_request = [(r, found.get(r.id), tops.get(r.id, []), drawn.get(r.id)) for r in requests]
+    outcomes = [_outcome(*known, fatal or missing, cut) for known in per_request]
     return Session(
         outcomes=scheduled(outcomes, parts, log),
         steps=log.steps,
@@ -611,41 +554,38 @@ def _engine_of(
         raise UserError("our draw goes neither with CUDA graphs nor with speculation", "Leave them out.")
     log.graphs = load.graphs
     order = order_of(model, requests, load, log, setting)
-    own = {"log": log, "order": order}
-    schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), own)
     before, after = order.hooks()
     if load.graphs:
         log.ring = TopRing(min(load.requests, load.budget), model.device)
         after = [log.note_capture]
-    hooks = [model.register_forward_pre_hook(hook, with_kwargs=True) for hook in before]
-    after = after or [log.record_logits]
-    hooks += [model.register_forward_hook(hook, with_kwargs=True) for hook in (*after, *([drawing] if drawing else []))]
-    try:
-        with quiet(), masks_at_once(model.device), stock_attention(model, setting.attention):
-            try:
-                manager = model.init_continuous_batching(
-                    generation_config=GenerationConfig(**generation(requests), eos_token_id=-1),
-                    continuous_batching_config=batching_config(
-                        requests, load, pages=setting.pages, model=model, scheduler_type=name, seed=seed
-                    ),
-                )
-            except (AttributeError, ValueError) as error:
-                what = f"the continuous-batching engine refuses this model: {reason_of(error)}"
-                raise UserError(what, "Choose another model.") from error
-            try:
-                yield manager
-            finally:
-                if manager._generation_thread is not None:
-                    stop_now(manager)
-                manager.destroy()
-    finally:
-        for hook in hooks:
-            hook.remove()
-        del schedulers.SCHEDULER_MAPPING[name]
+    after = [*(after or [log.record_logits]), *([drawing] if drawing else [])]
+    config = batching_config(requests, load, pages=setting.pages, model=model, scheduler_type=name, seed=seed)
+    with ExitStack() as stack:
+        own = {"log": log, "order": order}
+        schedulers.SCHEDULER_MAPPING[name] = type("ArrivalScheduler", (Arrivals, schedulers.FIFOScheduler), own)
+        stack.callback(schedulers.SCHEDULER_MAPPING.pop, name)
+        for hook in before:
+            stack.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for hook in after:
+            stack.callback(model.register_forward_hook(hook, with_kwargs=True).remove)
+        for block in (quiet(), masks_at_once(model.device), stock_attention(model, setting.attention)):
+            stack.enter_context(block)
+        try:
+            settings = GenerationConfig(**generation(requests), eos_token_id=-1)
+            manager = model.init_continuous_batching(generation_config=settings, continuous_batching_config=config)
+        except (AttributeError, ValueError) as error:
+            what = f"the continuous-batching engine refuses this model: {reason_of(error)}"
+            raise UserError(what, "Choose another model.") from error
+        stack.callback(manager.destroy)
+        try:
+            yield manager
+        finally:
+            if manager._generation_thread is not None:
+                stop_now(manager)
 
 
 def _outcome(
-    request: Request, result: Any, tops: list[tuple[float, float, int, int]], missing: str, cut: bool
+    request: Request, result: Any, tops: Sequence[Any], draws: Sequence[Draw] | None, missing: str, cut: bool
 ) -> Outcome:
     if result is None:
         return Outcome(request, finish="cut" if cut else "error", reason=missing)
@@ -656,15 +596,21 @@ def _outcome(
         reason = f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens"
     elif not tokens or len(tokens) < request.max_new_tokens:  # no token ends a completion: all are equally long
         reason = f"the engine ended it after {len(tokens)} of {request.max_new_tokens} tokens"
+    elif draws is not None and [d.token for d in draws] != tokens:  # no completion: a hook was skipped, or ran twice
+        reason = "the engine continued with other tokens than those drawn"
     kept = list(zip(tokens, tops, strict=True)) if not reason and len(tops) == len(tokens) else []
+    figures: dict[str, Any] = {"logprobs": logprobs.tobytes()}
+    if draws and not reason:  # the model's logprobs, and how near each draw was
+        columns = zip(("logprobs", "border", "cut", "nucleus"), zip(*(d[1:] for d in draws), strict=True), strict=True)
+        figures = {name: np.asarray(values, dtype="<f4").tobytes() for name, values in columns}
     return Outcome(
         request=request,
         token_ids=tokens,
-        logprobs=logprobs.tobytes(),
         margins=np.asarray([best - next_best for _, (best, next_best, _, _) in kept], dtype="<f4").tobytes(),
         runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
         finish="error" if reason else "length",
         reason=reason,
+        **figures,
     )
 
 
@@ -674,13 +620,11 @@ _SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a ful
 def warm_up(
     model: Any, plan: Plan, device: str, play: Callable[[Sequence[Request]], Session], progress: Progress | None = None
 ) -> Session:
-    """Run everything once that the rounds will run, under the implementation that is on; returns the first round.
-
-    On CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
+    """Run everything once that the rounds will run, under the implementation that is on; returns the first round. On
+    CUDA each new size costs time (a kernel is compiled, an algorithm proven, cuDNN plans). So the layers of `model`
     (None: they are in other processes) are called first, at the sizes that steps may have. First uses in later rounds
-    are left out of the timings, see `nondet.core.launch`. `progress` is called for each layer's call, for the round,
-    and at each compilation or proof.
-    """
+    are left out of the timings. `progress` is called for each layer, for the round, and at each compilation or
+    proof."""
     if device != "cuda" or model is None:
         return play(plan.rounds[0])
     calls, report = [0], progress or (lambda *_: None)

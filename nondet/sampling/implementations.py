@@ -15,20 +15,16 @@ from nondet.errors import UnknownNameError, UserError
 from nondet.kernels.dispatch.transformers_attention import is_paged, longest, update_cache
 from nondet.sampling.plan import DRAWN
 
-# Stock with torch's own FlashAttention over each request's keys, under transformers' continuous batching.
-#
-# transformers uses the flash-attn packages for that where one is installed. Otherwise it computes a masked product of
-# all requests' queries with all keys, and a comparison with that flatters any replacement. So here torch's kernel, the
-# same FlashAttention 2, is registered under the name that the engine uses, on a GPU.
+# transformers uses the flash-attn packages where one is installed. Otherwise it computes a masked product of all
+# requests' queries with all keys, and a comparison with that flatters any replacement. So here torch's kernel, the same
+# FlashAttention 2, is registered under the name that the engine uses, on a GPU.
 
 STOCK_FLASH = "stock-flash"
 
 
 @contextmanager
 def stock_flash() -> Iterator[None]:
-    """Inside the block a paged call of `sdpa` runs torch's FlashAttention; without a CUDA device a `UserError`."""
-    if not torch.cuda.is_available():
-        raise UserError(f"{STOCK_FLASH} needs a CUDA device", "Use --impl stock.")
+    """Inside the block a paged call of `sdpa` runs torch's FlashAttention, on a GPU."""
     from transformers.modeling_utils import AttentionInterface
 
     table = AttentionInterface()
@@ -87,6 +83,8 @@ def implementation(name: str, model: Any = None) -> Iterator[Callable[[], Counte
         STOCK_FLASH: stock_flash,
     }
     if name in stocks:
+        if name != "stock" and not torch.cuda.is_available():
+            raise UserError(f"{name} needs a CUDA device", "Use --impl stock.")
         with stocks[name]():
             yield Counter
         return
@@ -112,8 +110,6 @@ def _no_cudnn_attention() -> Iterator[None]:
     """scaled_dot_product_attention without cuDNN, in every thread. cuDNN builds a plan for each new length of keys,
     which costs the host more time than the attention of a small model costs the GPU; a comparison of kernels leaves
     this out."""
-    if not torch.cuda.is_available():
-        raise UserError(f"{STOCK_NO_CUDNN} needs a CUDA device: there is no cuDNN to switch off", "Use --impl stock.")
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

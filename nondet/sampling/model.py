@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,12 @@ def check_dtype(dtype: str, device: str) -> torch.dtype:
 def local_folder(where: str) -> Path | None:
     """The folder, or None for a hub name; a `UserError` where it is neither."""
     path = Path(where).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"{where} has no config.json, so it is no model folder", "Give one made by save_pretrained.")
     if path.is_dir():
-        return path
+        if (path / "config.json").is_file():
+            return path
+        raise UserError(f"{where} has no config.json, so it is no model folder", "Give one made by save_pretrained.")
     if path.exists():
-        hint = "Give the folder that holds config.json and the weights."
-        raise UserError(f"{where} is a file, not a model folder", hint)
+        raise UserError(f"{where} is a file, not a model folder", "Give the folder that holds it and config.json.")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", where) or where.startswith((".", "-")):
         hint = "Check the path, or give a hub name such as Qwen/Qwen3-0.6B."
         raise UserError(f"there is no model folder {where}", hint)
@@ -158,15 +158,6 @@ def _inside(where: str, name: Any, suffix: str) -> str:
     return str(name)
 
 
-def commit_of(where: str, local: Path | None) -> str | None:
-    """The hub's commit of a model, once it is loaded; None of a folder."""
-    from transformers.utils import cached_file
-
-    kept = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    found = None if local is not None else cached_file(where, "config.json", **kept)
-    return None if found is None else Path(found).parent.name  # .../snapshots/COMMIT/config.json
-
-
 def weights_digest(folder: Path, names: Iterable[str]) -> str:
     """A digest of the contents of these files of the folder, of large ones of names and sizes."""
     files = [folder / name for name in sorted(names)]
@@ -182,25 +173,26 @@ def weights_digest(folder: Path, names: Iterable[str]) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' bars and tables off the terminal: errors become one line."""
+    """Keep transformers' bars, tables and its engine's log lines off the terminal: errors become one line."""
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    engine = getLogger("ContinuousBatchingLogger")
+    level, bars, engines = logging.get_verbosity(), logging.is_progress_bar_enabled(), engine.level
     logging.set_verbosity(logging.CRITICAL)
+    engine.setLevel(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        engine.setLevel(engines)
         if bars:
             logging.enable_progress_bar()
 
 
-# Models with random weights, for measuring speed and batch dependence at sizes without trained weights.
-#
-# "random:qwen3-12x1024" is a Qwen3 of 12 layers, 1024 wide, with the embedded model's tokenizer; "random:qwen3-8b" has
-# exactly the shapes of Qwen3-8B, its vocabulary too. All of it is made from a fixed seed; nothing is downloaded. The
-# text is gibberish, but operators, shapes and launches are those of a trained model of the size.
+# Models with random weights from a fixed seed, for sizes without trained weights. "random:qwen3-12x1024" is a Qwen3 of
+# 12 layers, 1024 wide, with the embedded model's tokenizer; "random:qwen3-8b" has exactly the shapes of Qwen3-8B, its
+# vocabulary too. The text is gibberish, but operators, shapes and launches are those of a trained model of the size.
 
 PREFIX = "random:"
 _HINT = "Write random:qwen3-12x1024: an architecture, layers, width; or random:qwen3-0.6b, random:qwen3-8b."
@@ -382,6 +374,8 @@ def load_model(
         raise UserError(what, "Use a smaller model or --device cpu.") from error
     text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
+    eos = model.generation_config.eos_token_id
+    eos = getattr(text_config, "eos_token_id", None) if eos is None else eos
     return LoadedModel(
         name=EMBEDDED if source is None else source,
         model=model,
@@ -389,7 +383,7 @@ def load_model(
         device=device,
         dtype=dtype,
         context=limit if isinstance(limit, int) and limit > 0 else None,
-        eos=_eos(model, text_config),
+        eos=(eos,) if isinstance(eos, int) else tuple(eos or ()),
         identity=identity_of(model, where, local, None if random else names, dtype)
         | {"vocabulary": rows}
         | quantization_of(given, model, dtype),
@@ -417,17 +411,17 @@ def quantization_of(given: Any, model: Any, dtype: str) -> dict[str, str]:
     return {"quantization": str(method) if kept else f"{method}, of which loading made {dtype}"}
 
 
-def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
+def check_lengths(loaded: LoadedModel, prompt: Sequence[int], max_new_tokens: int, which: str = "") -> None:
     """Refuse, as a `UserError`, an empty prompt, and one that with its completion goes beyond the context."""
     if not prompt:
-        raise UserError("the prompt has no tokens", "Give some text.")
+        raise UserError(f"{which}the prompt has no tokens", "Give some text.")
     if max_new_tokens < 1:
         raise UserError(f"--max-tokens {max_new_tokens} makes no sense", "Give 1 or more.")
     total, context = len(prompt) + max_new_tokens, loaded.context
     if context is not None and total > context:
         left = context - len(prompt)
         hint = f"Use --max-tokens {left} or less." if left > 0 else "Shorten the prompt."
-        needed = f"{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total}"
+        needed = f"{which}{len(prompt)} prompt tokens + {max_new_tokens} new ones = {total}"
         raise UserError(f"{needed} exceed the model's context of {context}", hint)
 
 
@@ -478,22 +472,20 @@ def check_vocabulary(where: str, model: Any, tokenizer: Any) -> int:
 
 def identity_of(model: Any, where: str, local: Path | None, names: Iterable[str] | None, dtype: str) -> dict[str, Any]:
     """What decides a model's bits, JSON-able; `names` are those of the files of its weights, None of random ones."""
+    from transformers.utils import cached_file
+
     config = model.config.get_text_config()
+    kept = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    found = None if local is not None else cached_file(where, "config.json", **kept)
     return {
         "class": type(model).__name__,
         "parameters": model.num_parameters(),
         "dtype": dtype,
-        "commit": commit_of(where, local),
+        "commit": None if found is None else Path(found).parent.name,  # .../snapshots/COMMIT/config.json
         "weights": "random" if names is None else None if local is None else weights_digest(local, names),
         "layers": getattr(config, "num_hidden_layers", None),
         "hidden": getattr(config, "hidden_size", None),
     }
-
-
-def _eos(model: Any, config: Any) -> tuple[int, ...]:
-    named = (getattr(where, "eos_token_id", None) for where in (model.generation_config, config))
-    ids = next((ids for ids in named if ids is not None), ())
-    return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def piece_of(loaded: LoadedModel) -> Callable[[int], str]:

@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
+
+from msgspec import Meta
 
 from nondet.core.runfile import regular
 from nondet.errors import UserError, each_once, one_line, shortened, suggestion
@@ -24,9 +26,10 @@ from nondet.errors import UserError, each_once, one_line, shortened, suggestion
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from nondet.core.launch import FirstUses
+    from nondet.core.records import Completion
 
-# Drawing at a temperature: a request's parameters, and which implementation draws how. Plain data, no torch.
-#
+
 # Two things make a text at T > 0 depend on the batch: the logits, and the draw. A sampler with one generator for the
 # whole batch gives a request other numbers if the other requests change, whatever the logits; a draw by seed and
 # position leaves the logits as the only cause. So the implementations are distinguished:
@@ -39,55 +42,25 @@ if TYPE_CHECKING:
 # Implementations that exist only at a temperature -> the implementation that provides their kernels.
 DRAWN = {"stock-seeded": "stock", "unseeded-invariant": "invariant"}
 UNSEEDED = ("stock", "unseeded-invariant")  # the draw is left to the engine
-SEEDS_MOST = 10_000
-_HOTTEST = 100.0
+_Positive = Annotated[int, Meta(ge=1)]
+_Whole = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How one request's tokens are drawn."""
 
-    temperature: float  # logits are divided by it; above 0
-    top_k: int  # the number of largest logits that are kept, ties by the smaller token id; 0 keeps all
+    temperature: Annotated[float, Meta(gt=0, le=100)]  # logits are divided by it
+    top_k: _Whole  # the number of largest logits that are kept, ties by the smaller token id; 0 keeps all
     # the nucleus: of these the fewest, the largest first, that hold this share of their mass; 1.0 keeps all
-    top_p: float
-    seed: int  # decides the draws, together with the position
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+    seed: _Whole  # decides the draws, together with the position
     seeded: bool = True  # false leaves the draw to the engine, which has one generator for all requests
-
-
-def is_sampling(values: Mapping[str, Any]) -> bool:
-    """Whether values from a file are those of a `Sampling` that can be drawn from."""
-    if set(values) != {f.name for f in fields(Sampling)} or not isinstance(values["seeded"], bool):
-        return False
-    wholes, numbers = (values["top_k"], values["seed"]), (values["temperature"], values["top_p"])
-    if not all(type(n) is int and 0 <= n < 2**64 for n in wholes) or not all(type(n) in (int, float) for n in numbers):
-        return False
-    return bool(0 < values["temperature"] <= _HOTTEST and 0 < values["top_p"] <= 1)
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float, seeds: int) -> bool:
-    """Whether anything is drawn; a `UserError` of an invalid value, or an option at temperature 0."""
-    for option, value, sound, hint in (
-        ("temperature", temperature, 0.0 <= temperature <= _HOTTEST, f"Give 0 (greedy) to {_HOTTEST:g}."),
-        ("top-k", top_k, top_k >= 0, "Give the number of tokens to keep, or 0 for all."),
-        ("top-p", top_p, 0.0 < top_p <= 1.0, "Give a share of the mass above 0, up to 1 for all."),
-        ("seeds", seeds, 1 <= seeds <= SEEDS_MOST, f"Give the number of seeds, from 1 to {SEEDS_MOST:,}."),
-    ):
-        if not sound:
-            raise UserError(f"--{option} {value:g} makes no sense", hint)
-    if temperature == 0.0 and (top_k or top_p < 1.0 or seeds > 1):
-        raise UserError("--top-k, --top-p and --seeds need a temperature above 0", "Add --temperature 0.8, say.")
-    return temperature > 0.0
-
-
-# Settings of an engine session in addition to its load: chunks, order, cache size, drafts, attention.
-#
-# The defaults are the engine without a varied axis; see `nondet.sampling.axes`.
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The engine's own settings, each at its default."""
+    """An engine's settings in addition to its load; the defaults are those without a varied axis."""
 
     chunk: int | None = None  # most prompt tokens of one request in one step; None: as many as fit into the budget
     order: str = "fifo"  # which request is admitted first, a key of `nondet.sampling.orders.ORDERS`
@@ -122,9 +95,9 @@ class Load(RoundLoad):
     """Concurrent requests, and the engine's limits that turn them into batches."""
 
     spread: int  # arrivals are drawn evenly over engine steps 0 ... spread-1
-    budget: int  # query tokens that one engine step may take: longer prefills are chunked
-    requests: int  # requests that one engine step may take
-    page: int = 16  # tokens in a page of the KV cache: the grain of prefix sharing
+    budget: _Positive  # query tokens that one engine step may take: longer prefills are chunked
+    requests: _Positive  # requests that one engine step may take
+    page: _Positive = 16  # tokens in a page of the KV cache: the grain of prefix sharing
     sharing: bool = True  # whether requests share the cached pages of a common prefix
     graphs: bool = False  # whether steps run as CUDA graphs, padded; operators are then counted where one is captured
 
@@ -421,10 +394,20 @@ class Engine(Protocol):
         """Run the requests from an empty engine to an empty one; options as of `nondet.sampling.engine.run_session`."""
 
 
-# Prompt sets: a file of prompts, read within bounds, with every error reported in one line.
-#
-# JSON lines (a field), plain text (one prompt per line), CSV (a column) or Parquet (a column, with pyarrow), by its
-# suffix. If a prompt can't be used, its line is named and nothing is sampled, because dropping it changes the set.
+class Notes:
+    """What is called while rounds are played; here it does nothing."""
+
+    def progress(self, impl: str, arm: str, done: int, tokens: int) -> None:
+        """A target is finished: `done` of them under the implementation, after so many tokens."""
+
+    def preparing(self, impl: str, done: int, total: int, uses: FirstUses) -> None:
+        """Before an implementation's first round: calls done, all calls, and first uses so far."""
+
+    def first_round(self, impl: str, completions: Sequence[Completion]) -> None:
+        """The first round's completions, where more rounds follow."""
+
+
+# Files of prompts. If a prompt can't be used, its line is named and nothing is sampled: dropping it changes the set.
 
 # Each prompt has its own completions, figures and section of a report; ten thousand of them are a benchmark's size.
 PROMPTS_MOST = 10_000
@@ -432,27 +415,17 @@ _ROW_BYTES = 4 * 2**20  # a longer prompt is beyond the context of any model her
 _COLUMN = "prompt"
 
 
-class PromptLine(str):
-    """A prompt with its position in a file, for messages."""
-
-    place = ""  # "prompts.txt, line 3"
-
-
-def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
-    """The prompts of a file, in its order; equal prompts stay separate. Raises UserError: no such file or column,
-    another format, not UTF-8, an empty or missing prompt, no prompt at all, or more than `PROMPTS_MOST`.
-
-    Args:
-        path: .jsonl or .ndjson, .txt, .csv (with a header), or .parquet.
-        column: Field or column that holds the prompt; None: "prompt", or the only one there is. Not for .txt.
-    """
+def load_prompts(path: Path, column: str | None = None) -> list[str]:
+    """The prompts of a file, in its order; equal prompts stay separate. `column` is the field or column that holds
+    them; None: "prompt", or the only one there is. Raises UserError: no such file or column, another format, not UTF-8,
+    an empty or missing prompt, no prompt at all, or more than `PROMPTS_MOST`."""
     suffix = path.suffix.lower()
     read = _READERS.get(suffix)
     if read is None:
         raise UserError(f"{path}: prompts in a {suffix or 'file without a suffix'}", f"Use {', '.join(_READERS)}.")
     if suffix == ".txt" and column is not None:
         raise UserError(f"--column {column}: {path.name} is plain text and has no columns", "Leave --column out.")
-    prompts: list[PromptLine] = []
+    prompts: list[str] = []
     try:
         regular(path)  # opening a FIFO would wait
         for place, value in read(path, column):
@@ -466,8 +439,7 @@ def load_prompts(path: Path, column: str | None = None) -> list[PromptLine]:
                 raise UserError(f"{where}: the prompt is empty", "Take the row out, or give it some text.")
             if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
                 raise UserError(f"{where}: the prompt holds a NUL or half a character", "Clean the row.")
-            prompts.append(PromptLine(value))
-            prompts[-1].place = where
+            prompts.append(value)
     except FileNotFoundError:
         raise UserError(f"no prompt file at {path}", "Check the path.") from None
     except OSError as error:

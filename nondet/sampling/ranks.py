@@ -7,7 +7,7 @@ import importlib.util
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from nondet.sampling.implementations import RANK_FREE, implementation
 from nondet.sampling.model import EMBEDDED, LoadedModel, embedded_folder, quiet
 from nondet.sampling.plan import Load, Outcome, Request, Session
 
-# In a rank: a model of transformers, cut by its own tensor-parallel plan, and the continuous-batching engine over it.
-# Every rank runs the same requests in the same order, and the collectives synchronize them. The result is rank 0's
-# session and every rank's digest of it, so that different answers of ranks are detected.
+# In a rank: every rank runs the same requests in the same order, and the collectives synchronize them. The result is
+# rank 0's session and every rank's digest of it, so that different answers of ranks are detected.
 
 # implementation -> see `nondet.sampling.implementations.implementation`
 RANK_WAYS = ("stock", "stock-no-cudnn", "stock-flash", "invariant", RANK_FREE)
@@ -109,11 +108,9 @@ def report_failures() -> Iterator[None]:
         Manager._handle_critical_error = handle
 
 
-# The continuous-batching engine over several ranks, as an engine of `nondet sample`.
-#
-# The caller is not a rank: it passes the plan to a group of its own (see `nondet.ranks.group`), in which each rank runs
-# transformers' engine over its share of the model. One request's bits can then depend on the batch in one more way (the
-# order of a sum over ranks depends on the message's size) and on the number of ranks in another (another cut of K).
+# The caller is not a rank: it passes the plan to a group of its own, in which each rank runs the engine over its share
+# of the model. One request's bits can then depend on the batch in one more way (the order of a sum over ranks depends
+# on the message's size) and on the number of ranks in another (another cut of K).
 
 IN_RANK = "nondet.sampling.ranks"
 LOAD_LIMIT_S, SESSION_LIMIT_S = 600.0, 1800.0
@@ -130,17 +127,18 @@ class RanksEngine:
         check_heads(loaded.name, loaded.model.config, world)
         self.world, self._model = world, loaded.model
         self._group: RankGroup | None = None
-        with ExitStack() as on_error, model_folder(loaded) as folder:
-            on_error.callback(self.close)
-            try:
+        try:
+            with model_folder(loaded) as folder:
                 self._group = RankGroup(world, loaded.device, limit_s=limit_or(SESSION_LIMIT_S))
                 question = (str(folder), loaded.dtype, loaded.device, torch.get_num_threads())
                 opened = self._group.call(f"{IN_RANK}:open_model", *question, limit_s=limit_or(LOAD_LIMIT_S))
-                self.shares: list[int] = opened
-            except RankError as error:
-                what = f"{loaded.name} could not be put on {world} ranks: {error}"
-                raise UserError(what, "Use fewer --ranks, or a model with a tensor-parallel plan.") from error
-            on_error.pop_all()
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, RankError):
+                raise
+            what = f"{loaded.name} could not be put on {world} ranks: {error}"
+            raise UserError(what, "Use fewer --ranks, or a model with a tensor-parallel plan.") from error
+        self.shares: list[int] = opened
 
     def close(self) -> None:
         """End the ranks."""
@@ -209,10 +207,7 @@ def check_heads(name: str, config: Any, world: int) -> None:
 @contextmanager
 def model_folder(loaded: LoadedModel) -> Iterator[Path]:
     """A folder from which another process can load it: the model's own, else its weights written to a temporary one."""
-    if loaded.name == EMBEDDED:
-        yield embedded_folder()
-        return
-    local = Path(loaded.name)
+    local = embedded_folder() if loaded.name == EMBEDDED else Path(loaded.name)
     if local.is_dir():
         yield local.resolve()
         return

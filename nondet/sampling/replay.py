@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, TypeVar
+
+import msgspec
 
 from nondet.core.compare import first_difference
 from nondet.core.measure import row_of
@@ -14,7 +17,7 @@ from nondet.core.records import Completion, Replayed, Row, Run, Status, Tape, Ta
 from nondet.core.traces import Trace, nonfinite_logprobs, tokens_digest, trace_digest
 from nondet.errors import EngineStoppedError, UserError
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, Span, is_sampling
+from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Session, Span
 
 
 def recording(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple[Span, ...]], **named: Any) -> Tape:
@@ -31,32 +34,33 @@ def recording(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple
         )
         for r in requests
     ]
+    steps: list[list[Any]] = []
+    for step, spans in sorted(_numbered(requests, packs).items()):
+        if steps:
+            first, count, *before = steps[-1]
+            if step == first + count and spans == [[i, at + count * rows, rows] for i, at, rows in before]:
+                steps[-1][1] += 1
+                continue
+        steps.append([step, 1, *spans])
     return Tape(
         requests=taken,
         prompts=[list(p) for p in prompts],
         load=asdict(load),
-        steps=_run_lengths(packs, {r.id: i for i, r in enumerate(requests)}),
+        steps=steps,
         padding="the sizes of CUDA graphs" if load.graphs else "",
         **named,
     )
 
 
-def _run_lengths(packs: Mapping[int, tuple[Span, ...]], index: Mapping[str, int]) -> list[list[Any]]:
-    entries: list[list[Any]] = []
-    for step in sorted(packs):
-        spans = [[index[s.request], s.first, s.rows] for s in packs[step]]
-        if entries:
-            first, count, *before = entries[-1]
-            if step == first + count and spans == [[i, at + count * rows, rows] for i, at, rows in before]:
-                entries[-1][1] += 1
-                continue
-        entries.append([step, 1, *spans])
-    return entries
+def _numbered(requests: Sequence[Request], packs: Mapping[int, tuple[Span, ...]]) -> dict[int, list[list[int]]]:
+    """Step -> its [request, first position, rows], requests by their index."""
+    index = {r.id: i for i, r in enumerate(requests)}
+    return {step: [[index[s.request], s.first, s.rows] for s in pack] for step, pack in packs.items()}
 
 
 def requests_of(record: Tape) -> list[Request]:
     """The round's requests, in the plan's order."""
-    drawn = [None if r.sampling is None else Sampling(**r.sampling) for r in record.requests]
+    drawn = [r.sampling if r.sampling is None else msgspec.convert(r.sampling, Sampling) for r in record.requests]
     return [
         Request(r.id, r.target, tuple(record.prompts[r.prompt]), r.new, r.arrival, sampling=sampling)
         for r, sampling in zip(record.requests, drawn, strict=True)
@@ -65,14 +69,12 @@ def requests_of(record: Tape) -> list[Request]:
 
 def load_of(record: Tape) -> Load:
     """The engine's limits."""
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record.load.items()}
-    return Load(**values)
+    return msgspec.convert(record.load, Load)
 
 
 def first_other_step(record: Tape, requests: Sequence[Request], packs: Mapping[int, tuple[Span, ...]]) -> int | None:
     """The first step with other requests, or other positions, than in the recording; None where none has."""
-    index = {r.id: i for i, r in enumerate(requests)}
-    played = {step: [[index[s.request], s.first, s.rows] for s in pack] for step, pack in packs.items()}
+    played = _numbered(requests, packs)
     recorded = {
         first + n: [[i, at + n * rows, rows] for i, at, rows in spans]
         for first, count, *spans in record.steps
@@ -85,21 +87,19 @@ def select_completions(run: Run, wanted: Sequence[str], impl: str | None) -> lis
     """The recorded completions of these requests; "divergent" means all whose trace is not the most common of their
     prompt and arm. Raises UserError: no such request, or several implementations have it."""
     impls = list(dict.fromkeys(c.impl for c in run.completions))
-    if impl is not None and impl not in impls:
-        what, hint = f"{run.source} has no completions under --impl {impl}", f"It has: {', '.join(impls) or 'none'}."
-        raise UserError(what, hint)
     chosen = impl or ("stock" if "stock" in impls else impls[0] if len(impls) == 1 else None)
-    if chosen is None:
+    if chosen not in impls:
         what = f"{run.source} has completions under {', '.join(impls) or 'no implementation'}"
-        raise UserError(what, "Name one with --impl.")
+        raise UserError(what + (f", and none under --impl {impl}" if impl else ""), "Name one with --impl.")
     by_id = {c.request: c for c in run.completions if c.impl == chosen}
     out: dict[str, Completion] = {}
     for name in wanted:
         if name == "divergent":
             out |= _divergent(by_id)
         elif name not in by_id:
-            hint = f"It has {min(by_id)} to {max(by_id)}." if by_id else ""
-            raise UserError(f"{run.source} has no request {name!r} under {chosen}", hint)
+            raise UserError(
+                f"{run.source} has no request {name!r} under {chosen}", f"It has {min(by_id)} to {max(by_id)}."
+            )
         elif by_id[name].status != "ok":
             raise UserError(f"{name} failed in {run.source}: {by_id[name].reason}", "Name one that came to its end.")
         else:
@@ -117,50 +117,38 @@ def _divergent(by_id: Mapping[str, Completion]) -> dict[str, Completion]:
     return {name: c for name, c in good.items() if c.trace != most_common[c.prompt, c.arm]}
 
 
-def recording_of(run: Run, completion: Completion) -> Tape:
-    """The recording of a completion's round; a `UserError` where the run has none."""
+def recording_of(run: Run, completion: Completion, weights: str = "") -> Tape:
+    """The recording of a completion's round; a `UserError` where the run has none, one of other weights than these, or,
+    because any file may be read, an inconsistent one."""
     record = next((t for t in run.tapes if (t.impl, t.round) == (completion.impl, completion.round)), None)
     if record is None:
         what = f"{run.source} has no tape of {completion.impl}, round {completion.round}"
         raise UserError(what, "Runs hold tapes since nondet 0.2: sample again.")
-    _check_whole(record, completion, run.source)
-    if record.engine.get("ranks", 1) != 1:
-        what = f"{completion.request} of {run.source} ran over {record.engine['ranks']} ranks"
-        raise UserError(what, "Rounds are replayed and traced on one rank only.")
-    return record
-
-
-def _check_whole(record: Tape, completion: Completion, source: str) -> None:
-    """Refuse an inconsistent recording, because any file may be read."""
-    ids = {r.id for r in record.requests}
-    limits = [record.load.get(name) for name in ("budget", "requests", "page")]
+    try:
+        load_of(record)
+        requests = requests_of(record)
+    except (msgspec.ValidationError, IndexError):
+        requests = []
+    ids = {r.id for r in requests}
     whole = (
-        len(ids) == len(record.requests),
-        completion.request in ids,
-        all(0 <= r.prompt < len(record.prompts) and record.prompts[r.prompt] for r in record.requests),
-        all(r.new >= 1 and r.arrival >= 0 for r in record.requests) and not record.eos,  # no token ends a completion
-        all(r.sampling is None or is_sampling(r.sampling) for r in record.requests),
-        all(token >= 0 for prompt in record.prompts for token in prompt),
-        set(record.load) == {f.name for f in fields(Load)},
-        all(isinstance(limit, int) and limit > 0 for limit in limits),
+        len(ids) == len(requests) and completion.request in ids,
+        all(r.prompt for r in requests) and not record.eos,  # no token ends a completion
         all(len(e) >= 3 and all(isinstance(s, list) and len(s) == 3 for s in e[2:]) for e in record.steps),
     )
     if not all(whole):
-        what = f"the tape of {record.impl}, round {record.round}, in {source} is not whole"
+        what = f"the tape of {record.impl}, round {record.round}, in {run.source} is not whole"
         raise UserError(what, "Was it edited by hand? Sample again.")
-
-
-def check_weights(record: Tape, loaded: LoadedModel, weights: str, source: str) -> None:
-    """Refuse, as a `UserError`, weights with another digest than the recording's."""
-    if record.weights != weights:
-        what = f"the weights of {loaded.name} have digest {weights}, those of {source} had {record.weights}"
+    if record.engine.get("ranks", 1) != 1:
+        what = f"{completion.request} of {run.source} ran over {record.engine['ranks']} ranks"
+        raise UserError(what, "Rounds are replayed and traced on one rank only.")
+    if weights not in ("", record.weights):
+        what = f"the model's weights have digest {weights}, those of {run.source} had {record.weights}"
         raise UserError(what, "Load the model that the run was made with: --model.")
+    return record
 
 
-# Running rounds again: whether the same requests in the same batches give the same bits.
-#
-# That separates batch-dependent from run-to-run nondeterministic, but only for the rounds that were run again: always
-# the first, and as few others as needed where a prompt diverged but its completions in that round agree.
+# Running rounds again separates batch-dependent from run-to-run nondeterministic, but only for the rounds that were run
+# again: always the first, and as few others as needed where a prompt diverged but its completions in that round agree.
 
 
 def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
@@ -196,11 +184,9 @@ def digest_of(outcome: Outcome) -> str:
 
 
 def rounds_to_settle(completions: Sequence[Completion], most: int) -> list[int]:
-    """Rounds to repeat in addition to the first, so that each prompt that diverged does so within repeated rounds.
-
-    Greedy: the round that settles most prompts first, the earlier one among equals. A prompt may need two rounds.
-    `completions` are all that succeeded under one implementation; prompts that need more than `most` rounds stay open.
-    """
+    """Rounds to repeat in addition to the first, so that each prompt that diverged does so within repeated rounds: of
+    all completions that succeeded under one implementation. Greedy: the round that settles most prompts first, the
+    earlier one among equals. A prompt may need two rounds; those that need more than `most` stay open."""
     traces: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for c in completions:
         traces[c.prompt][c.round].add(c.trace)
@@ -235,12 +221,9 @@ def _case(index: int) -> str:
     return "the first round, twice" if index == 0 else f"round {index}, twice"
 
 
-def repeated(loaded: LoadedModel, impl: str, index: int, again: Session, started: float) -> Row:
+def repeated(loaded: LoadedModel, impl: str, index: int, started: float) -> Row:
     """The row of a round that was run again, before it is compared."""
     identity = loaded.identity
-    # only of the second time: every kernel is compiled, proven and planned by then
-    rate = again.tokens / again.seconds if again.seconds > 0 else 0.0
-    extra: dict[str, Any] = {"tokens": again.tokens, "steps": again.steps, "seconds_again": again.seconds}
     return Row(
         probe="sample",
         case=_case(index),
@@ -252,18 +235,16 @@ def repeated(loaded: LoadedModel, impl: str, index: int, again: Session, started
         varied="run",
         impl=impl,
         status="",
-        extra=extra | {"tokens_per_second_again": rate} | ({"round": index} if index else {}),
+        extra={"round": index} if index else {},
         seconds=time.perf_counter() - started,
     )
 
 
 def with_session(head: Row, once: Session, again: Session) -> Row:
-    """The first round, twice: tokens, logprobs, margins and schedules of all requests, bit for bit.
-
-    Under CUDA graphs the first step of each size runs without one, and then is captured: each session has an engine of
-    its own, so that two equal ones do so in the same steps. If they did not, a step without a graph would be compared
-    with a replay, and a difference would not be random: such a pair has no answer.
-    """
+    """The first round, twice: tokens, logprobs, margins and schedules of all requests, bit for bit. Under CUDA graphs
+    the first step of each size runs without one, and then is captured: each session has an engine of its own, so that
+    two equal ones do so in the same steps. If they did not, a step without a graph would be compared with a replay, and
+    a difference would not be random: such a pair has no answer."""
     failed = [o.reason for s in (once, again) for o in s.outcomes if o.finish == "error"]
     captured = [[number for number, step in enumerate(s.pace) if step.captured] for s in (once, again)]
     if captured[0] != captured[1]:
@@ -372,21 +353,17 @@ class Player:
         if logprob is None:
             raise UserError(f"{name} is bit-identical solo and under load", "Shrink one that differs.")
         by_tokens, others = token is not None, self._others(name)
-        known: dict[tuple[str, ...], bool] = {}
 
-        def differs(beside: Sequence[str]) -> bool:
-            key = tuple(beside)
-            if key not in known:
-                outcome = self._beside(beside, name, until=name)
-                other_tokens = outcome.token_ids != solo.token_ids
-                known[key] = other_tokens or (not by_tokens and outcome.logprobs != solo.logprobs)
-            return known[key]
+        @cache
+        def differs(*beside: str) -> bool:
+            outcome = self._beside(beside, name, until=name)
+            return outcome.token_ids != solo.token_ids or (not by_tokens and outcome.logprobs != solo.logprobs)
 
-        if not differs(others):
+        if not differs(*others):
             what = f"{name} does not differ when the whole round is replayed"
             raise UserError(what, "Leave --shrink out: its replay shows why.")
-        fewest = minimal(others, differs)
-        needed = [x for x in fewest if not differs([y for y in fewest if y != x])]
+        fewest = minimal(others, lambda beside: differs(*beside))
+        needed = [x for x in fewest if not differs(*(y for y in fewest if y != x))]
         final = self._beside(fewest, name, until=name)
         token, logprob = first = first_difference(solo, final)
         what = "tokens" if by_tokens else "logprob bits"

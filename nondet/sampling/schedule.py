@@ -16,11 +16,9 @@ from nondet.core.launch import FirstUses
 from nondet.errors import UserError
 from nondet.sampling.plan import Outcome, Pace, Span
 
-# The two largest logits of every step of a CUDA graph, kept on the device by the graph itself.
-#
-# A replay runs no Python, so a hook on the model runs only twice for each graph: in the step before its capture and
-# during the capture. What it launches is in the graph. So it writes to a ring of slots on the device and advances a
-# counter there; the host reads the ring when it is full, and at the end.
+# A replay of a CUDA graph runs no Python, so a hook on the model runs only twice for each graph: in the step before its
+# capture and during the capture. What it launches is in the graph. So it writes the two largest logits of a step to a
+# ring of slots on the device and advances a counter there; the host reads the ring when it is full, and at the end.
 
 _PLACES = 512
 

@@ -67,15 +67,22 @@ def explain_no_divergence(loaded: LoadedModel, shapes: Shapes, seed: int = 0) ->
     among theirs, hidden from one another by an additive mask.
     """
     rows = []
+    same: dict[str, Any] = {"probe": "sample", "inputs": "bell", "impl": "stock", "status": ""}
+    same |= {"dtype": loaded.dtype, "device": loaded.device}
+    # only bits are compared: a model's kernels are named by its own run
     with torch.no_grad():
         for name, module, width, sizes in _modules(loaded.model, shapes):
             data = make("bell", (max(sizes), width), loaded.model.dtype, loaded.device, generator(seed, loaded.device))
             linear = isinstance(module, torch.nn.Linear)
+            named: dict[str, Any] = {"operator": "linear" if linear else "rms_norm", "case": f"{name} at the sizes met"}
             shape = {"M": max(sizes), "K": width} | ({"N": module.out_features} if linear else {})
             trials = [Trial(m, partial(_row_zero, module, data[:m])) for m in sizes]
-            rows.append(_compare(loaded, name, "linear" if linear else "rms_norm", shape, "batch_size", trials))
+            head = Row(**same, **named, shape=shape, varied="batch_size")
+            rows.append(measure(head, trials, profile=False))
         if shapes.keys:
-            rows.append(_attention(loaded, shapes, seed))
+            named = {"operator": "attention", "case": "packed attention at the sizes met"}
+            shape, trials = _attention(loaded, shapes, seed)
+            rows.append(measure(Row(**same, **named, shape=shape, varied="load"), trials, profile=False))
     return rows
 
 
@@ -97,7 +104,7 @@ def _row_zero(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return module(rows.unsqueeze(0))[0, 0]
 
 
-def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
+def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> tuple[dict[str, int], list[Trial]]:
     config = loaded.model.config.get_text_config()
     heads = config.num_attention_heads
     depth = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -123,25 +130,5 @@ def _attention(loaded: LoadedModel, shapes: Shapes, seed: int) -> Row:
 
         return compute
 
-    trials = [Trial(f"{q}x{k}", packed(q, k)) for q, k in packings]
     shape = {"Hq": heads, "D": depth, "Tk": _OWN_KEYS, "Tq": most_q, "Tk_packed": most_k}
-    return _compare(loaded, "packed attention", "attention", shape, "load", trials)
-
-
-def _compare(
-    loaded: LoadedModel, name: str, operator: str, shape: dict[str, int], varied: str, trials: Sequence[Trial]
-) -> Row:
-    head = Row(
-        probe="sample",
-        case=f"{name} at the sizes met",
-        operator=operator,
-        shape=shape,
-        dtype=loaded.dtype,
-        device=loaded.device,
-        inputs="bell",
-        varied=varied,
-        impl="stock",
-        status="",
-    )
-    # a model's kernels are named by its own run: here only bits are compared
-    return measure(head, trials, profile=False)
+    return shape, [Trial(f"{q}x{k}", packed(q, k)) for q, k in packings]

@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nondet.bench.work import RANK_OPERATORS, timed_operators
 from nondet.core.records import Cell, Record
@@ -33,53 +31,42 @@ _SLOWER_MOST = 1000.0
 class BenchRequest(o.Machine, Request):
     """The options of `nondet bench`."""
 
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OPERATOR]...",
-            help=f"all, or some of: {', '.join(timed_operators())}. "
-            f"Over several ranks, only by name: {', '.join(RANK_OPERATORS)}. Whole models: nondet sample --turns.",
-            show_default="all",
-            autocompletion=o.choices("all", *timed_operators(), *RANK_OPERATORS),
-        ),
-    ] = None
-    impl: Annotated[
-        list[str] | None,
-        o.opt(
-            "stock, invariant, or your own package.module:function. Repeatable.",
-            shown="stock, invariant",
-            complete=o.PROBE_IMPLS,
-        ),
-    ] = None
-    dtype: Annotated[
-        list[str] | None,
-        o.opt("bfloat16, float16 or float32. Repeatable.", shown="bfloat16 on CUDA, float32 on a CPU"),
-        o.OneOf((*o.FLOATS.names, "float8_e4m3fn"), o.FLOATS.what),  # the latter for scaled-matmul only
-    ] = None
-    m: Annotated[
-        list[str] | None, o.opt("Rows (attention: batch): 16, 1-4096 (around tile borders), or 1-4096:64. Repeatable.")
-    ] = None
-    k: Annotated[int | None, o.opt("K of a product, width of a row operator, KV length of attention.")] = None
-    n: Annotated[int | None, o.opt("N of a product.")] = None
-    jigsaw: Annotated[bool, o.opt("Products at M on both sides of every tile border, up to 4096.", "--jigsaw")] = False
-    ranks: Annotated[str | None, o.opt('Numbers of ranks, for operators over ranks: "2,4".', shown="2")] = None
-    check: Annotated[
-        Path | None, o.opt("Baseline run: exit 3 if a speed relative to stock, or the bits, got worse beyond noise.")
-    ] = None
-    slower: Annotated[
-        float | None,
-        o.opt(
-            "For --check: how many times slower, relative to stock, is a regression, on any CPU with the kept run's "
-            "vector instructions or any GPU of its compute capability.",
-            shown="a tenth slower in a cell, a twentieth in a section, on the kept run's machine",
-        ),
-        o.Range(math.nextafter(1, 2), _SLOWER_MOST, f"Give a factor above 1, up to {_SLOWER_MOST:g}."),
-    ] = None
-    clock: Annotated[
-        str,
-        o.opt("wall, or (on a CPU) cpu: this process's own time, without that of other processes.", shown=True),
-        o.OneOf(("wall", "cpu"), "unknown clock {value!r}"),
-    ] = "wall"
+    names: list[str] | None = o.own(
+        f"all, or some of: {', '.join(timed_operators())}. "
+        f"Over several ranks, only by name: {', '.join(RANK_OPERATORS)}. Whole models: nondet sample --turns.",
+        metavar="[OPERATOR]...",
+        shown="all",
+        complete=o.choices("all", *timed_operators(), *RANK_OPERATORS),
+    )
+    impl: list[str] | None = o.own(
+        "stock, invariant, or your own package.module:function. Repeatable.",
+        shown="stock, invariant",
+        complete=o.PROBE_IMPLS,
+    )
+    dtype: list[str] | None = o.own(
+        "bfloat16, float16 or float32. Repeatable.",
+        shown="bfloat16 on CUDA, float32 on a CPU",
+        check=o.OneOf((*o.FLOATS.names, "float8_e4m3fn"), o.FLOATS.what),
+    )
+    m: list[str] | None = o.own("Rows (attention: batch): 16, 1-4096 (around tile borders), or 1-4096:64. Repeatable.")
+    k: int | None = o.own("K of a product, width of a row operator, KV length of attention.")
+    n: int | None = o.own("N of a product.")
+    jigsaw: bool = o.own("Products at M on both sides of every tile border, up to 4096.", default=False)
+    ranks: str | None = o.own('Numbers of ranks, for operators over ranks: "2,4".', shown="2")
+    check: Path | None = o.own(
+        "Baseline run: exit 3 if a speed relative to stock, or the bits, got worse beyond noise."
+    )
+    slower: float | None = o.own(
+        "For --check: how many times slower, relative to stock, is a regression, on any CPU with the kept run's "
+        "vector instructions or any GPU of its compute capability.",
+        shown="a tenth slower in a cell, a twentieth in a section, on the kept run's machine",
+        check=o.Range(math.nextafter(1, 2), _SLOWER_MOST, f"Give a factor above 1, up to {_SLOWER_MOST:g}."),
+    )
+    clock: str = o.own(
+        "wall, or (on a CPU) cpu: this process's own time, without that of other processes.",
+        default="wall",
+        check=o.OneOf(("wall", "cpu"), "unknown clock {value!r}"),
+    )
 
     def _check(self) -> None:
         for name in self.names or []:
@@ -137,8 +124,7 @@ def bench(request: BenchRequest, sink: Sink) -> Path:
         "sizes": {"m": rows, "k": request.k, "n": request.n, "jigsaw": request.jigsaw},
         "seed": request.seed,
     } | user_sources(wanted)
-    if request.clock != "wall":
-        plan["clock"] = request.clock
+    plan |= {"clock": request.clock} if request.clock != "wall" else {}
     if ranks_cases:
         plan["ranks"] = sorted({case.shape["ranks"] for case in ranks_cases})
     keys = (planned_keys(cases, impls, target) if cases else []) + ranks_keys(ranks_cases, rank_impls, target)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nondet.errors import MisfitError, UserError
 from nondet.services import options as o
@@ -24,34 +22,31 @@ _STEP = 256  # tokens of a step of vLLM's, unless --m is given
 class CertifyRequest(o.Machine, Request):
     """The options of `nondet certify`; `show` and `forget` are for the command, which then measures nothing."""
 
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OPERATOR]...",
-            help='linear, matmul, attention, rms-norm, ... or "all"; --help-all lists classes.',
-            autocompletion=o.OPERATORS,
-        ),
-    ] = None
-    member: Annotated[list[str] | None, o.opt("Only this member of the class, e.g. cublaslt. Repeatable.")] = None
-    impl: Annotated[list[str] | None, o.opt("Your own package.module:function, to test. Repeatable.")] = None
-    cls: Annotated[str | None, o.opt("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)] = None
-    dtype: Annotated[list[str] | None, o.opt("Dtype of the operands. Repeatable."), o.PROBED] = None
+    names: list[str] | None = o.own(
+        'linear, matmul, attention, rms-norm, ... or "all"; --help-all lists classes.',
+        metavar="[OPERATOR]...",
+        complete=o.OPERATORS,
+    )
+    member: list[str] | None = o.own("Only this member of the class, e.g. cublaslt. Repeatable.")
+    impl: list[str] | None = o.own("Your own package.module:function, to test. Repeatable.")
+    cls: str | None = o.own("Numerics class: chain, segments, ...", "--class", complete=o.CLASSES)
+    dtype: list[str] | None = o.own("Dtype of the operands. Repeatable.", check=o.PROBED)
     m: o.LARGEST_M = None
     k: o.K = None
     n: o.N = None
     preset: o.PRESET = None
     model: o.MODEL_FOLDER = None
-    inputs: Annotated[
-        list[str] | None,
-        o.opt("order, order-wide, wide, cancel, outlier, bell. Repeatable.", shown="all"),
-        o.OneOf(("order", "order-wide", "wide", "cancel", "outlier", "bell", "underflow"), o.KINDS.what),
-    ] = None
-    full: Annotated[bool, o.opt("More shapes, head dims and layouts; takes minutes.", "--full")] = False
-    vllm: Annotated[
-        bool, o.opt("Test each layer of --model as vLLM would run it, with up to --m tokens per step.", "--vllm")
-    ] = False
-    show: Annotated[bool, o.opt("List what is proven and excluded on this machine; measure nothing.", "--show")] = False
-    forget: Annotated[bool, o.opt("Delete this machine's certificates.", "--forget")] = False
+    inputs: list[str] | None = o.own(
+        "order, order-wide, wide, cancel, outlier, bell. Repeatable.",
+        shown="all",
+        check=o.OneOf(("order", "order-wide", "wide", "cancel", "outlier", "bell", "underflow"), o.KINDS.what),
+    )
+    full: bool = o.own("More shapes, head dims and layouts; takes minutes.", default=False)
+    vllm: bool = o.own(
+        "Test each layer of --model as vLLM would run it, with up to --m tokens per step.", default=False
+    )
+    show: bool = o.own("List what is proven and excluded on this machine; measure nothing.", default=False)
+    forget: bool = o.own("Delete this machine's certificates.", default=False)
 
     def _check(self) -> None:
         if self.forget and (self.show or self.names or self.member):
@@ -91,7 +86,8 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     )  # fmt: skip
     for name in impls:
         _try(name, planned[0].question, planned[0].members[name])
-    users = {name: _user_name(name) for name in impls}
+    # another version of a user's file is another member
+    users = {name: f"{name} @{(source_of(name) or '')[:12] or 'unknown source'}" for name in impls}
     kept = certificates(target)
     described: dict[str, Any] = {
         "operators": names or ["all"],
@@ -172,9 +168,3 @@ def _try(impl: str, question: Question, call: Call) -> None:
     except Exception as error:  # any other error will be a row's reason
         if isinstance(error, MisfitError):
             raise
-
-
-def _user_name(impl: str) -> str:
-    """ "package.module:function @digest of its file": another version of the file is another member."""
-    source = source_of(impl)
-    return f"{impl} @{source[:12]}" if source is not None else f"{impl} @unknown source"

@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
 
 from nondet.errors import UserError
 from nondet.sampling.plan import Load, parse_load
@@ -33,26 +32,20 @@ class DiagnoseRequest(o.ModelOptions, Request):
     model: o.MODEL = None
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
-    load: Annotated[
-        str,
-        o.opt(
-            'Concurrent requests: light, default, heavy, or "others=60,budget=256,...".', shown=True, complete=o.LOADS
-        ),
-    ] = _LOAD
-    n: Annotated[
-        int | None,
-        o.opt("Completions of the prompt under load.", shown=str(_N)),
-        o.Range(2, _MOST, f"Give the number of completions, from 2 to {_MOST:,}."),
-    ] = None
-    within: Annotated[
-        float | None,
-        o.opt(
-            "Time limit in seconds: steps not begun by then are skipped, and the report lists them. 0: no limit.",
-            shown="no step is skipped, but fewer rounds run, for about 180 on a CPU, 120 on a GPU; 0 with --n",
-        ),
-        o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
-    ] = None
-    max_tokens: Annotated[int, o.opt("Tokens in each completion.", shown=True)] = _MAX_TOKENS
+    load: str = o.own(
+        'Concurrent requests: light, default, heavy, or "others=60,budget=256,...".', default=_LOAD, complete=o.LOADS
+    )
+    n: int | None = o.own(
+        "Completions of the prompt under load.",
+        shown=str(_N),
+        check=o.Range(2, _MOST, f"Give the number of completions, from 2 to {_MOST:,}."),
+    )
+    within: float | None = o.own(
+        "Time limit in seconds: steps not begun by then are skipped, and the report lists them. 0: no limit.",
+        shown="no step is skipped, but fewer rounds run, for about 180 on a CPU, 120 on a GPU; 0 with --n",
+        check=o.Range(0, sys.float_info.max, "Give seconds, or 0 for no limit."),
+    )
+    max_tokens: int = o.own("Tokens in each completion.", default=_MAX_TOKENS)
 
     def _check(self) -> None:
         load = self.engine_load
@@ -74,7 +67,18 @@ def diagnose(request: DiagnoseRequest, sink: Sink) -> Path:
     output.check_side_file()
     text = prompt_text(request.prompt, request.prompt_file)
     with _compiling_ahead(request, text) if _can_compile_ahead(request) else nullcontext():
-        _diagnose(request, output, text)
+        from nondet.diagnose.steps import WITHIN_S, Diagnoser  # torch is loaded while the others start
+        from nondet.sampling.collect import plan_prompts
+
+        loaded = open_model(request, sink)
+        n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
+        counts = (_N if n is None else n, request.max_tokens, seed)
+        plan, described = plan_prompts(loaded, request.engine_load, [text], *counts, ["stock", "invariant"])
+        if within_s is None:
+            within_s = WITHIN_S[loaded.device] if n is None else 0.0
+        described |= {"within_s": within_s} | ({"bound": True} if bound else {})
+        with output.recording("diagnose", described, seed) as writer, sink.steps() as say:
+            Diagnoser(loaded, plan, writer, seed, request.threads, say, within_s, bound).run()
     return output.present()
 
 
@@ -122,21 +126,3 @@ def ahead_argv(request: DiagnoseRequest, prompt: Path, far: Path) -> list[list[s
     long = ["--prompt-file", str(far), "--load", f"{request.load},budget=1100", "--n", "1"]
     runs = ((short, "invariant:attention"), (short, "invariant"), (long, "invariant"))
     return [[*words, *load, "--impl", impl] for load, impl in runs]
-
-
-def _diagnose(request: DiagnoseRequest, output: Output, text: str) -> None:
-    from nondet.diagnose.steps import WITHIN_S, Diagnoser
-    from nondet.sampling.collect import plan_prompts
-
-    sink = output.sink
-    loaded = open_model(request, sink)
-    n, seed, within_s, bound = request.n, request.seed, request.within, bool(request.within)
-    impls = ["stock", "invariant"]
-    plan, described = plan_prompts(
-        loaded, request.engine_load, [text], _N if n is None else n, request.max_tokens, seed, impls
-    )
-    if within_s is None:
-        within_s = WITHIN_S[loaded.device] if n is None else 0.0
-    described |= {"within_s": within_s} | ({"bound": True} if bound else {})
-    with output.recording("diagnose", described, seed) as writer, sink.steps() as say:
-        Diagnoser(loaded, plan, writer, seed, request.threads, say, within_s, bound).run()

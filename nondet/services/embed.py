@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
 
 from nondet.errors import UserError
 from nondet.sampling.plan import load_prompts
@@ -20,24 +19,16 @@ _BATCH_MOST = 4096
 class EmbedRequest(o.Machine, Request):
     """The options of `nondet embed`."""
 
-    model: Annotated[str | None, o.opt("Folder or hub name of an encoder (BERT and similar).")] = None
-    texts: Annotated[
-        Path | None, o.opt("File of texts: .txt (one per line), .jsonl, .csv or .parquet (see --column).")
-    ] = None
-    column: Annotated[str | None, o.opt("Field or column that holds the text.", shown='"prompt", or the only one')] = (
-        None
+    model: str | None = o.own("Folder or hub name of an encoder (BERT and similar).")
+    texts: Path | None = o.own("File of texts: .txt (one per line), .jsonl, .csv or .parquet (see --column).")
+    column: str | None = o.own("Field or column that holds the text.", shown='"prompt", or the only one')
+    impl: list[str] | None = o.own(
+        "stock, invariant, both, or only one family invariant, such as invariant:attention. Repeatable.", shown="both"
     )
-    impl: Annotated[
-        list[str] | None,
-        o.opt(
-            "stock, invariant, both, or only one family invariant, such as invariant:attention. Repeatable.",
-            shown="both",
-        ),
-    ] = None
-    batch: Annotated[
-        int, o.opt("Texts per batch.", shown=True), o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts.")
-    ] = 32
-    dtype: Annotated[str, o.opt("float32, bfloat16 or float16.", shown=True), o.MODEL_DTYPES] = "float32"
+    batch: int = o.own(
+        "Texts per batch.", default=32, check=o.Range(2, _BATCH_MOST, f"Give from 2 to {_BATCH_MOST:,} texts.")
+    )
+    dtype: str = o.own("float32, bfloat16 or float16.", default="float32", check=o.MODEL_DTYPES)
 
     def _check(self) -> None:
         if self.model is None:

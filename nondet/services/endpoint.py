@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from nondet.errors import UserError
 from nondet.services import options as o
@@ -25,49 +25,40 @@ LENGTHS = o.Range(1, 1_000_000, "Give the tokens of each completion.")
 class Connection:
     """How a server is reached: options of `nondet.endpoint.client.HttpClient`, by its names."""
 
-    protocol: Annotated[str, o.opt("The server's API: auto, openai, vllm, ...", shown=True, panel=PANEL)] = "auto"
-    stream: Annotated[
-        bool,
-        o.opt(
-            "Request streams: they show what ran at the same time, and the time to the first token.",
-            "--stream/--no-stream", shown=True, panel=PANEL,
-        ),
-    ] = True  # fmt: skip
-    key_env: Annotated[
-        str | None,
-        o.opt("Environment variable that holds the API key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL),
-    ] = None
-    allow_plain_http: Annotated[
-        bool, o.opt("Allow sending the key unencrypted to another machine.", "--allow-plain-http", panel=PANEL)
-    ] = False
-    insecure: Annotated[bool, o.opt("Accept any TLS certificate of the server.", "--insecure", panel=PANEL)] = False
-    ca_file: Annotated[str | None, o.opt("TLS certificates to trust instead.", panel=PANEL)] = None
+    protocol: str = o.own("The server's API: auto, openai, vllm, ...", default="auto", panel=PANEL)
+    stream: bool = o.own(
+        "Request streams: they show what ran at the same time, and the time to the first token.",
+        "--stream/--no-stream",
+        default=True,
+        shown=True,
+        panel=PANEL,
+    )
+    key_env: str | None = o.own(
+        "Environment variable that holds the API key.", shown="NONDET_API_KEY or OPENAI_API_KEY", panel=PANEL
+    )
+    allow_plain_http: bool = o.own("Allow sending the key unencrypted to another machine.", default=False, panel=PANEL)
+    insecure: bool = o.own("Accept any TLS certificate of the server.", default=False, panel=PANEL)
+    ca_file: str | None = o.own("TLS certificates to trust instead.", panel=PANEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointOptions(Connection):
     """The options of a command that sends requests to a server."""
 
-    endpoint: Annotated[str | None, o.opt("Test a server: http://HOST:PORT or https://HOST/v1.", panel=PANEL)] = None
-    arms: Annotated[
-        str | None,
-        o.opt(
-            "What to compare, each with its number of completions if you like: solo=50,loaded,cold,warm,chunked.",
-            shown="solo,cold,warm,chunked,loaded", panel=PANEL,
-        ),
-    ] = None  # fmt: skip
-    concurrency: Annotated[
-        int | None, o.opt("Concurrent requests in the loaded arm.", shown="32", panel=PANEL), o.Range(1, 4096)
-    ] = None
-    rate: Annotated[
-        float | None,
-        o.opt("Requests per second in the loaded arm.", shown="as many as fit", panel=PANEL),
-        o.Range(0.001, 100_000),
-    ] = None
-    compare_endpoint: Annotated[str | None, o.opt("A second server, sent the same requests.", panel=PANEL)] = None
-    compare_model: Annotated[
-        str | None, o.opt("The second server's name for the model.", shown="as --model", panel=PANEL)
-    ] = None
+    endpoint: str | None = o.own("Test a server: http://HOST:PORT or https://HOST/v1.", panel=PANEL)
+    arms: str | None = o.own(
+        "What to compare, each with its number of completions if you like: solo=50,loaded,cold,warm,chunked.",
+        shown="solo,cold,warm,chunked,loaded",
+        panel=PANEL,
+    )
+    concurrency: int | None = o.own(
+        "Concurrent requests in the loaded arm.", shown="32", panel=PANEL, check=o.Range(1, 4096)
+    )
+    rate: float | None = o.own(
+        "Requests per second in the loaded arm.", shown="as many as fit", panel=PANEL, check=o.Range(0.001, 100_000)
+    )
+    compare_endpoint: str | None = o.own("A second server, sent the same requests.", panel=PANEL)
+    compare_model: str | None = o.own("The second server's name for the model.", shown="as --model", panel=PANEL)
 
 
 def server(request: Any, impl: str, url: str | None, model: str | None) -> Server:
@@ -87,13 +78,14 @@ def chosen(request: Any) -> bool:
 
 
 def meet(
-    output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, more: Sequence[str]
-) -> list[str]:
-    """Connect to each server once, before any file is started; returns the prompts to send: these, and the ones of
-    `more` that fit the servers' context. Raises UserError: a server that is not there, has no known protocol, no such
-    model, or no top_k though requests have one."""
+    output: Output, servers: Sequence[Server], prompts: Sequence[str], length: int, *, own: bool = False
+) -> tuple[list[str], int]:
+    """Connect to each server once, before any file is started; returns the prompts to send, and with their seeds how
+    many: these, and unless they are the user's `own` the long ones that fit the servers' context. Raises UserError: a
+    server that is not there, has no known protocol, no such model, or no top_k though requests have one."""
     from nondet.endpoint.formats import FORMATS
     from nondet.endpoint.traffic import run
+    from nondet.sampling.plan import long_prompts
 
     request: Any = output.request
     cuts = any(s.top_k for s in request.samplings)
@@ -109,29 +101,26 @@ def meet(
 
     contexts = [context for server in servers if (context := run(context_of(server))) is not None]
     fits = min(contexts, default=2**31)
-    return [*prompts, *(text for text in more if len(text) // _CHARACTERS_LEAST + length <= fits)]
+    more = [] if own or chosen(request) else long_prompts()
+    texts = [*prompts, *(text for text in more if len(text) // _CHARACTERS_LEAST + length <= fits)]
+    return texts, len(texts) * max(1, len(request.samplings))
 
 
 def ask(
     command: str, output: Output, prompts: Sequence[str], servers: Sequence[Server], load: EndpointLoad,
     arms: Mapping[str, int], length: int, watcher: Watcher | None = None, **described: Any,
 ) -> None:  # fmt: skip
-    """Test the servers that `meet` returned, arm by arm: for both `nondet sample` and `nondet gate`.
-
-    Args:
-        watcher: Decides when the answers suffice. With it answers mean nothing unless a server respects its seeds.
-        described: Further parts of the run's plan.
-    """
+    """Test the servers that were met, arm by arm, for `nondet sample` and `nondet gate`. `watcher` decides when the
+    answers suffice, which mean nothing unless a server respects its seeds; `described` is more of the plan."""
     from nondet.endpoint.arms import Settings, build_arms, describe
     from nondet.endpoint.collect import collect
     from nondet.sampling.plan import background_text
 
     request: Any = output.request
     samplings = request.samplings
-    plan = build_arms(
-        arms, load, prompts=len(prompts) * max(1, len(samplings)), max_tokens=length, seed=request.seed,
-        texts=background_text() if {"loaded", "chunked"} & arms.keys() else (), opening=True,
-    )  # fmt: skip
+    texts = background_text() if {"loaded", "chunked"} & arms.keys() else ()
+    sizes = {"prompts": len(prompts) * max(1, len(samplings)), "max_tokens": length, "seed": request.seed}
+    plan = build_arms({"first": 2, **arms}, load, texts=texts, **sizes)
     settings = Settings([text for text in prompts for _ in samplings or [None]], length, [*samplings] * len(prompts))
     header = describe(
         servers, plan, settings, load, seed=request.seed, protocol=request.protocol, stream=request.stream

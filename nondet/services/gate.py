@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from nondet.core.runfile import check_free
 from nondet.errors import UserError
@@ -31,54 +28,42 @@ _OF_A_SERVER = (
 class GateRequest(e.Connection, o.Drawing, Request):
     """The options of `nondet gate`."""
 
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Run file to judge.", show_default="the latest in runs/")
-    ] = None
-    impl: Annotated[
-        list[str] | None, o.opt("Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run")
-    ] = None
-    rate: Annotated[
-        str | None,
-        o.opt('Rate of divergence that the run must be able to detect: "1%" or 0.01.', shown="10%", panel=_POWER),
-    ] = None
-    confidence: Annotated[str | None, o.opt("Confidence level for --rate.", shown="95%", panel=_POWER)] = None
-    by: Annotated[
-        str | None,
-        o.opt(
-            'Unit of --rate: "load", or "request", which treats requests of one load as independent.',
-            shown="load",
-            panel=_POWER,
-        ),
-        o.OneOf(("load", "request")),
-    ] = None
-    mismatch_bits: Annotated[
-        int | None, o.opt("Most tokens per arm whose logprobs may differ.", panel=_THRESHOLDS), _AT_LEAST_0
-    ] = None
-    k3: Annotated[
-        float | None, o.opt("Largest K3, for rl of any step; prime-rl: 0.015.", panel=_THRESHOLDS), _AT_LEAST_0
-    ] = None
-    mult_prob_error: Annotated[
-        float | None, o.opt("Largest mean exp |d|, of rl in a step; NeMo RL's is 1.05.", panel=_THRESHOLDS), _AT_LEAST_0
-    ] = None
-    endpoint: Annotated[
-        str | None, o.opt("Test this server until it diverges or the power is reached.", panel=e.PANEL)
-    ] = None
-    model: Annotated[str | None, o.opt("The server's name for the model.", shown="its only one", panel=e.PANEL)] = None
-    prompt: Annotated[str | None, o.opt("The prompt.", shown="the embedded model's", panel=e.PANEL)] = None
-    prompts: Annotated[Path | None, o.opt("File of prompts: .txt, .jsonl, .csv or .parquet.", panel=e.PANEL)] = None
-    max_tokens: Annotated[int, o.opt("Tokens in each completion.", shown=True, panel=e.PANEL), e.LENGTHS] = 64
-    load: Annotated[
-        str,
-        o.opt(
-            'Concurrent requests: light, default, heavy, or "others=16,targets=4,...". Many short loads show most.',
-            shown=True, panel=e.PANEL,
-        ),
-    ] = "light"  # fmt: skip
-    seed: Annotated[int, o.opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=o.MACHINE)] = 0
-    junit: Annotated[Path | None, o.opt("Write JUnit XML.", panel=o.OUTPUT)] = None
-    summary: Annotated[
-        Path | None, o.opt("Append a markdown summary to this file.", shown="$GITHUB_STEP_SUMMARY", panel=o.OUTPUT)
-    ] = None
+    run: Path | None = o.own("Run file to judge.", metavar="[RUN]", shown="the latest in runs/")
+    impl: list[str] | None = o.own(
+        "Judge only this implementation, e.g. invariant. Repeatable.", shown="all of the run"
+    )
+    rate: str | None = o.own(
+        'Rate of divergence that the run must be able to detect: "1%" or 0.01.', shown="10%", panel=_POWER
+    )
+    confidence: str | None = o.own("Confidence level for --rate.", shown="95%", panel=_POWER)
+    by: str | None = o.own(
+        'Unit of --rate: "load", or "request", which treats requests of one load as independent.',
+        shown="load",
+        panel=_POWER,
+        check=o.OneOf(("load", "request")),
+    )
+    mismatch_bits: int | None = o.own(
+        "Most tokens per arm whose logprobs may differ.", panel=_THRESHOLDS, check=_AT_LEAST_0
+    )
+    k3: float | None = o.own("Largest K3, for rl of any step; prime-rl: 0.015.", panel=_THRESHOLDS, check=_AT_LEAST_0)
+    mult_prob_error: float | None = o.own(
+        "Largest mean exp |d|, of rl in a step; NeMo RL's is 1.05.", panel=_THRESHOLDS, check=_AT_LEAST_0
+    )
+    endpoint: str | None = o.own("Test this server until it diverges or the power is reached.", panel=e.PANEL)
+    model: str | None = o.own("The server's name for the model.", shown="its only one", panel=e.PANEL)
+    prompt: str | None = o.own("The prompt.", shown="the embedded model's", panel=e.PANEL)
+    prompts: Path | None = o.own("File of prompts: .txt, .jsonl, .csv or .parquet.", panel=e.PANEL)
+    max_tokens: int = o.own("Tokens in each completion.", default=64, panel=e.PANEL, check=e.LENGTHS)
+    load: str = o.own(
+        'Concurrent requests: light, default, heavy, or "others=16,targets=4,...". Many short loads show most.',
+        default="light",
+        panel=e.PANEL,
+    )
+    seed: int = o.own("Seed of all random draws.", default=0, min=0, max=2**32 - 1, panel=o.MACHINE)
+    junit: Path | None = o.own("Write JUnit XML.", panel=o.OUTPUT)
+    summary: Path | None = o.own(
+        "Append a markdown summary to this file.", shown="$GITHUB_STEP_SUMMARY", panel=o.OUTPUT
+    )
 
     def _check(self) -> None:
         _ = self.power
@@ -115,12 +100,8 @@ def _share(flag: str, word: str | None, usual: float) -> float:
 
 
 def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) -> Path:
-    """Test the server; returns the path of the run.
-
-    Where tokens are drawn, a prompt with a seed is a prompt of its own: only answers of equal seeds are compared.
-
-    Args:
-        prompts: Prompts that replace the request's.
+    """Test the server, with the request's prompts or these; returns the path of the run. Where tokens are drawn, a
+    prompt with a seed is a prompt of its own: only answers of equal seeds are compared.
 
     Raises:
         UserError: a server without completions, or where tokens are drawn one that is not shown to respect a seed.
@@ -128,7 +109,6 @@ def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) 
     """
     from nondet.endpoint.arms import parse_endpoint_load
     from nondet.endpoint.collect import CACHE, SOLO, Watcher, loaded_each
-    from nondet.sampling.plan import long_prompts
 
     (rate, confidence), by = request.power, request.unit
     output = Output(request, "gate", sink)
@@ -141,9 +121,7 @@ def ask_endpoint(request: GateRequest, sink: Sink, prompts: Sequence[str] = ()) 
             f"--rate {rate:g} with {confidence:.0%} takes more than {_LOADS_MOST:,} loads",
             "Give a larger --rate, or --by request.",
         )
-    more = [] if prompts or e.chosen(request) else long_prompts()
-    texts = e.meet(output, servers, texts, request.max_tokens, more)
-    subjects = len(texts) * max(1, len(request.samplings))
+    texts, subjects = e.meet(output, servers, texts, request.max_tokens, own=bool(prompts))
     arms = {"solo": SOLO, "cold": CACHE, "warm": CACHE, "loaded": loaded_each(load, subjects, rate, confidence, by)}
     e.ask(
         "gate", output, texts, servers, load, arms, request.max_tokens,

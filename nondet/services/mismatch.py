@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from nondet.core.runfile import is_run
 from nondet.embedded import DEFAULT_PROMPT
@@ -25,36 +23,28 @@ _DRAWN = ("prompt", "n", "tokens", "arms")
 class MismatchRequest(o.ModelOptions, Request):
     """The options of `nondet mismatch`."""
 
-    run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run of `nondet sample` to test.", show_default=False)
-    ] = None
-    model: Annotated[str | None, o.opt(_MODEL, shown="the embedded model")] = None
-    trainer: Annotated[
-        str,
-        o.opt(
-            "dtype=float32, autocast=bfloat16, padding=right, left or packed, micro=4 (rollouts of one forward), "
-            "head=float32, formula=log_softmax; with commas.",
-            shown="as the sampler, padding=right",
-        ),
-    ] = ""
-    rollouts: Annotated[
-        Path | None,
-        o.opt("A trainer's saved tokens and logprobs, a .jsonl file or a folder of them: nothing is sampled."),
-    ] = None
-    older: Annotated[
-        str | None, o.opt("Older weights that one side may still use (folder or hub name): a checkpoint, a base model.")
-    ] = None
-    arms: Annotated[
-        str,
-        o.opt(
-            "Comma-separated: stock, sampler-only, invariant, or only a family of operators invariant on both sides, "
-            "such as invariant:attention.",
-            shown=True,
-        ),
-    ] = "stock,invariant"
-    prompt: Annotated[list[str] | None, o.opt("A prompt. Repeatable.", shown="four of the embedded model's")] = None
-    n: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), o.Range(1, 10_000)] = 12
-    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), o.Range(1, 100_000)] = 48
+    run: Path | None = o.own("A run of `nondet sample` to test.", metavar="[RUN]")
+    model: str | None = o.own(_MODEL, shown="the embedded model")
+    trainer: str = o.own(
+        "dtype=float32, autocast=bfloat16, padding=right, left or packed, micro=4 (rollouts of one forward), "
+        "head=float32, formula=log_softmax; with commas.",
+        default="",
+        shown="as the sampler, padding=right",
+    )
+    rollouts: Path | None = o.own(
+        "A trainer's saved tokens and logprobs, a .jsonl file or a folder of them: nothing is sampled."
+    )
+    older: str | None = o.own(
+        "Older weights that one side may still use (folder or hub name): a checkpoint, a base model."
+    )
+    arms: str = o.own(
+        "Comma-separated: stock, sampler-only, invariant, or only a family of operators invariant on both sides, "
+        "such as invariant:attention.",
+        default="stock,invariant",
+    )
+    prompt: list[str] | None = o.own("A prompt. Repeatable.", shown="four of the embedded model's")
+    n: int = o.own("Rollouts of each prompt.", default=12, check=o.Range(1, 10_000))
+    tokens: int = o.own("Tokens of each rollout.", default=48, check=o.Range(1, 100_000))
 
     def _check(self) -> None:
         if self.rollouts is not None and self.run is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -54,11 +55,6 @@ def arms(text: str, known: Iterable[str]) -> tuple[str, ...]:
     return named
 
 
-def _target(target: str) -> Callable[[], Iterable[str]]:
-    """The value of "module:attribute", loaded when it is needed."""
-    return lambda: iter(registry.load_object(target))
-
-
 PROBES = choices(lambda: registry.PROBES, lambda: (name.replace("_", "-") for name in registry.OPERATOR_PROBES), "all")
 OPERATORS = choices("all", lambda: (name.replace("_", "-") for c in registry.classes().values() for name in c.members))
 CLASSES = choices(lambda: registry.classes())
@@ -67,8 +63,8 @@ SAMPLE_IMPLS = choices(
     *("stock", "stock-no-cudnn", "stock-flash", "invariant", "both", "stock-seeded", "unseeded-invariant"),
     lambda: (f"invariant:{name}" for name in families()),
 )
-LOADS = choices(_target("nondet.sampling.plan:PRESETS"))
-SHAPES = choices(_target("nondet.probes.models:PRESETS"))
+LOADS = choices(lambda: registry.load_object("nondet.sampling.plan:PRESETS"))
+SHAPES = choices(lambda: registry.load_object("nondet.probes.models:PRESETS"))
 
 
 @dataclass(frozen=True)
@@ -99,31 +95,44 @@ class OneOf:
             raise UserError(self.what.format(option=option, value=value), suggestion(value, self.names))
 
 
-def check_fields(request: Any) -> None:
-    """Check each given value of a dataclass against the `Range` or `OneOf` of its option. Raises UserError: a value is
-    not allowed."""
-    for name, hint in get_type_hints(type(request), include_extras=True).items():
-        value = getattr(request, name)
-        for known in getattr(hint, "__metadata__", ()) if value is not None else ():
-            if isinstance(known, Range | OneOf):
-                for one in value if isinstance(value, list) else [value]:
-                    known.check(f"--{name.replace('_', '-')}", one)
-
-
 def opt(
     text: str, *names: str, shown: bool | str = False, panel: str | None = None, complete: Any = None, **more: Any
 ) -> Any:
-    """An option with its help; without names it has its field's name.
-
-    Args:
-        shown: The default as the help has it; True: the value itself, False: none, or it is in the text.
-        panel: Part of the help; None: under "Options".
-        complete: What a shell completes.
-    """
-    return typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel, autocompletion=complete, **more)
+    """An option with its help, or with a `metavar` an argument; without names it has its field's name. `shown` is the
+    default as the help has it; True: the value itself, False: none, or it is in the text."""
+    make = typer.Argument if "metavar" in more else typer.Option
+    return make(*names, help=text, show_default=shown, rich_help_panel=panel, autocompletion=complete, **more)
 
 
-UNDER_VLLM = ("stock", "vllm-invariant", "invariant")
+def own(
+    text: str, *names: str, default: Any = None, shown: bool | str | None = None, check: Any = None, **more: Any
+) -> Any:
+    """A field that is an option of one command; one that several have is a type, such as `MODEL`. `shown` is as of
+    `opt`, None: the default itself, unless it is None or a switch's; `check` is a `Range` or `OneOf` for values."""
+    named = default is not None and not isinstance(default, bool) if shown is None else shown
+    return field(default=default, metadata={"option": opt(text, *names, shown=named, **more), "check": check})
+
+
+def declared(part: type) -> dict[str, tuple[Any, Range | OneOf | None]]:
+    """The options of a dataclass by field: what Typer has of each, and what its values are checked against."""
+    hints, found = get_type_hints(part, include_extras=True), {}
+    for f in fields(part):
+        if "option" in f.metadata:
+            found[f.name] = f.metadata["option"], f.metadata["check"]
+        elif known := getattr(hints[f.name], "__metadata__", ()):
+            found[f.name] = known[0], next(iter(known[1:]), None)
+    return found
+
+
+def check_fields(request: Any) -> None:
+    """Refuse, as a `UserError`, a value that its option's `Range` or `OneOf` does not allow."""
+    for name, (_, check) in declared(type(request)).items():
+        value = getattr(request, name)
+        if check is not None and value is not None:
+            for one in value if isinstance(value, list) else [value]:
+                check.check(f"--{name.replace('_', '-')}", one)
+
+
 ENGINE = Annotated[
     str,
     opt(
@@ -133,13 +142,6 @@ ENGINE = Annotated[
     ),
     OneOf(("transformers", "vllm"), "unknown engine {value!r}"),
 ]
-
-
-def check_under_vllm(impls: Iterable[str]) -> None:
-    """Refuse, as a `UserError`, an implementation that vLLM does not have."""
-    for impl in impls:
-        if impl not in UNDER_VLLM:
-            raise UnknownNameError("implementation under vLLM", impl, [*UNDER_VLLM, "both"])
 
 
 OUT = Annotated[
@@ -206,38 +208,47 @@ MODEL = Annotated[
 class Machine:
     """Where it runs, and from which seed."""
 
-    seed: Annotated[int, opt("Seed of all random draws.", shown=True, min=0, max=2**32 - 1, panel=MACHINE)] = 0
-    device: Annotated[str, opt("auto, cpu or cuda.", shown=True, panel=MACHINE), DEVICES] = "auto"
-    threads: Annotated[
-        int | None, opt("CPU threads. They change bits, so they are always recorded.", panel=MACHINE), THREAD_COUNTS
-    ] = None
+    seed: int = own("Seed of all random draws.", default=0, min=0, max=2**32 - 1, panel=MACHINE)
+    device: str = own("auto, cpu or cuda.", default="auto", panel=MACHINE, check=DEVICES)
+    threads: int | None = own(
+        "CPU threads. They change bits, so they are always recorded.", panel=MACHINE, check=THREAD_COUNTS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Machine):
     """How a model is loaded, and where it runs."""
 
-    dtype: Annotated[str, opt("bfloat16, float16 or float32.", shown=True), MODEL_DTYPES] = "bfloat16"
-    trust_remote_code: Annotated[bool, opt("Run code that a model repository brings.", "--trust-remote-code")] = False
+    dtype: str = own("bfloat16, float16 or float32.", default="bfloat16", check=MODEL_DTYPES)
+    trust_remote_code: bool = own("Run code that a model repository brings.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
     """How tokens are drawn."""
 
-    temperature: Annotated[float, opt("0: greedy. Above 0: tokens are drawn.", shown=True, panel=DRAWING)] = 0.0
-    top_k: Annotated[
-        int, opt("Draw from this many of the most probable tokens; 0: all.", shown=True, panel=DRAWING)
-    ] = 0
-    top_p: Annotated[
-        float, opt("Draw from the fewest tokens of this probability; 1: all.", shown=True, panel=DRAWING)
-    ] = 1.0
-    seeds: Annotated[int, opt("Seeds, 0 and up, sent with each prompt.", shown=True, panel=DRAWING)] = 1
+    temperature: float = own("0: greedy. Above 0: tokens are drawn.", default=0.0, panel=DRAWING, check=Range(0, 100))
+    top_k: int = own(
+        "Draw from this many of the most probable tokens; 0: all.",
+        default=0,
+        panel=DRAWING,
+        check=Range(0, 2**53, "Give the number of tokens to keep, or 0 for all."),
+    )
+    top_p: float = own(
+        "Draw from the fewest tokens of this probability; 1: all.",
+        default=1.0,
+        panel=DRAWING,
+        check=Range(math.nextafter(0, 1), 1, "Give a share of the mass above 0, up to 1 for all."),
+    )
+    seeds: int = own("Seeds, 0 and up, sent with each prompt.", default=1, panel=DRAWING, check=Range(1, 10_000))
 
     @cached_property
     def samplings(self) -> list[Sampling]:
-        """One per seed; none for greedy requests. A `UserError` for an impossible value."""
-        from nondet.sampling.plan import Sampling, check_sampling
+        """One per seed; none for greedy requests. A `UserError` for options that only a draw has."""
+        from nondet.sampling.plan import Sampling
 
-        drawn = check_sampling(self.temperature, self.top_k, self.top_p, self.seeds)
-        return [Sampling(self.temperature, self.top_k, self.top_p, seed) for seed in range(self.seeds) if drawn]
+        if self.temperature > 0.0:
+            return [Sampling(self.temperature, self.top_k, self.top_p, seed) for seed in range(self.seeds)]
+        if self.top_k or self.top_p < 1.0 or self.seeds > 1:
+            raise UserError("--top-k, --top-p and --seeds need a temperature above 0", "Add --temperature 0.8, say.")
+        return []

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from nondet.core.registry import OPERATOR_PROBES, PROBES
 from nondet.core.runfile import read_run
@@ -24,16 +22,12 @@ _SLOW_ON_A_CPU = ("all-reduce",)  # starting ranks takes nearly a minute, where 
 class ProbeRequest(o.Machine, Request):
     """The options of `nondet probe`."""
 
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAME...", help='Probes to run (--help-all lists them), or "all".', show_default=False,
-            autocompletion=o.PROBES,
-        ),
-    ] = None  # fmt: skip
-    from_trace: Annotated[
-        Path | None, o.opt("Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes.")
-    ] = None
+    names: list[str] | None = o.own(
+        'Probes to run (--help-all lists them), or "all".', metavar="NAME...", complete=o.PROBES
+    )
+    from_trace: Path | None = o.own(
+        "Run file of `nondet trace` or `diagnose`: probe the operator that it found, at its shapes."
+    )
     impl: o.IMPLS = None
     dtype: o.DTYPES = None
     m: o.LARGEST_M = None
@@ -42,21 +36,16 @@ class ProbeRequest(o.Machine, Request):
     preset: o.PRESET = None
     model: o.MODEL_FOLDER = None
     inputs: o.INPUTS = None
-    runs: Annotated[int | None, o.opt("Repetitions of run-to-run cases."), o.Range(2, _RUNS_MOST)] = None
-    ranks: Annotated[str | None, o.opt('Numbers of ranks for all-reduce: "2,4".')] = None
-    full: Annotated[bool, o.opt("The long sweep (M up to 4096) instead of the default list.", "--full")] = False
-    map: Annotated[
-        str | None, o.opt("Draw a map of bit classes for each M up to --m, against N (mn) or K (mk). Products only.")
-    ] = None
-    workers: Annotated[
-        int | None,
-        o.opt(
-            "Processes that share the cases, on one device. The rows are the same.",
-            "--jobs",
-            shown="on CUDA one per two cores, up to 8, or 16 if nothing is certified yet; on a CPU 1, and 2 for all",
-            panel=o.MACHINE,
-        ),
-    ] = None
+    runs: int | None = o.own("Repetitions of run-to-run cases.", check=o.Range(2, _RUNS_MOST))
+    ranks: str | None = o.own('Numbers of ranks for all-reduce: "2,4".')
+    full: bool = o.own("The long sweep (M up to 4096) instead of the default list.", default=False)
+    map: str | None = o.own("Draw a map of bit classes for each M up to --m, against N (mn) or K (mk). Products only.")
+    workers: int | None = o.own(
+        "Processes that share the cases, on one device. The rows are the same.",
+        "--jobs",
+        shown="on CUDA one per two cores, up to 8, or 16 if nothing is certified yet; on a CPU 1, and 2 for all",
+        panel=o.MACHINE,
+    )
 
     def _check(self) -> None:
         if self.from_trace is not None and (self.names or self.preset is not None or self.model is not None):

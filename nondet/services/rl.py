@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from nondet.core.records import TrainingStep
 from nondet.core.runfile import begun, check_free, read_run
@@ -23,23 +23,23 @@ _TASKS = "; ".join(f"{name}: {task.help}" for name, task in TASKS.items())
 class RlRequest(o.ModelOptions, Request):
     """The options of `nondet rl`."""
 
-    arms: Annotated[str, o.opt(f"Comma-separated: {_ARMS}.", shown="all four")] = ",".join(ARMS)
-    steps: Annotated[int, o.opt("Steps of each arm.", shown=True), o.Range(1, 100_000)] = 60
-    seeds: Annotated[int, o.opt("Number of seeds; each runs all arms.", shown=True), o.Range(1, 100)] = 1
-    task: Annotated[str, o.opt(f"What earns a reward. {_TASKS}.", shown=True), o.OneOf(tuple(TASKS))] = "parentheses"
-    prompts: Annotated[int, o.opt("Prompts of a step.", shown=True), o.Range(1, PROMPTS_MOST)] = 6
-    group: Annotated[int, o.opt("Rollouts of each prompt.", shown=True), o.Range(2, 1024)] = 8
-    tokens: Annotated[int, o.opt("Tokens of each rollout.", shown=True), o.Range(1, 100_000)] = 20
-    lr: Annotated[float, o.opt("Learning rate of AdamW.", shown=True), o.Range(1e-12, 1.0)] = 1e-4
-    epochs: Annotated[int, o.opt("Optimizer steps on the same rollouts.", shown=True), o.Range(1, 100)] = 1
-    micro: Annotated[int, o.opt("Rollouts of one forward; 0: all.", shown=True), o.Range(0, 2**20)] = 0
-    cap: Annotated[float, o.opt("Where importance weights are truncated.", shown=True), o.Range(1, 1e6)] = 2.0
-    rollouts: Annotated[
-        str | None,
-        o.opt("fp8: the sampler's matrices are rounded to float8_e4m3fn.", shown="the trainer's weights"),
-        o.OneOf(("fp8",)),
-    ] = None
-    model: Annotated[str | None, o.opt(_MODEL, shown="the embedded model")] = None
+    arms: str = o.own(f"Comma-separated: {_ARMS}.", default=",".join(ARMS), shown="all four")
+    steps: int = o.own("Steps of each arm.", default=60, check=o.Range(1, 100_000))
+    seeds: int = o.own("Number of seeds; each runs all arms.", default=1, check=o.Range(1, 100))
+    task: str = o.own(f"What earns a reward. {_TASKS}.", default="parentheses", check=o.OneOf(tuple(TASKS)))
+    prompts: int = o.own("Prompts of a step.", default=6, check=o.Range(1, PROMPTS_MOST))
+    group: int = o.own("Rollouts of each prompt.", default=8, check=o.Range(2, 1024))
+    tokens: int = o.own("Tokens of each rollout.", default=20, check=o.Range(1, 100_000))
+    lr: float = o.own("Learning rate of AdamW.", default=1e-4, check=o.Range(1e-12, 1.0))
+    epochs: int = o.own("Optimizer steps on the same rollouts.", default=1, check=o.Range(1, 100))
+    micro: int = o.own("Rollouts of one forward; 0: all.", default=0, check=o.Range(0, 2**20))
+    cap: float = o.own("Where importance weights are truncated.", default=2.0, check=o.Range(1, 1e6))
+    rollouts: str | None = o.own(
+        "fp8: the sampler's matrices are rounded to float8_e4m3fn.",
+        shown="the trainer's weights",
+        check=o.OneOf(("fp8",)),
+    )
+    model: str | None = o.own(_MODEL, shown="the embedded model")
 
     def _check(self) -> None:
         _ = self.arm_names

@@ -32,19 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The run file options of every measuring command. A field with an option is one of the command's.
+    """The run file options of every measuring command. A request is checked when it is made, by its options' ranges and
+    by its own `_check`, which raise `UserError`; the service checks only what needs a device, a model or a server."""
 
-    A request is checked when it is made, by its options' ranges and by its own `_check`; the service itself checks only
-    what needs a device, a model or a server.
-
-    Attributes:
-        given: Names of the fields that were given, their default or not.
-
-    Raises:
-        UserError: impossible options, or options that exclude each other.
-    """
-
-    given: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()  # names of the fields that were given, their default or not
     out: o.OUT = None
     force: o.FORCE = False
     resume: o.RESUME = False
@@ -129,16 +120,9 @@ class Output:
 
     @contextmanager
     def recording(self, command: str, plan: dict[str, Any], seed: int, total: int | None = None) -> Iterator[RunWriter]:
-        """The run file, open for the block. After Ctrl-C it prints what was done and how to continue.
-
-        Where bad input ends it before anything was measured, the file is deleted: the command can be tried again.
-
-        Args:
-            total: Records of a whole run; None where they are not counted beforehand.
-
-        Raises:
-            UserError: as `nondet.core.runfile.open_run`.
-        """
+        """The run file, open for the block; `total` records are a whole run, None where they can't be counted ahead.
+        After Ctrl-C it prints what was done and how to continue. Where bad input ends it before anything was measured,
+        the file is deleted: the command can be tried again. A `UserError` as of `nondet.core.runfile.open_run`."""
         from nondet.core.environment import collect
         from nondet.core.runfile import open_run
 
@@ -232,11 +216,8 @@ def source_of(impl: str) -> str | None:
 
 
 def user_sources(impls: Iterable[str]) -> dict[str, dict[str, str]]:
-    """For a run's plan: {"sources": {a user's function: digest of its file}}, or {} where there is none.
-
-    An edited function is a different one: its earlier run can't be continued. Each was loaded before, when the cases
-    were planned, so every name is valid.
-    """
+    """For a run's plan: {"sources": {a user's function: digest of its file}}, or {} where there is none. An edited
+    function is a different one: its earlier run can't be continued. Each was loaded before, so every name is valid."""
     digests = {impl: source_of(impl) or "unknown" for impl in impls if ":" in impl}
     return {"sources": digests} if digests else {}
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from nondet.core.runfile import read_whole
 from nondet.embedded import DEFAULT_PROMPT
 from nondet.errors import UnknownNameError, UserError
 from nondet.ranks.group import parse_ranks
-from nondet.sampling.plan import DRAWN, UNSEEDED, load_prompts, long_prompts, parse_load
+from nondet.sampling.plan import DRAWN, UNSEEDED, Notes, load_prompts, long_prompts, parse_load
 from nondet.services import endpoint as e
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, check_worlds, pick_device
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from nondet.core.launch import FirstUses
     from nondet.core.records import Completion
     from nondet.core.runfile import RunWriter
-    from nondet.sampling.axes import Conditions, Varied
+    from nondet.sampling.axes import Varied
     from nondet.sampling.collect import Host, Survey
     from nondet.sampling.model import LoadedModel
-    from nondet.sampling.plan import Load, Plan
+    from nondet.sampling.plan import Load
 
 COMPLETIONS_MOST = 1_000_000
 _FILE_MOST = 4 * 2**20  # bytes of --prompt-file, as of one row of --prompts: beyond the context of any model here
@@ -49,91 +49,62 @@ _OWN_ENGINE = (
 # Most prompts of the embedded model have diverged by then; it takes about a minute on two cores.
 _MAX_TOKENS = 40
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
-_BOTH = ("stock", "invariant")
+_UNDER_VLLM = ("stock", "vllm-invariant", "invariant")
 # Rounds to repeat besides the first, where it does not distinguish the batch from the run.
 _SETTLE = 3
-# A round has fixed work before its first token; more of them than this is a mistake in --load.
-_ROUNDS_MOST, _ROUNDS_QUIET = 25_000, 2_000
+_ROUNDS_MOST = 25_000  # a round has fixed work before its first token; more of them is a mistake in --load
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
     """The options of `nondet sample`."""
 
-    n: Annotated[
-        int | None,
-        o.opt(
-            "Completions of each prompt; with --vary, of each value.",
-            shown="1200 in all, at least 20 of each; 40 with --vary; with --endpoint 200 in all, at least 10 of each",
-        ),
-        o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),
-    ] = None
+    n: int | None = o.own(
+        "Completions of each prompt; with --vary, of each value.",
+        shown="1200 in all, at least 20 of each; 40 with --vary; with --endpoint 200 in all, at least 10 of each",
+        check=o.Range(1, COMPLETIONS_MOST, "Give the number of completions, from 1 to 1,000,000."),
+    )
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
-    prompts: Annotated[
-        Path | None, o.opt("File of prompts: .jsonl (a field), .txt (one per line), .csv or .parquet (a column).")
-    ] = None
-    column: Annotated[
-        str | None, o.opt("Field or column of --prompts that holds the prompt.", shown='"prompt", or the only one')
-    ] = None
-    max_tokens: Annotated[int | None, o.opt("Tokens in each completion.", shown=str(_MAX_TOKENS))] = None
-    model: Annotated[
-        str | None,
-        o.opt(
-            "Folder, hub name, random weights such as random:qwen3-12x1024, or with --endpoint the server's name.",
-            shown="the embedded model, or the server's",
-        ),
-    ] = None
-    impl: Annotated[
-        list[str] | None,
-        o.opt(
-            "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention), invariant, both (stock and "
-            "invariant), or one family, such as invariant:attention. With --temperature also stock-seeded and "
-            "unseeded-invariant, which separate the drawing of tokens from the kernels. Repeatable.",
-            shown="both",
-            complete=o.SAMPLE_IMPLS,
-        ),
-    ] = None
-    engine: o.ENGINE = "transformers"
-    load: Annotated[
-        str,
-        o.opt(
-            'Concurrent requests: none, light, default, heavy, or "others=60,budget=256,...".',
-            shown=True,
-            complete=o.LOADS,
-        ),
-    ] = "default"
-    cuda_graphs: Annotated[
-        bool | None,
-        o.opt(
-            "Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation.",
-            "--cuda-graphs/--no-cuda-graphs",
-            shown="on for plain dense decoders on CUDA, if tokens are greedy, without --vary and --ranks, and if the "
-            "load's steps are padded to more than one size",
-        ),
-    ] = None
-    turns: Annotated[bool, o.opt("Let implementations take turns, round by round, to compare speed.", "--turns")] = (
-        False
+    prompts: Path | None = o.own("File of prompts: .jsonl (a field), .txt (one per line), .csv or .parquet (a column).")
+    column: str | None = o.own("Field or column of --prompts that holds the prompt.", shown='"prompt", or the only one')
+    max_tokens: int | None = o.own("Tokens in each completion.", shown=str(_MAX_TOKENS))
+    model: str | None = o.own(
+        "Folder, hub name, random weights such as random:qwen3-12x1024, or with --endpoint the server's name.",
+        shown="the embedded model, or the server's",
     )
-    vary: Annotated[
-        str | None,
-        o.opt(
-            f"Change one setting of the engine at a time: {', '.join(o.AXES.names[:-1])}, or all. With your own "
-            "values: chunk=8:16."
-        ),
-    ] = None
-    draft_model: Annotated[
-        str | None,
-        o.opt("Smaller model with the same tokens, which drafts for --vary speculative=model. Folder or hub name."),
-    ] = None
-    ranks: Annotated[
-        str | None,
-        o.opt(
-            "Split the model over this many ranks by its tensor-parallel plan: nondet's own processes, one per GPU "
-            "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not depend on their number.",
-            shown="1",
-        ),
-    ] = None
+    impl: list[str] | None = o.own(
+        "stock, stock-no-cudnn (attention without cuDNN), stock-flash (FlashAttention), invariant, both (stock and "
+        "invariant), or one family, such as invariant:attention. With --temperature also stock-seeded and "
+        "unseeded-invariant, which separate the drawing of tokens from the kernels. Repeatable.",
+        shown="both",
+        complete=o.SAMPLE_IMPLS,
+    )
+    engine: o.ENGINE = "transformers"
+    load: str = o.own(
+        'Concurrent requests: none, light, default, heavy, or "others=60,budget=256,...".',
+        default="default",
+        complete=o.LOADS,
+    )
+    cuda_graphs: bool | None = o.own(
+        "Run the engine's steps as CUDA graphs, padded to a few sizes, for every implementation.",
+        "--cuda-graphs/--no-cuda-graphs",
+        shown="on for plain dense decoders on CUDA, if tokens are greedy, without --vary and --ranks, and if the "
+        "load's steps are padded to more than one size",
+    )
+    turns: bool = o.own("Let implementations take turns, round by round, to compare speed.", default=False)
+    vary: str | None = o.own(
+        f"Change one setting of the engine at a time: {', '.join(o.AXES.names[:-1])}, or all. With your own "
+        "values: chunk=8:16."
+    )
+    draft_model: str | None = o.own(
+        "Smaller model with the same tokens, which drafts for --vary speculative=model. Folder or hub name."
+    )
+    ranks: str | None = o.own(
+        "Split the model over this many ranks by its tensor-parallel plan: nondet's own processes, one per GPU "
+        "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not depend on their number.",
+        shown="1",
+    )
 
     def _check(self) -> None:
         impls, drawn = self.impls, bool(self.samplings)
@@ -170,11 +141,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
     @cached_property
     def impls(self) -> list[str]:
         """The implementations, each once."""
-        if self.engine == "vllm":
-            wanted = [one for name in self.impl or ["both"] for one in (_BOTH if name == "both" else (name,))]
-            o.check_under_vllm(wanted)
-            return list(dict.fromkeys(wanted))
-        return implementations(self.impl, drawn=bool(self.samplings))
+        return implementations(self.impl, self.engine, drawn=bool(self.samplings))
 
     @cached_property
     def length(self) -> int:
@@ -211,11 +178,6 @@ def prompt_texts(prompt: str | None, file: Path | None, prompts: Path | None, co
     if prompt is not None or file is not None:
         raise UserError("--prompts excludes --prompt and --prompt-file", "Put that prompt into the file.")
     return load_prompts(prompts, column)
-
-
-def _riders(request: SampleRequest) -> list[str]:
-    """Background prompts for the default prompt; none for the user's own prompts, or without a load."""
-    return [] if e.chosen(request) or not request.engine_load.others else long_prompts()
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -263,19 +225,6 @@ def open_model(request: Any, sink: Sink) -> LoadedModel:
 def names_graphs(spec: str) -> bool:
     """Whether `--load` itself decides about graphs."""
     return any(part.partition("=")[0].strip() == "graphs" for part in spec.split(","))
-
-
-def graphs_by_default(load: Load, model: Any, say: Callable[[str], None]) -> bool:
-    """Whether steps run as CUDA graphs where you did not choose; says so, or why not."""
-    from nondet.sampling.engine import query_step, why_no_graphs
-
-    reason = why_no_graphs(model.config)
-    if not reason and query_step(load.requests, load.budget) >= load.budget:
-        # all products would have the same number of rows, which hides what the run is to show
-        reason = "as CUDA graphs all of them would be padded to one size"
-    graphs = "steps run as CUDA graphs, padded to a few sizes; --no-cuda-graphs launches them one by one"
-    say(f"steps are launched one by one: {reason}" if reason else graphs)
-    return not reason
 
 
 def check_vary(spec: str | None, prompts: Sequence[str], draft_model: str | None = None) -> dict[str, list[str]] | None:
@@ -332,8 +281,7 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
     if request.compare_endpoint is not None:
         model = request.compare_model or request.model
         servers.append(e.server(request, "server-2", request.compare_endpoint, model))
-    texts = e.meet(output, servers, texts, request.length, [] if e.chosen(request) else long_prompts())
-    subjects = len(texts) * max(1, len(request.samplings))
+    texts, subjects = e.meet(output, servers, texts, request.length)
     n = max(_N_LOADED_LEAST, _N_LOADED // subjects) if request.n is None else request.n
     arms = parse_arms(request.arms or _ARMS, n, subjects)
     e.ask("sample", output, texts, servers, load, arms, request.length)
@@ -345,7 +293,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
 
     axes = check_vary(request.vary, texts, request.draft_model)
     _check_here(request, pick_device(request.device))
-    n = _completions_each(request, len(texts), output.sink)
+    n = _completions_each(request, len(texts))
     loaded = open_model(request, output.sink)
     survey, described = _surveyed(request, loaded, texts, n, axes, output.sink)
     with closing(_host(request, survey)) as host:
@@ -353,7 +301,7 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
             described["engine"] = host.describe(survey.base)
         with output.recording("sample", described, request.seed) as writer, output.sink.progress() as bars:
             total = survey.plan.targets * len(survey.arms)
-            collect(survey, host, writer, _Shown(output.sink, bars, request.impls, total))
+            collect(survey, host, writer, Shown(output.sink, bars, request.impls, total))
             # over ranks a model's operators run at the sizes of a share, and vLLM's are others
             if axes is None and request.engine != "vllm" and request.world == 1:
                 _explain(survey, writer)
@@ -367,27 +315,27 @@ def _surveyed(
     from nondet.sampling.axes import Conditions
     from nondet.sampling.collect import Survey, plan_prompts
 
-    load = _load_of(request, loaded, wanted is not None, sink)
+    load = load_of(request, loaded, wanted is not None, sink)
     prompt, earlier = ((), ()) if wanted is None else _texts(loaded, texts[0], request)
+    default = wanted is None and load.others > 0 and not e.chosen(request)
     plan, described = plan_prompts(
         loaded, load, texts, n, request.length, request.seed, request.impls, request.samplings,
-        riders=_riders(request) if wanted is None else (), tokens=[prompt] if prompt else (),
+        riders=long_prompts() if default else (), tokens=[prompt] if prompt else (),
     )  # fmt: skip
     base = Conditions(load=load, dtype=loaded.dtype, threads=request.threads, ranks=request.world)
-    axes: Sequence[Varied] = ()
+    survey = Survey(loaded, plan, base, request.impls, (), request.seed, request.turns, settle=_SETTLE)
     if wanted is not None:
-        axes, more = _axes(request, loaded, plan, wanted, base, earlier, sink)
+        axes, more = _axes(request, survey, wanted, earlier, sink)
+        survey = replace(survey, axes=axes)
         described |= more | {"prompt_lengthened_by": len(prompt) - len(loaded.encode(texts[0]))}
     if request.samplings:
         described["sampling"] = {name: getattr(request, name) for name in ("temperature", "top_k", "top_p", "seeds")}
-    if request.turns:
-        described["turns"] = True
+    described |= {"turns": True} if request.turns else {}
     if request.world > 1:
         from nondet.sampling.ranks import check_heads
 
         check_heads(loaded.name, loaded.model.config, request.world)
         described["ranks"] = request.world
-    survey = Survey(loaded, plan, base, request.impls, axes, request.seed, request.turns, settle=_SETTLE)
     return survey, described
 
 
@@ -396,30 +344,36 @@ def _explain(survey: Survey, writer: RunWriter) -> None:
     from nondet.core.runfile import read_run
     from nondet.sampling.shapes import explain_no_divergence, shapes_met
 
-    run, traces = read_run(writer.path), dict[int, set[str]]()
-    for c in run.completions:
-        if c.impl == "stock" and c.status == "ok":
-            traces.setdefault(c.prompt, set()).add(c.trace)
-    if traces and all(len(seen) == 1 for seen in traces.values()):
+    run = read_run(writer.path)
+    traces = {(c.prompt, c.trace) for c in run.completions if c.impl == "stock" and c.status == "ok"}
+    if traces and len(traces) == len({prompt for prompt, _ in traces}):
         for row in explain_no_divergence(survey.loaded, shapes_met(run, "stock"), survey.seed):
             if row.key not in writer.done:
                 writer.write(row)
 
 
-def _load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sink) -> Load:
+def load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sink) -> Load:
     """The load, with the engine's defaults: whether steps run as CUDA graphs, and under vLLM pages of its size."""
+    from nondet.sampling.engine import query_step, why_no_graphs
+
     load = request.engine_load
     if varied:
         grain = _grain(request, loaded) or 1
         return replace(load, page=-(-load.page // grain) * grain)
-    graphs = load.graphs
-    if loaded.device == "cuda" and request.cuda_graphs is None and not names_graphs(request.load):
-        if request.engine == "vllm":
-            sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
-            graphs = True
-        elif not request.samplings and request.world == 1:
-            graphs = graphs_by_default(load, loaded.model, sink.say)
-    return replace(load, graphs=graphs)
+    if loaded.device != "cuda" or request.cuda_graphs is not None or names_graphs(request.load):
+        return load
+    if request.engine == "vllm":
+        sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
+        return replace(load, graphs=True)
+    if request.samplings or request.world > 1:
+        return load
+    reason = why_no_graphs(loaded.model.config)
+    if not reason and query_step(load.requests, load.budget) >= load.budget:
+        # all products would have the same number of rows, which hides what the run is to show
+        reason = "as CUDA graphs all of them would be padded to one size"
+    graphs = "steps run as CUDA graphs, padded to a few sizes; --no-cuda-graphs launches them one by one"
+    sink.say(f"steps are launched one by one: {reason}" if reason else graphs)
+    return replace(load, graphs=not reason)
 
 
 def _grain(request: SampleRequest, loaded: LoadedModel) -> int:
@@ -432,20 +386,20 @@ def _grain(request: SampleRequest, loaded: LoadedModel) -> int:
 
 
 def _axes(
-    request: SampleRequest, loaded: LoadedModel, plan: Plan, wanted: dict[str, list[str]], base: Conditions,
-    earlier: tuple[int, ...], sink: Sink,
-) -> tuple[Sequence[Varied], dict[str, Any]]:  # fmt: skip
+    request: SampleRequest, survey: Survey, wanted: dict[str, list[str]], earlier: tuple[int, ...], sink: Sink
+) -> tuple[Sequence[Varied], dict[str, Any]]:
     """The values of the axes that are varied, and what the run's header has about them."""
     import torch
 
     from nondet.sampling.axes import Subject, plan_axes
     from nondet.sampling.speculation import check_draft_model, has_halves
 
+    loaded = survey.loaded
     text = loaded.model.config.get_text_config()
     subject = Subject(
-        base=base,
+        base=survey.base,
         device=loaded.device,
-        requests=[one for requests in plan.rounds for one in requests],
+        requests=[one for requests in survey.plan.rounds for one in requests],
         threads=torch.get_num_threads(),
         earlier=earlier,
         gpus=torch.cuda.device_count() if loaded.device == "cuda" else 0,
@@ -488,48 +442,39 @@ def _check_here(request: SampleRequest, device: str) -> None:
                 raise UserError(f"--impl {impl} does not run over ranks", f"Use {', '.join(RANK_WAYS)}.")
     if request.engine_load.graphs and device != "cuda":
         raise UserError("CUDA graphs need a CUDA device", "Leave them out on a CPU.")
-    for impl, why in (("stock-flash", ""), ("stock-no-cudnn", ": there is no cuDNN to switch off")):
-        if impl in request.impls and device != "cuda":
-            raise UserError(f"--impl {impl} needs a CUDA device{why}", "Use --impl stock.")
+    for impl in request.impls:
+        if impl in ("stock-flash", "stock-no-cudnn") and device != "cuda":
+            raise UserError(f"--impl {impl} needs a CUDA device", "Use --impl stock.")
 
 
-def _completions_each(request: SampleRequest, prompts: int, sink: Sink) -> int:
-    """Completions of each subject, of no more rounds than a run file holds; says where drawing the plan takes long."""
+def _completions_each(request: SampleRequest, prompts: int) -> int:
+    """Completions of each subject, of no more rounds than a run file holds."""
     load, subjects = request.engine_load, prompts * max(1, len(request.samplings))
     usual = max(_EACH_LEAST, _COMPLETIONS // subjects) if request.vary is None else _N_VARIED
     n = usual if request.n is None else request.n
-    if n * subjects > COMPLETIONS_MOST:
-        raise UserError(
-            f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions",
-            f"Stay within {COMPLETIONS_MOST:,}: a smaller --n, or fewer prompts.",
-        )
     rounds = -(-n * subjects // load.targets)
-    if rounds > _ROUNDS_MOST:
-        raise UserError(
-            f"--n {n}{f' of {subjects:,} prompts' if subjects > 1 else ''} with targets={load.targets} a round makes "
-            f"{rounds:,} rounds",
-            f"Stay within {_ROUNDS_MOST:,}: give --load a larger targets=, or a smaller --n.",
-        )
-    if rounds > _ROUNDS_QUIET:
-        sink.say(f"drawing the load plan of {rounds:,} rounds")
+    if n * subjects > COMPLETIONS_MOST or rounds > _ROUNDS_MOST:
+        what = f"--n {n} of {subjects:,} prompts and seeds makes {n * subjects:,} completions in {rounds:,} rounds"
+        most = f"{COMPLETIONS_MOST:,} completions and {_ROUNDS_MOST:,} rounds"
+        raise UserError(what, f"Stay within {most}: give a smaller --n, or --load a larger targets=.")
     return n
 
 
-class _Shown:
+class Shown(Notes):
     """A bar for each implementation, and what is known long before the verdict."""
 
     def __init__(self, sink: Sink, bars: Progress, impls: Sequence[str], total: int) -> None:
         self._sink, self._bars = sink, bars
         self._tasks = {impl: bars.add_task(impl, total=total, start=False) for impl in impls}
 
-    def progress(self, impl: str, arm: str, done: int, total: int, tokens: int) -> None:
-        """See `nondet.sampling.collect.Notes`."""
+    def progress(self, impl: str, arm: str, done: int, tokens: int) -> None:
+        """See `nondet.sampling.plan.Notes`."""
         self._bars.start_task(self._tasks[impl])
         text = f"{impl} {arm}".rstrip()
         self._bars.update(self._tasks[impl], completed=done, description=f"{text}, {tokens} tokens")
 
     def preparing(self, impl: str, done: int, total: int, uses: FirstUses) -> None:
-        """See `nondet.sampling.collect.Notes`."""
+        """See `nondet.sampling.plan.Notes`."""
         what = "compiling and proving" if done < total - 1 else "playing a first round, off the clock:"
         so_far = f"{done} of {total}, {uses.compiled} kernels and {uses.proofs} proofs so far"
         self._bars.update(self._tasks[impl], description=f"{impl}: {what} {so_far}")
@@ -556,14 +501,16 @@ class _Shown:
         )
 
 
-def implementations(impls: list[str] | None, *, drawn: bool = False) -> list[str]:
+def implementations(impls: list[str] | None, engine: str = "", *, drawn: bool = False) -> list[str]:
     """The implementations, each once; "both" is stock and invariant, and where tokens are drawn stock-seeded too.
-    Raises UserError: an unknown one, or an unknown family after the colon."""
-    both = ["stock", "stock-seeded", "invariant"] if drawn else ["stock", "invariant"]
+    Raises UserError: one that the engine, "vllm" or nondet's own, does not have, or an unknown family."""
+    both = ["stock", "stock-seeded", "invariant"] if drawn and engine != "vllm" else ["stock", "invariant"]
     names = list(dict.fromkeys(one for name in impls or ["both"] for one in (both if name == "both" else [name])))
     for name in names:
         base, colon, families = name.partition(":")
-        if name not in _WHOLE and base != "invariant":
+        if engine == "vllm" and name not in _UNDER_VLLM:
+            raise UnknownNameError("implementation under vLLM", name, [*_UNDER_VLLM, "both"])
+        if engine != "vllm" and name not in _WHOLE and base != "invariant":
             raise UnknownNameError("implementation", name, [*_WHOLE, "both", "invariant:FAMILY"])
         for family in families.split("+") if colon else ():
             if family not in o.families():

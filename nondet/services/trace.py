@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,7 +22,7 @@ from nondet.services.sample import implementations, open_model, prompt_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nondet.core.records import Completion, Replayed, Run, TraceVerdict
+    from nondet.core.records import Completion, Replayed, Run
     from nondet.sampling.model import LoadedModel
     from nondet.trace.search import Arm, Search
 
@@ -117,7 +117,7 @@ def _played(
     from nondet.core.traces import read_traces
     from nondet.sampling.engine import TransformersEngine
     from nondet.sampling.implementations import implementation
-    from nondet.sampling.replay import Player, check_weights, recording_of
+    from nondet.sampling.replay import Player, recording_of
 
     traces, _ = read_traces(path)
     weights = weights_digest(loaded.model)
@@ -126,9 +126,7 @@ def _played(
         rounds.setdefault(completion.round, []).append(completion)
     with implementation(wanted[0].impl):
         for completions in rounds.values():
-            record = recording_of(recorded, completions[0])
-            check_weights(record, loaded, weights, recorded.source)
-            player = Player(TransformersEngine(loaded.model), record)
+            player = Player(TransformersEngine(loaded.model), recording_of(recorded, completions[0], weights))
             missing = [c for c in completions if ("replayed", c.impl, c.request, "as recorded") not in done]
             if missing:
                 yield from player.as_recorded(missing, traces)
@@ -145,40 +143,29 @@ class TraceRequest(o.ModelOptions, Request):
 
     prompt: o.PROMPT = None
     prompt_file: o.PROMPT_FILE = None
-    max_tokens: Annotated[int, o.opt("Tokens in the completion.", shown=True)] = 64
+    max_tokens: int = o.own("Tokens in the completion.", default=64)
     model: o.MODEL = None
-    impl: Annotated[
-        str | None,
-        o.opt(
-            "What to trace: stock, invariant, or only one family invariant. With --replay one of the run's.",
-            shown="stock; with --replay also the run's only one",
-            complete=o.SAMPLE_IMPLS,
-        ),
-    ] = None
-    load: Annotated[
-        str, o.opt("Concurrent requests of the second arm, as in `nondet sample`.", shown=True, complete=o.LOADS)
-    ] = "default"
+    impl: str | None = o.own(
+        "What to trace: stock, invariant, or only one family invariant. With --replay one of the run's.",
+        shown="stock; with --replay also the run's only one",
+        complete=o.SAMPLE_IMPLS,
+    )
+    load: str = o.own(
+        "Concurrent requests of the second arm, as in `nondet sample`.", default="default", complete=o.LOADS
+    )
     engine: o.ENGINE = "transformers"
-    run: Annotated[
-        Path | None,
-        o.opt("Trace a completion of this recorded run instead.", shown="with --request: the latest in runs/"),
-    ] = None
-    request: Annotated[
-        list[str] | None,
-        o.opt(
-            "A completion of --run, traced solo against its recorded batch. Given twice: the two against each other. "
-            'With --replay any number, or "divergent": all but the most common trace.'
-        ),
-    ] = None
-    replay: Annotated[
-        bool, o.opt("Only replay the --request of --run and compare every bit with the record.", "--replay")
-    ] = False
-    solo: Annotated[bool, o.opt("With --replay: also run it without the other requests.", "--solo")] = False
-    shrink: Annotated[
-        bool, o.opt("With --replay: also find the fewest concurrent requests that still change it.", "--shrink")
-    ] = False
-    most: Annotated[int | None, o.opt("With --replay: at most this many completions.", min=1)] = None
-    repro: Annotated[Path | None, o.opt("Write a standalone script (.py) that repeats the call found.")] = None
+    run: Path | None = o.own(
+        "Trace a completion of this recorded run instead.", shown="with --request: the latest in runs/"
+    )
+    request: list[str] | None = o.own(
+        "A completion of --run, traced solo against its recorded batch. Given twice: the two against each other. "
+        'With --replay any number, or "divergent": all but the most common trace.'
+    )
+    replay: bool = o.own("Only replay the --request of --run and compare every bit with the record.", default=False)
+    solo: bool = o.own("With --replay: also run it without the other requests.", default=False)
+    shrink: bool = o.own("With --replay: also find the fewest concurrent requests that still change it.", default=False)
+    most: int | None = o.own("With --replay: at most this many completions.", min=1)
+    repro: Path | None = o.own("Write a standalone script (.py) that repeats the call found.")
 
     def _check(self) -> None:
         if self.engine == "vllm":
@@ -215,11 +202,7 @@ class TraceRequest(o.ModelOptions, Request):
     @cached_property
     def impls(self) -> list[str]:
         """The implementation to trace, exactly one."""
-        impl = self.impl or "stock"
-        if self.engine != "vllm":
-            return implementations([impl])
-        o.check_under_vllm([impl])
-        return [impl]
+        return implementations([self.impl or "stock"], self.engine)
 
     @cached_property
     def engine_load(self) -> Load:
@@ -275,13 +258,19 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
 
 
 def _searched(search: Search, repro: Path | None) -> None:
+    from nondet.trace.repro import write_and_run
+
     try:
         verdict = search.run()
     except Exception as error:
         search.keep(Control(name="died", passed=False, sentence=f"the trace ended: {reason_of(error)}"))
         raise
     if repro is not None:
-        verdict = _with_script(search, verdict, repro)
+        line = "no script: there is no responsible call that can be made by itself"
+        if search.named is not None:
+            line = write_and_run(repro, search.named)
+            verdict = msgspec.structs.replace(verdict, repro=line)
+        search.say(line)
     search.keep(verdict)
 
 
@@ -304,7 +293,7 @@ def _recorded(
 ) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any], dict[str, str]]:
     """A recorded completion solo and as recorded, or two recorded ones; arms with the traces that they must give."""
     from nondet.core.compare import weights_digest
-    from nondet.sampling.replay import check_weights, load_of, recording_of, requests_of, select_completions
+    from nondet.sampling.replay import load_of, recording_of, requests_of, select_completions
     from nondet.trace.search import Arm
 
     recorded = _read(path)
@@ -318,12 +307,11 @@ def _recorded(
     arms = []
     expected = {}
     for completion in completions:
-        record = recording_of(recorded, completion)
+        record = recording_of(recorded, completion, weights)
         load = load_of(record)
         if load.graphs:
             sink.say(f"{completion.request} was recorded in CUDA graphs; it is traced step by step, without")
             load = replace(load, graphs=False)
-        check_weights(record, loaded, weights, recorded.source)
         name = f"{completion.request} as recorded"
         expected[name] = completion.trace
         arms.append(Arm(name, completion.request, requests_of(record), load, record.seed))
@@ -341,14 +329,3 @@ def _recorded(
         "impls": [completions[0].impl],
     }
     return loaded, (arms[0], arms[1]), plan, expected
-
-
-def _with_script(search: Search, verdict: TraceVerdict, path: Path) -> TraceVerdict:
-    from nondet.trace.repro import write_and_run
-
-    line = "no script: there is no responsible call that can be made by itself"
-    if search.named is not None:
-        line = write_and_run(path, search.named)
-        verdict = msgspec.structs.replace(verdict, repro=line)
-    search.say(line)
-    return verdict

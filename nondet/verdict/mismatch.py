@@ -106,8 +106,7 @@ def _judge(pair: Pair, arms: Sequence[Pair]) -> Verdict:
     else:
         seen = reason("mm-apart", **counted, differ=f.differ, k3=f.k3, interval=_interval(f.k3_interval))
         tails = reason("mm-tails", outside=f.outside / f.tokens, least=f.ratios[0], most=f.ratios[1])
-        long = reason("mm-long", share=f.long[1])
-        notes += [*_kind(pair), *_where(pair), tails, rows, long, *_cures(pair, arms)]
+        notes += [*_kind(pair), *_where(pair), tails, rows, *_cures(pair, arms)]
     return Verdict(pair.impl, (Finding.MISMATCH,), (seen,), tuple(notes))
 
 

@@ -194,7 +194,6 @@ WORDS: dict[str, str] = {
     "mm-rows-none": "The logprobs of the sampled tokens were compared, not the whole vocabulary.",
     "mm-interval": " (95%, by sequence: {low:.1e} to {high:.1e})",
     "mm-tails": "Ratios: {outside:near} outside 0.99 to 1.01, {least:.3f} to {most:.3f}.",
-    "mm-long": "If others differed like these, 4,096 tokens would have a ratio of 0.5 to 2 in {share:near} of cases.",
     "kind-fits": "Kind: {layer}. The {side} has {cause} ({fitted}): K3 is {left:.1e} without, {floor:.1e} by rounding.",
     "kind-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): it gives the bits of {exactly:near} of tokens.",
     "kind-numeric": "Kind: numeric. No known cause explains the mismatch. Both sides are as close to a {wide} forward "

@@ -19,11 +19,6 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--slots", type=int, default=16, help="requests at once; each has the whole context")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument(
-        "--float32-attention",
-        action="store_true",
-        help="float32 keys and values and no flash attention, which rounds to float16 (llama.cpp's defaults are both)",
-    )
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
 
@@ -34,9 +29,6 @@ def main() -> None:
     params.port = options.port
     params.n_parallel = options.slots
     params.n_ctx = options.slots * options.context
-    if options.float32_attention:
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
     params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True
     params.offline = True

@@ -49,13 +49,6 @@ def wrong_at(bad: Callable[[int], bool]) -> Call:
     return lambda x, weight, bias=None: (split_k if bad(x.shape[0]) else chain)(x, weight, bias)
 
 
-def half_sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    acc = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.float16)
-    for k in range(K):
-        acc += (x[:, k : k + 1].float() * weight[:, k].float()).half()
-    return (acc if bias is None else acc + bias).to(x.dtype)
-
-
 def question(dtype: str = "bfloat16", layout: str = "nt", values: tuple[int, ...] = BATCHES) -> Question:
     return Question(
         operator="linear", cls="cpu-tiles", dtype=dtype, device="cpu", shape={"K": K, "N": N}, layout=layout,
@@ -89,7 +82,7 @@ def test_another_tile_holds_and_another_order_does_not(kept: Certificates, dtype
     assert bad.values == ["anchor", *BATCHES]
     assert [label == 0 for label in bad.labels] == [True] + [False] * len(BATCHES)
     assert "differs at every M tried" in bad.reason
-    assert "one result at all of them" in bad.reason
+    assert "with one result at all of them: another order" in bad.reason
 
 
 def test_a_member_is_excluded_where_it_leaves_and_stands_elsewhere() -> None:
@@ -104,23 +97,17 @@ def test_a_member_is_excluded_where_it_leaves_and_stands_elsewhere() -> None:
         row = put(wrong_at(bad), kept)
         assert row.extra["left_at"] == left
         assert said in row.reason
-        assert row.extra["first"]["at"] == left[0]
-        assert row.difference is not None
         assert row.difference.mismatched > 0
         assert {rows_of(c.key): c.holds for c in kept.all()} == {m: m not in left for m in BATCHES}
         assert f"; first: M = {left[0]}, element [" in row.reason
 
 
-def test_nan_on_one_side_is_no_equality_and_fewer_digits_no_other_order(kept: Certificates) -> None:
-    """A member that gives NaN where the anchor has a number leaves the class, though most of its inputs agree; float16
-    sums are less accurate, which another order in float32 is not, and only they are called so."""
+def test_nan_on_one_side_is_no_equality(kept: Certificates) -> None:
+    """A member that gives NaN where the anchor has a number leaves the class, though most of its inputs agree."""
     row = put(changed(lambda out: out.masked_fill(out.abs() > 1e6, torch.nan)), kept, dtype="float32")
     assert row.status == Status.DIVERGENT
     assert "NaN or infinity" in row.reason
-    assert row.difference is not None
     assert row.difference.nonfinite > 0
-    assert "accumulator of less" in put(half_sums, kept, dtype="float32").reason
-    assert "accumulator of less" not in put(split_k, kept, dtype="float32").reason
 
 
 def test_a_bias_added_after_the_rounding_is_another_class(kept: Certificates) -> None:

@@ -20,7 +20,6 @@ from nondet.kernels.attention.cuda import attention_by_one_plan, attention_split
 from nondet.kernels.experts.cpu import grouped_anchor, grouped_tiles
 from nondet.kernels.matmul import cuda as members
 from nondet.kernels.matmul import triton_kernels
-from nondet.kernels.rows import cuda as rows_kernels
 from scripts.classes import markdown
 from tests.build import linear, split_k
 
@@ -30,15 +29,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _linear(shape: dict[str, int], layout: str, values: tuple[int, ...]) -> Question:
     about: dict[str, Any] = {"dtype": "float16", "device": DEVICE, "kinds": ("order",)}
     return Question(operator="linear", cls="chain", shape=shape, layout=layout, values=values, **about)
-
-
-@pytest.mark.parametrize("width", [1, 5, 300, 1000, 4096, 17000])
-def test_the_order_of_class_lanes_is_the_one_written_down(width: int) -> None:
-    """The words, as elementwise additions, give the kernel's bits; PyTorch's own sum, another order, does not."""
-    x = torch.rand(16, width, generator=torch.Generator().manual_seed(0)) - 0.5  # a few sums agree in any order
-    assert torch.equal(rows_kernels.lanes_sum(x), rows_kernels.sum(x.to(DEVICE)).cpu())
-    if width >= 1000:
-        assert not torch.equal(rows_kernels.lanes_sum(x), x.cumsum(-1)[:, -1])
 
 
 @pytest.fixture
@@ -148,7 +138,6 @@ def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certif
     tiles = members.triton_tiles_linear("float16")
     tile = next(iter(tiles))
     asked = members.member(tile, members.Operands(x[None], weight.T[None]))
-    assert asked is not None
 
     class Wrong:
         claim = staticmethod(tiles[tile].claim)  # type: ignore[attr-defined] # of the dispatcher's own members

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -21,8 +18,6 @@ EXPECTED = {
 
 
 def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader finds every version, the variables that steer libraries, and the flags as the running process has them;
-    a secret never gets in."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
     header = collect(seed=7)
@@ -35,10 +30,9 @@ def test_everything_that_changes_bits_is_recorded(monkeypatch: pytest.MonkeyPatc
     msgspec.json.decode(msgspec.json.encode(header))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    try:
-        assert collect()["float32_matmul_precision"] == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    now = collect()["float32_matmul_precision"]
+    torch.set_float32_matmul_precision(before)
+    assert (before, now) == ("highest", "high")
 
 
 def test_variables_that_are_no_text_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,30 +45,3 @@ def test_variables_that_are_no_text_are_escaped(monkeypatch: pytest.MonkeyPatch)
     assert header["variables"]["MKL_CBWR"] == header["commit"] == "a\\udcff"
     assert header["argv"] == ["nondet", "\\udcfe"]
     msgspec.json.encode([header, machine("cpu"), environment.variables(["TRITON_PTXAS_PATH"])])
-
-
-def test_sources_are_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout with links and the same files in real folders are equal; files that change places are not."""
-    real, linked = tmp_path / "real" / "nondet", tmp_path / "linked" / "nondet"
-    for name, text in (("a/x.py", "1"), ("b/x.py", "2"), ("kernels/k.py", "3"), ("reports/r/s.py", "4")):
-        (real / name).parent.mkdir(parents=True)
-        (real / name).write_text(text)
-    shutil.copytree(real, linked)
-    for name in ("kernels", "reports"):
-        (linked / name).rename(linked.parent / name)
-        (linked / name).symlink_to(f"../{name}")
-
-    def digest(root: Path) -> object:
-        monkeypatch.setattr(environment, "__file__", str(root / "core" / "environment.py"))
-        environment.sources_digest.cache_clear()
-        return collect()["sources"]
-
-    try:
-        before = digest(real)
-        assert digest(linked) == before
-        (real / "a" / "x.py").rename(real / "moved")
-        (real / "b" / "x.py").rename(real / "a" / "x.py")
-        (real / "moved").rename(real / "b" / "x.py")
-        assert digest(real) != before
-    finally:
-        environment.sources_digest.cache_clear()

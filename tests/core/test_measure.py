@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
-import msgspec
 import pytest
 import torch
 
 from nondet.core import processes
-from nondet.core.compare import (
-    ClassBook,
-    agreement,
-    difference,
-    error_against,
-    errors_against,
-    identical,
-    looked_at,
-    same,
-)
+from nondet.core.compare import looked_at
 from nondet.core.inputs import generator, make
 from nondet.core.launch import note
 from nondet.core.measure import Trial, fingerprint, measure, row_of, written_to
-from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run
+from nondet.core.records import Row, Run
+from nondet.core.registry import load_implementation
 from nondet.core.statistics import wilson
 from nondet.core.watch import Answers, Watch, bound_of
 from nondet.errors import WrongResultError
 from nondet.kernels import reference
-from nondet.kernels.experts import cpu
 from nondet.probes.base import Options
 from nondet.probes.runner import plan_jobs, run_jobs
 from nondet.reports.html import render
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import exit_code, judge
-from tests.build import FLOAT_DTYPES, run_of
+from tests.build import run_of
 from tests.probes import toys
 
 SMALL: dict[str, Any] = {"m": 16, "k": 100, "n": 24, "inputs": ("bell",), "runs": 3}
@@ -57,16 +46,12 @@ def watched(call: Any, operator: str = "linear") -> Watch:
 
 
 def judged(toy: str, dtype: str = "bfloat16") -> tuple[Run, Finding]:
-    """The run of the matmul probe under one toy, and its finding."""
-    rows = list(toys.measure("matmul", toy, dtypes=(dtype,), **SMALL).values())
-    header = Header(format=FORMAT, schema=SCHEMA_VERSION, command="probe", plan={}, environment={}, started="")
-    run = Run(header=header, rows=rows)
+    run = run_of(*toys.measure("matmul", toy, dtypes=(dtype,), **SMALL).values())
     return run, judge(run)[0].finding
 
 
 def test_identical_and_wrong_is_wrong() -> None:
-    """In the row, the verdict and the exit code; beside it a sound kernel is none of that. sys.exit(0) inside a kernel
-    is a failed case, and no success of the run."""
+    """sys.exit(0) inside a kernel is a failed case, and no success of the run."""
     for toy, reason in [
         ("linear_zeros", "more than any rounding explains"),
         ("linear_flipped", "more than any rounding explains"),
@@ -87,7 +72,6 @@ def test_identical_and_wrong_is_wrong() -> None:
 
 
 def test_a_sound_kernel_is_clean_and_its_accuracy_is_on_record() -> None:
-    """Whole results of several calls were checked, and the worst element is within what rounding explains."""
     for dtype in ["bfloat16", "float16", "float32", "float64"]:
         run, finding = judged("linear_sound", dtype)
         assert finding == Finding.CLEAN
@@ -100,7 +84,6 @@ def test_a_sound_kernel_is_clean_and_its_accuracy_is_on_record() -> None:
 
 
 def test_a_class_says_whether_it_is_more_accurate_or_merely_different() -> None:
-    """Halves added in float32 are another order; a result that was rounded to bfloat16 on its way is less accurate."""
     x, w = torch.randn(64, generator=generator(1, "cpu")), torch.randn(400, 64, generator=generator(2, "cpu"))
     exact = x.double() @ w.double().T
     halves = x[:32] @ w[:, :32].T + x[32:] @ w[:, 32:].T
@@ -129,30 +112,16 @@ def test_noise_of_some_calls_is_not_called_batch_dependent() -> None:
             assert finding == Finding.RUN_TO_RUN, offset
 
 
-def test_a_kernel_that_splits_by_the_batch_is_still_called_batch_dependent() -> None:
-    """Its classes come again whenever they are asked for."""
-    rows = toys.measure("matmul", "linear_splits_by_m", m=33, k=96, n=24, dtypes=("float32",), inputs=("bell",), runs=3)
-    swept = [r for r in rows.values() if r.varied == "batch_size"]
-    assert all(r.status == "divergent" and r.replays >= 3 and not r.replays_parted for r in swept)
-    run, _ = judged("linear_sound")
-    run.rows[:] = list(rows.values())
-    assert judge(run)[0].finding == Finding.BATCH
-
-
 def test_inputs_are_restored_for_the_next_implementation() -> None:
-    """A kernel that doubles the weight leaves the next one's figures alone."""
     impls = ["tests.probes.toys:linear_writes", "tests.probes.toys:linear_sound"]
     options = Options(dtypes=("float32",), **SMALL)
     beside = {r.key: r for r in run_jobs(plan_jobs(["matmul"], impls, options), 0, set())}
     alone = list(run_jobs(plan_jobs(["matmul"], impls[1:], options), 0, set()))
     assert len(beside) == 2 * len(alone)
-    for row in alone:
-        assert beside[row.key].error == row.error
-        assert beside[row.key].status == "identical"
+    assert {(beside[row.key].error == row.error, beside[row.key].status) for row in alone} == {(True, "identical")}
 
 
 def test_writes_are_seen_and_reads_are_not() -> None:
-    """A sign, a swap of two rows and a moved element show in the sums of bits; a product does not."""
     inputs = {"x": torch.randn(5, 7), "pair": (torch.arange(6), torch.randn(4).bfloat16())}
     before = fingerprint(inputs)
     torch.mm(inputs["x"], inputs["x"].T)  # type: ignore[union-attr] # a tensor
@@ -166,8 +135,6 @@ def test_writes_are_seen_and_reads_are_not() -> None:
 
 def test_every_operator_s_own_stock_is_within_its_bound() -> None:
     """The bound is one that a sound kernel keeps: a false alarm would be as bad as a miss."""
-    from nondet.core.registry import load_implementation
-
     rng = generator(0, "cpu")
     for dtype in (torch.bfloat16, torch.float32):
         x, w = make("wide", (9, 200), dtype, "cpu", rng), make("bell", (31, 200), dtype, "cpu", rng)
@@ -183,8 +150,7 @@ def test_every_operator_s_own_stock_is_within_its_bound() -> None:
 
 
 def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> None:
-    """The oracle is asked once for equal operands, again after one was written to; of 100 rows the last is checked, and
-    of a grouped product's each against the weight of its own expert. A watch that is not checking passes all on."""
+    """Rows of a grouped product each against the weight of its own expert."""
     asked, calls = [], []
 
     def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -217,27 +183,7 @@ def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> N
     assert watch.accuracy.elements == 32 * 5
 
 
-def test_agreement_is_identity() -> None:
-    """Both ways to ask give what `identical` gives, of every pair; NaN equals NaN whatever its payload."""
-    nan = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)  # three patterns
-    values = torch.tensor([[1.0, 2.0, 0.0], [1.0, 4.0, 0.0], [2.0, 2.0, 0.0], [1.0, 2.0, 1.0]])
-    pools = [[*nan, torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(math.inf)]]
-    for dtype in [*FLOAT_DTYPES, torch.int64, torch.bool, torch.complex64]:
-        pools.append([*(values.to(torch.uint8).view(dtype) if "float4" in str(dtype) else values.to(dtype))])
-    for pool in pools:
-        pairs = [(a, b.clone()) for a in pool for b in pool]
-        expected = [identical(a, b) for a, b in pairs]
-        assert sum(expected) >= len(pool)
-        assert False in expected
-        assert looked_at([agreement(a, b) for a, b in pairs]) == expected
-        assert looked_at([same(a, b).all() for a, b in pairs]) == expected
-        with pytest.raises(ValueError, match="not comparable"):
-            agreement(pool[0], pool[0][None, :1] if pool[0].ndim else pool[0][None])
-    assert looked_at([]) == []
-
-
 def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
-    """A call that gives other bits the second time is seen in its own variant, and a wrong one at the end."""
     calls = 0
 
     def unsteady(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -245,81 +191,34 @@ def test_a_watch_tells_of_each_repeat_once_and_of_the_worst_fault() -> None:
         calls += 1
         return linear(x, weight) + (2.0**-22 if calls == 4 else 0.0) + (1.0 if calls > 4 else 0.0)
 
-    watch, repeats = watched(unsteady), []
-    for _ in range(3):
+    watch = watched(unsteady)
+    for alike in (True, False, True):
         watch.next_variant()
         watch.call(torch.ones(2, 3), torch.ones(4, 3))
-        repeats.append(looked_at(watch.repeated()))
-    assert repeats == [[True], [False], [True]]
+        assert looked_at(watch.repeated()) == [alike]
     assert watch.repeated() == []
     assert "8 of 8 elements are off" in watch.fault
     assert watch.accuracy is not None
     assert (watch.accuracy.calls, watch.accuracy.elements) == (3, 24)
 
 
-def test_errors_and_differences_of_several_are_those_of_each() -> None:
-    """One look for all of them, with NaN, infinities and other numbers among them; the widest as of each."""
-    rng = torch.Generator().manual_seed(3)
-    reference = torch.randn(4, 5, generator=rng, dtype=torch.float64)
-    outs = [reference.float() * (1 + scale) for scale in (0.0, 1e-3, 1e-6)]
-    outs += [outs[0].clone().index_fill_(0, torch.tensor([1]), value) for value in (math.nan, math.inf)]
-    assert errors_against(outs, reference) == [error_against(out, reference) for out in outs]
-    none = errors_against([torch.ones(0)], torch.ones(0, dtype=torch.float64))
-    assert [(e.max_abs, e.relative_norm, e.max_ulp) for e in none] == [(0.0, 0.0, 0)]
-    for chosen in (outs, outs[:3], outs[:2], outs[:1]):
-        book = ClassBook()
-        book.add(torch.stack(chosen))
-        apart = [msgspec.structs.replace(difference(chosen[0], x), label=i) for i, x in enumerate(chosen)]
-        assert book.widest_difference() == max(
-            apart[1:] or [difference(chosen[0], chosen[0])], key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched)
-        )
-
-
-def test_scatter_add_is_the_tree_that_it_says() -> None:
-    """Pairs of neighbours, pairs of those sums, the row last: of every number of contributions."""
-
-    def tree(values: list[torch.Tensor]) -> torch.Tensor:
-        while len(values) > 1:
-            values = [values[i] + values[i + 1] if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
-        return values[0]
-
-    for count in [1, 2, 3, 7, 64, 65, 200]:
-        rng = torch.Generator().manual_seed(count)
-        source = torch.randn(count, generator=rng) * 10.0 ** torch.randint(-3, 4, (count,), generator=rng)
-        index = torch.randint(0, 3, (count,), generator=rng)
-        target = torch.randn(5, generator=rng)
-        got = cpu.scatter_add(target, index, source)
-        for row in range(5):
-            mine = list(source[index == row])
-            assert identical(got[row], target[row] + tree(mine) if mine else target[row])
-
-
-@pytest.mark.parametrize(("status", "expected"), [(0, 5 * 2**30), (2, None)])
-def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch, status: int, expected: int | None) -> None:
-    """By the GPU's UUID, in bytes; None where the library knows no such GPU, or there is none."""
-    names = []
-
-    def by_uuid(name: bytes, handle: Any) -> int:
-        names.append(name)
-        return status
-
+def test_free_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def memory(_: Any, at: Any) -> int:
         at._obj[1] = 5 * 2**30
         return 0
 
-    library = SimpleNamespace(
-        nvmlInit_v2=lambda: 0, nvmlShutdown=lambda: 0, nvmlDeviceGetHandleByUUID=by_uuid, nvmlDeviceGetMemoryInfo=memory
-    )
+    library = Mock(nvmlInit_v2=lambda: 0, nvmlDeviceGetMemoryInfo=memory)
     monkeypatch.setattr("ctypes.CDLL", lambda _: library)
-    assert processes.free_gpu_memory("12ab") == expected
-    assert names == [b"GPU-12ab"]
+    for status, expected in [(0, 5 * 2**30), (2, None)]:
+        library.nvmlDeviceGetHandleByUUID.return_value = status
+        assert processes.free_gpu_memory("12ab") == expected
+        assert library.nvmlDeviceGetHandleByUUID.call_args[0][0] == b"GPU-12ab"
     monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace())
     assert processes.free_gpu_memory("12ab") is None
 
 
 def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
-    """Classes are numbered by first appearance; two of them part, and a status that is given stands. Measuring needs no
-    probe; what a proof at first use launches and refuses is not what ran."""
+    """What a proof at first use launches and refuses is not what ran."""
     row = row_of(HEAD, [1, 8, "prefill"], ["b", "a", "b"], ran=["kernel"])
     assert (row.status, row.values, row.labels, row.ran) == ("divergent", [1, 8, "prefill"], [0, 1, 0], ["kernel"])
     assert (row.class_sizes, row.trials, row.distinct) == ([2, 1], 3, 2)
@@ -339,56 +238,39 @@ def test_a_row_is_made_of_results_that_were_compared_elsewhere() -> None:
     assert measure(HEAD, [Trial(m, serve) for m in (1, 2)], warm=True).ran == ["served[64]"]
 
 
-# A call under watch: what it gave is held against the oracle, by number, shape, dtype and value.
-
-
 X, WEIGHT = torch.ones(3, 8), torch.ones(4, 8)
 
 
 def test_a_result_of_another_form_is_wrong() -> None:
-    """Said with both, as a wrong result and not as a failure; the same in the oracle's form is none."""
-    made: list[tuple[Any, str]] = [
-        (lambda out: [out, out], "linear gave 2 results, not 1"),
-        (lambda out: out[:2], r"linear gave the shape \(2, 4\), not \(3, 4\)"),
-        (lambda out: out.double(), "linear gave torch.float64 for torch.float32"),
-        (lambda out: 1.0, "the result is a float, not a tensor"),
+    rows = torch.ones(3, 8), torch.ones(3, 8), torch.ones(8)
+    two = tuple(x.float() for x in reference.rms_norm_residual(*rows))
+    one = linear(X, WEIGHT)
+    made: list[tuple[str, tuple[torch.Tensor, ...], Any, str]] = [
+        ("linear", (X, WEIGHT), [one, one], "linear gave 2 results, not 1"),
+        ("linear", (X, WEIGHT), one[:2], r"linear gave the shape \(2, 4\), not \(3, 4\)"),
+        ("linear", (X, WEIGHT), one.double(), "linear gave torch.float64 for torch.float32"),
+        ("linear", (X, WEIGHT), 1.0, "the result is a float, not a tensor"),
+        ("rms_norm_residual", rows, two[:1], "gave 1 results, not 2"),
+        ("rms_norm_residual", rows, (*two, two[0]), "gave 3 results, not 2"),
     ]
-    for change, why in made:
+    for operator, operands, result, why in made:
         with pytest.raises(WrongResultError, match=why):
-            watched(lambda x, weight, change=change: change(linear(x, weight))).call(X, WEIGHT)
-    sound = watched(lambda x, weight: [linear(x, weight)])
+            watched(lambda *_, result=result: result, operator).call(*operands)
+    sound, both = watched(lambda *_: [one]), watched(lambda *_: two, "rms_norm_residual")
     sound.call(X, WEIGHT)
-    assert (sound.fault, len(sound.repeated())) == ("", 1)
-
-
-def test_several_results_are_each_held_against_the_oracle() -> None:
-    """One of two is missing, or one too many."""
-    operands = torch.ones(3, 8), torch.ones(3, 8), torch.ones(8)
-    whole = tuple(x.float() for x in reference.rms_norm_residual(*operands))
-    assert len(whole) == 2
-    for results in (whole[:1], (*whole, whole[0])):
-        with pytest.raises(WrongResultError, match=f"gave {len(results)} results, not 2"):
-            watched(lambda *_, results=results: results, "rms_norm_residual").call(*operands)
-    watch = watched(lambda *_: whole, "rms_norm_residual")
-    watch.call(*operands)
-    assert watch.fault == ""
-    assert watch.accuracy is not None
-    assert watch.accuracy.elements == 2 * 24
+    both.call(*rows)
+    assert (sound.fault, len(sound.repeated()), both.fault) == ("", 1, "")
+    assert both.accuracy is not None
+    assert both.accuracy.elements == 2 * 24
 
 
 def test_a_value_that_the_oracle_does_not_have_is_a_fault() -> None:
-    """A single one of twelve; of the oracle's own infinity nothing is asked."""
-
-    def off(x: torch.Tensor, weight: torch.Tensor, value: float) -> torch.Tensor:
-        out = linear(x, weight)
-        out[1, 2] = value
-        return out
-
     for value in [float("nan"), float("inf"), float("-inf"), 8.5]:
-        watch = watched(functools.partial(off, value=value))
+        off = linear(X, WEIGHT)
+        off[1, 2] = value
+        watch, shared = watched(lambda *_, off=off: off), watched(linear)
         watch.call(X, WEIGHT)
         assert watch.fault.startswith("1 of 12 elements are ")
         assert ("NaN or infinite where the oracle is not" in watch.fault) == (value != 8.5)
-        shared = watched(linear)
         shared.call(X * value, WEIGHT)
         assert shared.fault == ""

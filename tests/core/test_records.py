@@ -8,23 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from nondet.core.records import (
-    STEPS_MOST,
-    Completion,
-    ContractAnswer,
-    ContradictionError,
-    Difference,
-    End,
-    Header,
-    Limit,
-    Record,
-    Round,
-    Row,
-    RunChecks,
-    Served,
-    Status,
-    Traffic,
-)
+from nondet.core import records
+from nondet.core.records import STEPS_MOST, Completion, Limit, Record, Round, Row, RunChecks
 from nondet.core.runfile import encoded
 from tests import build as factory
 
@@ -37,11 +22,10 @@ def row(labels: tuple[int, ...] = (0, 1), **fields: Any) -> Row:
 
 def difference(**fields: Any) -> Row:
     filled: dict[str, Any] = {"mismatched": 3, "compared": 8, "max_abs": 1.0, "max_ulp": 1}
-    return row(difference=Difference(**(filled | fields)))
+    return row(difference=records.Difference(**(filled | fields)))
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """So many mappings in each other."""
     tree: dict[str, Any] = {}
     for _ in range(depth - 1):
         tree = {"a": tree}
@@ -54,7 +38,7 @@ def completion(**fields: Any) -> Completion:
 
 
 def served(**fields: Any) -> Completion:
-    return completion(served=Served(**({"done": 1.0} | fields)))
+    return completion(served=records.Served(**({"done": 1.0} | fields)))
 
 
 def round_(**fields: Any) -> Round:
@@ -63,7 +47,7 @@ def round_(**fields: Any) -> Round:
 
 
 def traffic(**fields: Any) -> Round:
-    return round_(traffic=Traffic(pattern="p", concurrency=1, **fields))
+    return round_(traffic=records.Traffic(pattern="p", concurrency=1, **fields))
 
 
 def limit(**fields: Any) -> Limit:
@@ -74,11 +58,11 @@ def cell(**fields: Any) -> Record:
     return factory.cell(1, factory.timed("stock", 2.0, **fields))
 
 
-def contract(answer: str) -> ContractAnswer:
-    return ContractAnswer(impl="server", question="greedy", answer=answer, evidence="e")
+def contract(answer: str) -> records.ContractAnswer:
+    return records.ContractAnswer(impl="server", question="greedy", answer=answer, evidence="e")
 
 
-IDENTICAL = {"status": Status.IDENTICAL}
+IDENTICAL = {"status": records.Status.IDENTICAL}
 
 # A record of one figure, the largest (or smallest) that it takes, the first that it does not, and the field told.
 EDGES: list[tuple[Callable[[Any], Record], Any, Any, str]] = [
@@ -146,7 +130,6 @@ def test_a_limit_is_taken_and_one_beyond_is_refused() -> None:
 
 
 def test_a_figure_out_of_range_is_told_with_its_value() -> None:
-    """The field's own path and what the file has there, on one short line; a value that can't be found is left out."""
     told = [(traffic(polls=-7), r"^traffic\.polls: Expected `int` >= 0, not -7$"),
             (row((0, 1), class_sizes=[1, 0]), r"^class_sizes\[1\]: Expected `int` >= 1, not 0$"),
             (round_(figures={"cached": -1}), r"^figures\[\.\.\.\]: Expected `int` >= 0, not {'cached': -1}$"),
@@ -157,29 +140,52 @@ def test_a_figure_out_of_range_is_told_with_its_value() -> None:
 
 
 def test_a_plan_names_tokens_that_a_prompt_can_have() -> None:
-    """A number of them, up to the most."""
     for tokens in [TOKENS, TOKENS + 1, True]:
-        header: Header = factory.header("sample", {"prompts": [{"text": "p", "tokens": tokens}]})
+        header: records.Header = factory.header("sample", {"prompts": [{"text": "p", "tokens": tokens}]})
         if tokens is not True and tokens <= TOKENS:
             assert RunChecks(header).header(header) is None
             continue
-        with pytest.raises(ContradictionError, match=r"plan\.prompts"):
+        with pytest.raises(records.ContradictionError, match=r"plan\.prompts"):
             RunChecks(header).header(header)
 
 
+def test_a_run_that_ended_has_all_that_was_planned() -> None:
+    """Where a line is taken out and the last one's count mended, the arm's verdict would be of the rest in silence."""
+
+    def step(impl: str, i: int, **fields: Any) -> Record:
+        usual = {"tokens": 4, "weights_digest": "0" * 16}
+        return records.TrainingStep(impl=impl, seed=0, step=i, **(fields or usual))
+
+    def rollout(impl: str, i: int) -> Record:
+        return records.MismatchRollout(impl=impl, name=f"{i}", tokens=1, ids=[1, 2], sampler=bytes(4), trainer=bytes(4))
+
+    def ended(command: str, lines: list[Record]) -> None:
+        sizes = {"steps": 3, "seeds": 1} if command == "rl" else {"n": 3, "texts": ["a"], "tokens": 1}
+        read = RunChecks(factory.header(command, {"arms": ["stock", "invariant"], **sizes}))
+        for record in lines:
+            read.record(record)
+        read.end(records.End(records=len(lines), seconds=0.0))
+
+    for command, made in (("rl", step), ("mismatch", rollout)):
+        whole = [made(impl, i) for impl in ("stock", "invariant") for i in range(3)]
+        ended(command, whole)
+        for left in (whole[:-1], whole[:3]):
+            with pytest.raises(records.ContradictionError, match=r"of 3 .* of invariant, as planned"):
+                ended(command, left)
+    ended("rl", [step("stock", i) for i in range(3)] + [step("invariant", 0, status="error")])  # that arm ended there
+
+
 def test_steps_are_bounded_over_all_rounds_and_records_are_counted() -> None:
-    """16 rounds of the most steps are what all of them may have; the end line says how many records came before it, and
-    a round how many completions: another one of it is one too many."""
     most = checks()
     for number in range(16):
         most.record(completion(request=f"t{number}", round=number, schedule=[[0, STEPS_MOST, 1]]))
-    most.end(End(records=16, seconds=0.0))
-    with pytest.raises(ContradictionError, match="records: 15, with 16"):
-        most.end(End(records=15, seconds=0.0))
-    with pytest.raises(ContradictionError, match="steps together"):
+    most.end(records.End(records=16, seconds=0.0))
+    with pytest.raises(records.ContradictionError, match="records: 15, with 16"):
+        most.end(records.End(records=15, seconds=0.0))
+    with pytest.raises(records.ContradictionError, match="steps together"):
         most.record(completion(request="one more", round=16, schedule=[[0, 1, 1]]))
     late = checks()
     late.record(completion())
     late.record(round_(targets=1))
-    with pytest.raises(ContradictionError, match="round: 0 of stock is over before it"):
+    with pytest.raises(records.ContradictionError, match="round: 0 of stock is over before it"):
         late.record(completion(request="t1"))

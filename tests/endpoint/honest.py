@@ -39,15 +39,13 @@ class Request(NamedTuple):
 
 async def read_request(reader: asyncio.StreamReader) -> Request | None:
     """The next request of a connection; None where it ended."""
-    try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    first, *lines = head.rstrip().split("\r\n")
-    method, path, _ = first.split(" ")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    body = await reader.readexactly(int(headers.get("content-length", "0")))
-    return Request(method, path, headers, body)
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
+        method, path, _ = first.split(" ")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+        return Request(method, path, headers, body)
+    return None
 
 
 def response(status: int, body: bytes, content_type: str = "application/json", extra: str = "") -> bytes:
@@ -64,12 +62,10 @@ STREAM_END = b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
-    """One piece of a chunked body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def event(document: Any) -> bytes:
-    """One server-sent event as a piece of a chunked body."""
     return chunk(b"data: " + json.dumps(document).encode() + b"\n\n")
 
 
@@ -169,28 +165,21 @@ def float32(value: float) -> float:
 
 
 def _draw(*what: object) -> float:
-    """A number in [0, 1) that follows from what is given."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:6], "big") / 2**48
 
 
-class Context:
-    """A prefix that grows token by token from the prompt's ids."""
-
-    def __init__(self, ids: tuple[int, ...]) -> None:
-        self.hash = hashlib.sha256(bytes(i % 256 for i in ids))
-
-    def append(self, token: int) -> None:
-        """Go on behind a token."""
-        self.hash.update(bytes([token]))
+def context_of(ids: tuple[int, ...]) -> Any:
+    """A prefix: `update` appends tokens to it."""
+    return hashlib.sha256(bytes(i % 256 for i in ids))
 
 
 def step(
-    context: Context, *, temperature: float, draw: tuple[object, ...], alternatives: int, noise: float = 0.0,
+    context: Any, *, temperature: float, draw: tuple[object, ...], alternatives: int, noise: float = 0.0,
     scale: float = 0.0, noise_of: object = None,
 ) -> Step:  # fmt: skip
     """Generate one token and append it. `noise_of` is what noise follows from: how many requests ran, what was cached;
     `scale` disturbs all logits by one factor, which leaves their order, ties included."""
-    digest, key, factor = context.hash.digest(), context.hash.hexdigest(), 1 + scale * _draw(noise_of)
+    digest, key, factor = context.digest(), context.hexdigest(), 1 + scale * _draw(noise_of)
     logits = {32 + digest[i] % 95: digest[_CANDIDATES + i] / 64 * factor for i in range(_CANDIDATES)}
     if noise:
         logits = {token: value + noise * (2 * _draw(key, token, noise_of) - 1) for token, value in logits.items()}
@@ -204,7 +193,7 @@ def step(
         chosen = ranked[0]
     total = math.log(sum(math.exp(value) for value in logits.values()))
     logprobs = {token: float32(value - total) for token, value in logits.items()}
-    context.append(chosen)
+    context.update(bytes([chosen]))
     return Step(chosen, logprobs[chosen], tuple((token, logprobs[token]) for token in ranked[:alternatives]))
 
 
@@ -224,11 +213,6 @@ class Told:
     prompt: tuple[int, ...]
     cached: int
     finish: str
-
-
-def _usage(steps: list[Step], told: Told) -> dict[str, Any]:
-    counts = {"prompt_tokens": len(told.prompt), "completion_tokens": len(steps)}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": told.cached}}
 
 
 def _choice(steps: list[Step], told: Told, own: bool, key: str) -> dict[str, Any]:
@@ -263,7 +247,8 @@ def _openai(steps: list[Step], told: Told, stream: bool, chat: bool, own: bool) 
         key = "text" if not chat else "delta" if stream else "message"
         return {"model": MODEL, "choices": [{**_choice(some, told, own, key), "finish_reason": finish}]}
 
-    end = {"usage": _usage(steps, told), "system_fingerprint": "hash-"}
+    usage = {"prompt_tokens": len(told.prompt), "completion_tokens": len(steps)}
+    end = {"usage": {**usage, "prompt_tokens_details": {"cached_tokens": told.cached}}, "system_fingerprint": "hash-"}
     if not stream:
         return [{**word(steps, told.finish), **end}]
     documents = [word([step], None) for step in steps[:-1]] + [word(steps[-1:], told.finish or None)]
@@ -283,7 +268,6 @@ def transformers(steps: list[Step], told: Told, stream: bool, chat: bool) -> lis
 
 def sglang(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[dict[str, Any]]:
     """SGLang's /generate: every event holds the whole answer so far; asked event by event here."""
-
     ids, finish = [s.id for s in steps], {"type": "length", "length": len(steps)}
     meta: dict[str, Any] = {"prompt_tokens": len(told.prompt), "completion_tokens": len(ids)}
     meta |= {"finish_reason": finish if told.finish else None, "cached_tokens": told.cached}
@@ -301,12 +285,9 @@ def llama_cpp(steps: list[Step], told: Told, stream: bool, chat: bool) -> list[d
 
     def document(some: list[Step]) -> dict[str, Any]:
         ids = [s.id for s in some]
+        scored = [{**entry(s.id, s.logprob), "top_logprobs": [entry(*pair) for pair in s.top]} for s in some]
         said: dict[str, Any] = {"index": 0, "content": text_of(ids), "tokens": ids, "stop": False, "id_slot": 0}
-        if told.body.get("n_probs"):
-            said["completion_probabilities"] = [
-                {**entry(s.id, s.logprob), "top_logprobs": [entry(*pair) for pair in s.top]} for s in some
-            ]
-        return said
+        return said | ({"completion_probabilities": scored} if told.body.get("n_probs") else {})
 
     end: dict[str, Any] = {"stop": True, "stop_type": "limit", "model": MODEL, "timings": {"cache_n": told.cached}}
     end |= {"tokens_predicted": len(steps), "tokens_evaluated": len(told.prompt)}
@@ -333,10 +314,8 @@ class Cheats:
     """What a dishonest server does; all off is an honest one."""
 
     seed_ignored: bool = False  # the same seed gives other texts at T > 0
-    # logits disturbed by up to this much while more than one request runs, by how many they are; 0.02 flips tokens
-    batch_noise: float = 0.0
-    # logits multiplied by up to one plus this while more than one request runs: tokens stay, logprobs move
-    batch_scale: float = 0.0
+    batch_noise: float = 0.0  # disturbs logits by up to this while more requests run, by how many: 0.02 flips tokens
+    batch_scale: float = 0.0  # as well, by a factor of up to one plus this: tokens stay, logprobs change
     cache_noise: float = 0.0  # as batch_noise, where a prefix came from the cache
     beyond: int = 0  # batch_noise and batch_scale with more keys than this alone; a key is four characters of a prompt
     first_differs: bool = False  # the first answer after a start goes another way from its fifth token on
@@ -357,11 +336,10 @@ class Honest(Server):
         super().__init__(self._answer)
         self.dialect, self.cheats, self.token_s, self.key = dialect, Cheats(**cheats), token_s, key
         self.requests: list[dict[str, Any]] = []
-        self.running = self.hits = self.queries = 0
+        self.pages: list[str] = []
+        self.running = self.hits = self.queries = self._answered = self._batches = self._beside = 0
         self._cache: set[bytes] = set()
         self._count = itertools.count()
-        self.pages: list[str] = []
-        self._answered = self._batches = self._beside = 0
         self._prompts: dict[int, tuple[int, ...]] = {}
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
@@ -373,38 +351,36 @@ class Honest(Server):
         if request.method == "POST" and request.path in _COMPLETIONS.get(self.dialect, _OPENAI):
             await self._complete(request.json(), chat, writer)
             return True
-        page = self._page(request)
-        writer.write(page if page is not None else json_response({"detail": "Not Found"}, 404))
+        writer.write(self._page(request) or json_response({"detail": "Not Found"}, 404))
         return True
 
     def _page(self, request: Request) -> bytes | None:
-        """What the server says of itself."""
         flush = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}.get(self.dialect)
         if request.method == "POST" and request.path == flush:
             self._cache.clear()
             return response(200, b"")
         if request.method != "GET":
             return None
-        if request.path == "/slots" and self.dialect == "llama.cpp":
-            return json_response([{"id": i, "is_processing": i < self.running} for i in range(8)])
         if request.path == "/metrics" and self.dialect in _METRICS and not self.cheats.no_metrics:
             return response(200, _METRICS[self.dialect].format(self=self).encode(), "text/plain")
-        if request.path == "/v1/models":
-            owner = {"llama.cpp": "llamacpp", "openai": "hash"}.get(self.dialect, self.dialect)
-            listed: dict[str, Any] = {"id": MODEL, "object": "model", "owned_by": owner}
-            listed |= {"max_model_len": self.cheats.context} if self.cheats.context else {}
-            return json_response({"object": "list", "data": [listed]})
-        if request.path == "/server_info" and self.dialect == "sglang":
-            mode = self.cheats.deterministic
-            said = {"enable_deterministic_inference": mode, "attention_backend": "fa3", "tp_size": 1}
-            return json_response({"version": "0.0.9", **said})
-        document = _PAGES.get((self.dialect, request.path))
+        owner = {"llama.cpp": "llamacpp", "openai": "hash"}.get(self.dialect, self.dialect)
+        model = {"id": MODEL, "object": "model", "owned_by": owner}
+        model |= {"max_model_len": self.cheats.context} if self.cheats.context else {}
+        sglang = {"version": "0.0.9", "enable_deterministic_inference": self.cheats.deterministic}
+        pages: dict[tuple[str, str], Any] = {
+            (self.dialect, "/v1/models"): {"object": "list", "data": [model]},
+            ("llama.cpp", "/slots"): [{"id": i, "is_processing": i < self.running} for i in range(8)],
+            ("sglang", "/server_info"): {**sglang, "attention_backend": "fa3", "tp_size": 1},
+            **_PAGES,
+        }
+        document = pages.get((self.dialect, request.path))
         return document and json_response(document)
 
     async def _complete(self, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
-        prompt = _prompt(body, chat)
+        whole = "".join(f"<{m['role']}>{m['content']}" for m in body.get("messages", ()))
+        prompt = tokenize(whole if chat else body.get("prompt", body.get("text", "")))
         unexpected = set(body) - _OF_TRANSFORMERS if self.dialect == "transformers" else ()
-        if unexpected or prompt is None:
+        if unexpected or not prompt:
             writer.write(json_response({"error": {"message": f"no prompt, or unexpected {unexpected}"}}, 400))
             return
         self.requests.append(dict(body))
@@ -471,36 +447,24 @@ class Honest(Server):
             seed = f"batch {self._batches}"
         elif (seed is None or cheats.seed_ignored) and not cheats.deterministic:
             seed = f"drawn {next(self._count)}"
+        given = (body.get(name) for name in ("top_logprobs", "top_logprobs_num", "n_probs", "logprobs"))
+        alternatives = max(2, next((number for number in given if type(number) is int), 0))
         first, self._answered = not self._answered, self._answered + 1
-        context = Context(prompt)
+        context = context_of(prompt)
         for position in range(wanted):
             await asyncio.sleep(self.token_s)
             if position == 4 and first and cheats.first_differs:
-                context.append(1)
+                context.update(b"\1")
             others = [p for n, p in self._prompts.items() if n != number and len(p) != len(prompt)]
             self._beside += position == 3 and bool(others)
             if cheats.confuses and position == 3 and others and self._beside % cheats.confuses == 0:
-                context = Context(others[0])
+                context = context_of(others[0])
             beside = self.running if self.running > 1 and len(prompt) // 4 + position > cheats.beyond else 0
-            warm = cached if cheats.cache_noise else 0
-            noise = (cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if warm else 0.0)
-            scale = cheats.batch_scale if beside else 0.0
-            of = (beside if cheats.batch_noise or cheats.batch_scale else 0, warm)
-            how = {"temperature": temperature, "draw": (seed, position), "alternatives": max(2, _alternatives(body))}
-            yield step(context, noise=noise, scale=scale, noise_of=of, **how), "length" * (position == wanted - 1)
-
-
-def _alternatives(body: dict[str, Any]) -> int:
-    given = (body.get(name) for name in ("top_logprobs", "top_logprobs_num", "n_probs", "logprobs"))
-    return next((number for number in given if type(number) is int), 0)
-
-
-def _prompt(body: dict[str, Any], chat: bool) -> tuple[int, ...] | None:
-    if chat:
-        whole = "".join(f"<{m['role']}>{m['content']}" for m in body.get("messages", ()))
-        return tokenize(whole) if whole else None
-    given = body.get("prompt", body.get("text"))
-    return tokenize(given) if isinstance(given, str) else None
+            noise = (cheats.batch_noise if beside else 0.0) + (cheats.cache_noise if cached else 0.0)
+            of = (beside if cheats.batch_noise or cheats.batch_scale else 0, cached if cheats.cache_noise else 0)
+            how = {"temperature": temperature, "draw": (seed, position), "alternatives": alternatives, "noise_of": of}
+            new = step(context, noise=noise, scale=cheats.batch_scale if beside else 0.0, **how)
+            yield new, "length" * (position == wanted - 1)
 
 
 _OPENAI = ("/v1/completions", "/v1/chat/completions")
@@ -528,5 +492,4 @@ _OF_TRANSFORMERS = {"model", "prompt", "messages", "max_tokens", "temperature", 
 
 
 def serving(dialect: str = "vllm", **options: Any) -> AbstractContextManager[Honest]:
-    """The server in a thread of its own while the block runs."""
     return in_thread(Honest(dialect, **options))

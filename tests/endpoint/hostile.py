@@ -82,22 +82,18 @@ class Hostile(Honest):
 
 
 def answer(**fields: Any) -> dict[str, Any]:
-    """A completion as it should be, but for the fields given."""
     return {"model": "hash-1", "choices": [choice()], "usage": {"prompt_tokens": 1, "completion_tokens": 2}, **fields}
 
 
 def choice(**fields: Any) -> dict[str, Any]:
-    """A choice as it should be, but for the fields given."""
     return {"index": 0, "text": "ab", "finish_reason": "length", "logprobs": None, **fields}
 
 
 def said(**fields: Any) -> dict[str, Any]:
-    """A completion whose only choice has these fields."""
     return answer(choices=[choice(**fields)])
 
 
 def scored(**fields: Any) -> dict[str, Any]:
-    """A completion with logprobs of two tokens as they should be, but for the fields given."""
     top = [{"a": -0.5, "b": -1.5}, {"b": -0.25, "c": -2.0}]
     return said(logprobs={"tokens": ["a", "b"], "token_logprobs": [-0.5, -0.25], "top_logprobs": top, **fields})
 
@@ -152,7 +148,6 @@ def _redirect(status: int, where: str) -> list[bytes]:
 
 
 def _once(name: str, first: Actions) -> Callable[[Hostile, Request], Actions]:
-    """The first time this, then an answer."""
     return lambda server, request: first if server.seen[name] == 1 else [json_response(answer())]
 
 
@@ -161,7 +156,6 @@ def _key(request: Request) -> str:
 
 
 def _echo_in_text(server: Hostile, request: Request) -> Actions:
-    """The key, sent back as the completion, in two events."""
     key = _key(request).removeprefix("Bearer ")
     halves = (key[: len(key) // 2], key[len(key) // 2 :])
     return _stream(*(said(text=half, finish_reason="stop") for half in halves))

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,11 +20,10 @@ from nondet.core.traces import check_traces, read_traces
 from nondet.endpoint.arms import Answer, ArmPlan, Ask, EndpointLoad, Server, Settings, build_arms, describe
 from nondet.endpoint.collect import collect
 
-_WORDS = [f" w{i}" for i in range(50)]
+_WORDS, _STEP_S = [f" w{i}" for i in range(50)], 0.0004
 
 
 def draw(*parts: object) -> int:
-    """A number that follows from the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "little")
 
 
@@ -40,7 +39,6 @@ class Faults:
     streams: bool = True
     metrics: bool = True
     cached: bool = True
-    flushes: bool = True
     serial: bool = False  # one request at a time
     greedy: bool = True
     seeded: bool = True
@@ -49,12 +47,11 @@ class Faults:
     dies_after: int = 0  # requests after which nothing is answered any more
     fingerprint: str = "fake-1"
     models: tuple[str, ...] = ("tiny",)
-    step_s: float = 0.0004
 
 
 @dataclass
 class MemoryClient:
-    """See `Faults`."""
+    """See `nondet.endpoint.arms.Client`."""
 
     faults: Faults = field(default_factory=Faults)
     url: str = "http://memory"
@@ -67,9 +64,10 @@ class MemoryClient:
     seen: set[str] = field(default_factory=set)
     ids: Counter[str] = field(default_factory=Counter)
     gate: asyncio.Semaphore | None = None
+    change: Callable[[Ask, int, Answer], Answer] = lambda ask, number, answer: answer  # the number-th answer
 
     async def complete(self, ask: Ask) -> Answer:
-        """As `nondet.endpoint.arms.Client`."""
+        """As `Client`."""
         f, sent = self.faults, time.monotonic()
         self.asked += 1
         self.ids[ask.id] += 1
@@ -80,19 +78,19 @@ class MemoryClient:
             return Answer(ask=ask.id, finish="error", sent=sent, done=sent, kind="http-500", reason="500 no\x1b[31m")
         self.gate = self.gate or asyncio.Semaphore(1 if f.serial else 10_000)
         async with self.gate:
-            return await self._answer(ask, number, sent)
+            return self.change(ask, number, await self._answer(ask, number, sent))
 
     async def _answer(self, ask: Ask, number: int, sent: float) -> Answer:
         f, most = self.faults, 0
         self.running += 1
         try:
-            await asyncio.sleep(f.step_s)
+            await asyncio.sleep(_STEP_S)
             first = time.monotonic()
             cached = 16 if ask.prompt in self.seen and ask.cached is not False else 0
             self.seen.add(ask.prompt)
             for _ in range(4):
                 most = max(most, self.running)
-                await asyncio.sleep(f.step_s * ask.max_tokens / 16)
+                await asyncio.sleep(_STEP_S * ask.max_tokens / 16)
             done, most = time.monotonic(), max(most, self.running)
         finally:
             self.running -= 1
@@ -122,26 +120,25 @@ class MemoryClient:
         return replace(answer, logprobs=logprobs.tobytes(), margins=margins.tobytes(), chosen_is_top=top)
 
     async def metrics(self) -> dict[str, float]:
-        """As `nondet.endpoint.arms.Client`."""
+        """As `Client`."""
         if not self.faults.metrics:
             return {}
         running = min(self.running, 1) if self.faults.serial else self.running
         return {"fake:num_requests_running": running, "fake:num_requests_waiting": self.running - running}
 
     async def flush(self) -> bool:
-        """As `nondet.endpoint.arms.Client`."""
-        if self.faults.flushes:
-            self.seen.clear()
-        return self.faults.flushes
+        """As `Client`."""
+        self.seen.clear()
+        return True
 
     @property
     def listed(self) -> list[str]:
-        """As `nondet.endpoint.arms.Client`."""
+        """As `Client`."""
         return list(self.faults.models)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[MemoryClient]:
-        """As a real client is entered."""
+        """As `Client`."""
         self.gate = None
         yield self
 
@@ -154,7 +151,6 @@ ENVIRONMENT: dict[str, Any] = {"torch": "0", "variables": {}}
 def planned(
     arms: dict[str, int] | None = None, prompts: int = 1, load: EndpointLoad = LOAD, max_tokens: int = 16
 ) -> ArmPlan:
-    """The plan of a short run."""
     texts = ["the quick brown fox " * 40]
     return build_arms(arms or ARMS, load, prompts=prompts, max_tokens=max_tokens, seed=1, texts=texts)
 
@@ -163,7 +159,6 @@ def sampled(
     path: Path, *servers: MemoryClient | Server, plan: ArmPlan | None = None, prompts: Sequence[str] | int = 1,
     resume: bool = False,
 ) -> Run:  # fmt: skip
-    """A run file of these servers."""
     if isinstance(prompts, int):
         prompts = [f"prompt number {i}, of some length" for i in range(prompts)]
     plan = plan or planned(prompts=len(prompts))

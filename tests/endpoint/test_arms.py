@@ -13,14 +13,16 @@ import pytest
 from nondet.core.records import Run
 from nondet.core.runfile import read_run, traces_path
 from nondet.core.traces import read_traces
-from nondet.endpoint.arms import Answer, Ask, KnownBy, Tokens
-from nondet.endpoint.collect import Watcher
+from nondet.endpoint.arms import Answer, Ask, KnownBy, Tokens, parse_endpoint_load
+from nondet.endpoint.collect import Watcher, loaded_each
 from nondet.endpoint.traffic import Played
 from nondet.errors import ServerStoppedError, UserError
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import Outcome, decide, exit_code, judge, power_of
 from nondet.verdict.served import compare_arms, evidence, subjects
 from tests.endpoint.memory import ARMS, Faults, MemoryClient, planned, sampled
+
+ODD = ("fake:num_requests_running", "fake:num_requests_waiting")
 
 
 def verdict(run: Run) -> tuple[Finding, str]:
@@ -150,12 +152,12 @@ def test_contract(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
-    """A request that fails is a record with its reason; a gate can't open on it."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(Faults(fails=9)), plan=planned({"solo": 6, "loaded": 6}))
-    failed = [c for c in run.completions if c.status == "error"]
-    assert failed
-    assert all(c.served is not None and c.served.kind == "http-500" for c in failed)
-    assert "\x1b" not in failed[0].reason
+    """What is odd about an answer that is none is in its record."""
+    client = MemoryClient(Faults(fails=9), change=lambda ask, number, answer: replace(answer, notes=("odd",)))
+    run = sampled(tmp_path / "run.jsonl", client, plan=planned({"solo": 6, "loaded": 6}))
+    assert {tuple(c.served.odd) for c in run.completions if c.served} == {("odd",), ()}
+    failed = [(c.served and c.served.kind, c.reason) for c in run.completions if c.status == "error"]
+    assert {*failed} == {("http-500", "500 no␛[31m")}
     assert "http-500" in verdict(run)[1]
     assert exit_code(run, "divergent")[0] == 1
 
@@ -184,103 +186,81 @@ def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
 
 
 def test_answered_errors_show_that_a_server_is_there(tmp_path: Path) -> None:
-    """Silence that errors break into is no dead server, however often; without them two dozen in a row are one."""
+    """However often it is silent; without any, two dozen in a row are a dead server."""
 
-    class Busy(MemoryClient):
-        """Every `often`th request gets no answer, and all others but the contract's an error."""
+    def busy(often: int, silent: str = "timeout") -> MemoryClient:
+        def change(ask: Ask, number: int, answer: Answer) -> Answer:
+            kind = silent if number % often == 0 else "http-400"
+            failed = replace(answer, kind=kind, reason=f"as {kind}", token_ids=None, logprobs=b"")
+            return answer if ask.id.startswith(("contract", "alive")) else failed
 
-        often = 2
-
-        async def complete(self, ask: Ask) -> Answer:
-            answer = await super().complete(ask)
-            if ask.id.startswith("contract") or ask.id == "alive":
-                return answer
-            kind = "timeout" if self.asked % self.often == 0 else "http-400"
-            return replace(answer, kind=kind, reason=f"as {kind}", token_ids=None, logprobs=b"")
+        return MemoryClient(change=change)
 
     plan = planned({"solo": 100})
-    run = sampled(tmp_path / "run.jsonl", Busy(), plan=plan)
+    run = sampled(tmp_path / "run.jsonl", busy(2), plan=plan)
     kinds = Counter(c.served.kind for c in run.completions if c.served)
     assert kinds["timeout"] >= 40
     assert kinds.total() == 100
-    Busy.often = 1
-    with pytest.raises(ServerStoppedError, match="24 requests of one round failed"):
-        sampled(tmp_path / "silent.jsonl", Busy(), plan=plan)
+    for kind in ("timeout", "http-429"):
+        with pytest.raises(ServerStoppedError, match="24 requests of one round failed"):
+            sampled(tmp_path / f"{kind}.jsonl", busy(1, kind), plan=plan)
 
 
 def test_counters_that_count_nothing_are_not_taken(tmp_path: Path) -> None:
-    """Minus three requests, infinitely many, a movement beyond every float: the run says which were odd."""
-
     class Odd(MemoryClient):
         async def metrics(self) -> dict[str, float]:
-            return {
-                "fake:num_requests_running": (-3.0, math.inf, 2.0)[self.asked % 3],
-                "fake:num_requests_waiting": -1.0,
-                "fake:prefix_cache_hits": (1e308, -1e308)[self.asked % 2],
-            }
+            hits, running = (1e308, -1e308)[self.asked % 2], (-3.0, math.inf, 2.0)[self.asked % 3]
+            return {"fake:prefix_cache_hits": hits} | dict(zip(ODD, (running, -1.0), strict=True))
 
     plan = planned({"solo": 4, "loaded": 6})
     run = sampled(tmp_path / "run.jsonl", Odd(), plan=plan)
     traffic = [r.traffic for r in run.rounds if r.traffic]
     assert len(traffic) == len(plan.rounds)
-    assert {name for t in traffic for name in t.odd} == {"fake:num_requests_running", "fake:num_requests_waiting"}
+    assert {name for t in traffic for name in t.odd} == {*ODD}
     assert {t.running_most for t in traffic} <= {None, 2.0}
     assert {t.waiting_most for t in traffic} == {None}
 
 
 def test_an_answer_of_megabytes_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that is compared whole and fits no line is a failure that says so; beside ids it is cut, and counted."""
-    most = 2**14
+    most, first = 2**14, "solo-00000-000000"
 
-    class Long(MemoryClient):
-        async def complete(self, ask: Ask) -> Answer:
-            answer = await super().complete(ask)
-            if ask.id != "solo-00000-000000":
-                return answer
-            pieces = answer.token_bytes
-            return replace(answer, text="x" * 9 * most, token_bytes=pieces and (b"y" * 9 * most, *pieces[1:]))
+    def long(ask: Ask, number: int, answer: Answer) -> Answer:
+        pieces = answer.token_bytes and (b"y" * 9 * most, *answer.token_bytes[1:])
+        return replace(answer, text="x" * 9 * most, token_bytes=pieces) if ask.id == first else answer
 
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", most)
     monkeypatch.setattr("nondet.core.traces._TEXT_MOST", 100)
     for known, bad in [("text", True), ("ids", False), ("bytes", False)]:
         path = tmp_path / f"{known}.jsonl"
-        run = sampled(path, Long(Faults(known=known)), plan=planned({"solo": 2}))
+        run = sampled(path, MemoryClient(Faults(known=known), change=long), plan=planned({"solo": 2}))
         assert run.complete
         failed = [(c.request, c.reason) for c in run.completions if c.status == "error"]
-        assert [name for name, _ in failed] == ["solo-00000-000000"] * bad
+        assert [name for name, _ in failed] == [first] * bad
         assert all("its trace can't be recorded: a line of" in reason for _, reason in failed)
         texts = {t.text for t in read_traces(path)[0].values()}
         assert any(f"[{9 * most:,} characters, SHA-256 " in text for text in texts) != bad
 
 
 def test_two_servers(tmp_path: Path) -> None:
-    """The second is asked the same, judged alone, and held against the first."""
+    """Ids are no characters: texts are what two have in common of which one gives ids."""
     run = sampled(tmp_path / "run.jsonl", MemoryClient(), MemoryClient(Faults(cache=True)))
     assert [v.impl for v in judge(run)] == ["server", "server-2"]
     assert judge(run)[1].finding == Finding.CACHE
     assert "those of server: 10 of 10 differ, none in tokens" in " ".join(judge(run)[1].notes)
-
-
-def test_two_servers_that_know_tokens_by_different_things(tmp_path: Path) -> None:
-    """Ids are no characters: their texts are what the two have in common, and files without them say so."""
     servers = MemoryClient(), MemoryClient(Faults(known="text"))
-    run = sampled(tmp_path / "run.jsonl", *servers, plan=planned({"solo": 10}))
-    assert "Solo answers compared with those of server, by text only: 10 identical." in judge(run)[1].notes
-    solo = [i for i, c in enumerate(run.completions) if (c.impl, c.arm) == ("server-2", "solo")]
-
-    def with_text(text: str) -> tuple[str, ...]:
-        for i in solo[:2]:
-            c = run.completions[i]
-            assert c.served is not None
-            run.completions[i] = msgspec.structs.replace(c, served=msgspec.structs.replace(c.served, text=text))
-        return judge(run)[1].notes
-
-    assert "Solo answers compared with those of server, by text only: 2 of 10 differ." in with_text("0" * 16)
-    assert "It can't be compared with server: text here, ids there." in with_text("")
+    run = sampled(tmp_path / "text.jsonl", *servers, plan=planned({"solo": 10}))
+    solo = [i for i, c in enumerate(run.completions) if (c.impl, c.arm) == ("server-2", "solo")][:2]
+    compared = "Solo answers compared with those of server, by text only: "
+    for text, note in [
+        (None, f"{compared}10 identical."), ("0" * 16, f"{compared}2 of 10 differ."),
+        ("", "It can't be compared with server: text here, ids there."),
+    ]:  # fmt: skip
+        for c in (run.completions[i] for i in solo if text is not None):
+            msgspec.structs.force_setattr(c.served, "text", text)
+        assert note in judge(run)[1].notes
 
 
 def test_plans_are_drawn_from_the_seed_alone() -> None:
-    """Equal options, equal plans; ids are unique; orders and patterns change from round to round."""
     once, again = planned(prompts=2), planned(prompts=2)
     assert once.digest == again.digest
     ids = [r.id for round_ in once.rounds for r in round_.requests]
@@ -288,6 +268,9 @@ def test_plans_are_drawn_from_the_seed_alone() -> None:
     loaded = [r for r in once.rounds if r.arm == "loaded"]
     assert len({tuple(p.target for p in r.requests) for r in loaded}) > 1
     assert once.rounds[0].arm == once.rounds[-1].arm == "solo"
+    load = parse_endpoint_load("targets=4,others=4")
+    assert loaded_each(load, 1, 0.1, 0.95, "load") == 174
+    assert loaded_each(load, 2, 0.1, 0.95, "request") == 23
 
 
 def test_prompts_together_tell_what_one_alone_does_not(tmp_path: Path) -> None:

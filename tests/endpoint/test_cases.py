@@ -5,16 +5,23 @@ They are asked in OpenAI's plain form, which has names of tokens and logprobs an
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.reports.content import build
 from nondet.reports.first_screen import chain
+from nondet.sampling.collect import plan_prompts
+from nondet.sampling.plan import build_plan, long_prompts, parse_load
+from nondet.services.sample import SampleRequest
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from tests.build import Command
+from tests.build import Command, tiers
 from tests.endpoint.honest import serving
 
 FEW = ("--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
@@ -23,7 +30,6 @@ FEW = ("--load", "others=6,targets=6,prompt=4-16,tokens=4-12")
 def asked(
     run: Command, folder: Path, *argv: object, dialect: str = "openai", prompt: str = "For example, the", **cheats: Any
 ) -> Run:
-    """A run over the server with this fault."""
     files = ("--prompt", prompt, "--out", "a.jsonl", "--report", "a.md")
     with serving(dialect, token_s=0.001, **cheats) as server:
         code, _, err = run("sample", "--endpoint", server.url, *FEW, *argv, *files)
@@ -32,10 +38,7 @@ def asked(
 
 
 def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
-    """All tokens agree and their logprobs do not: by names of tokens alone that is seen.
-
-    Half a character has no text of its own: the name that stands for it is compared, and no answer is lost.
-    """
+    """By names of tokens alone, of half a character too, it is seen that logprobs differ."""
     few = ("--arms", "solo=8,loaded", "--n", 18, "--max-tokens", 8)
     made = asked(run, tmp_path, *few, batch_scale=1e-6, split_names=True)
     assert made.servers[0].known_by == "bytes"
@@ -51,13 +54,11 @@ def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path) -> None:
     made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, first_differs=True)
     told = judge(made)[0]
     assert [r.arm for r in made.rounds][-1] == "first"
-    assert told.finding == Finding.UNATTRIBUTED
+    assert (told.finding, Finding.BATCH in told.findings) == (Finding.UNATTRIBUTED, False)
     assert any("very first answer is unlike all later ones, which agree" in note for note in told.notes)
-    assert Finding.BATCH not in told.findings
     assert "very first answer" in (tmp_path / "a.md").read_text().split("## ")[1]
     code, out, _ = run("gate", "a.jsonl")
-    assert code == 3
-    assert "very first answer" in out
+    assert (code, "very first answer" in out) == (3, True)
 
 
 def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) -> None:
@@ -69,15 +70,13 @@ def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) ->
 
 
 def test_draws_that_are_none(run: Command, tmp_path: Path) -> None:
-    """At a temperature: greedy answers, and one draw for a whole batch, are wrong, however equal."""
     few = ("--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, "--temperature", 1.5, "--force")
     for cheat, said in [
         ("temperature_ignored", "the server ignores the temperature: wrong"),
         ("one_draw", "requests of one batch share a draw: wrong"),
     ]:
         told = judge(asked(run, tmp_path, *few, **{cheat: True}))[0]
-        assert told.finding == Finding.WRONG
-        assert said in told.text
+        assert (told.finding, said in told.text) == (Finding.WRONG, True)
 
 
 def test_a_deterministic_sglang(run: Command, tmp_path: Path) -> None:
@@ -103,3 +102,79 @@ def test_a_gate_at_a_temperature_opens_on_one(run: Command) -> None:
         code, out, err = run("gate", "--endpoint", server.url, *argv)
         assert all(path != "/get_model_info" for path in server.pages)
     assert code == 0, out + err
+
+
+# What is asked where nobody chose a prompt: attention over more than 128 and 512 keys, solo and beside others.
+
+MANY = ("--n", "8", "--max-tokens", "4", "--load", "others=3,targets=6,prompt=4-8,tokens=4-8")
+ARMS = ("--arms", "solo=8,cold=2,warm=2,loaded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beyond", tiers([512], [128]))
+def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int) -> None:
+    """Its short prompt agrees; of the two that ride along those with more keys do not. A gate shuts as well."""
+    with serving("vllm", token_s=0.001, batch_noise=1e-6, beyond=beyond) as server:
+        assert run("sample", "--endpoint", server.url, *MANY, *ARMS, "--out", "a.jsonl")[0] == 0
+        second = Finding.BATCH if beyond == 128 else Finding.CLEAN
+        found = [v.finding for v in judge(read_run(tmp_path / "a.jsonl"))]
+        assert found == [Finding.CLEAN, second, Finding.BATCH]
+        code, out, err = run("gate", "--endpoint", server.url, *MANY[2:], "--rate", "70%", "--out", "g.jsonl")
+        assert code == 3, out + err
+
+
+@pytest.mark.slow
+def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command, tmp_path: Path) -> None:
+    """Cold and cached, more than 600 tokens long, and each is held against what was alone with as much cached."""
+    with serving("vllm", token_s=0.001) as server:
+        assert run("sample", "--endpoint", server.url, "--n", "4", *MANY[2:], *ARMS, "--out", "a.jsonl")[0] == 0
+        code, out, err = run("gate", "--endpoint", server.url, *MANY[2:], "--rate", "90%", "--out", "g.jsonl")
+    assert code == 0, out + err
+    made = read_run(tmp_path / "a.jsonl")
+    loaded = [c for c in made.completions if c.arm == "loaded" and c.served]
+    assert Counter((c.prompt, not c.served.cached_tokens) for c in loaded if c.served) == {
+        (prompt, cold): 2 for prompt in range(3) for cold in (False, True)
+    }
+    assert [len(p["text"]) / 4.7 > 600 for p in made.header.plan["prompts"]] == [False, False, True]
+    assert [v.finding for v in judge(made)] == [Finding.CLEAN] * 3
+
+
+def test_a_context_too_short_for_a_long_prompt_leaves_it_out(run: Command, tmp_path: Path) -> None:
+    with serving("vllm", token_s=0.001, context=700) as server:
+        run("sample", "--endpoint", server.url, *MANY, "--arms", "solo=2", "--out", "b.jsonl")
+    lengths = [len(p["text"]) for p in read_run(tmp_path / "b.jsonl").header.plan["prompts"]]
+    assert len(lengths) == 2
+    assert lengths[1] == len(long_prompts()[0])
+
+
+def test_long_prompts_ride_with_every_forty_others() -> None:
+    load = parse_load("others=3,targets=16,prompt=4-8,tokens=4-8")
+    given: dict[str, Any] = {"seed": 1, "prompts": [(1, 2)], "max_new_tokens": 4, "context": 99, "n": 90}
+    plan = build_plan(load, texts=["x" * 999], riders=[(3,) * 40, (4,) * 50], encode=lambda _: [7] * 9, **given)
+    counts = [Counter((r.subject, len(r.prompt)) for r in requests if r.target) for requests in plan.rounds]
+    chosen, with_them = {(0, 2): 16}, {(0, 2): 16, (1, 40): 2, (2, 50): 2}
+    assert counts == [chosen, chosen, with_them, chosen, with_them, {(0, 2): 10}]
+    ids = [r.id for requests in plan.rounds for r in requests]
+    assert len(ids) == len(set(ids))
+    assert all(keys > least for keys, least in zip(map(len, long_prompts()), (1_000, 2_800), strict=True))
+
+
+def test_an_engine_is_asked_beyond_some_keys() -> None:
+    """Two full rounds of the default load: attention over so many keys runs in batches of several sizes."""
+    request = SampleRequest()
+    loaded: Any = SimpleNamespace(
+        name="hashes", identity={}, context=1024, device="cpu", dtype="float32", vocabulary=256,
+        encode=lambda text: list(text.encode()[::4]), encode_plain=lambda text: list(text.encode()[::4]),
+    )  # fmt: skip
+    given = (["For example, the"], 80, request.length, 0, ["stock"])
+    plan, described = plan_prompts(loaded, request.engine_load, *given, riders=long_prompts())
+    assert [p["tokens"] for p in described["prompts"]] == [4, *(len(text.encode()[::4]) for text in long_prompts())]
+    for beyond, hit in ((128, [False, True, True]), (512, [False, False, True])):
+        beside: dict[int, set[tuple[int, ...]]] = {}
+        for requests in plan.rounds:
+            spans = {r.id: range(r.arrival_step, r.arrival_step + r.max_new_tokens) for r in requests}  # a token each
+            running = Counter(step for span in spans.values() for step in span)
+            for r in (r for r in requests if r.target):
+                seen = [running[step] for i, step in enumerate(spans[r.id]) if len(r.prompt) + i > beyond]
+                beside.setdefault(r.subject, set()).add(tuple(seen))
+        assert [len(beside[subject]) > 1 for subject in range(3)] == hit

@@ -19,7 +19,7 @@ from nondet.endpoint.client import read_metrics
 from nondet.endpoint.formats import FORMATS, Alternative, Parts, answer_from
 from nondet.endpoint.http import AttemptError, Events, Limits, float32_bytes, parse, wait_before_retry
 from tests.build import tiers
-from tests.endpoint.honest import DIALECTS, Context, Told, step, tokenize
+from tests.endpoint.honest import DIALECTS, Told, context_of, step, tokenize
 
 
 def _nearest(decimal: str) -> np.float32:
@@ -60,7 +60,7 @@ def _parts(**fields: object) -> Parts:
 
 
 def test_margins_and_runners_up() -> None:
-    """The chosen token is an alternative whether listed or not; top-1 minus top-2; the best of the others runs up."""
+    """Of lists that do not fit each other tokens can't be told from logprobs of others."""
     chosen = [Alternative("a", "-0.5", 1), Alternative("b", "-3.0", 2), Alternative("c", "-1.0", 3)]
     top = [
         [Alternative("a", "-0.5", 1), Alternative("x", "-1.75", 7)],
@@ -76,23 +76,14 @@ def test_margins_and_runners_up() -> None:
     answer = answer_from(_ask(), _parts(chosen=[Alternative("a", "-1")], top=[[Alternative("a", "-1")]]))
     assert (answer.margins, answer.chosen_is_top, answer.runner_up) == (b"", None, ())
     assert answer.logprobs == np.array([-1], "<f4").tobytes()
-
-
-def test_lists_that_do_not_fit_are_no_answer() -> None:
-    """Tokens can't be told from logprobs of others."""
-    parts: list[dict[str, object]] = [
-        {"ids": [1], "chosen": [Alternative("a", "-1", 1), Alternative("b", "-1", 2)]},
-        {"ids": [1], "chosen": [Alternative("a", "-1", 2)]},
-        {"top": [[Alternative("a", "-1")]]},
-        {"ids": [1, 2], "bytes": [b"a"]},
-    ]
-    for given in parts:
+    one, two = Alternative("a", "-1", 1), Alternative("b", "-1", 2)
+    unfit: list[dict[str, object]] = [{"ids": [1], "chosen": [one, two]}, {"ids": [1], "chosen": [two]}]
+    for given in [*unfit, {"top": [[one]]}, {"ids": [1, 2], "bytes": [b"a"]}]:
         with pytest.raises(AttemptError, match=r"different"):
             answer_from(_ask(), _parts(**given))
 
 
 def test_what_does_not_hold_all_of_an_answer_is_not_taken() -> None:
-    """Ids of fewer tokens than there were, but for the one that ends a stream; bytes that lack a part of the text."""
     for said, streamed, finish, kept in [
         (2, False, "stop", True), (3, True, "stop", True), (3, True, "length", False), (3, False, "stop", False),
     ]:  # fmt: skip
@@ -112,7 +103,6 @@ def test_what_does_not_hold_all_of_an_answer_is_not_taken() -> None:
 
 
 def test_events_do_not_depend_on_the_pieces() -> None:
-    """Comments, other fields, several data lines, any line end, cut anywhere; what is not finished is dropped."""
     lines = b": hi|data: one||event: x|data:two|data: lines|id: 3|||data: last|".split(b"|")
     for size, end in product((1, 2, 3, 1000), (b"\n", b"\r\n")):
         body = b"".join(line + end for line in lines)
@@ -129,7 +119,6 @@ def test_events_do_not_depend_on_the_pieces() -> None:
 
 
 def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
-    """Backoff, its cap, Retry-After and its cap; no retry where none can help."""
     busy, limits = AttemptError("http-429", "busy"), Limits(first_wait_s=1, most_wait_s=5)
     waits = [wait_before_retry(busy, times, "a", limits) for times in range(8)]
     assert all(wait is not None and 0.5 * min(2**i, 5) <= wait <= min(2**i, 5) for i, wait in enumerate(waits))
@@ -142,22 +131,12 @@ def test_waits_double_up_to_the_most_and_keep_what_the_server_asks() -> None:
 
 
 def test_metrics_are_summed_and_nonsense_is_skipped() -> None:
-    """Prometheus' text form, labels summed, buckets, infinities and other lines left out."""
-    text = """# HELP vllm:x some
-vllm:hits_total{engine="0",model="a} b"} 3.0
-vllm:hits_total{engine="1"} 4
-vllm:time_bucket{le="1"} 9
-vllm:nan NaN
-vllm:inf +Inf
-plain 1e3 1700000000
-not a metric
-bad{ 1
-e eee"""
-    assert read_metrics(text) == {"vllm:hits_total": 7.0, "plain": 1000.0}
+    lines = ['hits{engine="0",model="a} b"} 3.0', 'hits{engine="1"} 4', 'time_bucket{le="1"} 9', "# HELP hits some"]
+    lines += ["nan NaN", "inf +Inf", "plain 1e3 1700000000", "not a metric", "bad{ 1", "e eee"]
+    assert read_metrics("\n".join(lines)) == {"hits": 7.0, "plain": 1000.0}
 
 
 def test_an_odd_count_is_none_and_a_note() -> None:
-    """In every form of answers: a number below 0 or beyond every context is not taken, and one that fits is."""
     names = ("prompt_tokens", "completion_tokens", "cached_tokens")
     for n in (2, -1, 2**24 + 1, 2**53, 10**30):
         counts = {"tokens_evaluated": n, "tokens_predicted": n, "timings": {"cache_n": n}}
@@ -171,8 +150,6 @@ def test_an_odd_count_is_none_and_a_note() -> None:
             assert len([note for note in parts.notes if f" of {n} (not taken)" in note]) == (0 if n == 2 else 3)
 
 
-# What real servers sent (recorded, shortened), and what is made of it. The servers: tests/servers.
-
 ASK = Ask(id="a", prompt="For example, the", max_tokens=3)
 
 
@@ -183,50 +160,40 @@ def answer(protocol: str, *documents: dict[str, Any], streamed: bool = False) ->
     return answer_from(ASK, parts)
 
 
-def test_llama_cpp_sends_the_logprobs_of_chats_on_the_completions_of_openai() -> None:
-    """llama.cpp's /v1/completions has logprobs.content, with ids: they are read, not refused as malformed."""
-    constructor, function, creates, returns = (
-        {"id": token, "token": text, "bytes": list(text.encode()), "logprob": logprob}
-        for token, text, logprob in [
-            (1751, " constructor", -2.9094841480255127), (471, " function", -3.0309998989105225),
-            (2889, " creates", -1.886509656906128), (757, " returns", -2.4855220317840576),
+def test_logprobs_of_chats_on_completions_are_read() -> None:
+    """llama.cpp's have ids. vLLM's chats stream ids outside of them: they take none away."""
+    one, two, three, four = (
+        {"id": token, "token": "x", "bytes": [120], "logprob": logprob}
+        for token, logprob in [
+            (1751, -2.9094841480255127), (471, -3.0309998989105225), (2889, -1.886509656906128),
+            (757, -2.4855220317840576),
         ]
     )  # fmt: skip
-    content = [{**top[0], "top_logprobs": list(top)} for top in ((constructor, function), (creates, returns))]
-    choice = {"text": " constructor creates", "index": 0, "logprobs": {"content": content}, "finish_reason": "length"}
+    content = [{**top[0], "top_logprobs": list(top)} for top in ((one, two), (three, four))]
+    choice = {"text": "xx", "index": 0, "logprobs": {"content": content}, "finish_reason": "length"}
     usage = {"completion_tokens": 2, "prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 3}}
     said = answer("openai", {"choices": [choice], "system_fingerprint": "b0-unknown", "usage": usage})
     assert (said.known_by, said.token_ids, said.runner_up) == (KnownBy.IDS, (1751, 2889), (471, 757))
     assert said.logprobs == np.array([-2.9094841480255127, -1.886509656906128], "<f4").tobytes()
     assert (said.chosen_is_top, said.cached_tokens, said.notes) == (2, 3, ())
-
-
-def test_a_chat_of_vllm_streams_ids_beside_logprobs_that_have_none() -> None:
-    """vLLM's ids come outside of the logprobs, piece by piece: the logprobs, which hold none, take none away."""
     pieces = []
-    for token, text, finish in ((1751, " constructor", None), (2889, " creates", "length")):
+    for token, finish in ((1751, None), (2889, "length")):
         logprobs = {"content": [{"token": f"token_id:{token}", "logprob": -1.0, "bytes": [120]}]}
-        delta = {"delta": {"content": text}, "logprobs": logprobs, "token_ids": [token]}
+        delta = {"delta": {"content": "x"}, "logprobs": logprobs, "token_ids": [token]}
         pieces.append({"choices": [{"index": 0, "finish_reason": finish, **delta}]})
     said = answer("vllm-chat", *pieces, streamed=True)
     assert (said.known_by, said.token_ids, said.token_bytes) == (KnownBy.IDS, (1751, 2889), None)
 
 
 def test_a_stream_of_llama_cpp_that_left_tokens_out_has_no_ids() -> None:
-    """It sends nothing for a token that begins a character: ids with holes would compare what is not there."""
-    last = {"content": "", "tokens": [], "stop": True, "stop_type": "limit", "tokens_predicted": 3}
+    """It sends nothing for a token that begins a character: ids with holes compare nothing."""
     pieces = [{"content": text, "tokens": [token], "stop": False} for token, text in ((110, "é"), (183, "x"))]
-    holed = answer("llama.cpp", *pieces, last, streamed=True)
-    assert (holed.known_by, holed.text) == (KnownBy.TEXT, "éx")
-    assert holed.notes == ("2 of 3 token ids (none taken)",)
-    whole = answer("llama.cpp", *pieces, {**last, "tokens_predicted": 2}, streamed=True)
-    assert (whole.known_by, whole.token_ids, whole.notes) == (KnownBy.IDS, (110, 183), ())
-    # the end of a text is a token, which the stream does not send
-    ended = answer("llama.cpp", *pieces, {**last, "stop_type": "eos"}, streamed=True)
-    assert (ended.known_by, ended.token_ids) == (KnownBy.IDS, (110, 183))
+    for counted, stop, ids in [(3, "limit", None), (2, "limit", (110, 183)), (3, "eos", (110, 183))]:
+        last = {"content": "", "tokens": [], "stop": True, "stop_type": stop, "tokens_predicted": counted}
+        said = answer("llama.cpp", *pieces, last, streamed=True)
+        assert (said.token_ids, said.text, said.known_by is KnownBy.IDS) == (ids, "éx", ids is not None)
+        assert ("2 of 3 token ids (none taken)" in said.notes) == (ids is None)
 
-
-# Wrong types everywhere: whatever stands where in an answer, it is read or refused, never a traceback.
 
 _WRONG: tuple[Any, ...] = (
     None, True, -1, 0, 2**70, "1.5", "", "x", [], [[]], [None], {}, {"a": None}, {"\ud800": 1}, "\ud800", Ellipsis,
@@ -235,8 +202,7 @@ _DIALECT = {"openai-chat": "openai", "vllm-chat": "vllm", "transformers-chat": "
 
 
 def _documents(protocol: str, stream: bool) -> list[dict[str, Any]]:
-    """What an honest server sends for one short answer."""
-    context = Context(tokenize(ASK.prompt))
+    context = context_of(tokenize(ASK.prompt))
     steps = [step(context, temperature=0, draw=(), alternatives=2) for _ in range(2)]
     body = FORMATS[protocol].body(ASK, "hash-1", stream)
     told = Told(body, (1, 2), 0, "length")
@@ -244,7 +210,6 @@ def _documents(protocol: str, stream: bool) -> list[dict[str, Any]]:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container of a document with each of its keys or indices."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     for key in keys:
         yield node, key
@@ -254,10 +219,7 @@ def _places(node: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize("each", tiers([12], [1]))
 @pytest.mark.parametrize("protocol", FORMATS)
 def test_wrong_types_are_refused_in_one_line(protocol: str, each: int) -> None:
-    """Each value of each document in turn is left out or becomes something else; what is read is a sound answer.
-
-    In every run one in twelve of all pairs of a place and a value, drawn by the protocol's name.
-    """
+    """In every run one in twelve of all pairs of a place and a value, drawn by the protocol's name."""
     for stream in (False, True):
         whole = _documents(protocol, stream)
         assert answer(protocol, *whole, streamed=stream).ok
@@ -281,7 +243,6 @@ def test_wrong_types_are_refused_in_one_line(protocol: str, each: int) -> None:
 
 
 def test_every_format_asks_for_what_it_reads() -> None:
-    """A request says its limit, its temperature, its seed and its stream, and JSON can hold it."""
     ask = Ask(id="a", prompt="x", max_tokens=77, temperature=0.25, seed=54321, cached=False)
     for form in FORMATS.values():
         body = json.dumps(form.body(ask, "m", False))

@@ -16,13 +16,13 @@ import torch
 from nondet.verdict.findings import Finding
 from tests.probes.toys import STATE, count
 
-__all__ = ["faults", "sounds"]
+__all__ = ["faults", "right", "sounds", "total"]
 
 Tensors = tuple[Any, ...]
 BATCH, RUN, WRONG, OTHER = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG, Finding.OTHER
 
 
-def _total(x: torch.Tensor, order: int) -> torch.Tensor:
+def total(x: torch.Tensor, order: int) -> torch.Tensor:
     """Over the last axis in float32, neighbours to neighbours from the first element on, or from the one before it.
 
     Zeros at the end change nothing, so either order is a row's own, whatever its batch and its width.
@@ -36,14 +36,14 @@ def _total(x: torch.Tensor, order: int) -> torch.Tensor:
 
 def _linear(t: Tensors, order: int, **_: Any) -> torch.Tensor:
     x, w, bias = (*t, None)[:3]
-    out = _total(x.float()[:, None] * w.float(), order).to(x.dtype)
+    out = total(x.float()[:, None] * w.float(), order).to(x.dtype)
     return out if bias is None else (out.double() + bias.double()).to(x.dtype)
 
 
 def _grouped(t: Tensors, order: int, **_: Any) -> torch.Tensor:
     x, weight, offsets = t
     weights = torch.cat([weight.mT, torch.zeros_like(weight[:1].mT)])[_experts(x, offsets)]
-    return _total(x.float()[:, None] * weights.float(), order).to(x.dtype)
+    return total(x.float()[:, None] * weights.float(), order).to(x.dtype)
 
 
 def _experts(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def _experts(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 def _rms_norm(t: Tensors, order: int, eps: float = 1e-6) -> torch.Tensor:
     x, weight = t
-    mean = _total(x.float().square(), order).double() / x.shape[-1] + eps
+    mean = total(x.float().square(), order).double() / x.shape[-1] + eps
     return (x.double() * torch.rsqrt(mean)[:, None].float() * weight.double()).to(x.dtype)
 
 
@@ -64,17 +64,17 @@ def _exponentials(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _softmax(t: Tensors, order: int, **_: Any) -> torch.Tensor:
     _, grown = _exponentials(t[0])
-    return (grown / _total(grown, order)[:, None]).to(t[0].dtype)
+    return (grown / total(grown, order)[:, None]).to(t[0].dtype)
 
 
 def _log_softmax(t: Tensors, order: int, **_: Any) -> torch.Tensor:
     top, grown = _exponentials(t[0])
-    return ((t[0].double() - top).float() - _total(grown, order).double().log().float()[:, None]).to(t[0].dtype)
+    return ((t[0].double() - top).float() - total(grown, order).double().log().float()[:, None]).to(t[0].dtype)
 
 
 def _logsumexp(t: Tensors, order: int, **_: Any) -> torch.Tensor:
     top, grown = _exponentials(t[0])
-    return (_total(grown, order).double().log() + top[:, 0]).to(t[0].dtype)
+    return (total(grown, order).double().log() + top[:, 0]).to(t[0].dtype)
 
 
 def _cumsum(t: Tensors, order: int, **_: Any) -> torch.Tensor:
@@ -101,8 +101,8 @@ def _attention(t: Tensors, order: int, scale: float | None = None, causal: bool 
     scores = scores.float() * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill((torch.arange(k.shape[2]) > position[:, None]) & causal, -torch.inf)
     _, grown = _exponentials(scores)
-    out = [_total((grown[:, :, i, :, None] * values.float()).mT, order) for i in range(q.shape[2])]
-    return (torch.stack(out, 2) / _total(grown, order)[..., None]).to(q.dtype)
+    out = [total((grown[:, :, i, :, None] * values.float()).mT, order) for i in range(q.shape[2])]
+    return (torch.stack(out, 2) / total(grown, order)[..., None]).to(q.dtype)
 
 
 _CORES: dict[str, Callable[..., torch.Tensor]] = {
@@ -112,8 +112,8 @@ _CORES: dict[str, Callable[..., torch.Tensor]] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "logsumexp": _logsumexp,
-    "sum": lambda t, order, **_: _total(t[0], order).to(t[0].dtype),
-    "mean": lambda t, order, **_: (_total(t[0], order) / t[0].shape[-1]).to(t[0].dtype),
+    "sum": lambda t, order, **_: total(t[0], order).to(t[0].dtype),
+    "mean": lambda t, order, **_: (total(t[0], order) / t[0].shape[-1]).to(t[0].dtype),
     "cumsum": _cumsum,
     "attention": _attention,
 }
@@ -294,8 +294,9 @@ def _rules(rng: random.Random, operator: str) -> list[tuple[str, str, str]]:
     return [*rules, flush, ("finite_0", "infinite", "always"), ("order", "any", place)]
 
 
-def _right(effect: str, where: str, when: str) -> tuple[frozenset[Finding], str]:
+def right(sentence: str) -> tuple[frozenset[Finding], str]:
     """What may be said of a sentence, and what a case has to vary that shows it."""
+    _, effect, where, when = sentence.split("__")
     kind = when.partition("_")[0]
     # one operand wrongly in some batches alone is wrong, and is it always where no batch was called before
     also = {WRONG} if effect not in ("order", "flush_0") else set()
@@ -317,15 +318,14 @@ def _right(effect: str, where: str, when: str) -> tuple[frozenset[Finding], str]
     return (frozenset({WRONG}), "") if kind == "always" else (frozenset({BATCH, *also}), shown[kind])
 
 
-def faults(seed: int) -> list[tuple[str, str, frozenset[Finding], str]]:
-    """(operator, sentence, findings, what shows it): one of each rule of each operator, with numbers by the seed."""
+def faults(seed: int) -> list[str]:
+    """Sentences: one of each rule of each operator, with numbers by the seed."""
     rng = random.Random(f"faults {seed}")  # noqa: S311 - sizes, nothing secret
-    drawn = [(operator, *rule) for operator in _CORES for rule in _rules(rng, operator)]
-    return [(operator, f"{operator}__{'__'.join(rule)}", *_right(*rule)) for operator, *rule in drawn]
+    return ["__".join([operator, *rule]) for operator in _CORES for rule in _rules(rng, operator)]
 
 
-def sounds(seed: int) -> list[tuple[str, str]]:
-    """(operator, sentence): no fault, or an order that a layout, an operand or a row's own numbers choose."""
+def sounds(seed: int) -> list[str]:
+    """Sentences: no fault, or an order that a layout, an operand or a row's own numbers choose."""
     rng = random.Random(f"sound {seed}")  # noqa: S311 - the same
     own = {
         "linear": ["stored", "bias", "infinite"],
@@ -338,4 +338,4 @@ def sounds(seed: int) -> list[tuple[str, str]]:
     }
     drawn = [(o, "order", rng.choice(own.get(o, ["any"])), "always") for o in _CORES]
     drawn += [(o, "order", "any", "never") for o in _CORES] + [("sum", "flush_0", "denormal", "always")]
-    return [(operator, f"{operator}__{'__'.join(rule)}") for operator, *rule in drawn]
+    return ["__".join(sentence) for sentence in drawn]

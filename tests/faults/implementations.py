@@ -7,6 +7,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from tests.faults.grammar import total
 from tests.probes.toys import (
     STATE,
     Bias,
@@ -23,11 +24,6 @@ from tests.probes.toys import (
     rms_norm_sound,
 )  # fmt: skip
 
-# Faulty: a single row takes another order than any batch.
-gemv_at_one_row = of_parts(lambda rows, _: 1 if len(rows) == 1 else 4)
-# Faulty: the order changes far up, at 30 rows.
-border_at_30_rows = of_parts(lambda rows, _: 3 if len(rows) >= 30 else 2)
-
 
 @of_rows
 def order_of_one_column(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -36,15 +32,6 @@ def order_of_one_column(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     if len(out) >= 16:
         out[:, -1:] = in_parts(rows, w[-1:], 4)
     return out
-
-
-def bias_first_in_batches(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
-    """Faulty with a bias alone: it is added before the products from 8 rows on, after them below."""
-    rows = x.reshape(-1, x.shape[-1])
-    if bias is None or len(rows) < 8:
-        return linear_in_order(x, w, bias)
-    wide = torch.cat([torch.ones(len(rows), 1), rows.float()], 1), torch.cat([bias[:, None].float(), w.float()], 1)
-    return in_parts(*wide, 4).to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def three_dimensions(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -59,10 +46,6 @@ def _mixed_by_zeros(out: torch.Tensor) -> torch.Tensor:
 
 # Faulty: rows are chosen by a product with zeros and ones, so that a neighbour's NaN comes through.
 mixes_rows_by_zeros = changed(linear_in_order, _mixed_by_zeros)
-
-
-# Faulty: the first call of a process takes another order than all later ones.
-first_call = of_parts(lambda *_: 4 if count() == 1 else 1)
 
 
 def remembers_results(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
@@ -173,38 +156,16 @@ def rms_norm_one_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return STATE.setdefault(("norm", out.shape, out.dtype), out.clone()).copy_(out)
 
 
-def rms_norm_without_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Wrong: the weight is left out, every time."""
-    return rms_norm_sound(x, torch.ones_like(weight))
-
-
 def sum_last_row(x: torch.Tensor) -> torch.Tensor:
-    """Faulty: the last row of an odd batch is summed backwards."""
-    rows = [row.flip(0) if i == len(x) - 1 and len(x) % 2 else row for i, row in enumerate(x.float())]
-    return _in_sequence(torch.stack(rows)).to(x.dtype)
-
-
-def _in_sequence(rows: torch.Tensor) -> torch.Tensor:
-    """Parts of 8 one after the other: float32 additions in an order that is known, as a library's sum is not.
-
-    Element by element, so that a row's bits are its own however many there are.
-    """
-    total = torch.zeros(len(rows), 8)
-    for part in F.pad(rows, (0, -rows.shape[1] % 8)).view(len(rows), -1, 8).unbind(1):
-        total = total + part
-    for width in (4, 2, 1):
-        total = total[:, :width] + total[:, width:]
-    return total[:, 0]
+    """Faulty: the last row of an odd batch is summed in another order."""
+    out = total(x, 0)
+    out[-1:] = total(x[-1:], len(x) % 2)
+    return out.to(x.dtype)
 
 
 def sum_lost_tail(x: torch.Tensor) -> torch.Tensor:
     """Wrong: what a row has beyond a multiple of 32 is left out."""
     return x[:, : max(1, x.shape[-1] // 32 * 32)].double().sum(-1).to(x.dtype)
-
-
-def sum_in_sequence(x: torch.Tensor) -> torch.Tensor:
-    """Sound: each row in one order, in float32."""
-    return _in_sequence(x.float()).to(x.dtype)
 
 
 def attention_sees_the_future(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -223,12 +184,6 @@ def attention_other_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 def attention_neighbours_nan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Faulty: requests are told apart by weights of zero, so that a neighbour's NaN comes through."""
     return attention_anchored(q, k, v) + 0.0 * v.sum()
-
-
-def attention_first_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Faulty: the first call of a process takes its keys backwards."""
-    backwards = count() == 1 and q.shape[2] == 1
-    return attention_anchored(q, k.flip(2), v.flip(2)) if backwards else attention_anchored(q, k, v)
 
 
 def index_add_loses_twins(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

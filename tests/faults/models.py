@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from nondet.core.records import Header, Run
 from nondet.diagnose.verdict import DEFECT, cause_of
 from nondet.verdict.findings import Finding
+from tests.faults.operators import Judged, said_of
 from tests.trace.conftest import LOAD, arms_of, model_of, trace
 
 # Modules put in the place of a model's own: faults that depend on the batch, on the run, or on other people's data.
@@ -243,41 +244,16 @@ _MLP, _ATTENTION = "model.layers.1.mlp", "model.layers.1.self_attn"
 
 @dataclass(frozen=True)
 class PlantedModel:
-    """One model.
-
-    Attributes:
-        plant: plant(model, seed) puts the fault in for a while.
-        findings: What is right to say; none for a sound model.
-        where: What the first culprit's module has to begin with; "" where no place is asked.
-        loads: Loads that are tried until something parts: a fault at few sizes has to be met before it can show, and a
-            sound model must stay clean under all.
-    """
+    """One model."""
 
     name: str
-    plant: Plant = field(repr=False)
-    findings: frozenset[str] = frozenset()
-    where: str = ""
+    plant: Plant = field(repr=False)  # plant(model, seed) puts the fault in for a while
+    findings: frozenset[str] = frozenset()  # what is right to say; none for a sound model
+    where: str = ""  # what the first culprit's module has to begin with; "" where no place is asked
     architecture: str = "llama"
+    # loads that are tried until something differs: a fault at few sizes has to be met before it can show, and a sound
+    # model must stay clean under all
     loads: int = _LOADS
-
-
-@dataclass(frozen=True)
-class ToldOfModel:
-    """What was said: the finding, the first culprit's place and call, and what it took: seconds, and loads."""
-
-    finding: str
-    where: str
-    call: str
-    seconds: float
-    loads: int = 1
-
-    def right(self, planted: PlantedModel) -> bool:
-        """Whether the finding is right: for a sound model that nothing was observed."""
-        return self.finding in (planted.findings or {Finding.CLEAN})
-
-    def cause(self, planted: PlantedModel) -> bool:
-        """Whether it was found where it is."""
-        return self.where.startswith(planted.where)
 
 
 def _module(function: Rows, path: str, *findings: str) -> PlantedModel:
@@ -325,8 +301,9 @@ MODELS: tuple[PlantedModel, ...] = (
 )
 
 
-def judge_model(planted: PlantedModel, seed: int) -> ToldOfModel:
-    """Trace a tiny random model with the fault in it, all else invariant, and say what the diagnosis says."""
+def judge_model(planted: PlantedModel, seed: int) -> Judged:
+    """Trace a tiny random model with the fault in it, all else invariant, and say what the diagnosis says: whether the
+    finding is right (for a sound model that nothing was observed), and whether it was found where it is."""
     began = time.perf_counter()
     model = model_of(planted.architecture, torch.float32, seed)
     with planted.plant(model, seed):
@@ -335,12 +312,10 @@ def judge_model(planted: PlantedModel, seed: int) -> ToldOfModel:
             if traced.verdict.finding != Finding.CLEAN:
                 break
     header = Header(format="nondet-run", schema=3, command="trace", plan={}, environment={}, started="")
-    run = Run(header=header, culprits=traced.culprits, trace_verdicts=[traced.verdict])
+    said = cause_of(Run(header=header, culprits=traced.culprits, trace_verdicts=[traced.verdict]))
     first = traced.culprits[0] if traced.culprits else None
-    return ToldOfModel(
-        finding=cause_of(run),
-        where=first.module if first is not None else "",
-        call=first.call if first is not None else "",
-        seconds=time.perf_counter() - began,
-        loads=number + 1,
-    )
+    detail = f"`{first.call}` of {first.module}; " if first is not None else ""
+    detail += f"{number + 1} of {planted.loads} loads, {time.perf_counter() - began:.1f} s"
+    cause = (first.module if first is not None else "").startswith(planted.where)
+    ok = said in (planted.findings or {Finding.CLEAN})
+    return Judged(f"model: {planted.name} {seed}", said_of(planted.findings), said, ok, cause, detail)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -20,7 +20,7 @@ from tests.faults import grammar
 from tests.probes import toys
 from tests.probes.toys import STATE, forget
 
-__all__ = ["PLANTED", "Planted", "Told", "drawn", "judge"]
+__all__ = ["PLANTED", "Judged", "Planted", "drawn", "judge"]
 
 BATCH, RUN, WRONG, OTHER = Finding.BATCH, Finding.RUN_TO_RUN, Finding.WRONG, Finding.OTHER
 _LINEAR = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 5}
@@ -33,129 +33,42 @@ _MET = frozenset({"batch_size", "neighbour_values", "run"})
 _DECODE = frozenset({"batch_size", "neighbour_values", "history"})
 
 
+class Judged(NamedTuple):
+    """One fault or control under one seed: what is right to say, what was said, and whether it and its cause are."""
+
+    name: str
+    right: str
+    said: str
+    ok: bool
+    cause: bool
+    detail: str = ""
+
+
+def said_of(findings: Iterable[str]) -> str:
+    """What is right to say, as the matrix lists it."""
+    return " or ".join(sorted(findings)) or "sound"
+
+
 @dataclass(frozen=True)
 class Planted:
-    """One implementation and what is right to say of it.
-
-    Attributes:
-        target: "module:function", or with "operator=" before it.
-        finding: The findings of which one has to be said; none for a sound implementation.
-        shown: What was varied in a case that has to show it; empty: any, or the result itself is wrong.
-        options: Sizes, small enough for a kernel in Python.
-        asked: What is varied in the cases that are run; None: all of the probe's.
-    """
+    """One implementation and what is right to say of it."""
 
     probe: str
-    target: str
-    finding: frozenset[Finding]
-    shown: str
-    options: dict[str, Any] = field(repr=False)
-    asked: frozenset[str] | None = None
+    target: str  # "module:function", or with "operator=" before it
+    finding: frozenset[Finding]  # of which one has to be said; none for a sound implementation
+    shown: str  # what was varied in a case that has to show it; "": any, or the result itself is wrong
+    options: dict[str, Any] = field(repr=False)  # sizes, small enough for a kernel in Python
+    asked: frozenset[str] | None = None  # what is varied in the cases that are run; None: all of the probe's
+
+    @property
+    def function(self) -> str:
+        """The name of the implementation alone."""
+        return self.target.rpartition(":")[2]
 
     @property
     def name(self) -> str:
         """As the matrix lists it."""
-        return f"{self.probe} {self.target.rpartition(':')[2]}"
-
-
-@dataclass(frozen=True)
-class Told:
-    """What was said: the findings, what was varied in the cases that parted or were wrong, and what it took."""
-
-    findings: tuple[Finding, ...]
-    shown: tuple[str, ...]
-    first: str
-    cases: int
-    seconds: float
-
-    def right(self, planted: Planted) -> bool:
-        """Whether the finding is one of those that are right, and nothing was said of what is sound."""
-        faults = {f for f in self.findings if f.is_fault}
-        if RUN in planted.finding and BATCH in faults - planted.finding:
-            return False  # no batch is in what an earlier call decides
-        return bool(faults & planted.finding) if planted.finding else not faults and self.cases > 0
-
-    def caught(self, planted: Planted) -> bool:
-        """Whether a fault was told, and by a case about its cause."""
-        return bool(planted.finding) and self.right(planted) and self.cause(planted)
-
-    def cause(self, planted: Planted) -> bool:
-        """Whether a case about the cause showed it."""
-        return not planted.shown or planted.shown in self.shown
-
-
-def _toys(probe: str, finding: set[Finding], shown: str, names: str, options: dict[str, Any], asked: Any = None) -> Any:
-    """One for each of the names, as "function" or "operator=function"."""
-    for name in names.split():
-        operator, equals, function = name.rpartition("=")
-        where = "tests.probes.toys" if hasattr(toys, function) else "tests.faults.implementations"
-        yield Planted(probe, f"{operator}{equals}{where}:{function}", frozenset(finding), shown, options, asked)
-
-
-_ATOMIC, _TILED = {"m": 256, "n": 4, "dtypes": ("float32",)}, _DECODE | {"cache", "prompt_length"}
-_ORDERS = "linear_splits_by_m linear_tail_rows gemv_at_one_row border_at_30_rows order_of_one_column three_dimensions"
-_REMEMBERING = "linear_one_buffer linear_remembers_weights remembers_results"
-_WRONG = "linear_writes linear_zeros linear_flipped linear_nan linear_fewer_rows last_row_lost last_column_lost"
-_SOUND = "linear_sound linear_in_order padded_to_tiles pool_of_buffers packs_by_version tunes_its_speed other_order"
-PLANTED: tuple[Planted, ...] = (
-    *_toys("matmul", {BATCH}, "batch_size", f"{_ORDERS} bias_first_in_batches", _LINEAR),
-    *_toys("matmul", {BATCH}, "position", "linear_stream_k", _LINEAR),
-    *_toys("matmul", {BATCH, WRONG}, "neighbour_values", "linear_shared_scale mixes_rows_by_zeros", _LINEAR),
-    *_toys("matmul", {OTHER}, "alignment", "linear_by_address", _LINEAR),
-    *_toys("matmul", {RUN}, "run", "linear_unsteady", _LINEAR),
-    *_toys("matmul", {RUN}, "", "linear_every_fifth linear_rarely", _LINEAR),
-    *_toys("matmul", {RUN}, "history", "first_call linear_tunes_itself", _LINEAR),
-    *_toys("matmul", {RUN, WRONG}, "history", _REMEMBERING, _LINEAR),
-    # a result that held NaN decides which case shows it
-    *_toys("matmul", {RUN, WRONG}, "", "adds_to_old_memory", _LINEAR),
-    *_toys("matmul", {WRONG}, "", f"{_WRONG} other_rows_weight", _LINEAR),
-    *_toys("matmul", {WRONG}, "", "linear_lost_tail", _LINEAR | {"k": 100}),
-    *_toys("matmul", {WRONG}, "", "linear_wide_result", _LINEAR | {"dtypes": ("bfloat16",)}),
-    *_toys("grouped-matmul", {BATCH}, "routing", "grouped_by_rows grouped_by_experts_in_use", _GROUPED),
-    *_toys("grouped-matmul", {BATCH}, "position", "grouped_by_place", _GROUPED),
-    *_toys("grouped-matmul", {BATCH, WRONG}, "routing", "grouped_capacity", _GROUPED),
-    *_toys("grouped-matmul", {WRONG}, "", "grouped_other_weight", _GROUPED),
-    *_toys("rms-norm", {BATCH}, "batch_size", "rms_norm_by_rows", _ROWS),
-    *_toys("rms-norm", {BATCH, WRONG}, "position", "rms_norm_by_place", _ROWS),
-    *_toys("rms-norm", {BATCH, WRONG}, "neighbour_values", "rms_norm_shared_scale", _ROWS),
-    *_toys("rms-norm", {RUN, WRONG}, "history", "rms_norm_one_buffer", _ROWS),
-    *_toys("rms-norm", {WRONG}, "", "rms_norm_without_weight", _ROWS),
-    *_toys("softmax", {BATCH}, "batch_size", "softmax_by_rows", _ROWS),
-    *_toys("softmax", {BATCH, WRONG}, "neighbour_values", "softmax_shared_maximum", _ROWS),
-    *_toys("log-softmax", {BATCH}, "batch_size", "log_softmax_by_rows", _ROWS),
-    *_toys("reduction", {BATCH}, "batch_size", "sum=sum_by_rows mean=mean_by_rows sum=sum_last_row", _ROWS),
-    *_toys("reduction", {WRONG}, "", "sum=sum_lost_tail", _ROWS),
-    *_toys("attention", {BATCH}, "batch_size", "attention_splits_by_batch", _HEADS, _DECODE),
-    *_toys("attention", {BATCH}, "cache", "attention_cache_apart", _HEADS, {"cache", "batch_size"}),
-    *_toys("attention", {BATCH}, "neighbour_length", "attention_tile_by_longest attention_ragged_tile", _HEADS, _JOINS),
-    *_toys("attention", {BATCH}, "batch_size", "attention_later_requests", _HEADS, {"batch_size"}),
-    *_toys("attention", {BATCH, WRONG}, "neighbour_values", "attention_shared_maximum", _HEADS, _DECODE),
-    *_toys("attention", {BATCH, WRONG}, "neighbour_values", "attention_neighbours_nan", _HEADS, _DECODE),
-    *_toys("attention", {RUN, WRONG}, "history", "attention_first_call", _HEADS, _DECODE),
-    *_toys("attention", {WRONG, BATCH}, "", "attention_sees_the_future", _HEADS, {"prompt_length", "cache"}),
-    *_toys("attention", {WRONG}, "", "attention_other_heads", _HEADS, _DECODE),
-    *_toys("atomics", {RUN}, "run", "index_add=index_add_atomic", _ATOMIC),
-    *_toys("atomics", {RUN}, "run", "scatter_add=scatter_add_atomic", {"m": 256, "dtypes": ("float32",)}),
-    *_toys("atomics", {WRONG}, "", "index_add=index_add_loses_twins", _ATOMIC),
-    Planted("pointwise", "tests.probes.toys:exp_with_a_tail", frozenset({OTHER}), "length", {"k": 256}),
-    *_toys("scaled-matmul", {BATCH}, "batch_size", "scaled_matmul=fp8_promotes_sooner", _FP8, _MET),
-    *_toys("scaled-matmul", {BATCH}, "batch_size", "scaled_matmul=fp8_splits", _FP8, _MET),
-    *_toys("scaled-matmul", {BATCH, WRONG}, "neighbour_values", "scaled_matmul=fp8_rescales", _FP8, _MET),
-    *_toys("scaled-matmul", {BATCH}, "neighbour_values", "quantize=quantize_by_batch", _FP8, _MET),
-    # ---- sound
-    *_toys("scaled-matmul", set(), "", "scaled_matmul=fp8_sound quantize=quantize_by_row", _FP8, _MET),
-    *_toys("matmul", set(), "", _SOUND, _LINEAR),
-    *_toys("grouped-matmul", set(), "", "grouped_sound", _GROUPED),
-    *_toys("rms-norm", set(), "", "rms_norm_sound", _ROWS),
-    *_toys("softmax", set(), "", "softmax_sound", _ROWS),
-    *_toys("log-softmax", set(), "", "log_softmax_sound", _ROWS),
-    *_toys("reduction", set(), "", "sum=sum_sound sum=sum_in_sequence mean=mean_sound", _ROWS),
-    *_toys("attention", set(), "", "attention_anchored", _HEADS, _TILED),
-    *_toys("attention", set(), "", "attention_sound", _HEADS, _DECODE),
-    *_toys("atomics", set(), "", "index_add=index_add_sound index_add=index_add_backwards", {"m": 256, "n": 4}),
-    *_toys("atomics", set(), "", "scatter_add=scatter_add_sound", {"m": 256}),
-    Planted("pointwise", "torch:square", frozenset(), "", {"k": 256}),
-)
+        return f"{self.probe} {self.function}"
 
 
 # Operator -> its probe and what it is asked at: every size that a sentence may name is below these.
@@ -168,20 +81,88 @@ _ASKED: dict[str, tuple[str, dict[str, Any], frozenset[str] | None]] = {
 }
 
 
+def _of_grammar(sentence: str, *, sound: bool = False) -> Planted:
+    probe, options, asked = _ASKED[sentence.partition("__")[0]]
+    finding, shown = (frozenset[Finding](), "") if sound else grammar.right(sentence)
+    return Planted(probe, toys.target(sentence), finding, shown, options, asked)
+
+
 def drawn(seed: int) -> list[Planted]:
     """Faults and sound implementations by the grammar, with the numbers that the seed draws."""
-    sentences = [
-        *grammar.faults(seed),
-        *((o, sentence, frozenset[Finding](), "") for o, sentence in grammar.sounds(seed)),
-    ]
-    found = []
-    for operator, sentence, finding, shown in sentences:
-        probe, options, asked = _ASKED[operator]
-        found.append(Planted(probe, f"{operator}=tests.faults.grammar:{sentence}", finding, shown, options, asked))
-    return found
+    sound = [_of_grammar(sentence, sound=True) for sentence in grammar.sounds(seed)]
+    return [_of_grammar(sentence) for sentence in grammar.faults(seed)] + sound
 
 
-def judge(planted: Planted, seed: int, *, hasty: bool = False, first: bool = False) -> Told:
+def _toys(probe: str, finding: set[Finding], shown: str, names: str, options: dict[str, Any], asked: Any = None) -> Any:
+    """One for each of the names, as "function" or "operator=function"."""
+    for name in names.split():
+        ours = hasattr(toys, name.rpartition("=")[2])
+        where = "tests.probes.toys" if ours else "tests.faults.implementations"
+        yield Planted(probe, toys.target(name, where), frozenset(finding), shown, options, asked)
+
+
+_ATOMIC, _TILED = {"m": 256, "n": 4, "dtypes": ("float32",)}, _DECODE | {"cache", "prompt_length"}
+_ORDERS = "linear_splits_by_m linear_tail_rows order_of_one_column three_dimensions"
+# beside those that each seed draws
+_SENTENCES = (
+    *("linear__order__any__m_1_1", "linear__order__bias__from_8", "linear__order__any__first"),
+    *("linear__order__any__nth_100", "grouped_matmul__order__any__share_1_1", "grouped_matmul__order__any__place_3"),
+    "rms_norm__eps__any__place_2",
+)
+_SHARED = "attention_shared_maximum attention_neighbours_nan"
+_PROMOTED = "scaled_matmul=fp8_promotes_sooner scaled_matmul=fp8_splits"
+_REMEMBERING = "linear_one_buffer linear_remembers_weights remembers_results"
+_WRONG = "linear_writes linear_zeros linear_flipped linear_nan linear_fewer_rows last_row_lost last_column_lost"
+_SOUND = "linear_sound linear_in_order padded_to_tiles pool_of_buffers packs_by_version tunes_its_speed other_order"
+PLANTED: tuple[Planted, ...] = (
+    *map(_of_grammar, _SENTENCES),
+    *_toys("matmul", {BATCH}, "batch_size", _ORDERS, _LINEAR),
+    *_toys("matmul", {BATCH, WRONG}, "neighbour_values", "linear_shared_scale mixes_rows_by_zeros", _LINEAR),
+    *_toys("matmul", {OTHER}, "alignment", "linear_by_address", _LINEAR),
+    *_toys("matmul", {RUN}, "run", "linear_unsteady", _LINEAR),
+    *_toys("matmul", {RUN}, "", "linear_every_fifth linear_rarely", _LINEAR),
+    *_toys("matmul", {RUN, WRONG}, "history", _REMEMBERING, _LINEAR),
+    # a result that held NaN decides which case shows it
+    *_toys("matmul", {RUN, WRONG}, "", "adds_to_old_memory", _LINEAR),
+    *_toys("matmul", {WRONG}, "", f"{_WRONG} other_rows_weight", _LINEAR),
+    *_toys("matmul", {WRONG}, "", "linear_lost_tail", _LINEAR | {"k": 100}),
+    *_toys("matmul", {WRONG}, "", "linear_wide_result", _LINEAR | {"dtypes": ("bfloat16",)}),
+    *_toys("grouped-matmul", {BATCH}, "routing", "grouped_by_experts_in_use", _GROUPED),
+    *_toys("grouped-matmul", {BATCH, WRONG}, "routing", "grouped_capacity", _GROUPED),
+    *_toys("grouped-matmul", {WRONG}, "", "grouped_other_weight", _GROUPED),
+    *_toys("rms-norm", {BATCH, WRONG}, "neighbour_values", "rms_norm_shared_scale", _ROWS),
+    *_toys("rms-norm", {RUN, WRONG}, "history", "rms_norm_one_buffer", _ROWS),
+    *_toys("softmax", {BATCH, WRONG}, "neighbour_values", "softmax_shared_maximum", _ROWS),
+    *_toys("reduction", {BATCH}, "batch_size", "sum=sum_last_row", _ROWS),
+    *_toys("reduction", {WRONG}, "", "sum=sum_lost_tail", _ROWS),
+    *_toys("attention", {BATCH}, "cache", "attention_cache_apart", _HEADS, {"cache", "batch_size"}),
+    *_toys("attention", {BATCH}, "neighbour_length", "attention_tile_by_longest attention_ragged_tile", _HEADS, _JOINS),
+    *_toys("attention", {BATCH}, "batch_size", "attention_later_requests", _HEADS, {"batch_size"}),
+    *_toys("attention", {BATCH, WRONG}, "neighbour_values", _SHARED, _HEADS, _DECODE),
+    *_toys("attention", {WRONG, BATCH}, "", "attention_sees_the_future", _HEADS, {"prompt_length", "cache"}),
+    *_toys("attention", {WRONG}, "", "attention_other_heads", _HEADS, _DECODE),
+    *_toys("atomics", {RUN}, "run", "index_add=index_add_atomic", _ATOMIC),
+    *_toys("atomics", {RUN}, "run", "scatter_add=scatter_add_atomic", {"m": 256, "dtypes": ("float32",)}),
+    *_toys("atomics", {WRONG}, "", "index_add=index_add_loses_twins", _ATOMIC),
+    Planted("pointwise", "tests.probes.toys:exp_with_a_tail", frozenset({OTHER}), "length", {"k": 256}),
+    *_toys("scaled-matmul", {BATCH}, "batch_size", _PROMOTED, _FP8, _MET),
+    *_toys("scaled-matmul", {BATCH, WRONG}, "neighbour_values", "scaled_matmul=fp8_rescales", _FP8, _MET),
+    *_toys("scaled-matmul", {BATCH}, "neighbour_values", "quantize=quantize_by_batch", _FP8, _MET),
+    # ---- sound
+    *_toys("scaled-matmul", set(), "", "scaled_matmul=fp8_sound quantize=quantize_by_row", _FP8, _MET),
+    *_toys("matmul", set(), "", _SOUND, _LINEAR),
+    *_toys("grouped-matmul", set(), "", "grouped_sound", _GROUPED),
+    *_toys("rms-norm", set(), "", "rms_norm_sound", _ROWS),
+    *_toys("reduction", set(), "", "sum=sum_sound", _ROWS),
+    *_toys("attention", set(), "", "attention_anchored", _HEADS, _TILED),
+    *_toys("attention", set(), "", "attention_sound", _HEADS, _DECODE),
+    *_toys("atomics", set(), "", "index_add=index_add_sound index_add=index_add_backwards", {"m": 256, "n": 4}),
+    *_toys("atomics", set(), "", "scatter_add=scatter_add_sound", {"m": 256}),
+    Planted("pointwise", "torch:square", frozenset(), "", {"k": 256}),
+)
+
+
+def judge(planted: Planted, seed: int, *, hasty: bool = False, first: bool = False) -> Judged:
     """Put one implementation to its probe, and say what the verdict says.
 
     Args:
@@ -208,24 +189,28 @@ def judge(planted: Planted, seed: int, *, hasty: bool = False, first: bool = Fal
             chosen.sort(key=lambda j: (j.case.varied != (planted.shown or "batch_size"), j.case.inputs not in named))
         rows = []
         for row in run_jobs(chosen, seed, set()):
+            if row.status == "error":
+                raise RuntimeError(f"{planted.name}: {row.reason}")
             rows.append(row)
             # a fault that is told already is told: what comes after can only say more of it
-            if hasty and (row.differs or row.wrong) and _told(rows, began).caught(planted):
-                break
-    failed = [row for row in rows if row.status == "error"]
-    if failed:
-        raise RuntimeError(f"{planted.name}: {failed[0].reason}")
+            if hasty and planted.finding and (row.differs or row.wrong):
+                judged = _judged(planted, seed, rows, began)
+                if judged.ok and judged.cause:
+                    break
     STATE.clear()
-    return _told(rows, began)
+    return _judged(planted, seed, rows, began)
 
 
-def _told(rows: list[Row], began: float) -> Told:
+def _judged(planted: Planted, seed: int, rows: list[Row], began: float) -> Judged:
     (verdict,) = judge_rows(rows)
+    faults = {f for f in verdict.findings if f.is_fault}
+    ok = bool(faults & planted.finding) if planted.finding else not faults and len(rows) > 0
+    if RUN in planted.finding and BATCH in faults - planted.finding:
+        ok = False  # no batch is in what an earlier call decides
+    said = next((f for f in verdict.findings if f in planted.finding), verdict.findings[0])
     hit = [row for row in rows if row.differs or row.wrong or row.replays_parted]
-    return Told(
-        findings=verdict.findings,
-        shown=tuple(sorted({row.varied for row in hit})),
-        first=f"{hit[0].varied}, {hit[0].inputs}, {hit[0].trials} trials" if hit else "",
-        cases=len(rows),
-        seconds=time.perf_counter() - began,
-    )
+    shown = sorted({row.varied for row in hit})
+    detail = f"by {', '.join(shown)}; first {hit[0].varied}, {hit[0].inputs}, {hit[0].trials} trials" if hit else ""
+    cause = not planted.shown or planted.shown in shown
+    detail += f"; {time.perf_counter() - began:.1f} s"
+    return Judged(f"{planted.name} {seed}", said_of(planted.finding), said, ok, cause, detail)

@@ -17,17 +17,7 @@ from nondet.core import certificates as store
 from nondet.core import runfile
 from nondet.core.certificates import certificates
 from nondet.core.environment import collect, moved, safe_argv
-from nondet.core.runfile import (
-    append_text,
-    begun,
-    create_locked,
-    open_run,
-    read_run,
-    read_whole,
-    replace_text,
-    replacing,
-    traces_path,
-)
+from nondet.core.runfile import append_text, create_locked, read_run, replace_text, traces_path
 from nondet.core.traces import TraceWriter
 from nondet.errors import UserError
 from nondet.services.sample import prompt_text
@@ -54,38 +44,18 @@ def test_certificates_are_shown_without_control_codes_and_kept_where_they_can_no
     assert "Read-only file system" in err
 
 
-def test_a_folder_that_can_not_be_searched_is_one_line(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run file in a folder without the right to search it."""
-    (tmp_path / "closed").mkdir()
-    right = Path.stat
-
-    def refuse(self: Path, *, follow_symlinks: bool = True) -> object:
-        if "closed" in self.parts:
-            raise PermissionError(13, "Permission denied", str(self))
-        return right(self, follow_symlinks=follow_symlinks)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-    code, out, err = run("report", str(tmp_path / "closed" / "run.jsonl"))
-    assert (code, out) == (2, ""), err
-    assert err.count("\n") == 1
-
-
 def test_somebody_elses_side_file_is_not_taken_over(run: Command, tmp_path: Path) -> None:
-    """RUN.traces.jsonl without its run, or as a link to nothing: refused before a model is loaded."""
-    side = tmp_path / "mine.traces.jsonl"
-    argv = ("sample", "--n", "2", "--max-tokens", "2", "--out", str(tmp_path / "mine.jsonl"))
+    side, argv = tmp_path / "a.traces.jsonl", ("sample", "--n", "2", "--max-tokens", "2", "--out", "a.jsonl")
     side.write_text("somebody's\n", encoding="utf-8")
-    for options, said in ((([], ["--resume"]), "exists"), (([], ["--force"]), "is a symbolic link")):
-        for more in options:
-            code, _, err = run(*argv, *more)
-            assert (code, err.count("\n")) == (2, 1)
-            assert f"mine.traces.jsonl {said}" in err
-        if said == "exists":
+    for option, said in [("", "exists"), ("--resume", "exists"), ("", "link"), ("--force", "is a symbolic link")]:
+        if said == "link":
             assert side.read_text(encoding="utf-8") == "somebody's\n"
             side.unlink()
             side.symlink_to(tmp_path / "new")
+        code, _, err = run(*argv, *option.split())
+        assert (code, err.count("\n")) == (2, 1)
+        assert "a.traces.jsonl" in err
+        assert said in err
     assert not (tmp_path / "new").exists()
 
 
@@ -93,12 +63,11 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "run file": lambda path: create_locked(path, force=True),
     "side file": lambda path: TraceWriter(path, resume=False, piece=str),
     "report": lambda path: replace_text(path, "x"),
-    "scratch": lambda path: replacing(path).__enter__(),
+    "scratch": lambda path: runfile.replacing(path).__enter__(),
 }
 
 
 def test_no_link_is_followed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A link where something is written is refused, with --force too: what it points to stays, or stays away."""
     for kind, dangling in product(WRITERS, (False, True)):
         tmp_path = tmp_path_factory.mktemp("case")
         (there := tmp_path / "elsewhere").mkdir()
@@ -112,8 +81,8 @@ def test_no_link_is_followed(tmp_path_factory: pytest.TempPathFactory) -> None:
         assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path) -> None:
-    """A step summary may be a link to a file of the runner's; a link to nothing makes none."""
+def test_a_summary_is_appended_and_waits_for_nobody(tmp_path: Path) -> None:
+    """A step summary may be a link to a file of the runner's; a FIFO may have no reader."""
     (precious := tmp_path / "precious").write_text("kept", encoding="utf-8")
     (tmp_path / "link").symlink_to(precious)
     append_text(tmp_path / "link", "\udcff, too")
@@ -122,10 +91,6 @@ def test_a_summary_is_appended_and_goes_nowhere_new(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="link to nothing"):
         append_text(tmp_path / "nowhere", "x")
     assert not precious.with_name("new").exists()
-
-
-def test_a_fifo_is_written_to_whoever_reads_and_waits_for_nobody(tmp_path: Path) -> None:
-    """Without a reader it is one line; with one all of it arrives, beyond what a pipe holds."""
     for write in (append_text, replace_text):
         fifo, text = tmp_path / write.__name__, "x" * 300_000
         os.mkfifo(fifo)
@@ -147,22 +112,19 @@ def test_a_run_file_is_no_fifo_and_no_device(tmp_path: Path) -> None:
     fifo = tmp_path / "r.jsonl"
     os.mkfifo(fifo)
     os.mkfifo(traces_path(fifo))
-    with pytest.raises(UserError, match="can't write"):
-        TraceWriter(fifo, resume=False, piece=str)  # nobody reads it: no reader is waited for
-    for opened in (
-        lambda: create_locked(fifo, force=True),
-        lambda: read_run(fifo),
-        lambda: writer(fifo, resume=True),
-        lambda: prompt_text(None, fifo),
-        lambda: prompt_text(None, Path("/dev/zero")),
-    ):
-        with pytest.raises(UserError, match="not a regular file"):
+    for opened, said in [
+        (lambda: TraceWriter(fifo, resume=False, piece=str), "can't write"),  # nobody reads it: that is not waited for
+        (lambda: create_locked(fifo, force=True), "not a regular file"),
+        (lambda: read_run(fifo), "not a regular file"),
+        (lambda: writer(fifo, resume=True), "not a regular file"),
+        (lambda: prompt_text(None, fifo), "not a regular file"),
+        (lambda: prompt_text(None, Path("/dev/zero")), "not a regular file"),
+    ]:
+        with pytest.raises(UserError, match=said):
             opened()
 
 
 def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path) -> None:
-    """A FIFO without a writer, a device without an end, a folder, a line of many megabytes: one line at once. As many
-    bytes as are allowed are read; one more is too many."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "endless").symlink_to("/dev/zero")
@@ -182,13 +144,12 @@ def test_what_is_read_is_a_file_and_ends(run: Command, tmp_path: Path) -> None:
             path.rename(tmp_path / kind)
     assert {p.name for p in tmp_path.iterdir()} == there
     (tmp_path / "a").write_bytes(b"x" * 10)
-    assert read_whole(tmp_path / "a", 10) == b"x" * 10
+    assert runfile.read_whole(tmp_path / "a", 10) == b"x" * 10
     with pytest.raises(UserError, match="larger than"):
-        read_whole(tmp_path / "a", 9)
+        runfile.read_whole(tmp_path / "a", 9)
 
 
 def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few kilobytes that hold gigabytes are left at the bound; what a run packs to is not, nor a plain file."""
     rows = b"".join(line(row(case=f"case {i}")) for i in range(600))
     whole = line(header()) + rows
     bomb = line(header()) + line(row(case="the same")) * 10_000
@@ -204,11 +165,7 @@ def test_a_packed_file_unpacks_to_so_much(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(read_run(tmp_path / name).rows) == 600
 
 
-# Writing: one writer at a time, nobody's file touched unasked, and a run goes on only where bits would be the same.
-
-
 def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
-    """In its header it is begun anew; after that whole lines are kept, and the rest is completed."""
     whole = finished(tmp_path / "whole.jsonl").read_bytes()
     header = whole.index(b"\n")
     writer(tmp_path / "long.jsonl", plan={"long": "x" * 5000}).close()  # longer than the header that comes next
@@ -220,7 +177,7 @@ def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
     for kept in (0, 1, 17, 60, header, header + 1, *(max(header + 1, len(whole) - cut) for cut in range(0, 400, 23))):
         path = tmp_path / "run.jsonl"
         path.write_bytes(whole[:kept])
-        assert begun(path) == (kept > header)
+        assert runfile.begun(path) == (kept > header)
         again = writer(path, resume=True)
         for case in ("b", "a"):
             if runfile_row(case).key not in again.done:
@@ -233,8 +190,7 @@ def test_a_run_killed_anywhere_resumes(tmp_path: Path) -> None:
 
 
 def test_a_foreign_file_is_not_begun_anew(tmp_path: Path) -> None:
-    """What is not the beginning of a header of ours is somebody else's: --resume leaves it; a link leads nowhere. While
-    one process writes a file, neither --force nor --resume nor a plain start of another opens it."""
+    """What is not the beginning of a header of ours is somebody else's; so is what another process writes."""
     path = tmp_path / "run.jsonl"
     for content in [b"my diary, without a line end", b'{"type":"heather"', b"\x00" * 100]:
         path.write_bytes(content)
@@ -259,7 +215,6 @@ def test_a_foreign_file_is_not_begun_anew(tmp_path: Path) -> None:
 
 
 def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
-    """A symbolic link stays one, hard links stay together, 0600 stays 0600, and RUN.jsonl.tmp is not touched."""
     target = finished(tmp_path / "real.jsonl")
     target.chmod(0o600)
     link, hard, neighbour = (tmp_path / name for name in ("run.jsonl", "hard.jsonl", "run.jsonl.tmp"))
@@ -281,17 +236,16 @@ def test_resuming_leaves_links_modes_and_neighbours(tmp_path: Path) -> None:
 
 
 def test_resume_names_what_would_change_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first half of a run and the second are computed by the same thing and command, or not at all: set in one half
-    only, a variable gives the same prompt two traces, and a false verdict. How threads wait does not."""
+    """Set in one half only, a variable gives the same prompt two traces, and a false verdict."""
     path, here = tmp_path / "run.jsonl", collect(0)
     names = ("commit", "sources", "nondet", "numpy", "onednn", "driver", "cublas", "num_threads", "aten_cpu_capability")
+    writer(path, plan={}, environment=here).close()
     for field in (*names, "float32_matmul_precision"):
-        open_run(path, command="probe", plan={}, environment=here, force=True).close()
         with pytest.raises(UserError, match=rf"another machine or toolchain \({field}\)"):
-            open_run(path, command="probe", plan={}, environment={**here, field: "1.2"}, resume=True)
-        open_run(path, command="probe", plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
+            writer(path, plan={}, environment={**here, field: "1.2"}, resume=True)
+    writer(path, plan={}, environment={**here, "argv": ["other"]}, resume=True).close()
     with pytest.raises(UserError, match="made by nondet probe"):
-        open_run(path, command="sample", plan={}, environment=here, resume=True)
+        writer(path, command="sample", plan={}, environment=here, resume=True)
     for name in ["ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"]:
         monkeypatch.delenv(name, raising=False)
         before = collect(0)
@@ -302,7 +256,6 @@ def test_resume_names_what_would_change_bits(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk, or a kill before the rename, leaves the old page as it was, and no scrap beside it."""
     page = tmp_path / "r.html"
     page.write_text("old", encoding="utf-8")
     page.chmod(0o640)

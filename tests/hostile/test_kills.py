@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ from tests.build import tiers
 from tests.endpoint.honest import serving
 
 COMMANDS: dict[str, list[str]] = {
-    "probe": ["probe", "pointwise", "softmax", "--m", "16", "--k", "64", "--dtype", "float32"],
-    "products": ["probe", "pointwise", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],
+    "probe": ["probe", "pointwise", "softmax", "matmul", "--m", "16", "--k", "64", "--n", "64", "--dtype", "float32"],
     "sample": [
         "sample", "--n", "6", "--load", "others=1,targets=2,spread=4,prompt=4-8,tokens=2-4", "--max-tokens", "4",
         "--dtype", "float32", "--impl", "stock",
@@ -76,26 +76,18 @@ os._exit(0)  # without unloading torch
 """
 
 
-class Process:
-    """Runs commands in children of one warm process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.errors = (folder / "stderr").open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
-            text=True, bufsize=1, cwd=folder,
-        )  # fmt: skip
-        assert self.line() == "ready"
+class Process(subprocess.Popen[str]):
+    """Runs commands in children of one warm process: after the id of the child comes its exit code."""
 
     def line(self) -> str:
         """What the process says next."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        assert self.stdout is not None
+        return self.stdout.readline().strip()
 
     def start(self, argv: list[str]) -> int:
-        """Begin a command; the id of its process. The next line is its exit code."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("\t".join(argv) + "\n")
+        """Begin a command; the id of its process."""
+        assert self.stdin is not None
+        print(*argv, sep="\t", file=self.stdin, flush=True)
         return int(self.line())
 
     def run(self, argv: list[str]) -> int:
@@ -105,20 +97,18 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    server = Process(tmp_path_factory.mktemp("server"))
-    yield server
-    server.process.stdin.close()  # type: ignore[union-attr] # it is a pipe
-    server.process.wait(timeout=20)
-    server.errors.close()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder, command = tmp_path_factory.mktemp("server"), [sys.executable, "-c", SERVER]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
+    with (folder / "stderr").open("wb") as errors, Process(command, stderr=errors, **pipes) as server:
+        assert server.line() == "ready"
+        yield server
 
 
 def wait_for(path: Path, size: int, pid: int) -> None:
     """Until the file has that many bytes, or a quarter of a minute is over."""
     for _ in range(15_000):
-        if path.exists() and path.stat().st_size >= size:
-            return
-        if not Path(f"/proc/{pid}").exists():
+        if (path.exists() and path.stat().st_size >= size) or not Path(f"/proc/{pid}").exists():
             return
         time.sleep(0.001)
 
@@ -166,11 +156,9 @@ def test_kills_lose_and_double_nothing(server: Process, tmp_path: Path, name: st
             pid = server.start(argv)
             wait_for(path, rng.randrange(1, 2 * size // 3), pid)
             time.sleep(rng.random() * 0.005)
-            try:
-                with suppress(ProcessLookupError):  # it was through already
-                    os.kill(pid, SIGNALS[(number + list(COMMANDS).index(name)) % len(SIGNALS)])
-            finally:
-                codes[int(server.line())] += 1
+            with suppress(ProcessLookupError):  # it was through already
+                os.kill(pid, SIGNALS[(number + list(COMMANDS).index(name)) % len(SIGNALS)])
+            codes[int(server.line())] += 1
             assert server.run([*argv, "--resume"]) == 0, path
             run = read_run(path)
             assert run.complete

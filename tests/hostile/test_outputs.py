@@ -35,33 +35,28 @@ DESTROYED = [
 
 
 def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
-    """By its name, by a hard link, by another spelling: one line, and the file is as it was; nor is a run that is
-    called like a report or a table replaced by one."""
+    """By its name, by a hard link, by another spelling."""
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
-    (path.parent / "linked.jsonl").hardlink_to(path)
-    before = path.read_bytes()
-    for typed, other in zip(
-        DESTROYED, cycle((path, path.parent / ".." / "runs" / path.name, path.parent / "linked.jsonl")), strict=False
-    ):
+    (linked := path.parent / "linked.jsonl").hardlink_to(path)
+    others = cycle((path, path.parent / ".." / "runs" / path.name, linked))
+    cases = [(typed, path, next(others)) for typed in DESTROYED]
+    (page := tmp_path / "run.html").write_bytes(line(run_of().header))
+    (table := tmp_path / "run.json").write_bytes(line(run_of().header))
+    for typed in ("report {} --out {}", "diff {} x.jsonl --out {}", "diff x.jsonl {} --out {}"):
+        cases.append((typed, page, page))
+    for typed, reads, writes in [*cases, ("report {} --section rows --out {}", table, table)]:
+        before = reads.read_bytes()
         first, second = typed.split("{}", 1)
-        code, out, err = run(*f"{first}{path}{second.replace('{}', str(other))} --force".split())
+        code, out, err = run(*f"{first}{reads}{second.replace('{}', str(writes))} --force".split())
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert "is a file that this command" in err
-        assert path.read_bytes() == before
-    for typed in ("report {}", "report {} --section rows", "diff {} x.jsonl", "diff x.jsonl {}"):
-        path = tmp_path / f"run{'.json' if '--section' in typed else '.html'}"
-        path.write_bytes(line(run_of().header))
-        code, out, err = run(*typed.replace("{}", str(path)).split(), "--out", path, "--force")
-        assert (code, out, err.count("\n")) == (2, "", 1), err
-        assert "is a file that this command reads" in err
-        assert path.read_bytes() == line(run_of().header)
+        assert reads.read_bytes() == before
 
 
 def test_the_traces_beside_a_run_and_a_folder_of_rollouts_are_inputs_too(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--out a.traces.jsonl, or a run whose traces would lie where the prompts do; a file among the rollouts; Python's
-    `nondet.find_mismatch(run, out=run)`; $GITHUB_STEP_SUMMARY that names the run."""
+    """A run's traces may lie where the prompts do."""
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
     side, before = traces_path(path), path.read_bytes()
     for words in (
@@ -89,12 +84,9 @@ def test_every_option_that_writes_is_known() -> None:
 
 
 def test_unrelated_files_and_devices_are_let_through(tmp_path: Path) -> None:
-    """Another file, one that is not there yet, text that is no path, a terminal that is read and written."""
-    there = tmp_path / "a.jsonl"
-    there.write_bytes(line(row()))
-    runfile.check_outputs(
-        {"run": there, "out": tmp_path / "b.jsonl", "report": [tmp_path / "b.html"], "prompt": "x" * 9999}
-    )
+    (there := tmp_path / "a.jsonl").write_bytes(line(row()))
+    reports = [tmp_path / "b.html"]
+    runfile.check_outputs({"run": there, "out": tmp_path / "b.jsonl", "report": reports, "prompt": "x" * 9999})
     runfile.check_outputs({"run": Path("/dev/null"), "summary": Path("/dev/null"), "junit": None, "prompt": "a\0b"})
     with pytest.raises(UserError, match="writes as well"):
         runfile.check_outputs({"out": tmp_path / "new.jsonl", "summary": tmp_path / "new.jsonl"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from nondet.kernels.triton_common import launch
 
 
 class Kernel:
-    """In place of Triton's: counts what it compiles, and keeps what is launched."""
+    """In place of Triton's: counts what it compiles, where constants come by name, and keeps what is launched."""
 
     arg_names = ("x", "n", "scale", "SPAN", "LOG")
 
@@ -24,21 +23,12 @@ class Kernel:
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def run(*arguments: Any, **others: Any) -> Any:
-            self.compiled += 1
-            self.launched.append((grid, arguments, {k: v for k, v in others.items() if k.isupper()}))
-            return _Compiled(self.launched)
+        def run(*arguments: Any, **by_name: Any) -> Any:
+            self.compiled += bool(by_name)
+            self.launched.append((grid, *arguments))
+            return self
 
         return run
-
-
-class _Compiled:
-    def __init__(self, launched: list[tuple[Any, ...]]) -> None:
-        self.launched = launched
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        names = Kernel.arg_names[3:]
-        return lambda *given: self.launched.append((grid, given[:3], dict(zip(names, given[3:], strict=True))))
 
 
 @pytest.fixture
@@ -58,8 +48,8 @@ def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
     other = torch.ones(8)
     launch(kernel, (5,), (other,), (33, 0.5), CONSTANTS, num_warps=4)
     assert kernel.compiled == 1
-    grid, (first, *numbers), constants = kernel.launched[1]
-    assert (grid[:3], numbers, constants) == ((5, 1, 1), [33, 0.5], CONSTANTS)
+    grid, first, *rest = kernel.launched[1]
+    assert (grid, rest) == ((5, 1, 1), [33, 0.5, *CONSTANTS.values()])
     assert first is other
 
 
@@ -92,12 +82,3 @@ def test_another_device_and_constants_out_of_their_order_are_compiled(kernel, mo
     for _ in range(3):
         launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), {"LOG": False, "SPAN": 16})
     assert kernel.compiled == 5
-
-
-@pytest.mark.parametrize(("interpreted", "device", "place"), [(True, "cuda", "cpu"), (False, "cpu", "cuda")])
-def test_no_tensors_where_rooms_are_not(monkeypatch, interpreted, device, place) -> None:
-    """Rooms are of the CPU in the interpreter, of the current GPU else: tensors of elsewhere are refused."""
-    monkeypatch.setattr(triton_common, "INTERPRETED", interpreted)
-    x: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
-    with pytest.raises(NotImplementedError, match=f"device {device}; it runs on {place}"):
-        triton_common.require("softmax", (torch.float32,), x)

@@ -52,15 +52,19 @@ def written(path: Path, made: list[dict[str, Any]]) -> Path:
     return path
 
 
+def found(folder: Path, made: list[dict[str, Any]], **options: Any) -> Run:
+    """The run of these rollouts, read from a file."""
+    path = written(folder / "r.jsonl", made)
+    return nondet.find_mismatch(rollouts=path, out=folder / "m.jsonl", force=True, **options).records
+
+
 def timeless(run: Run) -> list[Any]:
     """All records but the seconds."""
     return [r for r in run.records() if r not in run.mismatch_costs]
 
 
 def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
-    path, out = written(tmp_path / "r.jsonl", lines()), tmp_path / "m.jsonl"
-    assert main(["mismatch", "--rollouts", str(path), "--out", str(out), "--quiet"]) == 0
-    [verdict] = judge(read_run(out))
+    [verdict] = judge(found(tmp_path, lines()))
     assert (verdict.impl, verdict.finding) == ("file", Finding.MISMATCH)
     assert verdict.text.startswith(
         "sampler and trainer disagree in the logprob bits of 48 of 48 tokens (6 rollouts), K3 "
@@ -68,12 +72,11 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     assert "Hypotheses were not tested: that takes --model." in verdict.notes
     assert "The logprobs of the sampled tokens were compared, not the whole vocabulary." in verdict.notes
     trained = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "trl-invariant.jsonl.gz"
-    assert main(["report", str(out), str(trained), "--out", str(tmp_path / "both.md")]) == 0
+    assert main(["report", str(tmp_path / "m.jsonl"), str(trained), "--out", str(tmp_path / "both.md")]) == 0
     told = (tmp_path / "both.md").read_text(encoding="utf-8")
     assert told.startswith("## Sampler and trainer differ\n"), "no kernel is blamed, for none was probed"
     made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
-    run = nondet.find_mismatch(rollouts=written(path, made), out=tmp_path / "n.jsonl").records
-    [verdict] = judge(run)
+    [verdict] = judge(found(tmp_path, made))
     assert verdict.finding == Finding.CLEAN
     assert "below 6.06% of tokens" in verdict.text
 
@@ -101,17 +104,13 @@ CUT = sides(-0.105 * np.random.default_rng(4).random(240) + even(scale=1e-3))
 
 def test_what_two_sides_show_without_a_model(tmp_path: Path) -> None:
     """A kind where they show one, none of what rounding does; what is next is the same command with the model."""
-    for i, (made, said) in enumerate(
-        [
-            (sides(even()), ""),
-            (sides(even(), rounded=True), "Only the sampler's logprobs are all numbers of bfloat16"),
-            (CUT, "the sampler gives each the larger"),
-            (SHIFTED, "The sampler's logprobs stand one token early"),
-        ]
-    ):
-        path = written(tmp_path / "r.jsonl", made)
-        run = nondet.find_mismatch(rollouts=path, out=tmp_path / f"m{i}.jsonl").records
-        kinds = [note for note in judge(run)[0].notes if note.startswith("Kind")]
+    for made, said in [
+        (sides(even()), ""),
+        (sides(even(), rounded=True), "Only the sampler's logprobs are all numbers of bfloat16"),
+        (CUT, "the sampler gives each the larger"),
+        (SHIFTED, "The sampler's logprobs stand one token early"),
+    ]:
+        kinds = [note for note in judge(found(tmp_path, made))[0].notes if note.startswith("Kind")]
         assert [said in kind for kind in kinds] == [True] * bool(said)
 
 
@@ -127,7 +126,6 @@ def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
     run = nondet.find_mismatch(rollouts=tmp_path / "token_exports", out=tmp_path / "m.jsonl").records
     assert [r.drawn for r in run.mismatch_rollouts] == [[1, 2, 4]] * 2
     figures = pairs(run)[0].figures
-    assert figures is not None
     assert (figures.tokens, figures.differ) == (6, 2)
 
 
@@ -152,7 +150,6 @@ def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
     assert asked("vllm", "#!") == 0  # the toy counts letters, and here a letter is a token
     [pair] = pairs(read_run(tmp_path / "vllm2.jsonl.m.jsonl"))
     assert pair.impl == "server"
-    assert pair.figures is not None
     assert pair.figures.tokens == 8
     assert asked("vllm", "Return a") == 2
     assert "prompt 1 has 8 tokens there and 2 here" in capsys.readouterr().err
@@ -164,16 +161,13 @@ def test_steps_of_training_are_told_apart(tmp_path: Path) -> None:
     """K3 a step, in numbers and drawn; rollouts of one step have none."""
     made = [line | {"step": 10 * (i // 2)} for i, line in enumerate(lines())]
     made[4]["trainer_logprobs"] = [x - 1.0 for x in made[4]["trainer_logprobs"]]
-    run = nondet.find_mismatch(rollouts=written(tmp_path / "r.jsonl", made), out=tmp_path / "m.jsonl").records
-    [pair] = pairs(run)
+    [pair] = pairs(found(tmp_path, made))
     assert [(b.low, b.tokens) for b in pair.steps] == [(0, 16), (10, 16), (20, 16)]
     assert pair.steps[2].k3 > 100 * pair.steps[1].k3
-    assert pair.figures is not None
     assert sum(b.k3 * b.tokens for b in pair.steps) == pytest.approx(pair.figures.k3 * 48)
     assert main(["report", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "m.html"), "--quiet"]) == 0
     assert "K3 by step" in (tmp_path / "m.html").read_text(encoding="utf-8")
-    once = nondet.find_mismatch(rollouts=written(tmp_path / "s.jsonl", lines()), out=tmp_path / "n.jsonl").records
-    assert pairs(once)[0].steps == []
+    assert pairs(found(tmp_path, lines()))[0].steps == []
 
 
 @pytest.mark.nightly
@@ -184,11 +178,8 @@ def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
     assert main(["mismatch", *SMALL, *arms]) == 0
     run = read_run(tmp_path / "m.jsonl")
     stock, part, cured = pairs(run)
-    assert stock.place is not None
     assert stock.place.call
-    assert stock.place.difference is not None
     assert cured.place is None
-    assert part.figures is not None
     [told] = [note for note in judge(run)[0].notes if note.startswith("First diverging call: ")]
     assert stock.place.module in told
     cures = [note for note in judge(run)[0].notes if note.startswith("Invariant")]
@@ -325,13 +316,11 @@ def test_whole_rows_are_compared_by_number_and_by_their_distributions() -> None:
     sampler = of_positions({3: [0.0, 1.0], 4: [2.0, -math.inf], 5: [1.0, 2.0]}, torch.bfloat16)
     trainer = of_positions({3: [0.0, 0.0], 4: [2.0, -math.inf], 6: [1.0, 2.0]}, torch.float32)
     found = collect.over_vocabulary("stock", sampler, trainer)
-    assert found is not None
     assert (found.size, found.positions, found.differ) == (2, [3, 4], [1, 0])
     p = 1 / (1 + math.e)
     assert found.kl == pytest.approx([p * math.log(2 * p) + (1 - p) * math.log(2 - 2 * p), 0.0], rel=1e-12)
     assert collect.over_vocabulary("stock", sampler, {}) is None
     beyond_all = collect.over_vocabulary("stock", sampler, of_positions({3: [0.0, -math.inf]}, torch.float32))
-    assert beyond_all is not None
     assert beyond_all.kl == [sys.float_info.max]
 
 
@@ -415,8 +404,7 @@ def test_tokens_of_a_sampled_run_are_scored(tmp_path: Path, capsys: pytest.Captu
 def test_no_kind_is_said_of_a_few_tokens(tmp_path: Path) -> None:
     """Invented logprobs of two tokens: a temperature fits them, and was named."""
     made = lines(2, 1, completion_ids=[2], sampler_logprobs=[-0.5], trainer_logprobs=[-0.1])
-    path = written(tmp_path / "r.jsonl", made)
-    run = nondet.find_mismatch(rollouts=path, model="embedded", threads=1, out=tmp_path / "m.jsonl").records
+    run = found(tmp_path, made, model="embedded", threads=1)
     assert any(removed(k) > 0.9 and k.left < k.floor for k in pairs(run)[0].kinds)
     [verdict] = judge(run)
     assert [n for n in verdict.notes if n.startswith("Kind")] == [
@@ -448,8 +436,8 @@ def test_a_float32_head_keeps_what_a_model_does_to_its_logits(name: str) -> None
 
 def test_a_run_of_saved_rollouts_that_lacks_one_is_malformed(tmp_path: Path) -> None:
     """Its plan says how many each arm has, so that a last line that was mended is seen."""
+    found(tmp_path, lines())
     out = tmp_path / "m.jsonl"
-    nondet.find_mismatch(rollouts=written(tmp_path / "r.jsonl", lines()), out=out)
     first, *others, last = out.read_text(encoding="utf-8").splitlines()
     cut = [first, *others[1:], last.replace(f'"records":{len(others)}', f'"records":{len(others) - 1}')]
     out.write_text("\n".join(cut) + "\n", encoding="utf-8")

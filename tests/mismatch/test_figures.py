@@ -10,7 +10,7 @@ import pytest
 
 from nondet.core.statistics import k3
 from nondet.mismatch import figures
-from nondet.mismatch.figures import LONG, Figures
+from nondet.mismatch.figures import Figures
 
 
 def made(seed: int = 0, sequences: int = 40, length: int = 64, sd: float = 0.01) -> Figures:
@@ -24,7 +24,6 @@ def test_equal_bits_leave_nothing_but_a_bound_and_one_bit_counts() -> None:
     sampler = made().sampler
     same = Figures(sampler, sampler.copy(), [len(sampler)])
     assert (same.differ, same.k3, same.outside, same.ratios, same.mult_prob_error) == (0, 0.0, 0, (1.0, 1.0), 1.0)
-    assert same.long == (0.0, 1.0)
     sampler = np.array([-1.0, 0.0, -2.0], dtype=np.float32)
     other = np.array([np.nextafter(np.float32(-1), np.float32(0)), -0.0, -2.0], dtype=np.float32)
     assert Figures(sampler, other, [3]).differ == 2  # a sign of zero is a bit
@@ -60,14 +59,6 @@ def test_the_interval_goes_by_sequence_and_covers() -> None:
         hit += low <= truth <= high
     assert 0.8 < hit / trials <= 1.0  # skewed sums of 40 sequences: percentiles fall a little short of 95%
     assert made(sequences=4).k3_interval is None
-
-
-def test_a_long_sequence_is_what_long_sequences_do() -> None:
-    deviation, share = made(sequences=400, sd=0.014).long
-    assert deviation == pytest.approx(0.014 * math.sqrt(LONG), rel=0.15)
-    rng = np.random.default_rng(1)
-    sums = rng.normal(0.0, deviation, 20000)
-    assert share == pytest.approx(np.mean(np.abs(sums) < math.log(2)), abs=0.05)
 
 
 def test_what_is_no_pair_is_refused() -> None:

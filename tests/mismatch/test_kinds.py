@@ -22,7 +22,7 @@ from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Fault, Spec, rounded_to_fp8, score, weights_changed
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.verdict.mismatch import Pair, removed
-from tests.mismatch.test_settings import judged as pair_of
+from tests.mismatch.test_settings import judged
 
 FAMILIES = ("template", "stale weights", "float32 head", "another formula")  # one of each layer is part of every run
 PROMPTS = ("For example, the", "Return a", "The class is a subclass of", "If the argument is not given, the default is")
@@ -70,60 +70,38 @@ def wide() -> Any:
     return copy.deepcopy(loaded().model).float()
 
 
-def judged(texts: list[Rollout], trainer: Logprobs, spec: Spec = PLAIN, sampler: Any = None, older: Any = None) -> Pair:
-    """Of the embedded model; the sampler's logprobs are the rollouts' own, or these."""
-    sampler = np.concatenate([r.sampler for r in texts]) if sampler is None else sampler
-    return pair_of(loaded().model, texts, sampler, trainer, spec, older)
+def pair(
+    seed: int, spec: Spec = PLAIN, kind: str = "", *, older: bool = False, cast: bool = False, alike: bool = False,
+    change: Callable[[Logprobs], Logprobs] = np.copy, **fault: Any,
+) -> Pair:  # fmt: skip
+    """The embedded model as sampler, of what `kind` makes of its weights, and as trainer, with that layout and fault.
+
+    Args:
+        older: Whether the other weights are given.
+        cast: Whether the trainer's weights are float32.
+        alike: Few rollouts, and a sampler with the bits of a plain forward: no kernels hide what the trainer does.
+        change: What is done to the sampler's logprobs.
+    """
+    model, texts = loaded().model, drawn(seed, kind)[: 6 if alike else None]
+    sampler = score(model, texts, PLAIN) if alike else np.concatenate([r.sampler for r in texts])
+    trainer = score(wide() if cast else model, texts, spec, Fault(**fault))
+    return judged(model, texts, change(sampler), trainer, spec, other(seed, kind) if older else None)
 
 
-def as_trained(spec: Spec = PLAIN, **changes: Any) -> Callable[[int], Pair]:
-    """A trainer with that layout, and with that fault."""
-    return lambda seed: judged(drawn(seed), score(loaded().model, drawn(seed), spec, Fault(**changes)), spec)
-
-
-def with_older(kind: str) -> Callable[[int], Pair]:
-    def planted(seed: int) -> Pair:
-        texts = drawn(seed, kind)
-        return judged(texts, score(loaded().model, texts, PLAIN), older=other(seed, kind))
-
-    return planted
-
-
-def rounded(seed: int) -> Pair:
-    texts = drawn(seed)
-    sampler = torch.from_numpy(np.concatenate([r.sampler for r in texts])).bfloat16().float().numpy()
-    return judged(texts, score(loaded().model, texts, PLAIN), sampler=sampler)
-
-
-def matched(spec: Spec) -> Callable[[int], Pair]:
-    """A sampler with the bits of a plain forward: no other kernels hide what the trainer does otherwise."""
-
-    def planted(seed: int) -> Pair:
-        model, texts = loaded().model, drawn(seed)[:6]  # a few: bits are compared
-        return judged(texts, score(model, texts, spec), sampler=score(model, texts, PLAIN))
-
-    return planted
-
-
-def autocast(seed: int) -> Pair:
-    return judged(drawn(seed), score(wide(), drawn(seed), Spec(autocast="bfloat16")))
-
-
-PLANTED: dict[str, tuple[str, str, Callable[[int], Pair]]] = {
-    "positions with a gap": ("positions", "trainer", as_trained(positions="gap")),
-    "positions that begin anew": ("positions", "trainer", as_trained(positions="restart")),
-    "padding mask": ("padding mask", "trainer", as_trained(Spec(padding="left"), mask=False)),
-    "template": ("template", "trainer", as_trained(front=1)),
-    "stale weights": ("stale weights", "sampler", with_older("stale")),
-    "LoRA": ("an unmerged LoRA", "sampler", with_older("lora")),
-    "fp8": (
-        "fp8 weights", "sampler",
-        lambda seed: judged(drawn(seed, "fp8"), score(loaded().model, drawn(seed, "fp8"), PLAIN)),
+PLANTED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "positions with a gap": ("positions", "trainer", {"positions": "gap"}),
+    "positions that begin anew": ("positions", "trainer", {"positions": "restart"}),
+    "padding mask": ("padding mask", "trainer", {"spec": Spec(padding="left"), "mask": False}),
+    "template": ("template", "trainer", {"front": 1}),
+    "stale weights": ("stale weights", "sampler", {"kind": "stale", "older": True}),
+    "LoRA": ("an unmerged LoRA", "sampler", {"kind": "lora", "older": True}),
+    "fp8": ("fp8 weights", "sampler", {"kind": "fp8"}),
+    "autocast": ("autocast over float32 weights", "trainer", {"spec": Spec(autocast="bfloat16"), "cast": True}),
+    "float32 head": ("a float32 head", "trainer", {"spec": Spec(head="float32"), "alike": True}),
+    "bf16 logprobs": (
+        "rounded logprobs", "sampler", {"change": lambda x: torch.from_numpy(x).bfloat16().float().numpy()},
     ),
-    "autocast": ("autocast over float32 weights", "trainer", autocast),
-    "float32 head": ("a float32 head", "trainer", matched(Spec(head="float32"))),
-    "bf16 logprobs": ("rounded logprobs", "sampler", rounded),
-    "another formula": ("another formula", "trainer", matched(Spec(formula="token_logprobs"))),
+    "another formula": ("another formula", "trainer", {"spec": Spec(formula="token_logprobs"), "alike": True}),
 }  # fmt: skip
 
 
@@ -138,50 +116,53 @@ def tiers(names: Iterable[str], kept: Sequence[str]) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "seed"), tiers(PLANTED, FAMILIES))
 def test_what_is_planted_is_named(name: str, seed: int) -> None:
-    cause, side, plant = PLANTED[name]
-    pair = plant(seed)
-    assert pair.named is not None, [(k.cause, k.side, k.left, k.k3) for k in pair.kinds[:4]]
-    assert (pair.named.cause, pair.named.side) == (cause, side)
-    assert pair.named.exactly >= 0.9 or removed(pair.named) >= 0.9
+    cause, side, how = PLANTED[name]
+    found = pair(seed, **how)
+    assert found.named is not None, [(k.cause, k.side, k.left, k.k3) for k in found.kinds[:4]]
+    assert (found.named.cause, found.named.side) == (cause, side)
+    assert found.named.exactly >= 0.9 or removed(found.named) >= 0.9
     if name == "stale weights":  # without --older they are unexplained, and the side is known
-        pair = judged(drawn(seed, "stale"), score(loaded().model, drawn(seed, "stale"), PLAIN))
-        assert (pair.named, pair.off) == (None, ["sampler"])
+        unknown = pair(seed, kind="stale")
+        assert (unknown.named, unknown.off) == (None, ["sampler"])
 
 
-SOUND: dict[str, Callable[[int], Pair]] = {
-    "padded on the right": as_trained(),
-    "padded on the left": as_trained(Spec(padding="left")),
-    "packed": as_trained(Spec(padding="packed")),
-    "one at a time": as_trained(Spec(micro=1)),
-    "micro-batches of four": as_trained(Spec(micro=4)),
-    "all positions one later": as_trained(positions="shift"),  # rotary positions are relative
+SOUND: dict[str, dict[str, Any]] = {
+    "padded on the right": {},
+    "padded on the left": {"spec": Spec(padding="left")},
+    "packed": {"spec": Spec(padding="packed")},
+    "one at a time": {"spec": Spec(micro=1)},
+    "micro-batches of four": {"spec": Spec(micro=4)},
+    "all positions one later": {"positions": "shift"},  # rotary positions are relative
 }
 
 
 @pytest.mark.parametrize(("name", "seed"), tiers(SOUND, ("padded on the left",)))
 def test_what_is_sound_has_no_cause_named(name: str, seed: int) -> None:
-    pair = SOUND[name](seed)
-    assert pair.figures is not None
-    assert pair.figures.differ > 0  # other kernels, so that there is something to explain
-    assert pair.named is None, pair.named
-    assert pair.off == []
+    found = pair(seed, **SOUND[name])
+    assert found.figures.differ > 0  # other kernels, so that there is something to explain
+    assert (found.named, found.off) == (None, [])
 
 
-@pytest.mark.parametrize(("fault", "seed"), tiers(("one token", "shifted by one", "invented"), ()))
-def test_no_cause_is_named_that_leaves_more_than_rounding(fault: str, seed: int) -> None:
+def off_by_12(sampler: Logprobs) -> Logprobs:
+    return sampler - 12 * (np.arange(len(sampler)) == 5).astype(np.float32)
+
+
+def early(sampler: Logprobs) -> Logprobs:
+    """Each rollout of 24 tokens one early."""
+    rows = sampler.reshape(-1, 24)
+    return np.concatenate([rows[:, :1], rows[:, :-1]], 1).ravel()
+
+
+def invented(sampler: Logprobs) -> Logprobs:
+    return -np.random.default_rng(0).exponential(2.0, len(sampler)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("fault", "seed"), tiers((off_by_12, early, invented), ()))
+def test_no_cause_is_named_that_leaves_more_than_rounding(fault: Any, seed: int) -> None:
     """A token that is far off, or logprobs that are none of these tokens': any temperature fits K3 a bit."""
-    texts = drawn(seed)
-    sampler = np.concatenate([r.sampler for r in texts])
-    if fault == "one token":
-        sampler[5] -= 12
-    elif fault == "shifted by one":
-        sampler = np.concatenate([np.append(r.sampler[:1], r.sampler[:-1]) for r in texts])
-    else:
-        sampler = -np.random.default_rng(seed).exponential(2.0, len(sampler)).astype(np.float32)
-    pair = judged(texts, score(loaded().model, texts, PLAIN), sampler=sampler)
-    assert any(removed(k) >= 0.1 for k in pair.kinds), "one of them takes some of it away"
-    assert pair.named is None, pair.named
-    assert pair.off == ["sampler"]
+    found = pair(seed, change=fault)
+    assert any(removed(k) >= 0.1 for k in found.kinds), "one of them takes some of it away"
+    assert (found.named, found.off) == (None, ["sampler"])
 
 
 @pytest.mark.slow

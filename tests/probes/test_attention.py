@@ -31,7 +31,7 @@ def test_cache_reduced_apart_is_flagged():
 
 def test_splits_that_follow_from_the_batch_are_flagged():
     """A fixed number of splits, chosen by the batch size: the decode sweep shows where it changes."""
-    rows = measure("attention", "attention_splits_by_batch", asked={"batch_size"}, **SMALL)
+    rows = measure("attention", "attention__order__any__from_4", asked={"batch_size"}, **SMALL)
     row = next(r for r in rows.values() if r.varied == "batch_size" and r.inputs == "order")
     assert row.labels == [int(batch >= 4) for batch in row.values]
 

@@ -37,7 +37,7 @@ def test_our_gradients_follow_neither_batch_nor_moment(found):
     """Identical in every case, and claimed; nothing is skipped, so nothing was left to torch under the block. Stock's
     weights follow the micro-batch: a linear layer's, a norm's and an embedding's."""
     ours = [row for (*_, impl), row in found.items() if impl == "invariant"]
-    assert {row.operator for row in ours} == {*backward.ROWS, *backward.WEIGHTS, *backward.AGAIN, "attention_backward"}
+    assert {row.operator for row in ours} == {*backward.ROWS, *backward.WEIGHTS, "attention_backward"}
     assert {(row.status, row.reason, row.claims_invariance) for row in ours} == {("identical", "", True)}
     stock = [row for (_, varied, _, impl), row in found.items() if varied == "micro_batch" and impl == "stock"]
     assert len(stock) == 3 * len(DTYPES)
@@ -77,7 +77,7 @@ def test_additions_in_no_order_are_flagged(monkeypatch):
             return out, None
 
     draw = random.Random(0)  # noqa: S311 - an order, nothing secret
-    monkeypatch.setitem(backward.AGAIN, "index_put_accumulate", Gathered.apply)
+    monkeypatch.setitem(backward.WEIGHTS, "index_put_accumulate", lambda weight, _, ids: Gathered.apply(weight, ids))
     planted = rows(("index_put_accumulate", "embedding_weight"), dtypes=("float32",), k=64)
     assert planted["index_put_accumulate", "run", "float32", "stock"].status == "divergent"
     assert planted["embedding_weight", "run", "float32", "stock"].status == "identical"

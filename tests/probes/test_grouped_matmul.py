@@ -13,7 +13,7 @@ SMALL = {"m": 32, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 4}
 
 def test_choice_by_an_expert_s_rows_is_flagged():
     """An expert with a single row takes another order: sweep and routing show it, neither place nor run does."""
-    rows = measure("grouped-matmul", "grouped_by_rows", **SMALL)
+    rows = measure("grouped-matmul", "grouped_matmul__order__any__share_1_1", **SMALL)
     assert statuses(rows, varied="batch_size", inputs="order") == {"divergent"}
     first, *others = [r for r in rows.values() if r.varied == "routing"]
     assert {r.status for r in (first, *others) if "alone" in r.values} == {"divergent"}

@@ -31,9 +31,9 @@ def test_split_by_m_is_flagged_where_it_begins():
 def test_a_fault_of_the_place_or_of_later_rows_is_flagged():
     """A kernel that cuts K by the row's place: every place among 32 has the class of its cut. One that computes row 0
     alike in every batch, and the last rows of a large one in another order, is seen too."""
-    rows = measure("matmul", "linear_stream_k", **SMALL, asked={"position"})
+    rows = measure("matmul", "linear__order__any__place_3", **SMALL, asked={"position"})
     row = next(r for r in rows.values() if r.varied == "position")
-    assert (row.status, row.values, row.labels) == ("divergent", list(range(32)), [i % 3 for i in range(32)])
+    assert (row.status, row.values, row.labels) == ("divergent", list(range(32)), [int(i % 3 == 1) for i in range(32)])
     rows = measure("matmul", "linear_tail_rows", **SMALL, inputs=("order",), asked={"batch_size"})
     assert statuses(rows, varied="batch_size", inputs="order") == {"divergent"}
 
@@ -177,7 +177,7 @@ def test_a_whole_weight_is_mapped_on_a_gpu(impl):
 
 def test_what_a_larger_batch_left_behind_is_a_moment_s():
     """No call is larger than it before the question, or first of its K and N in another batch: history shows both."""
-    for toy in ("linear_grows", "linear_tuned_by_the_first"):
+    for toy in ("linear__order__any__grown_201", "linear__order__any__tuned_2"):
         assert "divergent" in statuses(measure("matmul", toy, asked=("history",), **SMALL))
     assert statuses(measure("matmul", "linear_by_width", asked=("history",), **SMALL)) == {"identical"}
 
@@ -185,8 +185,8 @@ def test_what_a_larger_batch_left_behind_is_a_moment_s():
 def test_a_layout_that_changes_the_order_is_flagged_there():
     """x by columns, as a transposed activation, and rows of a fused weight: no other layout shows the fault."""
     for toy, layout in (
-        ("linear_columns_of_x", "x stored [K, M]"),
-        ("linear_part_of_a_weight", "rows of a fused weight"),
+        ("linear__order__turned__from_3", "x stored [K, M]"),
+        ("linear__order__fused__from_3", "rows of a fused weight"),
     ):
         rows = measure("matmul", toy, asked=("batch_size",), **SMALL)
         shown = {name.partition(", K=")[0] for name, row in rows.items() if row.status == "divergent"}

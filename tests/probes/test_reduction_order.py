@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import os
 import random
 import re
@@ -19,7 +17,17 @@ import torch
 
 from nondet.core.records import Row
 from nondet.core.registry import load_object
-from nondet.kernels.emulator import UNITS, VECTOR_WEIGHTS, Tree, _canonical, chain, fused_step, round_to
+from nondet.kernels.emulator import (
+    UNITS,
+    VECTOR_WEIGHTS,
+    Arithmetic,
+    Tree,
+    _canonical,
+    chain,
+    fused_step,
+    predict,
+    round_to,
+)
 from nondet.kernels.order_words import compared, words
 from nondet.probes import matmul, reduction_order
 from nondet.probes.base import Options
@@ -82,17 +90,14 @@ def drawn(rng: random.Random, leaves: list[int], depth: int = 0) -> Node:
 
 def as_tree(root: Node, leaves: int) -> Tree:
     nodes: list[tuple[int, ...]] = []
-    made: dict[int, int] = {}
-    pending = [(root, False)]
-    while pending:
-        node, seen = pending.pop()
+
+    def number(node: Node) -> int:
         if isinstance(node, int):
-            made[id(node)] = node
-        elif not seen:
-            pending += [(node, True), (node[0], False), (node[1], False)]
-        else:
-            nodes.append(tuple(child if isinstance(child, int) else made[id(child)] for child in node))
-            made[id(node)] = leaves + len(nodes) - 1
+            return node
+        nodes.append(tuple(map(number, node)))
+        return leaves + len(nodes) - 1
+
+    number(root)
     return Tree(leaves, tuple(nodes))
 
 
@@ -151,31 +156,12 @@ def test_a_planted_order_is_found_proven_and_named() -> None:
 
 
 def fused_by(tree: Tree) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """x [M, K], w [N, K] -> [M, N], every row as row 0: products fused into their additions by the C library."""
-    library = ctypes.util.find_library("m")
-    if library is None:
-        pytest.skip("no libm by that name here")
-    fmaf = ctypes.CDLL(library).fmaf
-    fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
-
-    def of_column(x: list[float], w: list[float]) -> float:
-        sums: dict[int, float] = {}
-
-        def value(at: int) -> float:
-            return sums[at] if at in sums else fmaf(x[at], w[at], 0.0)
-
-        for i, (one, other) in enumerate(tree.nodes, tree.leaves):
-            term = other if other < tree.leaves else one  # of two leaves the second goes into the first, as it is
-            if term < tree.leaves:
-                total = fmaf(x[term], w[term], value(one if term == other else other))
-            else:
-                total = fmaf(value(one), 1.0, value(other))
-            sums[i] = total
-        return value(tree.leaves + len(tree.nodes) - 1)
+    """x [M, K], w [N, K] -> [M, N], every row as row 0: products fused into their additions, as the C library does it
+    (tests/kernels/test_emulator.py)."""
 
     def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        row = torch.tensor([of_column(x[0].tolist(), column) for column in w.tolist()])
-        return row.expand(len(x), -1).clone()
+        row = predict(tree, x[:1].expand_as(w).double().numpy(), w.double().numpy(), Arithmetic(fused=True))
+        return torch.from_numpy(row).float().expand(len(x), -1).clone()
 
     return linear
 
@@ -223,13 +209,8 @@ def test_a_tree_that_is_wrong_in_two_leaves_is_not_proven(seed: int, dtype: torc
     assert (prove(asked, wrong).proven is None) == (wrong.digest != tree.digest)
 
 
-def promoted(x: torch.Tensor) -> torch.Tensor:
-    """Blocks of 32 added in bfloat16 digits, the blocks in float32."""
-    return sum(added(chain(32), block.bfloat16()).float() for block in x.split(32, 1))
-
-
-@pytest.mark.parametrize("seed", tiers([0], range(6)))
 @pytest.mark.parametrize("dtype", tiers([torch.float16], [torch.bfloat16]))
+@pytest.mark.parametrize("seed", tiers([0], range(6)))
 def test_three_short_numbers_show_their_order(seed: int, dtype: torch.dtype) -> None:
     """Added in float64, of which float16's masks tell nothing: no tree that is proven may be another, or of float32."""
     result = find(of_rows(lambda x: x.double().sum(-1).to(dtype), 1, 3, dtype, "cpu"), seed)
@@ -266,18 +247,19 @@ BY_NUMBERS: dict[str, tuple[Any, torch.dtype, Tree, str]] = {
     "small float16": (backwards_where(lambda x: x.abs().amax(-1) <= 64, chain(33)), torch.float16, chain(33), "zeros"),
     "one sign": (ONE_SIGN, torch.float32, LANES[0], "one sign"),
     "one sign of bfloat16": (ONE_SIGN, torch.bfloat16, LANES[0], "one sign"),
+    "rounded first": (lambda x: added(chain(96), x.bfloat16().float()), torch.float32, chain(96), ""),
 }
 
 
 @pytest.mark.parametrize("name", BY_NUMBERS)
-def test_an_order_that_follows_the_numbers_is_unproven(name: str) -> None:
+def test_what_more_than_the_order_decides_is_unproven(name: str) -> None:
     """Numbers of all sizes and of one sign, with zeros and without, and sums that are small or not, are all drawn: of
     float32 numbers float64 sums are exact in any order, and a short result shows none, but midway between two."""
     function, dtype, tree, shown = BY_NUMBERS[name]
     result = find(of_rows(function, 1, tree.leaves, dtype, "cpu"))
     assert result.tree.digest == tree.digest
-    assert result.proven is None
-    assert f"{shown} numbers" in result.failed_on if shown else result.failed_on
+    assert (result.proven, bool(result.missed), result.record()["hidden"]) == (None, True, "")
+    assert f"{shown} numbers" in result.failed_on if shown else "other bits in" in result.failed_on
 
 
 def test_an_order_of_products_that_follows_their_signs_is_unproven() -> None:
@@ -297,8 +279,7 @@ def test_an_order_of_products_that_follows_their_signs_is_unproven() -> None:
     assert (result.proven, "zeros numbers" in result.failed_on) == (None, True)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_products_in_float64_are_told_from_fused_ones(fused: bool) -> None:
+def in_float64(fused: bool) -> Any:
     """Of numbers with all digits: products of float32 numbers are exact in float64, and fused as well as not."""
 
     def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -311,10 +292,51 @@ def test_products_in_float64_are_told_from_fused_ones(fused: bool) -> None:
             total = torch.tensor(sums, dtype=torch.float64)
         return total.to(x.dtype).expand(len(x), -1).clone()
 
-    result = find(of_product(linear, 1, 24, 8, torch.float64, "cpu"))
-    assert result.tree.digest == chain(24).digest
+    return linear
+
+
+def in_float16(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Its partial sums have no room for 16 times the largest number."""
+    total = torch.zeros(len(x), len(w), dtype=torch.float16)
+    for k in range(40):
+        more = total.double() + x[:, k, None].double() * w[None, :, k].double()
+        total = torch.from_numpy(round_to(more.numpy(), "float16")).half()
+    return total
+
+
+def of_float64_sums(once: bool) -> Any:
+    """Rounded to a short dtype at once, or as torch does it, to float32 before."""
+
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        total = (x.double()[:, None] * w.double()).cumsum(-1)[..., -1]
+        return torch.from_numpy(round_to(total.numpy(), str(x.dtype)[6:])).to(x.dtype) if once else total.to(x.dtype)
+
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("linear", "K", "N", "dtype", "how"),
+    tiers(
+        [
+            (in_float64(False), 24, 8, torch.float64, ("float64", False, False)),
+            (in_float64(True), 24, 8, torch.float64, ("float64", True, False)),
+            (in_float16, 40, 8, torch.float16, ("float16", True, False)),
+        ],
+        [
+            (of_float64_sums(False), 33, 1, torch.bfloat16, ("float64", False, True)),
+            (of_float64_sums(True), 33, 1, torch.bfloat16, ("float64", False, False)),
+            (of_float64_sums(True), 33, 1, torch.float32, ("float64", False, False)),
+        ],
+    ),
+)
+def test_where_partial_sums_of_a_product_are_kept(
+    linear: Any, K: int, N: int, dtype: torch.dtype, how: tuple[str, bool, bool]
+) -> None:
+    """In which dtype, whether products are fused into their additions, and whether the result is rounded twice."""
+    result = find(of_product(linear, 1, K, N, dtype, "cpu"))
+    assert result.tree.digest == chain(K).digest
     assert result.proven is not None, result.failed_on
-    assert result.proven.fused == fused
+    assert (result.proven.accumulator, result.proven.fused, result.proven.twice) == how
 
 
 @pytest.mark.parametrize("seed", tiers([0], [3, 4, 6]))
@@ -326,37 +348,6 @@ def test_a_tail_dropped_from_short_rows_is_proven(seed: int) -> None:
     result = find(of_rows(lambda x: inner(x[:, :kept]), 1, 100, torch.bfloat16, "cpu"))
     assert result.tree.dropped == list(range(kept, 100))
     assert result.proven is not None, result.failed_on
-
-
-def test_partial_sums_of_float16_in_a_product_are_proven() -> None:
-    """They have no room for 16 times the largest number."""
-
-    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(len(x), len(w), dtype=torch.float16)
-        for k in range(40):
-            more = total.double() + x[:, k, None].double() * w[None, :, k].double()
-            total = torch.from_numpy(round_to(more.numpy(), "float16")).half()
-        return total
-
-    result = find(of_product(linear, 1, 40, 8, torch.float16, "cpu"))
-    assert result.tree.digest == chain(40).digest
-    assert result.proven is not None, result.failed_on
-    assert result.proven.accumulator == "float16"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("dtype", "once"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)])
-def test_one_column_shows_partial_sums_in_float64(dtype: torch.dtype, once: bool) -> None:
-    """And whether they are rounded to a short dtype at once, or as torch does it, to float32 before."""
-
-    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        total = (x.double()[:, None] * w.double()).cumsum(-1)[..., -1]
-        return torch.from_numpy(round_to(total.numpy(), str(dtype)[6:])).to(dtype) if once else total.to(dtype)
-
-    result = find(of_product(linear, 1, 33, 1, dtype, "cpu"))
-    assert result.tree.digest == chain(33).digest
-    assert result.proven is not None, result.failed_on
-    assert (result.proven.accumulator, result.proven.twice) == ("float64", not once)
 
 
 @pytest.mark.parametrize(("K", "times"), tiers([(33, True)], [(64, False), (33, False), (64, True)]))
@@ -378,17 +369,6 @@ def test_what_short_results_do_not_tell_of_a_mean_is_not_said(K: int, times: boo
 
 def squares(x: torch.Tensor) -> torch.Tensor:
     return (x * x).sum(-1)
-
-
-@pytest.mark.parametrize("rounded_first", tiers([True], [False]))
-def test_what_rounds_elsewhere_is_unproven(rounded_first: bool) -> None:
-    """Of numbers that were rounded first the tree is there, and its bits are not; nor are those of promoted blocks."""
-    faulty = (lambda x: added(chain(96), x.bfloat16().float())) if rounded_first else promoted
-    result = find(of_rows(faulty, 1, 96, torch.float32, "cpu"))
-    assert result.proven is None
-    assert result.missed > 0
-    assert "other bits in" in result.failed_on
-    assert not result.record()["hidden"]
 
 
 def planted_sum(x: torch.Tensor) -> torch.Tensor:
@@ -462,10 +442,15 @@ def linear_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_by_columns(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As `linear_by_rows`; columns 1, 17, 33, ... go the other way."""
-    out = linear_by_rows(x, weight)
-    out[:, 1::16] = linear_by_rows(x.repeat(8, 1) if len(x) < 8 else x[:1], weight)[: len(x), 1::16][:1]
+    """The last first; in columns 1, 17, 33, ... the first."""
+    out = fused_chain_of(range(47, -1, -1))(x, weight)
+    out[:, 1::16] = chain_of_48(x, weight)[:, 1::16]
     return out
+
+
+def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Another order at each M."""
+    return fused_chain_of([*range(len(x), 24), *range(len(x))])(x, w)
 
 
 chain_of_48 = fused_chain_of(range(48))
@@ -473,14 +458,14 @@ chain_of_48 = fused_chain_of(range(48))
 
 def of_batches(name: str, **options: Any) -> Row:
     """The sweep of the matmul probe's plain layout."""
-    jobs = plan_jobs(
-        ["matmul"], [f"linear={__name__}:{name}"], Options(dtypes=("float32",), inputs=("order",), **options)
-    )
+    chosen = Options(dtypes=("float32",), inputs=("order",), **options)
+    jobs = plan_jobs(["matmul"], [f"linear={__name__}:{name}"], chosen)
     (row,) = run_jobs([j for j in jobs if j.case.varied == "batch_size" and not j.case.data["layout"]], 0, set())
     return row
 
 
-def test_the_matmul_probe_names_the_trees_at_a_border() -> None:
+def test_the_matmul_probe_names_the_trees_at_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts the classes whose trees were not measured."""
     sizes = {"k": 48, "n": 32, "m": 16}
     assert "reduction_trees" not in of_batches("chain_of_48", **sizes).extra
     trees = of_batches("linear_by_rows", **sizes).extra["reduction_trees"]["classes"]
@@ -488,14 +473,19 @@ def test_the_matmul_probe_names_the_trees_at_a_border() -> None:
         (1, "one chain of 48, the last first", True),
         (8, "one chain of 48", True),
     ]
+    monkeypatch.setattr(matmul, "TREES", (2, 3))
+    row = of_batches("linear_of_many", k=24, n=8, m=4)
+    trees = row.extra["reduction_trees"]
+    assert (len(trees["classes"]), len(row.class_sizes)) == (2, 4)
+    assert trees["between"][-1] == "2 more of the classes: not asked for their trees"
 
 
 def test_columns_of_several_orders_are_asked_by_alignment() -> None:
     asked = of_product(linear_by_columns, 1, 48, 64, torch.float32, "cpu")
     assert find(asked).proven is None
     (said,) = trees_of([asked], [1])["reduction_trees"]["classes"]
-    assert said["proven"]
-    assert (said["which"], said["words"]) == ("every 16th column", "one chain of 48, the last first")
+    assert (said["proven"], said["which"]) == (True, "every 16th column")
+    assert said["words"] == "one chain of 48, the last first"
 
 
 def grouped_by_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -538,19 +528,6 @@ def test_a_planted_order_is_found_at_the_rows_that_have_it(operator: str) -> Non
     assert row.status in ("divergent", "wrong")  # attention of equal weights is no attention, and its trees are its own
     assert "elements 0 and" in trees["between"][0]
     assert operator != "sum" or [t["M"] for t in trees["classes"]] == [1, 16]
-
-
-def linear_of_many(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Another order at each M."""
-    return fused_chain_of([*range(len(x), 24), *range(len(x))])(x, w)
-
-
-def test_classes_whose_trees_were_not_asked_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "TREES", (2, 3))
-    row = of_batches("linear_of_many", k=24, n=8, m=4)
-    trees = row.extra["reduction_trees"]
-    assert (len(trees["classes"]), len(row.class_sizes)) == (2, 4)
-    assert trees["between"][-1] == "2 more of the classes: not asked for their trees"
 
 
 def staged_in_tf32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -672,12 +649,16 @@ def test_a_piece_that_masks_do_not_show_is_no_proof() -> None:
     assert find(piece).proven is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("K", tiers([64], [1000]))
-def test_torch_s_sum_on_this_machine_is_proven(dtype: torch.dtype, K: int) -> None:
+_SUMS = [(64, torch.float32, "cpu"), (64, torch.bfloat16, "cpu")]
+_LONGER = [(1000, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)]
+_ON_A_GPU = pytest.param(1000, torch.float32, "cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("K", "dtype", "device"), [*tiers(_SUMS, _LONGER), _ON_A_GPU])
+def test_torch_s_sum_on_this_machine_is_proven(K: int, dtype: torch.dtype, device: str) -> None:
     """Whatever the order is here: it must predict every bit."""
     for M in (1, 5):
-        result = find(of_rows(lambda x: x.sum(-1), M, K, dtype, "cpu"))
+        result = find(of_rows(lambda x: x.sum(-1), M, K, dtype, device))
         assert result.proven is not None, result.failed_on
 
 
@@ -746,12 +727,6 @@ def test_words_tell_neighbours_from_halves_and_splits_that_are_added_otherwise()
     assert said(in_chain(splits(range(24), (8, 16))), 24) == plain
     assert said(one_turned, 24).startswith(f"{plain} (digest ")
     assert said(in_chain([1, 3, 2, 0]), 4) != said(in_chain([3, 2, 1, 0]), 4) == "one chain of 4, the last first"
-
-
-@pytest.mark.gpu
-def test_torch_s_sum_on_a_gpu_is_proven() -> None:
-    result = find(of_rows(lambda x: x.sum(-1), 1, 1000, torch.float32, "cuda", ("",)))
-    assert result.proven is not None, result.failed_on
 
 
 @pytest.mark.gpu

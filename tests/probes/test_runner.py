@@ -13,38 +13,29 @@ import pytest
 import torch
 
 from nondet.cli import main
-from nondet.core import registry
 from nondet.core.launch import note
 from nondet.core.measure import Trial, VariantProfile, between_marks
 from nondet.core.records import Culprit, Header, Run
 from nondet.core.registry import load_probe
 from nondet.core.runfile import open_run
-from nondet.errors import UnknownNameError, UserError
+from nondet.errors import UnknownNameError, UserError, WrongShapeError
 from nondet.probes.attention import packed_trials
-from nondet.probes.base import Case, Options, Probe
-from nondet.probes.runner import met_in, plan_jobs, run_jobs
+from nondet.probes.base import Case, Classes, Options, Probe
+from nondet.probes.runner import Job, met_in, plan_jobs, run_jobs
 
 TOYS = "tests.probes.toys"
 
 
 class _Toy(Probe):
-    """A probe whose variants are whatever the test says.
-
-    Two cases under two implementations; `prepared` counts how often inputs were made.
-    """
+    """A probe whose variants are whatever the test says; `prepared` counts how often inputs were made."""
 
     name = "toy"
-    results: tuple[Any, ...] = ()
-    many = False
-    oracle: torch.Tensor | None = None
-    prepared = 0
 
-    def cases(self, options: Options) -> Iterator[Case]:
-        for name in ("first", "second"):
-            yield Case(name, "toy", {"N": 2}, "float32", "run", impls=("stock", "other"))
+    def __init__(self, results: tuple[Any, ...], many: bool, oracle: torch.Tensor | None) -> None:
+        self.results, self.many, self.oracle, self.prepared = results, many, oracle, 0
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        _Toy.prepared += 1
+        self.prepared += 1
         return case.name
 
     def trials(self, case: Case, inputs: Any, operator: Callable[..., torch.Tensor]) -> Iterator[Trial]:
@@ -61,27 +52,20 @@ class _Toy(Probe):
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         return self.oracle
 
-    def extra(self, case: Case, inputs: Any, results: list[torch.Tensor]) -> dict[str, Any]:
-        return {"classes": len(results)}
+    def findings(self, case: Case, inputs: Any, classes: Classes, operator: Any) -> dict[str, Any]:
+        return {"classes": len(classes.results), "made": self.prepared}
 
 
-@pytest.fixture
-def toy(monkeypatch):
-    """A way to run the toy probe over given results: rows of its two cases under two implementations."""
-    monkeypatch.setitem(registry.PROBES, "toy", (f"{__name__}:_Toy", "a toy"))
-    monkeypatch.setattr(_Toy, "prepared", 0)
-
-    def run(*results: Any, done: frozenset[Any] = frozenset(), **attributes: Any) -> list[Any]:
-        monkeypatch.setattr(registry, "load_object", lambda target: _Toy)
-        monkeypatch.setattr(_Toy, "results", results)
-        for name, value in attributes.items():
-            monkeypatch.setattr(_Toy, name, value)
-        return list(run_jobs(plan_jobs(["toy"], ["stock"], Options()), 0, set(done)))
-
-    return run
+def toy(
+    *results: Any, done: Any = (), many: bool = False, oracle: torch.Tensor | None = None, **data: Any
+) -> list[Any]:
+    """The rows of the toy's two cases under two implementations."""
+    probe = _Toy(results, many, oracle)
+    cases = [Case(name, "toy", {"N": 2}, "float32", "run", data=data) for name in ("first", "second")]
+    return list(run_jobs([Job(probe, case, impl, "cpu") for case in cases for impl in ("stock", "other")], 0, {*done}))
 
 
-def test_rows_say_what_happened(toy):
+def test_rows_say_what_happened():
     """Values, labels and sizes belong together, the sizes sum to the trials, and launchers' notes are kept."""
     row = toy([1.0, 2.0], [1.0, 3.0], [1.0, 2.0])[0]
     assert row.status == "divergent"
@@ -89,12 +73,12 @@ def test_rows_say_what_happened(toy):
     assert (row.trials, row.distinct) == (3, 2)
     assert (row.difference.max_abs, row.difference.first_mismatch) == (1.0, [1])
     assert row.ran == ["toy[1x1]"]
-    assert row.extra == {"classes": 2}
+    assert row.extra == {"classes": 2, "made": 1}
     assert row.key == ("row", "toy", "first", "float32", "cpu", "stock")
     assert row.seconds > 0
-    row = toy([1.0, 2.0], [1.0, 2.0])[0]
+    row, *_, last = toy([1.0, 2.0], [1.0, 2.0])
     assert (row.status, row.distinct, row.difference.mismatched) == ("identical", 1, 0)
-    assert _Toy.prepared == 4, "inputs are made once a case, for all implementations"
+    assert last.extra["made"] == 2, "inputs are made once a case, for all implementations"
     # NaN equals NaN, so a kernel that gives nothing else is called identical, with a note for the reader
     row = toy([float("nan"), 1.0], [float("nan"), 1.0])[0]
     assert (row.status, row.reason) == ("identical", "1 of 2 elements of the first variant are NaN or infinite")
@@ -107,7 +91,7 @@ def test_rows_say_what_happened(toy):
     assert "not comparable" in row.reason
 
 
-def test_many_results_of_one_variant_and_errors_against_the_oracle(toy):
+def test_many_results_of_one_variant_and_errors_against_the_oracle():
     """Each is a trial; a number names the first and the others count on. Of ten thousand only the sizes are kept. The
     first variant's error and the worst class's are told apart; a class of NaN is worse than any number."""
     row = toy([[1.0], [1.0], [2.0]], many=True)[0]
@@ -116,13 +100,13 @@ def test_many_results_of_one_variant_and_errors_against_the_oracle(toy):
     assert (row.values, row.labels, row.kernels) == ([], [], [])
     assert row.trials == sum(row.class_sizes) == 5000
     oracle = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    row = toy([1.0, 2.0], [1.0, 3.0], oracle=oracle, many=False)[0]
+    row = toy([1.0, 2.0], [1.0, 3.0], oracle=oracle)[0]
     assert (row.error.max_abs, row.worst_error.max_abs) == (0.0, 1.0)
     row = toy([1.0, 2.0], [1.0, 30.0], [1.0, float("nan")], oracle=oracle)[0]
     assert row.worst_error.relative_norm is None
 
 
-def test_a_failing_case_becomes_a_row_and_the_next_one_runs(toy):
+def test_a_failing_case_becomes_a_row_and_the_next_one_runs():
     """Whatever a kernel raises, its first line is kept and the run goes on; a dtype or device that an implementation
     lacks is no failure of the tool's; and Ctrl-C is not a failed case."""
     rows = toy([1.0], RuntimeError("the kernel failed\nwith a long story"))
@@ -133,13 +117,16 @@ def test_a_failing_case_becomes_a_row_and_the_next_one_runs(toy):
     for error in refusals:
         row = toy([1.0], error)[0]
         assert (row.status, row.reason) == ("skipped", str(error))
+    refused, wrong = (toy([1.0], e, may_refuse=True)[0] for e in (RuntimeError("odd"), WrongShapeError("it gave 3")))
+    assert (refused.status, refused.reason) == ("skipped", "the case is not for it: RuntimeError: odd")
+    assert wrong.status == "wrong"
     with pytest.raises(KeyboardInterrupt):
         toy([1.0], KeyboardInterrupt())
 
 
-def test_finished_rows_are_not_measured_again(toy):
+def test_finished_rows_are_not_measured_again():
     """A resumed run does what is left: the keys of rows and of jobs are the same."""
-    done = frozenset(toy([1.0], [1.0])[i].key for i in (0, 3))
+    done = [toy([1.0], [1.0])[i].key for i in (0, 3)]
     left = toy([1.0], [1.0], done=done)
     assert [(row.case, row.impl) for row in left] == [("first", "other"), ("second", "stock")]
 
@@ -231,11 +218,11 @@ def test_a_user_s_function_is_judged_as_one_operator():
     assert {job.case.operator for job in plain} == {"sum"}
     row = next(iter(run_jobs(plain, 0, set())))
     assert row.extra["judged_as"].startswith("sum, the first operator of reduction")
-    named = plan_jobs(["reduction"], [f"mean={TOYS}:mean_sound"], small)
-    assert {(job.case.operator, job.impl) for job in named} == {("mean", f"mean={TOYS}:mean_sound")}
+    named = plan_jobs(["reduction"], [f"mean={TOYS}:sum_sound"], small)
+    assert {(job.case.operator, job.impl) for job in named} == {("mean", f"mean={TOYS}:sum_sound")}
     assert not any(job.note for job in named)
     with pytest.raises(UserError, match="softmax"):
-        plan_jobs(["reduction"], [f"softmax={TOYS}:softmax_sound"], small)
+        plan_jobs(["reduction"], [f"softmax={TOYS}:sum_sound"], small)
     with pytest.raises(UserError, match="nowhere"):
         plan_jobs(["reduction"], ["mean=nowhere:mm"], small)
 
@@ -350,33 +337,6 @@ def test_trials_of_too_few_keys_are_not_asked() -> None:
     assert [trial.value for trial in trials] == ["alone, 4 keys"]
 
 
-def _product_alone(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a.double() @ b.double()).to(a.dtype)
-
-
-def _product_in_parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Sound for one product of any rows; among several, K is summed in two parts."""
-    if a.dim() == 2 or len(a) == 1:
-        return _product_alone(a, b)
-    half = a.shape[-1] // 2
-    return a[..., :half] @ b[..., :half, :] + a[..., half:] @ b[..., half:, :]
-
-
-def test_products_in_a_batch_are_asked_as_they_were_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both arms' rows and numbers of products; what minds the others in the call parts, and what does not, does not."""
-    shapes = {"0": [4, 3, 32], "1": [4, 32, 8]}, {"0": [12, 3, 32], "1": [12, 32, 8]}
-    met = met_in(run_of(culprit("bmm", *shapes)))
-    assert (met.probe, met.k, met.n, met.shapes) == ("matmul", 32, 8, ((3, 4), (3, 12)))
-    jobs = plan_jobs(["matmul"], ["stock"], met.options(Options(device="cpu", inputs=("order",))))
-    assert [job.case.data["batched"] for job in jobs] == [[(3, 1), (3, 4), (3, 12)]]
-    for operator, status in ((_product_alone, "identical"), (_product_in_parts, "divergent")):
-        monkeypatch.setattr("nondet.kernels.stock.matmul", operator)
-        assert next(run_jobs(jobs, 0, set())).status == status
-    apart = {"0": [4, 3, 32], "1": [4, 32, 8]}, {"0": [12, 3, 48], "1": [12, 48, 8]}
-    with pytest.raises(UserError, match="no probe tests `bmm`"):  # its depth follows the batch: weights over keys
-        met_in(run_of(culprit("bmm", *apart)))
-
-
 def test_a_pointwise_call_is_asked_at_its_numbers_of_elements() -> None:
     """One operator of the probe's, whole and in pieces of the smaller call's size."""
     met = met_in(run_of(culprit("silu", {"0": [1, 1, 96]}, {"0": [1, 5, 96]})))
@@ -403,6 +363,7 @@ def test_a_run_without_a_culprit_is_refused_in_one_line(tmp_path: Path, capsys: 
         (run_of(culprit("")), "named no operator"),
         (run_of(culprit("Tensor.add", {"0": [1, 1, 8]}, {"0": [1, 3, 8]})), "no probe tests `Tensor.add`"),
         (run_of(culprit("linear", {"0": [8]}, {"0": [8]})), "no probe tests `linear`"),
+        (run_of(culprit("bmm", *({"0": [b, 3, 32], "1": [b, 32, 8]} for b in (4, 12)))), "no probe tests `bmm`"),
         (run_of(culprit("linear[Float8Tensor]", *LINEAR)), "`nondet probe scaled-matmul --k K --n N` tests"),
     ):
         with pytest.raises(UserError, match=reason) as refused:

@@ -85,11 +85,6 @@ def attention_anchored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **form
     return _attention_in_blocks(q, k, v, 32, **form)
 
 
-def attention_splits_by_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Faulty: the keys are split in a fixed number of parts, which follows from the batch."""
-    return _attention_in_blocks(q, k, v, -(-k.shape[2] // (8 if len(q) < 4 else 2)))
-
-
 def attention_tile_by_longest(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Faulty: blocks of 32 keys, and of 48 once the longest query of the batch has 64 tokens."""
     return _attention_in_blocks(q, k, v, 48 if q.shape[2] >= 64 else 32)
@@ -110,9 +105,9 @@ attention_ragged_tile.ragged = _tile_by_longest_of_all  # type: ignore[attr-defi
 
 def attention_later_requests(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Faulty: from three requests on all but the first take other blocks."""
-    rest = attention_anchored if len(q) < 3 else attention_splits_by_batch
-    later = [rest(q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(1, len(q))]
-    return torch.cat([attention_anchored(q[:1], k[:1], v[:1]), *later])
+    widths = [32, *([32] if len(q) < 3 else [k.shape[2] // 2]) * (len(q) - 1)]
+    each = zip(q.split(1), k.split(1), v.split(1), widths, strict=True)
+    return torch.cat([_attention_in_blocks(*one) for one in each])
 
 
 def attention_shared_maximum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -192,12 +187,6 @@ def linear_splits_by_m(rows: torch.Tensor, _: torch.Tensor) -> int:
 
 
 @of_rows
-def linear_stream_k(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Faulty: where K is cut follows from the row's place."""
-    return torch.cat([in_parts(row[None], w, 1 + i % 3) for i, row in enumerate(rows)])
-
-
-@of_rows
 def linear_tail_rows(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Faulty: the rows after the last whole tile of 8 take another order; row 0 never does, but alone."""
     body = max(1, len(rows) // 8 * 8)
@@ -225,30 +214,8 @@ def linear_remembers_weights(x: torch.Tensor, w: torch.Tensor, bias: Bias = None
     return linear_sound(x, packed, bias)
 
 
-@of_parts
-def linear_tunes_itself(rows: torch.Tensor, w: torch.Tensor) -> int:
-    """Faulty: from the 100th call of a shape on another split is taken."""
-    calls = STATE["tuned", rows.shape, w.shape] = STATE.get(("tuned", rows.shape, w.shape), 0) + 1
-    return 4 if calls >= 100 else 1
-
-
-@of_parts
-def linear_grows(rows: torch.Tensor, _: torch.Tensor) -> int:
-    """Faulty: its workspace grows with the largest batch so far, and with it K is split."""
-    STATE["rows"] = max(STATE.get("rows", 0), len(rows))
-    return 4 if STATE["rows"] > 200 else 1
-
-
-# Faulty: as an autotuner keyed on K and N, whose first call's number of rows decides for all.
-linear_tuned_by_the_first = of_parts(lambda rows, w: STATE.setdefault(("first", *w.shape), 4 if len(rows) > 1 else 1))
 # Sound: how K is split follows from N, whatever the batch.
 linear_by_width = of_parts(lambda _, w: 1 + len(w) % 3)
-# Faulty where x is stored by columns: from 3 rows on K is split.
-linear_columns_of_x = of_parts(lambda rows, _: 4 if len(rows) > 2 and rows.stride(0) == 1 else 1)
-# Faulty where w is rows of a larger weight, as q of a fused one: from 3 rows on K is split.
-linear_part_of_a_weight = of_parts(
-    lambda rows, w: 4 if len(rows) > 2 and w.storage_offset() and w.is_contiguous() else 1
-)
 
 
 def changed(product: Callable[..., torch.Tensor], change: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
@@ -320,18 +287,25 @@ _ORDER = random.Random()  # noqa: S311 - unseeded on purpose: it plays the threa
 def measure(
     probe: str, toy: str, *, asked: Container[str] | None = None, between: int = 8, **options: Any
 ) -> dict[str, Row]:
-    """The rows of one probe under one toy, by case name and dtype.
+    """The rows of one probe under one toy, or under a sentence of the grammar of faults, by case name and dtype.
 
     Args:
         asked: Only what these words of `varied` ask.
         between: Other calls before the last variant of a history, fewer than a user's.
     """
     forget()
-    operator, equals, function = toy.rpartition("=")
-    jobs = plan_jobs([probe], [f"{operator}{equals}{__name__}:{function}"], Options(**options))
+    jobs = plan_jobs([probe], [target(toy)], Options(**options))
     jobs = [job for job in jobs if asked is None or job.case.varied in asked]
     with mock.patch.object(base, "OTHER_CALLS", between):
         return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
+
+
+def target(toy: str, module: str = __name__) -> str:
+    """What --impl takes: of "function", "operator=function", or a sentence of `tests.faults.grammar`."""
+    operator, equals, function = toy.rpartition("=")
+    if function.count("__") == 3:
+        return f"{function.partition('__')[0]}=tests.faults.grammar:{function}"
+    return f"{operator}{equals}{module}:{function}"
 
 
 def statuses(rows: dict[str, Row], **wanted: str) -> set[str]:
@@ -341,71 +315,15 @@ def statuses(rows: dict[str, Row], **wanted: str) -> set[str]:
     return {r.status for r in chosen}
 
 
-# ---- rows
-
-
-def _row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Faulty: halves are added onto each other, but neighbours from 8 rows on."""
-    x = F.pad(x.float(), (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        x = x[:, :half] + x[:, half:] if len(x) < 8 else x[:, 0::2] + x[:, 1::2]
-    return x[:, 0]
-
-
-# Faulty, see `_row_sum`.
-
-
-def sum_by_rows(x: torch.Tensor) -> torch.Tensor:
-    return _row_sum(x).to(x.dtype)
-
-
-def mean_by_rows(x: torch.Tensor) -> torch.Tensor:
-    return (_row_sum(x) / x.shape[-1]).to(x.dtype)
-
-
-def rms_norm_by_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    scale = torch.rsqrt(_row_sum(x.float().square()) / x.shape[-1] + 1e-6)[:, None]
-    return (x * scale * weight).to(x.dtype)
-
-
-def softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
-    grown = torch.exp(x.double() - x.double().amax(-1, keepdim=True)).float()
-    return (grown / _row_sum(grown)[:, None]).to(x.dtype)
-
-
-def log_softmax_by_rows(x: torch.Tensor) -> torch.Tensor:
-    shifted = x.double() - x.double().amax(-1, keepdim=True)
-    return (shifted.float() - _row_sum(torch.exp(shifted).float()).double().log().float()[:, None]).to(x.dtype)
-
-
-def rms_norm_by_place(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Faulty: odd rows are normalized with another epsilon."""
-    epsilon = 1e-6 * (1 + torch.arange(len(x)) % 2)[:, None] * 1000
-    return (x * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + epsilon) * weight).to(x.dtype)
-
-
-def _each(x: torch.Tensor, function: Any) -> torch.Tensor:
-    return torch.stack([function(row.double()).to(x.dtype) for row in x])
-
-
-def _sound(function: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def sum_sound(x: torch.Tensor) -> torch.Tensor:
     """Sound: each row by itself."""
-
-    def of_each_row(x: torch.Tensor) -> torch.Tensor:
-        return _each(x, function)
-
-    return of_each_row
-
-
-sum_sound, mean_sound = _sound(torch.sum), _sound(torch.mean)
-softmax_sound = _sound(lambda row: torch.softmax(row, -1))
-log_softmax_sound = _sound(lambda row: torch.log_softmax(row, -1))
+    return torch.stack([row.double().sum() for row in x]).to(x.dtype)
 
 
 def rms_norm_sound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Sound: each row by itself."""
-    return _each(x, lambda row: row * torch.rsqrt(row.square().mean() + 1e-6) * weight.double())
+    rows = [row * torch.rsqrt(row.square().mean() + 1e-6) * weight.double() for row in x.double()]
+    return torch.stack(rows).to(x.dtype)
 
 
 # ---- split-K
@@ -445,16 +363,6 @@ def _grouped(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, parts
         for row in range(start, end):
             out[row] = in_parts(x[row : row + 1], weight[expert].mT, parts(end - start, row))[0]
     return out
-
-
-def grouped_by_rows(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Faulty: an expert with a single row takes another order, as a GEMV does."""
-    return _grouped(x, weight, offsets, lambda rows, place: 1 if rows == 1 else 4)
-
-
-def grouped_by_place(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Faulty: where K is cut follows from the row's place in the sorted batch."""
-    return _grouped(x, weight, offsets, lambda rows, place: 1 + place % 3)
 
 
 def grouped_sound(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from nondet.bench.summary import sections
 from nondet.core.operator import tile_borders
@@ -13,8 +12,7 @@ from nondet.reports.bench import bench_plots
 from nondet.reports.content import build, problems
 from nondet.reports.document import plain
 from nondet.reports.plots import Plot, Points
-from nondet.sampling.analysis import speed_ratio_of
-from tests.build import bench_run, cell, limits, run_of, sampled, six_rounds, timed
+from tests.build import bench_run, cell, limits, run_of, timed
 from tests.reports.test_html import check
 from tests.reports.test_terminal import flat, printed
 
@@ -92,17 +90,7 @@ def test_the_plot_has_a_panel_for_each_weight_shape() -> None:
             assert all(0 <= y <= 1 for y in up)
         assert max(y for points in curves(shares).values() for _, y in points) <= limit
         assert [t.text for t in panel.ticks] == ["1", "4", "16", "64", "256", "1,024", "4,096"]
-
-
-def test_the_jigsaw_shows_and_few_sizes_are_no_plot() -> None:
-    """One row beyond a tile's border the share falls, one thousandth to the right or so; three points are a table."""
-    plots = bench_plots(sections(bench_run((1024, 1025, 2048, 2049)))[0])
-    assert plots is not None
-    (x, y), (next_x, next_y), *_ = curves(plots.panels[0].plots[0])[0]
-    assert next_y < y - 0.05
-    assert next_x - x < 0.005
-    assert bench_plots(sections(bench_run((1, 8, 16)))[0]) is None
-    assert "<h4>matmul: how close" not in html.render([bench_run((1, 8, 16))])
+    assert bench_plots(sections(bench_run((1, 8, 16)))[0]) is None, "three points are a table"
 
 
 def test_what_was_not_timed_is_a_problem() -> None:
@@ -115,14 +103,3 @@ def test_what_was_not_timed_is_a_problem() -> None:
     for text in (flat(printed(run)), markdown.render([run]), html.render([run])):
         assert "OutOfMemoryError: 3 GiB" in text
     check(html.render([run]))
-
-
-def test_the_fastest_stock_that_ran_is_the_baseline(tmp_path: Path) -> None:
-    """A variant of stock stands in for stock by its own name, and of two the faster one is compared with."""
-    both = build([sampled(tmp_path, name="a.jsonl", impls=("stock", "stock-no-cudnn", "invariant"))])
-    speed = speed_ratio_of(both.runs[0].run)
-    assert speed is not None
-    assert speed.baseline == "stock"  # 2.0 seconds against 3.1
-    one, two = (sampled(tmp_path, name=n, impls=("stock-no-cudnn", "invariant")) for n in ("b.jsonl", "c.jsonl"))
-    assert "stock-no-cudnn" in html.render([one, two])
-    assert "Speed ratio 1.00 against stock-no-cudnn" in markdown.render([six_rounds(one)])

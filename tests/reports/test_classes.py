@@ -12,22 +12,12 @@ from nondet.reports.classes import (
     axis_name,
     classes,
     kind_of,
-    letter,
     map_figures,
     map_text,
     product_map,
-    segments,
     short_kernel,
 )
 from tests.build import REDUCE, row
-
-
-def test_segments_split_at_classes_and_at_kernels() -> None:
-    """Where bits change and where kernels change; hundreds of classes have a letter each."""
-    for label, text in [(0, "A"), (25, "Z"), (26, "AA"), (51, "AZ"), (52, "BA"), (702, "AAA")]:
-        assert letter(label) == text
-    found = segments(row([0, 0, 1, 1], kernels=[["a"], ["b"], ["b"], ["b"]]))
-    assert [(s.label, s.first, s.last, s.kernels) for s in found] == [(0, 1, 1, 0), (0, 2, 2, 1), (1, 3, 4, 1)]
 
 
 def test_text_names_values_classes_and_causes() -> None:
@@ -109,20 +99,6 @@ def test_sizes_get_a_log_axis_and_what_is_no_size_equal_cells() -> None:
         (short,) = map_figures([listed])
         assert cells(short["panels"][0]["lanes"][1]) == [(254.0, 496.0)]
         assert short["scale"] == ""
-
-
-def test_ticks_do_not_collide() -> None:
-    """Axis labels keep their distance on any sweep; 50 classes are thin lanes, and hundreds are counts alone."""
-    for values in (list(range(1, 34)), list(range(1, 1000)), [1, 2, 3, 4, 5, 6, 7, 8, 1000], ["prefill", "decode"]):
-        (figure,) = map_figures([row([0] * len(values), values=values)])
-        assert all(b.x - a.x >= 40 for a, b in itertools.pairwise(figure["ticks"]))
-    (unnamed,) = map_figures([row([0] * 20, values=[f"a long name {i}" for i in range(20)])])
-    assert unnamed["ticks"] == []
-    (figure,) = map_figures([row(list(range(50)))])
-    heights = [lane["height"] for lane in figure["panels"][0]["lanes"]]
-    assert len(heights) == 50
-    assert sum(heights) <= 300
-    assert map_figures([row(list(range(300)))]) == []
 
 
 def test_cells_are_what_kernels_are() -> None:

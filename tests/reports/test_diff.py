@@ -17,7 +17,7 @@ from nondet.core.runfile import open_run
 from nondet.diff import RunDiff
 from nondet.errors import UnknownNameError
 from nondet.reports import diff as diff_html
-from tests.build import bench_run, cell, failed, row, run_of, sampled, timed
+from tests.build import cell, failed, row, run_of, sampled, timed
 
 
 def told(diff: RunDiff) -> str:
@@ -71,30 +71,6 @@ def test_environments_show_what_differs_alone() -> None:
     assert told(diff).splitlines()[-1].startswith("no record of A could be compared with one of B")
 
 
-def test_other_kernels_and_other_errors_are_told() -> None:
-    """An error against float64 that changed means that some bits did, though the classes are the same."""
-    a = run_of(row([0, 0], ran=["gemm_64"]))
-    after = msgspec.structs.replace(a.rows[0], ran=["gemm_128"])
-    assert after.worst_error is not None
-    after = msgspec.structs.replace(after, worst_error=msgspec.structs.replace(after.worst_error, relative_norm=0.5))
-    [change] = RunDiff(a, run_of(after)).changes
-    assert change.what[0] == "other kernels ran: gemm_64 -> gemm_128"
-    assert "some bits are others" in change.what[1]
-    assert not change.worse
-
-
-def test_times_move_where_their_quartiles_part() -> None:
-    """Noise of a timing is no change; twice as long is one, and no fault."""
-    a, b = bench_run((8, 16)), bench_run((8, 16))
-    cell = b.cells[0]
-    slow = msgspec.structs.replace(cell.timed[0], low_us=200.0, median_us=210.0, high_us=220.0, samples_us=[210.0])
-    b.cells[0] = msgspec.structs.replace(cell, timed=[slow, *cell.timed[1:]], seconds=99.0)
-    diff = RunDiff(a, b)
-    assert [change.kind for change in diff.changes] == ["cells"]
-    assert "210 us" in diff.changes[0].what[0]
-    assert diff.worse == 0
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """A run, and one of the same plan in which the completions that part are others."""
@@ -119,6 +95,11 @@ def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> Non
     text = told(RunDiff(*runs))
     assert "20 completions in each run: the same 1 answer and the same 1 trace in both" in text
     assert "of 20 requests with one name 20 have equal tokens, 20 with equal bits" in text
+    first = next(c for c in runs[0].completions if c.impl == "invariant")
+    ended = [msgspec.structs.replace(c, finish="eos") if c is first else c for c in runs[0].completions]
+    diff = RunDiff(runs[0], msgspec.structs.replace(runs[0], completions=ended))
+    assert [c.impl for c in diff.differing] == ["invariant"]
+    assert "1 of them ended for another reason with all else equal" in told(diff)
     diff = RunDiff(*runs, impl="stock", against="invariant")
     [group] = diff.completions
     assert (group.impl, group.pairs) == ("stock", 20)
@@ -199,16 +180,6 @@ def test_varied_runs_are_held_against_each_other() -> None:
     assert "axis_values" in diff_html.render(diff, ("a", "b"), {})
 
 
-def test_an_answer_that_ended_otherwise_moved(runs: tuple[Run, Run]) -> None:
-    """Equal digests, another reason why it ended."""
-    a, _ = runs
-    first = next(c for c in a.completions if c.impl == "invariant")
-    others = [msgspec.structs.replace(c, finish="eos") if c is first else c for c in a.completions]
-    diff = RunDiff(a, msgspec.structs.replace(a, completions=others))
-    assert [c.impl for c in diff.differing] == ["invariant"]
-    assert "1 of them ended for another reason with all else equal" in told(diff)
-
-
 def moved(a: Run, b: Run, folder: Path) -> int:
     """The exit code of --fail-on moved, of two runs written as files."""
     paths = []
@@ -263,14 +234,6 @@ def test_a_row_that_is_measured_no_longer_is_worse(tmp_path: Path) -> None:
         assert not any(change.better for change in RunDiff(run_of(before), run_of(after)).changes)
 
 
-def test_implementations_are_told_in_the_order_of_the_first_run() -> None:
-    """One order whichever process tells it: a set's would follow the seed of its hashes."""
-    names = [f"module:kernel_{i}" for i in (7, 3, 11, 0, 5, 9, 1, 8, 2, 10, 4, 6)]
-    before, after = (run_of(cells=[cell(1, *(timed(name, us) for name in names))]) for us in (10.0, 20.0))
-    [change] = RunDiff(before, after).changes
-    assert [what.rpartition(": ")[0] for what in change.what] == names
-
-
 def test_a_comparison_says_that_the_divergence_went(tmp_path: Path) -> None:
     """First of all, and only where one of the two runs has it."""
     before = sampled(tmp_path, impls=("stock",))
@@ -280,3 +243,24 @@ def test_a_comparison_says_that_the_divergence_went(tmp_path: Path) -> None:
     assert said.startswith("stock: batch-dependent in A, no divergence observed in B; ")
     assert back.startswith("stock: no divergence observed in A, batch-dependent in B; ")
     assert "in A, " not in same
+
+
+def test_rows_and_cells_say_what_moved_in_them() -> None:
+    """An error against float64 that changed means that some bits did, though the classes are the same. Times move where
+    their quartiles part: noise is no change, twice as long is one, and no fault; in the first run's order."""
+    a = run_of(row([0, 0], ran=["gemm_64"]))
+    after = msgspec.structs.replace(a.rows[0], ran=["gemm_128"])
+    assert after.worst_error is not None
+    after = msgspec.structs.replace(after, worst_error=msgspec.structs.replace(after.worst_error, relative_norm=0.5))
+    [change] = RunDiff(a, run_of(after)).changes
+    assert change.what[0] == "other kernels ran: gemm_64 -> gemm_128"
+    assert "some bits are others" in change.what[1]
+    assert not change.worse
+    names = [f"module:kernel_{i}" for i in (7, 3, 11, 0, 5, 9, 1, 8, 2, 10, 4, 6)]
+    before, noisy, slow = (run_of(cells=[cell(1, *(timed(n, us) for n in names))]) for us in (10.0, 10.01, 20.0))
+    assert RunDiff(before, noisy).changes == []
+    diff = RunDiff(before, slow)
+    [change] = diff.changes
+    assert [what.rpartition(": ")[0] for what in change.what] == names
+    assert "(2.00 times)" in change.what[0]
+    assert diff.worse == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from nondet.core.records import Difference, Status
 from nondet.reports import html, markdown
 from nondet.reports.html import render
-from tests.build import cell, failed, h200_sweep, limits, row, run_of, sampled, six_rounds, timed
+from tests.build import cell, failed, h200_sweep, limits, row, run_of, sampled, timed
 from tests.reports.test_terminal import flat, hostile_runs, printed
 
 NOT_FINITE = Difference(mismatched=1, compared=1, max_abs=0.0, max_ulp=0, nonfinite=1)
@@ -40,10 +40,6 @@ class Page(HTMLParser):
             self.open.append(tag)
         if tag == "script":
             self.scripts.append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open, f"</{tag}> closes nothing"
@@ -79,27 +75,6 @@ def check(text: str) -> Page:
     assert "@import" not in page.style
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]", text)
     return page
-
-
-def test_a_sampled_run_is_all_there(tmp_path: Path) -> None:
-    """Counts, shares with intervals, the fork with its branches and margins, curve, tree, branches, speed."""
-    impls = ("stock", "invariant", "invariant:attention")
-    page = check(render([six_rounds(sampled(tmp_path, impls=impls, failures=2))]))
-    for fact in (
-        "4 distinct completions of 60 (5 distinct logprob traces), batch-dependent.",
-        "1 distinct completion of 60, no divergence observed (at 95%, one-sided: below 4.96% of completions "
-        "if they were independent (59)).",
-        "52 of 60 = 86.7% (no interval: too few rounds)",
-        "0 of 60 (at 95%, one-sided: below 4.96% of completions if they were independent; one round bounds no rate",
-        "First divergent token of stock: index 5", "54 of 60", "6 of 60", "0.0625 / 0.0625", "“ an”", "“ no”",
-        "Agreement with the most common completion", "The vertical axis starts at",
-        "4 branches of stock, the first different token marked", "A, 52 of 60, token 5",
-        "Speed ratio 0.65 against stock", "774", "1200", "sizes",
-        "2 failed requests",
-        "replacing only it removed every divergence seen",
-    ):  # fmt: skip
-        assert fact in page.text, fact
-    assert page.tags.count("mark") >= 4
 
 
 def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
@@ -202,7 +177,7 @@ def test_backticks_become_code_and_nothing_else() -> None:
 def test_several_runs_make_one_page(tmp_path: Path) -> None:
     """Under one answer, which names its run, the chain and picture of that run; a run of another model has its headline
     and its picture in its own part."""
-    run, other = sampled(tmp_path), sampled(tmp_path, n=30, name="other.jsonl")
+    run, other = sampled(tmp_path), sampled(tmp_path, n=30, name="other.jsonl", impls=("stock", "invariant:attention"))
     run.header.plan["model"], other.header.plan["model"] = {"name": "m"}, {"name": "another"}
     text = render([run_of(*h200_sweep()), other, run])
     page = check(text)
@@ -213,6 +188,7 @@ def test_several_runs_make_one_page(tmp_path: Path) -> None:
     assert '<span class="answer">sample.jsonl: stock: 4 distinct completions of 60' in first
     assert "<dd>stock diverges at token 5: of 60 completions" in first
     assert "<dd>probe.jsonl: stock: batch-dependent in 1 of 1 case" in first
+    assert "<dd>tested in isolation, stock diverges in linear" in first, "not what the other model showed"
     pictures = [re.findall(r'class="picture" .*?"Stock kernels: (\d+) requests', part) for part in (first, *parts)]
     assert pictures == [["60"], [], ["30"], []]
     heads = [re.findall(r'<p class="headline">.*? of (\d+)', part) for part in (first, *parts)]

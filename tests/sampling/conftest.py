@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import torch
 
 from nondet.core.records import Run
 from nondet.core.runfile import open_run, read_run
+from nondet.sampling import engine
 from nondet.sampling.axes import Conditions, Varied
-from nondet.sampling.collect import Here, Notes, Survey, collect, describe
+from nondet.sampling.collect import Here, Survey, collect, describe
+from nondet.sampling.engine import run_session
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import Plan, build_plan, parse_load
+from nondet.sampling.plan import Notes, Plan, Session, build_plan, parse_load
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
@@ -62,11 +66,8 @@ def planned(
     )  # fmt: skip
 
 
-class Silent:
-    """Notes that nothing is done with, but by what is given here under their names."""
-
-    progress: Any = staticmethod(lambda *_: None)
-    preparing = first_round = progress
+class Heard(Notes):
+    """Calls what is given here under the names of the notes."""
 
     def __init__(self, **heard: Any) -> None:
         vars(self).update(heard)
@@ -89,6 +90,20 @@ def sampled_into(
         collect(survey, host, writer, notes)
         writer.finish()
     return read_run(path)
+
+
+def change_bits(patch: pytest.MonkeyPatch, byte: Callable[[int], int], most: int = 1000) -> None:
+    """Sessions number 1, 2, ... have this byte in the first logprob of their first outcomes; 0: their own one."""
+    calls = itertools.count(1)
+
+    def changed(*args: Any, **named: Any) -> Session:
+        session, other = run_session(*args, **named), byte(next(calls))
+        outcomes = list(session.outcomes)
+        for i, o in enumerate(outcomes[:most] if other else ()):
+            outcomes[i] = replace(o, logprobs=bytes([other]) * 4 + o.logprobs[4:])
+        return replace(session, outcomes=outcomes)
+
+    patch.setattr(engine, "run_session", changed)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,16 +23,14 @@ from nondet.errors import EngineStoppedError, UnknownNameError, UserError
 from nondet.sampling import collect as collecting
 from nondet.sampling import engine
 from nondet.sampling.analysis import NOT_IN_TURN, ratio_text, speed_ratio_of
-from nondet.sampling.engine import run_session
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Plan, Session
-from nondet.services.run import Sink
-from nondet.services.sample import _Shown
+from nondet.sampling.plan import Plan
+from nondet.services.sample import Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import completion, tiers
-from tests.sampling.conftest import Silent, planned, sampled_into
+from tests.sampling.conftest import Heard, change_bits, planned, sampled_into
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
@@ -104,17 +102,7 @@ def test_a_run_holds_everybody(whole: tuple[Run, Path], tiny: LoadedModel) -> No
 
 def test_run_to_run_nondeterminism_is_seen(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose results change from run to run gives a divergent row: the comparison can fail."""
-    calls = 0
-
-    def unsteady(*args: Any, **named: Any) -> Session:
-        nonlocal calls
-        calls += 1
-        session = run_session(*args, **named)
-        first = session.outcomes[0]
-        changed = replace(first, logprobs=bytes([calls]) + first.logprobs[1:])
-        return replace(session, outcomes=[changed, *session.outcomes[1:]])
-
-    monkeypatch.setattr(engine, "run_session", unsteady)
+    change_bits(monkeypatch, lambda call: call, most=1)
     (row,) = sample(tiny, tmp_path / "run.jsonl", n=2).rows
     assert (row.status, row.distinct, row.labels, row.extra["requests_parted"]) == ("divergent", 2, [0, 1], 1)
 
@@ -131,7 +119,7 @@ def test_stopping_and_resuming_gives_the_same_run(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sample(tiny, path, notes=Silent(progress=stop))
+        sample(tiny, path, notes=Heard(progress=stop))
     stopped = read_run(path)
     assert len(stopped.rounds) == (after - 1) // 4
     assert sum(r.targets for r in stopped.rounds) == len(stopped.completions)
@@ -167,13 +155,7 @@ def test_another_bit_of_another_process_is_not_laid_to_the_batch(
     """Stopped after a round and resumed where every bit is another: the first round is held against the disk."""
     path = cut_off(whole[1], tmp_path, 7)
     assert len(read_run(path, allow_truncated=True).rounds) == 1
-
-    def elsewhere(*args: Any, **named: Any) -> Session:
-        session = run_session(*args, **named)
-        outcomes = [replace(o, logprobs=bytes(4) + o.logprobs[4:]) for o in session.outcomes]
-        return replace(session, outcomes=outcomes)
-
-    monkeypatch.setattr(engine, "run_session", elsewhere)
+    change_bits(monkeypatch, lambda _: 1)
     run = sample(tiny, path, resume=True)
     assert [(r.status, r.extra["requests_parted"]) for r in run.rows] == [("divergent", 4)]
     assert {v.finding for v in judge(run)} == {Finding.RUN_TO_RUN}
@@ -205,7 +187,7 @@ def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path
         tiny.model.register_forward_pre_hook(hook),
         pytest.raises(EngineStoppedError, match=r"round 1.*no such kernel"),
     ):
-        sample(tiny, path, notes=Silent(progress=arm))
+        sample(tiny, path, notes=Heard(progress=arm))
     run = read_run(path)
     assert [c.status for c in run.completions] == ["ok"] * 4 + ["error"] * 4
     assert all("no such kernel" in c.reason and not c.trace for c in run.completions[4:])
@@ -214,8 +196,10 @@ def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path
 def test_every_implementation_gets_the_same_load(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock and invariant meet the same requests at the same steps, and each engine runs inside its implementation."""
+    """Stock and invariant meet the same requests at the same steps, and each engine runs inside its implementation. The
+    thread count holds in the engine, and only there."""
     entered: list[str] = []
+    threads: set[int] = set()
 
     @contextmanager
     def noted(name: str, model: Any = None) -> Iterator[type[Counter[str]]]:
@@ -223,25 +207,18 @@ def test_every_implementation_gets_the_same_load(
         yield Counter
 
     monkeypatch.setattr(collecting, "implementation", noted)
-    seen: list[tuple[str, int, int]] = []
-    notes = Silent(progress=lambda impl, arm, done, total, tokens: seen.append((impl, done, total)))
-    run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=notes)
+    seen: list[tuple[str, int]] = []
+    notes = Heard(progress=lambda impl, arm, done, tokens: seen.append((impl, done)))
+    with tiny.model.register_forward_pre_hook(lambda *_: threads.add(torch.get_num_threads())):
+        run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=notes, threads=2)
+    assert (threads, torch.get_num_threads()) == ({2}, 1)
     assert entered == ["stock", "invariant"]
-    assert seen == [(impl, i, 4) for impl in entered for i in (1, 2, 3, 4)]
+    assert seen == [(impl, i) for impl in entered for i in (1, 2, 3, 4)]
     stock, invariant = ([c for c in run.completions if c.impl == name] for name in entered)
     assert [(c.request, c.schedule, c.arrival_step) for c in stock] == [
         (c.request, c.schedule, c.arrival_step) for c in invariant
     ]
     assert run.rounds[0].background == run.rounds[1].background
-
-
-def test_threads_are_pinned_and_put_back(tiny: LoadedModel, tmp_path: Path) -> None:
-    """The thread count asked for holds in the engine, and only there."""
-    seen: set[int] = set()
-    with tiny.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads())):
-        sample(tiny, tmp_path / "run.jsonl", n=2, threads=2)
-    assert seen == {2}
-    assert torch.get_num_threads() == 1
 
 
 def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(
@@ -284,41 +261,30 @@ def test_stock_without_cudnn_switches_it_off_for_a_while() -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-class Said(Sink):
-    """A terminal that keeps its lines."""
-
-    quiet = False
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.say = self.lines.append  # type: ignore[method-assign]
-
-
-def test_the_first_round_is_told_of_before_the_others(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_the_first_round_is_shown_before_the_others(
+    tiny: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With its completions, before the second begins; not where there is but one round, or with -q."""
     seen: list[tuple[str, int, int]] = []
 
     def first(impl: str, completions: Sequence[Completion]) -> None:
         seen.append((impl, len(completions), len(read_run(tmp_path / "run.jsonl", allow_truncated=True).rounds)))
 
-    notes = Silent(first_round=first)
+    notes = Heard(first_round=first)
     sample(tiny, tmp_path / "run.jsonl", n=5, notes=notes)
     assert seen == [("stock", 4, 1)]
     sample(tiny, tmp_path / "one.jsonl", n=4, notes=notes)
     assert len(seen) == 1
-    said = Said()
     traces = [("a", "T", 0), ("a", "T", 0), ("b", "T", 0), ("b", "U", 0), ("d", "V", 1), ("d", "V", 1)]
     made = [completion(trace=trace, tokens_digest=text, prompt=prompt) for trace, text, prompt in traces]
-    for completions in (made[:4], made):
-        _Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", completions)
-    assert said.lines == [
+    for quiet, count in ((False, 4), (False, 6), (True, 6)):
+        sink: Any = SimpleNamespace(quiet=quiet, say=print)
+        Shown(sink, Progress(disable=True), ["stock"], 9).first_round("stock", made[:count])
+    assert capsys.readouterr().out.splitlines() == [
         "stock, so far: 1 of 4 completions differ from the most common one, 2 in their logprob bits",
         "stock, so far: 1 of 6 completions of 2 prompts, each within its own differ from the most common one, "
         "2 in their logprob bits",
     ]
-    said.quiet = True
-    _Shown(said, Progress(disable=True), ["stock"], 9).first_round("stock", made)
-    assert len(said.lines) == 2
 
 
 def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp_path: Path) -> None:
@@ -352,17 +318,14 @@ def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp
 def test_who_can_not_take_turns_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """One implementation alone, axes, a server, vLLM; and the old name of the command answers."""
     for argv, said in [
-        (["sample", "--turns", "--impl", "stock"], "--turns and one --impl, stock,"),
-        (["sample", "--turns", "--vary", "chunk"], "--turns and --vary"),
-        (["sample", "--turns", "--endpoint", "http://127.0.0.1:1"], "--endpoint and --turns"),
-        (["sample", "--turns", "--engine", "vllm"], "--engine vllm and --turns"),
-        (
-            ["bench", "engine", "--threads", "1"],
-            "no nondet bench engine any more. Type nondet sample --turns.",
-        ),
-        (["bench", "host"], "Run python scripts/host.py"),
+        ("sample --turns --impl stock", "--turns and one --impl, stock,"),
+        ("sample --turns --vary chunk", "--turns and --vary"),
+        ("sample --turns --endpoint http://127.0.0.1:1", "--endpoint and --turns"),
+        ("sample --turns --engine vllm", "--engine vllm and --turns"),
+        ("bench engine --threads 1", "no nondet bench engine any more. Type nondet sample --turns."),
+        ("bench host", "Run python scripts/host.py"),
     ]:
-        assert main(argv) == 2
+        assert main(argv.split()) == 2
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1

@@ -79,16 +79,13 @@ def test_the_gradient_is_no_further_from_float64_than_stocks() -> None:
     assert ours <= 1.1 * stock
 
 
-def test_what_is_not_kept_has_no_chance_and_no_gradient() -> None:
+def test_what_is_not_kept_has_no_chance_and_no_gradient_and_no_numbers_none() -> None:
     rows = torch.tensor([[3.0, 2.0, 1.0, 0.0]], requires_grad=True)
     out = nondet.token_logprobs(rows, torch.tensor([3]), top_k=2)
     assert out.item() == -torch.inf
     out.backward(torch.ones(1))
     assert rows.grad is not None
     assert not rows.grad.any()
-
-
-def test_rows_of_no_numbers_no_rows_and_more_axes() -> None:
     rows = torch.tensor([[1.0, torch.nan], [torch.inf, 0.0], [1.0, -torch.inf]])
     out = nondet.token_logprobs(rows, torch.tensor([0, 0, 0]))
     assert out.isnan().tolist() == [True, True, False]

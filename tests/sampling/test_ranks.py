@@ -164,9 +164,3 @@ def test_a_rank_that_dies_is_an_answer(over_two):
     assert {o.finish for o in session.outcomes} == {"error"}
     with pytest.raises(UserError, match="the ranks have ended"):
         over_two.run(_requests(1), LOAD)
-
-
-def test_ranks_that_do_not_divide_the_heads_are_refused(loaded):
-    """Transformers would cut a head in two."""
-    with pytest.raises(UserError, match="has 2 key heads"):
-        RanksEngine(loaded, 4)

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,11 +15,13 @@ import torch
 from nondet.core.records import Run
 from nondet.core.traces import read_traces, trace_digest
 from nondet.errors import UserError
-from nondet.sampling.engine import Draw, TransformersEngine, draw_rows, drawn_outcome, philox, uniform_bits
+from nondet.sampling import engine
+from nondet.sampling.engine import Draw, TransformersEngine, draw_rows, philox, uniform_bits
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
-from nondet.sampling.plan import Sampling, check_sampling, is_sampling
+from nondet.sampling.plan import Sampling
 from nondet.sampling.replay import Player, digest_of, recording_of, select_completions
+from nondet.services.sample import SampleRequest
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import tiers
@@ -84,10 +87,7 @@ def test_a_row_draws_the_same_in_every_batch() -> None:
     wide[:, 100:433] = rows
     assert repr(draw_rows(wide[:, 100:433], asked)) == repr(together)
     assert len({d.token for d in together}) > 4
-
-
-def test_a_draw_from_all_tokens_is_the_one_from_all_of_them_sorted() -> None:
-    """Nothing dropped, in the order of ids, or the vocabulary's many largest: one token, one logprob, one distance."""
+    # nothing dropped, in the order of ids, or the vocabulary's many largest: one token, one logprob, one distance
     rows = torch.randn(12, 1003, generator=torch.Generator().manual_seed(4)).bfloat16().float()  # exact ties
     rows[3, ::2], rows[3, 1::2], rows[4, 7], rows[5, 9] = 0.0, -0.0, -torch.inf, torch.nan
     whole, kept = ([(Sampling(0.9, top_k, 1.0, i), i) for i in range(12)] for top_k in (0, 1003))
@@ -125,10 +125,7 @@ def test_the_distances_are_those_of_the_draw() -> None:
     assert (one.token, one.border) == (0, 1.0)
     assert one.nucleus == pytest.approx(0.1, abs=1e-6)
     assert one.logprob == pytest.approx(math.log(0.7), abs=1e-6)  # the model's own, not the nucleus's
-
-
-def test_no_numbers_draw_nothing_silently() -> None:
-    """NaN and infinity give NaN logprobs, which the verdict calls wrong; -inf is a token that never comes."""
+    # NaN and infinity give NaN logprobs, which the verdict calls wrong; -inf is a token that never comes
     for bad in ([math.nan, 1.0, 2.0], [math.inf, 1.0, 2.0]):
         assert math.isnan(draw(bad).logprob)
     assert {draw([0.0, -math.inf], Sampling(1.0, 0, 1.0, s)).token for s in range(50)} == {0}
@@ -195,37 +192,39 @@ def test_a_drawn_completion_is_played_again(drawn: Run, tiny_float32: LoadedMode
                 assert player.solo(completion, traces).same
 
 
-def test_tokens_that_were_not_drawn_are_an_error(drawn: Run, tiny_float32: LoadedModel) -> None:
+def test_tokens_that_were_not_drawn_are_an_error(
+    drawn: Run, tiny_float32: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that goes on with other tokens than the hook drew gives no completion."""
-    tape = drawn.tapes[-1]
-    session = Player(TransformersEngine(tiny_float32.model), tape).play()
-    outcome = next(o for o in session.outcomes if o.request.target)
-    draws = [Draw(t, -1.0, 0.1, 0.1, 0.1) for t in outcome.token_ids]
-    assert drawn_outcome(outcome, draws).finish == "length"
-    for wrong in (draws[:-1], [*draws[:-1], draws[-1]._replace(token=draws[-1].token + 1)]):
-        assert "other tokens than those drawn" in drawn_outcome(outcome, wrong).reason
+    player = Player(TransformersEngine(tiny_float32.model), drawn.tapes[-1])
+    assert {o.finish for o in player.play().outcomes} == {"length"}
+    monkeypatch.setattr(engine, "_CERTAIN", -1.0)  # the engine's argmax takes any other token
+    session = player.play()
+    assert {o.reason for o in session.outcomes} == {"the engine continued with other tokens than those drawn"}
+    assert {o.finish for o in session.outcomes} == {"error"}
+    outcome = session.outcomes[0]
     greedy = replace(outcome, request=replace(outcome.request, sampling=None))
     assert digest_of(greedy) != digest_of(outcome)
 
 
-def test_values_that_make_no_sense_are_refused() -> None:
-    """One line, with the value; nor does a tape from anywhere hold any that no sampler can draw by."""
-    for given, said in [
-        ((-1.0, 0, 1.0, 1), "--temperature -1"),
-        ((math.nan, 0, 1.0, 1), "--temperature nan"),
-        ((0.8, -1, 1.0, 1), "--top-k -1"),
-        ((0.8, 0, 0.0, 1), "--top-p 0"),
-        ((0.8, 0, 1.5, 1), "--top-p 1.5"),
-        ((0.8, 0, 1.0, 0), "--seeds 0"),
-        ((0.0, 5, 1.0, 1), "need a temperature"),
+def test_values_that_make_no_sense_are_refused(drawn: Run) -> None:
+    """One line, with the value; nor is a tape from anywhere whole that holds any that no sampler can draw by."""
+    for temperature, top_k, top_p, seeds, said in [
+        (-1.0, 0, 1.0, 1, "--temperature -1"),
+        (math.nan, 0, 1.0, 1, "--temperature nan"),
+        (0.8, -1, 1.0, 1, "--top-k -1"),
+        (0.8, 0, 0.0, 1, "--top-p 0"),
+        (0.8, 0, 1.5, 1, "--top-p 1.5"),
+        (0.8, 0, 1.0, 0, "--seeds 0"),
+        (0.0, 5, 1.0, 1, "need a temperature"),
     ]:
         with pytest.raises(UserError, match=said):
-            check_sampling(*given)
-    assert check_sampling(0.8, 50, 0.95, 20)
-    assert not check_sampling(0.0, 0, 1.0, 1)
-    good = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 3, "seeded": True}
-    assert is_sampling(good)
-    bad = {"temperature": [0, "hot"], "top_k": [-1], "top_p": [2], "seed": [2**64], "seeded": [1]}
-    for name, values in bad.items():
-        assert not any(is_sampling(good | {name: value}) for value in values), name
-    assert not is_sampling({"temperature": 1.0})
+            SampleRequest(temperature=temperature, top_k=top_k, top_p=top_p, seeds=seeds)
+    assert len(SampleRequest(temperature=0.8, top_k=50, top_p=0.95, seeds=20).samplings) == 20
+    assert not SampleRequest().samplings
+    tape, completion = drawn.tapes[-1], drawn.completions[-1]
+    for name, value in [("temperature", 0), ("temperature", "hot"), ("top_k", -1), ("top_p", 2), ("seeded", 1)]:
+        first = msgspec.structs.replace(tape.requests[0], sampling={**(tape.requests[0].sampling or {}), name: value})
+        bad = msgspec.structs.replace(tape, requests=[first, *tape.requests[1:]])
+        with pytest.raises(UserError, match="is not whole"):
+            recording_of(msgspec.structs.replace(drawn, tapes=[bad]), completion)

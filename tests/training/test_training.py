@@ -24,7 +24,6 @@ from nondet.sampling.model import load_model
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import decide, exit_code, judge
 from nondet.verdict.mismatch import courses
-from tests.build import tiers
 
 SMALL = "--steps 3 --prompts 2 --group 3 --tokens 6 --lr 1e-2 --threads 1 --device cpu --quiet".split()  # noqa: SIM905
 EXACT = ("--mismatch-bits", "0", "--k3", "0", "--mult-prob-error", "1")
@@ -65,14 +64,9 @@ def test_rewards_and_prompts() -> None:
 
 
 def test_what_can_t_be_compared_is_an_error() -> None:
-    """Equal bits are 0 in all figures (tests/mismatch/test_figures.py has the others); NaN is no distance."""
-    a = torch.tensor([-1.0, -2.0, -0.5])
-    assert grpo.compared(a, a.clone()) == {
-        "tokens": 3, "differ": 0, "k3": 0.0, "ratio_least": 1.0, "ratio_most": 1.0, "outside": 0,
-        "mult_prob_error": 1.0,
-    }  # fmt: skip
+    """NaN is no distance; tests/mismatch/test_figures.py has the figures."""
     with pytest.raises(ArithmeticError, match="a logprob is NaN"):
-        grpo.compared(a, torch.tensor([-1.0, math.nan, -0.5]))
+        grpo.compared(torch.tensor([-1.0, -0.5]), torch.tensor([-1.0, math.nan]))
 
 
 @pytest.mark.slow
@@ -102,20 +96,6 @@ def test_a_run_of_every_arm(tiny_folder: Path, tmp_path: Path) -> None:
     assert verdicts["invariant"].finding == Finding.CLEAN
     assert verdicts["invariant"].text.startswith("no divergence observed: KL 0 in 2 of 2 steps (0 of 72 tokens)")
     assert verdicts["stock"].finding == Finding.MISMATCH
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", tiers(["bfloat16"], ["float32", "float16"]))
-def test_kl_is_0_whatever_the_trainer_s_batches(dtype: str, tiny_folder: Path) -> None:
-    """Several epochs and micro-batches, steps that change the weights, two seeds."""
-    loaded = load_model(str(tiny_folder), dtype, "cpu")
-    policy, seen = grpo.Policy(loaded.model, 1e-3), set()
-    for seed, step, micro in ((0, 1, 1), (1, 2, 4)):
-        given = settings(lr=1e-3, epochs=1 + step % 2, micro=micro, tokens=4)
-        record = grpo.step_of(policy, loaded, given, "invariant", seed, step)
-        assert (record.differ, record.k3) == (0, 0.0)
-        seen.add(record.weights_digest)
-    assert len(seen) == 2
 
 
 def dying(at: int, monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> None:
@@ -155,13 +135,24 @@ def test_a_killed_run_goes_on_with_its_bits(tiny_folder: Path, tmp_path: Path, m
 def test_a_checkpoint_that_is_not_the_run_s_is_refused(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line and exit code 2, and the run file stays as it was; one of an earlier run is not overwritten unasked."""
+    """One line and exit code 2, and the run file stays as it was; one of an earlier run is not overwritten unasked.
+    safetensors says in an error of its own that one can't be written."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
     run = tmp_path / "a.jsonl"
     asked = ["rl", "--model", str(tiny_folder), *SMALL, "--arms", "stock", "--out", str(run)]
     path = grpo.checkpoint_path(run, "stock", 0)
     path.write_bytes(b"somebody's")
     assert main(asked) == 2
     assert path.read_bytes() == b"somebody's"
+    with monkeypatch.context() as patched:
+        patched.setattr("safetensors.torch.save_file", full)
+        capsys.readouterr()
+        assert main([*asked, "--force"]) == 2
+        [said] = capsys.readouterr().err.strip().splitlines()
+        assert "a.stock.0.safetensors can't be written: I/O error: No space left" in said
     with monkeypatch.context() as patched:
         dying(3, patched)
         assert main([*asked, "--force"]) == 130
@@ -287,21 +278,6 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["rl", *words.split(), "--device", "cpu", "--quiet"]) == 2
         [error] = capsys.readouterr().err.strip().splitlines()
         assert said in error
-
-
-def test_a_checkpoint_that_can_t_be_written_is_one_line(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """safetensors says so in an error of its own."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    asked = ["rl", "--model", str(tiny_folder), *SMALL, "--arms", "stock", "--out", str(tmp_path / "rl.jsonl")]
-    assert main(asked) == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
-    assert "rl.stock.0.safetensors can't be written: I/O error: No space left" in line
 
 
 def step(impl: str, number: int, *, seed: int = 0, reward: float = 0.5, differ: int = 0, **more: Any) -> TrainingStep:

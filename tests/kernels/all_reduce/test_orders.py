@@ -46,37 +46,10 @@ def test_peers_are_added_in_their_order(ranks, dtype):
     assert identical(out, torch.cat([p[i * share : (i + 1) * share] for i, p in enumerate(parts)]))
 
 
-def test_a_tree_stands_for_its_subtrees():
-    """Sums of neighbours, added up further on, are the whole tree; three parts are refused."""
-    parts = _parts(8, 100, torch.float32)
-    for ranks in (2, 4):
-        each = 8 // ranks
-        assert identical(tree([tree(parts[i * each : (i + 1) * each]) for i in range(ranks)]), tree(parts))
-    with pytest.raises(ValueError, match="got 3"):
-        tree(parts[:3])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("splits", [4, *at_length(1, 2, 8)])
-def test_splits_and_ranks_do_not_change_a_chunked_product(splits, chained_dot):
-    """However chunks are spread over programs and ranks, one product comes out."""
-    x = make("wide", (5, 256), torch.float32, DEVICE, generator(1, DEVICE))
-    weight = make("bell", (40, 256), torch.float32, DEVICE, generator(2, DEVICE))
-    want = chunk_products(x, weight, 8, torch.empty(5, 40, device=DEVICE), ChunkTile(16, 16, 16, 4, 2, 1))
-    got = chunk_products(x, weight, 8, torch.empty(5, 40, device=DEVICE), ChunkTile(16, 32, 16, 4, 2, splits))
-    assert identical(got, want)
-    sums = []
-    for rank in range(splits):
-        part = slice(rank * 256 // splits, (rank + 1) * 256 // splits)
-        out = torch.empty(5, 40, device=DEVICE)
-        sums.append(chunk_products(x[:, part], weight[:, part], 8 // splits, out, ChunkTile(16, 16, 16, 4, 2, 1)))
-    assert identical(tree(sums), want)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("chunks", "size"), [(4, 32), (2, 24), *at_length((1, 32), (8, 32), (1, 24), (8, 24))])
 def test_a_walk_over_several_chunks_is_chunk_by_chunk(chunks, size, chained_dot):
-    """In one program and in several, where a step is cut at a chunk's end, and by descriptors."""
+    """In one program and in several, where a step is cut at a chunk's end, by descriptors, and spread over ranks."""
     x = make("wide", (21, size * chunks), torch.float16, DEVICE, generator(1, DEVICE))
     weight = make("bell", (40, size * chunks), torch.float16, DEVICE, generator(2, DEVICE))
     want = tree_cuda.chunk_by_chunk(x, weight, chunks, torch.empty(21, 40, device=DEVICE))
@@ -84,6 +57,10 @@ def test_a_walk_over_several_chunks_is_chunk_by_chunk(chunks, size, chained_dot)
         for tma in (False, True)[: 1 + (size == 32)]:
             tile = ChunkTile(64, 32, 16, 4, 2, splits, tma)
             assert identical(chunk_products(x, weight, chunks, torch.empty(21, 40, device=DEVICE), tile), want)
+    tile, sums = ChunkTile(16, 16, 16, 4, 2, 1), []
+    for left, right in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True) if chunks > 1 else ():
+        sums.append(chunk_products(left, right, chunks // 2, torch.empty(21, 40, device=DEVICE), tile))
+    assert chunks == 1 or identical(tree(sums), want)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ def half(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
+@pytest.mark.usefixtures("decoding_on_hopper")
 def test_what_it_does_not_take_has_a_reason():
     """Dtype, head dim, window, soft cap, shapes and layouts are refused by name, and nothing else is."""
     q8, k8 = half(1, 4, 8, 128), half(1, 2, 8, 128)
@@ -43,7 +43,7 @@ def test_what_it_does_not_take_has_a_reason():
         (q8, half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
     ):
         call = {"causal": True, "window": None, "softcap": None} | options
-        fault = hopper.prefill_fault(q, k, k, **call)
+        fault = supports(q, k, k, **call)
         assert fault is None if reason is None else reason in fault
 
 
@@ -85,24 +85,6 @@ def test_a_prefill_s_bits_are_those_of_the_one_plan(kind, dtype, causal):
     assert compare.identical(scaled, attention_by_one_plan(q, k, v, causal=causal, scale=0.5))
     with pytest.raises(ValueError, match="above 0"):
         prefill(q, k, v, causal=causal, scale=0.0)
-
-
-@pytest.mark.gpu
-@needs_hopper
-def test_chunks_and_decode_give_the_prefills_bits():
-    """Chunks of any size, and the Triton kernels' prefill and decode, give them; another order of keys does not."""
-    q, k, v = qkv(1, 8, 2, 1500, 1500, 128)
-    whole = of(q, k, v)
-    for start, end in ((0, 100), (100, 613), (613, 1499), (1499, 1500)):
-        chunk = of(q[:, :, start:end], k[:, :, :end], v[:, :, :end])
-        assert compare.identical(chunk, whole[:, :, start:end])
-    for split in (False, True):
-        assert compare.identical(attention(q, k, v, split=split), whole)
-        for at in (0, 7, 511, 512, 1023, 1499):
-            one = [q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1]]
-            assert compare.identical(attention(*one, split=split), whole[:, :, at : at + 1])
-    shifted = prefill(q, k.roll(1, 2), v.roll(1, 2), causal=False, scale=None)  # the same sums in another order
-    assert not compare.identical(shifted, prefill(q, k, v, causal=False, scale=None))
 
 
 @pytest.mark.gpu
@@ -165,17 +147,6 @@ def test_few_rows_that_it_can_take_go_to_it(monkeypatch: pytest.MonkeyPatch) -> 
     q, k = (torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700)))
     assert "torch.compile" in supports(q, k, k, True, None, None)
     assert not cuda.has_few_row_kernels(call_of(q, k))
-
-
-def test_a_cpu_is_refused() -> None:
-    """No CPU tensor reaches either kernel: neither the question nor the call lets it through."""
-    q, k = half(1, 8, 1, 128), half(1, 2, 1024, 128)
-    missing = hopper.NO_KERNEL or "compute capability 9.0"
-    assert missing in supports(q, k, k, True, None, None)
-    with pytest.raises(NotImplementedError, match=re.escape(missing)):
-        prefill(q, k, k, causal=True, scale=None)
-    assert hopper.available(CPU) is not None
-    assert quickest(call_of(q, k)).tiles == 0
 
 
 def test_every_way_has_a_name_of_its_own() -> None:
@@ -274,25 +245,6 @@ def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> 
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("name", WAYS)
-def test_infinities_and_nan_are_those_of_the_one_plan(name: str) -> None:
-    """NaN and infinite keys and values, within a segment and over a whole one: the same bits reach the same rows."""
-    spoiled: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-        "nan key": lambda k, v: k[0, 0, 700, 3:4].fill_(torch.nan),
-        "infinite value": lambda k, v: v[0, 1, 1200, :5].fill_(torch.inf),
-        "infinite keys": lambda k, v: k[1, 0, 512:1024].fill_(torch.inf),
-        "large keys": lambda k, v: k[1, 1, 100:1500].mul_(1e30),
-    }
-    for what, spoil in spoiled.items():
-        q, k, v = decode_qkv(2, 8, 2, 1, 2500, 128)
-        spoil(k, v)
-        expected = by(one_plan(128, torch.bfloat16), q, k, v)
-        for span in (0, 1):
-            assert compare.identical(by(gluon_way(name, 128, span), q, k, v), expected), (what, span)
-
-
-@pytest.mark.gpu
-@needs_hopper
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tokens", [700, 9000, 40000])
 def test_a_step_that_starts_early_waits_for_what_it_reads(tokens: int, packed: bool) -> None:
@@ -326,22 +278,3 @@ def test_a_step_that_starts_early_waits_for_what_it_reads(tokens: int, packed: b
         graph.replay()
         ran = result.clone()
         assert compare.identical(ran, steps(lambda out: attention_by_one_plan(out, keys, values)))
-
-
-@pytest.mark.gpu
-@needs_hopper
-def test_it_is_what_a_decode_step_runs() -> None:
-    """Dense steps run it, packed ones its merge, once proven; and both have the bits of a prefill."""
-    q, k, v = decode_qkv(1, 32, 8, 3000, 3000, 128)
-    whole = attention(q, k, v)
-    for at in (0, 127, 511, 512, 1023, 2047, 2999):
-        step = [q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1]]
-        attention(*step)
-        with listen() as notes:
-            out = attention(*step)
-        assert compare.identical(out, whole[:, :, at : at + 1])
-        assert all("decode" in name for name in notes), notes
-        tokens = [x[0].transpose(0, 1).contiguous() for x in step]
-        cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (1, at + 1))
-        packed = attention_varlen(*tokens, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=1, max_seqlen_k=at + 1)
-        assert compare.identical(packed, out[0].transpose(0, 1))

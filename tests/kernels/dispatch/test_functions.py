@@ -308,18 +308,6 @@ def test_values(dtype: torch.dtype) -> None:
         assert error_against(flat, reference.scatter_add(target[:, 0], where, source[:, 0])).relative_norm <= bound
 
 
-def test_a_row_depends_on_its_own_contributions_alone() -> None:
-    """The same bits without the other rows' contributions, with others between them, and from run to run."""
-    target, index, source = case(torch.float32, "wide")
-    whole = ordered_scatter.index_add(target, index, source)
-    assert identical(ordered_scatter.index_add(target, index, source), whole)
-    for row in (0, 13, 39):
-        mine = index == row
-        assert identical(ordered_scatter.index_add(target, index[mine], source[mine])[row], whole[row])
-    order = torch.sort(index, stable=True).indices
-    assert identical(ordered_scatter.index_add(target, index[order], source[order]), whole)
-
-
 def test_the_written_order() -> None:
     """scatter_add: neighbours first, pairs of pairs, the row last. index_add: onto the row, one after the other."""
     a, b, c, d, e = (torch.tensor([x]) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24, -1.0))

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import nondet
 from nondet.core.compare import identical
 from nondet.kernels.pointwise.cpu import vectors_only
-from tests.kernels.tiers import at_length
 
 pytestmark = pytest.mark.usefixtures("held")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -43,10 +42,6 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0
     return (torch.randn(shape, generator=generator) * 2).to(dtype).to(device)
 
 
-def error(got: torch.Tensor, oracle: torch.Tensor) -> float:
-    return float((got.double().cpu() - oracle.cpu()).square().mean().sqrt())
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_gradient_is_its_own(dtype: torch.dtype, device: str) -> None:
@@ -62,23 +57,6 @@ def test_a_rows_gradient_is_its_own(dtype: torch.dtype, device: str) -> None:
         coverage = invariance.coverage()
         assert not coverage.at_risk, name
         assert coverage.replaced[name] == 4 + len(ROWS) or (device == "cuda" and name.split("_")[0] in POINTWISE)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.bfloat16)])
-def test_no_less_exact_than_stock(dtype: torch.dtype, device: str) -> None:
-    """Error against float64 in root mean square, at most 1.1 times stock's; of many rows, since one bad sum in a few
-    rows decides (from 0.83 to 1.26 times over 512 rows, 0.97 in geometric mean over twelve such).
-    """
-    for name, call in OF_ROWS.items():
-        stocks, ours = list[float](), list[float]()
-        for seed in range(2):
-            x, upstream = drawn((256, 1003), dtype, device, seed), drawn((256, 1003), dtype, device, seed + 10)
-            oracle = gradient(call, x.double().cpu(), upstream.double().cpu())
-            stocks.append(error(gradient(call, x, upstream), oracle))
-            with nondet.batch_invariant():
-                ours.append(error(gradient(call, x, upstream), oracle))
-        assert sum(e * e for e in ours) <= 1.1**2 * sum(e * e for e in stocks), name
 
 
 def test_two_operands_go_through_vectors_alone() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
@@ -37,21 +38,8 @@ NOT_ASKED = UNINITIALIZED | NORMS | {"torch.ops.aten._batch_norm_with_update"}
 ARITHMETIC = {"abs", "add", "div", "mul", "rsub", "sub", "true_divide", "__radd__", "__rdiv__", "__rmul__", "__rsub__"}
 
 
-def tensors_mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with its tensors changed, within lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(tensors_mapped(x, change) for x in value)
-    if isinstance(value, dict):
-        return {key: tensors_mapped(x, change) for key, x in value.items()}
-    return value
-
-
 def outputs(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for part in value for x in outputs(part)] if isinstance(value, (list, tuple)) else []
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def plain(x: torch.Tensor) -> bool:
@@ -80,7 +68,7 @@ class Batches:
                 x = x.to(torch.complex128 if x.dtype.is_complex else dtype)
             return x.clone()
 
-        return tensors_mapped(self.parts, change)
+        return tree_map_only(torch.Tensor, change, self.parts)
 
 
 def call(function: Callable[..., Any], parts: Any) -> list[torch.Tensor]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import nondet
-from nondet.certify.check import ask
-from nondet.certify.plan import Wish, plan
-from nondet.core.certificates import Certificates
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
-from nondet.core.records import Status
+from nondet.core.launch import listen
 from nondet.core.registry import load_implementation, operators
+from nondet.kernels.dispatch.replacements import root
+from nondet.kernels.gradients import cuda
+from nondet.kernels.rows import cuda as rows
+from tests.build import DEVICE, bell
 from tests.kernels.tiers import at_length
 
 FORWARD: dict[str, Any] = {
@@ -56,18 +58,65 @@ def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device
         assert identical(call(*alone), found[i : i + 1])
 
 
-@pytest.mark.parametrize("name", [n for n in FORWARD if "attention" not in n] + at_length("attention_gradient"))
-def test_certify_proves_it_and_refutes_what_follows_the_batch(name: str, kept: Certificates) -> None:
-    """A member that changes one bit's worth of its results in batches above 7 is excluded exactly there."""
-    (first, *_) = plan(Wish(device="cpu", operators=(name,), dtypes=("float32",), m=(9,), k=48, inputs=("bell",)))
-    question = first.question
-    ours = first.members["invariant"]
+# By Triton: the bits of the same formulas in torch's operators, and a row's own.
 
-    def follows(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = ours(x, *others)
-        return out * (1 + 2**-20) if len(x) > 7 else out
 
-    rows = {r.impl: r for r in ask(question, {"ours": ours, "follows": follows}, first.anchor, kept)}
-    assert rows["ours"].status == Status.IDENTICAL
-    assert rows["follows"].status == Status.DIVERGENT
-    assert rows["follows"].extra["left_at"] == [v for v in question.values if int(v) > 7]
+DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]
+SHAPES = [(5, 1003), *at_length((70, 128), (1, 7)), (3, 17000)]  # the last of several chunks
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """What the kernel runs on: CUDA's, or the interpreter's."""
+    return x.exp() if DEVICE == "cuda" else torch.from_numpy(np.exp(x.numpy()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "width"), SHAPES)
+def test_a_softmax_s_gradient_has_the_formulas_bits(dtype: torch.dtype, m: int, width: int) -> None:
+    """Operator by operator in float32, and a row by itself; of the other formula they are not."""
+    g, y = bell(m, width, dtype=dtype), bell(m, width, dtype=dtype, seed=1)
+    wide, out = g.float(), y.float()
+    plain = ((wide - rows.sum(wide * out)[:, None]) * out).to(dtype)
+    logged = (wide - exp(out) * rows.sum(wide)[:, None]).to(dtype)
+    with listen() as heard:
+        found = [cuda.softmax_gradient(g, y, dtype, log=log) for log in (False, True)]
+    assert identical(found[0], plain)
+    assert identical(found[1], logged)
+    assert [name.partition("[")[0] for name in heard] == ["softmax_gradient", "log_softmax_gradient"]
+    for log in (False, True):
+        assert identical(cuda.softmax_gradient(g[-1:], y[-1:], dtype, log=log), found[log][-1:])
+    assert identical(cuda.softmax_gradient(g, y, torch.float32, log=False).to(dtype), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "width"), SHAPES[:3])
+def test_a_norm_s_gradient_has_the_formulas_bits(dtype: torch.dtype, m: int, width: int) -> None:
+    """Operator by operator in float32; a row by itself; a row of several chunks is left to the operators."""
+    g, x, weight = (bell(m, width, dtype=dtype, seed=seed) for seed in range(3))
+    wide, weighted = x.float(), g.float() * weight[0].float()
+    scale = 1.0 / root(rows.mean(wide * wide) + 1e-6)
+    normed = wide * scale[:, None]
+    right = ((weighted - normed * rows.mean(weighted * normed)[:, None]) * scale[:, None]).to(dtype)
+    found = cuda.rms_norm_gradient(g, x, weight[0].contiguous(), 1e-6)
+    assert identical(found[0], right)
+    assert identical(found[1], scale)
+    alone = cuda.rms_norm_gradient(g[-1:], x[-1:], weight[0].contiguous(), 1e-6)
+    assert identical(alone[0], right[-1:])
+    long = bell(1, 16385, dtype=dtype)
+    assert cuda.rms_norm_gradient(long, long, long[0], 1e-6) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [2, 65, *at_length(1, 300, 5000, 16385)])
+def test_a_sum_over_rows_has_the_bits_of_a_sum_over_a_row(m: int) -> None:
+    """Of x, and of g (x scale) as a norm's weight has it; rows in another order have other bits."""
+    x, g, scale = bell(m, 70), bell(m, 70, seed=1), bell(m, seed=2).abs()
+    found = cuda.sum_over_rows(x, torch.float32)
+    assert identical(found, rows.sum(x.t()))
+    assert identical(cuda.sum_over_rows(x, torch.float16), rows.sum(x.t()).half())
+    right = rows.sum((g * (x * scale[:, None])).t())
+    assert identical(cuda.sum_over_rows(x, torch.float32, g, scale), right)
+    order = torch.randperm(m, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assert identical(cuda.sum_over_rows(x[order].contiguous(), torch.float32), found) == (m < 3)

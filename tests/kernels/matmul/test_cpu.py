@@ -18,7 +18,7 @@ from nondet.core.launch import listen
 from nondet.errors import UserError
 from nondet.kernels import reference
 from nondet.kernels.matmul import cpu, cpu_tiles
-from nondet.kernels.matmul.cpu_tiles import Case, NotInvariantError, Tiles, prove, proven
+from nondet.kernels.matmul.cpu_tiles import Case, NotInvariantError, Tiles, prove
 from tests.build import accuracy_bound
 from tests.kernels.tiers import at_length
 
@@ -34,13 +34,17 @@ def operands(dtype: torch.dtype, k: int, n: int, kind: str = "bell") -> tuple[to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["cancel", *at_length("bell")])
 def test_a_row_does_not_depend_on_the_batch(threads: int, dtype: torch.dtype, kind: str) -> None:
-    """Every row, in every batch that begins at any place, has the bits it has in the largest batch, on any thread."""
-    x, weight = operands(dtype, 72, 200, kind)
-    with ThreadPoolExecutor(1) as engine:
-        whole = engine.submit(cpu.linear, x, weight).result()
-    for rows in ROWS:
-        for start in (0, 1, max(ROWS) - rows):
-            assert identical(cpu.linear(x[start : start + rows], weight), whole[start : start + rows])
+    """Every row, in every batch that begins at any place, has the bits it has in the largest batch, on any thread; also
+    of few columns, for which a library may have no invariant tile (MKL in float32)."""
+    narrow = ((33, 1), (33, 2), (33, 9), (33, 16)) if dtype == torch.float32 else ()
+    for depth, columns in ((72, 200), *narrow):
+        x, weight = operands(dtype, depth, columns, kind)
+        for b in (weight.t(), weight.t().contiguous())[: 2 if narrow else 1]:
+            with ThreadPoolExecutor(1) as engine:
+                whole = engine.submit(cpu.matmul, x, b).result()
+            for rows in ROWS:
+                for start in (0, 1, max(ROWS) - rows):
+                    assert identical(cpu.matmul(x[start : start + rows], b), whole[start : start + rows]), columns
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -55,22 +59,10 @@ def test_what_underflows_has_the_same_bits_in_every_batch(bias: bool) -> None:
                 assert identical(cpu.linear(x[:rows], weight, added), whole[:rows])
 
 
-@pytest.mark.parametrize("columns", [1, 2, 9, 16])
-def test_narrow_operands_are_no_exception(columns: int) -> None:
-    """A library that has no invariant tile for few columns (MKL in float32) is given more of them."""
-    x, weight = operands(torch.float32, 33, columns)
-    for b in (weight.t(), weight.t().contiguous()):
-        whole = cpu.matmul(x, b)
-        assert error_against(whole, reference.matmul(x, b)).relative_norm <= accuracy_bound(torch.float32, 33)
-        for rows in ROWS:
-            for start in (0, max(ROWS) - rows):
-                assert identical(cpu.matmul(x[start : start + rows], b), whole[start : start + rows])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values(dtype: torch.dtype) -> None:
     """As near to float64 as one rounding and a float32 accumulation allow, odd shapes too."""
-    for k, n, kind in ((1, 7, "bell"), (33, 1, "outlier"), (1000, 40, "bell")):
+    for k, n, kind in ((1, 7, "bell"), (33, 1, "outlier"), (33, 9, "bell"), (1000, 40, "bell")):
         x, weight = operands(dtype, k, n, kind)
         bound = accuracy_bound(dtype, k)
         assert error_against(cpu.linear(x, weight), reference.linear(x, weight)).relative_norm <= bound, k
@@ -159,14 +151,17 @@ def test_packed_and_plain_have_the_same_bits(dtype: torch.dtype, bias: bool) -> 
 
 @pytest.mark.parametrize("dtype", ONEDNN_DTYPES)
 def test_a_weight_that_changed_is_not_taken_from_its_copy(dtype: torch.dtype) -> None:
-    """An optimizer's step in the block: the product is the new weight's. Another layer's copy still serves."""
+    """An optimizer's step in the block, a weight turned around in its place: the product is the new weight's. Another
+    layer's copy still serves."""
     if not packs(dtype):
         pytest.skip("oneDNN has no layout for it here")
-    module, other = layer(dtype, False), layer(dtype, False)
+    module, other, square = layer(dtype, False), layer(dtype, False), torch.nn.Linear(192, 192, False, dtype=dtype)
     x = make("wide", (5, 192), dtype, "cpu", generator(4, "cpu"))
     with torch.no_grad(), batch_invariant() as block:
-        block.pack(torch.nn.Sequential(module, other))
+        block.pack(torch.nn.Sequential(module, other, square))
         before = module(x)
+        square.weight.data = square.weight.data.t()
+        assert identical(square(x), cpu.linear(x, square.weight.clone()))  # no copy of that one
         module.weight.mul_(2.0)
         with listen() as notes:
             after = module(x)
@@ -209,25 +204,6 @@ def test_blocks_left_in_any_order_leave_no_copy() -> None:
         module.weight.data.copy_(-module.weight)
         with batch_invariant():
             assert torch.allclose(module(x), torch.nn.functional.linear(x, module.weight), rtol=1e-3, atol=1e-1)
-
-
-def test_a_weight_turned_around_in_its_place_is_not_taken_for_what_was_copied() -> None:
-    square = torch.nn.Linear(160, 160, bias=False)
-    x = make("bell", (4, 160), torch.float32, "cpu", generator(4, "cpu"))
-    with torch.no_grad(), batch_invariant() as block:
-        block.pack(square)
-        square(x)
-        square.weight.data = square.weight.data.t()
-        wanted = x.double() @ square.weight.double().t()
-        assert torch.allclose(square(x).double(), wanted, atol=1e-4)
-
-
-def test_whether_there_is_a_layout_is_asked_of_the_cpu() -> None:
-    """The answer is kept: it is no other where tensors are made elsewhere as they are asked for."""
-    there = packs(torch.float32)
-    cpu.reorders.cache_clear()
-    with torch.device("meta"):
-        assert cpu.reorders(torch.float32) == there
 
 
 # The certificate: what a library would have to do to pass it, and what it must not get away with.
@@ -291,24 +267,8 @@ def test_a_tile_that_minds_the_place_is_no_base() -> None:
             certify_toy(nothing, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_inputs_reveal_an_order(dtype: torch.dtype) -> None:
-    """Forwards and pairwise summation of a row differ in the dtype itself, in many rows: the check is not blind."""
-    for seed, width in ((1, 64), (1, 1000), (2, 6), (2, 257)):
-        x = order_revealing(64, width, dtype, seed, negate=True)
-        w = order_revealing(64, width, dtype, seed, negate=False)
-        terms = x.float() * w.float()
-        forwards = torch.zeros(64)
-        for k in range(width):
-            forwards += terms[:, k]
-        halves = terms[:, : width // 2].cumsum(1)[:, -1] + terms[:, width // 2 :].cumsum(1)[:, -1]
-        assert (forwards.to(dtype) != halves.to(dtype)).sum() >= 16, width
-        exact = (x.double() * w.double()).sum(1).abs()
-        assert (exact <= terms.abs().amax(1) * 2.0**-20).all(), width
-
-
 def tiles_of(sizes: tuple[int, ...]) -> Tiles:
-    return Tiles("toy", sizes[0], sizes, (), {s: 1.0 + 0.1 * s for s in sizes})
+    return Tiles("toy", sizes[0], sizes, ())
 
 
 def test_a_plan_uses_certified_sizes_and_covers_the_rows() -> None:
@@ -335,20 +295,6 @@ def test_a_plan_uses_certified_sizes_and_covers_the_rows() -> None:
     assert set(seen) == {4, 16}
 
 
-def test_a_failure_is_remembered() -> None:
-    """An operator without a certificate fails at every call with the same words, and is not tried again."""
-    tried = []
-
-    def make() -> Tiles:
-        tried.append(1)
-        raise NotInvariantError("toy: no tile")
-
-    for _ in range(2):
-        with pytest.raises(NotInvariantError, match="toy: no tile"):
-            proven("a test's own", ("a test's own key",), make)
-    assert tried == [1]
-
-
 def test_the_next_process_finds_what_was_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What `nondet certify` or a first use proved is read from the file: no proof is run, the sizes are the same.
     Numbers that cannot be sizes are proven anew."""
@@ -368,6 +314,6 @@ def test_the_next_process_finds_what_was_proven(monkeypatch: pytest.MonkeyPatch,
         with pytest.raises(TypeError):
             cpu.tiles_of(torch.rand(40, 48).T)  # another layout was not proven
     assert [(c.member, c.holds) for c in kept.all()] == [("tiles", True)]
-    for numbers in ({}, {"base": [16], "sizes": [1, 2], "nanoseconds": [1, 2]}, {"base": [1], "sizes": [1, 0]}):
+    for numbers in ({}, {"base": [16], "sizes": [1, 2]}, {"base": [1], "sizes": [1, 0]}):
         proof = Certificate(member="tiles", key="k", holds=True, evidence="", proven="", numbers=numbers)
         assert cpu_tiles.restored("toy", proof) is None

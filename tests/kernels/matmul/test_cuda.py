@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from nondet.core import compare, inputs
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.matmul import cublaslt
 from nondet.kernels.matmul import cuda as choice
 from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cublaslt import Problem, problem_of
@@ -147,57 +147,23 @@ def test_bits_do_not_depend_on_the_batch(chained_dot, dtype):
 
 
 @steering
-def test_first_use_proves_and_later_uses_do_not(steered, book):
-    """A member runs once its bits are proven, which happens once; then it is one look-up away."""
-    assert noted() == ["right"]
-    assert book.standing("cublaslt", "key of right") is True
-    proofs = len(steered["launched"]) - 1
-    assert proofs == len(choice.PROOFS)
-    noted()
-    assert len(steered["launched"]) == proofs + 2
-
-
-@steering
-def test_a_member_with_other_bits_is_excluded(steered, book):
-    """One element that differs in a proof keeps a member out for good, and the next one is taken."""
-    steered["names"] = ["absent", "wrong", "right"]
+def test_a_member_is_proven_at_its_first_use_and_taken_if_it_holds(steered, book):
+    """Once; one element that differs keeps a member out for good, and the next one is taken. While a graph is captured
+    nothing unproven runs: then the anchor, for this capture alone, as for an expanded row, which no proof can have."""
+    with listen() as notes:
+        linear(bell(1, 24).expand(5, 24), bell(8, 24, seed=1))
+    steered["names"], steered["capturing"] = ["absent", "wrong", "right"], True
+    assert noted() == [*notes] == [BY_ANCHOR]
+    assert (steered["launched"], book.all()) == ([], [])
+    steered["capturing"] = False
     assert noted() == ["right"]
     assert [(c.key, c.holds) for c in book.all()] == [("key of right", True), ("key of wrong", False)]
     assert "1 of 40 elements differ" in book.excluded()[0].evidence
-    choice.forget()
-    steered["launched"] = []
-    noted()
-    assert steered["launched"] == ["right"]
-
-
-@steering
-def test_nothing_unproven_runs_while_a_graph_is_captured(steered, book):
-    """Unknown under capture means the anchor, for this capture only; what is proven is used there too."""
-    with listen() as notes:  # an expanded row has no place for a proof's inputs: the anchor computes it, too
-        linear(bell(1, 24).expand(5, 24), bell(8, 24, seed=1))
-    steered["capturing"] = True
-    assert noted() == [*notes] == [BY_ANCHOR]
-    assert steered["launched"] == []
-    assert book.all() == []
-    steered["capturing"] = False
-    assert noted() == ["right"]
-    choice.forget()
-    steered["capturing"] = True
-    assert noted() == ["right"]
-
-
-@steering
-def test_without_memory_for_a_proof_nothing_is_concluded(steered, book, monkeypatch):
-    """A proof that does not fit neither holds nor excludes: the anchor runs, and the next call asks again."""
-
-    def full(*unused: object, **also: object) -> torch.Tensor:
-        raise torch.cuda.OutOfMemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(choice, "hard_operand", full)
-        assert noted() == [BY_ANCHOR]
-        assert book.all() == []
-    assert noted() == ["right"]
+    for steered["capturing"] in (False, True):
+        choice.forget()
+        for _ in range(2):
+            steered["launched"] = []
+            assert noted() == steered["launched"] == ["right"]
 
 
 def test_proof_inputs_keep_shape_and_strides():
@@ -236,19 +202,6 @@ def test_a_tile_is_proven_at_the_very_problem(chained_dot, book, monkeypatch):
     (proof,) = book.all()
     assert (proof.member, proof.holds) == ("triton 16x64x32w4s3", True)
     assert "float32[1,5,70]/0,1,5@16" in proof.key
-
-
-def test_a_wrong_library_call_is_no_proof_and_no_exclusion(book):
-    """A member that fails to run is out for this process, with its words, and does not stop the work."""
-
-    def fail(*unused: object) -> None:
-        raise cublaslt.BlasError("status 7")
-
-    given = Operands(bell(1, 4, 16), bell(1, 16, 8, seed=1))
-    assert choice.prove([Member("bad", "k", "bad", fail, False)], given) == [None]
-    assert book.all() == []
-    assert "status 7" in book.aside()["bad", "k"]
-    assert choice.stands(Member("bad", "k", "bad", fail, False), given) is False
 
 
 def test_tf32_is_a_class_that_is_asked_for():
@@ -303,91 +256,22 @@ def test_tables_that_come_along_name_members_that_exist():
             assert not row.triton.startswith("cublaslt")
 
 
-# Tables of choices: what is written is read, the next measured M decides, and stale ranks are not believed.
-
-GPU = "A GPU 9000"
-ROWS = [
-    Row("bfloat16", 64, 32, 1, "16x32x128w4s7", 5.0, "16x32x128w4s7", 5.0, 6.0),
-    Row("bfloat16", 64, 32, 16, "cublaslt:2", 5.0, "16x32x128w4s4", 6.0, 6.0),
-    Row("bfloat16", 64, 32, 256, "cublaslt:0", 9.0, "tma:128x128x64w4s4", 10.0, 9.0),
-]
-
-
-@pytest.fixture
-def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A user's folder and a packaged one, both empty."""
-    user, packaged = tmp_path / "user", tmp_path / "packaged"
-    monkeypatch.setattr(choice, "user_folder", lambda: user)
-    monkeypatch.setattr(choice, "TABLES", packaged)
+def test_a_table_is_read_as_it_was_written_and_a_broken_one_is_told_and_ignored(tmp_path, monkeypatch):
+    """A rank means something at its own M alone; with a table that names no member inference goes on by the rule."""
+    monkeypatch.setattr(choice, "user_folder", lambda: tmp_path)
     monkeypatch.setattr(choice.cublaslt, "version", lambda: 130100)
-    choice.forget_tables()
-    yield user / f"{choice.slug(GPU)}.json", packaged / f"{choice.slug(GPU)}.json"
-    choice.forget_tables()
+    row = Row("bfloat16", 64, 32, 16, "cublaslt:2", 5.0, "16x32x128w4s4", 6.0, 6.0)
+    usual, path = rule(16, 32, 64, torch.bfloat16)[0], tmp_path / f"{choice.slug('A GPU 9000')}.json"
+    broken = [({"choice": "fast"}, None), ({"triton": "tma:"}, None), ({"choice": None}, None), ({"m": "16"}, None)]
+    for change, chosen in ({}, "cublaslt:2"), ({"m": 32}, "cublaslt:0"), *broken:
+        table = Table("A GPU 9000", "2.11", "3.6", 130100, [row._replace(**change)])
+        write(path, table)
+        choice.forget()
+        with nullcontext() if chosen else pytest.warns(UserWarning, match="ignored"):
+            assert choices(1, 16, 32, 64, torch.bfloat16, table.gpu)[0] == (chosen or usual)
+        assert chosen is None or choice.read(path) == table
 
 
-def first(m: int, dtype: torch.dtype = torch.bfloat16, batch: int = 1, n: int = 32) -> str:
-    return choices(batch, m, n, 64, dtype, GPU)[0]
-
-
-@pytest.mark.usefixtures("tables")
-def test_round_trip(tmp_path):
-    """A table comes back as it was written, one row a line."""
-    write(tmp_path / "new" / "t.json", table())
-    assert choice.read(tmp_path / "new" / "t.json") == table()
-    assert (tmp_path / "new" / "t.json").read_text().count("\n") == len(ROWS) + 10
-    (tmp_path / "bad.json").write_text('{"form": 99}')
-    with pytest.raises(ValueError, match="form"):
-        choice.read(tmp_path / "bad.json")
-
-
-def table(*rows: Row, version: int = 130100) -> Table:
-    return Table(GPU, "2.11", "3.6", version, list(rows or ROWS))
-
-
-def test_the_next_measured_m_decides(tables):
-    """Between measured Ms a tile that was made for more rows serves; a rank means something at its own M alone. No
-    table, another dtype, another weight, a batch, or far more rows than were measured: the rule."""
-    assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
-    write(tables[1], table())
-    choice.forget_tables()
-    assert [first(m) for m in (1, 16, 9, 200)] == ["16x32x128w4s7", "cublaslt:2", "cublaslt:0", "cublaslt:0"]
-    assert choices(1, 16, 32, 64, torch.bfloat16, GPU)[1:3] == ["cublaslt:0", "16x32x128w4s4"]
-    assert "tma:128x128x64w4s4" in choices(1, 200, 32, 64, torch.bfloat16, GPU)
-    for batch, m, dtype, gpu in (
-        (2, 16, torch.bfloat16, GPU),
-        (1, 16, torch.float16, GPU),
-        (1, 16, torch.float32, GPU),
-        (1, 100_000, torch.bfloat16, GPU),
-        (1, 16, torch.bfloat16, "another GPU"),
-    ):
-        assert choices(batch, m, 32, 64, dtype, gpu)[0] == rule(m, 32, 64, dtype)[0]
-
-
-def test_which_table_is_believed(tables):
-    """Ranks are a library version's own, else its favourite is taken; a user's table comes first, shape by shape."""
-    user, packaged = tables
-    write(packaged, table(version=129999))
-    assert (first(16), first(1)) == ("cublaslt:0", "16x32x128w4s7")
-    write(packaged, table(*ROWS, *(row._replace(n=48) for row in ROWS)))
-    write(user, table(ROWS[0]._replace(choice="16x64x64w4s6")))
-    choice.forget_tables()
-    assert (first(1), first(1, n=48)) == ("16x64x64w4s6", "16x32x128w4s7")
-
-
-def test_a_broken_table_is_told_and_ignored(tables):
-    """Inference goes on without it."""
-    write(tables[0], table())
-    tables[0].write_text("{")
-    with pytest.warns(UserWarning, match="ignored"):
-        assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
-    for change in ({"choice": "fast"}, {"triton": "tma:"}, {"choice": None}, {"m": "16"}):
-        write(tables[0], table(ROWS[0]._replace(**change)))
-        choice.forget_tables()
-        with pytest.warns(UserWarning, match="ignored"):
-            assert first(16) == rule(16, 32, 64, torch.bfloat16)[0]
-
-
-@pytest.mark.usefixtures("tables")
 def test_the_rule_ends_with_a_tile():
     """The last resort needs no library, no TMA and no certificate of a shape."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

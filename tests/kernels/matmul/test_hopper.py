@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from nondet.core import compare, inputs
-from nondet.core.launch import listen
 from nondet.kernels.matmul import hopper
-from nondet.kernels.matmul.cuda import Operands, linear, member, proof_inputs
+from nondet.kernels.matmul.cuda import Operands, member, proof_inputs
 from nondet.kernels.matmul.gluon_kernels import barriers_of
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, matmul_chain
 from tests.build import DEVICE
-from tests.kernels.tiers import captured, needs_hopper
+from tests.kernels.tiers import needs_hopper
 
 
 def bell(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -120,27 +119,6 @@ def test_takes_what_it_can_read():
     bound = member(f"hopper:{tile.name}", Operands(a, b))
     assert not bound.is_anchor
     assert member(f"hopper:{tile.name}", Operands(a, b, tf32=True)) is None
-
-
-@pytest.mark.gpu
-@needs_hopper
-def test_the_dispatcher_asks_for_it_where_columns_are_few():
-    """Proven at first use and then taken, also in a captured graph; a shape that is not for it goes by the others."""
-    weight = bell(512, 2048)
-    for m in (1, 16, 100):
-        x = bell(m, 2048)
-        wanted = matmul_chain(x[None], weight.T[None], tile=anchor(x.dtype))[0]
-        with listen() as notes:
-            assert compare.identical(linear(x, weight), wanted)
-        assert [note for note in notes if note.startswith("matmul_chain_hopper")], notes
-        graph, out = captured(linear, x, weight)
-        out.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert compare.identical(out, wanted)
-    with listen() as notes:
-        linear(bell(16, 1024), bell(512, 1024))
-    assert not any("hopper" in note for note in notes)
 
 
 def test_tiles_that_do_not_fit():

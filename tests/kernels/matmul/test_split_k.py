@@ -25,15 +25,6 @@ def operands(module, m=4, k=700, n=40, dtype=torch.float32) -> tuple[torch.Tenso
     return inputs.make("wide", (m, k), dtype, device, rng), inputs.make("bell", (k, n), dtype, device, rng)
 
 
-@MODULES
-def test_the_number_of_parts_changes_bits(module: ModuleType) -> None:
-    """Another number of parts is another sum; the same number, in order, is the same."""
-    a, b = operands(module, 3, 1500, 20)
-    one, two, eight, again = (module.split_k(a, b, splits=s, ordered=True) for s in (1, 2, 8, 8))
-    assert [identical(one, other) for other in (two, eight)] == [False, False]
-    assert identical(again, eight)
-
-
 def test_a_drawn_order_changes_bits_from_call_to_call() -> None:
     """Eight parts in an order drawn afresh give several results; two parts give one, since a sum of two commutes."""
     a, b = operands(split_k_cpu)
@@ -101,16 +92,3 @@ def test_misuse_is_refused(module: ModuleType) -> None:
             call(*given, **how)
     assert module.split_k(a[:0], b, splits=2, ordered=True).shape == (0, 4)
     assert not module.split_k(a[:, :0], b[:0], splits=3, ordered=True).any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_fixed_chunks_do_not_depend_on_the_batch(dtype):
-    """Workers may follow M on a GPU: bits stay. Splits that follow M would not."""
-    a, b = operands(split_k_cuda, 200, 4096, 520, dtype)
-    whole = split_k_cuda.fixed_chunk(a, b, workers=1)
-    for m in (1, 16, 17, 64, 200):
-        for workers in (1, 3, 8):
-            assert identical(split_k_cuda.fixed_chunk(a[:m], b, workers=workers), whole[:m])
-    eight, two = (split_k_cuda.split_k(a, b, splits=splits, ordered=True) for splits in (8, 2))
-    assert not identical(eight, two)

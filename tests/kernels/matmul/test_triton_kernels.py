@@ -22,7 +22,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 # The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
-DTYPES = [torch.float32, torch.float16, torch.float64] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
 
 def test_bias_is_added_before_the_one_rounding():

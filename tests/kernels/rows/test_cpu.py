@@ -82,18 +82,6 @@ def test_logsumexp_and_cross_entropy_at_the_edges() -> None:
     assert losses[3].isnan()
 
 
-def test_residual_is_two_operators() -> None:
-    """x + residual rounded, and the norm of that; anything but two of a kind is refused."""
-    x, residual = (make("bell", (3, 40), torch.bfloat16, "cpu", generator(s, "cpu")) for s in (9, 10))
-    weight = torch.ones(40, dtype=torch.bfloat16)
-    out, added = cpu_rows.rms_norm_residual(x, residual, weight)
-    assert identical(added, x + residual)
-    assert identical(out, cpu_rows.rms_norm(x + residual, weight))
-    assert not identical(cpu_rows.rms_norm(x.float() + residual.float(), weight).bfloat16(), out)
-    with pytest.raises(UserError, match="one shape and dtype"):
-        cpu_rows.rms_norm_residual(x, residual.float(), weight)
-
-
 def test_empty_and_misused() -> None:
     """No rows give no rows; integers and gradients are refused in words."""
     assert cpu_rows.softmax(torch.rand(0, 4)).shape == (0, 4)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from nondet.core import inputs
 from nondet.core.compare import identical
@@ -53,24 +54,6 @@ def run(name: str, x: torch.Tensor) -> torch.Tensor:
 def chunks_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of rows that are wider than 16384; else the rows."""
     return x.split(4096, -1) if x.shape[-1] > 16384 else (x,)
-
-
-@pytest.mark.parametrize(
-    ("width", "dtype"),
-    [
-        *((width, torch.float32) for width in (1024, 17000)),
-        *at_length(*((width, torch.float32) for width in (1, 7, 70, 5000, 9001, 20000))),
-        *(pytest.param(n, torch.bfloat16, marks=pytest.mark.gpu) for n in (1, 7, 128, 1024, 5000, 16384, 151936)),
-    ],
-)
-def test_sum_runs_in_the_written_order(width, dtype):
-    """The class's order in torch's elementwise additions gives the kernel's bits; from left to right does not."""
-    x = make("cancel", 3, width, dtype=dtype)
-    ours = triton_rows.sum(x)
-    assert identical(ours, triton_rows.lanes_sum(x))
-    if width > 64 and dtype == torch.float32:
-        left_to_right = np.add.accumulate(x.cpu().numpy(), axis=1, dtype=np.float32)[:, -1]
-        assert not identical(ours.cpu(), torch.from_numpy(left_to_right))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16, torch.float64)])
@@ -201,17 +184,6 @@ def test_rms_norm_reads_heads_where_they_lie(tokens: int, heads: int, width: int
         assert triton_common.again(("rms_norm", 1e-6), x, weight) is not None  # of a copy nothing is remembered
     uneven = whole.view(tokens, -1, width)[::2, ::2]
     assert identical(triton_rows.rms_norm(uneven, weight), triton_rows.rms_norm(uneven.contiguous(), weight))
-
-
-def test_rms_norm_rounds_once():
-    """In float16 the result is the float64 one, rounded, give or take a tie; two roundings miss it far more often."""
-    x, weight = make("bell", 8, 256, dtype=torch.float16), make("bell", 256, dtype=torch.float16)
-    exact = reference.rms_norm(x, weight)
-    rounded = exact.to(torch.float16)
-    once = triton_rows.rms_norm(x, weight)
-    twice = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).half() * weight
-    assert float((once != rounded).double().mean()) < 0.01
-    assert float((twice != rounded).double().mean()) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -346,16 +318,12 @@ def test_another_dtype_or_width_is_left() -> None:
 
 
 def test_known_modules_are_recognized_by_their_text() -> None:
-    """Llama's and Gemma's forms are found under any class name; a module with one operator more is not."""
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    """Gemma's form is found; a module with one operator more is not."""
 
     class Otherwise(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * 2
 
-    assert hf_norms.form_of(LlamaRMSNorm) == hf_norms.form_of(Qwen3RMSNorm) == ("variance_epsilon", True, False)
     assert hf_norms.form_of(Gemma3RMSNorm) == ("eps", False, True)
     assert hf_norms.form_of(Otherwise) is None
 
