@@ -82,8 +82,8 @@ class LoadedRun:
         return frame([self.records], kind or only_kind([self.records]))
 
     def figure(self, name: str) -> Figure:
-        """A matplotlib figure: class-map, speed, jigsaw, survival, training or tree. A `UserError` for any other, or if
-        the run holds no data for it."""
+        """A matplotlib figure: class-map, map, speed, jigsaw, survival, tree, training or mismatch. A `UserError` for
+        any other, or if the run holds no data for it."""
         from nondet.export.figures import draw
 
         return draw(name, [self.records])

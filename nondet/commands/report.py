@@ -55,8 +55,9 @@ def report(
     figure: Annotated[
         str | None,
         o.opt(
-            "Figure: class-map, map, speed, jigsaw, survival or tree.", shown="the only one there is", panel=DATA,
-            complete=o.choices("class-map", "map", "speed", "jigsaw", "survival", "tree"),
+            "Figure: class-map, map, speed, jigsaw, survival, tree, training or mismatch.",
+            shown="the only one there is", panel=DATA,
+            complete=o.choices("class-map", "map", "speed", "jigsaw", "survival", "tree", "training", "mismatch"),
         ),
     ] = None,
     section: Annotated[
