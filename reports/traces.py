@@ -183,7 +183,7 @@ def story_headline(found: Story) -> str:
     if found.finding == Finding.BATCH and {"n", "tokens", "traces"} <= batch.keys():  # without the step's intervals
         n, tokens, traces = (f"{batch[key]:,.0f}" for key in ("n", "tokens", "traces"))
         logprobs = f"{'all ' * (traces == n)}{traces} have different logprobs"
-        same = "different tokens from the same prompt solo"
+        same = "other tokens than the same prompt has solo"
         parts = [f"{found.finding}: {tokens} of {n} completions have {same}, and {logprobs}"]
     named = [c for c in blamed(found.run, found.finding) if c.call][:1]
     parts += [f"the first operator to differ is `{c.call}` of {c.module}" for c in named]

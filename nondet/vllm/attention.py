@@ -212,7 +212,7 @@ def reserve(model: torch.nn.Module, config: Any) -> None:
     keys = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
     device = next(model.parameters()).device
     RESERVED[:] = [torch.zeros(keys, dtype=torch.int32, device=device) for _ in range(groups)]
-    log(f"attention keeps {groups} times {4 * keys / 2**20:,.0f} MiB for the index of each key of a step.")
+    log(f"attention keeps {groups * 4 * keys / 2**20:,.0f} MiB for the index of each key of a step.")
 
 
 def ways_of(
@@ -264,7 +264,9 @@ def warm(
                 )
                 attention(q, kv, kv.clone())
             count += len(ways)
-    what = f"attention in {count} ways: {uses.proofs} proofs, {uses.compiled} kernels compiled"
+    what = (
+        f"attention in {count} ways: {uses.proofs} proofs, {uses.compiled} kernel{'s' * (uses.compiled != 1)} compiled"
+    )
     log(f"{what}, in {time.perf_counter() - began:.1f} s.")
 
 

@@ -797,7 +797,7 @@ def start(model: Any, config: Any, rank: int = 0) -> list[Standing]:
         torch.cuda.empty_cache()
     seconds, proofs, compiled = (sum(x) for x in zip((0.0, 0, 0), *(c[:3] for c in seen.values()), strict=True))
     what = f"{len(seen)} shapes of weights at {len(counts)} row counts: {proofs} proofs"
-    log(f"{what}, {compiled} kernels compiled, in {seconds:.1f} s.")
+    log(f"{what}, {compiled} kernel{'s' * (compiled != 1)} compiled, in {seconds:.1f} s.")
     _report(found, config, seen, rank)
     operators.watch()
     return found

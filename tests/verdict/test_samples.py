@@ -51,7 +51,7 @@ def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
         (counts("AAaa"), [replay(0)], batch, "tokens identical in 4 completions, but 2 distinct", "The tokens agree"),
         (counts(equal), [], clean, "no divergence observed (at 95%, one-sided: below 4.96% of completions", ""),
         # of five rounds four are compared with the first, which a difference of whole rounds may have made its own
-        (counts(*["A" * 12] * 5), [], clean, "below 52.8% of rounds (4), below 4.96%", ""),
+        (counts(*["A" * 12] * 5), [], clean, "below 52.8% of rounds (4 compared), below 4.96%", ""),
         (counts(equal, eos=3), [], unknown, "60, 3 of which ended for another reason than equal", "eos 3, "),
         (counts("AB", eos=1), [replay(0)], batch, "", "Completions ended for different reasons: eos 1, length 1."),
         # equal batches and other bits: the batch is not the cause, even where other requests did run concurrently
