@@ -196,8 +196,8 @@ WORDS: dict[str, str] = {
     "mm-tails": "Ratios: {outside:near} outside 0.99 to 1.01, {least:.3f} to {most:.3f}.",
     "kind-fits": "Kind: {layer}. The {side} has {cause} ({fitted}): K3 is {left:.1e} without, {floor:.1e} by rounding.",
     "kind-exact": "Kind: {layer}. The {side} has {cause} ({fitted}): it gives the bits of {exactly:near} of tokens.",
-    "kind-numeric": "Kind: numeric. It looks like rounding: no known cause explains it. Both sides are as close to a {wide} "
-    "forward pass as rounding allows (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
+    "kind-numeric": "Kind: numeric. It looks like rounding: no known cause explains it. Both sides are as "
+    "close to a {wide} forward pass as rounding allows (K3 {own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}).",
     "kind-unexplained": "Kind: unexplained. Farther from a {wide} forward pass than rounding allows: {sides} (K3 "
     "{own:.1e}; sampler {sampler:.1e}, trainer {trainer:.1e}). Other weights (--older) or tokens look so.",
     "call-where": "First diverging call: {call} of {module}, {layer:layer}, at position {position} of {rollout}: its "
