@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from nondet.core.records import Axis, Culprit, Role, Row, Run, families_of, of_vllm, role_of
+from nondet.core.records import Axis, Culprit, Role, Row, Run, engine_of, families_of, role_of
 from nondet.core.statistics import percent
 from nondet.diagnose.verdict import NOT_MET, blamed
 from nondet.errors import one_line
@@ -286,7 +286,7 @@ def _differing(run: Run, prompt: int, impl: str) -> tuple[str, ...]:
     recorded = {(kept.impl, kept.round) for kept in run.tapes}
     good = [c for c in run.completions if (c.impl, c.prompt, c.status) == (impl, prompt, "ok")]
     mine = [c for c in good if (c.impl, c.round) in recorded]
-    if not mine or run.header.plan.get("sampling") or run.header.plan.get("ranks") or of_vllm(run):
+    if not mine or run.header.plan.get("sampling") or run.header.plan.get("ranks") or engine_of(run):
         return ()
     most_common = Counter(c.trace for c in mine).most_common(1)[0][0]
     first = next(c for c in mine if c.trace == most_common)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nondet.core.records import Role, Row, Run, families_of, of_vllm, role_of
+from nondet.core.records import Role, Row, Run, engine_of, families_of, role_of
 from nondet.core.statistics import one_sided_bound, percent, percent_range
 from nondet.errors import printable
 from nondet.reports import text
@@ -191,7 +191,7 @@ def _counts(run: Run, s: SampleSummary, again: Sequence[Row]) -> dict[str, str]:
         "batch, query tokens a step": f"{s.batch_min} to {s.batch_max}, {s.distinct_batches} sizes" * bool(s.batch_max),
         "tokens/s of all requests, median round": f"{s.tokens_per_second:.1f}",
     }
-    for name in ("vLLM's cached prompt tokens", "vLLM's preemptions") if of_vllm(run) else ():
+    for name in ("vLLM's cached prompt tokens", "vLLM's preemptions") if engine_of(run) == "vllm" else ():
         measures[f"{name}, all requests"] = counted(sum(r.ran.get(name, 0) for r in run.rounds if r.impl == s.impl))
     return measures
 

@@ -69,30 +69,35 @@ nondet report docs/evidence/h200/sample.jsonl.gz --figure tree --out "$to/tree-l
 nondet report docs/evidence/cpu/probe-map.jsonl.gz --figure map --out "$to/map.png" --force
 nondet report docs/evidence/cpu/rl.jsonl.gz --figure training --out "$to/training.svg" --force
 
-# A class map for the page of each probe, of the case that shows most.
+# A class map for the page of each probe: of the run that the page links, and of the case below, or of those that differ.
 mkdir -p "$to/probes"
-while IFS='|' read -r probe run case; do
-    nondet report "docs/evidence/$run.jsonl.gz" --figure class-map --probe "$probe" --case "$case" \
+cases=$(cat << 'CASES'
+float-sum|orders of 1024 numbers, accumulated in float32, bell
+matmul|16 rows in batches of M, K=3072 N=1024, bell
+split-k|K in 1 to 16 parts added in order, M=16 K=12288 N=1024, bell
+grouped-matmul|expert 0 while others go to other experts, of 128, K=768 N=2048, order
+attention|decode of 64 requests in batches of B, 2048 keys, Hq=32 Hkv=8 D=128, order
+rms-norm|rms_norm: 32 rows in batches of M, H=4096, bell
+softmax|softmax: 32 rows in batches of M, V=1000, bell
+log-softmax|log_softmax: 32 rows in batches of M, V=1000, bell
+logsumexp|logsumexp: 16 rows in batches of M, V=151936, bell
+cumsum|cumsum: 64 rows in batches of M, V=1000, order
+scaled-matmul|16 rows in batches of M, a scale for each row, into float32, K=1024 N=256, order-wide
+reduction-order|linear: the order in which row 0 of M is added, K=1000 N=64, order
+reduction|sum: 32 rows in batches of M, K=4096, order
+atomics|index_add: 8192 additions to 16 rows
+backward|linear_weight: 16 sequences in micro-batches, bell
+all-reduce|all_reduce: first row over M, ranks=4, width=512
+pointwise|silu of 1024 elements
+CASES
+)
+for picture in docs/probes/*.png; do
+    probe=$(basename "$picture" .png)
+    page=$(ls "docs/probes/$probe.md" 2> /dev/null || echo docs/probes/rows.md)
+    run=$(sed -n "/^##* $probe\$/,\$ { /(\.\.\/evidence\/[^)]*gz)/ { s|.*(\.\./\(evidence/[^)]*gz\)).*|\1|p; q } }" "$page")
+    nondet report "docs/$run" --figure class-map --probe "$probe" --case "$(sed -n "s/^$probe|//p" <<< "$cases")" \
         --out "$to/probes/$probe.png" --force
-done << 'PICTURES'
-float-sum|h200/probes|orders of 1024 numbers, accumulated in float32, bell
-matmul|h200/probes|16 rows in batches of M, K=3072 N=1024, bell
-split-k|h200/probes|K in 1 to 16 parts added in order, M=16 K=12288 N=1024, bell
-grouped-matmul|h200/probes|expert 0 while others go to other experts, of 128, K=768 N=2048, order
-attention|h200/probes|decode of 64 requests in batches of B, 2048 keys, Hq=32 Hkv=8 D=128, order
-rms-norm|h200/probes|rms_norm: 32 rows in batches of M, H=4096, bell
-softmax|h200/probes|softmax: 32 rows in batches of M, V=1000, bell
-log-softmax|h200/probes|log_softmax: 32 rows in batches of M, V=1000, bell
-logsumexp|cpu/probe-logits|logsumexp: 16 rows in batches of M, V=151936, bell
-cumsum|cpu/probe-logits|cumsum: 64 rows in batches of M, V=1000, order
-scaled-matmul|cpu/probe-scaled-matmul|16 rows in batches of M, a scale for each row, into float32, K=1024 N=256, order-wide
-reduction-order|cpu/probe-order|linear: the order in which row 0 of M is added, K=1000 N=64, order
-reduction|h200/probes|sum: 32 rows in batches of M, K=4096, order
-atomics|h200/probes|index_add: 8192 additions to 16 rows
-backward|cpu/probe-backward|linear_weight: 16 sequences in micro-batches, bell
-all-reduce|cpu/probe-all-reduce|all_reduce: first row over M, ranks=4, width=512
-pointwise|cpu/probes|silu of 1024 elements
-PICTURES
+done
 run_noted
 
 # The README's picture for light pages and for dark ones: the same drawing in the other colours of the page's style.

@@ -119,10 +119,10 @@ WRONG = [
             "trace --replay --run r.jsonl --request t1 --dtype float32": "--replay and --dtype",
             "trace --engine vllm --run x.jsonl --request t0": "--engine vllm and --run exclude each other",
             "trace --engine vllm --repro x.py": "--engine vllm and --repro exclude each other",
-            "trace --engine vllm --impl invariant:attention": "unknown implementation under vLLM 'invariant:attention'",
+            "trace --engine vllm --impl invariant:attention": "unknown implementation under vllm 'invariant:attention'",
             "sample --engine vlm": "unknown engine 'vlm'. Did you mean vllm?",
             "sample --engine vllm --ranks 2": "--engine vllm and --ranks exclude each other",
-            "sample --engine vllm --impl stock-flash": "unknown implementation under vLLM 'stock-flash'",
+            "sample --engine vllm --impl stock-flash": "unknown implementation under vllm 'stock-flash'",
             "sample --engine vllm --endpoint http://127.0.0.1:1": "--endpoint and --engine exclude each other",
             **dict.fromkeys(
                 ("sample --engine vllm --out run.jsonl", "trace --engine vllm --device cpu --out t.jsonl"),

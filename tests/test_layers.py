@@ -40,15 +40,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Files that hold a table of rooms: a room of its own with one line there is what a new section, or member, is.
-REGISTRIES = ("nondet.reports.content", "nondet.kernels.matmul.cuda")
+# Files that name others of their folder: a file with one line there is what a new section, member or backend is.
+REGISTRIES = (".operator", "nondet.reports.content", "nondet.kernels.matmul.cuda")
 # Modules whose only importer lies in their own folder: two files for one idea, but for the reason given.
 ANNEXES: dict[str, str] = {
     "nondet.kernels.all_reduce.tree_cuda": "CUDA source and its calls, which no CPU loads",
     "nondet.kernels.attention.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.matmul.gluon_kernels": "Triton compiles functions of plain modules; loaded on Hopper alone",
     "nondet.kernels.dispatch.functions": "torch's functions, a page by themselves",
-    "nondet.kernels.experts.cpu": "what a CPU computes, loaded by the declaration",
     "nondet.vllm.attention": "imports vLLM at its top, which loads it by name",
     "nondet.mismatch.kinds": "the hypotheses, a page by themselves",
     "nondet.testing.messages": "loads torch and the verdicts, once a test has failed; the assertions load neither",
@@ -112,8 +111,8 @@ def test_no_annex() -> None:
         importers.setdefault(arrow.target, set()).add(arrow.source)
     annexes = {
         name
-        for name, by in importers.items()
-        if len(by) == 1 and not by & {*REGISTRIES} and name.count(".") > 1 and folder(name) == folder(next(iter(by)))
+        for name, (by, *others) in importers.items()
+        if not others and not by.endswith(REGISTRIES) and name.count(".") > 1 and folder(name) == folder(by)
     }
     assert annexes == set(ANNEXES), "new annexes, or exceptions that are no longer needed"
     assert len(ANNEXES) < 10

@@ -858,10 +858,10 @@ class Run(msgspec.Struct, kw_only=True):
             yield from getattr(self, name)
 
 
-def of_vllm(run: Run) -> bool:
-    """Whether vLLM was the engine of a run, which no recording of ours can replay."""
+def engine_of(run: Run) -> str:
+    """The engine of a run, which no recording of ours can replay; empty of nondet's own."""
     engine = run.header.plan.get("engine")
-    return isinstance(engine, dict) and engine.get("name") == "vllm"
+    return str(engine.get("name", "")) if isinstance(engine, dict) else ""
 
 
 # Kind of record -> the field of `Run` that holds it.

@@ -133,6 +133,8 @@ def check_fields(request: Any) -> None:
                 check.check(f"--{name.replace('_', '-')}", one)
 
 
+# An engine beside nondet's own -> target of its `Host` (docs/adding.md), and the --impl that it has.
+ENGINES = {"vllm": ("nondet.vllm.engine:VllmHost", ("stock", "vllm-invariant", "invariant"))}
 ENGINE = Annotated[
     str,
     opt(
@@ -140,8 +142,13 @@ ENGINE = Annotated[
         "vllm-invariant (its own mode) and invariant (nondet's plugin).",
         shown=True,
     ),
-    OneOf(("transformers", "vllm"), "unknown engine {value!r}"),
+    OneOf(("transformers", *ENGINES), "unknown engine {value!r}"),
 ]
+
+
+def other_engine(name: str) -> Any:
+    """The `Host` of an engine beside nondet's own; None of that one."""
+    return registry.load_object(ENGINES[name][0]) if name in ENGINES else None
 
 
 OUT = Annotated[

@@ -49,7 +49,6 @@ _OWN_ENGINE = (
 # Most prompts of the embedded model have diverged by then; it takes about a minute on two cores.
 _MAX_TOKENS = 40
 _WHOLE = ("stock", "stock-no-cudnn", "stock-flash", "stock-seeded", "invariant", "unseeded-invariant", "rank-free")
-_UNDER_VLLM = ("stock", "vllm-invariant", "invariant")
 # Rounds to repeat besides the first, where it does not distinguish the batch from the run.
 _SETTLE = 3
 _ROUNDS_MOST = 25_000  # a round has fixed work before its first token; more of them is a mistake in --load
@@ -115,9 +114,9 @@ class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
             if self.max_tokens is not None:
                 e.LENGTHS.check("--max-tokens", self.max_tokens)
             return
-        if self.engine == "vllm":
+        if self.engine in o.ENGINES:
             others = ("draft_model", "ranks", "temperature", "trust_remote_code", "turns")
-            self.refuse(others, "--engine vllm and {} exclude each other", "vLLM is sampled greedily, on one device.")
+            self.refuse(others, f"--engine {self.engine} and {{}} exclude each other", "It is greedy, on one device.")
         for name in (part.partition("=")[0].strip() for part in (self.vary or "").split(",")):
             if name:  # an empty part has its own message
                 o.AXES.check("--vary", name)
@@ -200,13 +199,11 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
 
 
 def open_model(request: Any, sink: Sink) -> LoadedModel:
-    """The model of a request, on its device and under its threads; for vLLM on the CPU, for tokens and its digest."""
+    """The model of a request, on its device and under its threads; another engine's on the CPU, for its tokens."""
     from nondet.sampling.model import is_random, load_libraries, load_model, local_folder
 
-    if getattr(request, "engine", "") == "vllm":
-        from nondet.vllm.engine import check_installed
-
-        check_installed()
+    if other := o.other_engine(getattr(request, "engine", "")):
+        other.check_installed()
         device = pick_device(request.device)
         pick_device("cpu", request.threads)
         return replace(load_model(request.model, request.dtype, "cpu", attention="eager"), device=device)
@@ -297,13 +294,13 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
     loaded = open_model(request, output.sink)
     survey, described = _surveyed(request, loaded, texts, n, axes, output.sink)
     with closing(_host(request, survey)) as host:
-        if request.engine == "vllm":
-            described["engine"] = host.describe(survey.base)
+        if request.engine in o.ENGINES:
+            described["engine"] = {"name": request.engine} | host.describe(survey.base)
         with output.recording("sample", described, request.seed) as writer, output.sink.progress() as bars:
             total = survey.plan.targets * len(survey.arms)
             collect(survey, host, writer, Shown(output.sink, bars, request.impls, total))
-            # over ranks a model's operators run at the sizes of a share, and vLLM's are others
-            if axes is None and request.engine != "vllm" and request.world == 1:
+            # over ranks a model's operators run at the sizes of a share, and another engine's are others
+            if axes is None and request.engine not in o.ENGINES and request.world == 1:
                 _explain(survey, writer)
 
 
@@ -353,7 +350,7 @@ def _explain(survey: Survey, writer: RunWriter) -> None:
 
 
 def load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sink) -> Load:
-    """The load, with the engine's defaults: whether steps run as CUDA graphs, and under vLLM pages of its size."""
+    """The load, with the engine's defaults: whether steps run as CUDA graphs, and pages of another engine's size."""
     from nondet.sampling.engine import query_step, why_no_graphs
 
     load = request.engine_load
@@ -362,9 +359,10 @@ def load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sin
         return replace(load, page=-(-load.page // grain) * grain)
     if loaded.device != "cuda" or request.cuda_graphs is not None or names_graphs(request.load):
         return load
-    if request.engine == "vllm":
-        sink.say("vLLM compiles, and captures CUDA graphs, as it is served; --no-cuda-graphs leaves both out")
-        return replace(load, graphs=True)
+    if other := o.other_engine(request.engine):
+        if other.graphs:
+            sink.say(f"{request.engine} captures CUDA graphs, as it is served; --no-cuda-graphs leaves them out")
+        return replace(load, graphs=other.graphs)
     if request.samplings or request.world > 1:
         return load
     reason = why_no_graphs(loaded.model.config)
@@ -377,12 +375,8 @@ def load_of(request: SampleRequest, loaded: LoadedModel, varied: bool, sink: Sin
 
 
 def _grain(request: SampleRequest, loaded: LoadedModel) -> int:
-    """Tokens that a page of vLLM's is a multiple of; 0 for nondet's own engine."""
-    if request.engine != "vllm":
-        return 0
-    from nondet.vllm.engine import GRAINS
-
-    return GRAINS[loaded.device]
+    """Tokens that a page of another engine is a multiple of; 0 for nondet's own."""
+    return int(other.grains.get(loaded.device, 0)) if (other := o.other_engine(request.engine)) else 0
 
 
 def _axes(
@@ -422,12 +416,12 @@ def _host(request: SampleRequest, survey: Survey) -> Host:
     """What plays the rounds."""
     from nondet.sampling.collect import Here
 
-    if request.engine != "vllm":
+    other = o.other_engine(request.engine)
+    if other is None:
         return Here(survey.loaded, apart=request.world > 1)
-    from nondet.vllm.engine import VllmHost
-
     longest = max(len(r.prompt) + r.max_new_tokens for requests in survey.plan.rounds for r in requests)
-    return VllmHost(survey.loaded, longest, _grain(request, survey.loaded) if survey.axes else 0)
+    host: Host = other(survey.loaded, longest, _grain(request, survey.loaded) if survey.axes else 0)
+    return host
 
 
 def _check_here(request: SampleRequest, device: str) -> None:
@@ -503,15 +497,16 @@ class Shown(Notes):
 
 def implementations(impls: list[str] | None, engine: str = "", *, drawn: bool = False) -> list[str]:
     """The implementations, each once; "both" is stock and invariant, and where tokens are drawn stock-seeded too.
-    Raises UserError: one that the engine, "vllm" or nondet's own, does not have, or an unknown family."""
-    both = ["stock", "stock-seeded", "invariant"] if drawn and engine != "vllm" else ["stock", "invariant"]
+    Raises UserError: one that the engine does not have, or an unknown family."""
+    _, known = o.ENGINES.get(engine, ("", _WHOLE))
+    both = [name for name in ("stock", *["stock-seeded"] * drawn, "invariant") if name in known]
     names = list(dict.fromkeys(one for name in impls or ["both"] for one in (both if name == "both" else [name])))
     for name in names:
         base, colon, families = name.partition(":")
-        if engine == "vllm" and name not in _UNDER_VLLM:
-            raise UnknownNameError("implementation under vLLM", name, [*_UNDER_VLLM, "both"])
-        if engine != "vllm" and name not in _WHOLE and base != "invariant":
-            raise UnknownNameError("implementation", name, [*_WHOLE, "both", "invariant:FAMILY"])
+        if name not in known and engine in o.ENGINES:
+            raise UnknownNameError(f"implementation under {engine}", name, [*known, "both"])
+        if name not in known and base != "invariant":
+            raise UnknownNameError("implementation", name, [*known, "both", "invariant:FAMILY"])
         for family in families.split("+") if colon else ():
             if family not in o.families():
                 raise UnknownNameError("operator family", family, o.families())

@@ -75,17 +75,15 @@ def _read(path: Path) -> Run:
 def _load_recorded(recorded: Run, request: TraceRequest) -> LoadedModel:
     """The model of a recorded run, at its dtype, with its weights. Raises UserError: the run names none, the model is
     gone, or it has other weights."""
-    from nondet.core.records import of_vllm
+    from nondet.core.records import engine_of
     from nondet.sampling.model import EMBEDDED, load_model
 
     plan = recorded.header.plan
     described = plan.get("model")
     if not isinstance(described, dict) or not isinstance(described.get("name"), str) or not recorded.completions:
         raise UserError(f"{recorded.source} is no run of `nondet sample`", "Give a run file that holds completions.")
-    if of_vllm(recorded):
-        raise UserError(
-            f"{recorded.source} is a run of --engine vllm, which is not replayed", "nondet trace --engine vllm"
-        )
+    if engine := engine_of(recorded):
+        raise UserError(f"{recorded.source}: --engine {engine} is not replayed", f"nondet trace --engine {engine}")
     name = request.model or described["name"]
     device = str(plan.get("device", "auto")) if request.device == "auto" else request.device
     o.DEVICES.check("--device", device)

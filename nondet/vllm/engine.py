@@ -205,7 +205,6 @@ class VllmEngine:
     """
 
     def __init__(self, loaded: LoadedModel, load: Load, longest: int, **more: Any) -> None:
-        check_installed()
         self._loaded, self._stack = loaded, ExitStack()
         folder = self._stack.enter_context(model_folder(loaded))
         self._arguments = arguments_of(folder, loaded.dtype, loaded.device, load, longest, loaded.model.config) | more
@@ -304,6 +303,7 @@ class VllmHost:
     Along axes a page is a multiple of `grain` tokens; 0: pages and prefills are as vLLM has them."""
 
     layers: Any = None  # they are in another process
+    grains, graphs, check_installed = GRAINS, True, staticmethod(check_installed)
 
     def __init__(self, loaded: LoadedModel, longest: int, grain: int = 0) -> None:
         self._loaded, self._longest, self._grain = loaded, longest, grain

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -26,6 +26,7 @@ from nondet.sampling.analysis import NOT_IN_TURN, ratio_text, speed_ratio_of
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Plan
+from nondet.services import options as o
 from nondet.services.sample import Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
@@ -313,6 +314,37 @@ def test_every_round_is_played_under_each_before_the_next(tiny: LoadedModel, tmp
     cut = [i for i, line in enumerate(lines) if json.loads(line)["type"] == "round"][9]
     path.write_bytes(b"".join(lines[: cut + 1]))
     assert order(turned(path, resume=True)) == order(taken)
+
+
+class Theirs(collecting.Here):
+    """Another engine, which answers as ours does."""
+
+    grains: ClassVar[dict[str, int]] = {}
+    graphs, check_installed = False, staticmethod(lambda: None)
+
+    def __init__(self, loaded: LoadedModel, longest: int, grain: int) -> None:
+        super().__init__(loaded)
+
+    def describe(self, conditions: Any) -> dict[str, Any]:
+        return {"version": 1}
+
+
+@pytest.mark.slow
+def test_another_engine_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It plays the rounds under its own implementations, and its run names it: ours never replays that run."""
+    monkeypatch.setitem(o.ENGINES, "vllm", (f"{__name__}:Theirs", ("stock",)))
+    path = tmp_path / "r.jsonl"
+    options = ["--engine", "vllm", "--device", "cpu", "--load", LONE, "--n", "2", "--max-tokens", "2"]
+    assert main(["sample", *options, "--out", str(path)]) == 0
+    run = read_run(path)
+    assert run.header.plan["engine"] == {"name": "vllm", "version": 1}
+    assert {(c.impl, c.status) for c in run.completions} == {("stock", "ok")}
+    assert {row.operator for row in run.rows} == {"engine"}, "no operator of ours explains it"
+    capsys.readouterr()
+    assert main(["trace", "--run", str(path), "--request", run.completions[0].request]) == 2
+    assert "--engine vllm is not replayed" in capsys.readouterr().err
 
 
 def test_who_can_not_take_turns_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
