@@ -60,7 +60,7 @@ class Backward(Probe):
         K, N = options.k or 256, options.n or 192
         times = range(options.runs or _RUNS[options.device])
         tokens = _SEQUENCE * _SEQUENCES
-        for dtype in dtypes(options, "backward", ("bfloat16", "float32")):
+        for dtype in dtypes(options, "backward", ("bfloat16", "float32")[: 1 if options.brief else 2]):
             needed = (tokens + K) * (K + N) * (element_bytes(dtype) + 24)
             require_memory(options.device, needed, f"weights {K} x {N}")
             for kind in kinds(options, ("bell",)):

@@ -59,6 +59,11 @@ class Options:
     # all probes were named at once: what others nearly show is only run if this probe is named
     one_of_all: bool = False
 
+    @property
+    def brief(self) -> bool:
+        """All probes on a GPU, which are to end in half a minute: some test fewer layers and dtypes."""
+        return self.one_of_all and self.device == "cuda"
+
     def __post_init__(self) -> None:
         """Check them."""
         for name in ("m", "k", "n", "runs"):

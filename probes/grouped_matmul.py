@@ -63,7 +63,7 @@ class GroupedMatmul(Probe):
         layers = default if given is None else (("", options.config.get("experts", default[0][1]), *given),)
         shortened = layers is default and not (options.m or options.inputs or options.full)
         for layer in layers:
-            for dtype in base.dtypes(options, "grouped_matmul", ("bfloat16", "float32")):
+            for dtype in base.dtypes(options, "grouped_matmul", ("bfloat16", "float32")[: 1 if options.brief else 2]):
                 case, first, (_, E, K, N) = partial(_case, layer, dtype), layer is layers[0], layer
                 # weights and batch are drawn in float32; a sorted copy of the batch and two results are alive at once
                 item, rows = base.element_bytes(dtype), max(largest, _ROWS)
@@ -114,10 +114,8 @@ class GroupedMatmul(Probe):
             plans = [(0, [_batch(spread, every, places, E)])]
             if case.varied == "run":  # a whole tile at one expert, and no rows at the others
                 plans[0][1].append(_batch(here, every[:_TILE], min(rows, _TILE), E))
-        there = [
-            (value, [_Batch(*(t.to(device, non_blocking=True) for t in batch)) for batch in batches])
-            for value, batches in plans
-        ]
+        moved = partial(torch.Tensor.to, device=device, non_blocking=True)
+        there = [(value, [_Batch(*map(moved, batch)) for batch in batches]) for value, batches in plans]
         return {"x": x, "weight": w.mT, "plans": there}
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:

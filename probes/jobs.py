@@ -274,13 +274,12 @@ def load() -> None:
 
 def _load_kernels() -> None:
     """Load what the first kernels of a GPU wait for, while this process waits for the device."""
-    from nondet.core.launch import ready_compiler
-
-    ready_compiler()
-    for operator in operators().values():
-        for target in {one.target("cuda") for one in operator.implementations} - {None}:
-            with suppress(Exception):  # it is reported where it is measured
-                importlib.import_module(str(target).partition(":")[0])
+    importlib.import_module("nondet.core.launch").ready_compiler()
+    for target in {one.target("cuda") for operator in operators().values() for one in operator.implementations} - {
+        None
+    }:
+        with suppress(Exception):  # it is reported where it is measured
+            importlib.import_module(str(target).partition(":")[0])
 
 
 def _measure(pipe: Any, device: str) -> None:
@@ -317,8 +316,7 @@ def _measure(pipe: Any, device: str) -> None:
 # since its cases share kernels; then it takes from the largest group. Each has a CUDA context and a profiler of its
 # own, and sees no kernel but its own. A row does not depend on the process that measured it: workers must have the
 # settings of this process, or it measures by itself. If a worker dies, its job becomes a row with the reason, and
-# another replaces it. A job that ran out of memory next to others is repeated by itself. No worker outlives its
-# parent.
+# another replaces it. A job that ran out of memory beside others is repeated solo. No worker outlives its parent.
 
 # A job's tenths of a second on an H200 that has compiled nothing, 1 being typical: long jobs begin first.
 _WEIGHTS = {

@@ -62,8 +62,7 @@ class ScaledMatmul(Probe):
     def cases(self, options: Options) -> Iterable[Case]:
         """Products first, then experts' products, then the quantization step."""
         device, given = options.device, base.given_layer(options)
-        default = _LAYERS[device][::2] if options.one_of_all and device == "cuda" else _LAYERS[device]
-        layers = options.layers or default if given is None else (("", *given),)
+        layers = options.layers or _LAYERS[device][:: 2 if options.brief else 1] if given is None else (("", *given),)
         largest = base.largest_batch(options, 4096 if options.full else _LARGEST[device])
         names = options.dtypes or ()
         results = [d for d in ("float32", "bfloat16", "float16") if d in names] or ["float32", "bfloat16"]

@@ -268,7 +268,7 @@ def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType
     layers = [toys.Attention(backend.SegmentsImpl(**(NEEDED | {"sliding_window": w}))) for w in windows]
     backend.reserve(torch.nn.Sequential(toys.RMSNorm(8), *layers), toys.config(model_config__max_model_len=2**18))
     assert len(backend.RESERVED) == 1 + 4
-    assert toys.LOG[-1] == "nondet: attention keeps 5 times 8 MiB for the index of each key of a step."
+    assert toys.LOG[-1] == "nondet: attention keeps 40 MiB for the index of each key of a step."
     made = backend.RESERVED[-1]
     spec = SimpleNamespace(block_size=PAGE, dtype=torch.float16)
     builders = [backend.SegmentsBuilder(spec, [], toys.config(), torch.device("cpu")) for _ in range(6)]
