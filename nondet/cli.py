@@ -59,7 +59,7 @@ _COMMANDS = {
     ),
     "rl": (
         "nondet.services.rl:rl", "nondet rl", "nondet rl --arms stock,invariant --seeds 3 --report rl.html",
-        "nondet rl --rollouts fp8 --lr 1e-3 --steps 20",
+        "nondet rl --sampler fp8 --lr 1e-3 --steps 20",
     ),
     "mismatch": (
         "nondet.services.mismatch:mismatch", "nondet mismatch",
@@ -222,6 +222,8 @@ def _with_hint(text: str, params: list[Any], where: str) -> str:
         return f"{wrong[1]} must be a {'whole ' * (wrong[2] == 'integer')}number"
     if (unknown := re.match(r"No such option: (--[\w-]+)", text)) is not None:
         arguments = {f"--{p.name}": p.metavar for p in params if p.param_type_name == "argument"}
+        if f"{where} {unknown[1]}" == "nondet rl --rollouts":  # until 0.5
+            return f"{unknown[0]}. It is --sampler now"
         if unknown[1] in arguments:
             return f"{unknown[0]}. It is an argument here: {where} {arguments[unknown[1]]}"
         longer = [name for p in params for name in p.opts if name.startswith(unknown[1])]

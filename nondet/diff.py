@@ -124,8 +124,7 @@ def _other_settings(a: Run, b: Run) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """A record that both have, and that is not the same. It is `worse` if B has a divergence, a wrong result or a
-    failure, and A has none, or only A measured it; `better` if A has one of these, and B measured none."""
+    """A record that differs: `worse` if B has a fault and A none, or only A measured it; `better` if A's fault went."""
 
     kind: str
     name: str
@@ -148,8 +147,7 @@ class Kind:
 
 
 class RunDiff:
-    """Two runs, their records matched by key: of A only those of `impl`, if given, of B those of `against`, or of the
-    same one. Raises UnknownNameError: a run holds nothing of that implementation."""
+    """Two runs matched by key: of A only `impl`, if given, of B `against`, or the same. Raises UnknownNameError."""
 
     def __init__(self, a: Run, b: Run, *, impl: str = "", against: str = "") -> None:
         if impl:

@@ -35,7 +35,7 @@ PROBE_OF = {name: name for name in ("attention", "matmul", "softmax")} | {"norm"
 _EMBED = ("--model", "--texts", "--column", "--batch", "--dtype", *MACHINE)
 _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *MACHINE)
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
-       "--micro", "--cap", "--rollouts", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
+       "--micro", "--cap", "--sampler", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
 _BESIDE = ("sample", "bench")  # what rows come beside, that no probe tested
 _PANELS_MOST = 2  # of plots on the first screen; the section has all
 _POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
@@ -616,7 +616,7 @@ def _after_mismatch(run: Run) -> Suggestion:
 
 
 def _after_training(run: Run) -> Suggestion:
-    more, why = ["--rollouts", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
+    more, why = ["--sampler", "fp8"], "samples from rounded weights: a mismatch that no kernel removes"
     if not {"stock", "invariant"} <= {s.impl for s in run.training_steps}:
         more, why = ["--arms", "stock,invariant"], "shows sampler and trainer with and without batch-invariant kernels"
     elif len({s.seed for s in run.training_steps}) == 1:

@@ -34,7 +34,7 @@ class RlRequest(o.ModelOptions, Request):
     epochs: int = o.own("Optimizer steps on the same rollouts.", default=1, check=o.Range(1, 100))
     micro: int = o.own("Rollouts of one forward; 0: all.", default=0, check=o.Range(0, 2**20))
     cap: float = o.own("Where importance weights are truncated.", default=2.0, check=o.Range(1, 1e6))
-    rollouts: str | None = o.own(
+    sampler: str | None = o.own(
         "fp8: the sampler's matrices are rounded to float8_e4m3fn.",
         shown="the trainer's weights",
         check=o.OneOf(("fp8",)),
@@ -57,7 +57,7 @@ def rl(request: RlRequest, sink: Sink) -> Path:
     from nondet.mismatch.grpo import Settings, checkpoint_path, collect, describe, requests_of
     from nondet.sampling.model import check_lengths
 
-    given: dict[str, Any] = {"arms": request.arm_names, "groups": request.prompts, "rollouts": request.rollouts or ""}
+    given: dict[str, Any] = {"arms": request.arm_names, "groups": request.prompts, "rollouts": request.sampler or ""}
     same = {f.name: getattr(request, f.name) for f in fields(Settings) if f.name not in given}
     settings = Settings(**given, **same)
     resumed = request.resume and begun(output.path)
