@@ -39,7 +39,7 @@ BUDGET = {
     "ranks": 647,
     "reports": 4346,
     "sampling": 5118,
-    "services": 2549,
+    "services": 2548,
     "testing": 470,
     "trace": 2805,
     "verdict": 1946,

@@ -107,7 +107,7 @@ WRONG = [
             "bench linear --ranks 2": "--ranks 2 is for all-reduce and row-parallel",
             "bench all-reduce --device cpu --ranks 1": "not a group of ranks",
             "certify linear --vllm": "--vllm asks vLLM's layers",
-            "trace --run r.jsonl": "--run goes with one --request",
+            "trace --run r --request a --request b --request c": "--run goes with one --request",
             "trace --impl both": "more than one implementation",
             "trace --load graphs=on": "can't be traced",
             "trace --max-tokens 100000": "exceed the model's context",

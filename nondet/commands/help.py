@@ -20,7 +20,7 @@ COMMON = {
     "embed": "model texts column impl batch dtype device",
     "trace": "prompt max_tokens model impl load run request replay solo shrink most repro device",
     "mismatch": "model trainer rollouts older arms n tokens device",
-    "rl": "arms steps seeds task tokens lr epochs rollouts model device",
+    "rl": "arms steps seeds task tokens lr epochs sampler model device",
     "gate": "impl rate confidence by endpoint model prompt load junit summary",
     "diff": "impl against",
     "env": "as_json",

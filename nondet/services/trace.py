@@ -148,16 +148,13 @@ class TraceRequest(o.ModelOptions, Request):
         shown="stock; with --replay also the run's only one",
         complete=o.SAMPLE_IMPLS,
     )
-    load: str = o.own(
-        "Concurrent requests of the second arm, as in `nondet sample`.", default="default", complete=o.LOADS
-    )
+    load: str = o.own("Concurrent requests of the second arm, as of `sample`.", default="default", complete=o.LOADS)
     engine: o.ENGINE = "transformers"
-    run: Path | None = o.own(
-        "Trace a completion of this recorded run instead.", shown="with --request: the latest in runs/"
-    )
+    run: Path | None = o.own("Trace a completion of this recorded run.", shown="with --request: the latest in runs/")
     request: list[str] | None = o.own(
         "A completion of --run, traced solo against its recorded batch. Given twice: the two against each other. "
-        'With --replay any number, or "divergent": all but the most common trace.'
+        'With --replay any number, or "divergent": all but the most common trace.',
+        shown="with --run: a rare trace",
     )
     replay: bool = o.own("Only replay the --request of --run and compare every bit with the record.", default=False)
     solo: bool = o.own("With --replay: also run it without the other requests.", default=False)
@@ -179,8 +176,8 @@ class TraceRequest(o.ModelOptions, Request):
                 raise UserError(f"--{option} without --replay", "Add --replay, or leave it out.")
         if len(self.impls) != 1:
             raise UserError(f"--impl {self.impl} is more than one implementation", "Trace one at a time.")
-        if (self.run is not None and self.request is None) or len(self.request or [""]) not in (1, 2):
-            raise UserError("--run goes with one --request, or two", "Name them, or leave --run out.")
+        if len(self.request or []) > 2:
+            raise UserError("--run goes with one --request, or two", "Name them, or none.")
         if self.request is None and self.engine_load.graphs:
             raise UserError("--load graphs=on can't be traced: a replayed graph runs no Python", "Leave it out.")
         if self.repro is not None:
@@ -295,8 +292,10 @@ def _recorded(
     from nondet.trace.search import Arm
 
     recorded = _read(path)
-    completions = select_completions(recorded, names, None)
-    if len(completions) != len(names):
+    completions = select_completions(recorded, names or ["divergent"], None)[: len(names) or 1]
+    if not completions:
+        raise UserError(f"no completion of {path} has a rarer trace", "Name one with --request.")
+    if len(completions) != (len(names) or 1):
         raise UserError(f"--request {' '.join(names)}: not {len(names)} completions", "Name each once.")
     if len({c.prompt for c in completions}) > 1:
         raise UserError(f"{' and '.join(names)} have different prompts", "Name completions of one prompt.")
