@@ -84,7 +84,7 @@ class Arm:
         first, n = f"prompt {prompt + 1}" if unit == "prompt" else "one of them", len(self.evidence)
         if len(proven) < n:  # first, because a terminal cuts the end off
             return f"proven on only {len(proven)} of {n} {unit}s: {said} ({first})"
-        return f"{said} ({first}; proven on all {n} {unit}s)"
+        return f"{said} ({first}; proven on {n} of {n} {unit}s)"
 
     @property
     def cells(self) -> Cells:

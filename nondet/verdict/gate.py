@@ -86,9 +86,9 @@ def answer(
     """
     drawn = drawn or {}
     faults = [v for v in verdicts if (v.is_fault if v.impl not in drawn else Finding.WRONG in v.findings)]
-    of = {v.prompt: f", {subject_name(run.header.plan, v.prompt)}" for v in verdicts if v.prompt is not None}
-    named = [(v.impl + of.get(v.prompt, "") * (len(of) > 1), v.clauses) for v in (faults or verdicts)[:_FIRST]]
-    first = tuple(reason("verdict", impl=name, clauses=clauses) for name, clauses in named)
+    of = {p: f", {subject_name(run.header.plan, p)}" for p in {v.prompt for v in verdicts} if p is not None}
+    named = [(v.impl + (of[v.prompt] if v.prompt in of and len(of) > 1 else ""), v.clauses) for v in faults or verdicts]
+    first = tuple(reason("verdict", impl=name, clauses=clauses) for name, clauses in named[:_FIRST])
     if faults:
         return Outcome.SHUT, (*first, *stated((len(faults) > _FIRST, reason("more", n=len(faults) - _FIRST))))
     if conclusion is not None and conclusion.is_fault:
