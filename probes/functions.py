@@ -345,8 +345,8 @@ def check(
     rows, note = _each(head, subject, row)
     compared = max((r.difference.compared for r in (row, *rows) if r.difference is not None), default=0)
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
-    if few:
-        warnings.warn(f"{label}: {few}", stacklevel=2)
+    if said := row.reason if row.status == Status.ERROR else few:  # the verdict only says that nothing was compared
+        warnings.warn(f"{label}: {said}", stacklevel=2)
     figures = {"rows": subject.kept, "elements": compared} if compared else {}
     extra = {name: figure for name, figure in figures.items() if figure}
     row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, note, few))), extra=extra)

@@ -22,14 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from nondet.core.processes import (
-    die_with_parent,
-    end_with_parent,
-    no_interrupts,
-    no_main,
-    nvml,
-    obituary,
-)
+from nondet.core.processes import die_with_parent, end_with_parent, no_interrupts, no_main, nvml, obituary
 from nondet.core.records import Row, Status
 from nondet.core.registry import operators
 from nondet.errors import MisfitError

@@ -282,8 +282,7 @@ def _head(section: RunSection, number: int, runs: int) -> list[Block]:
         marked = (Bit(part, style) if i % 2 else part for i, part in enumerate(parts))
         items.append((Bit(v.impl, "code"), f"{which}: ", *marked))
     title = f"{plural(len(section.verdicts), 'verdict')}, and what they do not cover"
-    notes = [v.notes for v in section.shown_verdicts]
-    return [*made, Details(title, [Items(items, notes)], f"verdicts-{number}")]
+    return [*made, Details(title, [Items(items, [v.notes for v in section.shown_verdicts])], f"verdicts-{number}")]
 
 
 def _tail(section: RunSection, number: int, opened: bool) -> list[Block]:

@@ -81,8 +81,10 @@ class Arm:
         if len(self.evidence) < 2:
             return said
         unit = subject_unit(self.run.header.plan)
-        first = f"prompt {prompt + 1}" if unit == "prompt" else "one of them"
-        return f"{said} ({first}; proven of {len(proven)} of {len(self.evidence)} {unit}s)"
+        first, n = f"prompt {prompt + 1}" if unit == "prompt" else "one of them", len(self.evidence)
+        if len(proven) < n:  # first, because a terminal cuts the end off
+            return f"proven on only {len(proven)} of {n} {unit}s: {said} ({first})"
+        return f"{said} ({first}; proven on {n} of {n} {unit}s)"
 
     @property
     def cells(self) -> Cells:

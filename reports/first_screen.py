@@ -133,8 +133,9 @@ def _of_servers(report: Report) -> list[Step]:
 
 
 def _stock_summaries(report: Report) -> list[tuple[RunSection, Sample, SampleSummary]]:
-    """Stock completions, run by run; the default backend before the others, the largest sample first."""
-    rows = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries if role_of(s.impl) in STOCK]
+    """Stock completions, else all, run by run; the default backend before the others, the largest sample first."""
+    every = [(r, p, s) for r in report.runs for p in r.samples for s in p.summaries]
+    rows = [found for found in every if role_of(found[2].impl) in STOCK] or every
     return sorted(rows, key=lambda row: (report.runs.index(row[0]), role_of(row[2].impl) != Role.STOCK, -row[2].n))
 
 
@@ -206,8 +207,9 @@ def _operator(report: Report) -> Step:
     if any(map(_is_drawn, report.runs)):
         return _of_drawn(report)
     if rows := _divergent_rows(report):
-        named = ", ".join(one_line(operator, 40) for operator in [*dict.fromkeys(r.operator for r in rows)][:6])
-        text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges in {named}"
+        operators = dict.fromkeys(one_line(r.operator, 40) for r in rows if r.operator != r.impl)
+        text = f"tested in isolation, {one_line(rows[0].impl, 60)} diverges"
+        text += f" in {', '.join([*operators][:6])}" * bool(operators)
         return Step("operator", text, known=not _stock_summaries(report), command=command)
     if any(row.probe not in _BESIDE for row in _tested_rows(report)):
         return Step("operator", "none of those tested depends on the batch or the run")
@@ -360,7 +362,9 @@ def clearest(rows: Sequence[Row]) -> Row:
 
 def _cure(report: Report) -> list[Step]:
     """The fix, and what it costs where it is one."""
-    command = _again(report, "sample", "--impl", "both")
+    engines = [e for r in report.runs if isinstance(e := r.run.header.plan.get("engine"), dict) and e.get("impls")]
+    known = all("invariant" in e["impls"] for e in engines)  # an engine without it leaves the question to nondet's own
+    command = _again(report, "sample", "--impl", "both", names=[n for n in SAMPLE if known or n != "--engine"])
     stories = [r.story for r in report.runs if r.story]
     said = next((s.answers["Cure"] for s in stories if "Cure" in s.answers), "")
     traced = next((v.families for r in report.runs for v in r.run.trace_verdicts if v.families), None)
@@ -536,10 +540,8 @@ def _after_chain(o: FirstScreen) -> Suggestion:
     if embedded and refuted:
         return Suggestion(certify, tested)
     if embedded and not o.diverged:
-        others = [name for name in _EMBED if name != "--batch"]
-        return Suggestion(
-            _again(o.report, "embed", "--batch", "128", names=others), "compares vectors in larger batches"
-        )
+        command = _again(o.report, "embed", "--batch", "128", names=[n for n in _EMBED if n != "--batch"])
+        return Suggestion(command, "compares vectors in larger batches")
     if refuted:
         command = _again(o.report, "trace", "--impl", "invariant", names=MODEL)
         return Suggestion(command, "names the operator that diverges under it, too")

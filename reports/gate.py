@@ -133,5 +133,4 @@ def as_json(decision: Decision) -> str:
 
 
 def _subject(verdict: Verdict, run: Run) -> str:
-    which = "" if verdict.prompt is None else f", {subject_name(run.header.plan, verdict.prompt)}"
-    return f"{verdict.impl}{which}"
+    return verdict.impl + ("" if verdict.prompt is None else f", {subject_name(run.header.plan, verdict.prompt)}")

@@ -276,8 +276,7 @@ def _fork(s: SampleSummary) -> list[Block]:
 def _branches(s: SampleSummary) -> list[Block]:
     """Every distinct completion, the most common first, around the first token that differs."""
     if s.distinct_completions < 2:
-        title = f"The one completion of `{s.impl}`"
-        return [Details(title, [Code(c.text)], only="p") for c in s.completions[:1]]
+        return [Details(f"The one completion of `{s.impl}`", [Code(c.text)], only="p") for c in s.completions[:1]]
     made: list[Block] = []
     for i, c in enumerate(s.completions[:COMPLETIONS_MOST]):
         at = s.completions[1].parts_at if c.parts_at is None else c.parts_at

@@ -31,8 +31,8 @@ def counted(n: int) -> str:
 
 
 def ulp_text(ulp: int) -> str:
-    """ "3 ULP"; a larger distance than 10**7 only means that an element has crossed zero."""
-    return f"{counted(ulp)} ULP" if ulp < 10**7 else "ULP: an element crosses zero"
+    """ "3 ULP"; a larger distance than 10**7 is not counted, because it means nothing."""
+    return f"{counted(ulp)} ULP" if ulp <= 10**7 else f"over {10**7:,} ULP, as where an element crosses zero"
 
 
 def share_text(d: Difference) -> str:

@@ -120,8 +120,7 @@ def pair_of(culprit: Culprit, run: Run, place: str = "") -> Figure:
         roles = ((role, where, i) for where, of in culprit.axes.items() for i, role in enumerate(of) if role)
         sizes = {_ROWS.get(role, role): shapes[where][i] for role, where, i in roles if where in (shapes or {})}
         arms.append((_ARMS.get(name, name), ", ".join(plural(n, role) for role, n in sizes.items()), kernels or []))
-    title = f"`{culprit.call}` of {culprit.module}, by arm"
-    return Figure("pair", arms, place, title, of=culprit)
+    return Figure("pair", arms, place, f"`{culprit.call}` of {culprit.module}, by arm", of=culprit)
 
 
 def _details(culprit: Culprit) -> list[str]:

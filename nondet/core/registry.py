@@ -156,7 +156,7 @@ def _user_function(target: str) -> Callable[..., Any]:
         what = f"--impl {target!r} can't be imported: {type(error).__name__}: {error}"
         raise UserError(what, hint) from error
     if not callable(function):
-        raise UserError(f"--impl {target!r} is a {type(function).__name__}, not a function", "Name a callable.")
+        raise UserError(f"--impl {target!r} is of type {type(function).__name__}, not a function", "Name a callable.")
     return function
 
 

@@ -294,8 +294,8 @@ def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) 
     loaded = open_model(request, output.sink)
     survey, described = _surveyed(request, loaded, texts, n, axes, output.sink)
     with closing(_host(request, survey)) as host:
-        if request.engine in o.ENGINES:
-            described["engine"] = {"name": request.engine} | host.describe(survey.base)
+        if engine := o.ENGINES.get(request.engine):
+            described["engine"] = {"name": request.engine, "impls": [*engine[1]]} | host.describe(survey.base)
         with output.recording("sample", described, request.seed) as writer, output.sink.progress() as bars:
             total = survey.plan.targets * len(survey.arms)
             collect(survey, host, writer, Shown(output.sink, bars, request.impls, total))

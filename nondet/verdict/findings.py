@@ -165,8 +165,7 @@ def subject_name(plan: Mapping[str, Any], index: int) -> str:
 
 def sort_impls(names: Iterable[str]) -> list[str]:
     """Stock, its backends, invariant, its partial forms, then others in the order given; each once."""
-    roles = list(Role)
-    return sorted(dict.fromkeys(names), key=lambda name: roles.index(role_of(name)))
+    return sorted(dict.fromkeys(names), key=lambda name: list(Role).index(role_of(name)))
 
 
 def bounds_of(n: int, of: str, groups: int = 0, group: str = "", each: Reason | None = None) -> Reason:

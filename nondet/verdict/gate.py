@@ -13,7 +13,7 @@ import msgspec
 from nondet.core.records import RECORDS, Conclusion, Neighbours, Role, Run, Status
 from nondet.core.statistics import trials_to_see
 from nondet.errors import UnknownNameError, UserError
-from nondet.verdict.findings import Effect, Finding, Verdict
+from nondet.verdict.findings import Effect, Finding, Verdict, subject_name
 from nondet.verdict.mismatch import Thresholds, held, judge_mismatch, judge_training
 from nondet.verdict.rows import judge_rows
 from nondet.verdict.samples import is_replay, is_varied, judge_axes, judge_samples, subjects
@@ -86,7 +86,9 @@ def answer(
     """
     drawn = drawn or {}
     faults = [v for v in verdicts if (v.is_fault if v.impl not in drawn else Finding.WRONG in v.findings)]
-    first = tuple(reason("verdict", impl=v.impl, clauses=v.clauses) for v in (faults or verdicts)[:_FIRST])
+    of = {p: f", {subject_name(run.header.plan, p)}" for p in {v.prompt for v in verdicts} if p is not None}
+    named = [(v.impl + (of[v.prompt] if v.prompt in of and len(of) > 1 else ""), v.clauses) for v in faults or verdicts]
+    first = tuple(reason("verdict", impl=name, clauses=clauses) for name, clauses in named[:_FIRST])
     if faults:
         return Outcome.SHUT, (*first, *stated((len(faults) > _FIRST, reason("more", n=len(faults) - _FIRST))))
     if conclusion is not None and conclusion.is_fault:
@@ -225,8 +227,7 @@ def decide(
         return _by_thresholds(run, verdicts, given_limits)
     drawn = unseeded(run)
     outcome, reasons = answer(run, verdicts, drawn=drawn)
-    short = [p for p in power if not p.enough]
-    if outcome == Outcome.OPEN and short:
+    if outcome == Outcome.OPEN and (short := [p for p in power if not p.enough]):
         share = {"by": by, "rate": rate, "confidence": confidence}
         outcome = Outcome.NOT_ENOUGH
         reasons = tuple(reason("not-enough", impl=p.impl, tries=p.tries(by), needed=p.needed, **share) for p in short)

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nondet.core.records import Axis, Row, Status
@@ -53,8 +53,8 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     # where results change from run to run anyway, a sweep over anything else shows nothing by itself
     steady = {axis: [r for r in on[axis] if _family(r) not in unsteady] for axis in Axis}
     table = (
-        (Finding.WRONG, tuple((r.operator, r.wrong) for r in rows if r.measured or r.wrong)),
-        (Finding.RUN_TO_RUN, tuple((r.operator, _differs_again(r)) for r in usable if _repeated(r))),
+        (Finding.WRONG, _cases([r for r in rows if r.measured or r.wrong], lambda r: r.wrong)),
+        (Finding.RUN_TO_RUN, _cases([r for r in usable if _repeated(r)], _differs_again)),
         (Finding.BATCH, _cases([r for r in steady[Axis.BATCH] if _family(r) in tried])),
         (Finding.UNATTRIBUTED, _cases([r for r in steady[Axis.BATCH] if _family(r) not in tried])),
     )
@@ -78,9 +78,9 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
     return Verdict(impl, (Finding.CLEAN,), (_clean_rows(on[Axis.ORDER]), reason("order-changed")), reasons)
 
 
-def _cases(rows: Sequence[Row]) -> tuple[tuple[str, bool], ...]:
-    """The operator of each case, and whether its variants differ."""
-    return tuple((r.operator, r.differs) for r in rows)
+def _cases(rows: Sequence[Row], hit: Callable[[Row], bool] = lambda r: r.differs) -> tuple[tuple[str, bool], ...]:
+    """The operator of each case, "" where it only repeats the function's name, and whether it is a hit."""
+    return tuple((r.operator if r.operator != r.impl else "", hit(r)) for r in rows)
 
 
 def _left_out(rows: Sequence[Row]) -> list[Reason]:

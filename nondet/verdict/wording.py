@@ -290,12 +290,13 @@ def _where(hits: Sequence[tuple[str, bool]], *, brief: bool = False) -> str:
     hit, tried = Counter(operator for operator, was_hit in hits if was_hit), Counter(operator for operator, _ in hits)
     count = f"{hit.total()} of {plural(len(hits), 'case')}"
     if len(tried) == 1:
-        return f"{count} ({next(iter(tried))})"
+        return f"{count} ({next(iter(tried))})".removesuffix(" ()")
     if brief:
         return count
     named = ", ".join(f"{operator} {n} of {tried[operator]}" for operator, n in hit.most_common(_OPERATORS_MOST))
     more = f", and {plural(len(hit) - _OPERATORS_MOST, 'more operator')}" if len(hit) > _OPERATORS_MOST else ""
-    return f"{count} ({named}{more})"
+    clean = sum(n for operator, n in tried.items() if operator not in hit)
+    return f"{count} ({named}{more}{f', others 0 of {clean:,}' if clean else ''})"
 
 
 def _tried(varied: Sequence[str], operators: Sequence[str], sizes: Sequence[int]) -> str:
@@ -305,5 +306,4 @@ def _tried(varied: Sequence[str], operators: Sequence[str], sizes: Sequence[int]
     ends = ([v for v in sizes if v - 1 not in sizes], [v for v in sizes if v + 1 not in sizes])
     ranges = [f"{a}-{b}" if a < b else str(a) for a, b in zip(*ends, strict=True)]
     hidden = f" and {len(ranges) - _RANGES_MOST} more up to {sizes[-1]}" if len(ranges) > _RANGES_MOST else ""
-    listed = f"; batch sizes over all cases: {', '.join(ranges[:_RANGES_MOST])}{hidden}" if ranges else ""
-    return text + listed
+    return text + (f"; batch sizes over all cases: {', '.join(ranges[:_RANGES_MOST])}{hidden}" if ranges else "")

@@ -412,6 +412,10 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
     """How the next command begins after each kind of report, and the runs that it is of."""
     clean = six_rounds(sampled(tmp_path, variants=lambda impl, number: ((), 0), name="clean.jsonl"))
     parting = sampled(tmp_path, variants=lambda _, number: stock_parts("stock", number), name="parting.jsonl")
+    only_invariant = by("sample", sampled(tmp_path, impls=("invariant",), name="i.jsonl"))
+    typed, engine = ("--engine", "vllm", "--model", "m"), {"name": "vllm", "impls": ["stock"]}  # as another may be
+    alike = sampled(tmp_path, variants=lambda *_: ((), 0), impls=("stock",), name="o.jsonl")
+    other_engine = by("sample", alike, *typed, engine=engine)
     cured = diagnosis(PARTED, **NAMED)
     demonstration = row([0, 1], demonstration=True, axis="order", **DEMONSTRATION)
     met = by("probe", run_of(row([0, 1]), row([0, 0], impl="invariant")), "--from-trace", "t", met={"k": 64})
@@ -460,6 +464,8 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
         ("with nondet.batch_invariant(): ...", (kept("cpu/diagnose-fp8.jsonl.xz"),)),
         ("nondet certify all", (run_of(*h200_sweep()), six_rounds(sampled(tmp_path)), cured)),
         ("nondet gate", (clean,)),
+        ("nondet sample --turns", (only_invariant,)),
+        ("nondet sample --impl both --model m", (other_engine,)),  # which has no invariant: not under it
         ("nondet sample --n 10000", (run_of(row([0, 0])), clean)),
     ]
 

@@ -117,7 +117,7 @@ def test_odd_runs_make_a_report_in_every_format() -> None:
         (run_of(row([], class_sizes=[5000, 3000, 2000], trials=10_000, distinct=3)), "3 classes"),
         (run_of(row([0, 0], **bare)), "no divergence observed"),
         (run_of(row([0, 1], difference=NOT_FINITE)), "1 not finite"),
-        (run_of(row([0, 1], difference=far)), "ULP: an element crosses zero"),
+        (run_of(row([0, 1], difference=far)), "over 10,000,000 ULP, as where an element crosses zero"),
         (run_of(row([0, 1]), complete=False), "This run did not come to its end"),
         (run_of(cells=[cell(1, timed("stock", 1.0), limit_us=None)]), "No limit was measured"),
         (run_of(cells=[cell(1, timed("stock", 1.0))], complete=False), "1 cell timed, with nothing beside stock"),

@@ -65,6 +65,13 @@ CASES: list[tuple[list[Row], tuple[Finding, ...], str]] = [
     ([row([0])], (UNTESTED,), "nothing was compared"),
     ([row([], trials=0)], (UNTESTED,), "nothing was compared"),
     ([row([0, 1], operator=f"op{i}") for i in range(9)], (BATCH,), f"batch-dependent in 9 of 9 cases ({OTHERS})"),
+    # every case that was tried is accounted for, and a function's name is said once
+    (
+        [row([0, 1]), *[row([0, 0], operator=f"op{i}") for i in range(3)]],
+        (BATCH,),
+        "4 cases (linear 1 of 1, others 0 of 3)",
+    ),
+    ([row([0, 1], impl="a:<lambda>", operator="a:<lambda>")], (BATCH,), "batch-dependent in 1 of 1 case"),
 ]
 
 
