@@ -35,7 +35,7 @@ BUDGET = {
     "mismatch": 1887,
     "kernels": 17309,
     "nondet": 1465,
-    "probes": 4683,
+    "probes": 4676,
     "ranks": 647,
     "reports": 4346,
     "sampling": 5118,
