@@ -37,11 +37,10 @@ _PROBE = ("--dtype", "--inputs", "--map", "--k", "--n", "--preset", "--model", *
 _RL = ("--model", "--arms", "--steps", "--seeds", "--task", "--prompts", "--group", "--tokens", "--lr", "--epochs",
        "--micro", "--cap", "--sampler", "--seed", "--dtype", "--trust-remote-code", *MACHINE)  # fmt: skip
 _BESIDE = ("sample", "bench")  # what rows come beside, that no probe tested
-_PANELS_MOST = 2  # of plots on the first screen; the section has all
+_OF_BATCHES = (Axis.BATCH, Axis.RUN)
 _POSTED = ("operator", "cause", "cure", "cost")  # lines of the chain that are on a card
 ISOLATED = "isolated"  # the label of what was found of operators by themselves
 NOT_RUN = "the invariant implementation was not run here"
-_OF_BATCHES = (Axis.BATCH, Axis.RUN)
 _OF_MODELS = ("sample", "diagnose", "trace")  # commands whose runs are of one model and one prompt
 
 
@@ -171,7 +170,8 @@ def _token(report: Report) -> Step:
         s = max((s for _, _, s in sampled), key=lambda s: s.n)
         close = ", but their logprobs did: with a smaller margin a token could change" if s.distinct_traces > 1 else ""
         return Step("token", f"none differs in {s.n:,} completions of {s.impl}{close}")
-    return Step("token", "no completions here", known=False, command=_again(report, "sample"))
+    over = ["--ranks", "2"] if {row.probe for r in report.runs for row in r.run.rows} == {"all-reduce"} else []
+    return Step("token", "no completions here", known=False, command=_again(report, "sample", *over))
 
 
 def _fork_text(s: SampleSummary, fork: Fork) -> str:
@@ -636,7 +636,7 @@ def _picture(section: RunSection) -> Figure | None:
         return pair_of(named, section.run, "fig-answer")
     if section.is_of_trainer:
         drawn = training_figure(section.run) if section.run.training_steps else mismatch_figure(section.run)
-        return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:_PANELS_MOST]), title="")
+        return drawn and replace(drawn, data=drawn.data._replace(panels=drawn.data.panels[:2]), title="")
     found = _divergent_rows(Report([section]))
     if rows := [r for r in found if r.labels and r.distinct <= 12 and axis_of(r) == Axis.BATCH]:
         chosen = clearest(rows)

@@ -456,6 +456,7 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
         (" ", (by("certify", run_of(row([0, 1], **MINE))),)),
         ("nondet sample --impl both", (kept("cpu-xeon/ci.jsonl"),)),
         ("nondet probe all", (by("probe", run_of(demonstration), "float-sum"),)),
+        ("nondet sample --ranks 2", (kept("cpu/probe-all-reduce.jsonl.gz"),)),
         ("nondet certify all", (met,)),
         ("nondet embed --impl stock --impl invariant:matmul", (kept("cpu-xeon/embed.jsonl"),)),
         ("nondet embed --batch 128", (still(kept("cpu-xeon/embed.jsonl")),)),

@@ -339,7 +339,7 @@ def test_another_engine_is_one_line(
     options = ["--engine", "vllm", "--device", "cpu", "--load", LONE, "--n", "2", "--max-tokens", "2"]
     assert main(["sample", *options, "--out", str(path)]) == 0
     run = read_run(path)
-    assert run.header.plan["engine"] == {"name": "vllm", "version": 1}
+    assert run.header.plan["engine"] == {"name": "vllm", "version": 1, "impls": ["stock"]}
     assert {(c.impl, c.status) for c in run.completions} == {("stock", "ok")}
     assert {row.operator for row in run.rows} == {"engine"}, "no operator of ours explains it"
     capsys.readouterr()
