@@ -211,15 +211,16 @@ def proven(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tupl
 
 def _named(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> tuple[str, str]:
     """(member, key) of the certificate: one expert's product at any number of rows."""
-    step = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    sizes, steps = f"K={x.shape[1]} N={weight.shape[2]}", f"weight={weight.stride(1)},{weight.stride(2)}"
-    key = (str(x.dtype).removeprefix("torch."), sizes, f"x={step}", steps)
-    return f"triton {tile.name}{' tma' * tma}", operands_key("grouped", key, (f"@{_alignment(x, weight)}",))
+    step, low = x.stride(0) if x.shape[0] > 1 else x.shape[1], x.data_ptr() | weight.data_ptr()
+    aligned = 1 if low % 16 else 16  # where both operands start at a multiple of 16 bytes, which Triton compiles for
+    return _written(tile, tma, x.dtype, x.shape[1], weight.shape[2], step, *weight.stride()[1:], aligned)
 
 
-def _alignment(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """16 where both operands start at a multiple of 16 bytes, which Triton compiles for; else 1."""
-    return 1 if (x.data_ptr() | weight.data_ptr()) % 16 else 16
+@functools.lru_cache(maxsize=4096)  # looked up at every call, and it takes ten times as long to write
+def _written(tile: Tile, tma: bool, *facts: object) -> tuple[str, str]:
+    dtype, k, n, step, rows, columns, aligned = facts
+    key = (str(dtype).removeprefix("torch."), f"K={k} N={n}", f"x={step}", f"weight={rows},{columns}")
+    return f"triton {tile.name}{' tma' * tma}", operands_key("grouped", key, (f"@{aligned}",))
 
 
 def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool | None:
@@ -231,9 +232,8 @@ def prove(x: torch.Tensor, weight: torch.Tensor, tile: Tile, tma: bool) -> bool 
     rows, (depth, columns) = 140, weight.shape[1:]
     offsets = torch.tensor([rows, 2 * rows, 3 * rows], dtype=torch.int32, device=x.device)
     step = x.stride(0) if x.shape[0] > 1 else depth
-    inner = weight.stride()[1:]
+    inner, offset = weight.stride()[1:], int((x.data_ptr() | weight.data_ptr()) % 16 > 0)
     outer = columns * inner[1] if inner[0] == 1 else 1 + (depth - 1) * inner[0] + (columns - 1) * inner[1]
-    offset = 0 if _alignment(x, weight) == 16 else 1
 
     def member(left: torch.Tensor, right: torch.Tensor, bias: None) -> torch.Tensor:
         packed = placed(left.flatten(0, 1), (step, 1), offset)
