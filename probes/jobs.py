@@ -318,7 +318,7 @@ _WEIGHTS = {
 }  # fmt: skip
 # The time in which a group's kernels are compiled and proven, however few its cases are.
 _FIRST_WEIGHTS = {"attention": 50}
-_LONGER = 4  # so many times longer where an order of additions is found, or a stock library plans for each chunk
+_LONGER = 4  # times longer: an order of additions is found, a library plans each chunk, kernels that no other case has
 # Collectives start ranks of their own on all GPUs, so a second group would wait for the first.
 _BY_ONE = frozenset({"all-reduce"})
 # How rows report that memory ran out: torch's errors, cuBLAS's, Triton's, the host's.
@@ -485,8 +485,8 @@ class SharedRun:
             return  # it has ended: the next look at its pipe reports that
 
     def _next(self, worker: Worker) -> int:
-        """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest. From
-        another worker's group it takes the last, which is least like what that worker compiles now."""
+        """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest: its
+        longest, since nothing long should begin at the end."""
         first = next((i for i, unit in enumerate(self._units) if self._firsts.intersection(unit.places)), None)
         if first is not None:
             return first
@@ -498,8 +498,7 @@ class SharedRun:
         for unit in self._units:
             weights[unit.group] += unit.weight
         group = max(weights, key=lambda g: (g not in held, weights[g] + _FIRST_WEIGHTS.get(g[0], 0)))
-        places = [i for i, unit in enumerate(self._units) if unit.group == group]
-        return places[-1] if group in held else places[0]
+        return next(i for i, unit in enumerate(self._units) if unit.group == group)
 
 
 def first_places(jobs: Sequence[Job]) -> set[int]:
@@ -536,6 +535,7 @@ def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
         own = list(neighbours)
         case = jobs[own[0]].case
         long = case.inputs.startswith("order") or (case.varied == "query_chunk" and "values" in case.data)
+        long = long or "causal" in case.data or bool(case.data.get("layout"))  # kernels that no other case has
         each = _WEIGHTS.get(group[0], 1) * (_LONGER if long else 1)
         units.append(_Unit(group, own, len(own) * each))
     return sorted(units, key=length, reverse=True)
