@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # compile, as on a machine without certificates: then each has a core. A worker's driver has threads of its own.
 _MOST, _CORES_EACH = 8, 2
 _MOST_COLD = 16
-_FEW_CERTIFICATES = 2**16  # bytes: a diagnosis leaves fewer, all probes many more
+_FEW_CERTIFICATES = 2**19  # bytes: a diagnosis and a sample leave fewer, all probes twice as many
 _ON_CPU = 2  # most of a probe's work there is one core's
 _MEMORY_EACH = 6 * 2**30  # bytes of the device: a context, and the operands and oracles of a large case
 _JOBS_EACH = 20  # below, starting a worker takes longer than its measurements
@@ -479,26 +479,23 @@ class SharedRun:
         unit = self._units.pop(self._next(worker))
         worker.group = unit.group
         worker.left.extend(unit.places)
-        try:
+        with suppress(OSError):  # it has ended: the next look at its pipe reports that
             worker.pipe.send(unit.places)
-        except OSError:
-            return  # it has ended: the next look at its pipe reports that
 
     def _next(self, worker: Worker) -> int:
         """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest: its
         longest, since nothing long should begin at the end."""
-        first = next((i for i, unit in enumerate(self._units) if self._firsts.intersection(unit.places)), None)
-        if first is not None:
-            return first
-        own = next((i for i, unit in enumerate(self._units) if unit.group == worker.group), None)
-        if own is not None:
-            return own
         held = {other.group for other in self._workers}
         weights: Counter[tuple[str, ...]] = Counter()
         for unit in self._units:
             weights[unit.group] += unit.weight
-        group = max(weights, key=lambda g: (g not in held, weights[g] + _FIRST_WEIGHTS.get(g[0], 0)))
-        return next(i for i, unit in enumerate(self._units) if unit.group == group)
+
+        def rank(place: int) -> tuple[bool, bool, bool, int, int]:
+            group, places, _ = self._units[place]
+            weight = weights[group] + _FIRST_WEIGHTS.get(group[0], 0)
+            return not self._firsts.isdisjoint(places), group == worker.group, group not in held, weight, -place
+
+        return max(range(len(self._units)), key=rank)
 
 
 def first_places(jobs: Sequence[Job]) -> set[int]:
@@ -527,9 +524,6 @@ def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
         job = jobs[place]
         return _group(job), 0 if job.probe.name in _BY_ONE else id(job.case)
 
-    def length(unit: _Unit) -> tuple[int, int]:
-        return unit.weight, math.prod(jobs[unit.places[0]].case.shape.values())
-
     units = []
     for (group, _), neighbours in itertools.groupby(places, of):
         own = list(neighbours)
@@ -538,4 +532,4 @@ def _units(jobs: Sequence[Job], places: Sequence[int]) -> list[_Unit]:
         long = long or "causal" in case.data or bool(case.data.get("layout"))  # kernels that no other case has
         each = _WEIGHTS.get(group[0], 1) * (_LONGER if long else 1)
         units.append(_Unit(group, own, len(own) * each))
-    return sorted(units, key=length, reverse=True)
+    return sorted(units, key=lambda u: (-u.weight, -math.prod(jobs[u.places[0]].case.shape.values())))

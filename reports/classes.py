@@ -35,11 +35,15 @@ KINDS = {
 }
 
 
-@functools.cache  # thousands of results have the same few
-def kind_of(names: tuple[str, ...]) -> str:
+def kind_of(names: Sequence[str]) -> str:
     """The kind of a set of kernels, by the one that decides its order."""
-    found = (kind for kind, at in _PATTERNS.items() if any(re.search(at, name, re.IGNORECASE) for name in names))
+    found = (kind for kind in _PATTERNS if any(_is_of(kind, name) for name in names))
     return next(found, "other") if names else "not seen"
+
+
+@functools.cache  # thousands of results have the same few names
+def _is_of(kind: str, name: str) -> bool:
+    return re.search(_PATTERNS[kind], name, re.IGNORECASE) is not None
 
 
 # Letters number the classes of one row by first appearance. They mean nothing across rows: A of stock and A of
@@ -264,7 +268,7 @@ def _names(used: Sequence[Sequence[str]]) -> str:
     """Of the first set the two that decide most, because a kernel that only picks the rows may come first."""
     if not used:
         return ""
-    ranked = sorted(dict.fromkeys(used[0]), key=lambda name: kind_of((name,)) == "other")
+    ranked = sorted(dict.fromkeys(used[0]), key=lambda name: kind_of([name]) == "other")
     names = " + ".join(dict.fromkeys(short_kernel(name, 36) for name in ranked[:2])) or "no kernel"
     return names + (f", {len(used) - 1} more" if len(used) > 1 else "")
 

@@ -152,20 +152,20 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
         body = list(_body(screen, console))
         most = DIAGNOSIS_MOST if len(report.runs) == 1 and screen.section.story else LINES_MOST
         heights = [len(console.render_lines(part)) for part in [*tail, *body]]
-        space = most - sum(heights[: len(tail)]) - 1
+        space = most - sum(heights[: len(tail)])
         ends = list(accumulate(heights[len(tail) :]))
         if ends[-1] > space:
             more = Text("… more with -v, or in a report: --out report.html", style="dim")
             body = [*body[: sum(end < space for end in ends)], more]
-    for part in [*body, *([] if quiet else [Text()]), *tail]:
+    for part in [*body, *tail]:
         console.print(part)
 
 
 def _last_words(screen: FirstScreen, console: Console, *, next_too: bool) -> list[Text]:
     words, runs = [], screen.runs
-    if next_too and screen.next.command:
-        said = one_line(screen.next.command, 200)
-        words.append(Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")))
+    if next_too:
+        said = one_line(screen.next.command or "", 200)
+        words = [Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")), Text()][not said :]
     if any(not section.run.complete for section in runs):
         words.append(Text(INCOMPLETE, style="bold yellow"))
     text = figures.sentence(screen.section.headline)

@@ -7,11 +7,9 @@ install ""
 nondet="$VENV/bin/nondet"
 out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
 
-part() { # part NAME TITLE COMMAND...: progress meanwhile, then what was found, in one sentence
-    local run="$out-$1.jsonl"
+part() { # part NAME TITLE COMMAND...: progress meanwhile, then what was found, which is its last paragraph
     printf '\n%s\n' "$2"
-    "$nondet" "${@:3}" --out "$run" > /dev/null
-    "$nondet" report "$run" --quiet
+    "$nondet" "${@:3}" --out "$out-$1.jsonl" | awk 'BEGIN { RS = "" } { found = $0 } END { print found }'
 }
 
 echo "Three questions, about 3 and a half minutes on two CPU cores and 2 and a half on a GPU. The first answer comes within one."

@@ -264,7 +264,7 @@ def test_how_many_workers_on_a_gpu(monkeypatch, cores):
     never for a function of the user's."""
     kept = cores.parent / "certificates" / "nvidia-h200-12ab.jsonl"
     kept.parent.mkdir()
-    kept.write_bytes(bytes(2**17))
+    kept.write_bytes(bytes(2**20))
     card = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
@@ -277,7 +277,7 @@ def test_how_many_workers_on_a_gpu(monkeypatch, cores):
     assert default_workers("cuda", ["stock"], 700) == 4
     assert workers_ahead(["all"], "auto", [], None) == 8
     kept.rename(kept.with_name("intel-xeon-12ab.jsonl"))
-    kept.write_bytes(bytes(2**12))  # of a diagnosis
+    kept.write_bytes(bytes(2**17))  # of a diagnosis
     assert workers_ahead(["all"], "auto", [], None) == 16
     card.total_memory = 80 * 2**30
     assert default_workers("cuda", ["stock"], 700) == 13
