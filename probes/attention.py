@@ -305,7 +305,8 @@ def _forms(plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     for key in sorted(others - {heads.key}):
         maker = plain._replace(heads=heads._replace(key=key))
         yield maker.decode(five, 160)
-        yield maker.case(prefill, "query_chunk", 100, positions=positions)
+        if not plain.options.brief:  # each compiles kernels that no other case has
+            yield maker.case(prefill, "query_chunk", 100, positions=positions)
 
 
 def _drawn(plain: _Maker, *, chosen: bool) -> Iterator[Case]:
@@ -321,5 +322,7 @@ def _drawn(plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     maker = plain._replace(heads=_Heads(key * groups, key, dim))
     tokens = rng.randint(65, 300)
     yield maker.decode(f"5 requests, {tokens} keys, {seeded}", tokens)
+    if plain.options.brief:
+        return
     name = f"prefill of {tokens} tokens against decode, {seeded}"
     yield maker.case(name, "query_chunk", tokens, positions=(1, 33, 64))

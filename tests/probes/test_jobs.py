@@ -240,7 +240,7 @@ def test_a_gpu_that_takes_one_process_gets_one(monkeypatch, modes, several):
     assert _takes_several.__wrapped__() is several
     monkeypatch.setattr("nondet.probes.jobs._takes_several", lambda: several)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    monkeypatch.setattr("nondet.probes.jobs._most", lambda: 8)
+    monkeypatch.setattr("nondet.probes.jobs._cores", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert workers_ahead(["all"], "auto", [], None) == (8 if several else 0)
     assert several or default_workers("cuda", ["stock"], 700) == 1
@@ -260,24 +260,17 @@ def cores(monkeypatch, tmp_path) -> Path:
 
 
 def test_how_many_workers_on_a_gpu(monkeypatch, cores):
-    """By cores, memory and what there is to do; more where few certificates of a GPU are kept, since they compile;
-    never for a function of the user's."""
-    kept = cores.parent / "certificates" / "nvidia-h200-12ab.jsonl"
-    kept.parent.mkdir()
-    kept.write_bytes(bytes(2**20))
-    card = SimpleNamespace(total_memory=80 * 2**30)
+    """By cores, memory and what there is to do; never for a function of the user's."""
+    card = SimpleNamespace(total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    for impls, jobs, count in ((["stock"], 700, 8), (["stock"], 59, 2), (["stock", "mine:softmax"], 700, 1)):
+    for impls, jobs, count in ((["stock"], 700, 16), (["stock"], 59, 2), (["stock", "mine:softmax"], 700, 1)):
         assert default_workers("cuda", impls, jobs) == count
-    for text, count in (("max 100000", 8), ("400000 100000", 2), ("50000 100000", 1), ("", 8)):
+    for text, count in (("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("", 16)):
         cores.write_text(text)
         assert default_workers("cuda", ["stock"], 700) == count
     card.total_memory = 24 * 2**30
     assert default_workers("cuda", ["stock"], 700) == 4
-    assert workers_ahead(["all"], "auto", [], None) == 8
-    kept.rename(kept.with_name("intel-xeon-12ab.jsonl"))
-    kept.write_bytes(bytes(2**17))  # of a diagnosis
     assert workers_ahead(["all"], "auto", [], None) == 16
     card.total_memory = 80 * 2**30
     assert default_workers("cuda", ["stock"], 700) == 13
