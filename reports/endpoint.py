@@ -16,14 +16,16 @@ from nondet.endpoint.contract import QUESTIONS
 from nondet.errors import one_line
 from nondet.reports.document import ALL, Bit, Block, Cells, Details, Heading, Paragraph, Table
 from nondet.reports.text import counted, environment_line, number
-from nondet.verdict.findings import Finding, plural, subject_name, subject_unit
-from nondet.verdict.served import ArmEvidence, evidence, subjects
+from nondet.verdict.findings import Finding, bounds_of, plural, subject_name, subject_unit
+from nondet.verdict.served import ArmEvidence, evidence, proven_tries, subjects
 from nondet.verdict.wording import words
 
 Known = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]  # by server and prompt, then by arm
 _COMPARISONS_MOST = 40
 # In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
 _FAR = 1.0
+# Rounding moves a token's lead about as far as it moves logprobs.
+_STEP = 4.0
 
 
 class Divergence(NamedTuple):
@@ -222,6 +224,63 @@ def _not_rounding(arms: Sequence[Arm]) -> list[Block]:
     far = max((x for arm in greedy for x in (arm.gap, *arm.margins)), default=0.0)
     said = f"Some answers differ by {number(far)} nats: rounding does not do that. Look for a defect, such as keys or "
     return [Paragraph(f"{said}positions of another request that are read.", "warn", ALL)] if far > _FAR else []
+
+
+# What an issue calls the arms.
+_IN_AN_ISSUE = {
+    "solo": "one at a time, again",
+    "cold": "cache cold",
+    "warm": "cache warm",
+    "chunked": "a long request arriving in mid-answer",
+    "equal": "among requests of equal length",
+    "loaded": "among requests of unequal lengths",
+}
+
+
+def issue_lines(servers: Servers, headline: str) -> list[str]:
+    """Markdown to paste into an issue: the finding, what was sent, each comparison over all prompts, how far answers
+    differ, what the server states of itself."""
+    run, plan, lines = servers.run, servers.run.header.plan, [f"**{one_line(headline, 400)}**", ""]
+    lines += [f"- {_server_line(run, impl)}" for impl in dict.fromkeys(s.impl for s in run.servers)]
+    tokens = [c.served.prompt_tokens for c in run.completions if c.served and c.served.prompt_tokens]
+    lengths = f" of {min(tokens):,} to {max(tokens):,} tokens" if tokens else ""
+    lines.append(
+        f"- sent: {plural(len(run.completions), 'request')}, {plural(len(plan['prompts']), 'prompt')}{lengths}, "
+        f"{plan['max_tokens']} tokens each, temperature {plan['temperature']:g}, at most "
+        f"{plan['load']['concurrency']} at once"
+    )
+    for arm, name in _IN_AN_ISSUE.items():
+        mine = [c for _, _, c in servers.comparisons if c.arm == arm]
+        if mine:
+            n, traces, texts = (sum(getattr(c, field) for c in mine) for field in ("n", "traces_off", "tokens_off"))
+            unproven = [a.proof for a in servers.arms if a.arm == arm and a.proof.startswith("unproven")]
+            base = "among themselves" if mine[0].base == "itself" else f"from {mine[0].base}"
+            shown = "".join(f" ({proof})" for proof in unproven[:1])
+            lines.append(f"- {name}: {traces:,} of {n:,} differ {base}, {texts:,} of them in tokens{shown}")
+    lines.append(f"- {_size(servers)}")
+    lines += [f"- {block.text}" for block in _contract(run, servers.impls)[:1] if isinstance(block, Paragraph)]
+    return [*lines, f"- nondet {run.header.environment.get('nondet', '')}, `nondet sample --endpoint URL --quick`"]
+
+
+def _size(servers: Servers) -> str:
+    """Whether what differs is as small as rounding makes it."""
+    arms, run = [arm for arm in servers.arms if arm.arm != "first"], servers.run
+    if not any(c.traces_off for _, _, c in servers.comparisons):
+        requests, loads = map(sum, zip(*(proven_tries(run, impl) for impl in servers.impls), strict=True))
+        return f"nothing differed{words(bounds_of(requests, 'request', loads, 'load'))}" if loads else "no load formed"
+    if not any(arm.has_logprobs for arm in arms) or run.header.plan.get("sampling"):
+        return "rounding or a bug: not decided, because there are no logprobs of greedy tokens to compare"
+    gap, margin = max(arm.gap for arm in arms), max((m for arm in arms for m in arm.margins), default=0.0)
+    seen = (
+        f"logprobs differ by at most {number(gap)} nats, and the margin where tokens differ is at most {number(margin)}"
+    )
+    if max(gap, margin) > _FAR:
+        return (
+            f"**not rounding**: {seen}. Look for a defect, such as keys or positions of another request that are read"
+        )
+    if margin > _STEP * gap:
+        return f"rounding or a bug: not decided: {seen}, which is a larger step than any before it"
+    return f"as small as rounding makes it: {seen}"
 
 
 def _contract(run: Run, impls: Sequence[str]) -> list[Block]:

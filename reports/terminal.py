@@ -23,6 +23,7 @@ from nondet.reports import document as doc
 from nondet.reports import text as figures
 from nondet.reports.content import INCOMPLETE, build
 from nondet.reports.document import Bit, bits, flat, plain, shown
+from nondet.reports.endpoint import issue_lines
 from nondet.reports.first_screen import FirstScreen
 
 _STYLES = {"strong": "bold", "soft": "dim", "env": "dim", "below": "dim", "mark": "reverse", "warn": "bold yellow"}
@@ -144,6 +145,11 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
     file is missing, malformed or another run's."""
     report = build(runs)
     screen = FirstScreen(report)
+    servers = report.runs[0].endpoint if len(runs) == 1 and runs[0].header.plan.get("quick") else None
+    if servers is not None and not (verbose or quiet):
+        for line in issue_lines(servers, figures.sentence(screen.section.headline)):
+            console.print(Text(line), soft_wrap=True)
+        return
     tail = _last_words(screen, console, next_too=not quiet)
     body: list[RenderableType] = []
     if verbose and not quiet:

@@ -146,10 +146,12 @@ ARMS: dict[str, str] = {
     "cold": "one at a time, the cached prefix flushed or left out",
     "warm": "one at a time, right after the same prompt",
     "chunked": "while a long neighbour arrived in mid-answer",
+    "equal": "at once with the same prompt again and again, so among equal lengths",
     "loaded": "among others, as the load says",
 }
 DETERMINISTIC = "deterministic inference"  # in a server's description of itself: its own mode is on
 _FEW = 6  # enough to separate a certain difference between two arms from chance: 1 / C(12, 6) is 0.1%
+_AT_ONCE = 16
 _SOLO_MOST, _SOLO_LEAST, _ARM_MOST = 32, 10, 1_000_000
 _CHARACTERS_PER_TOKEN = 4
 _LONG_NEIGHBOUR = 4  # times the longest background prompt
@@ -223,7 +225,7 @@ def parse_arms(spec: str, n: int, prompts: int = 1) -> dict[str, int]:
             raise UnknownNameError("arm", name, ARMS)
         if equals and not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _ARM_MOST):
             raise UserError(f"--arms: {name}={digits} makes no sense", f"Give a whole number from 1 to {_ARM_MOST:,}.")
-        usual = {"loaded": n, "solo": max(_SOLO_LEAST, _SOLO_MOST // prompts)}
+        usual = {"loaded": n, "equal": _AT_ONCE, "solo": max(_SOLO_LEAST, _SOLO_MOST // prompts)}
         arms[name] = int(digits) if equals else min(n, usual.get(name, _FEW))
     return arms
 
@@ -249,6 +251,8 @@ def build_arms(
     for i in range(arms.get("chunked", 0)):
         for p in range(prompts):
             rounds.chunked(p, i)
+    for p in range(prompts if "equal" in arms else 0):
+        rounds.equal(p, arms["equal"])
     targets = [(p, i) for i in range(arms.get("loaded", 0)) for p in range(prompts)]
     for first in range(0, len(targets), load.targets):
         rounds.loaded(targets[first : first + load.targets])
@@ -292,6 +296,13 @@ class _Rounds:
         requests = (self._target("chunked", prompt, index), long)
         pattern = f"a neighbour of about {length:,} tokens after {share:.0%} of a solo answer's time"
         self.drawn.append(ArmRound(number, "chunked", requests, 2, 0.0, False, pattern))
+
+    def equal(self, prompt: int, count: int) -> None:
+        """One prompt so many times at once."""
+        requests = tuple(self._target("equal", prompt, i) for i in range(count))
+        concurrent = min(count, self.load.concurrency)
+        pattern = f"{concurrent} at once, all of them the same"
+        self.drawn.append(ArmRound(len(self.drawn), "equal", requests, concurrent, 0.0, False, pattern))
 
     def loaded(self, targets: Sequence[tuple[int, int]]) -> None:
         """One burst: a mix of lengths and of arrivals is drawn, then the order of all requests."""

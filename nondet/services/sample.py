@@ -41,6 +41,7 @@ _N_VARIED = 40  # completions of each value of each axis: one round of the defau
 # Completions of the arm loaded of a server: for one prompt; for each of many at least the second.
 _N_LOADED, _N_LOADED_LEAST = 200, 10
 _ARMS = "solo,cold,warm,chunked,loaded"
+_QUICK = "solo=3,cold=2,warm=2,chunked=1,equal=8,loaded=8"  # of each prompt: 72 requests, 40 of them one at a time
 # Options of nondet's own engine, which a server decides for itself.
 _OWN_ENGINE = (
     *("impl", "dtype", "device", "threads", "trust_remote_code"),
@@ -99,6 +100,11 @@ class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
     draft_model: str | None = o.own(
         "Smaller model with the same tokens, which drafts for --vary speculative=model. Folder or hub name."
     )
+    quick: bool = o.own(
+        "With --endpoint: some dozen requests, most often in less than a minute, and ten lines to paste into an issue.",
+        default=False,
+        panel=e.PANEL,
+    )
     ranks: str | None = o.own(
         "Split the model over this many ranks by its tensor-parallel plan: nondet's own processes, one per GPU "
         "(NCCL), or on a CPU (gloo). With --impl rank-free its answers do not depend on their number.",
@@ -113,6 +119,8 @@ class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
             self.refuse(_OWN_ENGINE, "--endpoint and {} exclude each other", "The server decides that for itself.")
             if self.max_tokens is not None:
                 e.LENGTHS.check("--max-tokens", self.max_tokens)
+            own = ("n", "arms") if self.quick else ()
+            self.refuse(own, "--quick and {} exclude each other", "It has its own numbers.")
             return
         if self.engine in o.ENGINES:
             others = ("draft_model", "ranks", "temperature", "trust_remote_code", "turns")
@@ -120,7 +128,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
         for name in (part.partition("=")[0].strip() for part in (self.vary or "").split(",")):
             if name:  # an empty part has its own message
                 o.AXES.check("--vary", name)
-        alone = [field.name for field in fields(e.EndpointOptions) if field.name != "endpoint"]
+        alone = ["quick", *(field.name for field in fields(e.EndpointOptions) if field.name != "endpoint")]
         self.refuse(alone, "{} without --endpoint", "Name the server: --endpoint URL.")
         world, load = self.world, self.engine_load
         if self.turns and (self.vary is not None or len(impls) < 2):
@@ -273,15 +281,17 @@ def _sample_servers(request: SampleRequest, output: Output, texts: Sequence[str]
     from nondet.endpoint.arms import parse_arms, parse_endpoint_load
 
     load = parse_endpoint_load(request.load, concurrency=request.concurrency, rate=request.rate)
-    parse_arms(request.arms or _ARMS, 1)  # its errors are reported before any request
+    spec = _QUICK if request.quick else request.arms or _ARMS
+    parse_arms(spec, 1)  # its errors are reported before any request
     servers = [e.server(request, "server", request.endpoint, request.model)]
     if request.compare_endpoint is not None:
         model = request.compare_model or request.model
         servers.append(e.server(request, "server-2", request.compare_endpoint, model))
     texts, subjects = e.meet(output, servers, texts, request.length)
     n = max(_N_LOADED_LEAST, _N_LOADED // subjects) if request.n is None else request.n
-    arms = parse_arms(request.arms or _ARMS, n, subjects)
-    e.ask("sample", output, texts, servers, load, arms, request.length)
+    arms = parse_arms(spec, n, subjects)
+    described: dict[str, Any] = {"quick": True} if request.quick else {}
+    e.ask("sample", output, texts, servers, load, arms, request.length, **described)
 
 
 def _sample_model(request: SampleRequest, output: Output, texts: Sequence[str]) -> None:

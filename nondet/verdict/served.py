@@ -22,8 +22,8 @@ from nondet.verdict.wording import Reason, reason, stated, words
 
 # arms whose requests go one at a time, those under load, and the arms with which some are compared
 _ALONE = ("solo", "cold", "warm", "first")
-_LOADED = ("chunked", "loaded")
-_BASES = {"warm": "cold", "chunked": "solo", "loaded": "solo"}
+_LOADED = ("chunked", "equal", "loaded")
+_BASES = {"warm": "cold", "chunked": "solo", "equal": "solo", "loaded": "solo"}
 _HITS = ("prefix_cache_hits", "cached_tokens", "cache_hits")  # in names of counters of cached prompt tokens
 # Contract questions without whose "yes" a comparison means less; their codes explain a "no".
 _BROKEN = ("greedy", "max-tokens", "sums", "repeatable", "repeatable-bits")
@@ -191,7 +191,7 @@ class Comparison:
     def __init__(
         self, arm: str, base: str, n: int, apart: Apart, cause: Finding, doubts: Sequence[Reason], proven: bool = True
     ) -> None:
-        self.arm, self.base, self.traces_off = arm, base, apart[0]
+        self.arm, self.base, self.n, (self.traces_off, self.tokens_off) = arm, base, n, apart
         clean = Finding.CLEAN if proven else Finding.UNPROVEN
         self.finding = clean if not self.traces_off else Finding.UNATTRIBUTED if doubts else cause
         self.reasons = doubts if self.traces_off else ()  # why the cause of a difference can't be named

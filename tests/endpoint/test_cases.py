@@ -124,6 +124,28 @@ def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, be
 
 
 @pytest.mark.slow
+def test_ten_lines_for_an_issue(run: Command) -> None:
+    """What was sent, what differed in each comparison, and whether rounding does that: said, or said to be open."""
+    for cheats, headline, size in [
+        ({}, "no divergence observed on 3 of 3 prompts", "nothing differed (at 95%, one-sided: below"),
+        ({"batch_noise": 1e-6, "beyond": 128}, "batch-dependent on 2 of 3 prompts", "as small as rounding makes it"),
+        ({"confuses": 4}, "divergent on", "not decided: logprobs differ by at most 0 nats"),
+    ]:
+        with serving("vllm", token_s=0.001, **cheats) as server:
+            argv = ("--max-tokens", 6, "--load", "others=3,targets=6,prompt=4-8,tokens=4-8", "--force")
+            code, out, err = run("sample", "--endpoint", server.url, "--quick", *argv, "--out", "q.jsonl")
+        assert code == 0, err
+        lines = out.splitlines()
+        assert lines[0].startswith(f"**server: {headline}"), out
+        assert len(lines) <= 12
+        assert any(size in line for line in lines), out
+        assert "- among requests of equal length: " in out
+        assert run("report", "q.jsonl")[1] == out
+    assert run("sample", "--endpoint", "http://127.0.0.1:1", "--quick", "--n", 5)[0] == 2
+    assert run("sample", "--quick")[0] == 2
+
+
+@pytest.mark.slow
 def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command, tmp_path: Path) -> None:
     """Cold and cached, more than 600 tokens long, and each is held against what was alone with as much cached."""
     with serving("vllm", token_s=0.001) as server:
