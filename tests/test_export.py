@@ -21,7 +21,7 @@ from nondet.core.runfile import read_run, write_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
 from nondet.export.frames import KINDS, frame, kinds_of, only_kind
-from tests.build import bench_run, h200_sweep, run_of, sampled, tiers
+from tests.build import bench_run, h200_sweep, row, run_of, sampled, tiers
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 SOURCE = {
@@ -82,6 +82,8 @@ def test_figures_show_what_their_runs_hold() -> None:
     assert bars[64] == [(0, 1000)]
     with pytest.raises(UserError, match="no map of a product"):
         draw("map", [kept("class-map")])
+    # a stock that was stopped early, beside an invariant kernel that was repeated to the end
+    assert "class-map" in figures_of([run_of(row([0, 1, 2]), row([0] * 20, impl="invariant"))])
 
 
 @pytest.mark.parametrize("name", tiers(["class-map"], ["speed", "tree"]))
