@@ -176,10 +176,11 @@ def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> Non
 def test_rows_and_classes_hold_what_the_run_holds() -> None:
     run = kept("class-map")
     table = frame([run], "rows")
-    assert list(table["case"]) == [row.case for row in run.rows]
-    assert list(table["distinct"]) == [row.distinct for row in run.rows]
-    for line, row in zip(table.itertuples(), run.rows, strict=True):
-        assert pd.isna(line.max_ulp) if row.difference is None else line.max_ulp == row.difference.max_ulp
+    assert list(table["case"]) == [r.case for r in run.rows]
+    assert list(table["distinct"]) == [r.distinct for r in run.rows]
+    for line, kept_row in zip(table.itertuples(), run.rows, strict=True):
+        difference = kept_row.difference
+        assert pd.isna(line.max_ulp) if difference is None else line.max_ulp == difference.max_ulp
     assert set(table["gpu"]) == {"NVIDIA H200"}
     row = next(r for r in run.rows if r.distinct == 4)
     table = frame([run], "classes")
