@@ -21,7 +21,7 @@ from nondet.core.runfile import read_run, write_run
 from nondet.errors import UnknownNameError, UserError
 from nondet.export.figures import FIGURES, draw, figures_of, save
 from nondet.export.frames import KINDS, frame, kinds_of, only_kind
-from tests.build import bench_run, h200_sweep, run_of, sampled, tiers
+from tests.build import bench_run, h200_sweep, row, run_of, sampled, tiers
 
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence" / "h200"
 SOURCE = {
@@ -82,6 +82,8 @@ def test_figures_show_what_their_runs_hold() -> None:
     assert bars[64] == [(0, 1000)]
     with pytest.raises(UserError, match="no map of a product"):
         draw("map", [kept("class-map")])
+    # a stock that was stopped early, beside an invariant kernel that was repeated to the end
+    assert "class-map" in figures_of([run_of(row([0, 1, 2]), row([0] * 20, impl="invariant"))])
 
 
 @pytest.mark.parametrize("name", tiers(["class-map"], ["speed", "tree"]))
@@ -174,10 +176,11 @@ def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> Non
 def test_rows_and_classes_hold_what_the_run_holds() -> None:
     run = kept("class-map")
     table = frame([run], "rows")
-    assert list(table["case"]) == [row.case for row in run.rows]
-    assert list(table["distinct"]) == [row.distinct for row in run.rows]
-    for line, row in zip(table.itertuples(), run.rows, strict=True):
-        assert pd.isna(line.max_ulp) if row.difference is None else line.max_ulp == row.difference.max_ulp
+    assert list(table["case"]) == [r.case for r in run.rows]
+    assert list(table["distinct"]) == [r.distinct for r in run.rows]
+    for line, kept_row in zip(table.itertuples(), run.rows, strict=True):
+        difference = kept_row.difference
+        assert pd.isna(line.max_ulp) if difference is None else line.max_ulp == difference.max_ulp
     assert set(table["gpu"]) == {"NVIDIA H200"}
     row = next(r for r in run.rows if r.distinct == 4)
     table = frame([run], "classes")

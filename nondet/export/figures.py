@@ -119,7 +119,7 @@ def _class_maps(runs: Sequence[Run]) -> Iterator[Drawing]:
             if at in sweeps and len(row.labels) == len(row.values) > 0:
                 cases.setdefault(at, []).append(row)
     longest = max((len(row.values) for rows in cases.values() for row in rows), default=0)
-    long = [rows for rows in cases.values() if len(rows[0].values) * 4 >= longest]
+    long = [rows for rows in cases.values() if max(len(row.values) for row in rows) * 4 >= longest]
     for rows in sorted(long, key=lambda rows: -max(row.distinct for row in rows))[:_MAPS_MOST]:
         for drawn in map_figures(rows):
             yield _lanes(drawn, f"{rows[0].case}, {rows[0].dtype}")
