@@ -160,14 +160,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key of whoever runs the tests gets into them."""
     for name in ("NONDET_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> int:
-    """Run on one thread, and on two."""
     torch.set_num_threads(request.param)  # `one_thread` puts it back
     count: int = request.param
     return count
@@ -185,7 +183,6 @@ def same_numbers() -> None:
 def run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """Run the command in an empty folder: its exit code, stdout and stderr."""
     from nondet.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -201,7 +198,6 @@ def run(
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 with a tokenizer of its own, into which nothing is written."""
     from tests.sampling.conftest import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
@@ -224,7 +220,6 @@ def stock_fp8() -> None:
 
 @pytest.fixture
 def kept() -> Any:
-    """Certificates in memory, none yet."""
     from nondet.core.certificates import Certificates
 
     return Certificates({"device": "cpu"}, None)

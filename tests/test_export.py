@@ -38,13 +38,11 @@ SOURCE = {
 
 @functools.cache
 def kept(name: str) -> Run:
-    """The kept run of a figure, as it was read: a test that changes one reads it anew."""
     return read_run(EVIDENCE / SOURCE[name])
 
 
 @functools.cache
 def drawn(name: str) -> Any:
-    """Its figure, drawn once."""
     return draw(name, [kept(name)])
 
 

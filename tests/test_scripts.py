@@ -41,7 +41,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def script(name: str, folder: Path, option: str) -> int:
-    """Its exit code."""
     command, environment = ["bash", f"scripts/serve_{name}.sh", option], os.environ | {"NONDET_SERVERS": str(folder)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False, timeout=60).returncode
 

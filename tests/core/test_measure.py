@@ -150,7 +150,6 @@ def test_every_operator_s_own_stock_is_within_its_bound() -> None:
 
 
 def test_an_answer_is_known_by_its_bits_and_rows_are_checked_at_both_ends() -> None:
-    """Rows of a grouped product each against the weight of its own expert."""
     asked, calls = [], []
 
     def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,6 @@ def test_the_bound_leaves_five_percent() -> None:
 
 
 def test_rounding_never_strengthens() -> None:
-    """Upper bounds round up, lower bounds down, and only an exact one is called 100%."""
     for share, rounding, text in [
         (0.0, "near", "0%"), (1.0, "near", "100%"), (0.94, "near", "94.0%"), (0.99996, "near", ">99.9%"),
         (0.99996, "down", "99.9%"), (0.99996, "up", "100%"), (0.002996, "up", "0.30%"), (0.002991, "down", "0.29%"),
@@ -143,13 +142,11 @@ def test_rounds_are_what_an_interval_rests_on() -> None:
 
 
 def test_medians() -> None:
-    """A median lies between the places that tables of the sign test give at 95%, whatever order the values come in."""
     for n, places in [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (25, (8, 18)), (100, (40, 61))]:
         assert statistics.median_interval([float(value) for value in range(n, 0, -1)]) == places
 
 
 def test_trials_to_see_are_the_published_ones() -> None:
-    """29 comparisons see a rate of 10% once with 95%, 299 see 1%, 2,995 see 0.1%: and one fewer does not."""
     assert [statistics.trials_to_see(rate) for rate in (0.1, 0.01, 0.001)] == [29, 299, 2995]
     for rate in (0.5, 0.05, 0.0123, 1.0):
         n = statistics.trials_to_see(rate)
@@ -176,7 +173,6 @@ def test_the_confidence_sequence_holds_the_rates_that_its_martingale_spares() ->
 
 
 def test_mcnemar_counts_coin_tosses() -> None:
-    """The exact p is that of a fair coin, counted outright; published: 8 against 1 gives 0.0391."""
     for b, c in itertools.product(range(7), repeat=2):
         total = b + c
         tosses = list(itertools.product((0, 1), repeat=total))
@@ -188,7 +184,6 @@ def test_mcnemar_counts_coin_tosses() -> None:
 
 
 def test_k3_estimates_the_divergence_it_is_named_for() -> None:
-    """Of tokens drawn from the reference its mean is KL; it is 0 for equal bits, and never below."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.45, 0.3, 0.25])
     exact = float((p * np.log(p / q)).sum())
     drawn = np.random.default_rng(0).choice(3, size=400_000, p=p)

@@ -33,7 +33,6 @@ class Request(NamedTuple):
     body: bytes
 
     def json(self) -> Any:
-        """The body's document; {} without a body."""
         return json.loads(self.body) if self.body else {}
 
 
@@ -107,7 +106,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"{'https' if self._ssl else 'http'}://127.0.0.1:{self._port}"
 
     async def __aenter__(self) -> Self:
@@ -169,7 +167,6 @@ def _draw(*what: object) -> float:
 
 
 def context_of(ids: tuple[int, ...]) -> Any:
-    """A prefix: `update` appends tokens to it."""
     return hashlib.sha256(bytes(i % 256 for i in ids))
 
 
@@ -418,7 +415,6 @@ class Honest(Server):
         writer.write(STREAM_END)
 
     def _hit(self, body: dict[str, Any], prompt: tuple[int, ...]) -> int:
-        """Tokens of the prompt that the prefix cache has; the prompt is in it from now on."""
         salt = body.get("cache_salt") or body.get("extra_key")
         chain, prefixes = hashlib.sha256(repr(salt).encode()), list[bytes]()
         for first in range(0, (len(prompt) - 1) // _BLOCK * _BLOCK, _BLOCK):
@@ -435,7 +431,6 @@ class Honest(Server):
     async def _steps(
         self, body: dict[str, Any], prompt: tuple[int, ...], cached: int, number: int
     ) -> AsyncIterator[tuple[Step, str]]:
-        """Each token as it is generated, with the reason to end there, or ""."""
         cheats, sampling = self.cheats, body.get("sampling_params", body)
         names = ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict")
         wanted = next((sampling[name] for name in names if name in sampling), 16)

@@ -41,7 +41,6 @@ class Behaviour(NamedTuple):
 
 
 async def act(actions: Actions, writer: asyncio.StreamWriter) -> bool:
-    """Do it; whether the connection stays open."""
     for action in actions:
         if isinstance(action, bytes):
             writer.write(action)

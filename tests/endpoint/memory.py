@@ -67,7 +67,6 @@ class MemoryClient:
     change: Callable[[Ask, int, Answer], Answer] = lambda ask, number, answer: answer  # the number-th answer
 
     async def complete(self, ask: Ask) -> Answer:
-        """As `Client`."""
         f, sent = self.faults, time.monotonic()
         self.asked += 1
         self.ids[ask.id] += 1
@@ -120,25 +119,21 @@ class MemoryClient:
         return replace(answer, logprobs=logprobs.tobytes(), margins=margins.tobytes(), chosen_is_top=top)
 
     async def metrics(self) -> dict[str, float]:
-        """As `Client`."""
         if not self.faults.metrics:
             return {}
         running = min(self.running, 1) if self.faults.serial else self.running
         return {"fake:num_requests_running": running, "fake:num_requests_waiting": self.running - running}
 
     async def flush(self) -> bool:
-        """As `Client`."""
         self.seen.clear()
         return True
 
     @property
     def listed(self) -> list[str]:
-        """As `Client`."""
         return list(self.faults.models)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[MemoryClient]:
-        """As `Client`."""
         self.gate = None
         yield self
 

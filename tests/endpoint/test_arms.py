@@ -35,7 +35,6 @@ def contract(run: Run) -> dict[str, str]:
 
 
 def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
-    """Every arm is proven, nothing differs, and each prompt's bounds are of its loads and requests that were proven."""
     run = sampled(tmp_path / "run.jsonl", MemoryClient(), prompts=2)
     assert [(v.prompt, v.finding) for v in judge(run)] == [(0, Finding.CLEAN), (1, Finding.CLEAN)]
     arms = evidence(run)["server", 0]
@@ -69,7 +68,6 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
 def test_what_differs_is_laid_to_what_did_it(
     tmp_path: Path, faults: Faults, arms: dict[str, int] | None, finding: Finding, said: list[str]
 ) -> None:
-    """The load, the cache, the server itself, or nothing that is certain."""
     run = sampled(tmp_path / "run.jsonl", MemoryClient(faults), plan=planned(arms))
     found, text = verdict(run)
     assert found == finding, text
@@ -102,7 +100,6 @@ def test_only_a_proven_load_says_anything(tmp_path: Path) -> None:
 
 
 def test_what_is_compared_is_said(tmp_path: Path) -> None:
-    """Ids, else bytes, else text, whose logprobs belong to no character; forks have their text."""
     assert Tokens(KnownBy.TEXT).piece(ord("a")) == "a"
     for known, traces in [("ids", 2), ("bytes", 2), ("text", 1)]:
         client = MemoryClient(Faults(known=known, batch="bits"))
@@ -133,7 +130,6 @@ def test_what_ran_beside_an_answer_is_known_or_not_counted() -> None:
 
 
 def test_contract(tmp_path: Path) -> None:
-    """Each broken promise is found, none of them stops the run."""
     for number, (faults, answers) in enumerate(
         [
             (Faults(greedy=False), {"greedy": "no"}),
@@ -152,7 +148,6 @@ def test_contract(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
-    """What is odd about an answer that is none is in its record."""
     client = MemoryClient(Faults(fails=9), change=lambda ask, number, answer: replace(answer, notes=("odd",)))
     run = sampled(tmp_path / "run.jsonl", client, plan=planned({"solo": 6, "loaded": 6}))
     assert {tuple(c.served.odd) for c in run.completions if c.served} == {("odd",), ()}

@@ -38,7 +38,6 @@ def asked(
 
 
 def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
-    """By names of tokens alone, of half a character too, it is seen that logprobs differ."""
     few = ("--arms", "solo=8,loaded", "--n", 18, "--max-tokens", 8)
     made = asked(run, tmp_path, *few, batch_scale=1e-6, split_names=True)
     assert made.servers[0].known_by == "bytes"
@@ -50,7 +49,6 @@ def test_plain_logprobs_are_compared(run: Command, tmp_path: Path) -> None:
 
 
 def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path) -> None:
-    """It was kept, and the same request at the end differs: divergent, and neither the load nor chance is blamed."""
     made = asked(run, tmp_path, "--arms", "solo=4,loaded", "--n", 6, "--max-tokens", 8, first_differs=True)
     told = judge(made)[0]
     assert [r.arm for r in made.rounds][-1] == "first"
@@ -62,7 +60,6 @@ def test_a_first_answer_unlike_all_others(run: Command, tmp_path: Path) -> None:
 
 
 def test_another_request_s_keys_are_no_rounding(run: Command, tmp_path: Path) -> None:
-    """Batch-dependent, by nats: the report says that no order of additions does this."""
     few = ("--arms", "solo=6,loaded", "--n", 30, "--max-tokens", 6)
     made = asked(run, tmp_path, *few, dialect="vllm", confuses=4, prompt="The class is")
     assert judge(made)[0].is_fault
@@ -113,7 +110,6 @@ ARMS = ("--arms", "solo=8,cold=2,warm=2,loaded")
 @pytest.mark.slow
 @pytest.mark.parametrize("beyond", tiers([512], [128]))
 def test_a_server_that_differs_beyond_some_keys(run: Command, tmp_path: Path, beyond: int) -> None:
-    """Its short prompt agrees; of the two that ride along those with more keys do not. A gate shuts as well."""
     with serving("vllm", token_s=0.001, batch_noise=1e-6, beyond=beyond) as server:
         assert run("sample", "--endpoint", server.url, *MANY, *ARMS, "--out", "a.jsonl")[0] == 0
         second = Finding.BATCH if beyond == 128 else Finding.CLEAN

@@ -23,7 +23,6 @@ from tests.endpoint.honest import DIALECTS, Told, context_of, step, tokenize
 
 
 def _nearest(decimal: str) -> np.float32:
-    """The float32 nearest to a decimal by exact arithmetic, ties to the even fraction."""
     exact = Fraction(decimal)
     near = np.float32(float(decimal))
     with np.errstate(over="ignore"):
@@ -33,7 +32,6 @@ def _nearest(decimal: str) -> np.float32:
 
 
 def test_decimals_are_rounded_once() -> None:
-    """Each decimal becomes its nearest float32, also where a float64 in between lies exactly half way."""
     draw = random.Random(0)  # noqa: S311 - a repeatable test
     decimals = [repr(-draw.expovariate(1)) for _ in range(500)]
     for _ in range(500):  # just beside, on, and just beyond the middle of two float32

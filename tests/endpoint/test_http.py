@@ -148,7 +148,6 @@ FORMS: dict[str, str] = {
 
 
 def test_a_server_that_repeats_a_secret_is_not_repeated() -> None:
-    """However it is encoded, wrapped or capitalized: no eight characters of it are left in the line."""
     squeezed = "".join(filter(str.isalnum, SECRET.lower()))
     for secret, form in product((Key(SECRET), Key(SECRET, "path")), FORMS):
         said = f"wrong key: {FORMS[form]} (see the manual)"

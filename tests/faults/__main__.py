@@ -20,7 +20,6 @@ from tests.faults.operators import PLANTED, Judged, drawn, judge
 
 
 def judged(names: list[str], seeds: list[int], *, models: bool = False) -> Iterator[Judged]:
-    """All of them whose name holds one of `names`; every one where there are none; whole models alone, if asked."""
     # each that is kept, under all seeds; those that the grammar draws, each under the seed that drew it
     operators = [(p, seed) for p in PLANTED for seed in seeds] + [(p, seed) for seed in seeds for p in drawn(seed)]
     for planted, seed in () if models else operators:
@@ -32,7 +31,6 @@ def judged(names: list[str], seeds: list[int], *, models: bool = False) -> Itera
 
 
 def main(arguments: list[str]) -> int:
-    """Print a line for each and the matrix; 1 where anything was said wrongly."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of names; all without any")
     parser.add_argument("--models", action="store_true", help="whole models alone")
@@ -53,7 +51,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _table(matrix: Counter[tuple[str, str]]) -> str:
-    """What is right in rows, what was said in columns."""
     said, first = sorted({s for _, s in matrix}), "planted, what was said:"
     rows = sorted({r for r, _ in matrix})
     width = max(map(len, [*rows, first]))

@@ -120,7 +120,6 @@ _CORES: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def _effect(effect: str, t: Tensors, keywords: dict[str, Any]) -> tuple[Tensors, int, dict[str, Any]]:
-    """The operands, the order and the keywords of the faulty form."""
     what, _, place = effect.partition("_")
     if what == "order":
         return t, 1, keywords
@@ -142,7 +141,6 @@ def _effect(effect: str, t: Tensors, keywords: dict[str, Any]) -> tuple[Tensors,
 
 
 def _where(where: str, t: Tensors, keywords: dict[str, Any]) -> torch.Tensor:
-    """Which rows, or requests, it is about."""
     x = t[0].reshape(len(t[0]), -1)
     every = torch.ones(len(x), dtype=torch.bool)
     finite = x.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax(-1)
@@ -173,12 +171,10 @@ def _where(where: str, t: Tensors, keywords: dict[str, Any]) -> torch.Tensor:
 
 
 def _twins(x: torch.Tensor) -> torch.Tensor:
-    """Which rows are equal to another."""
     return (x[:, None] == x[None]).all(-1).sum(-1) > 1
 
 
 def _when(when: str, t: Tensors) -> torch.Tensor:
-    """Which rows are hit in this call."""
     M = len(t[0])
     every = torch.ones(M, dtype=torch.bool)
     what, *numbers = when.split("_")
@@ -206,7 +202,6 @@ def _when(when: str, t: Tensors) -> torch.Tensor:
 
 
 def __getattr__(name: str) -> Callable[..., torch.Tensor]:
-    """The function that a sentence names."""
     operator, *sentence = name.split("__")
     if operator not in _CORES or len(sentence) != 3:
         raise AttributeError(name)
@@ -319,7 +314,6 @@ def right(sentence: str) -> tuple[frozenset[Finding], str]:
 
 
 def faults(seed: int) -> list[str]:
-    """Sentences: one of each rule of each operator, with numbers by the seed."""
     rng = random.Random(f"faults {seed}")  # noqa: S311 - sizes, nothing secret
     return ["__".join([operator, *rule]) for operator in _CORES for rule in _rules(rng, operator)]
 

@@ -34,13 +34,11 @@ class Wrapped(nn.Module):
         self.weight = getattr(inner, "weight", None)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[..., K] -> [..., N]."""
         return self.function(x, self.inner)
 
 
 @contextmanager
 def wrapped(model: Any, path: str, function: Rows) -> Iterator[None]:
-    """Put the function in the place of the module at `path`."""
     parent, _, name = path.rpartition(".")
     owner = model.get_submodule(parent)
     inner = getattr(owner, name)
@@ -187,7 +185,6 @@ def always_in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
 
 
 def plain(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """As it is."""
     return inner(x)
 
 

@@ -45,7 +45,6 @@ class Judged(NamedTuple):
 
 
 def said_of(findings: Iterable[str]) -> str:
-    """What is right to say, as the matrix lists it."""
     return " or ".join(sorted(findings)) or "sound"
 
 
@@ -62,12 +61,10 @@ class Planted:
 
     @property
     def function(self) -> str:
-        """The name of the implementation alone."""
         return self.target.rpartition(":")[2]
 
     @property
     def name(self) -> str:
-        """As the matrix lists it."""
         return f"{self.probe} {self.function}"
 
 

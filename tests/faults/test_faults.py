@@ -196,13 +196,11 @@ _HERE = (
 @pytest.mark.nightly
 @pytest.mark.parametrize("planted", [m for m in MODELS if m.name in _HERE], ids=lambda m: m.name)
 def test_the_diagnosis_of_a_planted_model(planted: PlantedModel) -> None:
-    """The finding is right, and the first culprit is where the fault is."""
     told = judge_model(planted, SEED)
     assert (told.ok, told.cause) == (True, True), told
 
 
 def test_there_are_enough_of_both() -> None:
-    """At least 60 faults and 20 controls in operators, 15 and 5 in models; each is listed once."""
     assert len({p.name for p in PLANTED}) == len(PLANTED)
     planted = [bool(p.finding) for p in {p.name: p for p in (*PLANTED, *drawn(SEED))}.values()]
     models = [bool(m.findings) for m in {m.name: m for m in MODELS}.values()]
@@ -214,7 +212,6 @@ def test_there_are_enough_of_both() -> None:
 def test_the_matrix_counts_what_is_said_wrongly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A fault that is missed and one that is found in another place both fail the command, and stand in the matrix."""
     batch = "batch-dependent"
     told = iter(
         [

@@ -72,7 +72,6 @@ def test_an_edited_kernel_is_not_gone_on_with(run: Command, tmp_path: Path) -> N
 
 
 def test_out_of_memory_is_one_line(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 and one line, wherever it ran out; what was finished is in the file."""
     for error in [
         MemoryError(),
         MemoryError("Unable to allocate 9.1 TiB"),

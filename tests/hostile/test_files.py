@@ -272,7 +272,6 @@ def test_a_page_is_replaced_at_once_or_not_at_all(tmp_path: Path, monkeypatch: p
 
 
 def test_secrets_do_not_reach_a_run_file() -> None:
-    """Run files are shared: tokens, passwords in addresses and NAME_TOKEN=... are not in them."""
     for word in [
         "--model=hf_" + "a" * 34, "prefix ghp_" + "b" * 36, "github_pat_" + "c" * 30, "sk-proj-" + "d" * 30,
         "xoxb-1234567890-abcdef", "AKIA" + "ABCDEFGH12345678", "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl",

@@ -80,18 +80,15 @@ class Process(subprocess.Popen[str]):
     """Runs commands in children of one warm process: after the id of the child comes its exit code."""
 
     def line(self) -> str:
-        """What the process says next."""
         assert self.stdout is not None
         return self.stdout.readline().strip()
 
     def start(self, argv: list[str]) -> int:
-        """Begin a command; the id of its process."""
         assert self.stdin is not None
         print(*argv, sep="\t", file=self.stdin, flush=True)
         return int(self.line())
 
     def run(self, argv: list[str]) -> int:
-        """Run a command to its end; its exit code."""
         self.start(argv)
         return int(self.line())
 
@@ -139,7 +136,6 @@ def facts(run: Run) -> dict[tuple[str, ...], Any]:
     ("name", "kills"), tiers([("probe", 1), ("sample", 1)], [("bench", 1), *((n, 16) for n in COMMANDS)])
 )
 def test_kills_lose_and_double_nothing(server: Process, tmp_path: Path, name: str, kills: int) -> None:
-    """Stopped at a random place, resumed: every record once, bits and the kernels that ran as if never stopped."""
     rng = random.Random(f"kills of {name}")  # noqa: S311 - moments, not secrets
     codes: Counter[int] = Counter()
     in_time = (130, -9, -15, -1)  # kills that did not come too late

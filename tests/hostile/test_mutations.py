@@ -212,7 +212,6 @@ def test_a_mutated_file_is_a_report_or_one_line(tmp_path: Path, name: str, seed:
 
 
 def edit(path: Path, place: int | str, **fields: Any) -> None:
-    """Change the line of that index, or the first of that type."""
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
     found = records[place] if isinstance(place, int) else next(r for r in records if r["type"] == place)
     found.update(fields)
@@ -306,7 +305,6 @@ def odd(struct: Any, rng: random.Random) -> Any:
 
 
 def written_by_us(folder: Path) -> Iterator[Run]:
-    """Runs with records of every kind that reports are made of, a server's among them."""
     yield from map(read_run, made(folder))
     yield memory.sampled(folder / "server.jsonl", memory.MemoryClient(), plan=memory.planned({"solo": 9, "loaded": 9}))
 

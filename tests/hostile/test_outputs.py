@@ -35,7 +35,6 @@ DESTROYED = [
 
 
 def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
-    """By its name, by a hard link, by another spelling."""
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
     (linked := path.parent / "linked.jsonl").hardlink_to(path)
     others = cycle((path, path.parent / ".." / "runs" / path.name, linked))

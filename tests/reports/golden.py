@@ -93,12 +93,10 @@ def reports(paths: list[str], formats: tuple[str, ...] = FORMATS) -> dict[str, s
 
 
 def digest(text: str) -> str:
-    """As it is kept."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_digests() -> dict[str, dict[str, str]]:
-    """Name -> format -> digest."""
     lines = [line.split() for line in DIGESTS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return {name: dict(zip(FORMATS, digests, strict=True)) for name, *digests in lines}
 

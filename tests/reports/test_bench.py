@@ -18,7 +18,6 @@ from tests.reports.test_terminal import flat, printed
 
 
 def cells_of(run: Run) -> list[list[str]]:
-    """The rows of its first section's table, as text."""
     return [[plain(text) for text in row] for row in bench.cell_table(sections(run)[0]).rows]
 
 
@@ -27,7 +26,6 @@ def bench_of(*cells: object) -> Run:
 
 
 def test_the_headline_is_the_speed_and_the_bits() -> None:
-    """Each implementation against the best stock, by section, with our bits; the time of a cell is no headline."""
     (section,) = build([bench_run()]).runs
     ours, rival = section.headline.split(". ")
     assert re.fullmatch(
@@ -39,7 +37,6 @@ def test_the_headline_is_the_speed_and_the_bits() -> None:
 
 
 def test_noise_is_said() -> None:
-    """A ratio whose interval holds 1 has its mark, and the mark its meaning."""
     noisy = [10.0, 12.0, 9.0, 11.0, 10.5, 9.5, 13.0]
     run = bench_of(cell(1, timed("stock", 10.5, samples_us=noisy), timed("invariant", 10.4, samples_us=noisy[::-1])))
     assert "1.00~" in printed(run)
@@ -72,7 +69,6 @@ def curves(plot: Plot) -> dict[int | None, Points]:
 
 
 def test_the_plot_has_a_panel_for_each_weight_shape() -> None:
-    """Lines of every implementation in equal order, within the plot, under the line of the limit; rising M."""
     (section,) = sections(bench_run(tile_borders(1, 4096)))
     plots = bench_plots(section)
     assert plots is not None
@@ -94,7 +90,6 @@ def test_the_plot_has_a_panel_for_each_weight_shape() -> None:
 
 
 def test_what_was_not_timed_is_a_problem() -> None:
-    """A failed entry has a dash for a ratio, its reason in the table, and a line among the problems."""
     lost = timed("invariant", 0.0, status=Status.ERROR, reason="OutOfMemoryError: 3 GiB", samples_us=[])
     run = bench_of(cell(1, timed("stock", 8.0), lost))
     assert [(p.kind, p.name, p.reason) for p in problems(run)] == [

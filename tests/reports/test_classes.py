@@ -21,8 +21,6 @@ from tests.build import REDUCE, row
 
 
 def test_text_names_values_classes_and_causes() -> None:
-    """The compact form of an engineer's note, M 1-3: A | 4-64: B (kernel); names are joined by an ellipsis, repeated
-    calls give sizes, unlisted values too, and a map that flickers is cut and says how much is missing."""
     kernels = [["gemv"]] * 3 + [["nvjet_splitK", REDUCE]] * 61
     chunks = {"varied": "query_chunk"}
     for of, text in [
@@ -42,7 +40,6 @@ def test_text_names_values_classes_and_causes() -> None:
 
 
 def test_classes_list_every_value_once() -> None:
-    """Ranges of a class join across a change of kernel, and its count is that of its trials."""
     first, second = classes(row([0, 0, 1, 0], kernels=[["a"], ["b"], ["b"], ["a"]]))
     assert (first.ranges, first.count, first.kernels) == ("1-2, 4", 3, [["a"], ["b"]])
     assert (second.ranges, second.count, second.kernels) == ("3", 1, [["b"]])
@@ -53,7 +50,6 @@ def test_classes_list_every_value_once() -> None:
 
 
 def test_kernel_names_lose_what_hides_them() -> None:
-    """Template arguments of hundreds of characters don't hide which kernel it was; nothing acts on a terminal."""
     silu = "void vectorized_elementwise_kernel<4, silu(at::T&)::{lambda(float)#1}, Array<char*, 2ul> >(int)"
     for name, short in [
         (REDUCE, "splitKreduce_kernel"),
@@ -74,7 +70,6 @@ def cells(lane: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 def test_every_value_is_painted_in_its_own_lane() -> None:
-    """Each value has one mark: none is lost and none is in two classes; on a log axis and on one of names."""
     labels = [0, 0, 1, 2, 1, 0, 0, 2]
     for values in (list(range(1, 9)), [f"order {i}" for i in range(8)]):
         (figure,) = map_figures([row(labels, values=values)])
@@ -143,7 +138,6 @@ def test_a_map_s_lines_are_told_together_and_drawn_with_their_borders() -> None:
 
 
 def test_what_is_no_map_is_drawn_as_none() -> None:
-    """A foreign file may hold anything there; so may its values be others than every M."""
     for said in [{}, {"map": 3}, {"map": {"axis": "M x"}}, {"map": {"axis": ["N"]}}]:
         assert product_map([row([0, 1], extra=said)]) is None
         assert product_map([row([0, 1], values=[1, 3], shape={"N": 2}, extra={"map": {"axis": "N"}})]) is None

@@ -24,8 +24,6 @@ from tests.reports.test_terminal import printed
 
 
 def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
-    """Stock's count stands beside invariant's; replacements of single families have a table instead. What
-    floating-point does by nature is told below, and alone it is the headline. Over twelve prompts it counts prompts."""
     (section_,) = build([sampled(tmp_path, impls=("invariant:matmul", "invariant", "stock"))]).runs
     assert section_.headline.startswith("stock: 4 distinct completions of 60")
     assert "; invariant: 1 distinct completion of 60, no divergence" in section_.headline
@@ -39,7 +37,6 @@ def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
 
 
 def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
-    """Failed and skipped rows by name and reason, failed requests by reason, notes of rows that did run."""
     run = run_of(failed(case="x"), failed("skipped", "", case="y"), row([0, 0], reason="2 of 8 elements are NaN"))
     named = [(p.kind, p.name, p.reason) for p in problems(run)]
     assert named == [
@@ -53,7 +50,6 @@ def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:
 
 
 def test_requests_that_all_failed_get_no_verdict(tmp_path: Path) -> None:
-    """An implementation under which nothing completed is untested, and the other one is still judged."""
     run = sampled(tmp_path, n=4)
     lost = {"status": "error", "reason": "boom"}
     run.completions[:] = [msgspec.structs.replace(c, **lost) if c.impl == "invariant" else c for c in run.completions]
@@ -63,8 +59,6 @@ def test_requests_that_all_failed_get_no_verdict(tmp_path: Path) -> None:
 
 
 def test_families_are_judged_against_stock(tmp_path: Path) -> None:
-    """Replacing attention removed everything, replacing matmul nothing, and too few completions prove nothing."""
-
     def variants(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
         parts = impl in ("stock", "invariant:matmul") and number % 9 == 0
         return (((4, 1),) if parts else ()), 0
@@ -86,7 +80,6 @@ def test_families_are_judged_against_stock(tmp_path: Path) -> None:
 
 
 def test_a_side_file_of_another_run_is_refused(tmp_path: Path) -> None:
-    """Missing or foreign traces stop the report with one line that names the file."""
     run = sampled(tmp_path)
     side = traces_path(Path(run.source))
     lines = side.read_bytes().splitlines(keepends=True)
@@ -99,7 +92,6 @@ def test_a_side_file_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_beside_completions_are_judged_apart(tmp_path: Path) -> None:
-    """Operators that a sampled run compared have their own verdict, and the completions keep the headline."""
     run: Run = sampled(tmp_path)
     run.rows.append(row([0, 0], probe="sample", impl="stock"))
     (section_,) = build([run]).runs

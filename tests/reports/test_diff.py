@@ -21,14 +21,12 @@ from tests.build import cell, failed, row, run_of, sampled, timed
 
 
 def told(diff: RunDiff) -> str:
-    """As a wide terminal shows it."""
     console = Console(file=StringIO(), width=2000)
     diff_html.show(diff, ("a", "b"), {}, console, verbose=False, quiet=False)
     return console.file.getvalue()  # type: ignore[attr-defined] # a StringIO
 
 
 def test_what_moved_what_appeared_and_what_went() -> None:
-    """Matched by key; a divergence that appeared is worse, one that went is better, a border that moved is told."""
     before = run_of(
         row([0, 0], case="fixed"), row([0, 0], case="broken"), row([0, 1], case="cured"), row([0, 1, 1], case="border"),
         row([0, 0], case="gone"),
@@ -55,8 +53,6 @@ def test_what_moved_what_appeared_and_what_went() -> None:
 
 
 def test_environments_show_what_differs_alone() -> None:
-    """Through nested variables; of sets of instruction sets what the other lacks. Where nothing else can be compared,
-    that is the first thing said."""
     a, b = run_of(), run_of()
     b.header.environment.update(torch="2.12.0", cpu_isa=["amx_bf16", "avx2", "sve"], variables={})
     fields = {field["name"]: (field["a"], field["b"]) for field in RunDiff(a, b).environment}
@@ -128,7 +124,6 @@ def test_answers_to_other_questions_are_not_compared(runs: tuple[Run, Run]) -> N
 
 
 def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the commonest ones part comes from the side files; markdown, JSON and exit codes."""
     a, b = (run.source for run in runs)
     page = tmp_path / "d.md"
     assert main(["diff", a, b, "--out", str(page), "--json", "--fail-on", "moved"]) == 3
@@ -155,7 +150,6 @@ def test_the_command(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.Captu
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
-    """In the terminal, in markdown, and in HTML."""
     name = "<script>\x1b[2J|x`"
     diff = RunDiff(run_of(row([0, 0], case=name)), run_of(row([0, 1], case=name)))
     assert "\x1b" not in told(diff)
@@ -235,7 +229,6 @@ def test_a_row_that_is_measured_no_longer_is_worse(tmp_path: Path) -> None:
 
 
 def test_a_comparison_says_that_the_divergence_went(tmp_path: Path) -> None:
-    """First of all, and only where one of the two runs has it."""
     before = sampled(tmp_path, impls=("stock",))
     quiet = sampled(tmp_path, impls=("stock",), variants=lambda *_: ((), 0), name="after.jsonl")
     pairs = ((before, quiet), (quiet, before), (before, before))

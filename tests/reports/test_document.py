@@ -39,7 +39,6 @@ def page(blocks: list[Block]) -> str:
 
 
 def test_every_kind_of_block_is_printed_by_every_renderer() -> None:
-    """What one format says the others say, and untrusted text is text in each."""
     blocks: list[Block] = [
         Heading("a heading", "place", "in the contents"),
         Paragraph(("a paragraph: ", Bit(NASTY))),
@@ -59,8 +58,6 @@ def test_every_kind_of_block_is_printed_by_every_renderer() -> None:
 
 
 def test_a_block_is_of_its_formats_alone() -> None:
-    """A fold with nothing for a format is not there; a brief screen has what is made for it, cut to its room. Backticks
-    in pairs mark code in our prose; one alone, and text that is not ours, stay as they are."""
     blocks: list[Block] = [
         Details("empty here", [Paragraph("for pages", only="p")]),
         Paragraph("x" * 500, only=BRIEF, lines=1),
@@ -80,8 +77,6 @@ def test_a_block_is_of_its_formats_alone() -> None:
 
 
 def test_a_table_too_wide_for_a_terminal_is_sentences() -> None:
-    """Each row is told with its heads; columns without room are left out; a clipped one stays on its line. In markdown
-    a long one is several blocks, of which some may have to be left out for length; none of its rows is in none."""
     wide = tuple(f"column {i}" for i in range(9))
     text = printed([Table(wide, [[str(i) for i in range(9)]], unshown=("column 8",))])
     said = "0: column 1 1, column 2 2, column 3 3, column 4 4, column 5 5, column 6 6, column 7 7"

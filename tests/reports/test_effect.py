@@ -24,12 +24,10 @@ def screen_of(*runs: Run) -> FirstScreen:
 
 
 def of_logprobs(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Stock's logprobs change, and no token."""
     return (), number % 2 if impl == "stock" else 0
 
 
 def test_of_completions(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Other tokens are another output; other logprobs alone are less; a run that is not complete says so far."""
     for how, effect in [
         ({}, Effect.OUTPUT),
         ({"variants": of_logprobs}, Effect.LOGPROBS),
@@ -83,8 +81,6 @@ def test_of_a_trace() -> None:
 
 
 def test_of_a_diagnosis() -> None:
-    """By the figures of the batch step; what is a defect is a wrong result."""
-
     def of(outcomes: dict[str, str], tokens: float = 0.0, **more: Any) -> Effect:
         run = diagnosis(outcomes, **more)
         steps = [

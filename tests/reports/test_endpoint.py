@@ -19,7 +19,6 @@ EVIL = "<script>alert(1)</script>\x1b]0;owned\x07|`[x](http://evil)`"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two servers, the first of which parts under load."""
     out = tmp_path_factory.mktemp("endpoint") / "run.jsonl"
     evil = Faults(batch="tokens", fingerprint=EVIL, models=("tiny", EVIL), fails=37)
     sampled(out, MemoryClient(evil), MemoryClient())
@@ -27,8 +26,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_every_report_has_the_contract_the_arms_and_the_times(run: Run) -> None:
-    """What the run file holds is told by each of them; a figure in one is a figure in all. On a terminal contract,
-    arms and their proof fit, and what was found ends the screen."""
     made = html.render([run]), markdown.render([run], full=True), printed(run, width=100)
     for text in map(flat, made):
         for words in (
@@ -54,7 +51,6 @@ def test_an_arm_that_is_proven_of_some_prompts_says_so_where_a_terminal_cuts() -
 
 
 def test_figures_of_the_arms(run: Run) -> None:
-    """Where tokens part, where logprobs do, by how much, of which requests: as the server in memory makes them."""
     endpoint = build([run]).runs[0].endpoint
     assert endpoint is not None
     by_arm = {(f.impl, f.arm): f for f in endpoint.arms}
@@ -84,7 +80,6 @@ def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
 
 
 def test_a_run_without_completions_still_has_a_report(run: Run) -> None:
-    """A server that never gave an answer leaves its contract, and a page that says so."""
     bare = msgspec.structs.replace(run, completions=[], rounds=[], complete=False)
     for text in (html.render([bare]), markdown.render([bare]), printed(bare, width=100)):
         assert "nothing was measured" in text

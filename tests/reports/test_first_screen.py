@@ -49,8 +49,6 @@ def next_of(*runs: Run) -> str:
 
 
 def test_the_chain_of_operators_asked_alone() -> None:
-    """What parts is named with its kernels; what is missing has its command; a cell's mean is the cost. Where nothing
-    parted no command is offered for an operator or a kernel. Each family has a probe of its own."""
     assert set(PROBE_OF) == {"attention", "matmul", "norm", "softmax", "moe"}
     assert set(PROBE_OF) <= set(FAMILIES)
     assert set(PROBE_OF.values()) <= set(PROBES)
@@ -76,7 +74,6 @@ def test_the_chain_of_operators_asked_alone() -> None:
 
 
 def test_the_chain_of_completions(tmp_path: Path) -> None:
-    """The token with its ways on; the trace of the run's own model and prompt; what the cure left, and its ratio."""
     run = six_rounds(sampled(tmp_path))
     told = said(run)
     text, command = told["token"]
@@ -96,8 +93,6 @@ def test_the_chain_of_completions(tmp_path: Path) -> None:
 
 
 def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
-    """What removed every divergence is the operator, and its own probe is what tells the kernel."""
-
     def replaced_alone(*families: str) -> Run:
         impls = ("stock", *(f"invariant:{family}" for family in families))
         parts = lambda impl, i: (((4, 1),), 0) if impl == "stock" and i % 9 == 0 else ((), 0)  # noqa: E731 - one line
@@ -114,7 +109,6 @@ def test_the_chain_of_a_family_that_is_replaced_alone(tmp_path: Path) -> None:
 
 
 def test_the_chain_of_a_trace() -> None:
-    """The call and its place, without the kernels, which are the next line; the replacement that removes it."""
     run = run_of(**traced("batch-dependent"))
     culprit = msgspec.structs.replace(
         run.culprits[0], token=7, kernels=[["cudnn_a", "cudnn_a"], ["cutlass_b"]],
@@ -243,7 +237,6 @@ def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
 
 
 def by(command: str, run: Run, *argv: str, **plan: Any) -> Run:
-    """The run as that command line would have made it."""
     environment = {**run.header.environment, "argv": ["nondet", command, *argv]}
     run.header = msgspec.structs.replace(run.header, command=command, environment=environment)
     run.header.plan.update(plan)
@@ -275,7 +268,6 @@ NO_TAPE: dict[str, Any] = {
 
 
 def test_what_is_next_after_completions(tmp_path: Path) -> None:
-    """Two recorded completions that differ are traced; what agreed is asked for more often, of the same model."""
     run = by("sample", sampled(tmp_path), "--model", "my model", "--n", "60", "--threads=2", model={"name": "my model"})
     prompt = "nondet trace --prompt 'The following exceptions' --model 'my model' --threads=2"
     assert next_of(run) == f"{prompt}  names the operator that diverges first"
@@ -352,7 +344,6 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
 
 @functools.cache
 def parser(name: str) -> Any:
-    """Of a command's options."""
     return typer.main.get_command(cli.application(name)).commands[name]  # type: ignore[attr-defined]
 
 

@@ -30,7 +30,6 @@ FIRST_WORDS = 120  # at most: the answer, its number, its picture and the next c
 
 
 def test_every_kept_run_has_its_digests() -> None:
-    """A run file that is added or renamed is looked at."""
     assert sorted(PATHS) == sorted(DIGESTS)
     assert sum(len(set(digests.values())) == len(golden.FORMATS) for digests in DIGESTS.values()) > 60
 
@@ -54,7 +53,6 @@ def test_a_report_of_each_kind_says_what_it_said(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.nightly
 def test_every_report_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them."""
     assert changed(sorted(PATHS.keys() - {*KINDS}), monkeypatch) == []
 
 
@@ -69,7 +67,6 @@ _PIN = re.search(r"^matplotlib==(\S+)", (ROOT / "constraints.txt").read_text(enc
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All of them, by the script that makes those in docs/."""
     folder = tmp_path_factory.mktemp("docs")
     environment = os.environ | {"PYTHON": sys.executable}
     subprocess.run(["bash", "scripts/reports.sh", str(folder)], cwd=ROOT, env=environment, check=True)
@@ -94,7 +91,6 @@ def test_a_kept_report_is_current(made: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_kept_picture_is_current(name: str, made: Path) -> None:
-    """So is a picture."""
     if _PIN is None or version("matplotlib") != _PIN.group(1):
         pytest.skip("another matplotlib than the one of constraints.txt draws other bytes")
     here, kept = (imread(folder / name) for folder in (made, ROOT / "docs"))  # bytes follow the CPU: edges are smoothed

@@ -78,7 +78,6 @@ def check(text: str) -> Page:
 
 
 def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
-    """Scripts, handlers, escape codes, overrides and template syntax are text like any other."""
     page = check(render(hostile_runs(tmp_path)))
     scripts = "<script>alert(1)</script>", "<img src=x onerror=alert(1)>"
     for text in (*scripts, "{{ 7 * 7 }}", "␛[31mred␛[0m", "\ufffdgnp.exe"):
@@ -86,7 +85,6 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path: Path) -> None:
 
 
 def test_the_policy_allows_what_is_ours_and_nothing_else() -> None:
-    """The page's policy names the hashes of its style sheet and script, and images that this script makes."""
     text = render([run_of(row())])
     page = Page(text)
     (policy,) = [v for tag, name, v in page.attributes if tag == "meta" and name == "content" and "default-src" in v]
@@ -99,7 +97,6 @@ def test_the_policy_allows_what_is_ours_and_nothing_else() -> None:
 
 
 def test_odd_runs_make_a_report_in_every_format() -> None:
-    """Empty, failed, stopped, crowded, without figures, limits or stock: one that says so."""
     nothing = timed("stock", 0.0, status=Status.SKIPPED, samples_us=[], reason="no kernel")
     bare = {"difference": None, "error": None, "worst_error": None}
     far = Difference(mismatched=1, compared=1, max_abs=1e300, max_ulp=2**62)
@@ -162,8 +159,6 @@ def test_text_can_be_read() -> None:
 
 
 def test_backticks_become_code_and_nothing_else() -> None:
-    """Names between backticks are set as code; what stands in them, or beside one alone, is escaped text. A number is
-    whole."""
     page = html._environment().from_string('{% import "figures.html.j2" as draw with context %}{{ draw.inline(text) }}')
     for text, shown in (
         ("a `b` c", "a <code>b</code> c"),

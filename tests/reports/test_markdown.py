@@ -36,7 +36,6 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 
 def test_every_table_row_has_its_columns(tmp_path: Path) -> None:
-    """A pipe in a case, a token or a reason opens no column."""
     run = sampled(tmp_path, impls=("stock",), variants=hostile.parts, pieces=hostile.PIECES, n=20)
     text = render([run, run_of(row([0, 1], case="a | b \\| c", impl="m:f|g"), failed(reason="x | y"))])
     width = tables = 0
@@ -49,7 +48,6 @@ def test_every_table_row_has_its_columns(tmp_path: Path) -> None:
 
 
 def test_code_spans_and_fences_hold_anything() -> None:
-    """A code span in a cell shows the text and ends where it should; a fence is longer than any in its text."""
     odd = ("a`b", "``", "`", "a|b", " lead", "trail ", "", "\\", "a\\", "<b>", "x\ny", "@u #1", "```", "a|`b`|\\")
     for text in odd:
         shown = rendered(f"| x | y |\n|---|---|\n| {code(text)} | z |\n")
@@ -62,7 +60,6 @@ def test_code_spans_and_fences_hold_anything() -> None:
 
 
 def test_escaped_text_is_shown_as_it_is() -> None:
-    """What escaping hides from markdown, the reader still sees."""
     for text in ["<b>", "[a](b)", "**x**", "_x_", "`x`", "a|b", "http://x.y", "&lt;", "~~x~~", "$x$", "\\*"]:
         shown = rendered(f"so: {escape(text)}")
         assert shown.tags == ["p"]

@@ -164,7 +164,6 @@ def said(narrow: bool = False) -> dict[str, Any]:
 
 
 def test_the_search_hides_rows_and_opens_folds() -> None:
-    """Rows without the text go, folds with one open, the count is said; an emptied box brings all rows back."""
     search = said()["search"]
     assert 0 < len(search["found"]) < search["before"]
     assert all("a softmax" in text.lower() for text in search["found"])
@@ -174,7 +173,6 @@ def test_the_search_hides_rows_and_opens_folds() -> None:
 
 
 def test_copy_buttons_copy_their_command() -> None:
-    """Each command has one; a click hands over that command, says so, and names it to a screen reader."""
     copy = said()["copy"]
     assert copy["commands"]
     assert all(command.startswith("nondet ") for command in copy["commands"])
@@ -184,7 +182,6 @@ def test_copy_buttons_copy_their_command() -> None:
 
 
 def test_filters_and_maps() -> None:
-    """The filter leaves one operator's figures; arrow keys read a map."""
     found = said()["filter"]
     assert len(found["left"]) < found["all"]
     assert {*found["left"]} <= {"softmax"}
@@ -194,7 +191,6 @@ def test_filters_and_maps() -> None:
 
 
 def test_the_picture_is_saved_as_a_card() -> None:
-    """One PNG at twice its size and one SVG: model, machine, verdict, both panels, operator, cure and cost."""
     saved = said()["saved"]
     assert bytes(saved["png"][:8]) == b"\x89PNG\r\n\x1a\n"
     size = [int.from_bytes(bytes(saved["png"][at : at + 4])) for at in (16, 20)]

@@ -22,7 +22,6 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> SampleSummary:
 
 
 def drawn(*summaries: SampleSummary) -> tuple[Plot, dict[str, Points]]:
-    """The chart of these, and the points of its marks by their style."""
     plots = curve_plots(summaries)
     assert plots is not None
     (plot,) = plots.panels[0].plots
@@ -30,8 +29,6 @@ def drawn(*summaries: SampleSummary) -> tuple[Plot, dict[str, Points]]:
 
 
 def test_the_curve_steps_down_where_completions_part(stock: SampleSummary) -> None:
-    """100% for 5 tokens, 90% until the 17th, 86.7% to the end, over an axis from 80% on. One round has no band; of
-    several it is the interval over their shares, cut where the axis begins."""
     plot, marks = drawn(stock)
     assert [round(x * 40) for x, _ in marks["curve"]] == [0, 6, 6, 18, 18, 40, 40]
     share = [0.8 + 0.2 * y for _, y in marks["curve"]]

@@ -53,7 +53,6 @@ def test_hostile_text_does_nothing(tmp_path: Path) -> None:
 
 
 def test_by_default_it_fits_a_screen_and_the_verdict_is_last(tmp_path: Path) -> None:
-    """25 lines whatever there is, nothing of it twice; -q leaves the verdict alone."""
     crowd = run_of(*(row([0, 1], probe=f"p{i}", case=f"case {i}") for i in range(60)), failed(case="x"))
     for runs in ([crowd], [sampled(tmp_path, failures=1)], [crowd] * 12, [run_of()]):
         text = printed(*runs, verbose=False).rstrip("\n")

@@ -29,11 +29,9 @@ class Real(NamedTuple):
 
     @property
     def url(self) -> str:
-        """Of a server that runs already; "" if none was named."""
         return os.environ.get(f"NONDET_{self.name.upper()}_URL", "")
 
     def script(self, *options: str) -> subprocess.CompletedProcess[str]:
-        """Run its script."""
         command = ["bash", f"scripts/serve_{self.name}.sh", *options]
         return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
 

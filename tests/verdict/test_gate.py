@@ -26,7 +26,6 @@ WRONG: dict[str, Any] = {"status": Status.WRONG, "reason": "the result is float3
 
 
 def test_the_code_follows_the_verdicts() -> None:
-    """3 on divergence and on wrong results, 1 on no answer, with one line; 0 is for what was compared and agreed."""
     for rows, code in [
         ([row([0, 0])], 0),
         ([row([0, 1])], 3),
@@ -109,7 +108,6 @@ def decision(run: Run, rate: float = 0.1, confidence: float = 0.95, by: str = "l
 
 
 def test_how_many_tries_see_a_rate() -> None:
-    """The figures that everybody can check: 1 - (1 - p)^n reaches 95% at n, and not at n - 1."""
     for rate, needed in [(0.1, 29), (0.01, 299), (0.001, 2995), (0.5, 5)]:
         for tries, enough in ((needed, True), (needed - 1, False)):
             power = Power("stock", tries, tries, rate, 0.95, "load")
@@ -129,7 +127,6 @@ def test_a_gate_passes_on_enough_loads_and_not_on_one_fewer() -> None:
 
 
 def test_what_is_written_to_json_is_a_contract() -> None:
-    """Scripts of CI compare these words and codes: none may change by chance."""
     codes = {"open": 0, "shut": 3, "no answer": 1, "not enough": 4}
     assert {str(outcome): CODES[outcome] for outcome in Outcome} == codes
     told = json.loads(gate.as_json(decision(loads(5))))
@@ -141,7 +138,6 @@ def test_what_is_written_to_json_is_a_contract() -> None:
 
 
 def test_requests_count_only_where_that_is_asked() -> None:
-    """Three loads of a hundred are three loads."""
     run = loads(3, each=100)
     by_request = decision(run, 0.01, by="request")
     assert (by_request.outcome, decision(run, 0.01).outcome) == (Outcome.OPEN, Outcome.NOT_ENOUGH)
@@ -171,7 +167,6 @@ def test_implementations_are_judged_alone_where_they_are_named() -> None:
 
 
 def test_what_ci_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code, JUnit XML that parses, a summary that is appended, JSON; hostile names stay text in all of them."""
     path, few = tmp_path / "r.jsonl", tmp_path / "few.jsonl"
     write_run(path, loads(3, parted=[3], impl="<b>\x1b[31m|`x`"))
     write_run(few, loads(6))
@@ -198,7 +193,6 @@ def test_what_ci_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, and the value that was given."""
     for argv, word in [
         (["gate", "x", "--endpoint", "http://127.0.0.1:1"], "a run file or a server"),
         (["gate", "missing.jsonl"], "missing.jsonl"),

@@ -24,13 +24,11 @@ from tests.verdict.test_served import changed, completion, ended, made, simple, 
 
 
 def computed(run: Run, value: float) -> Run:
-    """As the collectors count it: completions that all hold this logprob."""
     nonfinite = nonfinite_logprobs(np.asarray([value, -0.25], "<f4").tobytes())
     return with_(changed(run, lambda _: {"nonfinite": nonfinite}))
 
 
 def runs_of(value: float) -> tuple[Run, ...]:
-    """Rows, a sample, axes and a server that computed this."""
     plan = {"prompts": [{"text": "p", "tokens": 4}], "impls": [IMPL]}
     sample = replace(under_the_cure(), header=header("sample", plan))
     rows = check(lambda x: x * value, lambda size: torch.ones(8, 16)[:size], [1, 2, 4])
@@ -72,7 +70,6 @@ def planned(run: Run, **plan: Any) -> Run:
 
 
 def axes() -> Iterator[tuple[str, Run]]:
-    """Runs of `sample --vary`."""
     both = BASE | {"chunk=5": "BBBB", "page=4": "AAAB", "page=8": "AAAA"}
     yield "every axis compared", varied(BASE | {"chunk=5": "AAAA"}, note="needs CUDA")
     yield "every axis compared, and NaN", varied(BASE | {"chunk=5": "AAAA"}, lost="A")
@@ -101,7 +98,6 @@ def axes() -> Iterator[tuple[str, Run]]:
 
 
 def samples() -> Iterator[tuple[str, Run]]:
-    """Runs of one engine."""
     parted, graphs, drawn = loads(5, parted=[1]), {"load": {"graphs": True}}, {"sampling": {"temperature": 1.0}}
     yield "five loads alike", with_(loads(5))
     yield "one load", with_(loads(1, 4))
@@ -143,7 +139,6 @@ def seen(run: Run, **fields: Any) -> Run:
 
 
 def servers() -> Iterator[tuple[str, Run]]:
-    """Runs of servers."""
     part = simple(trace="B", loads=3)
     yield "proven loads", with_(simple(loads=3))
     yield "loads that part", with_(part)
@@ -199,7 +194,6 @@ def servers() -> Iterator[tuple[str, Run]]:
 
 
 def answers() -> Iterator[tuple[str, Run]]:
-    """Servers some of whose answers are missing, empty, or ended otherwise."""
     for name, run in (("failed", simple(status="error")), ("none", simple(loads=0)), ("other", simple(prompt=1))):
         yield f"a planned load without an answer: {name}", with_(run)
     yield "answers without a token", with_(simple(n_tokens=0))
@@ -218,7 +212,6 @@ def answers() -> Iterator[tuple[str, Run]]:
 
 
 def others() -> Iterator[tuple[str, Run]]:
-    """Runs without a sample, and what a diagnosis or a trace came to."""
     for status in (Status.TIMED, Status.ERROR):
         yield f"a cell {status}", run_of(cells=[cell(8, timed("stock", 1.0, status=status))])
     lost = failed(), failed(Status.SKIPPED, case="b")
@@ -233,7 +226,6 @@ def others() -> Iterator[tuple[str, Run]]:
 
 
 def told(part: str, name: str, run: Run) -> Iterator[str]:
-    """Verdicts with their notes, the gate with its power, both exit codes."""
     yield f"# {part}: {name}"
     for verdict in judge(run):
         yield f"{verdict.impl} {verdict.prompt}: {' + '.join(verdict.findings)} = {verdict.text}"
@@ -248,7 +240,6 @@ PARTS: tuple[Callable[[], Iterator[tuple[str, Run]]], ...] = (axes, samples, ser
 
 
 def everything() -> str:
-    """As it is kept."""
     return "".join(f"{line}\n" for part in PARTS for name, run in part() for line in told(part.__name__, name, run))
 
 

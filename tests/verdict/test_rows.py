@@ -76,7 +76,6 @@ CASES: list[tuple[list[Row], tuple[Finding, ...], str]] = [
 
 
 def test_every_case_has_its_findings_and_words() -> None:
-    """And is a divergence only where a user would want equal bits."""
     for rows, findings, words in CASES:
         (verdict,) = judge_rows(rows)
         assert verdict.findings == findings, rows
@@ -116,6 +115,5 @@ def test_a_clean_verdict_says_which_sizes_were_tried() -> None:
 
 
 def test_implementations_come_in_one_order() -> None:
-    """Stock, its backends, invariant, its parts, then a user's own; a user's module called invariant_x is their own."""
     names = ["mine:f", "invariant:matmul", "invariant", "stock-flash", "stock", "invariant_x:f", "stock"]
     assert sort_impls(names) == ["stock", "stock-flash", "invariant", "invariant:matmul", "mine:f", "invariant_x:f"]

@@ -20,8 +20,7 @@ ONE = Run(header=header("sample", {"prompts": [{"text": "p", "tokens": 4}]}))
 
 
 def counts(*rounds: str, eos: int = 0, **batches: bool) -> SampleCounts:
-    """A letter for each completion: its trace, and in lower case its tokens. The first `eos` ended otherwise. Batches
-    varied, if nothing else is said of them."""
+    """A letter for each completion: its trace, and in lower case its tokens. The first `eos` ended otherwise."""
     letters = [(number, letter) for number, traces in enumerate(rounds) for letter in traces]
     made = [
         completion(f"t{i}", letter, round=n, tokens_digest=letter.lower(), finish="eos" if i < eos else "length")
@@ -74,7 +73,6 @@ def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
 
 
 def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) -> None:
-    """The row reaches its implementation's verdict, and makes no section; a failed one is listed."""
     run = sampled(tmp_path, again=False)
     run.rows += [replay(2), replay(0, "invariant")]
     (section,) = build([run]).runs
@@ -118,7 +116,6 @@ BASE: Arms = {"base": "AAAA"}
 
 
 def tallied(run: Run) -> list[tuple[object, ...]]:
-    """What is counted along each axis under stock."""
     return [(t.axis, t.texts, t.traces, t.traces_within, t.moved, t.compared) for t in tally_axes(run, "stock")]
 
 

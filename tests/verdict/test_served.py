@@ -119,12 +119,10 @@ def test_lost_logprobs_are_incomparable() -> None:
 
 
 def changed(run: Run, change: Callable[[Completion], dict[str, Any]]) -> Run:
-    """With these fields of its completions set otherwise."""
     return replace(run, completions=[replace(c, **change(c)) for c in run.completions])
 
 
 def traffic(run: Run, arm: str, **fields: Any) -> Run:
-    """With these fields in the traffic of an arm's rounds."""
     rounds = [replace(r, traffic=replace(r.traffic, **fields)) if r.arm == arm and r.traffic else r for r in run.rounds]
     return replace(run, rounds=rounds, complete=True)
 

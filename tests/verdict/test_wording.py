@@ -17,7 +17,6 @@ SOURCES = sorted(Path(nondet.verdict.__path__[0]).glob("*.py"))
 
 
 def fields(sentence: str) -> set[str]:
-    """What it is filled in with; a noun may hold a field as well."""
     parts = [(name, spec or "") for _, name, spec, _ in Formatter().parse(sentence) if name is not None]
     return {name for name, _ in parts} | {name for _, spec in parts for name in fields(spec)}
 
@@ -59,7 +58,6 @@ def test_text_is_made_of_facts() -> None:
 
 
 def test_findings_are_these_words_the_strongest_first() -> None:
-    """A gate fails on the first seven of them."""
     faults = "wrong, run-to-run nondeterministic, batch-dependent, dependent on the prefix cache, divergent, "
     faults += "dependent on what was varied, mismatched"
     others = "dependent on the order of reduction, no divergence observed, "

@@ -214,7 +214,6 @@ def test_what_vllm_is_made_with_follows_the_load_and_its_cache_leaves_the_rest_f
 @pytest.mark.vllm
 @needs_vllm
 def test_what_stands_of_a_real_one(tmp_path: Path) -> None:
-    """Stock: its attention is never certified; each product and norm was asked at every M of a step."""
     out = tmp_path / "run.jsonl"
     assert main(["certify", "--vllm", "--dtype", "float32", "--m", "40", "--out", str(out), "--quiet"]) == 0
     run = read_run(out)

@@ -38,7 +38,6 @@ FEW: dict[str, Any] = {
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Toy]:
-    """vLLM, as the plugin sees it; what was asked for is asked for, and nothing was done yet."""
     yield from _with(monkeypatch, toys.modules())
 
 
@@ -338,7 +337,6 @@ class Fp8(toys.UnquantizedLinearMethod):
 
 
 def odd_first(_: Any, out: torch.Tensor) -> torch.Tensor:
-    """Of whatever rows the first has other bits."""
     out[0] *= 1.0625
     return out
 
@@ -445,7 +443,6 @@ def test_what_did_not_run_at_start_by_ours_is_no_replaced_layer(toy: Toy, monkey
 
 
 def group_of(toy: Toy, summed: Any, ranks: int, rank: int = 0) -> Any:
-    """As vLLM's group of ranks, of which this is one."""
     state: Any = toy["vllm.distributed.parallel_state"]
     group = state.GroupCoordinator()
     group.summed, group.rank_in_group = summed, rank
@@ -817,7 +814,6 @@ def sources(
     functions: Iterable[tuple[str, str]] = tuple(plugin.PATCHED.items()),
     shape: str = "",
 ) -> str:
-    """A vLLM whose files have these functions, as `change` leaves them, and nothing else."""
     held: dict[str, dict[str, list[str]]] = {}
     for place, takes in functions:
         module, _, path = place.partition(":")
