@@ -20,7 +20,8 @@ from nondet.verdict.findings import Finding
 from tests.faults.operators import Judged, said_of
 from tests.trace.conftest import LOAD, arms_of, model_of, trace
 
-# Modules put in the place of a model's own: faults that depend on the batch, on the run, or on other people's data.
+# Functions put in the place of a model's own modules: faults that depend on the batch, on the run, or on other people's
+# data.
 
 Rows = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 
@@ -49,39 +50,22 @@ def wrapped(model: Any, path: str, function: Rows) -> Iterator[None]:
         setattr(owner, name, inner)
 
 
-# --- the order of a sum depends on the batch ---------------------------------------------------------------------
+def in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+    """K in two halves: another order than the library's."""
+    half = x.shape[-1] // 2
+    return F.linear(x[..., :half], inner.weight[:, :half]) + F.linear(x[..., half:], inner.weight[:, half:])
 
 
-def splits_by_rows(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """In two halves of K once more than 4 rows come together."""
-    return inner(x) if x.shape[-2] <= 4 else always_in_halves(x, inner)
-
-
-def splits_in_the_middle(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """In two halves of K for 6 to 9 rows alone: a border that few sizes meet."""
-    return always_in_halves(x, inner) if 6 <= x.shape[-2] <= 9 else inner(x)
-
-
-def splits_where_single(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """A product of its own for one row, as libraries have one."""
-    return always_in_halves(x, inner) if x.shape[-2] == 1 else inner(x)
-
-
-def first_row_apart(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """The first row of a call is added up in another order."""
-    out = inner(x).clone()
-    out[..., :1, :] = always_in_halves(x[..., :1, :], inner)
-    return out
+def halved_where(hit: Callable[[int], bool]) -> Rows:
+    """In two halves in steps of so many rows."""
+    return lambda x, inner: in_halves(x, inner) if hit(x.shape[-2]) else inner(x)
 
 
 def wrong_tail(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
     """Rows past the last full tile of 4 lose the last columns of K."""
-    out = inner(x).clone()
-    rest = x.shape[-2] % 4
+    out, rest = inner(x).clone(), x.shape[-2] % 4
     if rest and x.shape[-2] > 4:
-        short = x[..., -rest:, :].clone()
-        short[..., -8:] = 0
-        out[..., -rest:, :] = inner(short)
+        out[..., -rest:, :] = inner(F.pad(x[..., -rest:, :-8], (0, 8)))
     return out
 
 
@@ -100,31 +84,33 @@ def norm_by_rows(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
     return (x.float() * torch.rsqrt(mean + 1e-6)).to(x.dtype) * inner.weight
 
 
-# --- other people's values -----------------------------------------------------------------------------------------
+def in_8_bits(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    scale = largest / 127
+    return (x / scale).round() * scale
 
 
-def shared_scale(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """One activation scale over everybody's tokens."""
-    scale = x.abs().amax() / 127
-    return inner((x / scale).round() * scale)
-
-
-def batch_mean(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """The mean over all rows is taken off, as a batch norm left in training does."""
-    return inner(x - x.mean(-2, keepdim=True) * 2.0**-6)
-
-
-def reads_neighbour(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """Each row has a little of the row before it."""
-    return inner(x + F.pad(x, (0, 0, 1, 0))[..., :-1, :] * 2.0**-6)
-
-
-def shared_top(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """Everybody's numbers are clipped at half of the largest of all."""
-    return inner(x.clamp(max=(x.amax() / 2).item()))
-
-
-# --- from run to run -----------------------------------------------------------------------------------------------
+FUNCTIONS: dict[str, Rows] = {
+    # the order of a sum depends on the batch
+    "splits_by_rows": halved_where(lambda rows: rows > 4),
+    "splits_in_the_middle": halved_where(lambda rows: 6 <= rows <= 9),  # a border that few sizes meet
+    "splits_where_single": halved_where(lambda rows: rows == 1),  # a product of its own, as libraries have one
+    "first_row_apart": lambda x, inner: torch.cat([in_halves(x[..., :1, :], inner), inner(x)[..., 1:, :]], -2),
+    "norm_by_rows": norm_by_rows,
+    # rows that are not computed, or wrongly
+    "wrong_tail": wrong_tail,
+    "capacity": capacity,
+    # other requests' values: one scale for all tokens, a batch norm left in training, the row before, one largest
+    "shared_scale": lambda x, inner: inner(in_8_bits(x, x.abs().amax())),
+    "batch_mean": lambda x, inner: inner(x - x.mean(-2, keepdim=True) * 2.0**-6),
+    "reads_neighbour": lambda x, inner: inner(x + F.pad(x, (0, 0, 1, 0))[..., :-1, :] * 2.0**-6),
+    "shared_top": lambda x, inner: inner(x.clamp(max=(x.amax() / 2).item())),
+    # sound
+    "plain": lambda x, inner: inner(x),
+    "always_in_halves": in_halves,
+    "scale_of_each_row": lambda x, inner: inner(in_8_bits(x, x.abs().amax(-1, keepdim=True))),
+    "row_by_row": lambda x, inner: torch.cat([inner(row) for row in x.split(1, -2)], -2),
+    "padded": lambda x, inner: inner(F.pad(x, (0, 0, 0, -x.shape[-2] % 8)))[..., : x.shape[-2], :],
+}
 
 
 class Counted:
@@ -143,12 +129,11 @@ class Counted:
     def rarely(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
         """One call in 23 adds in another order: a race that is seldom lost."""
         self.calls += 1
-        return always_in_halves(x, inner) if self.calls % 23 == 0 else inner(x)
+        return in_halves(x, inner) if self.calls % 23 == 0 else inner(x)
 
     def dropout(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
         """Left on."""
-        kept = torch.rand(x.shape, generator=self.generator) > 0.02
-        return inner(x * kept)
+        return inner(x * (torch.rand(x.shape, generator=self.generator) > 0.02))
 
     def stale_buffer(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
         """Results are added into a buffer that the call before has left."""
@@ -158,40 +143,7 @@ class Counted:
         return out if buffer is None else out + buffer * 2.0**-8
 
 
-# --- sound -----------------------------------------------------------------------------------------------------------
-
-
-def scale_of_each_row(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """Activations in 8 bits, a scale for each token."""
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return inner((x / scale).round() * scale)
-
-
-def row_by_row(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """A call for each row."""
-    return torch.cat([inner(x[..., i : i + 1, :]) for i in range(x.shape[-2])], -2)
-
-
-def padded(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """Rows filled up to a multiple of 8 with zeros, which are dropped again."""
-    rows = x.shape[-2]
-    return inner(F.pad(x, (0, 0, 0, -rows % 8)))[..., :rows, :]
-
-
-def always_in_halves(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    """Another order than the library's, the same for every batch."""
-    half = x.shape[-1] // 2
-    return F.linear(x[..., :half], inner.weight[:, :half]) + F.linear(x[..., half:], inner.weight[:, half:])
-
-
-def plain(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-    return inner(x)
-
-
-SOUND: tuple[Rows, ...] = (plain, always_in_halves, scale_of_each_row, row_by_row, padded)
-
-
-# --- what is no module's: the cache, and the attention's plan --------------------------------------------------------
+# What is no module's: the cache, and the attention's plan.
 
 
 @contextmanager
@@ -234,9 +186,8 @@ def long_request_joins(model: Any, _: int) -> Iterator[None]:
         del attention.forward
 
 
-Plant = Callable[[Any, int], AbstractContextManager[None]]
+# Loads that are tried until something differs: a fault at few sizes has to be met; a sound model is clean under all.
 _LOADS = 5
-_MLP, _ATTENTION = "model.layers.1.mlp", "model.layers.1.self_attn"
 
 
 @dataclass(frozen=True)
@@ -244,55 +195,44 @@ class PlantedModel:
     """One model."""
 
     name: str
-    plant: Plant = field(repr=False)  # plant(model, seed) puts the fault in for a while
+    # plant(model, seed) puts the fault in for a while
+    plant: Callable[[Any, int], AbstractContextManager[None]] = field(repr=False)
     findings: frozenset[str] = frozenset()  # what is right to say; none for a sound model
     where: str = ""  # what the first culprit's module has to begin with; "" where no place is asked
     architecture: str = "llama"
-    # loads that are tried until something differs: a fault at few sizes has to be met before it can show, and a sound
-    # model must stay clean under all
-    loads: int = _LOADS
 
 
-def _module(function: Rows, path: str, *findings: str) -> PlantedModel:
-    name = f"{function.__name__} in {path.rpartition('.')[2]}"
-    where = path if findings else ""
-    return PlantedModel(name, lambda model, _: wrapped(model, path, function), frozenset(findings), where)
+def _in(path: str, names: str, *findings: str, found: bool = True) -> Iterator[PlantedModel]:
+    """A model for each of the names, whose function stands at this path; `found`: so says the first culprit."""
+
+    def plant(name: str, model: Any, seed: int) -> AbstractContextManager[None]:
+        return wrapped(model, path, FUNCTIONS.get(name) or getattr(Counted(seed), name))
+
+    for name in names.split():
+        shown, where = f"{name} in {path.rpartition('.')[2]}", path if findings and found else ""
+        yield PlantedModel(shown, functools.partial(plant, name), frozenset(findings), where)
 
 
-def _remembered(name: str, path: str) -> PlantedModel:
-    return PlantedModel(
-        f"{name} in {path.rpartition('.')[2]}",
-        lambda model, seed: wrapped(model, path, getattr(Counted(seed), name)),
-        frozenset({Finding.RUN_TO_RUN}),
-        path if name != "rarely" else "",  # where a rare one is, one more look can't be relied on to say
-    )
-
-
-_BATCH = Finding.BATCH
+_BATCH, _RUN = Finding.BATCH, Finding.RUN_TO_RUN
+_MLP, _ATTENTION = "model.layers.1.mlp", "model.layers.1.self_attn"
 _DOWN, _UP = f"{_MLP}.down_proj", f"{_MLP}.up_proj"
-_NORM = "model.layers.1.post_attention_layernorm"
 MODELS: tuple[PlantedModel, ...] = (
-    _module(splits_by_rows, _DOWN, _BATCH),
-    _module(splits_by_rows, f"{_ATTENTION}.o_proj", _BATCH),
-    _module(splits_by_rows, "lm_head", _BATCH),
-    _module(splits_in_the_middle, _UP, _BATCH),
-    _module(splits_where_single, _DOWN, _BATCH),
-    _module(first_row_apart, _DOWN, _BATCH),
-    _module(wrong_tail, _DOWN, _BATCH, DEFECT),
-    _module(capacity, _MLP, _BATCH, DEFECT),
-    _module(norm_by_rows, _NORM, _BATCH),
-    _module(shared_scale, _DOWN, DEFECT),
-    _module(batch_mean, _UP, DEFECT),
-    _module(reads_neighbour, _DOWN, DEFECT),
-    _module(shared_top, _UP, DEFECT),
-    _remembered("drifts", _DOWN),
-    _remembered("rarely", _DOWN),
-    _remembered("dropout", _UP),
-    _remembered("stale_buffer", _DOWN),
+    *_in(_DOWN, "splits_by_rows splits_where_single first_row_apart", _BATCH),
+    *_in(f"{_ATTENTION}.o_proj", "splits_by_rows", _BATCH),
+    *_in("lm_head", "splits_by_rows", _BATCH),
+    *_in(_UP, "splits_in_the_middle", _BATCH),
+    *_in("model.layers.1.post_attention_layernorm", "norm_by_rows", _BATCH),
+    *_in(_DOWN, "wrong_tail", _BATCH, DEFECT),
+    *_in(_MLP, "capacity", _BATCH, DEFECT),
+    *_in(_DOWN, "shared_scale reads_neighbour", DEFECT),
+    *_in(_UP, "batch_mean shared_top", DEFECT),
+    *_in(_DOWN, "drifts stale_buffer", _RUN),
+    *_in(_UP, "dropout", _RUN),
+    *_in(_DOWN, "rarely", _RUN, found=False),  # where a rare one is, one more look can't be relied on to say
     PlantedModel("long_request_joins", long_request_joins, frozenset({_BATCH}), _ATTENTION),
     PlantedModel("wrong_cache_place", wrong_cache_place, frozenset({_BATCH, DEFECT}), "model.layers.0"),
     # ---- sound
-    *(_module(function, _DOWN) for function in SOUND),
+    *_in(_DOWN, "plain always_in_halves scale_of_each_row row_by_row padded"),
     PlantedModel("qwen3 as it is", lambda *_: nullcontext(), architecture="qwen3"),
     PlantedModel("mistral with windows", lambda *_: nullcontext(), architecture="mistral"),
 )
@@ -304,7 +244,7 @@ def judge_model(planted: PlantedModel, seed: int) -> Judged:
     began = time.perf_counter()
     model = model_of(planted.architecture, torch.float32, seed)
     with planted.plant(model, seed):
-        for number in range(planted.loads):
+        for number in range(_LOADS):
             traced = trace(model, LOAD, impl="invariant", arms=arms_of(LOAD, seed=seed + 1000 * number))
             if traced.verdict.finding != Finding.CLEAN:
                 break
@@ -312,7 +252,7 @@ def judge_model(planted: PlantedModel, seed: int) -> Judged:
     said = cause_of(Run(header=header, culprits=traced.culprits, trace_verdicts=[traced.verdict]))
     first = traced.culprits[0] if traced.culprits else None
     detail = f"`{first.call}` of {first.module}; " if first is not None else ""
-    detail += f"{number + 1} of {planted.loads} loads, {time.perf_counter() - began:.1f} s"
+    detail += f"{number + 1} of {_LOADS} loads, {time.perf_counter() - began:.1f} s"
     cause = (first.module if first is not None else "").startswith(planted.where)
     ok = said in (planted.findings or {Finding.CLEAN})
     return Judged(f"model: {planted.name} {seed}", said_of(planted.findings), said, ok, cause, detail)

@@ -80,22 +80,6 @@ def test_every_value_is_painted_in_its_own_lane() -> None:
         assert [len(cells(lane)) for lane in figure["panels"][0]["lanes"]] == [4, 2, 2]
 
 
-def test_sizes_get_a_log_axis_and_what_is_no_size_equal_cells() -> None:
-    """Over 4,096 values what happens at M = 8 is still visible; runs, and sizes close together, are a list."""
-    labels = [1 if m == 8 else 0 for m in range(1, 4097)]
-    (figure,) = map_figures([row([1 - x for x in labels] if labels[0] else labels)])
-    ((left, right),) = cells(figure["panels"][0]["lanes"][1])
-    assert right - left >= 8
-    assert (left + right) / 2 == pytest.approx(250, abs=2)  # 8 of 4,096: three octaves of twelve
-    assert figure["scale"] == "log2 scale"
-    assert [t.text for t in figure["ticks"] if t.border] == ["8"]
-    assert {"1", "64", "4096"} <= {t.text for t in figure["ticks"]}
-    for listed in (row([0, 1, 0, 0], values=[5, 6, 7, 8]), row([0, 1, 0, 0], varied="run")):
-        (short,) = map_figures([listed])
-        assert cells(short["panels"][0]["lanes"][1]) == [(254.0, 496.0)]
-        assert short["scale"] == ""
-
-
 def test_cells_are_what_kernels_are() -> None:
     """A split, a matrix-vector kernel and a tile are three kinds by their names; what nobody saw is none of them."""
     names = [["nvjet_sm90_tst_64x8_splitK_TNT", REDUCE], ["gemvNSP_kernel"], ["nvjet_sm90_tst_64x8_TNT"]]

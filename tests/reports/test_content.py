@@ -9,17 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nondet.core.records import Difference, Run
+from nondet.core.records import Run
 from nondet.core.runfile import traces_path
-from nondet.core.statistics import percent
 from nondet.errors import UserError
 from nondet.reports import html, markdown, samples
 from nondet.reports.content import RunSection, build, headline, problems
 from nondet.reports.document import Table, plain
-from nondet.reports.text import environment_line, share_text
 from nondet.sampling.analysis import SampleSummary
 from nondet.verdict.findings import Finding, Verdict
-from tests.build import ENVIRONMENT, failed, row, run_of, sampled, summaries_of
+from tests.build import failed, row, run_of, sampled, summaries_of
 from tests.reports.test_terminal import printed
 
 
@@ -128,14 +126,3 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
     (section,) = build([sampled(tmp_path)]).runs
     assert section.sampled is not None
     assert (section.sampled.overall, section.sampled.shown) == ([], section.samples)
-
-
-def test_numbers_are_written_as_numbers() -> None:
-    """No percentage of a hundred zeros, and one of a thing is one."""
-    assert (percent(3e-150, "down"), percent(3e-150, "up")) == ("2.99e-148%", "3.02e-148%")
-    assert percent(3e-7) == "0.000030%"
-    assert "1 thread ·" in environment_line(ENVIRONMENT | {"gpu": None, "num_threads": 1})
-    assert "2 threads ·" in environment_line(ENVIRONMENT | {"gpu": None, "num_threads": 2})
-    one = Difference(mismatched=1, compared=1, max_abs=1.0, max_ulp=1)
-    assert share_text(one) == "its one element"
-    assert share_text(msgspec.structs.replace(one, compared=4096)) == "1 of 4,096 elements"

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nondet.cli import main
 from nondet.core.records import AxisValue, Run, Status
-from nondet.core.runfile import open_run
+from nondet.core.runfile import write_run
 from nondet.diff import RunDiff
 from nondet.errors import UnknownNameError
 from nondet.reports import diff as diff_html
@@ -178,13 +178,8 @@ def moved(a: Run, b: Run, folder: Path) -> int:
     """The exit code of --fail-on moved, of two runs written as files."""
     paths = []
     for name, run in (("a", a), ("b", b)):
-        path = folder / f"{name}.jsonl"
-        writer = open_run(path, command=run.header.command, plan=run.header.plan, environment={}, force=True)
-        for record in run.records():
-            writer.write(record)
-        writer.finish()
-        writer.close()
-        paths.append(str(path))
+        write_run(folder / f"{name}.jsonl", run, force=True)
+        paths.append(str(folder / f"{name}.jsonl"))
     return main(["diff", *paths, "--fail-on", "moved", "--quiet"])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -41,13 +39,6 @@ def test_every_report_has_the_contract_the_arms_and_the_times(run: Run) -> None:
     assert "batch-dependent" in " ".join(lines[-6:])
     assert any(line.startswith("contract: ") for line in lines)
     assert any(line.startswith("server, loaded ") and " 18 " in line for line in lines)
-
-
-def test_an_arm_that_is_proven_of_some_prompts_says_so_where_a_terminal_cuts() -> None:
-    """vLLM found only the longest of three prompts in its cache."""
-    kept = read_run(Path(__file__).parents[2] / "docs" / "evidence" / "servers" / "vllm-cpu" / "sample.jsonl.gz")
-    lines = printed(kept, width=80, verbose=False).splitlines()
-    assert [line[:4] for line in lines if "proven on only 1 of 3 prompts" in line] == ["warm"]
 
 
 def test_figures_of_the_arms(run: Run) -> None:
