@@ -87,8 +87,6 @@ def test_options_in_python_are_those_of_the_command() -> None:
 
 def test_any_function_is_checked(tmp_path: Path) -> None:
     rows, sizes = torch.randn(64, 32), [1, 2, 3, 64]
-    run = nondet.check(lambda x: x * 2, lambda size: rows[:size], over=sizes)
-    assert "no divergence observed" in run.verdict()
 
     def by_size(x: torch.Tensor) -> torch.Tensor:
         return x * (1 + x.shape[0] % 2)
@@ -98,11 +96,5 @@ def test_any_function_is_checked(tmp_path: Path) -> None:
     assert run.frame("classes")["label"].tolist() == [0, 1, 0, 1, 0, 1]
     run = nondet.check_operator(lambda x: x.sum(-1), "mean", m=4, k=64, inputs="bell", varied=("batch_size",))
     assert "wrong" in run.verdict()
-
-    # what takes something else is named before it fails at each size, and with what was given
-    with pytest.raises(UserError, match=r"fn takes \(a, b\), and what make_inputs gives is 1 positional"):
-        nondet.check(lambda a, b: a, lambda size: rows[:size], over=[1, 2])
     with pytest.raises(UserError, match=r"make_inputs takes \(\)"):
         nondet.check(lambda a: a, lambda: rows, over=[1, 2])
-    with pytest.raises(UserError, match=r"Write it as linear\(x, weight, bias=None\)"):
-        nondet.check_operator(lambda x: x, "linear")
