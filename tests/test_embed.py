@@ -125,9 +125,7 @@ def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedModel, tmp
     assert max(n.topk_reordered for n in run.neighbours) > 0  # of 8 texts the 7 nearest are always the same set
 
 
-def test_a_model_that_cannot_pack_says_so(
-    encoder: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_pack_says_so(encoder: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = encoder.model.forward
 
     def without_positions(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:

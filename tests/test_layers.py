@@ -134,9 +134,7 @@ def test_the_checks_would_see_it(tmp_path: Path) -> None:
     assert set(cycle({("a", "b"), ("b", "c"), ("c", "a")})) == {"a", "b", "c"}
 
 
-def test_every_package_is_within_its_budget(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packages_are_within_their_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["house.py"])
     assert house.main() == 0, capsys.readouterr().out
     assert "over" not in capsys.readouterr().out

@@ -26,7 +26,6 @@ def verdict(call: Any, inputs: Any, kept: Certificates) -> bool | None:
 def test_prove_compares_and_records_what_it_saw(kept: Certificates) -> None:
     inputs = list(product_inputs((3, N, K), torch.bfloat16, "cpu"))
     for kind, (_, _, bias) in product_inputs((3, N, K), torch.bfloat16, "cpu", bias=True, kinds=PRODUCT_INPUTS[:2]):
-        assert bias is not None
         assert 0 < float(bias.abs().max()) < (2.0**-12 if kind == "order" else 1.0)  # it hides no rounding errors
     infinite = [("inf", (torch.full((2, K), torch.inf), torch.ones(N, K)))]
     assert (verdict(linear, [], kept), verdict(linear, infinite, kept), kept.all()) == (None, None, [])

@@ -121,7 +121,6 @@ class Server:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        assert task is not None
         self._tasks.add(task)
         with contextlib.suppress(ConnectionError, asyncio.CancelledError, TimeoutError):
             while (request := await read_request(reader)) is not None:

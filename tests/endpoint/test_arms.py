@@ -44,7 +44,6 @@ def test_an_honest_server_is_clean_and_bounded(tmp_path: Path) -> None:
     assert exit_code(run, "divergent")[0] == 0
     assert set(contract(run).values()) == {"yes"}
     power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
-    assert power is not None
     assert 0 < power.loads <= 12
     assert power.loads <= power.requests <= 42
 
@@ -94,7 +93,6 @@ def test_only_a_proven_load_says_anything(tmp_path: Path) -> None:
         if number:
             assert "of loads (" not in text
             power = power_of(run, "server", rate=0.1, confidence=0.95, by="load")
-            assert power is not None
             assert (power.requests, power.loads) == (0, 0)
             assert decide(run, rate=0.9, confidence=0.95, by="load").outcome != Outcome.OPEN
 

@@ -112,9 +112,7 @@ class Gateway(Honest):
         return await super()._answer(Request(request.method, path, request.headers, request.body), writer)
 
 
-def test_no_key_and_no_token_in_the_path_is_left_anywhere(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_key_and_no_token_is_left_anywhere(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = "sk-abcdefghij0123456789"
     monkeypatch.setenv("NONDET_API_KEY", key)
     with in_thread(Gateway("vllm", token_s=0.001, key=key)) as server:
@@ -145,9 +143,7 @@ def gate(url: str, folder: Path, *more: str) -> int:
     return main(["gate", "--endpoint", url, *LOAD, "--out", str(folder / "g.jsonl"), "--force", "--json", *more])
 
 
-def test_an_invariant_server_opens_it_as_soon_as_that_is_valid_and_a_stopped_one_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invariant_server_opens_it_or_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three proven loads exclude seven in ten; a resumed gate asks for no more than are missing."""
     path = tmp_path / "g.jsonl"
     resumed = ["gate", "--out", str(path), "--rate", "70%", "--json", "--resume", *LOAD]

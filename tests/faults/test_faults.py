@@ -209,9 +209,7 @@ def test_there_are_enough_of_both() -> None:
     assert {*_SHORT, *_HERE} <= {p.function for p in PLANTED} | {m.name for m in MODELS}
 
 
-def test_the_matrix_counts_what_is_said_wrongly(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_matrix_counts_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     batch = "batch-dependent"
     told = iter(
         [

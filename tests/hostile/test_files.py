@@ -26,9 +26,7 @@ from tests.core.test_runfile import finished, writer
 from tests.core.test_runfile import row as runfile_row
 
 
-def test_certificates_are_shown_without_control_codes_and_kept_where_they_can_not_be_deleted(
-    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_certificates_are_shown_and_kept(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one calls its member could move the cursor; a read-only cache is one line. (Tests may run as root.)"""
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_instances", {})

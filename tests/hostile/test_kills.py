@@ -80,11 +80,9 @@ class Process(subprocess.Popen[str]):
     """Runs commands in children of one warm process: after the id of the child comes its exit code."""
 
     def line(self) -> str:
-        assert self.stdout is not None
         return self.stdout.readline().strip()
 
     def start(self, argv: list[str]) -> int:
-        assert self.stdin is not None
         print(*argv, sep="\t", file=self.stdin, flush=True)
         return int(self.line())
 

@@ -346,7 +346,6 @@ def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
     run = sampled(tmp_path, n=600, length=640, impls=("stock",), variants=lambda _, number: ([(number, 11)], 0))
     (summary,) = summaries_of(run)
     assert summary.distinct_completions >= 500
-    assert summary.first_fork is not None
     assert sum(b.count for b in summary.first_fork.branches) == 600
     assert "<svg" in html.render([run])
     assert markdown.render([run])
@@ -356,7 +355,6 @@ def test_margins_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     for margin in (float("nan"), float("inf")):
         run = sampled(tmp_path / str(margin), n=30, length=24, margin=margin)
         summary = summaries_of(run)[0]
-        assert summary.first_fork is not None
         assert all(branch.margin_min is None for branch in summary.first_fork.branches)
         assert "not recorded" in html.render([run])
 
@@ -372,9 +370,7 @@ def commands(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_line_that_is_wrapped_is_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seed: int
-) -> None:
+def test_no_line_is_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seed: int) -> None:
     """Names and reasons of a run at many widths: on a terminal as it is a line begins with ::error, here none does."""
     rng = random.Random(seed)  # noqa: S311 - a test's inputs
 

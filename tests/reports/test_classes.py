@@ -105,7 +105,6 @@ def test_a_map_s_lines_are_told_together_and_drawn_with_their_borders() -> None:
     """Equal lines are one text; a lane a line, its border at log2(M); where nothing differs one lane for all."""
     lines = [_line(2, [0, 0, 1]), _line(1, [0, 0, 1]), _line(3, [0, 1, 1], unequal=[1, 7, "x"]), _line(4, [0, 0, 1])]
     found = product_map([*lines, *(_line(n, [0, 0, 0], "invariant") for n in (1, 2))])
-    assert found is not None
     assert found.texts == [
         ("stock", "N 1-2, 4: M 1-2: A | 3: B"),
         ("stock", "N 3: M 1: A | 2-3: B; equal rows of one call got unequal bits in B"),

@@ -109,7 +109,6 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
     run.header.plan["prompts"] = [{"text": NASTY, "tokens": 4, "seed": i} for i in range(5)]
     run.completions[:] = [msgspec.structs.replace(c, prompt=i % 5) for i, c in enumerate(run.completions)]
     (section,) = build([run]).runs
-    assert section.sampled is not None
     assert [s.prompt for s in section.sampled.shown] == [0, 1]
     assert {v.prompt for v in section.shown_verdicts} == {0, 1}
     assert [s.name for s in section.samples] == ["seed 0", "seed 1", "seed 2", "seed 3", "seed 4"]
@@ -124,5 +123,4 @@ def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypat
         assert fact in document, fact
     assert NASTY not in page
     (section,) = build([sampled(tmp_path)]).runs
-    assert section.sampled is not None
     assert (section.sampled.overall, section.sampled.shown) == ([], section.samples)

@@ -43,7 +43,6 @@ def test_every_report_has_the_contract_the_arms_and_the_times(run: Run) -> None:
 
 def test_figures_of_the_arms(run: Run) -> None:
     endpoint = build([run]).runs[0].endpoint
-    assert endpoint is not None
     by_arm = {(f.impl, f.arm): f for f in endpoint.arms}
     loaded, other = by_arm["server", "loaded"], by_arm["server-2", "loaded"]
     assert min(d.token for d, _ in loaded.divergences if d.token is not None) >= 5
@@ -56,7 +55,6 @@ def test_figures_of_the_arms(run: Run) -> None:
 def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
     """The cause that the first screen names is of comparisons with parted traces, whatever their sentence says."""
     endpoint = build([run]).runs[0].endpoint
-    assert endpoint is not None
     alike = [c for _, _, c in endpoint.comparisons if not c.traces_off]
     parted = [c for _, _, c in endpoint.comparisons if c.traces_off]
     assert alike
@@ -66,7 +64,6 @@ def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
     header = msgspec.structs.replace(run.header, plan=run.header.plan | plan)
     again = [msgspec.structs.replace(c, prompt=1, request=f"{c.request}-again") for c in run.completions]
     both = build([msgspec.structs.replace(run, header=header, completions=[*run.completions, *again])]).runs[0].endpoint
-    assert both is not None
     assert {text.partition(", ")[0] for text in both.differences} == {"prompt 1", "prompt 2"}
 
 

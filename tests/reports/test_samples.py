@@ -23,7 +23,6 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> SampleSummary:
 
 def drawn(*summaries: SampleSummary) -> tuple[Plot, dict[str, Points]]:
     plots = curve_plots(summaries)
-    assert plots is not None
     (plot,) = plots.panels[0].plots
     return plot, {mark.style: mark.points for mark in plot.marks}
 
@@ -76,7 +75,6 @@ def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
     assert branch_of(top, 5).mark == " an"
     for completion in others:
         at = completion.parts_at
-        assert at is not None
         code = branch_of(completion, at)
         assert code.mark == completion.pieces[at] != top.pieces[at]
         assert completion.pieces[:at] == top.pieces[:at]

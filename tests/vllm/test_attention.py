@@ -155,9 +155,7 @@ def test_soft_caps_are_asked_as_vllm_means_them(backend: ModuleType) -> None:
     assert compare.identical(out, step(backend, impl, [40, 33], [1, 9], pages_seed=9)[0])
 
 
-def test_a_large_chunk_is_gathered_and_gives_the_same_answers(
-    backend: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_chunk_is_gathered_to_the_same_answers(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "DENSE_ITEMS", 1)
     monkeypatch.setattr(backend, "DENSE_WORK", HEADS * 90 * 70)
     seen: list[tuple[int, ...]] = []

@@ -117,9 +117,7 @@ def test_a_version_that_fits_is_patched_and_one_that_was_not_run_is_said(monkeyp
             assert sum("was never run under nondet: 0.25.1 and 0.26.0 were" in line for line in toys.LOG) == lines
 
 
-def test_a_refusal_is_one_line_where_nobody_catches_it(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_is_one_line(toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As in `vllm serve`; another's error keeps its traceback, and a process that asked for nothing its hook."""
     others: list[Any] = []
 
@@ -477,9 +475,7 @@ def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("order", ["tree", "ring", "ring from 33 rows on"])
-def test_a_sum_over_four_ranks_runs_at_the_row_counts_that_are_proven(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, order: str
-) -> None:
+def test_a_sum_over_four_ranks_at_proven_row_counts(toy: Toy, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
     """One order for all numbers stands; a ring's, which follows a number's place in the message, does not. A step has
     thousands of row counts above its graphs: each is filled up to one of a few."""
     asked: set[int] = set()
@@ -614,9 +610,7 @@ def test_a_kernel_of_its_own_runs_at_the_row_counts_that_are_proven(toy: Toy, mo
     assert kept() is None  # an engine that ended in this process keeps no memory
 
 
-def test_a_coverage_file_that_is_there_keeps_what_it_says(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_coverage_file_keeps_what_it_says(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "coverage.jsonl"
     monkeypatch.setenv(nondet.vllm.WRITTEN, str(path))
     assert loaded(toy, model()).loaded
@@ -683,9 +677,7 @@ def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
     assert "could not be tested" in found["RMSNorm"][1]
 
 
-def test_a_model_that_is_refused_is_refused_before_anything_is_proven(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_model_is_refused_before_anything_is_proven(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     group_of(toy, lambda x: 1 / 0, 2)
     monkeypatch.setattr(operators, "certify_product", None)
     two = {"parallel_config__tensor_parallel_size": 2}
@@ -832,9 +824,7 @@ def sources(
     return str(folder)
 
 
-def test_functions_and_the_layout_of_a_cache_are_read_from_sources(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_functions_and_a_cache_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every function as it is; then one that takes more and one that is gone. Parameters alone say nothing of a cache's
     layout: 0.26 changed what the function returns, and later the layout has a name."""
     assert vllm_seams.main([sources(tmp_path / "fits")]) == 0

@@ -19,7 +19,7 @@ def seen(folder: Path, name: str, digest: str, alike: int = 3, mode: str = "nond
     (folder / f"{name}.json").write_text(json.dumps(made))
 
 
-def test_the_plugin_alone_has_to_be_alike(
+def test_the_plugin_has_one_answer(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for digests, alike, mode, line, code in [
