@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gzip
 import lzma
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from nondet.core.compare import error_against
-from nondet.core.records import SCHEMA_VERSION, Row, Served, Status
+from nondet.core.records import SCHEMA_VERSION, Row, Status
 from nondet.core.runfile import RunWriter, disk_errors, open_run, read_run, traces_path, write_run
 from nondet.core.traces import Trace, TraceWriter, read_traces, trace_digest
 from nondet.errors import UnrecordableError, UserError
@@ -84,10 +83,8 @@ def test_what_is_not_our_run_is_refused_in_one_line(tmp_path: Path, monkeypatch:
         with pytest.raises(UserError, match=said) as caught:
             read_run(path)
         assert "\n" not in str(caught.value)
-    os.mkfifo(tmp_path / "fifo")
-    for odd, said in ((tmp_path, "a folder"), (tmp_path / "fifo", "regular")):
-        with pytest.raises(UserError, match=said):
-            read_run(odd)
+    with pytest.raises(UserError, match="a folder"):
+        read_run(tmp_path)
     monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(UserError, match=r"can't read .*run\.jsonl: Input/output error"):
         read_run(path)
@@ -222,23 +219,6 @@ def test_a_half_finished_run_of_an_older_nondet_goes_on(tmp_path: Path, monkeypa
     for other in (asked(["a" * 901, "b"]), moved):
         with pytest.raises(UserError, match="other options"):
             writer(path, command="sample", plan={**plan, **other}, resume=True)
-
-
-def test_a_completion_that_no_reader_would_take_is_a_failed_one(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    run = writer(path, command="sample", plan=asked(["a"]))
-    good = factory.completion("r", "0" * 16, impl="server", n_tokens=1)
-    odd: list[dict[str, Any]] = [
-        {"n_tokens": -1}, {"nonfinite": 2}, {"trace": "zz"}, {"finish": "\ud800"}, {"schedule": [[0, 10**9, 1]]},
-        {"batch_min": 2**70}, {"served": Served(completion_tokens=2**30)}, {"served": Served(done=float("nan"))},
-    ]  # fmt: skip
-    for number, fields in enumerate(odd):
-        made = msgspec.structs.replace(good, request=f"r{number}", **fields)
-        written = run.write(made)
-        assert (written.key, written.status) == (made.key, "error")
-    run.write(good)
-    run.finish()
-    assert [c.status for c in read_run(path).completions] == ["error"] * len(odd) + ["ok"]
 
 
 def trace(tokens: list[int], runner_up: Sequence[int] = ()) -> Trace:
