@@ -27,9 +27,9 @@ def draw(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "little")
 
 
-@dataclass
-class Faults:
-    """What the server does beside answering honestly."""
+@dataclass(kw_only=True)
+class MemoryClient:
+    """As `nondet.endpoint.arms.Client`; the first fields are what it does beside answering honestly."""
 
     batch: str = ""  # "bits" moves logprobs where others run, "tokens" flips tokens there too
     cache: bool = False  # logprobs depend on what was cached
@@ -37,7 +37,7 @@ class Faults:
     known: str = "ids"  # what tokens come as: "ids", "bytes" or "text"
     logprobs: bool = True
     streams: bool = True
-    metrics: bool = True
+    counters: bool = True
     cached: bool = True
     serial: bool = False  # one request at a time
     greedy: bool = True
@@ -46,14 +46,8 @@ class Faults:
     fails: int = 0  # every so many-th request fails with a 500
     dies_after: int = 0  # requests after which nothing is answered any more
     fingerprint: str = "fake-1"
-    models: tuple[str, ...] = ("tiny",)
-
-
-@dataclass
-class MemoryClient:
-    """See `nondet.endpoint.arms.Client`."""
-
-    faults: Faults = field(default_factory=Faults)
+    listed: Sequence[str] = ("tiny",)
+    change: Callable[[Ask, int, Answer], Answer] = lambda ask, number, answer: answer  # the number-th answer
     url: str = "http://memory"
     protocol: str = "memory"
     model: str = "tiny"
@@ -64,23 +58,21 @@ class MemoryClient:
     seen: set[str] = field(default_factory=set)
     ids: Counter[str] = field(default_factory=Counter)
     gate: asyncio.Semaphore | None = None
-    change: Callable[[Ask, int, Answer], Answer] = lambda ask, number, answer: answer  # the number-th answer
 
     async def complete(self, ask: Ask) -> Answer:
-        f, sent = self.faults, time.monotonic()
         self.asked += 1
         self.ids[ask.id] += 1
-        number = self.asked
-        if f.dies_after and number > f.dies_after:
+        sent, number = time.monotonic(), self.asked
+        if self.dies_after and number > self.dies_after:
             return Answer(ask=ask.id, finish="error", sent=sent, done=sent, kind="connect", reason="connection refused")
-        if f.fails and number % f.fails == 0:
+        if self.fails and number % self.fails == 0:
             return Answer(ask=ask.id, finish="error", sent=sent, done=sent, kind="http-500", reason="500 no\x1b[31m")
-        self.gate = self.gate or asyncio.Semaphore(1 if f.serial else 10_000)
+        self.gate = self.gate or asyncio.Semaphore(1 if self.serial else 10_000)
         async with self.gate:
             return self.change(ask, number, await self._answer(ask, number, sent))
 
     async def _answer(self, ask: Ask, number: int, sent: float) -> Answer:
-        f, most = self.faults, 0
+        most = 0
         self.running += 1
         try:
             await asyncio.sleep(_STEP_S)
@@ -93,44 +85,40 @@ class MemoryClient:
             done, most = time.monotonic(), max(most, self.running)
         finally:
             self.running -= 1
-        beside = most > 1 and f.batch
+        beside = most > 1 and self.batch
         tokens: list[int] = []
         for i in range(ask.max_tokens):
             salt: object = 0
-            if ask.temperature and f.varies:
-                salt = (ask.seed, i) if ask.seed is not None and f.seeded else (number, i)
-            if beside and f.batch == "tokens" and i >= 5:
+            if ask.temperature and self.varies:
+                salt = (ask.seed, i) if ask.seed is not None and self.seeded else (number, i)
+            if beside and self.batch == "tokens" and i >= 5:
                 salt = "other"
             tokens.append(draw("token", ask.prompt, tokens[-4:], salt) % len(_WORDS))
         logprobs = np.array([-0.25 - draw(ask.prompt, i, t) % 100 / 50 for i, t in enumerate(tokens)], np.float32)
-        if beside or (f.cache and cached) or (f.noisy and number % f.noisy == 0):
+        if beside or (self.cache and cached) or (self.noisy and number % self.noisy == 0):
             logprobs[len(tokens) // 2 :] += np.float32(2**-18)
         margins = np.full(len(tokens), 1.5, dtype=np.float32) / np.float32(ask.temperature or 1.0)
         answer = Answer(
-            ask=ask.id, text="".join(_WORDS[t] for t in tokens), cached_tokens=cached if f.cached else None,
-            prompt_tokens=len(ask.prompt) // 4, completion_tokens=len(tokens), fingerprint=f.fingerprint, model="tiny",
-            token_ids=tuple(tokens) if f.known == "ids" else None, sent=sent, done=done,
-            token_bytes=tuple(_WORDS[t].encode() for t in tokens) if f.known in ("ids", "bytes") else None,
-            first=first if f.streams else None,
+            ask=ask.id, text="".join(_WORDS[t] for t in tokens), cached_tokens=cached if self.cached else None,
+            prompt_tokens=len(ask.prompt) // 4, completion_tokens=len(tokens), fingerprint=self.fingerprint,
+            token_ids=tuple(tokens) if self.known == "ids" else None, sent=sent, done=done,
+            token_bytes=tuple(_WORDS[t].encode() for t in tokens) if self.known in ("ids", "bytes") else None,
+            first=first if self.streams else None, model="tiny",
         )  # fmt: skip
-        if not f.logprobs or not ask.top_logprobs:
+        if not self.logprobs or not ask.top_logprobs:
             return answer
-        top = len(tokens) if f.greedy else len(tokens) - 1
+        top = len(tokens) if self.greedy else len(tokens) - 1
         return replace(answer, logprobs=logprobs.tobytes(), margins=margins.tobytes(), chosen_is_top=top)
 
     async def metrics(self) -> dict[str, float]:
-        if not self.faults.metrics:
+        if not self.counters:
             return {}
-        running = min(self.running, 1) if self.faults.serial else self.running
+        running = min(self.running, 1) if self.serial else self.running
         return {"fake:num_requests_running": running, "fake:num_requests_waiting": self.running - running}
 
     async def flush(self) -> bool:
         self.seen.clear()
         return True
-
-    @property
-    def listed(self) -> list[str]:
-        return list(self.faults.models)
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[MemoryClient]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
-from nondet.endpoint.arms import Answer, Ask
+from nondet.endpoint.arms import Ask
 from nondet.endpoint.client import HttpClient
 from nondet.endpoint.http import Limits
 from tests.endpoint.honest import Honest, awaited
@@ -46,16 +46,8 @@ NOTES = {
 }
 
 
-class Met(NamedTuple):
-    """What came of all at once, by one client: an answer for each behaviour, honest ones, who asked elsewhere."""
-
-    hostile: dict[str, Answer]
-    honest: list[Answer]
-    seconds: float
-    elsewhere: list[dict[str, object]]
-
-
-async def _meet() -> Met:
+async def _meet() -> SimpleNamespace:
+    """All at once, by one client: an answer for each behaviour, honest ones, who was requested elsewhere."""
     async with (
         Honest() as elsewhere,
         Hostile(elsewhere.url, token_s=0.002) as server,
@@ -69,17 +61,18 @@ async def _meet() -> Met:
         asked = zip(clients, asks + honest, strict=True)
         answers = await asyncio.gather(*(client.complete(ask) for client, ask in asked))
         named = dict(zip(BEHAVIOURS, answers, strict=False))
-        return Met(named, answers[len(asks) :], time.monotonic() - begun, elsewhere.requests)
+        took, honest = time.monotonic() - begun, answers[len(asks) :]
+        return SimpleNamespace(hostile=named, honest=honest, seconds=took, elsewhere=elsewhere.requests)
 
 
 @pytest.fixture(scope="module")
-def met() -> Met:
+def met() -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NONDET_API_KEY", KEY)
         return asyncio.run(asyncio.wait_for(_meet(), 60))
 
 
-def test_each_is_one_line(met: Met) -> None:
+def test_each_is_one_line(met: SimpleNamespace) -> None:
     for name, answer in met.hostile.items():
         assert answer.ask == name
         assert answer.kind == KINDS[name], (name, answer.reason)
@@ -114,7 +107,7 @@ async def test_patience_with_a_full_server_ends() -> None:
             assert (answer.kind, answer.attempts) == (KINDS[prompt], attempts)
 
 
-def test_no_prompt_and_no_key_goes_elsewhere(met: Met) -> None:
+def test_no_prompt_and_no_key_goes_elsewhere(met: SimpleNamespace) -> None:
     assert met.elsewhere == []
     assert "http://127.0.0.1:" in met.hostile["redirect-elsewhere"].reason
     assert met.hostile["echo-in-error"].reason == "HTTP 403: bad Bearer [key]"

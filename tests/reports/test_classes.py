@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 
-from nondet.reports.classes import (
-    WIDTH,
-    axis_name,
-    classes,
-    kind_of,
-    map_figures,
-    map_text,
-    product_map,
-    short_kernel,
-)
+from nondet.reports.classes import WIDTH, axis_name, classes, kind_of, map_figures, map_text, product_map, short_kernel
 from tests.build import REDUCE, row
 
 

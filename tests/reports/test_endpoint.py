@@ -9,7 +9,7 @@ from nondet.core.records import Run
 from nondet.core.runfile import read_run
 from nondet.reports import html, markdown
 from nondet.reports.content import build
-from tests.endpoint.memory import ARMS, Faults, MemoryClient, sampled
+from tests.endpoint.memory import ARMS, MemoryClient, sampled
 from tests.reports.test_terminal import flat, printed
 
 EVIL = "<script>alert(1)</script>\x1b]0;owned\x07|`[x](http://evil)`"
@@ -18,8 +18,8 @@ EVIL = "<script>alert(1)</script>\x1b]0;owned\x07|`[x](http://evil)`"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("endpoint") / "run.jsonl"
-    evil = Faults(batch="tokens", fingerprint=EVIL, models=("tiny", EVIL), fails=37)
-    sampled(out, MemoryClient(evil), MemoryClient())
+    evil = MemoryClient(batch="tokens", fingerprint=EVIL, listed=("tiny", EVIL), fails=37)
+    sampled(out, evil, MemoryClient())
     return read_run(out)
 
 
