@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,10 +30,7 @@ from tests.vllm import toys
 
 Toy = dict[str, ModuleType]
 # of experts, whose products run in Triton's interpreter
-FEW: dict[str, Any] = {
-    "scheduler_config__max_num_batched_tokens": 4,
-    "compilation_config__cudagraph_capture_sizes": [1, 2, 4],
-}
+FEW = {"scheduler_config__max_num_batched_tokens": 4, "compilation_config__cudagraph_capture_sizes": [1, 2, 4]}
 
 
 @pytest.fixture
@@ -236,7 +233,6 @@ def test_steps_with_prompts_in_them_are_graphed(toy: Toy) -> None:
 def test_what_is_not_covered_is_refused_by_name(toy: Toy) -> None:
     plugin.register()
     arguments, triton = toy["vllm.engine.arg_utils"].EngineArgs, toys.AttentionBackendEnum.TRITON_ATTN
-    given: dict[str, Any]
     for given, named in (
         ({"attention_backend": triton}, "--attention-backend TRITON_ATTN"),
         ({"attention_config": SimpleNamespace(backend=triton)}, "--attention-backend TRI"),
@@ -800,14 +796,9 @@ SHAPES["rows"] = ("num_blocks", "num_kv_heads", "block_size", "2 * head_size")
 SHAPES["other"] = ("num_blocks", "block_size", "num_kv_heads", "2 * head_size")
 
 
-def sources(
-    folder: Path,
-    change: Callable[[str], str] = str,
-    functions: Iterable[tuple[str, str]] = tuple(plugin.PATCHED.items()),
-    shape: str = "",
-) -> str:
+def sources(folder: Path, change: Callable[[str], str] = str, functions: Any = None, shape: str = "") -> str:
     held: dict[str, dict[str, list[str]]] = {}
-    for place, takes in functions:
+    for place, takes in functions or plugin.PATCHED.items():
         module, _, path = place.partition(":")
         cls, _, name = path.rpartition(".")
         body = f"return ({', '.join(SHAPES[shape])})" if place == plugin.SHAPE else "..."
