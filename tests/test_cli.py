@@ -227,7 +227,6 @@ def test_bad_input_that_shows_late_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_ranks_are_not_started_for_all_probes_on_a_cpu(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting processes is no part of the first look: it is left out of "all", said, and asked where it is named."""
     few = {name: registry.PROBES[name] for name in ("float-sum", "all-reduce")}
     monkeypatch.setattr("nondet.services.probe.PROBES", few)
     code, _, err = run("probe", "all", "--device", "cpu", "--out", "r.jsonl")
@@ -446,13 +445,10 @@ def test_the_table_of_a_sample_run_is_its_completions(run: Command) -> None:
 
 
 def test_another_nondet_beside_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip installs two packages under one command without a word."""
     assert "another package" not in run("--version")[2]
     monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
     assert "another package, nondet 9.9, is installed beside nondet-llm" in run("--version")[2]
 
-
-# The command ends its process without taking torch apart: what others want done at the end is done all the same.
 
 SCRIPT = """
 import atexit, os, sys, threading, time
@@ -522,9 +518,6 @@ def test_env_prints_what_a_bug_report_needs(run: Command, monkeypatch: pytest.Mo
     assert known["variables"]["MKL_CBWR"] == "AVX2"
     assert "MKL_CBWR=AVX2" in out
     assert "hf_secret" not in out + str(known)
-
-
-# Untrusted text can't act on a terminal or a page.
 
 
 def test_what_acts_becomes_visible() -> None:

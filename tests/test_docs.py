@@ -186,8 +186,6 @@ def test_the_readme_s_picture_is_that_of_its_run(tmp_path: Path) -> None:
     assert re.sub(r"#\w{6}", "", dark) == re.sub(r"#\w{6}", "", light)
 
 
-# The notebook in the docs runs from scratch, and what it says comes out.
-
 NOTEBOOK = DOCS / "notebook.ipynb"
 
 

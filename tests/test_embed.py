@@ -65,7 +65,6 @@ def measured(loaded: LoadedModel, path: Path, *impls: str) -> Run:
 
 
 def test_every_arm_computes_the_same_vectors_but_for_roundings(encoder: LoadedModel) -> None:
-    """Mean over a text's own tokens and the first token, in whatever batch, padded or packed."""
     ids, cut = encode(encoder, ["cat " * 100, "dog"])  # 32 positions, and the special tokens are among them
     assert (len(ids[0]), ids[0][-1], cut) == (32, 2, 1)
     ids, cut = encode(encoder, TEXTS)

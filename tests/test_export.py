@@ -168,9 +168,6 @@ def test_the_arms_of_a_server_are_not_drawn_as_one_sample(tmp_path: Path) -> Non
     assert len(draw("survival", [served, run]).axes[0].lines) == 1
 
 
-# Run files as pandas data frames: nothing lost, nothing filled in, columns that carry their units.
-
-
 def test_rows_and_classes_hold_what_the_run_holds() -> None:
     run = kept("class-map")
     table = frame([run], "rows")

@@ -35,8 +35,6 @@ def test_rows_that_were_not_measured_again_are_kept(tmp_path: Path, monkeypatch:
     assert kept_rows(tmp_path / "absent.json", [old]) == []
 
 
-# What can be said of the scripts that start servers without starting one.
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

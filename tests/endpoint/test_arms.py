@@ -152,7 +152,6 @@ def test_failures_are_counted_by_kind(tmp_path: Path) -> None:
 
 
 def test_a_dead_server_stops_the_run_and_it_goes_on(tmp_path: Path) -> None:
-    """What it leaves behind is asked again, of the same server, with the traces there; nothing is lost or twice."""
     path = tmp_path / "run.jsonl"
     with pytest.raises(ServerStoppedError):
         sampled(path, MemoryClient(dies_after=45))

@@ -143,7 +143,6 @@ def test_ten_lines_for_an_issue(run: Command) -> None:
 
 @pytest.mark.slow
 def test_half_of_a_prompt_s_requests_under_load_find_nothing_cached(run: Command, tmp_path: Path) -> None:
-    """Cold and cached, more than 600 tokens long, and each is held against what was alone with as much cached."""
     with serving("vllm", token_s=0.001) as server:
         assert run("sample", "--endpoint", server.url, "--n", "4", *MANY[2:], *ARMS, "--out", "a.jsonl")[0] == 0
         code, out, err = run("gate", "--endpoint", server.url, *MANY[2:], "--rate", "90%", "--out", "g.jsonl")
@@ -178,7 +177,6 @@ def test_long_prompts_ride_with_every_forty_others() -> None:
 
 
 def test_an_engine_is_asked_beyond_some_keys() -> None:
-    """Two full rounds of the default load: attention over so many keys runs in batches of several sizes."""
     request = SampleRequest()
     loaded: Any = SimpleNamespace(
         name="hashes", identity={}, context=1024, device="cpu", dtype="float32", vocabulary=256,

@@ -144,7 +144,6 @@ def gate(url: str, folder: Path, *more: str) -> int:
 
 
 def test_an_invariant_server_opens_it_or_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three proven loads exclude seven in ten; a resumed gate asks for no more than are missing."""
     path = tmp_path / "g.jsonl"
     resumed = ["gate", "--out", str(path), "--rate", "70%", "--json", "--resume", *LOAD]
     with serving("vllm", token_s=0.001) as server:
@@ -216,7 +215,6 @@ def test_a_server_that_keeps_to_no_seed_has_no_answer(tmp_path: Path, capsys: py
 
 
 def test_an_interrupt_waits_for_an_await_and_cleans_up() -> None:
-    """What runs at that moment goes on to its next await; without one the handler is put back."""
     seen: list[str] = []
 
     async def beside() -> None:

@@ -99,7 +99,6 @@ def test_each_is_one_line(met: SimpleNamespace) -> None:
 
 @awaited
 async def test_patience_with_a_full_server_ends() -> None:
-    """Then each request is sent once, until one is answered."""
     limits = replace(PATIENT, patience_s=0.0)
     async with Hostile() as server, HttpClient(server.url, protocol="openai", limits=limits) as client:
         for prompt, attempts in [("busy-for-ever", 2), ("busy-for-ever", 1), ("no-done", 1), ("busy-for-ever", 2)]:

@@ -58,7 +58,6 @@ def test_the_verdict_of_planted(planted: Planted) -> None:
 
 
 def test_the_grammar_draws_others_for_another_seed() -> None:
-    """The same sentences for the same seed; every operator, context and moment is in some seed's."""
     assert grammar.faults(1) == grammar.faults(1)
     assert len({*grammar.faults(1)} - {*grammar.faults(2)}) > 20
     words = [sentence.split("__") for seed in range(20) for sentence in grammar.faults(seed)]
@@ -183,8 +182,6 @@ def test_operators_without_a_probe_are_few_and_named() -> None:
     assert set(PROBED.values()) <= set(PROBES)
     assert len(ARGUMENTS) >= 20
 
-
-# Faults in whole models are found where they are and named for what they are; all: python -m tests.faults.
 
 # A fault of each kind and one that is none, under five loads; tests/trace plants its own by default.
 _HERE = (

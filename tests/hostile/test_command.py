@@ -30,7 +30,6 @@ SMALL = ("--dtype", "float32", "--m", "4", "--n", "64", "--out", "r.jsonl")
 
 
 def test_an_edited_kernel_is_not_gone_on_with(run: Command, tmp_path: Path) -> None:
-    """The user's own function belongs to the plan by its file's contents. Its sys.exit(0) is a failure."""
     (tmp_path / "leaves.py").write_text("import sys\ndef softmax(x):\n    sys.exit(0)\n")
     code, _, err = run("probe", "softmax", "--impl", "leaves:softmax", "--fail-on", "divergent", *SMALL, "--force")
     assert code == 1, err

@@ -27,7 +27,6 @@ from tests.core.test_runfile import row as runfile_row
 
 
 def test_certificates_are_shown_and_kept(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one calls its member could move the cursor; a read-only cache is one line. (Tests may run as root.)"""
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_instances", {})
     evidence = "compared\x1b]0;title\x07 with the anchor"

@@ -182,7 +182,6 @@ def shown(path: Path, whole: Path, number: int) -> str:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["made", *KEPT])
 def test_a_mutated_file_is_a_report_or_one_line(tmp_path: Path, name: str, seed: int) -> None:
-    """No traceback, no hang, no control code: the reader checks once, and nothing behind it stumbles."""
     rng = random.Random(f"{name} {seed}")  # noqa: S311 - mutations, not secrets
     originals = made(tmp_path) if name == "made" else [cut(name, tmp_path)]
     lines_said, pages = list[str](), 0
@@ -311,7 +310,6 @@ def written_by_us(folder: Path) -> Iterator[Run]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """It is there, is there as failed, or is said and is not; what was written before it is never lost."""
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**17)
     rng = random.Random(seed)  # noqa: S311 - mutations, not secrets
     ends, lines = {"as it was": 0, "as failed": 0}, []
@@ -342,7 +340,6 @@ def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.nightly
 def test_six_hundred_nested_forks_are_a_page(tmp_path: Path) -> None:
-    """A tree that nests deeper than Python recurses is drawn, cut, and whole in the figures."""
     run = sampled(tmp_path, n=600, length=640, impls=("stock",), variants=lambda _, number: ([(number, 11)], 0))
     (summary,) = summaries_of(run)
     assert summary.distinct_completions >= 500
@@ -371,7 +368,6 @@ def commands(text: str) -> list[str]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_line_is_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seed: int) -> None:
-    """Names and reasons of a run at many widths: on a terminal as it is a line begins with ::error, here none does."""
     rng = random.Random(seed)  # noqa: S311 - a test's inputs
 
     def words(count: int) -> str:
@@ -399,7 +395,6 @@ def test_no_line_is_a_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_junit_is_xml_whatever_a_run_holds() -> None:
-    """No character that a parser refuses gets into the file: not by a name, a reason, nor what a header says."""
     for bad in [0, 8, 0xB, 0x1F, 0x7F, 0x85, 0x2028, 0xD800, 0xFFFE, 0xFFFF, 0x1FFFE]:
         text = f"a{chr(bad)}b]]>&<"
         run = run_of(failed(impl=text, case=text, reason=f"{text}\n{text}"), row((0, 1), impl=text, case=text))

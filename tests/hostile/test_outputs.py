@@ -53,7 +53,6 @@ def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
 
 
 def test_traces_and_rollouts_are_inputs_too(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run's traces may lie where the prompts do."""
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
     side, before = traces_path(path), path.read_bytes()
     for words in (

@@ -72,7 +72,6 @@ def test_every_value_is_painted_in_its_own_lane() -> None:
 
 
 def test_cells_are_what_kernels_are() -> None:
-    """A split, a matrix-vector kernel and a tile are three kinds by their names; what nobody saw is none of them."""
     names = [["nvjet_sm90_tst_64x8_splitK_TNT", REDUCE], ["gemvNSP_kernel"], ["nvjet_sm90_tst_64x8_TNT"]]
     (figure,) = map_figures([row([0, 1, 2], kernels=names)])
     words = [cell["words"] for lane in figure["panels"][0]["lanes"] for cell in lane["cells"]]
@@ -93,7 +92,6 @@ def _line(n: int, labels: list[int], impl: str = "stock", **extra: Any) -> Any:
 
 
 def test_a_map_s_lines_are_told_together_and_drawn_with_their_borders() -> None:
-    """Equal lines are one text; a lane a line, its border at log2(M); where nothing differs one lane for all."""
     lines = [_line(2, [0, 0, 1]), _line(1, [0, 0, 1]), _line(3, [0, 1, 1], unequal=[1, 7, "x"]), _line(4, [0, 0, 1])]
     found = product_map([*lines, *(_line(n, [0, 0, 0], "invariant") for n in (1, 2))])
     assert found.texts == [

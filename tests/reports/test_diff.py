@@ -79,8 +79,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
 
 
 def test_completions_are_compared_by_their_digests(runs: tuple[Run, Run]) -> None:
-    """Distinct ones in both and in one alone; requests of one name in pairs, by tokens and by bits. Stock of one is
-    held against invariant of the other where that is asked; a name that is not there is no clean comparison."""
     stock, invariant = RunDiff(*runs).completions
     assert (stock.impl, stock.pairs, stock.same) == ("stock", 20, False)
     assert [bool(a) + 2 * bool(b) for a, b in stock.tokens.values()].count(3) == 1  # the unparted one
@@ -161,7 +159,6 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 
 
 def test_varied_runs_are_held_against_each_other() -> None:
-    """Completions by axis and value; a value that took effect no longer is worse, and no record of it is a result."""
     value = AxisValue(impl="stock", axis="chunk", value="16", arm="chunk=16", held=True, proven=True, proof="x")
     a, b = run_of(), run_of()
     for run, proven in ((a, True), (b, False)):
@@ -174,7 +171,6 @@ def test_varied_runs_are_held_against_each_other() -> None:
 
 
 def moved(a: Run, b: Run, folder: Path) -> int:
-    """The exit code of --fail-on moved, of two runs written as files."""
     paths = []
     for name, run in (("a", a), ("b", b)):
         write_run(folder / f"{name}.jsonl", run, force=True)
@@ -183,7 +179,6 @@ def moved(a: Run, b: Run, folder: Path) -> int:
 
 
 def test_failed_ones_are_no_pass(runs: tuple[Run, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """3 where more failed than before, 1 where a group was not compared though replay rows match, 0 where equal."""
     run = runs[0]
     lost = [
         msgspec.structs.replace(c, status="error", finish="error", trace="", tokens_digest="", reason="HTTP 500")
@@ -231,8 +226,6 @@ def test_a_comparison_says_that_the_divergence_went(tmp_path: Path) -> None:
 
 
 def test_rows_and_cells_say_what_moved_in_them() -> None:
-    """An error against float64 that changed means that some bits did, though the classes are the same. Times move where
-    their quartiles part: noise is no change, twice as long is one, and no fault; in the first run's order."""
     a = run_of(row([0, 0], ran=["gemm_64"]))
     after = msgspec.structs.replace(a.rows[0], ran=["gemm_128"])
     after = msgspec.structs.replace(after, worst_error=msgspec.structs.replace(after.worst_error, relative_norm=0.5))

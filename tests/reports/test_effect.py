@@ -60,7 +60,6 @@ def test_of_operators() -> None:
 
 
 def test_of_a_trace() -> None:
-    """By its controls; of two recorded arms alone it is not known what other requests did."""
     for figures, effect in [
         ({"parting": {"first_logprob": 4.0, "first_token": 9.0}}, Effect.OUTPUT),
         ({"parting": {"first_logprob": 4.0, "first_token": -1.0}, "company": {"tokens": 3.0}}, Effect.OUTPUT),
@@ -116,7 +115,6 @@ def test_of_axes() -> None:
 
 
 def test_a_bench_has_a_card_of_its_own() -> None:
-    """Nothing of tokens, and no chain; of a bench whose bits differ beside a clean probe that is what is said."""
     screen = screen_of(bench_run())
     assert (screen.effect, screen.steps, screen.picture) == (Effect.SPEED, (), None)
     assert screen_of(bench_run(), run_of(row([0, 1]))).effect is Effect.KERNELS
@@ -153,7 +151,6 @@ def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_picture_denies_no_fault(tmp_path: Path) -> None:
-    """Stock stands beside an invariant implementation that differs; what ended otherwise is no line of one answer."""
     stock, ours = "Stock kernels: 60 requests, ", "; Batch-invariant kernels: 60 requests, "
     odd = lambda impl, i: (((4, 1),) if impl != "stock" and i == 3 else (), 0)  # noqa: E731 - one line
     for run, panels in (

@@ -97,8 +97,6 @@ def test_the_chain_of_a_trace() -> None:
 
 
 def test_the_chain_of_what_was_varied_and_of_servers() -> None:
-    """The first place of all where traces differ; which axes they follow is the headline's. Of a server's comparisons
-    that differ three, and how many there are."""
     for lines, text in [  # of each axis: held, first token, traces at one value
         ([(True, 9, 2), (True, 4, 3), (True, None, 1)], "traces of stock differ, first in the bits of token 4"),
         ([(True, None, 2)], "traces of stock differ"),
@@ -159,8 +157,6 @@ def test_a_cost_that_was_not_measured_is_no_ratio(tmp_path: Path) -> None:
 
 
 def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
-    """After divergence under batch_invariant() the next line asks what diverges there, and offers no wrapping. A pair's
-    replacement is no cure of the load: the load under the cure comes before its cost."""
     refuted = diagnosis(PARTED | {"cure": "no"}, **NAMED)
     text, command = said(refuted)["cure"]
     assert "batch_invariant() is no cure here" in text
@@ -185,7 +181,6 @@ def test_a_cure_that_is_none_is_never_advised(tmp_path: Path) -> None:
 
 
 def test_after_a_failure_the_next_line_is_its_mend(tmp_path: Path) -> None:
-    """The run's own command again and the first error, until something was found; never the next question."""
     run = run_of(*(failed(case=f"c{i}", reason=f"ValueError: broken {i}") for i in range(52)))
     assert re.fullmatch(
         "nondet probe all  again, once the first of 52 .* matmul: c0, .*ValueError: broken 0", next_of(run)
@@ -218,7 +213,6 @@ DEMONSTRATION = {"probe": "float-sum", "operator": "float_sum", "varied": "order
 
 
 def test_what_is_next_after_a_trace() -> None:
-    """The named operator by itself at the shapes met, and what replaces it; without a name the completions."""
     run = by("trace", run_of(**traced("batch-dependent")))
     run.source = "runs/my trace.jsonl"
     run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="matmul")]
@@ -255,9 +249,6 @@ def test_what_is_next_after_completions(tmp_path: Path) -> None:
     )
 
 
-# The one sentence over a run: the finding, and nothing that buries it.
-
-
 def test_backends_stay_out_of_the_headline_unless_they_add_to_it():
     """A backend of stock is named there only where it finds what stock's own verdict does not."""
     agreeing, clean = row([0, 1], impl="stock-flash"), row([0, 0], impl="stock-math")
@@ -268,8 +259,6 @@ def test_backends_stay_out_of_the_headline_unless_they_add_to_it():
 
 
 def test_many_that_agree_are_counted_and_whoever_parts_is_named():
-    """Forty members of a class make one sentence, and the one that parts is in it. Cases are counted; the list of
-    operators is the verdict's. Without a verdict nothing was compared, and still something was measured."""
     rows = [row([0, 0], impl=f"tile-{i}") for i in range(8)]
     agreeing = judge_rows(rows)
     assert "tile-7: no divergence observed" in headline(run_of(*rows), agreeing)
@@ -287,7 +276,6 @@ def test_many_that_agree_are_counted_and_whoever_parts_is_named():
 
 
 def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
-    """A trace is offered where logits part under a draw of their own, and says that it is greedy; margins are not."""
     for impls, command in (
         (("stock",), "nondet sample --impl stock-seeded --temperature 0.8"),
         (("stock", "stock-seeded"), ""),
@@ -307,9 +295,6 @@ def test_drawn_tokens_are_not_sent_to_a_greedy_trace(tmp_path: Path) -> None:
         branches = [b for f in forks if f is not None for b in f.branches]
         assert {b.margin_min for b in branches} <= {None}
         assert bool(branches) == ("invariant" not in impls)
-
-
-# What is shown next can be typed: the real command line takes it, and the service's own checks do.
 
 
 @functools.cache
@@ -424,7 +409,6 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
 
 
 def test_what_follows_each_kind_of_report_is_a_command_that_can_be_typed(tmp_path: Path) -> None:
-    """Those of the chain as well, with this run's options; none is cut."""
     for begins, runs in ends(tmp_path):
         screen = screen_of(*runs)
         assert f"{screen.next.command} ".startswith(begins), begins
@@ -465,8 +449,6 @@ def test_a_case_is_pinned_once_and_only_where_an_option_can_name_its_function() 
 
 
 def test_none_depends_on_the_batch_is_said_of_all_that_was_tested() -> None:
-    """Stock agrees, and another implementation differs over the batch, or from run to run. A function of one's own has
-    no completions; of two cases the finer border is shown."""
     for bad in (row([0, 1], impl="invariant"), row([0, 0], impl="invariant", replays_parted=1, status="divergent")):
         steps = said(run_of(row([0, 0]), bad))
         assert steps["operator"][0] == "tested in isolation, invariant diverges in linear"

@@ -75,8 +75,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_a_kept_report_is_current(made: Path) -> None:
-    """A report that says something else than its run files under the code at hand is stale; the combined page is below
-    1.5 MB, and what is folded is not open."""
     for name in [str(p.with_suffix(s)) for p in REPORTS for s in (".html", ".md")]:
         assert (made / name).is_file(), f"no run files make {name}"
         stale = (made / name).read_bytes() != (ROOT / "docs" / name).read_bytes()

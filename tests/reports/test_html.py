@@ -170,8 +170,6 @@ def test_backticks_become_code_and_nothing_else() -> None:
 
 
 def test_several_runs_make_one_page(tmp_path: Path) -> None:
-    """Under one answer, which names its run, the chain and picture of that run; a run of another model has its headline
-    and its picture in its own part."""
     run, other = sampled(tmp_path), sampled(tmp_path, n=30, name="other.jsonl", impls=("stock", "invariant:attention"))
     run.header.plan["model"], other.header.plan["model"] = {"name": "m"}, {"name": "another"}
     text = render([run_of(*h200_sweep()), other, run])

@@ -26,7 +26,6 @@ OURS |= {"table", "thead", "tbody", "tr", "th", "td"}
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    """No tag, link, image, mention, heading or cell of a completion's making; no control code either."""
     text = render(hostile_runs(tmp_path), full=True)
     assert set(rendered(text).tags) <= OURS
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028]", text)
@@ -71,7 +70,6 @@ def test_escaped_text_is_shown_as_it_is() -> None:
 
 
 def test_a_document_fits_where_it_is_posted() -> None:
-    """20,000 characters by default, GitHub's limit with everything; what was left out is said, the answer stays."""
     run = run_of(*(row([0, 1] * 20, case=f"case {i} of a long run, {'K' * 60}={i}") for i in range(250)))
     brief, full = render([run]), render([run], full=True)
     assert len(brief) <= 20_000 < len(full) <= 65_536
@@ -83,7 +81,6 @@ def test_a_document_fits_where_it_is_posted() -> None:
 
 
 def test_no_heading_is_empty_or_there_twice() -> None:
-    """Of several prompts and of several runs, in whole and cut for length: each title of a run is its own."""
     folder = Path(__file__).resolve().parents[2] / "docs" / "evidence"
     served, diagnosed = (read_run(folder / f"{name}.jsonl.gz") for name in ("servers/llamacpp/sample", "h200/diagnose"))
     for runs in ([served], [diagnosed], [served, diagnosed]):

@@ -205,8 +205,6 @@ def test_the_picture_is_saved_as_a_card() -> None:
 
 
 def test_a_phone_sees_the_answer_and_its_picture() -> None:
-    """Evidence is folded there, nothing is wider than the screen, words can be read, a link into a fold opens it. Each
-    cell of a map says its line, its M and its class; a size of 5 digits stands on one line."""
     phone, found = (said(narrow=True)[part] for part in ("phone", "map"))
     assert phone.pop("words") >= 10
     assert phone == {"open": 0, "wide": False, "picture": True, "buttons": True, "opened": True}
@@ -221,7 +219,6 @@ def test_a_phone_sees_the_answer_and_its_picture() -> None:
 @pytest.mark.skipif(not AXE, reason="NONDET_AXE names no axe.min.js (npm install axe-core)")
 @pytest.mark.parametrize("name", KEPT)
 def test_axe_finds_nothing(name: str) -> None:
-    """On each kind of page, with all folds open, wide and narrow, in light and dark."""
     (path,) = [p for p in (ROOT / "docs/evidence").glob(f"cpu*/{name}.jsonl*") if ".traces." not in p.name][:1]
     script = Path(AXE).read_text(encoding="utf-8") + (
         "; document.querySelectorAll('details').forEach((fold) => { fold.open = true; });"

@@ -44,8 +44,6 @@ def test_the_curve_steps_down_where_completions_part(stock: SampleSummary) -> No
 
 
 def test_the_picture_of_answers_has_a_branch_for_each(stock: SampleSummary, tmp_path: Path) -> None:
-    """Ended by counts and the first different words; branches leave at their tokens; one answer is a straight line.
-    8 answers are shown, and how many more there are is said."""
     one = replace(stock, impl="invariant", distinct_completions=1, distinct_traces=1, completions=stock.completions[:1])
     picture = answers_picture((stock, one))
     said = [words.text for words in picture.words]
@@ -69,8 +67,6 @@ def test_the_picture_of_answers_has_a_branch_for_each(stock: SampleSummary, tmp_
 
 
 def test_branches_mark_the_first_different_token(stock: SampleSummary) -> None:
-    """Before the mark texts are equal, at the mark they differ, and all of it is the text again; where one completion
-    stops and the other goes on, the end is what differs."""
     top, *others = stock.completions
     assert branch_of(top, 5).mark == " an"
     for completion in others:

@@ -42,7 +42,6 @@ def hostile_runs(folder: Path) -> list[Run]:
 
 
 def test_hostile_text_does_nothing(tmp_path: Path) -> None:
-    """The only escape sequences are rich's own colours: none of a completion's, a name's or a reason's survives."""
     text = printed(*hostile_runs(tmp_path), colour=True)
     without_colours = re.sub(r"\x1b\[[\d;]*m", "", text)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028]", without_colours)

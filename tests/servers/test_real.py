@@ -38,7 +38,6 @@ def complete(words: list[str]) -> Run:
 
 @pytest.mark.parametrize("server", SERVERS, indirect=True)
 def test_arms_are_whole_and_the_contract_is_what_the_server_keeps(server: tuple[Real, str], tmp_path: Path) -> None:
-    """The server's own counters prove the load and the cache, or nothing is claimed."""
     name, arms = server[0].name, ",".join(f"{arm}={count}" for arm, count in ARMS.items())
     made = complete(command(server, tmp_path / "run.jsonl", "--arms", arms, "--load", "light", "--prompt", PROMPT))
     check_traces(made, read_traces(tmp_path / "run.jsonl")[0])

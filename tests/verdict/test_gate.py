@@ -127,8 +127,6 @@ def test_requests_count_only_where_that_is_asked() -> None:
 
 
 def test_a_sweep_has_counts_and_no_rate() -> None:
-    """It passes on what was compared; a rate that somebody asks for is refused, and never made up. A gate that fails
-    says why: a divergence and a wrong result are mended in two ways."""
     sweep = run_of(row([0, 0, 0]))
     assert (decision(sweep).outcome, decision(sweep).power) == (Outcome.OPEN, ())
     with pytest.raises(UserError, match="no sample"):
@@ -140,7 +138,6 @@ def test_a_sweep_has_counts_and_no_rate() -> None:
 
 
 def test_implementations_are_judged_alone_where_they_are_named() -> None:
-    """Invariant may be clean beside a stock that parts; an unknown one is no clean one."""
     run = beside(loads(30, parted=[3]), loads(30))
     for impls, outcome in [((), "shut"), (["invariant"], "open"), (["stock", "invariant"], "shut")]:
         assert decision(run, impls=impls).outcome == outcome
@@ -180,7 +177,6 @@ def typed(run: Run, *argv: str) -> Run:
 
 
 def test_too_few_names_the_command_that_is_enough() -> None:
-    """With the run's own model, prompts and load; a run that it plans has the loads and the requests."""
     own = "--load heavy,targets=9 --model 'my model' --n 40 --out x.jsonl --dtype=float32"
     several = "--prompts p.txt --trust-remote-code"
     for options, prompts, by, command in [

@@ -97,8 +97,6 @@ def test_agreement_is_not_determinism() -> None:
 
 
 def test_a_clean_verdict_says_which_sizes_were_tried() -> None:
-    """In ranges, of batch sizes alone; of very many the rest is counted. It says how much it leaves out, and warns of
-    rows that carry a note."""
     runs, few, many = row([0, 0], varied="run"), [1, 2, 3, 7, 64, 65], list(range(1, 80, 2))
     for rows, end in [
         ([row([0] * 6, values=few), row([0, 0], values=[13, 7]), runs], " over all cases: 1-3, 7, 13, 64-65)"),

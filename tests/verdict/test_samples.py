@@ -120,7 +120,6 @@ def tallied(run: Run) -> list[tuple[object, ...]]:
 
 
 def test_each_implementation_has_its_own_completions() -> None:
-    """NaN, failures, bits that follow an axis and noise of one are nothing of the other's, whichever it is."""
     clean = varied(BASE | {"chunk=5": "AAAA"})
     untested = varied(BASE | {"chunk=5": ["", "", "", ""]})
     for finding, run in {

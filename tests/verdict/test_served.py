@@ -128,7 +128,6 @@ def traffic(run: Run, arm: str, **fields: Any) -> Run:
 
 
 def test_each_server_has_its_own_verdict() -> None:
-    """NaN, bits that part under load, failures, a broken contract: nothing of one server's is the other's."""
     clean, answer = simple(), ContractAnswer(impl="server", question="greedy", answer="no", evidence="seen")
     assert exit_code(clean, "divergent")[0] == 0
     for run, finding in [
@@ -168,7 +167,6 @@ def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
 
 
 def test_a_counter_that_stood_still_says_it_of_every_answer() -> None:
-    """Where answers do not say what was cached."""
     for arm, hits, fits in [("cold", 0.0, True), ("cold", 3.0, False), ("warm", 3.0, True)]:
         completions = [completion(i, arm, round=i, served=Served()) for i in range(2)]
         run = made(completions, [ended(i, arm, 1, 0) for i in range(2)])

@@ -43,8 +43,6 @@ def test_every_sentence_has_a_judge_and_every_code_its_sentence_and_numbers() ->
 
 
 def test_text_is_made_of_facts() -> None:
-    """What a sentence says is in the verdict as code and numbers: nobody has to read it back. One case, two thousand
-    cases; braces in a name are no field."""
     [verdict] = judge(run_of(row([0, 1]), row([0, 0], case="b")))
     hits = (("linear", True), ("linear", False))
     assert verdict.counts == (reason("rows", finding=Finding.BATCH, hits=hits),)
@@ -52,9 +50,6 @@ def test_text_is_made_of_facts() -> None:
     for n, text in [(1, "1 case failed"), (2000, "2,000 cases failed")]:
         assert words(reason("cases", n=n, what="failed")) == text
     assert words(reason("of-impls", impls=("{n}", "b"))) == " for {n}, b"
-
-
-# The words that run files and --json hold: whoever reads them elsewhere reads these.
 
 
 def test_findings_are_these_words_the_strongest_first() -> None:

@@ -308,9 +308,6 @@ def test_vllms_flags_are_what_the_plugin_needs(monkeypatch: pytest.MonkeyPatch) 
                 made["vllm.engine.arg_utils"].EngineArgs().create_engine_config()
 
 
-# Coverage.
-
-
 class Fp8(toys.UnquantizedLinearMethod):
     """A quantized layer's own kernel; from `parts` rows on it adds in the other order; `fault`: what it makes of that.
     `rows`: the numbers of rows that it ran at."""
@@ -658,7 +655,6 @@ def looked_at(it: nn.Module, **changes: Any) -> dict[str, tuple[str, str]]:
 
 
 def test_without_the_plugin_every_layer_s_own_kernel_is_asked() -> None:
-    """Products and norms at every M of a step; attention is never certified; a fault is named by its layer."""
     found = looked_at(nn.Sequential(Block(Fp8())))
     assert found["QKVParallelLinear by Fp8"][0] == plugin.CERTIFIED
     assert found["RMSNorm"] == (plugin.CERTIFIED, "its kernel gives equal bits at all 64 row counts")
@@ -681,9 +677,6 @@ def test_a_refused_model_is_refused_before_anything_is_proven(toy: Toy, monkeypa
         loaded(toy, model(toys.Attention(object()), method=Fp8(parts=2)), **two)
     with pytest.raises(UserError, match=r"1 layers are at risk, the first pipeline parallelism"):
         loaded(toy, model(method=Fp8(parts=2)), **two, parallel_config__pipeline_parallel_size=2)
-
-
-# Experts.
 
 
 @pytest.mark.slow
@@ -788,9 +781,6 @@ def test_experts_that_are_not_proven_keep_vllms_kernels(toy: Toy, monkeypatch: p
     assert compare.identical(before, after)
 
 
-# Sources of a release.
-
-
 SHAPES = {"": ("num_blocks", "2", "block_size", "num_kv_heads", "head_size")}
 SHAPES["rows"] = ("num_blocks", "num_kv_heads", "block_size", "2 * head_size")
 SHAPES["other"] = ("num_blocks", "block_size", "num_kv_heads", "2 * head_size")
@@ -848,9 +838,6 @@ def test_functions_and_a_cache_are_read_from_sources(tmp_path: Path, capsys: pyt
         assert vllm_seams.main([str(folder)]) == code
 
 
-# Products.
-
-
 def test_row_counts_reach_every_step() -> None:
     counts = operators.row_counts([1, 2, 4, 8, 512], 8192)
     assert counts[:5] == [1, 2, 4, 8, 512]
@@ -893,7 +880,6 @@ def test_silu_and_mul_is_ours(toy: Toy) -> None:
 
 
 def test_norms_are_invariant(toy: Toy) -> None:
-    """By both forwards, of a residual as well; Gemma's adds 1 to its weight. Of a part, or without weight, vLLM's."""
     plugin.register()
     norms = toy["vllm.model_executor.layers.layernorm"]
     x, residual = torch.randn(9, 64), torch.randn(9, 64)

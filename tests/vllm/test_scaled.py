@@ -103,7 +103,6 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_stands_is_kept_and_else_replaced(toy: Toy, form: str) -> None:
-    """One whose own kernel splits K at 32 rows. Ours has a row's bits at every M, and the values of float64."""
     kernel, given = FORMS[form]
     sound, x = fp8(kernel, 10**9, **given), torch.randn(64, K, dtype=torch.bfloat16)
     before = sound(x)
