@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import pandas as pd
 import torch
 
 from tests.faults.models import MODELS, judge_model
@@ -37,25 +38,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    matrix: Counter[tuple[str, str]] = Counter()
+    matrix: list[tuple[str, str]] = []
     counts: Counter[str] = Counter()
     for j in judged(asked.names, asked.seeds, models=asked.models):
-        matrix[j.right, j.said] += 1
+        matrix.append((j.right, j.said))
         counts["control" if j.right == "sound" else "fault"] += 1
         counts["said wrongly"] += not j.ok
         counts["cause wrong"] += j.ok and not j.cause
         print(f"{'ok ' if j.ok and j.cause else 'BAD'} {j.name:52} {j.said}; {j.detail}", flush=True)  # noqa: T201 - a command
-    print(_table(matrix))  # noqa: T201 - the same
+    if matrix:
+        planted, said = map(pd.Series, zip(*matrix, strict=True))
+        print(pd.crosstab(planted, said, rownames=["planted"], colnames=["said"]).to_string())  # noqa: T201 - the same
     print(", ".join(f"{name}: {count}" for name, count in counts.items()))  # noqa: T201 - the same
     return int(not counts or counts["said wrongly"] > 0 or counts["cause wrong"] > 0)
-
-
-def _table(matrix: Counter[tuple[str, str]]) -> str:
-    said, first = sorted({s for _, s in matrix}), "planted, what was said:"
-    rows = sorted({r for r, _ in matrix})
-    width = max(map(len, [*rows, first]))
-    counts = (f"{row:{width}}  " + "  ".join(f"{matrix[row, s] or '-':>{len(s)}}" for s in said) for row in rows)
-    return "\n".join(["  ".join([f"{first:{width}}", *said]), *counts])
 
 
 if __name__ == "__main__":

@@ -212,20 +212,6 @@ MINE = {"impl": "mymodule:batchy", "shape": {"M": 256, "K": 256, "N": 64}, "devi
 DEMONSTRATION = {"probe": "float-sum", "operator": "float_sum", "varied": "order", "impl": "torch"}
 
 
-def test_what_is_next_after_a_trace() -> None:
-    run = by("trace", run_of(**traced("batch-dependent")))
-    run.source = "runs/my trace.jsonl"
-    run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="matmul")]
-    assert next_of(run).startswith("nondet probe --from-trace 'runs/my trace.jsonl'  tests that operator by itself, ")
-    assert next_of(run).endswith("; nondet.batch_invariant(['matmul']) replaces it")
-    run.culprits[:] = [msgspec.structs.replace(run.culprits[0], family="convolution")]
-    assert next_of(run).startswith("with nondet.batch_invariant(['matmul']): ...  in Python: replaces what diverged")
-    run.culprits.clear()
-    run.trace_verdicts[:] = [msgspec.structs.replace(run.trace_verdicts[0], families=None, finding="unknown")]
-    by("trace", run, "--model", "my model", "--load", "heavy", model={"name": "my model"})
-    assert next_of(run).startswith("nondet sample --impl both --model 'my model'  shows whether completions change")
-
-
 NO_TAPE: dict[str, Any] = {
     "requests": [], "prompts": [], "load": {}, "seed": 0, "eos": [], "engine": {}, "weights": "", "steps": [],
 }  # fmt: skip
@@ -364,6 +350,13 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
     wrong, order = row([0, 0], status="wrong", reason="zeros", **MINE), row([0, 1], inputs="order", **MINE)
     fine, both = row([0, 0], case="other", **MINE), (row([0, 1]), row([0, 0], impl="invariant"))
     typed = ("--model", "m", "--prompt", "p q", "--within", "90", "--dtype", "float16")
+    traced_run, other_family, unknown = (by("trace", run_of(**traced("batch-dependent"))) for _ in range(3))
+    traced_run.source = "runs/my trace.jsonl"
+    traced_run.culprits[:] = [msgspec.structs.replace(traced_run.culprits[0], family="matmul")]
+    other_family.culprits[:] = [msgspec.structs.replace(other_family.culprits[0], family="convolution")]
+    unknown.culprits.clear()
+    unknown.trace_verdicts[:] = [msgspec.structs.replace(unknown.trace_verdicts[0], families=None, finding="unknown")]
+    by("trace", unknown, "--model", "my model", "--load", "heavy", model={"name": "my model"})
     diagnoses = []
     for steps, more, begins in (
         (PARTED, {}, "nondet trace --model m --prompt 'p q' --dtype float16"),
@@ -375,6 +368,9 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
         diagnoses.append((begins, (run,)))
     return [
         *diagnoses,
+        ("nondet probe --from-trace 'runs/my trace.jsonl'", (traced_run,)),
+        ("with nondet.batch_invariant(['matmul']): ...", (other_family,)),  # replaces what diverged
+        ("nondet sample --impl both --model 'my model'", (unknown,)),
         ("nondet sample --threads 1", (by("probe", run_of(row([0, 1])), "matmul", "--threads", "1"),)),
         ("nondet sample", (by("probe", run_of(row([0, 0]), row([0, 0], impl="invariant"))),)),
         (f"{mine} {sizes} --inputs order", (by("probe", run_of(order, fine)),)),

@@ -43,18 +43,3 @@ def test_a_planted_fault_has_to_be_found(tmp_path: Path, capsys: pytest.CaptureF
         seen(tmp_path, "stock", "a", alike, "stock", plant="split")
         assert vllm_summary.main(tmp_path) == code
         assert capsys.readouterr().out.count(": the planted fault was not found") == code
-
-
-def test_speed_is_of_medians_with_the_least_and_the_most(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for mode, times in (("stock", [1.0, 1.2, 1.1]), ("nondet", [1.0, 1.1, 1.0])):
-        seen(tmp_path, f"pair-8b-{mode}", mode, 0 if mode == "stock" else 3, mode)
-        path = tmp_path / f"pair-8b-{mode}.json"
-        steps = [a + b for a, b in zip(times, (0.5, 0.5, 0.4 if mode == "stock" else 0.8), strict=True)]
-        prefills = {"requests": 16, "keys": 4000, "prefill_s": 1.0, "ms_per_step": 2.0, "s": {"8": times, "136": steps}}
-        speed = {"256": {"s": times, "tokens_per_s": 1}}
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"speed": speed, "long": [prefills]}))
-    assert vllm_summary.main(tmp_path) == 0
-    said = capsys.readouterr().out
-    assert "256 1.100 (0.909 to 1.200); 16x4000 prefill 1.100 (0.909 to 1.200)" in said
-    assert "16x4000 step 1.000 (0.500 to 1.000)" in said
-    assert ["16x4000", "prefill", "64,000", "58,182"] in [row.split() for row in said.splitlines()]
