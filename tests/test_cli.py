@@ -263,7 +263,7 @@ def test_a_probe_runs_from_the_command_line_and_resumes(run: Command) -> None:
     assert Path("r.html").read_text() != "mine"
 
 
-def test_fail_on_divergent_gives_three(run: Command) -> None:
+def test_fail_on_divergent_gives_three_and_does_not_pass_on_nothing(run: Command) -> None:
     Path("mine.py").write_text(
         "def softmax(x):\n"
         "    # the number of partial sums depends on the number of rows: must be found out\n"
@@ -275,9 +275,6 @@ def test_fail_on_divergent_gives_three(run: Command) -> None:
     assert run(*small, "--fail-on", "divergent")[0] == 3
     assert {r.impl for r in read_run(Path("rows.jsonl")).rows} == {"mine:softmax"}
     assert run("probe", "float-sum", "--fail-on", "divergent")[0] == 0
-
-
-def test_a_gate_does_not_open_on_nothing(run: Command) -> None:
     Path("broken.py").write_text("def softmax(x):\n    raise ValueError('broken')\n")
     command = ("probe", "softmax", "--impl", "broken:softmax", "--dtype", "float32")
     code, _, err = run(*command)

@@ -82,12 +82,13 @@ last_column_lost = changed(linear_in_order, lambda out: F.pad(out[..., :-1], (0,
 other_rows_weight = changed(linear_in_order, lambda out: out[..., [1, 0, *range(2, out.shape[-1])]])
 
 
-@of_rows
-def padded_to_tiles(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Sound: rows are padded to a multiple of 16, and the padding is cut off."""
-    return in_parts(F.pad(rows, (0, 0, 0, -len(rows) % 16)), w, 2)[: len(rows)]
-
-
+# Sound: rows are padded to a multiple of 16, and the padding is cut off; after 100 calls rows are walked backwards, and
+# each row's sum is taken as before; an order of its own, backwards along K, the same in every batch.
+padded_to_tiles = of_rows(lambda rows, w: in_parts(F.pad(rows, (0, 0, 0, -len(rows) % 16)), w, 2)[: len(rows)])
+tunes_its_speed = of_rows(
+    lambda rows, w: in_parts(rows, w, 4) if count() < 100 else in_parts(rows.flip(0), w, 4).flip(0)
+)
+other_order = of_rows(lambda rows, w: in_parts(rows.flip(1), w.flip(1), 3))
 # Sound: one work buffer for all calls of a shape, and every result copied out of it.
 pool_of_buffers = changed(
     linear_in_order,
@@ -102,18 +103,6 @@ def packs_by_version(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> tor
     if kept is None or kept[0] is not w:
         kept = STATE[key] = (w, w.clone())
     return linear_in_order(x, kept[1], bias)
-
-
-@of_rows
-def tunes_its_speed(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Sound: after 100 calls rows are walked backwards, and each row's sum is taken as before."""
-    return in_parts(rows, w, 4) if count() < 100 else in_parts(rows.flip(0), w, 4).flip(0)
-
-
-@of_rows
-def other_order(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Sound: an order of its own, backwards along K, the same in every batch."""
-    return in_parts(rows.flip(1), w.flip(1), 3)
 
 
 def grouped_other_weight(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

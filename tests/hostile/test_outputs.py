@@ -34,8 +34,9 @@ DESTROYED = [
 ]
 
 
-def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
+def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
+    side, kept = traces_path(path), path.read_bytes()
     (linked := path.parent / "linked.jsonl").hardlink_to(path)
     others = cycle((path, path.parent / ".." / "runs" / path.name, linked))
     cases = [(typed, path, next(others)) for typed in DESTROYED]
@@ -43,32 +44,25 @@ def test_no_command_writes_what_it_reads(run: Command, tmp_path: Path) -> None:
     (table := tmp_path / "run.json").write_bytes(line(run_of().header))
     for typed in ("report {} --out {}", "diff {} x.jsonl --out {}", "diff x.jsonl {} --out {}"):
         cases.append((typed, page, page))
-    for typed, reads, writes in [*cases, ("report {} --section rows --out {}", table, table)]:
-        before = reads.read_bytes()
+    cases += [
+        ("report {} --section rows --out {}", table, table),
+        # the traces beside a run, which may lie where the prompts do, and a folder of rollouts
+        ("trace --replay --run {} --request t000001 --out {}", path, side),
+        ("sample --prompts {} --out {}", side, path),
+        ("mismatch --rollouts {} --out {}", path.parent, path),
+    ]
+    for typed, reads, writes in cases:
+        before = writes.read_bytes()
         first, second = typed.split("{}", 1)
         code, out, err = run(*f"{first}{reads}{second.replace('{}', str(writes))} --force".split())
         assert (code, out, err.count("\n")) == (2, "", 1), err
-        assert "is a file that this command" in err
-        assert reads.read_bytes() == before
-
-
-def test_traces_and_rollouts_are_inputs_too(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(sampled(tmp_path / "runs", n=2, length=4).source)
-    side, before = traces_path(path), path.read_bytes()
-    for words in (
-        ["trace", "--replay", "--run", path, "--request", "t000001", "--out", side],
-        ["sample", "--prompts", side, "--out", path],
-        ["mismatch", "--rollouts", path.parent, "--out", path],
-    ):
-        code, _, err = run(*words, "--force")
-        assert (code, err.count("\n")) == (2, 1), err
-        assert "Give the output another name" in err
-    assert side.read_bytes().count(b"\n") > 1
+        assert re.search(r"is a file that this command|is one of the rollouts\. Give the output another name", err)
+        assert writes.read_bytes() == before
     with pytest.raises(UserError, match="a file that this command reads"):
         nondet.find_mismatch(path, out=path, force=True)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
     assert run("gate", path)[0] == 2
-    assert path.read_bytes() == before
+    assert path.read_bytes() == kept
 
 
 def test_every_option_that_writes_is_known() -> None:

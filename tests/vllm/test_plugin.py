@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -765,16 +766,12 @@ def test_other_experts_keep_vllms_kernels_and_are_at_risk(toy: Toy, monkeypatch:
 
 
 def test_experts_that_are_not_proven_keep_vllms_kernels(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nondet.kernels.experts import cuda
-
-    def refused(*_: Any) -> None:
-        raise NotImplementedError("none is proven")
-
     torch.manual_seed(5)
     it, x = toys.MoERunner(made=toy), torch.randn(5, 16)
     chosen = it.router._compute_routing(x, it.gate(x), None)
     before = it.routed_experts.quant_method.apply(it.routed_experts, x, *chosen, None, None)
-    monkeypatch.setattr(cuda, "grouped_matmul", refused)
+    refused = Mock(side_effect=NotImplementedError("none is proven"))
+    monkeypatch.setattr("nondet.kernels.experts.cuda.grouped_matmul", refused)
     with pytest.raises(UserError, match=r"1 layers are at risk.*RoutedExperts.*no product.*none is proven"):
         loaded(toy, nn.Sequential(it), **FEW)
     after = it.routed_experts.quant_method.apply(it.routed_experts, x, *chosen, None, None)
