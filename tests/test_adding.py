@@ -7,9 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from nondet.core.runfile import read_run
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
@@ -89,14 +93,11 @@ print(json.dumps({"at": nondet.__file__, "codes": codes, "fine": fine, "ran": li
 """
 
 
-def statuses(run_file: Path, kind: str) -> dict[str, set[str]]:
-    """Implementation -> statuses of the records of that type."""
-    records = [json.loads(line) for line in run_file.read_text(encoding="utf-8").splitlines()]
+def statuses(records: Iterable[Any]) -> dict[str, set[str]]:
+    """Implementation -> statuses of its records."""
     seen: dict[str, set[str]] = {}
     for record in records:
-        for part in record.get("timed", []) if kind == "cell" else [record]:
-            if record["type"] == kind:
-                seen.setdefault(part["impl"], set()).add(part["status"])
+        seen.setdefault(record.impl, set()).add(record.status)
     return seen
 
 
@@ -120,11 +121,12 @@ def test_an_operator_is_a_folder_and_one_line(tmp_path: Path) -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["at"].startswith(str(tmp_path)), "another nondet was imported"
     assert said["codes"] == [0, 0, 0]
-    probed = statuses(at / "p.jsonl", "row")
+    probed = statuses(read_run(at / "p.jsonl").rows)
     assert "divergent" in probed["by-batch"]
     assert probed["invariant"] == {"identical"}
     assert "fraction[mine]" in (at / "p.jsonl").read_text(encoding="utf-8")
-    assert statuses(at / "b.jsonl", "cell") == {"stock": {"timed"}, "invariant": {"timed"}}
-    assert statuses(at / "c.jsonl", "row") == {"by-batch": {"divergent"}, "invariant": {"identical"}}
+    timed = [one for cell in read_run(at / "b.jsonl").cells for one in cell.timed]
+    assert statuses(timed) == {"stock": {"timed"}, "invariant": {"timed"}}
+    assert statuses(read_run(at / "c.jsonl").rows) == {"by-batch": {"divergent"}, "invariant": {"identical"}}
     assert said["fine"] is True
     assert (said["replaced"], said["ran"]) == ({"frac": 1}, ["fraction[mine]"])

@@ -13,6 +13,7 @@ from tests.probes.toys import (
     Bias,
     adds,
     attention_anchored,
+    attention_sound,
     changed,
     count,
     grouped_sound,
@@ -159,10 +160,7 @@ def sum_lost_tail(x: torch.Tensor) -> torch.Tensor:
 
 def attention_sees_the_future(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Wrong: the last position of a prompt sees all keys, and so does every other one."""
-    groups = q.shape[1] // k.shape[1]
-    keys, values = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
-    weights = torch.softmax(q.double() @ keys.mT * q.shape[-1] ** -0.5, -1)
-    return (weights @ values).to(q.dtype)
+    return attention_sound(q, k, v, causal=False)
 
 
 def attention_other_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

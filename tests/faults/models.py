@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from nondet.verdict.findings import Finding
 from tests.faults.operators import Judged, said_of
 from tests.trace.conftest import LOAD, arms_of, model_of, trace
 
-# Functions put in the place of a model's own modules: faults that depend on the batch, on the run, or on other people's
-# data.
+# Functions put in the place of a model's own modules: faults that depend on the batch, the run, or other people's data.
 
 Rows = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 
@@ -113,34 +112,25 @@ FUNCTIONS: dict[str, Rows] = {
 }
 
 
-class Counted:
+def remembering(seed: int) -> dict[str, Rows]:
     """Faults of a process that remembers: made anew for each judgement."""
+    calls, kept, generator = itertools.count(1), dict[Any, torch.Tensor](), torch.Generator().manual_seed(seed)
 
-    def __init__(self, seed: int) -> None:
-        self.calls = 0
-        self.kept: dict[Any, torch.Tensor] = {}
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def drifts(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-        """The number of the step enters the result."""
-        self.calls += 1
-        return inner(x) * (1 + self.calls * 2.0**-20)
-
-    def rarely(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-        """One call in 23 adds in another order: a race that is seldom lost."""
-        self.calls += 1
-        return in_halves(x, inner) if self.calls % 23 == 0 else inner(x)
-
-    def dropout(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-        """Left on."""
-        return inner(x * (torch.rand(x.shape, generator=self.generator) > 0.02))
-
-    def stale_buffer(self, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
-        """Results are added into a buffer that the call before has left."""
+    def stale_buffer(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
         out = inner(x)
-        buffer = self.kept.get(out.shape[-1])
-        self.kept[out.shape[-1]] = out[..., :1, :].clone()
+        buffer, kept[out.shape[-1]] = kept.get(out.shape[-1]), out[..., :1, :].clone()
         return out if buffer is None else out + buffer * 2.0**-8
+
+    return {
+        # the number of the step enters the result
+        "drifts": lambda x, inner: inner(x) * (1 + next(calls) * 2.0**-20),
+        # a race that is seldom lost: one call in 23 adds in another order
+        "rarely": lambda x, inner: in_halves(x, inner) if next(calls) % 23 == 0 else inner(x),
+        # left on
+        "dropout": lambda x, inner: inner(x * (torch.rand(x.shape, generator=generator) > 0.02)),
+        # results are added into a buffer that the call before has left
+        "stale_buffer": stale_buffer,
+    }
 
 
 # What is no module's: the cache, and the attention's plan.
@@ -175,7 +165,7 @@ def long_request_joins(model: Any, _: int) -> Iterator[None]:
     def run(*args: Any, **kwargs: Any) -> Any:
         out, *rest = forward(*args, **kwargs)
         starts = kwargs["cu_seq_lens_q"].tolist()
-        if max(b - a for a, b in pairwise(starts)) > 4:
+        if max(b - a for a, b in itertools.pairwise(starts)) > 4:
             out = (out + 1) - 1  # rounded otherwise, as another tile would
         return (out, *rest)
 
@@ -206,7 +196,7 @@ def _in(path: str, names: str, *findings: str, found: bool = True) -> Iterator[P
     """A model for each of the names, whose function stands at this path; `found`: so says the first culprit."""
 
     def plant(name: str, model: Any, seed: int) -> AbstractContextManager[None]:
-        return wrapped(model, path, FUNCTIONS.get(name) or getattr(Counted(seed), name))
+        return wrapped(model, path, (FUNCTIONS | remembering(seed))[name])
 
     for name in names.split():
         shown, where = f"{name} in {path.rpartition('.')[2]}", path if findings and found else ""

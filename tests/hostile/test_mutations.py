@@ -10,7 +10,7 @@ import io
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from nondet.commands.output import PipedConsole, put, say
 from nondet.core import runfile
-from nondet.core.records import Completion, Row, Run
+from nondet.core.records import Completion, Row
 from nondet.core.runfile import lines_of, open_run, read_run, traces_path, write_run
 from nondet.diff import RunDiff
 from nondet.errors import UserError
@@ -303,33 +303,31 @@ def odd(struct: Any, rng: random.Random) -> Any:
     return msgspec.structs.replace(struct, **{name: rng.choice(ODD.get(type(value), [value]))})
 
 
-def written_by_us(folder: Path) -> Iterator[Run]:
-    yield from map(read_run, made(folder))
-    yield memory.sampled(folder / "server.jsonl", memory.MemoryClient(), plan=memory.planned({"solo": 9, "loaded": 9}))
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr("nondet.core.runfile.LINE_MOST", 2**17)
     rng = random.Random(seed)  # noqa: S311 - mutations, not secrets
     ends, lines = {"as it was": 0, "as failed": 0}, []
-    for whole in written_by_us(tmp_path / "whole"):
+    served = memory.planned({"solo": 9, "loaded": 9})
+    wholes = [read_run(path) for path in made(tmp_path)]
+    wholes.append(memory.sampled(tmp_path / "server.jsonl", memory.MemoryClient(), plan=served))
+    for whole in wholes:
         path = tmp_path / "run.jsonl"
         run = open_run(path, command=whole.header.command, plan=whole.header.plan, environment={}, force=True)
         wanted = []
         for record in whole.records():
-            made = odd(record, rng) if rng.random() < 0.4 else record
+            changed = odd(record, rng) if rng.random() < 0.4 else record
             try:
-                written = run.write(made)
+                written = run.write(changed)
             except UserError as error:
                 lines.append(str(error))
                 continue
             wanted.append(written)
-            ends["as it was" if written is made else "as failed"] += 1
-            if written is not made:
+            ends["as it was" if written is changed else "as failed"] += 1
+            if written is not changed:
                 assert isinstance(written, Row | Completion)
                 assert written.status == "error"
-                assert written.key == made.key
+                assert written.key == changed.key
         run.finish()
         read = read_run(path)
         assert read.complete

@@ -23,14 +23,10 @@ def screen_of(*runs: Run) -> FirstScreen:
     return FirstScreen(build(list(runs)))
 
 
-def of_logprobs(impl: str, number: int) -> tuple[tuple[tuple[int, int], ...], int]:
-    return (), number % 2 if impl == "stock" else 0
-
-
 def test_of_completions(tmp_path_factory: pytest.TempPathFactory) -> None:
     for how, effect in [
         ({}, Effect.OUTPUT),
-        ({"variants": of_logprobs}, Effect.LOGPROBS),
+        ({"variants": lambda impl, i: ((), i % 2 if impl == "stock" else 0)}, Effect.LOGPROBS),
         ({"variants": lambda *_: ((), 0)}, Effect.NONE),
         ({"variants": lambda *_: ((), 0), "finish": False}, Effect.SO_FAR),
         ({"impls": ("invariant",)}, Effect.NO_STOCK),
