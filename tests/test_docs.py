@@ -164,9 +164,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 def test_readme_and_docs_are_no_longer_than_a_reader_takes() -> None:
-    """One screen of what it is, and the commands that CI and newcomers type. Of the docs all words by hand count; what
-    scripts make of the program, its kernels and its evidence does not.
-    """
+    """Of the docs all words by hand count; what scripts make does not."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text) <= 6_500
     for command in ("    bash scripts/quickstart.sh", "    bash scripts/test.sh"):

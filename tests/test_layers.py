@@ -82,8 +82,7 @@ def cycle(edges: set[tuple[str, str]]) -> list[str]:
 
 
 def test_arrows_point_down() -> None:
-    """Imports inside of functions and for types count: what is needed is a dependence, whenever it is loaded. A test
-    over no files would pass: the walk finds the product."""
+    """Imports inside of functions and for types count; a test over no files would pass: the walk finds the product."""
     for name in ("nondet.verdict.gate", "nondet.kernels.matmul.cpu", "nondet.probes.matmul", "nondet.reports.html"):
         assert name in house.modules()
     assert len(house.modules()) > 100

@@ -99,8 +99,7 @@ loaded("torch", "triton", "transformers", "pandas", "matplotlib", "numpy")
 
 @pytest.mark.slow
 def test_what_answers_at_once_loads_nothing_heavy() -> None:
-    """The plugin, which pytest imports wherever nondet is installed, and which marks and collects nothing. `import
-    nondet; nondet.probe`; `nondet --help`, which that keeps under 0.3 s."""
+    """The plugin, which pytest imports everywhere; `import nondet; nondet.probe`; `nondet --help` (under 0.3 s)."""
     done = subprocess.run([sys.executable, "-c", _LIGHT], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (0, "")
     assert "probe" in done.stdout

@@ -14,8 +14,7 @@ from nondet.core.statistics import confidence_sequence, one_sided_bound, round_i
 
 
 def test_wilson_ends_solve_its_equation() -> None:
-    """Both ends satisfy (k/n - p)^2 = z^2 p (1 - p) / n, Wilson's definition, and enclose the share. 10 of 20 gives
-    0.2993 to 0.7007, as in Brown, Cai and DasGupta's tables. Counts that are no rate are refused."""
+    """By Wilson's definition (k/n - p)^2 = z^2 p (1 - p) / n; 10 of 20 as in Brown, Cai and DasGupta's tables."""
     for k, n in [(0, 10), (1, 10), (8, 60), (500, 1000), (999, 1000), (10, 10)]:
         low, high = wilson(k, n)
         assert low <= k / n <= high
@@ -28,8 +27,7 @@ def test_wilson_ends_solve_its_equation() -> None:
 
 
 def test_the_bound_leaves_five_percent() -> None:
-    """At the bound, n clean tries have a chance of exactly 5%: for every rate, the chance that some bound excluded it
-    wrongly before its first hit is no larger."""
+    """At it n clean tries have a chance of 5%; that some bound excludes a rate wrongly has no larger one."""
     for n in [1, 2, 59, 999]:
         assert (1 - one_sided_bound(n)) ** n == pytest.approx(0.05)
     for p in (0.002, 0.01, 0.2, 0.7):
@@ -67,8 +65,7 @@ def _rounds(p: float, rho: float, runs: int, rounds: int, size: int) -> npt.NDAr
 
 
 def test_the_interval_by_round_holds_at_every_look() -> None:
-    """Of 500 runs 5 in 100 at most ever exclude the rate; by either bound, before or while all else, likewise. Whoever
-    looks after every trial, a round of one, and stops at Wilson's first that excludes it, is wrong more often."""
+    """At most 5 in 100 runs ever exclude the rate; by Wilson's interval, looked at after every trial, more do."""
     for rho in [0.0, 0.1, 0.5, 0.9, 1.0]:
         for rounds, size in [(2, 64), (5, 12), (25, 40), (50, 1), (50, 16)]:
             runs = 500
@@ -106,8 +103,7 @@ def test_the_ends_of_the_interval_are_where_its_martingale_excludes() -> None:
 
 
 def test_rounds_are_what_an_interval_rests_on() -> None:
-    """All or nothing: rounds as trials. All alike: narrower, as far as a kind of round that was missed permits. Nothing
-    and everything: one end. The share of all trials is inside however the sizes differ."""
+    """Rounds are trials where they are all or nothing; where all are alike it is narrower, never too narrow."""
     assert round_interval([50, 50] + [0] * 18, [50] * 20) == pytest.approx(confidence_sequence(2, 20))
     low, high = round_interval([5] * 20, [50] * 20)
     assert confidence_sequence(2, 20)[0] < low < high < confidence_sequence(2, 20)[1]
@@ -146,8 +142,7 @@ def test_trials_to_see_are_the_published_ones() -> None:
 
 
 def test_the_confidence_sequence_holds_the_rates_that_its_martingale_spares() -> None:
-    """The ends are where the mixture over Beta(1/2, 1/2), integrated numerically, is 20 times the likelihood; Wilson's
-    interval is inside."""
+    """The ends are where the mixture over Beta(1/2, 1/2) is 20 times the likelihood; Wilson's interval is inside."""
     t = (np.arange(4_000) + 0.5) * math.pi / 2 / 4_000  # by substitution p = sin^2 t the prior is uniform over t
     for k, n in [(0, 10), (1, 10), (7, 250), (60, 60), (2.5, 12.5), (6, 1000)]:
         mixture = np.mean(np.sin(t) ** (2 * k) * np.cos(t) ** (2 * (n - k)))

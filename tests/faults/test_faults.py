@@ -50,8 +50,7 @@ _BY_SEED = [*DRAWN[:2], CONTROLS[0], *at_length(*DRAWN[2:], *CONTROLS[1:])]
 
 @pytest.mark.parametrize("planted", [*_BY_TIER, *_BY_SEED], ids=lambda p: p.name)
 def test_the_verdict_of_planted(planted: Planted) -> None:
-    """The finding is right, and of a fault a case shows it that is about its cause; so of those that the grammar drew:
-    what they do, where and when are drawn, so that no list can be learnt."""
+    """The finding is right, and a case that is about the cause of a fault shows it."""
     short = planted.function in _SHORT or planted not in PLANTED
     told = judge(planted, SEED, hasty=short, first=short)
     assert (told.ok, told.cause) == (True, True), told

@@ -31,8 +31,7 @@ def test_noise_is_said() -> None:
 
 
 def test_a_cell_names_the_best_stock_and_the_kernels() -> None:
-    """ "Best stock" says which it was; with one of them the name says nothing. A library that both sides call is named
-    once; what the profiler did not see is never called the same."""
+    """One best stock needs no name; what the profiler did not see is never called the same."""
     ours = timed("invariant", 8.0)
     (line,) = cells_of(bench_of(cell(1, timed("stock", 20.0), timed("stock-cudnn", 10.0), ours)))
     assert line[:4] == ["M=1 K=4096 N=4096", "10.00 (stock-cudnn)", "8.00", "1.25"]

@@ -102,8 +102,7 @@ NASTY = "<script>alert(1)</script>"
 
 
 def test_of_many_prompts_those_that_part_most_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page of ten thousand sections is read by nobody; what parts is never among what is left out. A prompt under
-    several seeds is several subjects, called by their seeds; one prompt has no overall."""
+    """What differs is never among what is left out; a prompt under several seeds is called by its seed."""
     monkeypatch.setattr(samples, "SAMPLES_MOST", 2)
     run = sampled(tmp_path, variants=lambda impl, i: (((4, i),), 0) if impl == "stock" and i % 5 < 2 else ((), 0))
     run.header.plan["prompts"] = [{"text": NASTY, "tokens": 4, "seed": i} for i in range(5)]

@@ -37,8 +37,7 @@ def test_of_completions(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_of_operators() -> None:
-    """What differs beside any model changes nobody's output yet; a wrong result stands before all. Of an encoder,
-    whether a search would answer otherwise is another thing than other bits."""
+    """What differs beside any model changes no output yet; a wrong result stands before all."""
     beside = Neighbours(
         impl="stock", arm="batch", pooling="mean", texts=4, parted=4, max_ulp=1, cosine_distance=0.0, k=2,
         top1_changed=1, topk_changed=0, topk_reordered=0,
@@ -123,8 +122,7 @@ def test_a_bench_has_a_card_of_its_own() -> None:
 
 
 def test_the_model_s_own_answer_comes_first(tmp_path: Path) -> None:
-    """A backend that stock does not take by default is wrong in a probe: said, but never the headline beside stock's
-    own answer, and operators by themselves come after a model's completions."""
+    """A backend that stock does not take by default is never the headline beside stock's own answer."""
     sampled_run = sampled(tmp_path)
     wrong_backend = row([0, 0], impl="stock-math", status="wrong", reason="NaN in hidden keys")
     for rows, alone, said in [

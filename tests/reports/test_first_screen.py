@@ -432,8 +432,7 @@ def test_a_case_of_a_users_function_can_be_asked_again() -> None:
 
 
 def test_a_case_is_pinned_once_and_only_where_an_option_can_name_its_function() -> None:
-    """After the command that a run of an own function gives (see `ends`), and for one made in a notebook or in another
-    function or compared by `nondet.check`, there is the page."""
+    """For a function of a notebook, of another function, or compared by `nondet.check`, there is the page."""
     typed = ("linear", "--impl", "linear=mymodule:batchy", "--dtype", "bfloat16")
     sizes = ("--k", "256", "--n", "64", "--m", "256", "--inputs", "bell")
     page = "nondet report runs/probe.jsonl --out report.html"

@@ -152,8 +152,7 @@ NARROW = {
 
 @functools.cache
 def said(narrow: bool = False) -> dict[str, Any]:
-    """What each part returned. The narrow page is opened at report.html#%, a link that is no name: the rest of the
-    script runs all the same."""
+    """What each part returned; the narrow page is opened at report.html#%, a link that is no name."""
     parts = (
         f"said.{name} = await (async () => {{ {code} }})();" for name, code in (NARROW if narrow else WIDE).items()
     )
@@ -163,26 +162,17 @@ def said(narrow: bool = False) -> dict[str, Any]:
     return found
 
 
-def test_the_search_hides_rows_and_opens_folds() -> None:
-    search = said()["search"]
+def test_search_copy_buttons_filters_and_maps() -> None:
+    search, copy, found = (said()[part] for part in ("search", "copy", "filter"))
     assert 0 < len(search["found"]) < search["before"]
     assert all("a softmax" in text.lower() for text in search["found"])
     assert search["visible"], "a row that was found stands in a closed fold"
     assert search["told"] == f"{len(search['found'])} rows match"
     assert (search["none"], search["after"], search["hidden"]) == (0, search["before"], False)
-
-
-def test_copy_buttons_copy_their_command() -> None:
-    copy = said()["copy"]
     assert copy["commands"]
     assert all(command.startswith("nondet ") for command in copy["commands"])
     assert copy["copied"] == copy["commands"]
-    assert {*copy["before"]} == {"Copy"}
-    assert {*copy["after"]} == {"Copied"}
-
-
-def test_filters_and_maps() -> None:
-    found = said()["filter"]
+    assert ({*copy["before"]}, {*copy["after"]}) == ({"Copy"}, {"Copied"})
     assert len(found["left"]) < found["all"]
     assert {*found["left"]} <= {"softmax"}
     assert found["read"][0].startswith("M 1-7: class A")

@@ -50,8 +50,7 @@ def test_the_code_follows_the_verdicts() -> None:
 
 
 def test_an_implementation_that_was_asked_for_and_never_ran_is_no_pass() -> None:
-    """Stock agreeing says nothing of mine:kernel; a backend that came along with stock may be missing. What a run that
-    was killed did not come to may have diverged; what it did come to is a fault all the same."""
+    """Stock agreeing shows nothing of mine:kernel, nor does a killed run of what it did not come to."""
     skipped, undecided = {"status": Status.SKIPPED, "reason": "no kernel"}, "--fail-on divergent can't be decided: "
     mine = run_of(row([0, 0]), failed(impl="mine:kernel", **skipped))
     assert exit_code(mine, "divergent") == (1, f"{undecided}nothing was compared for mine:kernel.")
@@ -98,8 +97,7 @@ def test_how_many_tries_see_a_rate() -> None:
 
 
 def test_a_gate_passes_on_enough_loads_and_not_on_one_fewer() -> None:
-    """29 loads beside the first see a rate of 10%: that one is what they are held against, however full it was. The
-    default sample has as many rounds of the default load as the gate's default rate needs, and that one."""
+    """29 loads beside the first see a rate of 10%; the default sample has as many as the default rate needs."""
     for each in (1, 2):
         assert decision(loads(30, each)).outcome == Outcome.OPEN
         short = decision(loads(29, each))

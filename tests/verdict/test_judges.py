@@ -36,8 +36,7 @@ def runs_of(value: float) -> tuple[Run, ...]:
 
 
 def test_every_judge_calls_it_wrong_and_the_gate_fails() -> None:
-    """With a number in its place the same run is clean and the gate passes. Where nothing was compared (one completion,
-    an axis without effect, one answer of a server) wrong is said before that."""
+    """Where nothing was compared as well; with a number in its place the run is clean and the gate passes."""
     for value in (float("nan"), float("inf"), float("-inf"), -0.5):
         sound = value == -0.5
         for run in runs_of(value):

@@ -36,9 +36,7 @@ def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
 
 
 def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
-    """The batch is named where it changed and a round that differs was bit-identical when it was repeated; agreement is
-    an observation with its bound; equal answers that ended in two ways are not clean, and two completions in one trace
-    are a contradiction."""
+    """The batch is named where it changed and a round that differs was bit-identical when it was repeated."""
     equal, last_differs = "A" * 60, ("A" * 60, "A" * 60, "A" * 59 + "B")
     not_repeated = "Rounds in which traces differ were not repeated: these may be batch or run-to-run effects."
     again = "Run again: 3 of 60 requests in 1 round differed."
@@ -90,8 +88,7 @@ Arms = dict[str, str | list[str]]
 
 
 def varied(arms: Arms, unproven: str = "", per_round: int = 4, note: str = "", lost: str = "") -> Run:
-    """The base and these arms under stock; dtype is the axis that changes the arithmetic itself. `lost` traces hold
-    NaN."""
+    """The base and these arms under stock; dtype changes the arithmetic itself; `lost` traces hold NaN."""
     completions, rounds, values = list[Completion](), list[Round](), list[AxisValue]()
     plan = {"vary": {}, "prompts": [{"text": "p", "tokens": 5}], "impls": ["stock"]}
     figures: dict[str, Any] = {"targets": per_round, "others": 0, "steps": 1, "tokens": 1, "seconds": 1.0}

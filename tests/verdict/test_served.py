@@ -58,8 +58,7 @@ def simple(*, concurrent: int = 4, trace: str = "A", prompt: int = 0, loads: int
 
 
 def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
-    """Every answer is odd with a chance of a tenth whatever runs: prompts whose solo answers agree by luck prove
-    nothing together."""
+    """Every answer is odd with a chance of a tenth: prompts whose solo answers agree by luck prove nothing together."""
     rng = np.random.default_rng(1)
     completions, rounds = [], []
     for number in range(30 * 9):
@@ -75,8 +74,7 @@ def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
 
 
 def test_a_watcher_waits_for_every_prompt_and_server() -> None:
-    """The power is reached by one prompt's loads; the other has met none yet. Loads of the first server are no proof of
-    the second."""
+    """The power that one prompt's loads or one server's reach is not that of the other."""
     watcher = Watcher(0.7, 0.95, "load", prompts=2)
     first, second = ([completion(4 * p + i, "loaded", prompt=p, round=p) for i in range(4)] for p in (0, 1))
     assert not any(watcher.enough(ended(number, "loaded", 4, 4), first) for number in range(5))
@@ -143,14 +141,11 @@ def test_each_server_has_its_own_verdict() -> None:
             assert [(v.findings, v.text) for v in verdicts] == [(v.findings, v.text) for v in alone]
             last = "Solo answers compared with those of server: 4 identical."
             assert [v.notes for v in verdicts] == [alone[0].notes, (*alone[1].notes, last)]
-
-
-def test_each_server_is_credited_with_its_own_loads() -> None:
-    """Those of another server in the same file would overstate the power of a gate."""
-    both = beside(simple(loads=3), large := simple(), "server-2")
+    # loads of another server in the same file would overstate the power of a gate
+    both = beside(simple(loads=3), clean, "server-2")
     assert (proven_tries(both, "server"), proven_tries(both, "server-2")) == ((12, 3), (120, 30))
-    alone = replace(large, completions=[c for c in large.completions if c.arm == "loaded"])
-    assert proven_tries(alone, "server") == (119, 29)  # the first of each is what the others are held against
+    loaded = replace(clean, completions=[c for c in clean.completions if c.arm == "loaded"])
+    assert proven_tries(loaded, "server") == (119, 29)  # the first of each is what the others are held against
 
 
 def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
@@ -190,8 +185,7 @@ def cold_and_cached(alone: tuple[str, str], loaded: str) -> Run:
 
 
 def test_an_answer_under_load_is_held_against_those_that_found_as_much_cached() -> None:
-    """Cached ones that give the bits of a cold prefix under load depend on the load, though cold ones gave these bits
-    alone; where only the cache decides, or chance, no load is blamed."""
+    """Where only the cache decides, or chance, no load is blamed."""
     for alone, loaded, findings in [
         (("A", "A"), "A", (Finding.CLEAN,)),
         (("A", "B"), "A", (Finding.BATCH, Finding.CACHE)),

@@ -22,9 +22,7 @@ def fields(sentence: str) -> set[str]:
 
 
 def test_every_sentence_has_a_judge_and_every_code_its_sentence_and_numbers() -> None:
-    """Codes are literals: those in the judges (and in messages for tests) and those in the table are the same. Where a
-    reason is made its fields are named: none is missed only once somebody reads the verdict. They are names and
-    numbers: outside the table no literal of several words goes into one."""
+    """Codes are literals, each with a sentence whose fields are all given; no literal of several words goes in."""
     literals, codes, missed, texts = set[str](), set[str](), list[str](), list[str]()
     for path in [*SOURCES, SOURCES[0].parents[1] / "testing" / "messages.py"]:
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -227,8 +227,7 @@ def test_what_stands_of_a_real_one(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @needs_vllm
 def test_a_real_one(tmp_path: Path) -> None:
-    """On whatever device it has every request has an answer, and the batches of the steps add up; each value of an
-    axis is one that vLLM says it ran with, and took effect."""
+    """Every request has an answer, batches add up, and each value of an axis is one that vLLM ran with."""
     out = tmp_path / "run.jsonl"
     command = ["sample", "--engine", "vllm", "--impl", "stock", "--load", "light", "--n", "8", "--max-tokens", "8"]
     assert main([*command, "--vary", "sharing,chunk=8", "--out", str(out)]) == 0

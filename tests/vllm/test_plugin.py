@@ -470,8 +470,7 @@ def test_a_sum_over_two_ranks_is_asked_at_start(toy: Toy) -> None:
 
 @pytest.mark.parametrize("order", ["tree", "ring", "ring from 33 rows on"])
 def test_a_sum_over_four_ranks_at_proven_row_counts(toy: Toy, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    """One order for all numbers stands; a ring's, which follows a number's place in the message, does not. A step has
-    thousands of row counts above its graphs: each is filled up to one of a few."""
+    """One order for all numbers stands, a ring's does not; each count above the graphs is filled up to one of a few."""
     asked: set[int] = set()
 
     def summed(x: torch.Tensor) -> torch.Tensor:
@@ -803,8 +802,7 @@ def sources(folder: Path, change: Callable[[str], str] = str, functions: Any = N
 
 
 def test_functions_and_a_cache_are_read_from_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every function as it is; then one that takes more and one that is gone. Parameters alone say nothing of a cache's
-    layout: 0.26 changed what the function returns, and later the layout has a name."""
+    """Parameters alone do not show a cache's layout: 0.26 changed what the function returns, later it has a name."""
     assert vllm_seams.main([sources(tmp_path / "fits")]) == 0
     assert f"fits: {len(plugin.PATCHED)} of {len(plugin.PATCHED)} functions fit" in capsys.readouterr().out
 

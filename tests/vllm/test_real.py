@@ -23,8 +23,7 @@ pytestmark = [
 
 
 def test_what_coverage_asks_of_its_layers_and_modes_is_there() -> None:
-    """By name: what has a cache is no layer without a sum; that plugins are loaded once a process is kept under the
-    name that a refusal resets. What no CPU can be given is where its configuration has it."""
+    """By name: what no CPU can be given is where its configuration has it."""
     import vllm.plugins
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention import Attention

@@ -155,8 +155,7 @@ def test_what_has_no_form_of_ours_stays_at_risk(toy: Toy) -> None:
 
 
 def test_ours_is_proven_and_not_believed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One scale for the whole batch, by vLLM's own choice, whose kernel's order stands at every M, or by a quantizer
-    planted under our product: the layer stays at risk."""
+    """One scale for the whole batch, by vLLM's own choice or planted under our product: the layer stays at risk."""
     layer = fp8(CutlassFP8ScaledMMLinearKernel(use_per_token_if_dynamic=False), 10**9, per_tensor=True)
     with pytest.raises(UserError, match=r"different bits at M=1 and M=64; not replaced: one scale for all activations"):
         loaded(toy, torch.nn.Sequential(layer))

@@ -413,11 +413,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
 
 
 def modules(cuda: bool = True, version: str = VERSION) -> dict[str, ModuleType]:
-    """A fresh toy, for sys.modules: its classes are made anew each time, because the plugin patches them.
-
-    Args:
-        version: From 0.26 on a cache has K and V of a token in one row, from 0.29 on a backend names layouts of it.
-    """
+    """A fresh toy, for sys.modules: its classes are made anew each time, because the plugin patches them."""
     since = tuple(map(int, version.split(".")))
     made: dict[str, ModuleType] = {}
 
