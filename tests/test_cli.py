@@ -362,7 +362,7 @@ def test_a_shell_completes_every_option() -> None:
     assert {*(options - {"-o", "-v", "-q"}), "--help", "--help-all"} <= set(done.stdout.split())
 
 
-def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
+def test_the_whole_help_lists_what_can_be_given(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     for command, listed in {
         "probe": ["float-sum", "attention  ", "stock-cudnn (cuda)", "qwen3-8b"],
         "bench": ["rms_norm  ", "invariant (cpu and cuda)"],
@@ -373,6 +373,9 @@ def test_the_whole_help_lists_what_a_command_can_be_given(run: Command) -> None:
         assert [words for words in listed if words not in text] == []
         assert text.count("─╮") > run(command, "--help")[1].count("─╮")
     assert run("--version")[1].startswith("nondet ")
+    assert "another package" not in run("--version")[2]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")  # pip installs both under one command
+    assert "another package, nondet 9.9, is installed beside nondet-llm" in run("--version")[2]
     # eager: beside what is lacking or wrong, too; as the value of another option it is a value
     assert run("trace", "--help-all")[1] == run("trace", "--load", "none", "--help-all", "--help")[1]
     assert run("--help-all")[0] == 0
@@ -425,12 +428,6 @@ def test_the_table_of_a_sample_run_is_its_completions(run: Command) -> None:
     for more in (["--case", "M=1"], ["--records", "rows", "--out", "y.md"], ["--figure", "tree", "--out", "y.csv"]):
         code, _, err = run("report", kept, *more)
         assert (code, "belongs to a" in err) == (2, True)
-
-
-def test_another_nondet_beside_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "another package" not in run("--version")[2]
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
-    assert "another package, nondet 9.9, is installed beside nondet-llm" in run("--version")[2]
 
 
 SCRIPT = """

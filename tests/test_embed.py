@@ -12,21 +12,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from nondet import embed
 from nondet.cli import main
 from nondet.core.records import Run, Status
 from nondet.core.runfile import open_run, read_run
-from nondet.embed import (
-    ALONE,
-    build_arms,
-    collect,
-    cosine_distances,
-    describe,
-    encode,
-    load_encoder,
-    nearest,
-    rank_changes,
-    vectors,
-)
+from nondet.embed import ALONE, build_arms, collect, describe, encode, load_encoder, nearest, rank_changes, vectors
 from nondet.sampling.model import LoadedModel, embedded_folder
 
 WORDS = "the cat sat on a mat while other cats ran over hills and far away from every dog in town".split()  # noqa: SIM905
@@ -86,8 +76,8 @@ def test_ranks_are_by_cosine_and_ties_by_index() -> None:
     ranks = torch.tensor([[1, 2], [0, 2], [0, 1]])
     other = torch.tensor([[2, 1], [0, 1], [0, 1]])
     assert rank_changes(ranks, other) == {"top1_changed": 1, "topk_changed": 1, "topk_reordered": 1}
-    assert cosine_distances(x, x).tolist() == [0.0] * 4
-    assert cosine_distances(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])).tolist() == [1.0]
+    assert embed.cosine_distances(x, x).tolist() == [0.0] * 4
+    assert embed.cosine_distances(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])).tolist() == [1.0]
 
 
 def test_a_batch_that_changes_bits_is_seen_and_counted(encoder: LoadedModel, tmp_path: Path) -> None:

@@ -171,17 +171,14 @@ def test_where_certificates_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert quiet(HERE, path.parent).standing("cublaslt", KEY) is False
 
 
-def test_the_cpus_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machines_key_knows_what_its_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     here = store.machine("cpu")
     assert {"cpu", "cpu_isa", "torch", "num_threads", "sources", "variables"} <= here.keys()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert store.machine_digest(store.machine("cpu")) == store.machine_digest(here)
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     assert store.machine_digest(store.machine("cpu")) != store.machine_digest(here)
-
-
-def test_the_recorded_cublas_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update of the library in use has to void what was proven with it."""
+    # an update of the cuBLAS in use, which is torch's, has to void what was proven with it
     load = Mock(side_effect=OSError)
     monkeypatch.setattr(environment.ctypes, "CDLL", load)
     for cuda, loaded in [("12.8", ["libcublas.so.12"]), ("13.0", ["libcublas.so.13"]), (None, [])]:

@@ -25,16 +25,12 @@ from tests.endpoint.hostile import Hostile
 PROMPTS = ("Once upon a time", "The cat sat on the")
 
 
-def expected(prompt: str, tokens: int) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
-    context = honest.context_of(honest.tokenize(prompt))
-    steps = [honest.step(context, temperature=0, draw=(), alternatives=2) for _ in range(tokens)]
-    tops = np.array([[value for _, value in s.top] for s in steps], "<f4")
-    return tuple(s.id for s in steps), np.array([s.logprob for s in steps], "<f4"), tops[:, 0] - tops[:, 1]
-
-
 @awaited
 async def test_what_a_server_sends_is_what_comes_out() -> None:
-    ids, logprobs, margins = expected(PROMPTS[0], 12)
+    context = honest.context_of(honest.tokenize(PROMPTS[0]))
+    steps = [honest.step(context, temperature=0, draw=(), alternatives=2) for _ in range(12)]
+    ids, logprobs = tuple(s.id for s in steps), np.array([s.logprob for s in steps], "<f4")
+    tops = np.array([[value for _, value in s.top] for s in steps], "<f4")
     for dialect, stream in product(("openai", "vllm", "sglang", "llama.cpp"), (False, True)):
         known_by = KnownBy.BYTES if dialect == "openai" else KnownBy.IDS
         async with Honest(dialect) as server, HttpClient(server.url, stream=stream) as client:
@@ -46,7 +42,7 @@ async def test_what_a_server_sends_is_what_comes_out() -> None:
         assert answer.text == "".join(map(chr, ids))
         assert answer.token_ids == (ids if known_by is KnownBy.IDS else None)
         assert answer.logprobs == logprobs.tobytes()
-        assert answer.margins == margins.astype("<f4").tobytes()
+        assert answer.margins == (tops[:, 0] - tops[:, 1]).tobytes()
         assert answer.chosen_is_top == 12
         assert (answer.prompt_tokens, answer.completion_tokens, answer.finish) == (16, 12, "length")
         assert answer.sent < answer.done

@@ -8,22 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.faults.grammar import total
-from tests.probes.toys import (
-    STATE,
-    Bias,
-    adds,
-    attention_anchored,
-    attention_sound,
-    changed,
-    count,
-    grouped_sound,
-    in_parts,
-    linear_in_order,
-    linear_sound,
-    of_parts,
-    of_rows,
-    rms_norm_sound,
-)  # fmt: skip
+from tests.probes import toys
+from tests.probes.toys import STATE, Bias, changed, count, in_parts, linear_in_order, of_rows
 
 
 @of_rows
@@ -37,7 +23,7 @@ def order_of_one_column(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def three_dimensions(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> torch.Tensor:
     """Faulty for [B, T, K] alone: K is split in as many parts as there are requests."""
-    return of_parts(lambda *_: 1 if x.ndim == 2 else len(x))(x, w, bias)
+    return toys.of_parts(lambda *_: 1 if x.ndim == 2 else len(x))(x, w, bias)
 
 
 def _mixed_by_zeros(out: torch.Tensor) -> torch.Tensor:
@@ -53,7 +39,7 @@ def remembers_results(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> to
     """Faulty: a result is kept for the address and shape of its input, whatever has been written there since."""
     key = ("result", x.data_ptr(), x.shape, x.stride(), w.data_ptr(), None if bias is None else bias.data_ptr())
     if key not in STATE:
-        STATE[key] = (x, w, bias, linear_sound(x, w, bias))  # the operands are held, so that addresses stay theirs
+        STATE[key] = (x, w, bias, toys.linear_sound(x, w, bias))  # the operands are held, so that addresses stay theirs
     return STATE[key][3].clone()
 
 
@@ -108,12 +94,12 @@ def packs_by_version(x: torch.Tensor, w: torch.Tensor, bias: Bias = None) -> tor
 
 def grouped_other_weight(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Wrong: rows of the last expert get the weight of the first."""
-    return grouped_sound(x, torch.cat([weight[:-1], weight[:1]]), offsets)
+    return toys.grouped_sound(x, torch.cat([weight[:-1], weight[:1]]), offsets)
 
 
 def grouped_capacity(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Faulty: an expert takes 6 rows, and those beyond get zeros."""
-    out = grouped_sound(x, weight, offsets)
+    out = toys.grouped_sound(x, weight, offsets)
     for start, end in itertools.pairwise([0, *offsets.tolist()]):
         out[min(start + 6, end) : end] = 0
     return out
@@ -142,7 +128,7 @@ def rms_norm_shared_scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 def rms_norm_one_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Faulty: every result of a shape is the same memory."""
-    out = rms_norm_sound(x, weight)
+    out = toys.rms_norm_sound(x, weight)
     return STATE.setdefault(("norm", out.shape, out.dtype), out.clone()).copy_(out)
 
 
@@ -160,17 +146,17 @@ def sum_lost_tail(x: torch.Tensor) -> torch.Tensor:
 
 def attention_sees_the_future(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Wrong: the last position of a prompt sees all keys, and so does every other one."""
-    return attention_sound(q, k, v, causal=False)
+    return toys.attention_sound(q, k, v, causal=False)
 
 
 def attention_other_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Wrong: query heads read the keys of another group."""
-    return attention_anchored(q, k.flip(1), v.flip(1))
+    return toys.attention_anchored(q, k.flip(1), v.flip(1))
 
 
 def attention_neighbours_nan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Faulty: requests are told apart by weights of zero, so that a neighbour's NaN comes through."""
-    return attention_anchored(q, k, v) + 0.0 * v.sum()
+    return toys.attention_anchored(q, k, v) + 0.0 * v.sum()
 
 
 def index_add_loses_twins(target: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -180,4 +166,4 @@ def index_add_loses_twins(target: torch.Tensor, index: torch.Tensor, source: tor
     return out
 
 
-index_add_backwards = adds("index_add", lambda n: range(n)[::-1])  # sound: an order of its own, every time
+index_add_backwards = toys.adds("index_add", lambda n: range(n)[::-1])  # sound: an order of its own, every time

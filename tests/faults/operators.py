@@ -160,12 +160,8 @@ PLANTED: tuple[Planted, ...] = (
 
 
 def judge(planted: Planted, seed: int, *, hasty: bool = False, first: bool = False) -> Judged:
-    """Put one implementation to its probe, and say what the verdict says.
-
-    Args:
-        hasty: Until the fault is told.
-        first: The cases that are about the fault before all others, unless an earlier call decides it.
-    """
+    """Put one implementation to its probe, and say what the verdict says: `hasty`, until the fault is found; `first`,
+    with the cases that are about it before all others, unless an earlier call decides it."""
     forget()
     for function in vars(toys).values():
         if hasattr(function, "calls"):

@@ -56,23 +56,21 @@ def test_somebody_elses_side_file_is_not_taken_over(run: Command, tmp_path: Path
     assert not (tmp_path / "new").exists()
 
 
-WRITERS: dict[str, Callable[[Path], object]] = {
-    "run file": lambda path: create_locked(path, force=True),
-    "side file": lambda path: TraceWriter(path, resume=False, piece=str),
-    "report": lambda path: replace_text(path, "x"),
-    "scratch": lambda path: runfile.replacing(path).__enter__(),
-}
-
-
 def test_no_link_is_followed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    for kind, dangling in product(WRITERS, (False, True)):
+    writers: tuple[Callable[[Path], object], ...] = (
+        lambda path: create_locked(path, force=True),
+        lambda path: TraceWriter(path, resume=False, piece=str),  # whose link is that of the side file
+        lambda path: replace_text(path, "x"),
+        lambda path: runfile.replacing(path).__enter__(),
+    )
+    for write, dangling in product(writers, (False, True)):
         tmp_path = tmp_path_factory.mktemp("case")
         (there := tmp_path / "elsewhere").mkdir()
         (there / "precious").write_text("kept", encoding="utf-8")
         path = tmp_path / "a.jsonl"
-        (traces_path(path) if kind == "side file" else path).symlink_to(there / ("new" if dangling else "precious"))
+        (traces_path(path) if write is writers[1] else path).symlink_to(there / ("new" if dangling else "precious"))
         with pytest.raises(UserError, match="is a symbolic link"):
-            WRITERS[kind](path)
+            write(path)
         assert (there / "precious").read_text(encoding="utf-8") == "kept"
         assert [p.name for p in there.iterdir()] == ["precious"]
         assert len(list(tmp_path.iterdir())) == 2

@@ -6,20 +6,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from nondet.reports.document import (
-    BRIEF,
-    VERBOSE,
-    Bit,
-    Block,
-    Code,
-    Details,
-    Heading,
-    Items,
-    Paragraph,
-    Table,
-    bits,
-    plain,
-)
+from nondet.reports import document
+from nondet.reports.document import BRIEF, VERBOSE, Bit, Block, Code, Details, Heading, Items, Paragraph, Table
 from nondet.reports.html import render_page
 from nondet.reports.markdown import blocks as as_markdown
 from nondet.reports.terminal import renderables
@@ -66,14 +54,14 @@ def test_a_block_is_of_its_formats_alone() -> None:
     assert list(as_markdown(blocks)) == []
     assert "for pages" in page(blocks)
     assert printed(blocks, BRIEF).count("x") == 58
-    assert plain(("a ", Bit("b", "below"))) == "a ; b"
+    assert document.plain(("a ", Bit("b", "below"))) == "a ; b"
     for text, said in [
         ("a `b` c", [("a ", ""), ("b", "code"), (" c", "")]),
         ("one ` alone", [("one ` alone", "")]),
         (Bit("`x`"), [("`x`", "")]),
         ((Bit("a", "strong"), ": b"), [("a", "strong"), (": b", "")]),
     ]:
-        assert [tuple(bit) for bit in bits(text)] == said  # type: ignore[arg-type] # each kind of it
+        assert [tuple(bit) for bit in document.bits(text)] == said  # type: ignore[arg-type] # each kind of it
 
 
 def test_a_table_too_wide_for_a_terminal_is_sentences() -> None:

@@ -36,6 +36,9 @@ def test_every_report_has_the_contract_the_arms_and_the_times(run: Run) -> None:
     assert "<script>alert" not in made[0] + made[1]
     lines = printed(run, width=100, verbose=False).splitlines()
     assert (len(lines) <= 25, "batch-dependent" in " ".join(lines[-6:])) == (True, True)
+    bare = msgspec.structs.replace(run, completions=[], rounds=[], complete=False)
+    for text in (html.render([bare]), markdown.render([bare]), printed(bare, width=100)):
+        assert "nothing was measured" in text
 
 
 def test_figures_of_the_arms(run: Run) -> None:
@@ -62,9 +65,3 @@ def test_what_parted_is_a_fact_and_no_wording(run: Run) -> None:
     again = [msgspec.structs.replace(c, prompt=1, request=f"{c.request}-again") for c in run.completions]
     both = build([msgspec.structs.replace(run, header=header, completions=[*run.completions, *again])]).runs[0].endpoint
     assert {text.partition(", ")[0] for text in both.differences} == {"prompt 1", "prompt 2"}
-
-
-def test_a_run_without_completions_still_has_a_report(run: Run) -> None:
-    bare = msgspec.structs.replace(run, completions=[], rounds=[], complete=False)
-    for text in (html.render([bare]), markdown.render([bare]), printed(bare, width=100)):
-        assert "nothing was measured" in text

@@ -242,9 +242,6 @@ def test_backends_stay_out_of_the_headline_unless_they_add_to_it():
     assert headline(run_of(*rows), judge_rows(rows)) == "stock: batch-dependent in 1 of 1 case (linear)"
     rows = [row([0, 0]), agreeing]
     assert "stock-flash: batch-dependent" in headline(run_of(*rows), judge_rows(rows))
-
-
-def test_many_that_agree_are_counted_and_whoever_parts_is_named():
     rows = [row([0, 0], impl=f"tile-{i}") for i in range(8)]
     agreeing = judge_rows(rows)
     assert "tile-7: no divergence observed" in headline(run_of(*rows), agreeing)

@@ -863,7 +863,7 @@ def test_a_product_is_padded_and_a_row_minds_no_neighbour(toy: Toy) -> None:
     assert compare.identical(after[7:8], apply(layer, x[7:8], layer.bias))
 
 
-def test_silu_and_mul_is_ours(toy: Toy) -> None:
+def test_silu_and_mul_and_norms_are_ours(toy: Toy) -> None:
     layer, x = toy["vllm.model_executor.layers.activation"].SiluAndMul(), torch.randn(9, 64, dtype=torch.float16)
     before = layer.forward_cuda(x)
     plugin.register()
@@ -872,10 +872,6 @@ def test_silu_and_mul_is_ours(toy: Toy) -> None:
     torch.testing.assert_close(after, before)
     wide = x.float()  # of which there is no kernel: as torch does it
     assert compare.identical(layer.forward_cuda(wide), torch.nn.functional.silu(wide[:, :32]) * wide[:, 32:])
-
-
-def test_norms_are_invariant(toy: Toy) -> None:
-    plugin.register()
     norms = toy["vllm.model_executor.layers.layernorm"]
     x, residual = torch.randn(9, 64), torch.randn(9, 64)
     norm, gemma = norms.RMSNorm(64), norms.GemmaRMSNorm(64)
