@@ -143,8 +143,7 @@ _frozen: tuple[object, int] | None = None
 
 @pytest.fixture(autouse=True)
 def _cheap_collections(request: pytest.FixtureRequest) -> None:
-    """transformers' engine collects garbage twice a session, over all that is loaded: here half a second each time.
-    What is alive is set apart as a file of tests begins, and what a test imported late before the next one."""
+    """transformers' engine collects garbage twice a session, half a second each: what is alive is set apart before."""
     global _frozen
     if _frozen != (now := (request.module, len(sys.modules))):
         gc.freeze()

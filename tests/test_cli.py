@@ -109,7 +109,6 @@ WRONG = [
             "sample --load graphs=on --device cpu": "CUDA graphs",
             "sample --cuda-graphs --device cpu": "CUDA graphs",
             "sample --model random:qwen3-200x16384": "GiB of memory",
-            "gate x --endpoint http://127.0.0.1:1": "a run file or a server",
             "gate missing.jsonl": "missing.jsonl",
             "gate x --rate 2": "--rate must be between 0 and 1; got '2'",
             "gate x --rate 0%": "'0%'",

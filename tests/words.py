@@ -1,8 +1,6 @@
-"""Words that are out: the project's own idioms, each with what the field says. One list for texts, one for names.
+"""Words that are out: the project's own idioms, each with what the field says; one list for texts, one for names.
 
-`words_out` finds them in any text: a page, a command's help, a report, what a terminal showed. What a program quotes (a
-path, an option's name, a model's completion) is for the caller to leave out: `prose` does it for markdown, `strings`
-and `remarks` for a module, where fields of an f-string or a format string are no words.
+What a program quotes is for the caller to leave out: `prose` does it for markdown, `strings` and `remarks` for code.
 """
 
 from __future__ import annotations
@@ -57,9 +55,7 @@ OUT_OF_NAMES: dict[str, str] = {
     "company": "concurrent, others",
 }
 # package -> most definitions with such a name; the numbers only fall (in core: fields of run files)
-MOST_NAMES_OUT: dict[str, int] = {
-    "core": 7,
-}  # fmt: skip
+MOST_NAMES_OUT = {"core": 7}
 _PLAIN, _CAMEL = "|".join(OUT_OF_NAMES), "|".join(map(str.title, OUT_OF_NAMES))
 _IN_NAMES = re.compile(rf"(?<![a-zA-Z])(?i:{_PLAIN})s?(?![a-zA-Z])|(?:{_CAMEL})s?(?![a-z])")
 _REMARK = re.compile(r'^ *r?"""(.*?)"""|((?:(?:^ *|  )#[^\n]*\n)+)', re.MULTILINE | re.DOTALL)

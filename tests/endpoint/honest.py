@@ -133,7 +133,6 @@ class Server:
 
 
 # A language model that is a hash: deterministic, instant, with ties and near ties like a real one.
-#
 # Token ids are bytes; a completion is printable ASCII. The next token's logits follow from SHA-256 of the context, in
 # steps of 1/64, so that ties happen and small disturbances flip tokens now and then.
 
@@ -194,7 +193,6 @@ def step(
 
 
 # How each kind of server words its answers: written from their sources, apart from the client's parsers.
-#
 # A dialect is a function: steps and what else the answer tells -> documents. Without `stream` there is one; with it
 # there is one for each step (SGLang: one for all of them) and what follows the last.
 

@@ -1,8 +1,6 @@
 """A fake server that breaks every rule, by name; beside it the same server answers honestly.
 
-    async with Hostile() as server:          # a prompt "hostile:drip-body" meets that behaviour, any other is answered
-
-A behaviour is what is done on the connection, one thing after the other, and the kind of failure that comes of it.
+A prompt "hostile:drip-body" meets that behaviour: what is done on the connection, and the kind of failure that it is.
 """
 
 from __future__ import annotations

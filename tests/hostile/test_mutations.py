@@ -224,7 +224,6 @@ def test_a_contradiction_names_line_and_field(tmp_path: Path) -> None:
     for name, place, fields, reason in [
         ("probe", 1, {"labels": [0, 5]}, "line 2: labels"),
         ("probe", 1, {"status": "splendid"}, "line 2: status"),
-        ("probe", 1, {"trials": "three"}, "line 2: trials"),
         ("probe", 1, {"axis": "sideways"}, "line 2: axis"),
         ("sample", "row", {"extra": {"requests": "run"}}, r"extra\.requests"),
         ("bench", "cell", {"axis": "Z"}, r"line \d+: axis"),

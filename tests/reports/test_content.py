@@ -94,7 +94,6 @@ def test_rows_beside_completions_are_judged_apart(tmp_path: Path) -> None:
     run.rows.append(row([0, 0], probe="sample", impl="stock"))
     (section_,) = build([run]).runs
     assert section_.headline.startswith("stock: 4 distinct completions")
-    assert "trials" not in section_.headline
     assert [(v.impl, v.prompt) for v in section_.verdicts] == [("stock", 0), ("invariant", 0), ("stock", None)]
 
 

@@ -32,8 +32,7 @@ def test_of_completions(tmp_path_factory: pytest.TempPathFactory) -> None:
         ({"impls": ("invariant",)}, Effect.NO_STOCK),
         ({"impls": ("invariant",), "variants": lambda _, number: (((4, number % 2),), 0)}, Effect.OUTPUT),
     ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        assert screen_of(sampled(tmp_path, **how)).effect is effect
+        assert screen_of(sampled(tmp_path_factory.mktemp("case"), **how)).effect is effect
 
 
 def test_of_operators() -> None:

@@ -91,7 +91,6 @@ def test_the_chain_of_a_trace() -> None:
     assert told["operator"] == (text, "")
     assert told["kernel"] == ("cudnn_a compared with cutlass_b", "")
     assert told["cure"] == ("replacing matmul removes the divergence", "")
-    assert told["cost"] == ("not measured", "nondet sample --turns")
     run.culprits[:] = [msgspec.structs.replace(culprit, call="", kernels=[])]
     assert said(run)["operator"][1] == "nondet trace"
 
@@ -106,9 +105,8 @@ def test_the_chain_of_what_was_varied_and_of_servers() -> None:
     ]:
         report: Any = build([run_of(row([0, 0]))])
         for i, (held, first, count) in enumerate(lines):
-            tally: Any = SimpleNamespace(
-                held=held, tried=True, moved=count - 1, traces_within=count, values=(), idle=()
-            )
+            counts = {"moved": count - 1, "traces_within": count}
+            tally: Any = SimpleNamespace(held=held, tried=True, values=(), idle=(), **counts)
             report.runs[0].axes[str(i)] = {"stock": AxisEffect("stock", tally, first)}
         assert steps_of(report)["token"].text == text
     report.runs[0].endpoint = SimpleNamespace(differences=[f"s{i}: bits" for i in range(4)], cure="not tried")
@@ -228,11 +226,6 @@ def test_what_is_next_after_completions(tmp_path: Path) -> None:
     assert all(a != b for a, b in zip(traces[first], traces[second], strict=True))
     run.header.plan["sampling"] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "seeds": 1}
     assert "--run" not in next_of(run)
-    clean = six_rounds(sampled(tmp_path, variants=lambda impl, number: ((), 0), name="clean.jsonl"))
-    assert next_of(by("sample", clean, "--model", "m", "--n", "60", model={"name": "m"})) == (
-        f"nondet gate {clean.source} --impl stock  "
-        "passes or fails this run in CI, and says how rare a divergence it would have shown"
-    )
 
 
 def test_backends_stay_out_of_the_headline_unless_they_add_to_it():

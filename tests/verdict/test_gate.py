@@ -88,16 +88,13 @@ def decision(run: Run, rate: float = 0.1, confidence: float = 0.95, by: str = "l
     return decide(run, rate=rate, confidence=confidence, by=by, **options)  # type: ignore[arg-type] # of decide's own
 
 
-def test_how_many_tries_see_a_rate() -> None:
+def test_a_gate_passes_on_enough_loads_and_not_on_one_fewer() -> None:
+    """29 loads beside the first see a rate of 10%; the default sample has as many as the default rate needs."""
     for rate, needed in [(0.1, 29), (0.01, 299), (0.001, 2995), (0.5, 5)]:
         for tries, enough in ((needed, True), (needed - 1, False)):
             power = Power("stock", tries, tries, rate, 0.95, "load")
             assert (power.enough, power.seen("load") >= 0.95, power.bound("load") <= rate) == (enough,) * 3
             assert power.needed == needed
-
-
-def test_a_gate_passes_on_enough_loads_and_not_on_one_fewer() -> None:
-    """29 loads beside the first see a rate of 10%; the default sample has as many as the default rate needs."""
     for each in (1, 2):
         assert decision(loads(30, each)).outcome == Outcome.OPEN
         short = decision(loads(29, each))

@@ -54,7 +54,6 @@ def test_every_judge_calls_it_wrong_and_the_gate_fails() -> None:
 
 
 # Whole verdicts and what a gate makes of them, word for word: no clause, no note and no reason goes unseen.
-#
 # python -m tests.verdict.test_judges    writes verdicts.txt anew; read what changed
 
 KEPT = Path(__file__).with_name("verdicts.txt")

@@ -22,6 +22,7 @@ from tests.kernels.tiers import at_length
 from tests.vllm import toys
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
+SPEC = SimpleNamespace(block_size=PAGE, dtype=torch.float16)
 NEEDED = {"num_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5, "num_kv_heads": KV_HEADS, "alibi_slopes": None}
 NEEDED |= {"sliding_window": None, "kv_cache_dtype": "auto"}
 
@@ -88,8 +89,7 @@ def step(
     )  # fmt: skip
     layers = {"layer": SimpleNamespace(impl=impl)}
     config = toys.config(compilation_config__static_forward_context=layers, model_config__heads=HEADS)
-    spec = SimpleNamespace(block_size=PAGE, dtype=torch.float16)
-    meta = backend.SegmentsBuilder(spec, ["layer"], config, torch.device("cpu")).build(0, common)
+    meta = backend.SegmentsBuilder(SPEC, ["layer"], config, torch.device("cpu")).build(0, common)
     query = torch.cat([q for q, _, _ in each])
     out = torch.full((len(query) + pad, HEADS, DIM), torch.nan).half()
     padded = torch.cat([query, query.new_zeros(pad, HEADS, DIM)])
@@ -197,8 +197,7 @@ def test_what_it_does_not_do_is_refused_by_name(backend: ModuleType) -> None:
     ):
         with pytest.raises(UserError, match=said):
             backend.SegmentsImpl(**(NEEDED | {name: value}))
-    spec = SimpleNamespace(block_size=PAGE, dtype=torch.float16)
-    builder = backend.SegmentsBuilder(spec, [], toys.config(), torch.device("cpu"))
+    builder = backend.SegmentsBuilder(SPEC, [], toys.config(), torch.device("cpu"))
     with pytest.raises(UserError, match="is causal"):
         builder.build(0, SimpleNamespace(causal=False))
 
@@ -268,8 +267,7 @@ def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType
     assert len(backend.RESERVED) == 1 + 4
     assert toys.LOG[-1] == "nondet: attention keeps 40 MiB for the index of each key of a step."
     made = backend.RESERVED[-1]
-    spec = SimpleNamespace(block_size=PAGE, dtype=torch.float16)
-    builders = [backend.SegmentsBuilder(spec, [], toys.config(), torch.device("cpu")) for _ in range(6)]
+    builders = [backend.SegmentsBuilder(SPEC, [], toys.config(), torch.device("cpu")) for _ in range(6)]
     assert builders[0].key_index is made
     assert len({one.key_index.data_ptr() for one in builders}) == 6
     assert backend.RESERVED == []
