@@ -131,15 +131,15 @@ def test_the_checks_would_see_it(tmp_path: Path) -> None:
 
 
 def test_packages_are_within_their_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ruff = tomllib.loads((house.ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    left = [c for codes in ruff["per-file-ignores"].values() for c in codes if re.match(r"C901|PLR09", c)]
+    assert len(left) <= MOST_LEFT_OUT
     monkeypatch.setattr(sys, "argv", ["house.py"])
     assert house.main() == 0, capsys.readouterr().out
     assert "over" not in capsys.readouterr().out
     monkeypatch.setitem(house.BUDGET, "verdict", 1)
     assert house.main() == 1
     assert re.search(r"^verdict .* over$", capsys.readouterr().out, re.MULTILINE)
-    ruff = tomllib.loads((house.ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
-    left = [c for codes in ruff["per-file-ignores"].values() for c in codes if re.match(r"C901|PLR09", c)]
-    assert len(left) <= MOST_LEFT_OUT
 
 
 def test_a_change_is_asked_by_its_nearest_tests() -> None:
