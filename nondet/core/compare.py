@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nondet.core.records import ClassError, Difference, ErrorFigures
+from nondet.core.traces import shared_length
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float4_e2m1fn_x2 packs two numbers in a byte and has no arithmetic: its bytes are compared, its values are not.
@@ -240,11 +241,6 @@ def first_difference(a: Any, b: Any) -> tuple[int | None, int | None]:
     token = _first_unequal(a.token_ids, b.token_ids)
     logprob = _first_unequal(memoryview(a.logprobs).cast("I"), memoryview(b.logprobs).cast("I"))
     return token, min((place for place in (token, logprob) if place is not None), default=None)
-
-
-def shared_length(one: Sequence[int], two: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _first_unequal(one: Sequence[int], two: Sequence[int]) -> int | None:

@@ -10,7 +10,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from nondet.core.statistics import (
     one_sided_bound,
     round_interval,
 )
-from nondet.core.traces import Trace
+from nondet.core.traces import Trace, shared_length
 from nondet.errors import one_line
 
 # The speed of a sampled run, and the ratio of two implementations. Tokens per second are the median over rounds,
@@ -182,7 +181,6 @@ ANYTIME, ONE_SIDED, TOO_FEW = "anytime-valid", "0 of n, one-sided", "no interval
 # Completions that are not a sample of one thing, as those of a server's arms together, have counts and no interval.
 COUNTS = "counts only"
 
-Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 _NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
 
@@ -337,15 +335,7 @@ class Span:
     high: Floats = field(default_factory=lambda: _NO_FLOATS)
 
 
-def shared_length(one: Ids, other: Ids) -> int:
-    """Index of the first token that differs, or that only one of them has."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    at = int(differ.argmax()) if length else 0
-    return at if length and differ[at] else length
-
-
-def spans_of(texts: Sequence[Ids]) -> list[Span]:
+def spans_of(texts: Sequence[Sequence[int]]) -> list[Span]:
     """The tree of sorted distinct texts: its root first, and every span before its continuations."""
     shared = np.array([shared_length(a, b) for a, b in pairwise(texts)], dtype=np.int64)
     spans = [Span(0, len(texts), 0, 0)] if texts else []
@@ -389,11 +379,6 @@ class Group:
     count: int = 0
     traces: Counter[str] = field(default_factory=Counter)
 
-    @cached_property
-    def ids(self) -> Ids:
-        """The tokens as an array."""
-        return np.asarray(self.tokens, dtype=np.int32)
-
     def token(self, index: int) -> int:
         """The token there; `_END` where the completion has ended."""
         return self.tokens[index] if index < len(self.tokens) else _END
@@ -412,11 +397,9 @@ def forks_of(
 ) -> Forks:
     """The forks of these distinct completions, the most common first. If tokens were `drawn`, branches get no margins,
     because these decide nothing."""
-    # by their tokens, a text before its continuations: ids are below 2^31, so big-endian bytes compare as they do
-    keys = [g.ids.astype(">u4").tobytes() for g in groups]
-    ranks = sorted(range(len(groups)), key=keys.__getitem__)
+    ranks = sorted(range(len(groups)), key=lambda rank: groups[rank].tokens)  # a text before its continuations
     ordered = [groups[rank] for rank in ranks]
-    spans = spans_of([g.ids for g in ordered])
+    spans = spans_of([g.tokens for g in ordered])
     positions: list[tuple[int, ...]] = [()] * len(groups)
     for span in spans:
         if not span.ways:
@@ -704,7 +687,7 @@ def _summarize(
     seen = _first_seen(rounds)
     groups = sorted(distinct.values(), key=lambda g: (-g.count, seen[g.tokens]))
     n, top, text = len(good), groups[0], run.header.plan["prompts"][prompt]["text"]
-    lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
+    lengths = {g.tokens: shared_length(g.tokens, top.tokens) for g in groups}
     # a draw does not depend on the margin, but on its distance from a boundary
     drawn = bool(run.header.plan.get("sampling"))
     first, positions, spread = forks_of(groups, traces, pieces, text, drawn=drawn)
