@@ -415,16 +415,11 @@ def forks_of(
                 here = traces[digest].margin_array[index : index + 1]
                 margins += [float(margin) for margin in here if math.isfinite(margin)] * count
         most_common = groups[min(ranks[way.first : way.last])]
-        token = most_common.token(index)
-        return Branch(
-            token_id=token,
-            text=pieces.get(token, ""),
-            count=sum(member.count for member in members),
-            # a token may have no text of its own, but hardly four in a row
-            continuation=text_of(most_common.tokens[index + 1 : index + 1 + 4 * _AFTER])[:_AFTER],
-            margin_min=min(margins, default=None),
-            margin_median=statistics.median(margins) if margins else None,
-        )
+        token, count = most_common.token(index), sum(member.count for member in members)
+        # a token may have no text of its own, but hardly four in a row
+        following = text_of(most_common.tokens[index + 1 : index + 1 + 4 * _AFTER])[:_AFTER]
+        middle = statistics.median(margins) if margins else None
+        return Branch(token, pieces.get(token, ""), count, following, min(margins, default=None), middle)
 
     first = None
     if len(groups) > 1:  # where the root of the tree ends
@@ -465,15 +460,8 @@ def flip_margins(members: Sequence[Member]) -> FlipMargins | None:
     flips, others = np.concatenate(at), np.concatenate(elsewhere)
     if not len(flips) or not len(others):
         return None
-    return FlipMargins(
-        flips=len(flips),
-        median=float(np.median(flips)),
-        largest=float(flips.max()),
-        ties=ties,
-        elsewhere=len(others),
-        elsewhere_median=float(np.median(others)),
-        as_close=float((others <= flips.max()).mean()),
-    )
+    middles, as_close = (float(np.median(flips)), float(np.median(others))), float((others <= flips.max()).mean())
+    return FlipMargins(len(flips), middles[0], float(flips.max()), ties, len(others), middles[1], as_close)
 
 
 def token_flips(
@@ -513,14 +501,9 @@ def flip_draws(members: Sequence[Member], first: int) -> FlipDraws | None:
     )
     rest = [np.delete(np.frombuffer(m.trace.border, "<f4"), [first] if first in m.forks else []) for m in drawn]
     elsewhere = np.concatenate(rest)
-    return FlipDraws(
-        border=float(np.median(borders)),
-        border_elsewhere=float(np.median(elsewhere)) if len(elsewhere) else None,
-        nearest=min(borders),
-        cut=min(cuts, default=None),
-        cut_ties=cuts.count(0.0),
-        nucleus=min(nuclei, default=None),
-    )
+    beyond, nucleus = float(np.median(elsewhere)) if len(elsewhere) else None, min(nuclei, default=None)
+    border = float(np.median(borders))
+    return FlipDraws(border, beyond, min(borders), min(cuts, default=None), cuts.count(0.0), nucleus)
 
 
 def k3_of(common: Trace, others: Sequence[Member]) -> float | None:
@@ -625,20 +608,13 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
         n, diverged = sum(s.n for s in members), sum(s.distinct_traces > 1 for s in members)
         comparisons = n - len(members)  # a prompt's first completion is the reference
         clean = not diverged and comparisons > 0
-        made = PromptSet(
-            impl=impl,
-            differing_traces=diverged,
-            differing_texts=sum(s.distinct_completions > 1 for s in members),
-            share=confidence_sequence(diverged, len(members)),
-            n=n,
-            failed=sum(s.failed for s in members),
-            rounds=rounds.get(impl, 0),
+        sets.append(PromptSet(
+            impl=impl, n=n, failed=sum(s.failed for s in members), rounds=rounds.get(impl, 0), unit=unit,
+            differing_traces=diverged, differing_texts=sum(s.distinct_completions > 1 for s in members),
+            share=confidence_sequence(diverged, len(members)), summaries={s.prompt: s for s in members},
             bound_rounds=one_sided_bound(len(held)) if clean and held else None,
             bound_completions=one_sided_bound(comparisons) if clean else None,
-            summaries={s.prompt: s for s in members},
-            unit=unit,
-        )
-        sets.append(made)
+        ))  # fmt: skip
     return sets
 
 
@@ -666,13 +642,9 @@ def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, st
 
 
 def _summarize(
-    run: Run,
-    traces: Mapping[str, Trace],
-    pieces: Mapping[int, str],
-    completions: Sequence[Completion],
-    batches: Mapping[int, npt.NDArray[np.int64]],
-    rate: float,
-) -> SampleSummary:
+    run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str], completions: Sequence[Completion],
+    batches: Mapping[int, npt.NDArray[np.int64]], rate: float,
+) -> SampleSummary:  # fmt: skip
     """Of all completions of one prompt under one implementation; at least one succeeded."""
     impl, prompt = completions[0].impl, completions[0].prompt
     good = [c for c in completions if c.status == "ok"]
@@ -702,53 +674,31 @@ def _summarize(
     # with the round in which the most common completion first occurred, which itself does not count
     begin = min(r for r in rounds if top.tokens in rounds[r])
     held = [r for r in sorted(rounds) if r > begin]
-    tallies = {
-        r: RoundTally(
-            counts.total() - counts[top.tokens],
-            sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items()),
-            counts.total(),
-        )
-        for r, counts in rounds.items()
-    }
+    tallies = {}
+    for r, counts in rounds.items():
+        compared_tokens = sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items())
+        tallies[r] = RoundTally(counts.total() - counts[top.tokens], compared_tokens, counts.total())
     confidence = 1.0 - (1.0 - CONFIDENCE) / (seen[top.tokens] * (seen[top.tokens] + 1))
     # completions that agree with exactly the first i tokens of the most common
     agree = np.bincount([lengths[g.tokens] for g in groups], [g.count for g in groups], len(top.tokens) + 1)
     sizes = {size for c in good for at, steps, _ in c.schedule for size in batches[c.round][at : at + steps].tolist()}
+    listed = []
+    for g in groups:
+        words, own = tuple(pieces.get(t, "") for t in g.tokens), traces[next(iter(g.traces))].text
+        listed.append(DistinctCompletion(g.count, g.tokens, words, own, None if g is top else lengths[g.tokens]))
     return SampleSummary(
-        impl=impl,
-        prompt=prompt,
-        prompt_text=text,
-        n=n,
-        failed=len(completions) - n,
-        distinct_completions=len(groups),
-        distinct_traces=len(members),
-        rate=_rate_interval(n - top.count, n, [tallies[r] for r in held], confidence),
-        first_fork=first,
-        completions=tuple(
-            DistinctCompletion(
-                count=g.count,
-                token_ids=g.tokens,
-                pieces=tuple(pieces.get(t, "") for t in g.tokens),
-                text=traces[next(iter(g.traces))].text,
-                parts_at=None if g is top else lengths[g.tokens],
-            )
-            for g in groups
-        ),
+        impl=impl, prompt=prompt, prompt_text=text, n=n, failed=len(completions) - n, rounds=len(rounds),
+        distinct_completions=len(groups), distinct_traces=len(members), completions=tuple(listed), first_fork=first,
+        rate=_rate_interval(n - top.count, n, [tallies[r] for r in held], confidence), confidence=confidence,
         survival=tuple((np.cumsum(agree[::-1])[::-1] / n).tolist()),
-        has_logprobs=any(m.trace.logprobs for m in members),
-        logprob_spread=spread,
-        batch_min=min(c.batch_min for c in good),
-        batch_max=max(c.batch_max for c in good),
-        distinct_batches=len(sizes),
-        tokens_per_second=rate,
-        rounds=len(rounds),
+        has_logprobs=any(m.trace.logprobs for m in members), logprob_spread=spread,
+        batch_min=min(c.batch_min for c in good), batch_max=max(c.batch_max for c in good),
+        distinct_batches=len(sizes), tokens_per_second=rate,
         held_rounds={r: tuple(sorted(lengths[tokens] for tokens in rounds[r].elements())) for r in held},
-        confidence=confidence,
         margins=flip_margins(members) if first and not drawn else None,
         draws=flip_draws(members, first.index) if first else None,
-        flips=None if drawn else token_flips(len(top.tokens), tallies, held, confidence),
-        k3=k3_of(common, others),
-    )
+        flips=None if drawn else token_flips(len(top.tokens), tallies, held, confidence), k3=k3_of(common, others),
+    )  # fmt: skip
 
 
 def _first_seen(rounds: Mapping[int, Counter[tuple[int, ...]]]) -> dict[tuple[int, ...], int]:

@@ -39,6 +39,7 @@ from nondet.sampling.routing import route
 from nondet.sampling.schedule import admission_number, summed_figures
 
 OnTokens = Callable[[Request, int], None]
+_SUMMED = ("steps", "tokens", "seconds", "first_use_seconds")  # figures of a session, which its round has as well
 
 
 @dataclass(frozen=True)
@@ -290,22 +291,13 @@ class _Rounds(RoundCollector):
             requests, engine = self._drawn(survey.plan.rounds[index]), self.host.describe(survey.base)
             named = {"impl": self.impl, "round": index, "seed": survey.seed, "eos": [], "weights": self.weights}
             self.write(replay.recording(requests, survey.plan.load, session.packs, engine=engine, **named))
-        self.writer.write(
-            Round(
-                impl=self.impl,
-                round=number,
-                targets=len(targets),
-                others=len(others),
-                steps=session.steps,
-                tokens=session.tokens,
-                seconds=session.seconds,
-                first_use_seconds=session.first_use_seconds,
-                background={} if arm.name else {o.request.id: o.schedule for o in others},
-                ran=ran,
-                arm=arm.name,
-                figures=session.figures if arm.name else _beside_captures(session),
-            )
-        )
+        same = {name: getattr(session, name) for name in _SUMMED}
+        background = {} if arm.name else {o.request.id: o.schedule for o in others}
+        figures = session.figures if arm.name else _beside_captures(session)
+        self.writer.write(Round(
+            impl=self.impl, round=number, targets=len(targets), others=len(others), background=background, ran=ran,
+            arm=arm.name, figures=figures, **same,
+        ))  # fmt: skip
         if session.fatal:
             where = f"{arm.name}, " if arm.name else ""
             raise EngineStoppedError(f"{self.impl}, {where}round {number}: {session.fatal}")
@@ -345,19 +337,11 @@ class _Rounds(RoundCollector):
             for value, arm in values if varied.values else [("", "")]:
                 # the base's own value needs no proof
                 proof = axis.proof(value, _figures(seen[arm], seen[BASE_ARM]), base) if arm else Proof(False, "")
-                self.write(
-                    AxisValue(
-                        impl=self.impl,
-                        axis=axis.name,
-                        value=value,
-                        arm=arm,
-                        held=axis.held or self.impl in axis.held_by,
-                        proven=proof.holds or arm == BASE_ARM,
-                        proof=proof.text,
-                        changes=CHANGES[axis.name],
-                        note=varied.note,
-                    )
-                )
+                self.write(AxisValue(
+                    impl=self.impl, axis=axis.name, value=value, arm=arm, changes=CHANGES[axis.name], note=varied.note,
+                    held=axis.held or self.impl in axis.held_by, proof=proof.text,
+                    proven=proof.holds or arm == BASE_ARM,
+                ))  # fmt: skip
 
     def _play(self, arm: Arm, requests: Sequence[Request], on_tokens: OnTokens | None = None) -> Session:
         return self.host.play(self._drawn(requests), arm.conditions, self.impl, self.survey.seed, on_tokens)
@@ -446,11 +430,6 @@ def play_replicas(
     figures["replicas_most"] = sum(any(r.target for r in share) for share in shares.values())
     figures["order"] = admission_number(admitted)
     figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
-    summed = ("steps", "tokens", "seconds", "first_use_seconds")
-    return Session(
-        outcomes=[outcomes[r.id] for r in requests],
-        fatal=next((s.fatal for s in sessions if s.fatal), ""),
-        figures=dict(figures),
-        admitted=admitted,
-        **{name: sum(getattr(s, name) for s in sessions) for name in summed},
-    )
+    summed = {name: sum(getattr(s, name) for s in sessions) for name in _SUMMED}
+    fatal, joined = next((s.fatal for s in sessions if s.fatal), ""), [outcomes[r.id] for r in requests]
+    return Session(joined, fatal=fatal, figures=dict(figures), admitted=admitted, **summed)
