@@ -47,11 +47,23 @@ CERTAIN = 0.9  # of tokens whose bits a hypothesis reproduces
 _PLAIN = Spec()
 _SIDES = {"trainer": 1.0, "sampler": -1.0}
 _HEATS = np.geomspace(0.25, 4.0, 11)
-_STEPS = {torch.float64: 32}  # of a golden section around the best of these, by the wider format
-_STEPS_LEAST = 14
+_STEPS = {torch.float32: 14, torch.float64: 32}  # of a golden section around the best of these, by the wider format
 _FEW = 100  # tokens: for fewer, a less plausible setting may be nearer by chance
 _FAR = 10.0  # times rounding: then no other setting of both sides is the reason
 _SHARES = 64  # values of top-p that are tried at once, five times between ever closer ends
+
+# What one side may do to tokens and positions: cause, what it is in words, and how the forward has it.
+_FAULTS = (
+    *(("positions", name, Fault(positions=name)) for name in ("gap", "restart", "double")),
+    ("padding mask", "padding on the left is attended to", Fault(mask=False)),
+    ("template", "its first token is missing", Fault(front=1)),
+    ("template", "its first 2 tokens are missing", Fault(front=2)),
+    ("template", "its first token is there twice", Fault(front=-1)),
+    ("template", "its last token is missing", Fault(back=1)),
+    ("template", "its last 2 tokens are missing", Fault(back=2)),
+)
+# A hypothesis that takes a forward: layer, cause, what is fitted, the logprobs with it and without it.
+_Hypothesis = tuple[str, str, str, Logprobs, Logprobs]
 
 
 @dataclass(frozen=True)
@@ -135,14 +147,9 @@ def fit(
     model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs, impl: str,
     older: Any = None,
 ) -> Iterator[MismatchFloor | MismatchKind]:  # fmt: skip
-    """The floor, then each hypothesis on each side, with what it leaves.
-
-    Args:
-        model: In the sampler's format, on its device.
-        spec: The trainer's layout.
-        sampler, trainer: [n] float32 of all rollouts.
-        older: A model of the same form with other weights that a side may have had, or None.
-    """
+    """The floor, then each hypothesis on each side, with what it leaves. `model` is in the sampler's format, on its
+    device; `spec` the trainer's layout; `sampler` and `trainer` [n] float32 of all rollouts; `older` a model of the
+    same form with other weights that a side may have had, or None."""
     fitted = _Fit(model, rollouts, spec, {"sampler": sampler, "trainer": trainer}, impl)
     yield fitted.floor
     explained = fitted.floor.k3 <= ABOVE * fitted.floor.floor
@@ -162,7 +169,7 @@ class _Fit:
         self, model: Any, rollouts: Sequence[Rollout], spec: Spec, sides: Mapping[str, Logprobs], impl: str
     ) -> None:
         self.model, self.wide, self.impl = model, widened(model), impl
-        self.plain = Spec(padding=spec.padding, micro=spec.micro)
+        self.plain, self.format = Spec(padding=spec.padding, micro=spec.micro), _format_of(model)
         distance = sides["trainer"].astype(np.float64) - sides["sampler"]
         chosen, whole = share_of(rollouts), by_rollout(np.arange(len(distance)), rollouts)
         if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):
@@ -198,7 +205,9 @@ class _Fit:
         values = score(of, self.rollouts, spec, padded=padded, keep=keep)
         return values, _Logits(*map(torch.cat, zip(*kept, strict=True)))
 
-    def _exact(self, fault: Fault = NO_FAULT, spec: Spec = _PLAIN, padded: Sequence[int] = ()) -> Logprobs:
+    def _exact(self, fault: Fault = NO_FAULT) -> Logprobs:
+        """In the wider format, in which no padding is needed but where it is the fault."""
+        spec, padded = (_PLAIN, ()) if fault.mask else (replace(self.plain, padding="left"), self.padded)
         return score(self.wide, self.rollouts, spec, fault, padded=padded, formula=self.base.formula)
 
     def _rounded(self, of: Any = None, **changes: Any) -> Logprobs:
@@ -286,41 +295,30 @@ class _Fit:
 
     def by_forwards(self, older: Any) -> Iterator[MismatchKind]:
         """Hypotheses that need another forward: on each side, what is left of d without what the forward changes."""
-
-        def sides(layer: str, cause: str, fitted: str, other: Logprobs, base: Logprobs) -> Iterator[MismatchKind]:
+        for layer, cause, fitted, other, base in self._forwards(older):
             known = np.isfinite(other)
-            change = (other.astype(np.float64) - base)[known]
+            change, d = (other.astype(np.float64) - base)[known], self.distance[known]
             for side, sign in _SIDES.items() if known.mean() >= 0.5 else ():
-                given, d = self.given[side][known], self.distance[known]
+                given = self.given[side][known]
                 gained = float((_same(given, other[known]) - _same(given, self.own[known])).mean())
                 figures = {"exactly": max(0.0, gained), "k3": _k3(d)}
                 yield self._found(layer, cause, side, fitted, _k3(d - sign * change), **figures)
 
-        for name in ("gap", "restart", "double"):
-            yield from sides("semantic", "positions", name, self._exact(Fault(positions=name)), self.exact)
-        if self.plain.padding != "packed":
-            unmasked = self._exact(Fault(mask=False), replace(self.plain, padding="left"), self.padded)
-            yield from sides("semantic", "padding mask", "padding on the left is attended to", unmasked, self.exact)
-        for name, fault in {
-            "its first token is missing": Fault(front=1), "its first 2 tokens are missing": Fault(front=2),
-            "its first token is there twice": Fault(front=-1), "its last token is missing": Fault(back=1),
-            "its last 2 tokens are missing": Fault(back=2),
-        }.items():  # fmt: skip
-            yield from sides("semantic", "template", name, self._exact(fault), self.exact)
+    def _forwards(self, older: Any) -> Iterator[_Hypothesis]:
+        for cause, what, fault in _FAULTS:
+            if fault.mask or self.plain.padding != "packed":
+                yield "semantic", cause, what, self._exact(fault), self.exact
         for scale in ("row", "tensor", "block"):
             with weights_changed(self.wide, partial(rounded_to_fp8, scale=scale)):
-                coarser = self._exact()
-            yield from sides("weights", "fp8 weights", f"a scale a {scale}", coarser, self.exact)
-        narrow = _format_of(self.model) in ("bfloat16", "float16")
-        cast, single = (_format_of(self.model), self.wide) if narrow else ("bfloat16", self.model)
-        mixed = self._rounded(single, autocast=cast)
-        yield from sides("format", "autocast over float32 weights", cast, mixed, self.own)
+                yield "weights", "fp8 weights", f"a scale a {scale}", self._exact(), self.exact
+        narrow = self.format in ("bfloat16", "float16")
+        cast, single = (self.format, self.wide) if narrow else ("bfloat16", self.model)
+        yield "format", "autocast over float32 weights", cast, self._rounded(single, autocast=cast), self.own
         if narrow:
-            yield from sides("format", "computed in float32", cast, self._rounded(self.wide), self.own)
-            yield from sides("format", "a float32 head", cast, self._rounded(head="float32"), self.own)
+            yield "format", "computed in float32", cast, self._rounded(self.wide), self.own
+            yield "format", "a float32 head", cast, self._rounded(head="float32"), self.own
         if older is not None:
-            cause, what = difference_of(self.model, older)
-            yield from sides("weights", cause, what, self._rounded(older), self.own)
+            yield "weights", *difference_of(self.model, older), self._rounded(older), self.own
 
 
 def _format_of(model: Any) -> str:
@@ -353,21 +351,14 @@ def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | Non
 
     if heat is not None:
         return at(heat)[1]
-    best = int(np.argmin([at(float(heat))[0] for heat in _HEATS]))
-    low, high = float(_HEATS[max(0, best - 1)]), float(_HEATS[min(len(_HEATS) - 1, best + 1)])
-    golden = (5**0.5 - 1) / 2
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    costs = [at(left)[0], at(right)[0]]
-    for _ in range(_STEPS.get(of.logits.dtype, _STEPS_LEAST)):
-        if costs[0] < costs[1]:
-            high, right, costs[1] = right, left, costs[0]
-            left = high - golden * (high - low)
-            costs[0] = at(left)[0]
-        else:
-            low, left, costs[0] = left, right, costs[1]
-            right = low + golden * (high - low)
-            costs[1] = at(right)[0]
-    return at(_short((low + high) / 2, lambda v: at(v)[0]))[1]
+    least, best = min((at(float(heat))[0], i) for i, heat in enumerate(_HEATS))
+    low, middle, high = (float(_HEATS[min(max(0, i), len(_HEATS) - 1)]) for i in (best - 1, best, best + 1))
+    for _ in range(_STEPS[of.logits.dtype]):  # the wider part between the middle and an end is divided
+        tried = middle + (3 - 5**0.5) / 2 * (max(high, low, key=lambda end: abs(end - middle)) - middle)
+        if (cost := at(tried)[0]) < least:
+            tried, middle, least = middle, tried, cost
+        low, high = (tried, high) if tried < middle else (low, tried)
+    return at(_short(middle, lambda v: at(v)[0]))[1]
 
 
 def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] = (1, 2, 3)) -> float:

@@ -25,9 +25,9 @@ def recording(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple
     prompts: dict[tuple[int, ...], int] = {}
     taken = []
     for r in requests:
-        prompt, sampling = prompts.setdefault(r.prompt, len(prompts)), r.sampling and asdict(r.sampling)
-        new, arrival = r.max_new_tokens, r.arrival_step
-        taken.append(TapedRequest(id=r.id, target=r.target, prompt=prompt, new=new, arrival=arrival, sampling=sampling))
+        sampling = None if r.sampling is None else asdict(r.sampling)
+        size = {"prompt": prompts.setdefault(r.prompt, len(prompts)), "new": r.max_new_tokens}
+        taken.append(TapedRequest(id=r.id, target=r.target, arrival=r.arrival_step, sampling=sampling, **size))
     steps: list[list[Any]] = []
     for step, spans in sorted(_numbered(requests, packs).items()):
         if steps:
