@@ -109,9 +109,8 @@ class Figures:
     @cached_property
     def positions(self) -> list[Bin]:
         """By position in the sequence: 0 to 1, to 2, to 4, ... doubling."""
-        indices = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64)
         ends = [0.0, *(2.0**i for i in range(max(self.lengths).bit_length() + 1))]
-        return self.bins(indices, ends)
+        return self.bins(np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64), ends)
 
     @cached_property
     def probabilities(self) -> list[Bin]:
