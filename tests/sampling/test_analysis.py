@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from statistics import median
 from typing import Any
 
@@ -23,6 +23,9 @@ from nondet.reports.samples import rate_text
 from nondet.sampling.analysis import (
     HOST_NOTE,
     TOO_FEW_ROUNDS,
+    Branch,
+    FlipMargins,
+    Fork,
     Group,
     SampleSummary,
     SpeedRatio,
@@ -30,7 +33,6 @@ from nondet.sampling.analysis import (
     compared,
     coverage_rows,
     coverage_text,
-    coverages,
     diagnosed_cost,
     forks_of,
     prompt_sets,
@@ -67,10 +69,7 @@ def run_of(
         for _ in range(count):
             run.completions.append(completion(t, len(run.completions), impl))
     for _ in range(failed):
-        bad = completion(trace([]), len(run.completions), impl)
-        run.completions.append(
-            msgspec.structs.replace(bad, trace="", tokens_digest="", status="error", finish="error", reason="x")
-        )
+        run.completions.append(completion(trace([]), len(run.completions), impl).refused("x"))
     figures: dict[str, Any] = {"steps": 4, "tokens": 40, "seconds": 2.0} | rounds
     run.rounds.append(Round(impl=impl, round=0, targets=len(run.completions), others=0, **figures))
     return run, {t.digest: t for t, _ in members}
@@ -102,11 +101,6 @@ def in_rounds(*rounds: Sequence[Trace]) -> SampleSummary:
     return summarize(run, {t.digest: t for members in rounds for t in members})
 
 
-def flips_of(s: SampleSummary) -> TokenFlips:
-    assert s.flips is not None
-    return s.flips
-
-
 A = trace([1, 2, 3, 4], margins=[1.0, 0.5, 0.25, 2.0])
 A2 = trace([1, 2, 3, 4], [-0.5, -0.5, -0.25, -0.5], margins=[1.0, 0.5, 0.125, 2.0])
 B = trace([1, 2, 9, 4], margins=[1.0, 0.5, 0.0, 2.0])
@@ -115,9 +109,8 @@ C = trace([1, 2, 9, 7], margins=[1.0, 0.5, 0.5, 1.5])
 
 def test_flips_are_counted_by_hand() -> None:
     """Tokens compared end with the one that flips."""
-    flips = flips_of(summary_of((A, 2), (A2, 1), (B, 2), (C, 1)))
     # the other two of (1, 2, 3, 4) have 4 tokens each, three others 3, because they differ at the third
-    assert (flips.flips, flips.tokens, flips.interval) == (3, 2 * 4 + 3 * 3, None)
+    assert summary_of((A, 2), (A2, 1), (B, 2), (C, 1)).flips == TokenFlips(3, 2 * 4 + 3 * 3, None, 0)
     assert summary_of((A, 1)).flips is None, "one completion is compared with nothing"
 
 
@@ -135,21 +128,16 @@ def test_the_rate_of_flips_has_an_interval_by_round(runs: int) -> None:
     inside, widths = 0, []
     for _ in range(runs):
         rounds = [[ways[8]], *([draw(p) for _ in range(12)] for p in rng.choices(chances, k=24))]
-        flips = flips_of(in_rounds(*rounds))
-        assert flips.interval is not None
-        low, high = flips.interval
-        assert low <= flips.flips / flips.tokens <= high
+        flips, tokens, (low, high), _ = astuple(in_rounds(*rounds).flips)
+        assert low <= flips / tokens <= high
         inside += low <= true <= high
         widths.append(high / max(low, 1e-9))
     assert inside >= 0.95 * runs
     assert median(widths) < 30, "an interval that holds everything says nothing"
-    empty = flips_of(in_rounds([*[trace([])] * 4, trace([1])], [trace([])] * 4))
-    none = flips_of(in_rounds(*[[ways[8]] * 4] * 3))
-    assert (empty.flips, empty.tokens) == (1, 1), "most completions are empty"
-    assert (none.flips, none.tokens, none.rounds) == (0, 11 * 8, 2)
-    assert empty.interval is not None
-    assert none.interval is not None
-    assert (empty.interval[1], none.interval[0], none.interval[1] > 0) == (1.0, 0.0, True)
+    flips, tokens, (_, most), _ = astuple(in_rounds([*[trace([])] * 4, trace([1])], [trace([])] * 4).flips)
+    assert (flips, tokens, most) == (1, 1, 1.0), "most completions are empty"
+    flips, tokens, (least, most), rounds_held = astuple(in_rounds(*[[ways[8]] * 4] * 3).flips)
+    assert (flips, tokens, rounds_held, least, most > 0) == (0, 11 * 8, 2, 0.0, True)
 
 
 def test_counts_and_forks_of_a_small_tree() -> None:
@@ -158,11 +146,8 @@ def test_counts_and_forks_of_a_small_tree() -> None:
     s = summary_of((A, 2), (A2, 1), (B, 2), (C, 1), failed=1)
     assert (s.n, s.failed, s.distinct_completions, s.distinct_traces) == (6, 1, 3, 4)
     assert [(d.count, d.parts_at) for d in s.completions] == [(3, None), (2, 2), (1, 2)]
-    assert s.first_fork is not None
-    assert (s.first_fork.index, s.first_fork.before) == (2, "Once upon w1 w2")
-    assert [(b.token_id, b.count) for b in s.first_fork.branches] == [(3, 3), (9, 3)]
-    assert [b.continuation for b in s.first_fork.branches] == [" w4", " w4"]
-    assert [(b.margin_min, b.margin_median) for b in s.first_fork.branches] == [(0.125, 0.25), (0.0, 0.0)]
+    branches = Branch(3, " w3", 3, " w4", 0.125, 0.25), Branch(9, " w9", 3, " w4", 0.0, 0.0)
+    assert s.first_fork == Fork(2, "Once upon w1 w2", branches)
     assert s.survival == (1.0, 1.0, 1.0, 0.5, 0.5)
     assert s.logprob_spread == 0.25
     assert (s.agree.k, s.agree.n, s.rate.k) == (3, 6, 3)
@@ -170,6 +155,11 @@ def test_counts_and_forks_of_a_small_tree() -> None:
     run, traces = run_of((B, 2), (A, 2), (C, 2))
     backwards = msgspec.structs.replace(run, completions=run.completions[::-1])
     assert summarize(run, traces) == summarize(backwards, traces)
+    # a completion that ends where others continue differs there; forks themselves are held to brute force below
+    for count, survival in [(2, (1.0, 1.0, 1.0, 0.6, 0.6)), (3, (1.0, 1.0, 1.0))]:
+        ended = summary_of((A, 5 - count), (trace([1, 2], margins=[1.0, 0.5]), count))
+        assert [(d.count, d.parts_at) for d in ended.completions] == [(3, None), (2, 2)]
+        assert ended.survival == survival
 
 
 def test_intervals_hold_whenever_they_are_looked_at() -> None:
@@ -227,10 +217,8 @@ def test_margins_at_forks_are_compared_with_the_others() -> None:
     the three tokens that are shared, one of them 0.1 nats apart."""
     one = trace([1, 2, 3, 4], margins=[2.0, 2.0, 2.0, 0.5])
     two = trace([1, 2, 3, 5], [-0.5, -0.6, -0.5, -9.0], margins=[2.0, 0.25, 2.0, 0.0])
-    s, m = summary_of((one, 3), (two, 2)), summary_of((one, 3), (two, 2)).margins
-    assert m is not None
-    assert (m.flips, m.median, m.largest, m.ties, m.elsewhere) == (2, 0.25, 0.5, 2, 6)
-    assert m.as_close == pytest.approx(1 / 6)
+    s = summary_of((one, 3), (two, 2))
+    assert s.margins == pytest.approx(FlipMargins(2, 0.25, 0.5, 2, 6, 2.0, 1 / 6))
     assert s.k3 == pytest.approx((math.exp(-0.1) - 1 + 0.1) / 3, rel=1e-5)
     same = summary_of((one, 5))
     assert (same.margins, same.k3) == (None, None)
@@ -267,23 +255,6 @@ def test_no_divergence_states_a_bound_and_nothing_more() -> None:
     one, both = summary_of((A, 1)), summary_of((A, 5), (A2, 5))
     assert (one.n, one.rate.high, one.agree.k) == (1, 1.0, 1)
     assert (both.distinct_completions, both.distinct_traces, both.first_fork, both.logprob_spread) == (1, 2, None, 0.25)
-
-
-def test_a_prefix_differs_where_it_ends() -> None:
-    """A completion that ends where others continue differs there, in a branch without a token."""
-    short = trace([1, 2], margins=[1.0, 0.5])
-    s = summary_of((A, 3), (short, 2))
-    assert [(d.count, d.parts_at) for d in s.completions] == [(3, None), (2, 2)]
-    assert s.first_fork is not None
-    assert [(b.token_id, b.text, b.count) for b in s.first_fork.branches] == [(3, " w3", 3), (-1, "", 2)]
-    assert s.first_fork.branches[1].margin_min is None
-    assert s.survival == (1.0, 1.0, 1.0, 0.6, 0.6)
-    at_once = summary_of((A, 2), (trace([5, 6]), 1)).first_fork
-    assert at_once is not None
-    assert (at_once.index, at_once.before) == (0, "Once upon")
-    flipped = summary_of((A, 2), (short, 3))
-    assert [(d.count, d.parts_at) for d in flipped.completions] == [(3, None), (2, 2)]
-    assert flipped.survival == (1.0, 1.0, 1.0)
 
 
 def test_batches_are_summed_over_all_requests() -> None:
@@ -334,16 +305,8 @@ def run_with(*rounds: Round, **plan: Any) -> Run:
 
 
 def timed(*seconds: float, impl: str, **more: Any) -> list[Round]:
-    return [
-        Round(impl=impl, round=i, targets=1, others=0, steps=4, tokens=100, seconds=s, **more)
-        for i, s in enumerate(seconds)
-    ]
-
-
-def speed_of(run: Run) -> SpeedRatio:
-    speed = speed_ratio_of(run)
-    assert speed is not None
-    return speed
+    same: dict[str, Any] = {"impl": impl, "targets": 1, "others": 0, "steps": 4, "tokens": 100}
+    return [Round(round=i, seconds=s, **same, **more) for i, s in enumerate(seconds)]
 
 
 def test_calls_add_up_by_group() -> None:
@@ -353,14 +316,10 @@ def test_calls_add_up_by_group() -> None:
         *timed(1.0, impl="invariant", ran={"replaced: linear": 3, "matmul_chain[16x32x64]": 3}),
         *timed(1.0, impl="invariant", ran={"replaced: linear": 4, "certified stock: cumsum: each row as solo": 1}),
     )
-    assert coverages(run) == {
-        "stock": {},
-        "invariant": {"replaced": {"linear": 7}, "certified stock": {"cumsum: each row as solo": 1}},
-    }
-    assert coverage_rows(run)[0] == ("invariant", "replaced", "linear", 7)
-    assert coverage_text(run) == [
-        "invariant: 7 calls replaced, 1 calls certified stock, none left stock unproven or at risk"
-    ]
+    certified = ("invariant", "certified stock", "cumsum: each row as solo", 1)
+    assert coverage_rows(run) == [("invariant", "replaced", "linear", 7), certified]
+    [said] = coverage_text(run)
+    assert said == "invariant: 7 calls replaced, 1 calls certified stock, none left stock unproven or at risk"
     exposed = run_with(*timed(1.0, impl="invariant", ran={"replaced: linear": 3, "at risk: cumsum float32": 2}))
     assert coverage_rows(exposed)[-1] == ("invariant", "at risk", "cumsum float32", 2)
     assert coverage_text(exposed) == ["invariant: 3 calls replaced, 2 calls at risk"]
@@ -376,12 +335,10 @@ def test_there_is_one_speed_ratio() -> None:
     assert speed_ratio_of(run_with(*stock, *bare, *invariant, device="cuda")) == fastest
     assert speed_ratio_of(run_with(*stock, *bare)) is None
     run = run_with(*stock, *invariant)
-    speed = speed_of(run)
-    assert speed == SpeedRatio("stock", 25.0, 100.0, rounds=3, no_cost=TOO_FEW_ROUNDS)
-    assert "stock may run" not in ratio_text(speed)
+    speed = SpeedRatio("stock", 25.0, 100.0, rounds=3, no_cost=TOO_FEW_ROUNDS)
+    assert speed_ratio_of(run) == speed
     run.header.plan.update(device="cuda", load={"graphs": False})
-    bound = replace(speed, no_cost=HOST_NOTE)
-    assert speed_ratio_of(run) == bound
+    assert speed_ratio_of(run) == (bound := replace(speed, no_cost=HOST_NOTE))
     assert ratio_text(replace(bound, interval=(0.5, 0.7))) == f"cost not measured: {HOST_NOTE}"
     run.header.plan.update(load={"graphs": True})
     assert speed_ratio_of(run) == speed
@@ -392,7 +349,7 @@ def test_a_diagnosis_has_one_ratio() -> None:
     run = run_with(*timed(1.0, impl="stock"), *timed(1.0, impl="invariant"))
     figures = {"stock_tokens_per_second": 100.0, "invariant_tokens_per_second": 50.0, "invariant_ratio": 0.5}
     run.steps.append(Step(name="cost", outcome="yes", sentence="a warm round", figures=figures))
-    speed = speed_of(run)
+    speed = speed_ratio_of(run)
     assert (speed.ratio, speed.interval) == (0.5, None)
     rates = "(50 against 100 tokens/s, warm)"
     assert diagnosed_cost(run) == f"Not measured: too few rounds were timed for an interval {rates}."
@@ -409,17 +366,17 @@ def test_a_ratio_of_few_rounds_is_no_cost() -> None:
     other batches shows nothing about the kernels; what capturing took is in no rate."""
     for count, interval in [(2, None), (5, None), (6, (0.5, 0.75)), (9, (0.5, 0.75))]:
         stock = timed(*[2.0, 3.0] * 5, impl="stock")[:count]
-        speed = speed_of(run_with(*stock, *timed(*[4.0] * count, impl="invariant")))
+        speed = speed_ratio_of(run_with(*stock, *timed(*[4.0] * count, impl="invariant")))
         assert (speed.interval, not speed.no_cost, speed.rounds) == (interval, interval is not None, count)
         assert ("not measured" in ratio_text(speed)) == (interval is None)
     run = run_with(*timed(*[4.0] * 7, impl="stock"), *timed(*[2.0] * 7, impl="invariant"))
     run.rounds[7] = msgspec.structs.replace(run.rounds[7], steps=5)
-    speed = speed_of(run)
+    speed = speed_ratio_of(run)
     assert (speed.ratio, speed.interval, speed.rounds) == (2.0, (2.0, 2.0), 6)
     pace = [Pace(3.0, 10, True), Pace(0.5, 8, False), Pace(0.25, 8, False)]
     figures = _beside_captures(Session(outcomes=[], steps=3, tokens=26, seconds=3.75, pace=pace))
     run.rounds[:] = timed(*[3.75] * 7, impl="stock", figures=figures) + timed(*[1.0] * 7, impl="invariant")
-    assert speed_of(run).stock == pytest.approx(16 / 0.75)
+    assert speed_ratio_of(run).stock == pytest.approx(16 / 0.75)
     assert _beside_captures(Session(outcomes=[], steps=1, tokens=8, seconds=0.5, pace=pace[1:])) == {}
 
 
