@@ -130,9 +130,7 @@ def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(tmp_path, capsys, monkeypatch) -> None:
     """Of a server that gives ids each distinct answer is scored; without ids, or by another tokenizer, one line."""
 
     def asked(kind: str, prompt: str) -> int:
@@ -325,9 +323,7 @@ def test_whole_rows_are_compared_by_number_and_by_their_distributions() -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(tmp_path, monkeypatch, capsys) -> None:
     """The sampled tokens' logprobs have the very bits: the sum goes over the same numbers."""
     sound = trainer_module.predicting_rows
 

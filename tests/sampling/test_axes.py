@@ -258,10 +258,9 @@ def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
     ]
     run = msgspec.structs.replace(varied, axis_values=records)
     effects, console = build([run]).runs[0].axes, Console(file=StringIO(), width=80)
-    assert effects is not None
     for part in renderables(axes_blocks(run, effects, 1), console, BRIEF):
         console.print(part)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined] # a StringIO
+    lines = console.file.getvalue().splitlines()
     assert len(lines) > len(AXES) - len(NOT_HERE)
     assert max(map(len, lines)) <= 80
     page, text = html.render([run]), markdown.render([run], full=True)
@@ -333,9 +332,7 @@ def test_a_round_of_several_engines_loses_nothing_of_theirs() -> None:
 
 
 @pytest.mark.parametrize("drafts", tiers(["draft"], ["lookup", "model", "edit"]))
-def test_a_verify_step_keeps_the_ids_of_greedy_decoding(
-    tiny_float32: LoadedModel, tiny_folder: Path, drafts: str
-) -> None:
+def test_a_verify_step_keeps_the_ids_of_greedy_decoding(tiny_float32, tiny_folder, drafts) -> None:
     """With kernels whose bits follow no batch, drafts change steps and nothing else: ids, logprobs, margins."""
     plan = plan_of(tiny_float32)
     tokens = 24 if drafts == "lookup" else 10  # until the text repeats something

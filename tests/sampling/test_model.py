@@ -79,9 +79,7 @@ def fifo(folder: Path) -> None:
     os.mkfifo(folder / "b.safetensors")
 
 
-def test_a_broken_folder_is_one_clear_line(
-    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_folder_is_one_clear_line(tiny_folder, tmp_path_factory, monkeypatch) -> None:
     """Half-written, truncated, mismatched and foreign models are refused: none runs with random numbers in it. Weights
     are safetensors within their folder: what names a pickle or a file elsewhere is refused before anything is opened.
     """
@@ -136,9 +134,7 @@ def test_a_hub_cache_of_links_loads_and_what_is_loaded_is_digested(tiny_folder: 
     assert load_model(str(snapshot), "bfloat16", "cpu").identity["weights"] != loaded.identity["weights"]
 
 
-def test_a_cached_model_of_the_hub_is_looked_at_too(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_model_of_the_hub_is_looked_at_too(tiny_folder, tmp_path, monkeypatch) -> None:
     """What a name of the hub stands for is no more to be trusted than a folder: its shards load, a pickle does not."""
     from huggingface_hub import constants
 

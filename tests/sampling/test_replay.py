@@ -52,9 +52,7 @@ def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player
     return Player(TransformersEngine(loaded.model), recording_of(recorded, completion))
 
 
-def test_divergent_completions_come_again_bit_for_bit(
-    recorded: tuple[Run, dict[str, Trace]], tiny_float32: LoadedModel
-) -> None:
+def test_divergent_completions_come_again_bit_for_bit(recorded, tiny_float32) -> None:
     """From the tape alone: tokens and logprob bits of every rarer completion, and every step as it ran."""
     run, traces = recorded
     rare = select_completions(run, ["divergent"], None)
@@ -109,9 +107,7 @@ def test_divergent_is_of_its_own_prompt_and_arm(recorded: tuple[Run, dict[str, T
     assert [c.request for c in select_completions(prompts(*odd), ["divergent"], None)] == ["t17"]
 
 
-def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(
-    recorded: tuple[Run, dict[str, Trace]], tiny_float32: LoadedModel
-) -> None:
+def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(recorded, tiny_float32) -> None:
     """Checked here again, member by member, in sessions of their own."""
     run, traces = recorded
     (completion,) = select_completions(run, ["divergent"], None)[:1]
@@ -129,10 +125,10 @@ def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(
 
     by_tokens = alone.first_token is not None
     solo, still = digest([]), digest(shrunk.company)
-    assert (solo[0] != still[0]) if by_tokens else (solo != still)  # type: ignore[index] # a pair
+    assert (solo[0] != still[0]) if by_tokens else (solo != still)
     for member in shrunk.company:
         less = digest([x for x in shrunk.company if x != member])
-        assert (solo[0] == less[0]) if by_tokens else (solo == less)  # type: ignore[index] # a pair
+        assert (solo[0] == less[0]) if by_tokens else (solo == less)
 
 
 def test_delta_debugging_ends_at_a_minimum() -> None:
@@ -192,9 +188,7 @@ def test_rounds_are_chosen_by_what_they_settle() -> None:
     assert len(rounds_to_settle(completions({9: "a"}, *({i: "ab"} for i in range(8))), 3)) == 3
 
 
-def test_a_prompt_that_parts_between_rounds_is_settled(
-    tiny_float32: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_parts_between_rounds_is_settled(tiny_float32, tmp_path, monkeypatch) -> None:
     """One completion a round: the first alone can't tell, further rounds run again do, and noise there is seen."""
     monkeypatch.setattr(test_collect, "LOAD", "others=3,targets=1,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4")
     open_ = sample(tiny_float32, tmp_path / "open.jsonl", n=4)

@@ -192,9 +192,7 @@ def test_a_drawn_completion_is_played_again(drawn: Run, tiny_float32: LoadedMode
                 assert player.solo(completion, traces).same
 
 
-def test_tokens_that_were_not_drawn_are_an_error(
-    drawn: Run, tiny_float32: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_were_not_drawn_are_an_error(drawn, tiny_float32, monkeypatch) -> None:
     """An engine that goes on with other tokens than the hook drew gives no completion."""
     player = Player(TransformersEngine(tiny_float32.model), drawn.tapes[-1])
     assert {o.finish for o in player.play().outcomes} == {"length"}
