@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 
 from nondet.core.records import Run
 from nondet.core.runfile import open_run, read_run
@@ -90,6 +91,14 @@ def sampled_into(
         collect(survey, host, writer, notes)
         writer.finish()
     return read_run(path)
+
+
+def untimed(run: Run) -> list[Any]:
+    """Everything that must come out the same whenever and in however many pieces it is run. How many requests were run
+    again is left out: background is on disk only as schedules."""
+    rounds = [replaced(r, seconds=0.0, first_use_seconds=0.0) for r in run.rounds]
+    rows = [replaced(r, seconds=0.0, extra={k: v for k, v in r.extra.items() if k != "requests"}) for r in run.rows]
+    return [run.header.plan, run.completions, rounds, rows]
 
 
 def change_bits(patch: pytest.MonkeyPatch, byte: Callable[[int], int], most: int = 1000) -> None:

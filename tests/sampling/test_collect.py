@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
-import msgspec
 import pytest
 import torch
 from rich.progress import Progress
@@ -31,7 +31,7 @@ from nondet.services.sample import Shown
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
 from tests.build import completion, tiers
-from tests.sampling.conftest import Heard, change_bits, planned, sampled_into
+from tests.sampling.conftest import Heard, change_bits, planned, sampled_into, untimed
 
 PROMPT = "The following exceptions"
 LOAD = "others=3,targets=4,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4"
@@ -44,21 +44,6 @@ def plan_of(loaded: LoadedModel, n: int = 10) -> Plan:
 
 def sample(loaded: LoadedModel, path: Path, impls: Sequence[str] = ("stock",), *, n: int = 10, **options: Any) -> Run:
     return sampled_into(path, loaded, plan_of(loaded, n), impls, **options)
-
-
-def untimed(run: Run) -> list[Any]:
-    """Everything that must come out the same whenever and in however many pieces it is run.
-
-    How many requests were run again is left out: background is on disk only as schedules.
-    """
-    rounds = [msgspec.structs.replace(r, seconds=0.0, first_use_seconds=0.0) for r in run.rounds]
-    rows = [
-        msgspec.structs.replace(
-            r, seconds=0.0, extra={k: v for k, v in r.extra.items() if not k.endswith("_again") and k != "requests"}
-        )
-        for r in run.rows
-    ]
-    return [run.header.plan, run.completions, rounds, rows]
 
 
 def cut_off(whole: Path, folder: Path, lines: int | None = None, torn: int = 0) -> Path:
@@ -163,21 +148,13 @@ def test_nothing_is_left_to_do_on_a_finished_run(tiny, whole, tmp_path, monkeypa
 
 def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path: Path) -> None:
     """A crash in the second round: the first is whole, the second has a row for each request, with the reason."""
-    path = tmp_path / "run.jsonl"
-    armed = False
+    path, hook = tmp_path / "run.jsonl", Mock(return_value=None)
 
     def arm(impl: str, arm: str, done: int, *_: int) -> None:
-        nonlocal armed
-        armed = done >= 4
+        hook.side_effect = RuntimeError("no such kernel") if done >= 4 else None
 
-    def hook(*_: Any) -> None:
-        if armed:
-            raise RuntimeError("no such kernel")
-
-    with (
-        tiny.model.register_forward_pre_hook(hook),
-        pytest.raises(EngineStoppedError, match=r"round 1.*no such kernel"),
-    ):
+    stopped = pytest.raises(EngineStoppedError, match=r"round 1.*no such kernel")
+    with tiny.model.register_forward_pre_hook(hook), stopped:
         sample(tiny, path, notes=Heard(progress=arm))
     run = read_run(path)
     assert [c.status for c in run.completions] == ["ok"] * 4 + ["error"] * 4
@@ -187,16 +164,13 @@ def test_an_engine_that_dies_leaves_rows_and_says_so(tiny: LoadedModel, tmp_path
 def test_every_implementation_gets_the_same_load(tiny, tmp_path, monkeypatch) -> None:
     """Stock and invariant meet the same requests at the same steps, and each engine runs inside its implementation. The
     thread count holds in the engine, and only there."""
-    entered: list[str] = []
-    threads: set[int] = set()
+    entered, threads, seen = list[str](), set[int](), list[tuple[str, int]]()
 
-    @contextmanager
-    def noted(name: str, model: Any = None) -> Iterator[type[Counter[str]]]:
+    def noted(name: str, _: Any) -> Any:
         entered.append(name)
-        yield Counter
+        return nullcontext(Counter)
 
     monkeypatch.setattr(collecting, "implementation", noted)
-    seen: list[tuple[str, int]] = []
     notes = Heard(progress=lambda impl, arm, done, tokens: seen.append((impl, done)))
     with tiny.model.register_forward_pre_hook(lambda *_: threads.add(torch.get_num_threads())):
         run = sample(tiny, tmp_path / "run.jsonl", ["stock", "invariant"], n=4, notes=notes, threads=2)
@@ -204,9 +178,8 @@ def test_every_implementation_gets_the_same_load(tiny, tmp_path, monkeypatch) ->
     assert entered == ["stock", "invariant"]
     assert seen == [(impl, i) for impl in entered for i in (1, 2, 3, 4)]
     stock, invariant = ([c for c in run.completions if c.impl == name] for name in entered)
-    assert [(c.request, c.schedule, c.arrival_step) for c in stock] == [
-        (c.request, c.schedule, c.arrival_step) for c in invariant
-    ]
+    for one, other in zip(stock, invariant, strict=True):
+        assert (one.request, one.schedule, one.arrival_step) == (other.request, other.schedule, other.arrival_step)
     assert run.rounds[0].background == run.rounds[1].background
 
 
@@ -219,23 +192,18 @@ def test_invariant_kernels_leave_one_trace_where_stock_leaves_several(tiny_float
     ran = {r.impl: r.ran for r in run.rounds}
     assert not ran["stock"]
     assert any(name.startswith("cpu_matmul") for name in ran["invariant"])
-    layers = tiny_float32.identity["layers"]
-    steps = [r.steps for r in run.rounds if r.impl == "invariant"]
-    assert [r.ran["replaced: linear"] for r in run.rounds if r.impl == "invariant"] == [
-        (7 * layers + 1) * n for n in steps
-    ]
+    products = 7 * tiny_float32.identity["layers"] + 1
+    assert all(r.ran["replaced: linear"] == products * r.steps for r in run.rounds if r.impl == "invariant")
     assert not any(name.startswith(("at risk", "left stock")) for name in ran["invariant"])
 
 
 def test_implementations_that_are_unknown_or_need_a_gpu_are_refused() -> None:
     """A misspelt implementation never runs as stock; without cuDNN, on a CPU, it would be stock under another name."""
-    refused: list[tuple[str, type[Exception], str]] = [
-        (name, UnknownNameError, name) for name in ("stok", "invariants", "stock:attention", "module:function")
-    ]
+    for name in ("stok", "invariants", "stock:attention", "module:function"):
+        with pytest.raises(UnknownNameError, match=name), implementation(name):
+            pytest.fail("entered")
     if not torch.cuda.is_available():
-        refused.append(("stock-no-cudnn", UserError, "needs a CUDA device"))
-    for name, error, words in refused:
-        with pytest.raises(error, match=words), implementation(name):
+        with pytest.raises(UserError, match="needs a CUDA device"), implementation("stock-no-cudnn"):
             pytest.fail("entered")
 
 
