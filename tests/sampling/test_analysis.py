@@ -51,13 +51,9 @@ PIECES = {i: f" w{i}" for i in range(50)}
 
 def trace(tokens: Sequence[int], logprobs: Sequence[float] = (), margins: Sequence[float] = ()) -> Trace:
     values = np.asarray(logprobs or [-0.5] * len(tokens), dtype="<f4").tobytes()
-    return Trace(
-        digest=trace_digest(list(tokens), values),
-        token_ids=list(tokens),
-        logprobs=values,
-        margins=np.asarray(margins, dtype="<f4").tobytes(),
-        text="".join(PIECES[t] for t in tokens),
-    )
+    digest, text = trace_digest(list(tokens), values), "".join(PIECES[t] for t in tokens)
+    kept = np.asarray(margins, dtype="<f4").tobytes()
+    return Trace(digest=digest, token_ids=list(tokens), logprobs=values, margins=kept, text=text)
 
 
 def run_of(

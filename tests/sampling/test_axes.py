@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
@@ -157,7 +157,7 @@ NOT_HERE = {"graphs", "ranks"}
 
 
 @contextmanager
-def by_rows() -> Iterator[None]:
+def by_rows() -> Iterator[type[Counter[str]]]:
     """A stock product with a planted fault: what a row gets follows how many rows there are."""
 
     def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,20 +168,14 @@ def by_rows() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("linear", linear, "CPU", allow_override=True)
     try:
-        yield
+        yield Counter
     finally:
         library._destroy()
 
 
-@contextmanager
-def planted(name: str, model: Any) -> Iterator[Callable[[], Counter[str]]]:
+def planted(name: str, model: Any) -> Any:
     """Stock is the faulty product; invariant is invariant."""
-    if name == "stock":
-        with by_rows():
-            yield Counter
-    else:
-        with implementation(name, model) as said:
-            yield said
+    return by_rows() if name == "stock" else implementation(name, model)
 
 
 def plan_of(loaded: LoadedModel, n: int = 4) -> Plan:
@@ -256,17 +250,19 @@ def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
         assert "\x1b" not in shown + "".join(lines)
 
 
-def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Path) -> None:
-    """Stopped between two arms and resumed: no completion is lost, none is there twice, all are as in one go.
-
-    Where the base comes out otherwise by then, no arm is held against what it was. A chunk larger than any prompt
-    changes nothing: it is unproven, and no "no divergence observed".
-    """
+def test_a_value_that_changes_nothing_is_unproven(tiny_float32: LoadedModel, tmp_path: Path) -> None:
+    """A chunk larger than any prompt: it is no "no divergence observed"."""
     plan = plan_of(tiny_float32)
     base, axes = axes_of(tiny_float32, plan, "chunk=900")
     (verdict,) = judge(sampled_into(tmp_path / "chunk.jsonl", tiny_float32, plan, ["invariant"], base=base, axes=axes))
     assert verdict.finding == Finding.UNTESTED
     assert any("chunk=900 is unproven" in note for note in verdict.notes)
+
+
+def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Path) -> None:
+    """Stopped between two arms and resumed: no completion is lost, none is there twice, all are as in one go. Where the
+    base comes out otherwise by then, no arm is held against what it was."""
+    plan = plan_of(tiny_float32)
     base, axes = axes_of(tiny_float32, plan, "sharing,scheduler=shortest")
 
     def run(path: Path, stop: str = "nowhere") -> Run:

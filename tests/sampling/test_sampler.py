@@ -207,17 +207,13 @@ def test_tokens_that_were_not_drawn_are_an_error(drawn, tiny_float32, monkeypatc
 
 def test_values_that_make_no_sense_are_refused(drawn: Run) -> None:
     """One line, with the value; nor is a tape from anywhere whole that holds any that no sampler can draw by."""
-    for temperature, top_k, top_p, seeds, said in [
-        (-1.0, 0, 1.0, 1, "--temperature -1"),
-        (math.nan, 0, 1.0, 1, "--temperature nan"),
-        (0.8, -1, 1.0, 1, "--top-k -1"),
-        (0.8, 0, 0.0, 1, "--top-p 0"),
-        (0.8, 0, 1.5, 1, "--top-p 1.5"),
-        (0.8, 0, 1.0, 0, "--seeds 0"),
-        (0.0, 5, 1.0, 1, "need a temperature"),
-    ]:
+    for changed, said in [
+        ({"temperature": -1.0}, "--temperature -1"), ({"temperature": math.nan}, "--temperature nan"),
+        ({"top_k": -1}, "--top-k -1"), ({"top_p": 0.0}, "--top-p 0"), ({"top_p": 1.5}, "--top-p 1.5"),
+        ({"seeds": 0}, "--seeds 0"), ({"temperature": 0.0, "top_k": 5}, "need a temperature"),
+    ]:  # fmt: skip
         with pytest.raises(UserError, match=said):
-            SampleRequest(temperature=temperature, top_k=top_k, top_p=top_p, seeds=seeds)
+            SampleRequest(**({"temperature": 0.8} | changed))
     assert len(SampleRequest(temperature=0.8, top_k=50, top_p=0.95, seeds=20).samplings) == 20
     assert not SampleRequest().samplings
     tape, completion = drawn.tapes[-1], drawn.completions[-1]
