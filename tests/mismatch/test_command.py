@@ -69,8 +69,7 @@ def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "m.jsonl"), str(trained), "--out", str(tmp_path / "both.md")]) == 0
     told = (tmp_path / "both.md").read_text(encoding="utf-8")
     assert told.startswith("## Sampler and trainer differ\n"), "no kernel is blamed, for none was probed"
-    made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
-    [verdict] = judge(found(tmp_path, made))
+    [verdict] = judge(found(tmp_path, [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]))
     assert verdict.finding == Finding.CLEAN
     assert "below 6.06% of tokens" in verdict.text
 

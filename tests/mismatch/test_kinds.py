@@ -66,11 +66,6 @@ def other(seed: int, kind: str) -> Any:
     return made
 
 
-@cache
-def wide() -> Any:
-    return copy.deepcopy(loaded().model).float()
-
-
 def pair(
     seed: int, spec: Spec = PLAIN, kind: str = "", *, older: bool = False, cast: bool = False, alike: bool = False,
     change: Callable[[Logprobs], Logprobs] = np.copy, **fault: Any,
@@ -80,7 +75,7 @@ def pair(
     with the bits of a plain forward: no kernels hide what the trainer does. `change`: of the sampler's logprobs."""
     model, texts = loaded().model, drawn(seed, kind)[: 6 if alike else None]
     sampler = score(model, texts, PLAIN) if alike else np.concatenate([r.sampler for r in texts])
-    trainer = score(wide() if cast else model, texts, spec, Fault(**fault))
+    trainer = score(copy.deepcopy(model).float() if cast else model, texts, spec, Fault(**fault))
     return judged(model, texts, change(sampler), trainer, spec, other(seed, kind) if older else None)
 
 
@@ -121,9 +116,11 @@ def test_what_is_planted_is_named(name: str, seed: int) -> None:
 
 
 SOUND: dict[str, dict[str, Any]] = {f"padded on the {name}": {"spec": Spec(padding=name)} for name in ("left", "right")}
-SOUND |= {"packed": {"spec": Spec(padding="packed")}, "one at a time": {"spec": Spec(micro=1)}}
-SOUND |= {"micro-batches of four": {"spec": Spec(micro=4)}}
-SOUND |= {"all positions one later": {"positions": "shift"}}  # rotary positions are relative
+SOUND |= {"packed": {"spec": Spec(padding="packed")}, "micro-batches of four": {"spec": Spec(micro=4)}}
+SOUND |= {
+    "one at a time": {"spec": Spec(micro=1)},
+    "all positions one later": {"positions": "shift"},
+}  # they are relative
 
 
 @seeded(SOUND, ("padded on the left",))

@@ -19,7 +19,6 @@ import pytest
 from nondet.core.records import Completion, Round, Run, Step
 from nondet.core.statistics import round_interval
 from nondet.core.traces import Trace, tokens_digest, trace_digest
-from nondet.reports.samples import rate_text
 from nondet.sampling.analysis import (
     HOST_NOTE,
     TOO_FEW_ROUNDS,
@@ -71,10 +70,9 @@ def run_of(
     return run, {t.digest: t for t, _ in members}
 
 
-def completion(t: Trace, number: int, impl: str) -> Completion:
-    digest, schedule = tokens_digest(t.token_ids), [[0, 1, 3], [1, 2, 1]]
-    more = {"tokens_digest": digest, "n_tokens": len(t.token_ids), "schedule": schedule}
-    return build.completion(f"t{number:06d}", t.digest, impl=impl, **more)
+def completion(t: Trace, number: int, impl: str, **more: Any) -> Completion:
+    more |= {"tokens_digest": tokens_digest(t.token_ids), "n_tokens": len(t.token_ids), "impl": impl}
+    return build.completion(f"t{number:06d}", t.digest, schedule=[[0, 1, 3], [1, 2, 1]], **more)
 
 
 def summarize(run: Run, traces: dict[str, Trace], impl: str = "stock") -> SampleSummary:
@@ -90,11 +88,9 @@ def summary_of(*members: tuple[Trace, int], **more: Any) -> SampleSummary:
 def in_rounds(*rounds: Sequence[Trace]) -> SampleSummary:
     """The summary of these traces, round by round."""
     run, _ = run_of()
-    for number, members in enumerate(rounds):
-        for t in members:
-            c = completion(t, len(run.completions), "stock")
-            run.completions.append(msgspec.structs.replace(c, round=number))
-    return summarize(run, {t.digest: t for members in rounds for t in members})
+    members = [(t, number) for number, round_members in enumerate(rounds) for t in round_members]
+    run.completions += [completion(t, i, "stock", round=number) for i, (t, number) in enumerate(members)]
+    return summarize(run, {t.digest: t for t, _ in members})
 
 
 A = trace([1, 2, 3, 4], margins=[1.0, 0.5, 0.25, 2.0])
@@ -162,14 +158,11 @@ def test_intervals_hold_whenever_they_are_looked_at() -> None:
     """After a divergence the interval is the anytime-valid one, over rounds: a single round gives none."""
     s = summary_of((A, 90), (B, 10))
     assert (s.rate.method, s.rate.rounds, s.rate.low, s.rate.high) == ("no interval: too few rounds", 0, 0.0, 1.0)
-    assert rate_text(s.rate) == "10 of 100 = 10.0% (no interval: too few rounds)"
     s = in_rounds([A] * 9 + [B], [A] * 10, [A] * 7 + [B] * 3, [A] * 8 + [C] * 2)
     assert (s.rate.method, s.rate.rounds, s.rounds) == ("anytime-valid", 3, 4)
     # of the first text to come: at 97.5%
     assert (s.rate.low, s.rate.high) == round_interval([0, 3, 2], [10, 10, 10], 0.975)
     assert (s.agree.low, s.agree.high) == (1 - s.rate.high, 1 - s.rate.low)
-    assert rate_text(s.rate).startswith("6 of 40 = 15.0% (95% ")
-    assert rate_text(s.rate).endswith(" over 3 rounds, anytime-valid)")
     assert s.held_rounds == {1: (4,) * 10, 2: (2,) * 3 + (4,) * 7, 3: (2,) * 2 + (4,) * 8}
     assert s.band(3) == pytest.approx(tuple(1 - x for x in (s.rate.high, s.rate.low)), abs=1e-9)
     assert s.band(2) == round_interval([10] * 3, [10] * 3, 0.975)
@@ -232,7 +225,6 @@ def test_overall_figures() -> None:
     assert invariant.bound_completions == pytest.approx(1 - 0.05 ** (1 / 7))
     pair = compared(stock, invariant)
     assert (pair.only_first, pair.only_second, pair.p) == (1, 0, 1.0)
-    assert s.agree.low == pytest.approx(1 - s.rate.high)
     # ten prompts with a completion in each of two rounds: the second is compared with the first
     s = in_rounds([A], [A])
     assert (s.held_rounds, summary_of((A, 2)).held_rounds) == ({1: (4,)}, {})
@@ -273,9 +265,7 @@ def test_only_a_replacement_that_is_enough_by_itself_is_a_cure() -> None:
     few = replace(summary_of((A, 2)), impl="invariant:attention")
     for summaries, cures in [
         ([stock, attention, matmul], ["attention"]),
-        ([stock, matmul], []),
-        ([replace(attention, impl="stock"), attention], []),
-        ([attention], []),
+        *((nothing, []) for nothing in ([stock, matmul], [replace(attention, impl="stock"), attention], [attention])),
         ([stock, matmul, both], ["attention+matmul"]),  # neither was enough by itself
         ([stock, both, attention], ["attention"]),  # a larger set shows nothing that its part does not
         ([stock, few], []),  # two completions that agree prove little against ten

@@ -6,9 +6,11 @@ import inspect
 import itertools
 import random
 import signal
+import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -280,13 +282,10 @@ def test_what_is_proven_inside_of_a_step_is_not_in_its_seconds(tiny: LoadedModel
 
 def test_first_uses_of_all_threads_are_counted_once_each() -> None:
     """A proof within a proof, and what it compiles, are its own time; a stretch outside of the two times is no part."""
-    knobs = SimpleNamespace(listener=None)
-    told: list[tuple[int, int]] = []
-    seconds = SimpleNamespace(total=2e6)
+    told, heard, seconds = list[tuple[int, int]](), list[bool](), SimpleNamespace(total=2e6)
+    knobs = SimpleNamespace(listener=lambda **event: heard.append(event["cache_hit"]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "triton", SimpleNamespace(knobs=SimpleNamespace(compilation=knobs)))
-        heard: list[bool] = []
-        knobs.listener = lambda **event: heard.append(event["cache_hit"])
+        patch.setitem(sys.modules, "triton", SimpleNamespace(knobs=SimpleNamespace(compilation=knobs)))
         listen_to_triton()
     with first_uses(lambda uses: told.append((uses.proofs, uses.compiled))) as uses:
 
@@ -294,9 +293,8 @@ def test_first_uses_of_all_threads_are_counted_once_each() -> None:
             with proving(), proving():
                 knobs.listener(times=seconds, cache_hit=False)
 
-        thread = threading.Thread(target=prove)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(prove).result()
         assert (uses.proofs, uses.compiled, len(uses.stretches)) == (1, 1, 1)
         assert uses.seconds < 1.0, "what a proof compiles is not counted twice"
         knobs.listener(times=seconds, cache_hit=True)
@@ -348,8 +346,7 @@ def session_of(loaded: LoadedModel, spec: str) -> Session:
 
 def test_the_mask_is_transformers_own() -> None:
     """Written for a whole step at once, it holds the numbers that transformers writes request by request."""
-    rng = random.Random(0)  # noqa: S311 - sizes of a test
-    least = torch.finfo(torch.bfloat16).min
+    rng, least = random.Random(0), torch.finfo(torch.bfloat16).min  # noqa: S311 - sizes of a test
     for _ in range(60):
         window, queries, keys = rng.choice([1, 1, 3, 5]), [0], [0]
         for _ in range(rng.randint(1, 5)):
@@ -412,9 +409,8 @@ def test_graphs_are_the_default_where_they_can_be(tiny: LoadedModel, capsys: pyt
         request = SampleRequest(load=spec, **more)
         return load_of(request, replace(tiny, device=device), False, SimpleNamespace(say=print)).graphs
 
-    for spec in ("heavy", "default", "light"):
-        assert graphs(spec)
-        assert "steps run as CUDA graphs" in capsys.readouterr().out
+    assert all(map(graphs, ("heavy", "default", "light")))
+    assert capsys.readouterr().out.count("steps run as CUDA graphs") == 3
     assert not graphs("budget=8")  # padded to their budget alone, no product would meet another M
     assert "padded to one size" in capsys.readouterr().out
     assert graphs(cuda_graphs=True)
@@ -460,8 +456,7 @@ def test_rounds_in_graphs_have_few_shapes_between_them(tiny: LoadedModel) -> Non
 
 def test_sessions_on_a_gpu_take_turns_on_one_thread(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a library keeps for a thread is there in the next session, with the outcomes of threads of their own."""
-    met: list[threading.Thread] = []
-    spec = "others=2,targets=3,spread=4,prompt=4-9,tokens=3-5"
+    met, spec = list[threading.Thread](), "others=2,targets=3,spread=4,prompt=4-9,tokens=3-5"
 
     def sessions() -> tuple[list[Session], set[threading.Thread]]:
         met.clear()

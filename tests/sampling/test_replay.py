@@ -47,10 +47,6 @@ def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory
     return sampled_into(path, tiny_float32, plan), read_traces(path)[0]
 
 
-def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player:
-    return Player(TransformersEngine(loaded.model), recording_of(recorded, completion))
-
-
 def test_divergent_completions_come_again_bit_for_bit(recorded, tiny_float32) -> None:
     """From the tape alone: tokens and logprob bits of every rarer completion, and every step as it ran."""
     run, traces = recorded
@@ -58,7 +54,8 @@ def test_divergent_completions_come_again_bit_for_bit(recorded, tiny_float32) ->
     assert len(rare) >= 4, "the load does not part enough requests to test anything"
     for number in (0, 1):
         mine = [c for c in rare if c.round == number]
-        for replayed in player(run, mine[0], tiny_float32).as_recorded(mine, traces):
+        playing = Player(TransformersEngine(tiny_float32.model), recording_of(run, mine[0]))
+        for replayed in playing.as_recorded(mine, traces):
             assert replayed.same, replayed.sentence
             assert "every step as recorded" in replayed.sentence
 
@@ -107,7 +104,7 @@ def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(recorded, tiny_
     """Checked here again, member by member, in sessions of their own."""
     run, traces = recorded
     (completion,) = select_completions(run, ["divergent"], None)[:1]
-    playing = player(run, completion, tiny_float32)
+    playing = Player(TransformersEngine(tiny_float32.model), recording_of(run, completion))
     alone = playing.solo(completion, traces)
     assert not alone.same
     shrunk = playing.shrunk(completion, traces)
