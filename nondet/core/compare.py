@@ -244,8 +244,7 @@ def first_difference(a: Any, b: Any) -> tuple[int | None, int | None]:
 
 
 def _first_unequal(one: Sequence[int], two: Sequence[int]) -> int | None:
-    shared = shared_length(one, two)
-    return None if shared == len(one) == len(two) else shared
+    return None if (shared := shared_length(one, two)) == len(one) == len(two) else shared
 
 
 def digest(*tensors: torch.Tensor) -> str:
