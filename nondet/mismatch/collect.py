@@ -199,9 +199,15 @@ def _records(
         for r, mine in zip(rollouts, by_rollout(sides[1], rollouts), strict=True):
             ids, drawn, own = list(r.ids), list(r.drawn), r.sampler.astype("<f4").tobytes()
             yield MismatchRollout(
-                impl=arm, name=r.name, step=r.step, tokens=len(drawn), ids=ids, sampler=own,
-                trainer=mine.astype("<f4").tobytes(), drawn=[] if drawn == [*range(len(ids))][-len(drawn) :] else drawn,
-            )  # fmt: skip
+                impl=arm,
+                name=r.name,
+                step=r.step,
+                tokens=len(drawn),
+                ids=ids,
+                sampler=own,
+                trainer=mine.astype("<f4").tobytes(),
+                drawn=[] if drawn == [*range(len(ids))][-len(drawn) :] else drawn,
+            )
         differ = bool((sides[0].view(np.uint32) != sides[1].view(np.uint32)).any())
         if differ and sampler is not None and trainer is not None:
             say(f"{arm}: what kind it is, each hypothesis fitted")

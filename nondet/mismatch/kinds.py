@@ -190,9 +190,14 @@ class _Fit:
             self.own, self.exact = self._rounded(), self._exact()
         away = {side: _k3(x.astype(np.float64) - self.exact) for side, x in (self.given | {"own": self.own}).items()}
         self.floor = MismatchFloor(
-            impl=impl, tokens=len(tokens), rollouts=len(chosen), k3=_k3(self.distance), floor=2 * away["own"],
-            wide=f"{wider}{self.base}", **away,
-        )  # fmt: skip
+            impl=impl,
+            tokens=len(tokens),
+            rollouts=len(chosen),
+            k3=_k3(self.distance),
+            floor=2 * away["own"],
+            wide=f"{wider}{self.base}",
+            **away,
+        )
 
     def _forward(self, of: Any, spec: Spec, padded: Sequence[int]) -> tuple[Logprobs, _Logits]:
         """All logprobs, and the logits of some rows."""

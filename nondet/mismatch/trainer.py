@@ -49,9 +49,13 @@ class Spec:
 
 
 _CHOICES: dict[str, Sequence[str]] = {
-    "dtype": [*DTYPES], "autocast": ["bfloat16", "float16"], "padding": ["right", "left", "packed"],
-    "micro": [], "formula": [*FORMULAS], "head": ["float32"],
-}  # fmt: skip
+    "dtype": [*DTYPES],
+    "autocast": ["bfloat16", "float16"],
+    "padding": ["right", "left", "packed"],
+    "micro": [],
+    "formula": [*FORMULAS],
+    "head": ["float32"],
+}
 
 
 def parse_spec(text: str) -> Spec:

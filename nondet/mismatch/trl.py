@@ -108,9 +108,15 @@ class Watch(ExitStack):
         return scored
 
     def _score(
-        self, model: Any, ids: Any, mask: Any, keep: int, batch_size: int = 0, compute_entropy: bool = False,
+        self,
+        model: Any,
+        ids: Any,
+        mask: Any,
+        keep: int,
+        batch_size: int = 0,
+        compute_entropy: bool = False,
         **other: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """TRL's logprobs, from whole logits by the engine's formula, and at positions that do not count padding. TRL's
         own counts the padding before a prompt as positions, a shift that changes only rounding."""
         if odd := [name for name, value in other.items() if value not in (None, False)]:

@@ -608,13 +608,21 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
         n, diverged = sum(s.n for s in members), sum(s.distinct_traces > 1 for s in members)
         comparisons = n - len(members)  # a prompt's first completion is the reference
         clean = not diverged and comparisons > 0
-        sets.append(PromptSet(
-            impl=impl, n=n, failed=sum(s.failed for s in members), rounds=rounds.get(impl, 0), unit=unit,
-            differing_traces=diverged, differing_texts=sum(s.distinct_completions > 1 for s in members),
-            share=confidence_sequence(diverged, len(members)), summaries={s.prompt: s for s in members},
-            bound_rounds=one_sided_bound(len(held)) if clean and held else None,
-            bound_completions=one_sided_bound(comparisons) if clean else None,
-        ))  # fmt: skip
+        sets.append(
+            PromptSet(
+                impl=impl,
+                n=n,
+                failed=sum(s.failed for s in members),
+                rounds=rounds.get(impl, 0),
+                unit=unit,
+                differing_traces=diverged,
+                differing_texts=sum(s.distinct_completions > 1 for s in members),
+                share=confidence_sequence(diverged, len(members)),
+                summaries={s.prompt: s for s in members},
+                bound_rounds=one_sided_bound(len(held)) if clean and held else None,
+                bound_completions=one_sided_bound(comparisons) if clean else None,
+            )
+        )
     return sets
 
 
@@ -642,9 +650,13 @@ def summarize_all(run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, st
 
 
 def _summarize(
-    run: Run, traces: Mapping[str, Trace], pieces: Mapping[int, str], completions: Sequence[Completion],
-    batches: Mapping[int, npt.NDArray[np.int64]], rate: float,
-) -> SampleSummary:  # fmt: skip
+    run: Run,
+    traces: Mapping[str, Trace],
+    pieces: Mapping[int, str],
+    completions: Sequence[Completion],
+    batches: Mapping[int, npt.NDArray[np.int64]],
+    rate: float,
+) -> SampleSummary:
     """Of all completions of one prompt under one implementation; at least one succeeded."""
     impl, prompt = completions[0].impl, completions[0].prompt
     good = [c for c in completions if c.status == "ok"]
@@ -687,18 +699,31 @@ def _summarize(
         words, own = tuple(pieces.get(t, "") for t in g.tokens), traces[next(iter(g.traces))].text
         listed.append(DistinctCompletion(g.count, g.tokens, words, own, None if g is top else lengths[g.tokens]))
     return SampleSummary(
-        impl=impl, prompt=prompt, prompt_text=text, n=n, failed=len(completions) - n, rounds=len(rounds),
-        distinct_completions=len(groups), distinct_traces=len(members), completions=tuple(listed), first_fork=first,
-        rate=_rate_interval(n - top.count, n, [tallies[r] for r in held], confidence), confidence=confidence,
+        impl=impl,
+        prompt=prompt,
+        prompt_text=text,
+        n=n,
+        failed=len(completions) - n,
+        rounds=len(rounds),
+        distinct_completions=len(groups),
+        distinct_traces=len(members),
+        completions=tuple(listed),
+        first_fork=first,
+        rate=_rate_interval(n - top.count, n, [tallies[r] for r in held], confidence),
+        confidence=confidence,
         survival=tuple((np.cumsum(agree[::-1])[::-1] / n).tolist()),
-        has_logprobs=any(m.trace.logprobs for m in members), logprob_spread=spread,
-        batch_min=min(c.batch_min for c in good), batch_max=max(c.batch_max for c in good),
-        distinct_batches=len(sizes), tokens_per_second=rate,
+        has_logprobs=any(m.trace.logprobs for m in members),
+        logprob_spread=spread,
+        batch_min=min(c.batch_min for c in good),
+        batch_max=max(c.batch_max for c in good),
+        distinct_batches=len(sizes),
+        tokens_per_second=rate,
         held_rounds={r: tuple(sorted(lengths[tokens] for tokens in rounds[r].elements())) for r in held},
         margins=flip_margins(members) if first and not drawn else None,
         draws=flip_draws(members, first.index) if first else None,
-        flips=None if drawn else token_flips(len(top.tokens), tallies, held, confidence), k3=k3_of(common, others),
-    )  # fmt: skip
+        flips=None if drawn else token_flips(len(top.tokens), tallies, held, confidence),
+        k3=k3_of(common, others),
+    )
 
 
 def _first_seen(rounds: Mapping[int, Counter[tuple[int, ...]]]) -> dict[tuple[int, ...], int]:

@@ -294,10 +294,19 @@ class _Rounds(RoundCollector):
         same = {name: getattr(session, name) for name in _SUMMED}
         background = {} if arm.name else {o.request.id: o.schedule for o in others}
         figures = session.figures if arm.name else _beside_captures(session)
-        self.writer.write(Round(
-            impl=self.impl, round=number, targets=len(targets), others=len(others), background=background, ran=ran,
-            arm=arm.name, figures=figures, **same,
-        ))  # fmt: skip
+        self.writer.write(
+            Round(
+                impl=self.impl,
+                round=number,
+                targets=len(targets),
+                others=len(others),
+                background=background,
+                ran=ran,
+                arm=arm.name,
+                figures=figures,
+                **same,
+            )
+        )
         if session.fatal:
             where = f"{arm.name}, " if arm.name else ""
             raise EngineStoppedError(f"{self.impl}, {where}round {number}: {session.fatal}")
@@ -337,11 +346,19 @@ class _Rounds(RoundCollector):
             for value, arm in values if varied.values else [("", "")]:
                 # the base's own value needs no proof
                 proof = axis.proof(value, _figures(seen[arm], seen[BASE_ARM]), base) if arm else Proof(False, "")
-                self.write(AxisValue(
-                    impl=self.impl, axis=axis.name, value=value, arm=arm, changes=CHANGES[axis.name], note=varied.note,
-                    held=axis.held or self.impl in axis.held_by, proof=proof.text,
-                    proven=proof.holds or arm == BASE_ARM,
-                ))  # fmt: skip
+                self.write(
+                    AxisValue(
+                        impl=self.impl,
+                        axis=axis.name,
+                        value=value,
+                        arm=arm,
+                        changes=CHANGES[axis.name],
+                        note=varied.note,
+                        held=axis.held or self.impl in axis.held_by,
+                        proof=proof.text,
+                        proven=proof.holds or arm == BASE_ARM,
+                    )
+                )
 
     def _play(self, arm: Arm, requests: Sequence[Request], on_tokens: OnTokens | None = None) -> Session:
         return self.host.play(self._drawn(requests), arm.conditions, self.impl, self.survey.seed, on_tokens)

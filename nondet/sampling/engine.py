@@ -96,10 +96,16 @@ def batching_config(
         settings["auto_switch_to_flash"] = False  # 5.17 has no such switch, see `stock_attention`
     settings |= {page_size: load.page, "num_blocks": groups * (pages or blocks)} | more
     return ContinuousBatchingConfig(
-        max_batch_tokens=load.budget, max_requests_per_batch=most, allow_block_sharing=load.sharing,
+        max_batch_tokens=load.budget,
+        max_requests_per_batch=most,
+        allow_block_sharing=load.sharing,
         max_blocks_per_request=0,  # the block-table path belongs to flash-attention packages
-        use_async_batching=False, use_cuda_graph=load.graphs, safety_margin=0.0, return_logprobs=True, **settings,
-    )  # fmt: skip
+        use_async_batching=False,
+        use_cuda_graph=load.graphs,
+        safety_margin=0.0,
+        return_logprobs=True,
+        **settings,
+    )
 
 
 @contextmanager
@@ -445,11 +451,18 @@ def run_session(
     per_request = [(r, found.get(r.id), tops.get(r.id, []), drawn.get(r.id)) for r in requests]
     outcomes = [_outcome(*known, fatal or missing, cut) for known in per_request]
     return Session(
-        scheduled(outcomes, parts, log), log.steps, sum(len(o.token_ids) for o in outcomes),
-        seconds=log.spent(begun, log.ended), first_use_seconds=log.first_uses.within(begun, log.ended), fatal=fatal,
-        packs=log.packs, tops=tops, figures=session_figures(outcomes, log, parts) | ran, admitted=log.admitted,
+        scheduled(outcomes, parts, log),
+        log.steps,
+        sum(len(o.token_ids) for o in outcomes),
+        seconds=log.spent(begun, log.ended),
+        first_use_seconds=log.first_uses.within(begun, log.ended),
+        fatal=fatal,
+        packs=log.packs,
+        tops=tops,
+        figures=session_figures(outcomes, log, parts) | ran,
+        admitted=log.admitted,
         pace=log.pace(),
-    )  # fmt: skip
+    )
 
 
 def _why_stopped(error: Any, steps: int) -> str:

@@ -49,9 +49,17 @@ def _flash(original: Any, module: Any, query: Any, key: Any, value: Any, mask: A
     sizes, left = (longest("q", bound), longest("k", bound)), window - 1 if window else None
     # no dropout; causal, aligned to each request's last key; no mask for a debugger
     out = torch.ops.aten._flash_attention_forward(
-        query[0].transpose(0, 1), keys, values, *starts, *sizes, 0.0, True, False,
-        scale=bound.get("scaling"), window_size_left=left,
-    )  # fmt: skip
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        *starts,
+        *sizes,
+        0.0,
+        True,
+        False,
+        scale=bound.get("scaling"),
+        window_size_left=left,
+    )
     return out[0][None], None
 
 

@@ -122,9 +122,13 @@ def _forward(
 
 
 def _backward(
-    logits: torch.Tensor, ids: torch.Tensor, masses: torch.Tensor, kept: list[torch.Tensor], gradient: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    masses: torch.Tensor,
+    kept: list[torch.Tensor],
+    gradient: torch.Tensor,
     temperature: float,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     width = logits.shape[-1]
     rows, places, above = logits.reshape(-1, width), ids.reshape(-1, 1).long(), gradient.reshape(-1, 1).double()
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)

@@ -146,10 +146,18 @@ def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
     tokens, trace = ("", "") if failed else (tokens_digest(outcome.token_ids), digest_of(outcome))
     same = {name: getattr(outcome, name) for name in ("finish", "schedule", "batch_min", "batch_max", "reason")}
     return Completion(
-        impl=impl, request=request.id, round=index, prompt=request.subject, arrival_step=request.arrival_step,
-        tokens_digest=tokens, trace=trace, n_tokens=len(outcome.token_ids),
-        nonfinite=nonfinite_logprobs(outcome.logprobs), status="error" if failed else "ok", **same,
-    )  # fmt: skip
+        impl=impl,
+        request=request.id,
+        round=index,
+        prompt=request.subject,
+        arrival_step=request.arrival_step,
+        tokens_digest=tokens,
+        trace=trace,
+        n_tokens=len(outcome.token_ids),
+        nonfinite=nonfinite_logprobs(outcome.logprobs),
+        status="error" if failed else "ok",
+        **same,
+    )
 
 
 def seed_of(outcome: Outcome) -> int | None:
@@ -205,10 +213,19 @@ def repeated(loaded: LoadedModel, impl: str, index: int, started: float) -> Row:
     identity = loaded.identity
     shape = {k: identity[k] for k in ("layers", "hidden", "vocabulary") if isinstance(identity.get(k), int)}
     return Row(
-        probe="sample", case=_case(index), operator="engine", inputs="prompts", varied="run", impl=impl, status="",
-        shape=shape, dtype=loaded.dtype, device=loaded.device, extra={"round": index} if index else {},
+        probe="sample",
+        case=_case(index),
+        operator="engine",
+        inputs="prompts",
+        varied="run",
+        impl=impl,
+        status="",
+        shape=shape,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        extra={"round": index} if index else {},
         seconds=time.perf_counter() - started,
-    )  # fmt: skip
+    )
 
 
 def with_session(head: Row, once: Session, again: Session) -> Row:

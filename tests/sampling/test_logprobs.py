@@ -99,10 +99,13 @@ def test_what_is_not_kept_has_no_chance_and_no_gradient_and_no_numbers_none() ->
 def test_bad_input_is_one_line() -> None:
     rows = torch.zeros(2, 3)
     for logits, ids, more, words in [
-        (rows, [0, 0, 0], {}, "one for each row"), (rows, [0, 3], {}, "no token 3 of 3"),
-        (rows, [0, -100], {}, "no token -100"), (rows.long(), [0, 1], {}, "no logits torch.int64"),
-        (rows, [0, 1], {"temperature": 0.0}, "temperature 0.0"), (rows, [0, 1], {"top_p": 0.0}, "top_p 0.0"),
+        (rows, [0, 0, 0], {}, "one for each row"),
+        (rows, [0, 3], {}, "no token 3 of 3"),
+        (rows, [0, -100], {}, "no token -100"),
+        (rows.long(), [0, 1], {}, "no logits torch.int64"),
+        (rows, [0, 1], {"temperature": 0.0}, "temperature 0.0"),
+        (rows, [0, 1], {"top_p": 0.0}, "top_p 0.0"),
         ([[0.0]], [0], {}, "takes tensors"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(UserError, match=words):
             nondet.token_logprobs(logits, torch.tensor(ids), **more)

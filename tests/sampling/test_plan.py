@@ -51,10 +51,16 @@ def test_bad_specs_name_the_part_and_a_way_out() -> None:
     numbers = "others= others=-1 others=1.5 others=٣ targets=0 budget=99999999 page=1 prompt=0-4 tokens=a-b"
     for spec, named in [
         *((spec, spec) for spec in numbers.split()),
-        ("", "empty"), (" , ", "empty"), ("heavyy", "heavy"), ("other=3", "others"), ("others", "others=..."),
-        ("prompt=9-4", "prompt=4-9"), ("sharing=yes", "sharing=on"), ("others=3,heavy", "must come first"),
+        ("", "empty"),
+        (" , ", "empty"),
+        ("heavyy", "heavy"),
+        ("other=3", "others"),
+        ("others", "others=..."),
+        ("prompt=9-4", "prompt=4-9"),
+        ("sharing=yes", "sharing=on"),
+        ("others=3,heavy", "must come first"),
         ("others=90000,targets=90000", "180000"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(UserError) as caught:
             parse_load(spec)
         assert named in str(caught.value)

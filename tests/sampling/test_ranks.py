@@ -119,11 +119,13 @@ def test_sample_over_ranks(over_two, tiny_folder, tmp_path, monkeypatch):
 def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPathFactory, monkeypatch):
     """Before anything is started, and no run file is begun."""
     for argv, line in [
-        (("--ranks", "2,4"), "several numbers"), (("--ranks", "two"), "not a list of numbers"),
-        (("--ranks", "2", "--vary", "chunk"), "exclude each other"), (("--vary", "ranks=4"), "can be cut by 2 at most"),
+        (("--ranks", "2,4"), "several numbers"),
+        (("--ranks", "two"), "not a list of numbers"),
+        (("--ranks", "2", "--vary", "chunk"), "exclude each other"),
+        (("--vary", "ranks=4"), "can be cut by 2 at most"),
         (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--ranks", "4", "--load", "none"), "has 2 key heads"),
-    ]:  # fmt: skip
+    ]:
         tmp_path = tmp_path_factory.mktemp("case")
         monkeypatch.chdir(tmp_path)
         assert main(["sample", "--device", "cpu", "--n", "2", "--max-tokens", "2", *argv]) == 2

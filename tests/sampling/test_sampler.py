@@ -206,10 +206,14 @@ def test_tokens_that_were_not_drawn_are_an_error(drawn, tiny_float32, monkeypatc
 def test_values_that_make_no_sense_are_refused(drawn: Run) -> None:
     """One line, with the value; nor is a tape from anywhere whole that holds any that no sampler can draw by."""
     for changed, said in [
-        ({"temperature": -1.0}, "--temperature -1"), ({"temperature": math.nan}, "--temperature nan"),
-        ({"top_k": -1}, "--top-k -1"), ({"top_p": 0.0}, "--top-p 0"), ({"top_p": 1.5}, "--top-p 1.5"),
-        ({"seeds": 0}, "--seeds 0"), ({"temperature": 0.0, "top_k": 5}, "need a temperature"),
-    ]:  # fmt: skip
+        ({"temperature": -1.0}, "--temperature -1"),
+        ({"temperature": math.nan}, "--temperature nan"),
+        ({"top_k": -1}, "--top-k -1"),
+        ({"top_p": 0.0}, "--top-p 0"),
+        ({"top_p": 1.5}, "--top-p 1.5"),
+        ({"seeds": 0}, "--seeds 0"),
+        ({"temperature": 0.0, "top_k": 5}, "need a temperature"),
+    ]:
         with pytest.raises(UserError, match=said):
             SampleRequest(**({"temperature": 0.8} | changed))
     assert len(SampleRequest(temperature=0.8, top_k=50, top_p=0.95, seeds=20).samplings) == 20
