@@ -13,7 +13,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from rich.cells import cell_len, set_cell_size
 
 from nondet.core.records import Role, Row, role_of
@@ -239,7 +238,7 @@ def _panel(s: SampleSummary, at: int, top: float, strokes: list[Stroke], words: 
         return row, colour
 
     texts = sorted(shown, key=lambda c: c.token_ids)
-    for root in spans_of([np.asarray(c.token_ids, dtype=np.int32) for c in texts])[:1]:
+    for root in spans_of([c.token_ids for c in texts])[:1]:
         walk(root, at if len(shown) > 1 or at < len(shown[0].pieces) else 0)
     for row, (c, left) in enumerate(leaves):
         words.append(Words(_COUNTS, height(row) + 8, f"{c.count:,}", 22, bold=True, end=True))

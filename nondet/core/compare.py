@@ -24,6 +24,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nondet.core.records import ClassError, Difference, ErrorFigures
+from nondet.core.traces import shared_length
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # float4_e2m1fn_x2 packs two numbers in a byte and has no arithmetic: its bytes are compared, its values are not.
@@ -242,14 +243,8 @@ def first_difference(a: Any, b: Any) -> tuple[int | None, int | None]:
     return token, min((place for place in (token, logprob) if place is not None), default=None)
 
 
-def shared_length(one: Sequence[int], two: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-
-
 def _first_unequal(one: Sequence[int], two: Sequence[int]) -> int | None:
-    shared = shared_length(one, two)
-    return None if shared == len(one) == len(two) else shared
+    return None if (shared := shared_length(one, two)) == len(one) == len(two) else shared
 
 
 def digest(*tensors: torch.Tensor) -> str:

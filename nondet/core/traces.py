@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,6 +60,11 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces", kw_only=True):
 
 
 _LINE: msgspec.json.Decoder[Trace | Pieces] = msgspec.json.Decoder(Trace | Pieces)
+
+
+def shared_length(one: Sequence[int], two: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def tokens_digest(token_ids: list[int]) -> str:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from nondet.core.compare import first_difference, shared_length
+from nondet.core.compare import first_difference
 from nondet.core.records import AxisTried, Record, Run, Step
 from nondet.core.runfile import RunWriter, read_run
-from nondet.core.traces import nonfinite_logprobs, tokens_digest
+from nondet.core.traces import nonfinite_logprobs, shared_length, tokens_digest
 from nondet.diagnose import verdict
 from nondet.diagnose.verdict import QUESTIONS, axis_title, steps_of
 from nondet.errors import EngineStoppedError

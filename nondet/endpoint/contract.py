@@ -17,10 +17,10 @@ import numpy as np
 
 from nondet.core.records import ContractAnswer
 from nondet.core.statistics import percent
+from nondet.core.traces import shared_length
 from nondet.endpoint.arms import Answer, Ask, Client, KnownBy, Tokens
 from nondet.endpoint.traffic import reports_running
 from nondet.errors import one_line
-from nondet.sampling.analysis import shared_length
 
 QUESTIONS: dict[str, str] = {
     "listed": "the model is one that the server lists",
@@ -130,7 +130,7 @@ class Contract:
             failed = "unknown", f"the second one failed: {again.reason}"
             return {"repeatable": failed, "repeatable-bits": failed}
         first, second = self._tokens(once), self._tokens(again)
-        at = shared_length(np.array(first, np.int32), np.array(second, np.int32))
+        at = shared_length(first, second)
         hits = [a.cached_tokens for a in (once, again)]
         cached = "" if hits[0] == hits[1] else f"; cached tokens {hits[0]} and {hits[1]}"
         unit = "token" if self.known_by != KnownBy.TEXT else "character"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from nondet.embedded import DEFAULT_PROMPT
@@ -43,12 +44,10 @@ _BEGINNINGS = (
     "A string", "Raises an error if",
 )  # fmt: skip
 PROMPTS_MOST = len(_BEGINNINGS)
-_LARGEST = 99
 
 
 class Task(NamedTuple):
-    """A task: prompts(count, rng) are a step's texts, equal for equal rngs; reward(prompt, completion) is from 0 to
-    1."""
+    """`prompts` of (count, rng): a step's texts, equal for equal rngs; `reward` of (prompt, completion), 0 to 1."""
 
     prompts: Callable[[int, random.Random], Sequence[str]]
     reward: Callable[[str, str], float]
@@ -57,12 +56,8 @@ class Task(NamedTuple):
 
 def balanced(_prompt: str, completion: str) -> float:
     """1 where there is a pair of parentheses and all are matched."""
-    depth = 0
-    for char in completion:
-        depth += (char == "(") - (char == ")")
-        if depth < 0:
-            return 0.0
-    return float(depth == 0 and "(" in completion)
+    depths = list(accumulate((char == "(") - (char == ")") for char in completion))
+    return float("(" in completion and depths[-1] == 0 == min(depths))
 
 
 def summed(prompt: str, completion: str) -> float:
@@ -73,7 +68,7 @@ def summed(prompt: str, completion: str) -> float:
 
 
 def _sums(count: int, rng: random.Random) -> list[str]:
-    return [f"{rng.randint(1, _LARGEST)}+{rng.randint(1, _LARGEST)}=" for _ in range(count)]
+    return [f"{rng.randint(1, 99)}+{rng.randint(1, 99)}=" for _ in range(count)]
 
 
 TASKS: dict[str, Task] = {

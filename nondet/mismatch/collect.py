@@ -8,11 +8,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +35,9 @@ from nondet.trace.trainer import Batch, Row, first_differing_call
 
 _SPREAD, _BUDGET = 8, 64  # engine steps over which requests arrive, and query tokens of one: ragged batches
 _WHOLE_ROWS = 256  # rows of logits that are compared over the whole vocabulary, about
+RowsOf = Mapping[tuple[str, int], torch.Tensor]  # (rollout, position of the token before) -> logits [V]
 Say = Callable[[str], None]
-
-
+Models = Mapping[str, LoadedModel]
 FILE = "file"  # the arm of rollouts that are read
 
 
@@ -54,17 +54,17 @@ class RolloutPlan:
 @contextmanager
 def kernels(side: str, ran: Counter[str], invariant: bool, families: Sequence[str] = ()) -> Iterator[None]:
     """Stock kernels, or batch-invariant ones, for a side of an arm; what ran is added under the side's name."""
-    if not invariant:
+    with batch_invariant(families or None, training=side == "trainer") if invariant else nullcontext() as block:
         yield
-        return
-    with batch_invariant(families or None, training=side == "trainer") as block:
-        yield
-    ran.update({f"{side}: {what}": count for what, count in block.coverage().counts().items()})
+    if block is not None:
+        ran.update({f"{side}: {what}": count for what, count in block.coverage().counts().items()})
 
 
 def sample_rollouts(loaded: LoadedModel, plan: RolloutPlan, watcher: Watcher | None = None) -> list[Rollout]:
     """Rollouts drawn at temperature 1 by the engine under load: chunked prefills share steps with decodes."""
-    return rollouts_of(_session(loaded, plan, watcher))
+    own = plan.seed * 1_000_003
+    requests = make_requests(loaded, plan, "mismatch", lambda prompt, i: (own + prompt * 10_007 + i) % 2**63)
+    return rollouts_of(run_requests(loaded, requests, watcher))
 
 
 def rollouts_of(session: Session) -> list[Rollout]:
@@ -78,8 +78,8 @@ def rollouts_of(session: Session) -> list[Rollout]:
 
 
 class WholeRows:
-    """A watcher that keeps the engine's logits at a seeded sample of positions, in all rollouts. `kept`: (request,
-    position of the token before) -> [V], in the model's dtype, as far as the engine came; `trained`: the trainer's."""
+    """A watcher that keeps the engine's logits at a seeded sample of positions, in all rollouts: `kept`, in the model's
+    dtype, as far as the engine came; `trained`: the trainer's."""
 
     done = False
 
@@ -87,10 +87,6 @@ class WholeRows:
         self._seed, self._share = plan.seed, _WHOLE_ROWS / (len(plan.prompts) * plan.n * plan.tokens)
         self.kept: dict[tuple[str, int], torch.Tensor] = {}
         self.trained: dict[tuple[str, int], torch.Tensor] = {}
-
-    def _is_drawn(self, request: str, position: int) -> bool:
-        drawn = random.Random(f"nondet mismatch rows {self._seed} {request} {position}")  # noqa: S311 - no secret
-        return drawn.random() < self._share
 
     def of_the_trainer(self, rollouts: Sequence[Rollout]) -> Keep:
         """Keeps the trainer's logits at these positions, as `score` gives them rollout by rollout."""
@@ -112,29 +108,23 @@ class WholeRows:
             logits = requested_logits(kwargs, output)
             predicting = [(span.request, span.first + span.rows - 1) for span in log.pack if span.new]
             for row, (request, position) in enumerate(predicting):
-                if self._is_drawn(request, position):
+                drawn = random.Random(f"nondet mismatch rows {self._seed} {request} {position}")  # noqa: S311
+                if drawn.random() < self._share:
                     self.kept[request, position] = logits[row].detach().clone()
 
         # before the engine's own hook, which changes the logits so that the drawn token is chosen
-        handle = model.register_forward_hook(keep, with_kwargs=True, prepend=True)
-        try:
+        with model.register_forward_hook(keep, with_kwargs=True, prepend=True):
             yield
-        finally:
-            handle.remove()
 
 
-def over_vocabulary(
-    impl: str, sampler: Mapping[tuple[str, int], torch.Tensor], trainer: Mapping[tuple[str, int], torch.Tensor]
-) -> MismatchVocabulary | None:
+def over_vocabulary(impl: str, sampler: RowsOf, trainer: RowsOf) -> MismatchVocabulary | None:
     """Both sides' logits [V] by (rollout, position), where both have them; None where no position has."""
-    positions = sorted(sampler.keys() & trainer.keys())
-    differ, kl = [], []
+    positions, differ, kl = sorted(sampler.keys() & trainer.keys()), [], []
     for position in positions:
         one, other = (side[position].double() for side in (sampler, trainer))  # exact
         differ.append(int((bits(one) != bits(other)).sum()))
         mine, theirs = one.log_softmax(-1), other.log_softmax(-1)
-        terms = torch.where(mine.isneginf(), 0.0, mine.exp() * (mine - theirs))
-        total = float(terms.sum()) if differ[-1] else 0.0
+        total = float(torch.where(mine.isneginf(), 0.0, mine.exp() * (mine - theirs)).sum()) if differ[-1] else 0.0
         kl.append(max(0.0, total) if math.isfinite(total) else sys.float_info.max)
     if not positions:
         return None
@@ -142,24 +132,12 @@ def over_vocabulary(
     return MismatchVocabulary(impl=impl, size=len(one), rollouts=list(names), positions=list(at), differ=differ, kl=kl)
 
 
-def _session(
-    loaded: LoadedModel, plan: RolloutPlan, watcher: Watcher | None = None, again: Sequence[Rollout] = ()
-) -> Session:
-    """A session that feeds the earlier tokens of `again` and does not draw them: the model's logits stay unchanged."""
-
-    def seed(prompt: int, rollout: int) -> int:
-        return (plan.seed * 1_000_003 + prompt * 10_007 + rollout) % 2**63
-
-    requests = make_requests(loaded, plan, f"nondet mismatch {plan.seed}", None if again else seed)
-    return run_requests(loaded, requests, watcher, {r.name: [r.ids[i] for i in r.drawn] for r in again})
-
-
 def make_requests(
-    loaded: LoadedModel, plan: RolloutPlan, arrivals: str, seed: Callable[[int, int], int] | None
+    loaded: LoadedModel, plan: RolloutPlan, command: str, seed: Callable[[int, int], int] | None
 ) -> list[Request]:
-    """The plan's, which arrive over a few steps of the engine, drawn with the seed `arrivals`; `seed` gives that of
-    (prompt, rollout), or None where nothing is drawn."""
-    steps, requests = random.Random(arrivals), []  # noqa: S311 - no secret
+    """The plan's, which arrive over a few steps of the engine; `seed` gives that of the draws of (prompt, rollout), or
+    None where nothing is drawn."""
+    steps, requests = random.Random(f"nondet {command} {plan.seed}"), []  # noqa: S311 - no secret
     for i, text in enumerate(plan.prompts):
         prompt = tuple(loaded.encode(text))
         for j in range(plan.n):
@@ -173,8 +151,8 @@ def run_requests(
     forced: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Session:  # fmt: skip
     """The engine's answers, with chunked prefills that run in steps with decodes. Raises EngineStoppedError."""
-    unused, count = (1, 1), len(requests)  # lengths of background requests
-    load = Load(others=0, targets=count, spread=_SPREAD, prompt=unused, tokens=unused, budget=_BUDGET, requests=_BUDGET)
+    # no background requests, whatever their lengths
+    load = Load(0, len(requests), (1, 1), (1, 1), spread=_SPREAD, budget=_BUDGET, requests=_BUDGET)
     loaded.model.eval()
     with torch.no_grad():
         ordered = sorted(requests, key=lambda r: r.arrival_step)
@@ -185,19 +163,13 @@ def run_requests(
     return session
 
 
-class Models(NamedTuple):
-    """What computes the two sides, in the dtype of each, and other weights that a side may have had."""
-
-    sampler: LoadedModel | None = None  # None where rollouts have both sides' logprobs and the kind is not requested
-    trainer: LoadedModel | None = None  # None where its dtype is the sampler's
-    older: LoadedModel | None = None
-
-
 def collect(
     arms: Sequence[str], writer: RunWriter, spec: Spec, say: Say, models: Models, plan: RolloutPlan | None = None,
     rollouts: Mapping[str, Sequence[Rollout]] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Every arm that the run file does not hold yet. Rollouts are sampled by the plan, or were read, by arm."""
+    """Every arm that the run file does not hold yet. Rollouts are sampled by the plan, or were read, by arm. `models`:
+    "sampler", unless rollouts have both sides' logprobs and the kind is not requested; "trainer" where it has another
+    dtype; "older": other weights that a side may have had."""
     for arm in arms:
         if ("mismatch-cost", arm) not in writer.done:
             for record in _records(arm, spec, say, models, plan, rollouts.get(arm, ())):
@@ -209,7 +181,8 @@ def _records(
     arm: str, spec: Spec, say: Say, models: Models, plan: RolloutPlan | None, rollouts: Sequence[Rollout]
 ) -> Iterator[Record]:
     under, ran, rows, started = arm_of(arm), Counter[str](), None, time.perf_counter()
-    sampler, trainer = models.sampler, models.trainer or models.sampler
+    sampler, older = models.get("sampler"), models.get("older")
+    trainer = models.get("trainer", sampler)
     spec = replace(spec, formula="token_logprobs") if under.trainer else spec
     if plan is not None and sampler is not None:
         say(f"{arm}: sampling")
@@ -223,11 +196,22 @@ def _records(
             keep = rows.of_the_trainer(rollouts) if rows is not None else None
             values = [score(trainer.model, rollouts, spec, gradients=True, keep=keep)]
         trained_at, sides = time.perf_counter(), (np.concatenate([r.sampler for r in rollouts]), np.concatenate(values))
-        yield from map(partial(_record, arm), rollouts, by_rollout(sides[1], rollouts))
+        for r, mine in zip(rollouts, by_rollout(sides[1], rollouts), strict=True):
+            ids, drawn, own = list(r.ids), list(r.drawn), r.sampler.astype("<f4").tobytes()
+            yield MismatchRollout(
+                impl=arm,
+                name=r.name,
+                step=r.step,
+                tokens=len(drawn),
+                ids=ids,
+                sampler=own,
+                trainer=mine.astype("<f4").tobytes(),
+                drawn=[] if drawn == [*range(len(ids))][-len(drawn) :] else drawn,
+            )
         differ = bool((sides[0].view(np.uint32) != sides[1].view(np.uint32)).any())
         if differ and sampler is not None and trainer is not None:
             say(f"{arm}: what kind it is, each hypothesis fitted")
-            yield from fit(sampler.model, rollouts, spec, *sides, arm, models.older.model if models.older else None)
+            yield from fit(sampler.model, rollouts, spec, *sides, arm, older and older.model)
     if rows is not None and (whole := over_vocabulary(arm, rows.kept, rows.trained)) is not None:
         differ |= any(whole.differ)
         yield whole
@@ -244,10 +228,12 @@ def find_place(
 ) -> MismatchPlace:
     """Where the trainer's `model` diverges first from the sampler. Both sides are computed again, twice."""
     under, packed, batches = arm_of(arm), spec.padding == "packed", []
+    requests = make_requests(sampler, plan, "mismatch", None)
+    fed = {r.name: [r.ids[i] for i in r.drawn] for r in rollouts}  # and not drawn: the model's logits stay unchanged
 
     def run(watcher: Watcher) -> Session:
         with kernels("sampler", Counter(), under.sampler, under.families):
-            return _session(sampler, plan, watcher, rollouts)
+            return run_requests(sampler, requests, watcher, fed)
 
     def forward(part: Sequence[Rollout]) -> Logprobs:
         with kernels("trainer", Counter(), under.trainer, under.families):
@@ -261,12 +247,3 @@ def find_place(
         }
         batches.append(Batch(partial(forward, part), rows))
     return first_differing_call(arm, run, model, batches)
-
-
-def _record(arm: str, rollout: Rollout, trainer: Logprobs) -> MismatchRollout:
-    ids, drawn = list(rollout.ids), list(rollout.drawn)
-    last = drawn == list(range(len(ids) - len(drawn), len(ids)))
-    return MismatchRollout(
-        impl=arm, name=rollout.name, step=rollout.step, tokens=len(drawn), ids=ids, drawn=[] if last else drawn,
-        sampler=rollout.sampler.astype("<f4").tobytes(), trainer=trainer.astype("<f4").tobytes(),
-    )  # fmt: skip

@@ -29,7 +29,7 @@ PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)  # ends of the bins by the sampl
 
 
 class Bin(NamedTuple):
-    """Tokens from `low` to below `high`, by position or by probability; the last bin includes its end."""
+    """Tokens from `low` to below `high`, by position, probability or step; the last bin includes its end."""
 
     low: float
     high: float
@@ -82,7 +82,7 @@ class Figures:
     @cached_property
     def k3_interval(self) -> tuple[float, float] | None:
         """K3's 95% interval; see `interval_by_sequence`."""
-        return interval_by_sequence(self._sums(self.terms), self.lengths)
+        return interval_by_sequence(np.add.reduceat(self.terms, np.cumsum([0, *self.lengths])[:-1]), self.lengths)
 
     @cached_property
     def ratios(self) -> tuple[float, float]:
@@ -107,48 +107,31 @@ class Figures:
         return dict(zip(_TAILS, map(float, np.quantile(np.abs(self.distance), _TAILS)), strict=True))
 
     @cached_property
-    def sequences(self) -> Floats:
-        """[m] float64: ln of each sequence's ratio, the sum of its d."""
-        return self._sums(self.distance)
-
-    @cached_property
     def positions(self) -> list[Bin]:
         """By position in the sequence: 0 to 1, to 2, to 4, ... doubling."""
-        indices = np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64)
         ends = [0.0, *(2.0**i for i in range(max(self.lengths).bit_length() + 1))]
-        return self.bins(indices, ends, closed=False)
+        return self.bins(np.concatenate([np.arange(n) for n in self.lengths]).astype(np.float64), ends)
 
     @cached_property
     def probabilities(self) -> list[Bin]:
         """By the sampler's probability of the token."""
-        return self.bins(np.exp(self.sampler.astype(np.float64)), PROBABILITIES, closed=True)
+        return self.bins(np.exp(self.sampler.astype(np.float64)), PROBABILITIES)
 
-    def _sums(self, values: Floats) -> Floats:
-        return np.add.reduceat(values, np.cumsum([0, *self.lengths])[:-1])
-
-    def bins(self, by: Floats, ends: Sequence[float], *, closed: bool) -> list[Bin]:
-        """Tokens by numbers [n], in bins between ends, without empty bins."""
-        chosen = np.searchsorted(ends, by, side="right") - 1
-        if closed:
-            chosen = np.clip(chosen, 0, len(ends) - 2)
-        found = []
-        for i in range(len(ends) - 1):
+    def bins(self, by: Floats, ends: Sequence[float]) -> list[Bin]:
+        """Tokens by numbers [n], in bins between ends, without empty bins; what is beyond is in the first or last."""
+        chosen, found = np.clip(np.searchsorted(ends, by, side="right") - 1, 0, len(ends) - 2), []
+        for i in np.unique(chosen).tolist():
             mine = chosen == i
-            if mine.any():
-                k3, mean = float(self.terms[mine].mean()), float(np.abs(self.distance[mine]).mean())
-                found.append(Bin(ends[i], ends[i + 1], int(mine.sum()), k3, mean))
+            k3, mean = float(self.terms[mine].mean()), float(np.abs(self.distance[mine]).mean())
+            found.append(Bin(ends[i], ends[i + 1], int(mine.sum()), k3, mean))
         return found
 
 
 def interval_by_sequence(sums: Floats, lengths: Sequence[int]) -> tuple[float, float] | None:
     """The 95% interval of a mean over tokens: those of one sequence are not independent. None below five sequences.
 
-    Percentiles of 2,000 resamples of whole sequences with replacement, each sum of terms over its own number of tokens;
-    drawn with seed 0, so that a file has one interval.
-
-    Args:
-        sums: [m], the sum of each sequence's terms.
-        lengths: [m], the number of its tokens.
+    `sums` are those of each sequence's terms. Percentiles of 2,000 resamples of whole sequences with replacement, each
+    sum of terms over its own number of tokens; drawn with seed 0, so that a file has one interval.
     """
     if len(lengths) < _SEQUENCES_LEAST:
         return None

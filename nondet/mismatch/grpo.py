@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -84,15 +84,9 @@ class Policy:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the float32 weights into the model's."""
-        for parameter, exact in zip(
-            self.parameters, self.master.split([p.numel() for p in self.parameters]), strict=True
-        ):
+        parts = self.master.split([p.numel() for p in self.parameters])
+        for parameter, exact in zip(self.parameters, parts, strict=True):
             parameter.copy_(exact.view_as(parameter))
-
-    def rounded(self, rollouts: str) -> AbstractContextManager[None]:
-        """The sampler's weights: the model's own, or its matrices in float8_e4m3fn with a scale per row."""
-        fp8 = partial(rounded_to_fp8, scale="row")
-        return weights_changed(self.model, fp8) if rollouts == "fp8" else nullcontext()
 
     def update(self) -> float:
         """One optimizer step with the current gradients; returns their norm."""
@@ -156,7 +150,7 @@ def requests_of(settings: Settings, loaded: LoadedModel, seed: int, step: int) -
         return int.from_bytes(hashlib.sha256(f"{seed} {step} {group} {rollout}".encode()).digest()[:8], "big")
 
     plan = RolloutPlan(texts, settings.group, settings.tokens, seed)
-    return make_requests(loaded, plan, f"nondet rl {seed}", own), texts
+    return make_requests(loaded, plan, "rl", own), texts
 
 
 def advantages_of(
@@ -192,10 +186,8 @@ def learn(
     ran: Counter[str],
 ) -> dict[str, Any]:  # fmt: skip
     """The optimizer steps on one batch of rollouts; figures of the first pass, where both sides have the same weights.
-
     The loss is GRPO's with PPO's clipped ratio to the first pass, which is 1 in it, over a constant number of tokens.
-    An arm's importance weights, if any, are the first pass's probabilities over the sampler's, truncated.
-    """
+    An arm's importance weights, if any, are the first pass's probabilities over the sampler's, truncated."""
     figures: dict[str, Any] = {}
     gains = advantages.repeat_interleave(torch.tensor([len(r.drawn) for r in rollouts])).to(policy.device)
     sampled = torch.from_numpy(np.concatenate([r.sampler for r in rollouts])).to(policy.device)
@@ -220,8 +212,7 @@ def learn(
                 entropy -= float((shares.exp() * shares).sum(-1).mean()) * len(logprobs) / len(before)
         if epoch == 0:
             figures = compared(sampled, before) | {"entropy": entropy}
-        norm = policy.update()
-        figures.setdefault("grad_norm", norm)
+        figures = {"grad_norm": policy.update()} | figures
     return figures
 
 
@@ -229,7 +220,9 @@ def step_of(policy: Policy, loaded: LoadedModel, settings: Settings, arm: str, s
     """Sample, compute rewards, learn: one record."""
     requests, texts = requests_of(settings, loaded, seed, step)
     ran, started = Counter[str](), time.perf_counter()
-    with policy.rounded(settings.rollouts), kernels("sampler", ran, ARMS[arm].sampler):
+    fp8 = partial(rounded_to_fp8, scale="row")  # else the sampler's weights are the model's own
+    weights = weights_changed(policy.model, fp8) if settings.rollouts == "fp8" else nullcontext()
+    with weights, kernels("sampler", ran, ARMS[arm].sampler):
         rollouts = rollouts_of(run_requests(loaded, requests))
     drawn = time.perf_counter()
     advantages, figures = advantages_of(settings, loaded, rollouts, texts)
@@ -247,15 +240,9 @@ Progress = Callable[[str, int, int, TrainingStep], None]
 def collect(
     loaded: LoadedModel, settings: Settings, writer: RunWriter, earlier: Sequence[TrainingStep], progress: Progress
 ) -> None:
-    """Train each arm under each seed, from the same weights, as far as the run file does not hold it yet.
-
-    Args:
-        earlier: The steps that the file holds.
-        progress: Called with (arm, seed, steps done, the last of them) after each, and where an arm continues.
-
-    Raises:
-        UserError: the file can't be continued.
-    """
+    """Train each arm under each seed, from the same weights, as far as the run file does not hold it yet: `earlier`.
+    `progress` is called with (arm, seed, steps done, the last of them) after each, and where an arm continues. Raises
+    UserError: the file can't be continued."""
     initial = [p.detach().clone() for p in loaded.model.parameters()]
     for seed in range(settings.seed, settings.seed + settings.seeds):
         for arm in settings.arms:

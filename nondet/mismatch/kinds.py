@@ -12,6 +12,7 @@ A temperature, top-k or top-p that both sides have is not a mismatch: then all o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,6 @@ from nondet.mismatch.trainer import (
     rounded_to_fp8,
     score,
     weights_changed,
-    widened,
     widths,
 )
 
@@ -47,11 +47,24 @@ CERTAIN = 0.9  # of tokens whose bits a hypothesis reproduces
 _PLAIN = Spec()
 _SIDES = {"trainer": 1.0, "sampler": -1.0}
 _HEATS = np.geomspace(0.25, 4.0, 11)
-_STEPS = {torch.float64: 32}  # of a golden section around the best of these, by the wider format
-_STEPS_LEAST = 14
+_STEPS = {torch.float32: 14, torch.float64: 32}  # of a golden section around the best of these, by the wider format
 _FEW = 100  # tokens: for fewer, a less plausible setting may be nearer by chance
 _FAR = 10.0  # times rounding: then no other setting of both sides is the reason
 _SHARES = 64  # values of top-p that are tried at once, five times between ever closer ends
+_CUTS = ("top-k", "top-p")
+# What both sides may share, the simplest first: a cut, and the temperature (None: fitted).
+_FORMS = (("", 1.0), ("", None), ("top-p", 1.0), ("top-k", 1.0), ("top-p", None), ("top-k", None))
+
+# What one side may do to tokens and positions: cause, what it is in words, and how the forward has it.
+_FAULTS = (
+    *(("positions", name, Fault(positions=name)) for name in ("gap", "restart", "double")),
+    ("padding mask", "padding on the left is attended to", Fault(mask=False)),
+    ("template", "its first token is missing", Fault(front=1)),
+    ("template", "its first 2 tokens are missing", Fault(front=2)),
+    ("template", "its first token is there twice", Fault(front=-1)),
+    ("template", "its last token is missing", Fault(back=1)),
+    ("template", "its last 2 tokens are missing", Fault(back=2)),
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ class Setting:
         """From logits to logprobs."""
         if self.cut:
             return lambda x, ids: _Logits(x, ids).logprobs(self)
-        return lambda x, ids: FORMULAS["log_softmax"](x if self.heat == 1 else x / self.heat, ids)
+        return lambda x, ids: FORMULAS["log_softmax"](x / self.heat, ids)
 
 
 class _Logits:
@@ -135,34 +148,30 @@ def fit(
     model: Any, rollouts: Sequence[Rollout], spec: Spec, sampler: Logprobs, trainer: Logprobs, impl: str,
     older: Any = None,
 ) -> Iterator[MismatchFloor | MismatchKind]:  # fmt: skip
-    """The floor, then each hypothesis on each side, with what it leaves.
-
-    Args:
-        model: In the sampler's format, on its device.
-        spec: The trainer's layout.
-        sampler, trainer: [n] float32 of all rollouts.
-        older: A model of the same form with other weights that a side may have had, or None.
-    """
-    fitted = _Fit(model, rollouts, spec, {"sampler": sampler, "trainer": trainer}, impl)
-    yield fitted.floor
-    explained = fitted.floor.k3 <= ABOVE * fitted.floor.floor
-    for kind in chain(fitted.by_logprobs(), fitted.by_forwards(older)):
+    """The floor, then each hypothesis on each side, with what it leaves. `model` is in the sampler's format, on its
+    device; `spec` the trainer's layout; `sampler` and `trainer` [n] float32 of all rollouts; `older` a model of the
+    same form with other weights that a side may have had, or None."""
+    of = _Fit(model, rollouts, spec, {"sampler": sampler, "trainer": trainer}, impl)
+    yield of.floor
+    explained = of.floor.k3 <= ABOVE * of.floor.floor
+    settings = [of.by_setting("temperature", "", None), *(of.by_setting(cut, cut, of.base.heat) for cut in _CUTS)]
+    for kind in chain(of.by_format(), of.by_formula(), *settings, of.by_forwards(older)):
         explained |= kind.exactly >= CERTAIN or kind.left <= ABOVE * kind.floor
         yield kind
-    off = [side for side in fitted.given if getattr(fitted.floor, side) > ABOVE * fitted.floor.own]
-    for cut in () if explained else ("top-k", "top-p"):  # two values are fitted where one explains nothing
-        yield from fitted.by_setting(f"temperature and {cut}", cut, None, off)
+    off = [side for side in of.given if getattr(of.floor, side) > ABOVE * of.floor.own]
+    for cut in () if explained else _CUTS:  # two values are fitted where one explains nothing
+        yield from of.by_setting(f"temperature and {cut}", cut, None, off)
 
 
 class _Fit:
     """A share of the rollouts, whose logprobs both sides have (setting `base`), and the model's own of them and of the
     rows `rows` the logits: plain (`own`, `near`) and in the wider format (`exact`, `far`)."""
 
-    def __init__(
-        self, model: Any, rollouts: Sequence[Rollout], spec: Spec, sides: Mapping[str, Logprobs], impl: str
-    ) -> None:
-        self.model, self.wide, self.impl = model, widened(model), impl
-        self.plain = Spec(padding=spec.padding, micro=spec.micro)
+    def __init__(self, model: Any, rollouts: Sequence[Rollout], spec: Spec, sides: Mapping[str, Logprobs], impl: str):
+        self.model, self.impl, self.plain = model, impl, Spec(padding=spec.padding, micro=spec.micro)
+        self.format = str(next(model.parameters()).dtype).removeprefix("torch.")
+        wider = "float64" if self.format == "float32" else "float32"
+        self.wide = copy.deepcopy(model).to(getattr(torch, wider))
         distance = sides["trainer"].astype(np.float64) - sides["sampler"]
         chosen, whole = share_of(rollouts), by_rollout(np.arange(len(distance)), rollouts)
         if _k3(distance) > _LIKE * _k3(distance[np.concatenate([whole[i] for i in chosen])]):
@@ -181,9 +190,14 @@ class _Fit:
             self.own, self.exact = self._rounded(), self._exact()
         away = {side: _k3(x.astype(np.float64) - self.exact) for side, x in (self.given | {"own": self.own}).items()}
         self.floor = MismatchFloor(
-            impl=impl, tokens=len(tokens), rollouts=len(chosen), k3=_k3(self.distance), floor=2 * away["own"],
-            wide=f"{_format_of(self.wide)}{self.base}", **away,
-        )  # fmt: skip
+            impl=impl,
+            tokens=len(tokens),
+            rollouts=len(chosen),
+            k3=_k3(self.distance),
+            floor=2 * away["own"],
+            wide=f"{wider}{self.base}",
+            **away,
+        )
 
     def _forward(self, of: Any, spec: Spec, padded: Sequence[int]) -> tuple[Logprobs, _Logits]:
         """All logprobs, and the logits of some rows."""
@@ -198,7 +212,9 @@ class _Fit:
         values = score(of, self.rollouts, spec, padded=padded, keep=keep)
         return values, _Logits(*map(torch.cat, zip(*kept, strict=True)))
 
-    def _exact(self, fault: Fault = NO_FAULT, spec: Spec = _PLAIN, padded: Sequence[int] = ()) -> Logprobs:
+    def _exact(self, fault: Fault = NO_FAULT) -> Logprobs:
+        """In the wider format, in which no padding is needed but where it is the fault."""
+        spec, padded = (_PLAIN, ()) if fault.mask else (replace(self.plain, padding="left"), self.padded)
         return score(self.wide, self.rollouts, spec, fault, padded=padded, formula=self.base.formula)
 
     def _rounded(self, of: Any = None, **changes: Any) -> Logprobs:
@@ -216,59 +232,43 @@ class _Fit:
     def _common(self) -> Setting:
         """The setting of both sides' logprobs: the simplest at which both are near, or one is and the other is far."""
         sides = [torch.from_numpy(x[self.rows]).to(self.far.top.device).double() for x in self.given.values()]
-        forms: list[tuple[str, float | None]] = [("", 1.0), ("", None)]
-        forms += [(cut, heat) for heat in (1.0, None) for cut in ("top-p", "top-k")]
         loose: dict[bool, Setting] = {}
-        for cut, heat in forms:
+        for cut, heat in _FORMS:
             if loose and cut and heat is None and len(sides[0]) > _FEW:
                 break
-            for setting in [
-                _nearest(self.far, side, cut, heat) for side in (sides if cut or heat is None else sides[:1])
-            ]:
+            for side in sides if cut or heat is None else sides[:1]:
+                setting = _nearest(self.far, side, cut, heat)
                 rounding, logprobs = self._rounding(setting), self.far.logprobs(setting)
-                near, far = sorted(_k3((side - logprobs).cpu().numpy()) / max(rounding, 1e-300) for side in sides)
+                near, far = sorted(_k3((x - logprobs).cpu().numpy()) / max(rounding, 1e-300) for x in sides)
                 if near <= ABOVE and (far <= ABOVE or (far > _FAR and not loose)):  # a simpler one may have one near
                     return setting
                 if near <= ABOVE or far <= margin(len(sides[0])):  # with few tokens another setting may be nearer
                     loose.setdefault(far <= margin(len(sides[0])), setting)
         return loose.get(True) or loose.get(False) or Setting()
 
-    def by_logprobs(self) -> Iterator[MismatchKind]:
-        """Hypotheses that need no other forward."""
-        yield from self._grids()
-        yield from self._formulas()
-        yield from self.by_setting("temperature", "", None)
-        for cut in ("top-k", "top-p"):
-            yield from self.by_setting(cut, cut, self.base.heat)
-
-    def _grids(self) -> Iterator[MismatchKind]:
+    def by_format(self) -> Iterator[MismatchKind]:
         """Hypotheses: logprobs that were rounded on one side."""
         for side, other in (("sampler", "trainer"), ("trainer", "sampler")):
             name = coarse(self.given[side])
             if name and name != coarse(self.given[other]):
-                dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
-                rounded = torch.from_numpy(self.given[other]).to(dtype).double().numpy()
+                rounded = torch.from_numpy(self.given[other]).to(getattr(torch, name)).double().numpy()
                 left = _k3(rounded - self.given[side].astype(np.float64))
                 yield self._found("format", "rounded logprobs", side, name, left, exactly=1.0)
 
-    def _formulas(self) -> Iterator[MismatchKind]:
+    def by_formula(self) -> Iterator[MismatchKind]:
         """Hypotheses: both sides have the bits of the same logits, by two formulas."""
-        logits, ids = self.near.logits, self.near.ids.squeeze(-1)
-        logits = logits if self.base.heat == 1 else logits / self.base.heat
+        logits, ids = self.near.logits / self.base.heat, self.near.ids.squeeze(-1)
         values = {name: f(logits, ids).cpu().numpy() for name, f in FORMULAS.items() if name != "low-precision"}
         same, by = dict[str, Floats](), dict[str, str]()
-        for side in _SIDES:
-            given = self.given[side][self.rows]
-            alike = {name: _same(given, v) for name, v in values.items()}
-            by[side] = max(alike, key=lambda name: (alike[name].mean(), name))
-            same[side] = alike[by[side]]
+        for side, given in self.given.items():
+            alike = [(_same(given[self.rows], v), name) for name, v in values.items()]
+            same[side], by[side] = max(alike, key=lambda one: (one[0].mean(), one[1]))
         share = float(min(x.mean() for x in same.values()))
         differ = _same(*self.given.values()).mean() < 1 and _same(*(values[name] for name in by.values())).mean() < 1
         if differ and share >= CERTAIN:
             left = _k3(np.where(same["sampler"] * same["trainer"], 0.0, self.distance[self.rows]))
-            yield self._found(
-                "formula", "another formula", "trainer", f"{by['trainer']} for {by['sampler']}", left, exactly=share
-            )
+            named = f"{by['trainer']} for {by['sampler']}"
+            yield self._found("formula", "another formula", "trainer", named, left, exactly=share)
 
     def by_setting(
         self, cause: str, cut: str, heat: float | None, sides: Sequence[str] = tuple(_SIDES)
@@ -281,50 +281,36 @@ class _Fit:
             change = (self.far.logprobs(setting) - base).cpu().numpy()
             fitted = [f"{setting.heat:.4g}"] * (heat is None) + [f"{setting.value:.4g}"] * bool(cut)
             rounding = self._rounding(self.base) + self._rounding(setting)
-            left = _k3(distance - sign * change)
-            yield self._found("semantic", cause, side, ", ".join(fitted), left, k3=_k3(distance), floor=rounding)
+            figures = {"k3": _k3(distance), "floor": rounding}
+            yield self._found("semantic", cause, side, ", ".join(fitted), _k3(distance - sign * change), **figures)
 
     def by_forwards(self, older: Any) -> Iterator[MismatchKind]:
         """Hypotheses that need another forward: on each side, what is left of d without what the forward changes."""
-
-        def sides(layer: str, cause: str, fitted: str, other: Logprobs, base: Logprobs) -> Iterator[MismatchKind]:
+        for layer, cause, fitted, other, base in self._forwards(older):
             known = np.isfinite(other)
-            change = (other.astype(np.float64) - base)[known]
+            change, d = (other.astype(np.float64) - base)[known], self.distance[known]
             for side, sign in _SIDES.items() if known.mean() >= 0.5 else ():
-                given, d = self.given[side][known], self.distance[known]
+                given = self.given[side][known]
                 gained = float((_same(given, other[known]) - _same(given, self.own[known])).mean())
                 figures = {"exactly": max(0.0, gained), "k3": _k3(d)}
                 yield self._found(layer, cause, side, fitted, _k3(d - sign * change), **figures)
 
-        for name in ("gap", "restart", "double"):
-            yield from sides("semantic", "positions", name, self._exact(Fault(positions=name)), self.exact)
-        if self.plain.padding != "packed":
-            unmasked = self._exact(Fault(mask=False), replace(self.plain, padding="left"), self.padded)
-            yield from sides("semantic", "padding mask", "padding on the left is attended to", unmasked, self.exact)
-        for name, fault in {
-            "its first token is missing": Fault(front=1), "its first 2 tokens are missing": Fault(front=2),
-            "its first token is there twice": Fault(front=-1), "its last token is missing": Fault(back=1),
-            "its last 2 tokens are missing": Fault(back=2),
-        }.items():  # fmt: skip
-            yield from sides("semantic", "template", name, self._exact(fault), self.exact)
+    def _forwards(self, older: Any) -> Iterator[tuple[str, str, str, Logprobs, Logprobs]]:
+        """Layer, cause, what is fitted, the logprobs with it and without it."""
+        for cause, what, fault in _FAULTS:
+            if fault.mask or self.plain.padding != "packed":
+                yield "semantic", cause, what, self._exact(fault), self.exact
         for scale in ("row", "tensor", "block"):
             with weights_changed(self.wide, partial(rounded_to_fp8, scale=scale)):
-                coarser = self._exact()
-            yield from sides("weights", "fp8 weights", f"a scale a {scale}", coarser, self.exact)
-        narrow = _format_of(self.model) in ("bfloat16", "float16")
-        cast, single = (_format_of(self.model), self.wide) if narrow else ("bfloat16", self.model)
-        mixed = self._rounded(single, autocast=cast)
-        yield from sides("format", "autocast over float32 weights", cast, mixed, self.own)
+                yield "weights", "fp8 weights", f"a scale a {scale}", self._exact(), self.exact
+        narrow = self.format in ("bfloat16", "float16")
+        cast, single = (self.format, self.wide) if narrow else ("bfloat16", self.model)
+        yield "format", "autocast over float32 weights", cast, self._rounded(single, autocast=cast), self.own
         if narrow:
-            yield from sides("format", "computed in float32", cast, self._rounded(self.wide), self.own)
-            yield from sides("format", "a float32 head", cast, self._rounded(head="float32"), self.own)
+            yield "format", "computed in float32", cast, self._rounded(self.wide), self.own
+            yield "format", "a float32 head", cast, self._rounded(head="float32"), self.own
         if older is not None:
-            cause, what = difference_of(self.model, older)
-            yield from sides("weights", cause, what, self._rounded(older), self.own)
-
-
-def _format_of(model: Any) -> str:
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
+            yield "weights", *difference_of(self.model, older), self._rounded(older), self.own
 
 
 def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | None = None) -> Setting:
@@ -353,21 +339,14 @@ def _nearest(of: _Logits, wanted: torch.Tensor, cut: str = "", heat: float | Non
 
     if heat is not None:
         return at(heat)[1]
-    best = int(np.argmin([at(float(heat))[0] for heat in _HEATS]))
-    low, high = float(_HEATS[max(0, best - 1)]), float(_HEATS[min(len(_HEATS) - 1, best + 1)])
-    golden = (5**0.5 - 1) / 2
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    costs = [at(left)[0], at(right)[0]]
-    for _ in range(_STEPS.get(of.logits.dtype, _STEPS_LEAST)):
-        if costs[0] < costs[1]:
-            high, right, costs[1] = right, left, costs[0]
-            left = high - golden * (high - low)
-            costs[0] = at(left)[0]
-        else:
-            low, left, costs[0] = left, right, costs[1]
-            right = low + golden * (high - low)
-            costs[1] = at(right)[0]
-    return at(_short((low + high) / 2, lambda v: at(v)[0]))[1]
+    least, best = min((at(float(heat))[0], i) for i, heat in enumerate(_HEATS))
+    low, middle, high = (float(_HEATS[min(max(0, i), len(_HEATS) - 1)]) for i in (best - 1, best, best + 1))
+    for _ in range(_STEPS[of.logits.dtype]):  # the wider part between the middle and an end is divided
+        tried = middle + (3 - 5**0.5) / 2 * (max(high, low, key=lambda end: abs(end - middle)) - middle)
+        if (cost := at(tried)[0]) < least:
+            tried, middle, least = middle, tried, cost
+        low, high = (tried, high) if tried < middle else (low, tried)
+    return at(_short(middle, lambda v: at(v)[0]))[1]
 
 
 def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] = (1, 2, 3)) -> float:
@@ -377,8 +356,7 @@ def _short(value: float, cost: Callable[[float], float], digits: Sequence[int] =
 
 def difference_of(model: Any, older: Any) -> tuple[str, str]:
     """Whether other weights differ by matrices of low rank, as an adapter's do, or by all directions."""
-    theirs = dict(older.named_parameters())
-    shares: list[float] = []
+    theirs, shares = dict(older.named_parameters()), list[float]()
     for name, weight in model.named_parameters():
         delta = weight.detach().float() - theirs[name].detach().float()
         if weight.dim() == 2 and len(shares) < 8 and float(delta.norm()) > 0:

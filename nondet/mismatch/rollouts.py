@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
+from nondet.core.records import Completion
 from nondet.core.runfile import PACKED, decode, lines_of, read_run
 from nondet.core.traces import check_traces, read_traces
 from nondet.errors import UserError, one_line
@@ -95,8 +96,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
 def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]:
     """Each distinct completion of a run of `nondet sample`, with the sampler's logprob bits, by implementation. Raises
     UserError: it has none, its traces file is missing, a server gave no token ids, a prompt has another number of
-    tokens here, or no completion has its text: a prompt was cut in the file, or the tokenizer or chat template is
-    another one."""
+    tokens here, or no completion has its text."""
     run = read_run(path)
     if not run.completions:
         raise UserError(f"{path} holds no completions", "Give a run of `nondet sample`, or --rollouts FILE.")
@@ -106,8 +106,8 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
         if server.known_by != "ids":
             what = f"{path}: {server.url} gave no token ids, its answers are known by their {server.known_by}"
             raise UserError(what, "Sample from a server that gives them, such as vLLM.")
-    prompts = [loaded.encode(prompt["text"]) for prompt in run.header.plan["prompts"]]
-    counts = {(index, prompt["tokens"]) for index, prompt in enumerate(run.header.plan["prompts"])}
+    listed = run.header.plan["prompts"]
+    prompts, counts = [loaded.encode(p["text"]) for p in listed], {(i, p["tokens"]) for i, p in enumerate(listed)}
     counts |= {(c.prompt, c.served.prompt_tokens or 0) for c in run.completions if c.served is not None}
     for index, tokens in sorted(counts):  # 0: a server did not report it
         if tokens and tokens != len(prompts[index]):
@@ -118,19 +118,16 @@ def rollouts_of_run(path: Path, loaded: LoadedModel) -> dict[str, list[Rollout]]
     if texts and not any(t.text.strip()[:_SURE] == text.strip()[:_SURE] for t, text in texts):
         there, here = one_line(texts[0][0].text, 30), one_line(texts[0][1], 30)
         raise UserError(f"{path}: a text is {there!r} there and {here!r} here, by another tokenizer", _MODEL)
-    found: dict[str, list[Rollout]] = {}
-    seen = set()
+    distinct, found = dict[tuple[str, int, str], Completion](), dict[str, list[Rollout]]()
     for c in run.completions:
-        key = (c.impl, c.prompt, c.trace)
-        if c.status != "ok" or not c.n_tokens or c.nonfinite or key in seen:
-            continue
-        seen.add(key)
-        trace, prompt_ids = traces[c.trace], prompts[c.prompt]
-        ids = [*prompt_ids, *trace.token_ids]
-        drawn = range(len(prompt_ids), len(ids))
-        if len(trace.logprob_array) != len(drawn):
+        if c.status == "ok" and c.n_tokens and not c.nonfinite:
+            distinct.setdefault((c.impl, c.prompt, c.trace), c)
+    for c in distinct.values():
+        ids, logprobs = [*prompts[c.prompt], *traces[c.trace].token_ids], traces[c.trace].logprob_array
+        drawn = range(len(prompts[c.prompt]), len(ids))
+        if len(logprobs) != len(drawn):
             raise UserError(f"{path}: {c.request} has no logprobs", "Sample from an engine that gives them.")
-        found.setdefault(c.impl, []).append(Rollout(c.request, ids, drawn, trace.logprob_array.astype(np.float32)))
+        found.setdefault(c.impl, []).append(Rollout(c.request, ids, drawn, logprobs.astype(np.float32)))
     return found
 
 
@@ -158,15 +155,15 @@ def _of_file(path: Path, prefix: str) -> Iterator[tuple[str, Rollout]]:
 
 def _check_names(line: bytes) -> None:
     """Raises ValueError: a name occurs twice, and a reader would take one of its values without a warning."""
-    if b"\\" not in line and all(line.count(b'"%b"' % name.encode()) < 2 for name in _Line.__struct_fields__):
-        return  # an escape could hide one
     twice: list[str] = []
 
     def note(pairs: list[tuple[str, Any]]) -> None:
         twice.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
 
-    with suppress(ValueError, RecursionError):  # reported when it is read
-        json.loads(line, object_pairs_hook=note)
+    # an escape could hide one
+    if b"\\" in line or any(line.count(b'"%b"' % name.encode()) > 1 for name in _Line.__struct_fields__):
+        with suppress(ValueError, RecursionError):  # reported when it is read
+            json.loads(line, object_pairs_hook=note)
     if twice:
         raise ValueError(f"{twice[0]} is there twice")
 
@@ -186,37 +183,36 @@ def _rollout(line: _Line, name: str) -> Rollout:
                 raise ValueError(f"no token ids: {name_of} is missing or empty")
         ids, field, size, taken = [*prompt, *completion], "sampler_logprobs", len(completion), slice(None)
         drawn = list(range(len(prompt), len(ids)))
-    sampler, trainer = _logprobs(field, getattr(line, field), size)[taken], None
-    if line.trainer_logprobs is not None:
-        trainer = _logprobs("trainer_logprobs", line.trainer_logprobs, size)[taken]
     if not drawn or drawn[0] < 1:
         raise ValueError("no token was sampled after a prompt")
-    for field, values in (("the sampler", sampler), ("the trainer", trainer)):
-        if values is not None and not np.isfinite(values).all():
-            raise ValueError(f"a logprob of {field} is NaN or infinite")
-        if values is not None and (values > 1e-3).any():
-            raise ValueError(f"a logprob of {field} is {float(values.max()):g}, above 0: is it a probability")
+    sampler, trainer = _logprobs("sampler", field, getattr(line, field), size, taken), None
+    if line.trainer_logprobs is not None:
+        trainer = _logprobs("trainer", "trainer_logprobs", line.trainer_logprobs, size, taken)
     if (sampler < _LEAST).any():
         raise ValueError(f"a sampled token has the logprob {float(sampler.min()):g}; vLLM writes -9999 for -infinity")
     return Rollout(one_line(str(line.name), 80) or name, ids, drawn, sampler, trainer, line.step)
 
 
-def _logprobs(field: str, values: Sequence[float | None] | None, count: int) -> Logprobs:
+def _logprobs(side: str, field: str, values: Any, count: int, taken: list[int] | slice) -> Logprobs:
     if values is None:
         raise ValueError(f"no logprobs: {field} is missing")
     if len(values) != count:
         raise ValueError(f"{field} has {len(values)} entries for {count} tokens")
     given: Any = [np.nan if v is None else v for v in values]
     with np.errstate(over="ignore"):  # infinite in float32, and refused as that
-        return np.asarray(given, dtype=np.float32)
+        found = np.asarray(given, dtype=np.float32)[taken]
+    if not np.isfinite(found).all():
+        raise ValueError(f"a logprob of the {side} is NaN or infinite")
+    if (found > 1e-3).any():
+        raise ValueError(f"a logprob of the {side} is {float(found.max()):g}, above 0: is it a probability")
+    return found
 
 
 def check_vocabulary(rollouts: Sequence[Rollout], size: int, context: int | None, model: str) -> None:
     """Refuse, as a `UserError`, texts that this model's tokenizer can't have made, or longer than its context."""
-    for rollout in rollouts:
-        if max(rollout.ids) >= size:
-            what = f"rollout {rollout.name} has token {max(rollout.ids)}, and {model} knows {size}"
-            raise UserError(what, _MODEL)
-        if context is not None and len(rollout.ids) > context:
-            what = f"rollout {rollout.name} has {len(rollout.ids):,} tokens, and {model} has a context of {context:,}"
+    for r in rollouts:
+        if max(r.ids) >= size:
+            raise UserError(f"rollout {r.name} has token {max(r.ids)}, and {model} knows {size}", _MODEL)
+        if context is not None and len(r.ids) > context:
+            what = f"rollout {r.name} has {len(r.ids):,} tokens, and {model} has a context of {context:,}"
             raise UserError(what, _MODEL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from nondet.mismatch.rollouts import Rollout
 from nondet.sampling.logprobs import token_logprobs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-_FP8_MOST = 448.0  # of float8_e4m3fn
-_BLOCK = 128
+_FP8_MOST, _BLOCK = 448.0, 128  # of float8_e4m3fn; rows and columns that share a scale
 
 T = TypeVar("T")
 Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -54,7 +52,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "dtype": [*DTYPES],
     "autocast": ["bfloat16", "float16"],
     "padding": ["right", "left", "packed"],
-    "micro": [],  # a number
+    "micro": [],
     "formula": [*FORMULAS],
     "head": ["float32"],
 }
@@ -68,11 +66,11 @@ def parse_spec(text: str) -> Spec:
     for key, _, value in pairs:
         if key not in _CHOICES:
             raise UserError(f"--trainer: unknown key {key!r}", suggestion(key, _CHOICES))
-        if key == "micro" and not (value.isdecimal() and int(value) <= 2**20):
-            raise UserError(f"--trainer: micro={value!r} is not a number of rollouts", "Give 0 (all) or more.")
-        if key != "micro" and value not in _CHOICES[key]:
-            raise UserError(f"--trainer: {key}={value!r} is unknown", suggestion(value, _CHOICES[key]))
-        given[key] = int(value) if key == "micro" else value
+        number = key == "micro" and value.isdecimal() and int(value) <= 2**20
+        if not number and value not in _CHOICES[key]:
+            hint = "Give a number of rollouts, 0 for all." if key == "micro" else suggestion(value, _CHOICES[key])
+            raise UserError(f"--trainer: {key}={value!r} is unknown", hint)
+        given[key] = int(value) if number else value
     return Spec(**given)
 
 
@@ -118,33 +116,23 @@ def score(
     keep: Keep | None = None, padded: Sequence[int] = (), formula: Formula | None = None,
 ) -> Logprobs:  # fmt: skip
     """The logprobs of all sampled tokens, [n] float32, rollout by rollout. NaN for a prompt too short for the fault.
-
-    Args:
-        gradients: Whether the forward is one of training: with a graph, and the model in train().
-        keep: Called with (logits [k, V], ids [k]) of each row that predicts a sampled token, in order.
-        padded: Lengths that rollouts are padded to where they are part of a batch; else by `spec.micro`.
-        formula: Replaces the one that `spec` names.
-    """
+    With `gradients` the forward is one of training, with a graph, the model in train(). `keep` is called with (logits
+    [k, V], ids [k]) of the rows that predict sampled tokens, in order. `padded`: lengths that rollouts are padded to
+    where they are part of a batch; else by `spec.micro`. `formula` replaces the one that `spec` names."""
     formula, found = formula or FORMULAS[spec.formula], []
     lengths = micro_batches(padded or widths(rollouts, spec.micro), spec.micro)
     model.train(gradients)
-    cast = torch.autocast(_device(model).type, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
+    device = next(model.parameters()).device.type
+    cast = torch.autocast(device, DTYPES[spec.autocast]) if spec.autocast else nullcontext()
     with torch.set_grad_enabled(gradients), cast:
         for part, wide in zip(micro_batches(rollouts, spec.micro), lengths, strict=True):
             rows, tokens, counts = predicting_rows(model, part, spec, wide, fault)
             for rollout, logits, ids in zip(part, rows.split(counts), tokens.split(counts), strict=True):
-                if not len(ids):
-                    found.append(np.full(len(rollout.drawn), np.nan, dtype=np.float32))
-                    continue
-                if keep is not None:
+                if len(ids) and keep is not None:
                     keep(logits.detach(), ids)
-                found.append(formula(logits, ids).detach().float().cpu().numpy())
+                nothing = np.full(len(rollout.drawn), np.nan, dtype=np.float32)
+                found.append(formula(logits, ids).detach().float().cpu().numpy() if len(ids) else nothing)
     return np.concatenate(found)
-
-
-def _device(model: Any) -> torch.device:
-    device: torch.device = next(model.parameters()).device
-    return device
 
 
 def layout(lengths: Sequence[int], padding: str, padded: Sequence[int] = ()) -> tuple[list[int], int]:
@@ -177,11 +165,10 @@ def predicting_rows(
         positions[row, columns] = position + faults.get(fault.positions, 0)
         rows += [row * width + start + i - 1 for i in drawn]
         tokens += [text[i] for i in drawn]
-    inputs = {"input_ids": ids, "position_ids": positions}
-    if not packed:
-        inputs["attention_mask"] = mask if fault.mask else torch.ones_like(mask)
-        inputs["position_ids"] = positions if fault.mask else torch.arange(width)[None].expand_as(ids)
-    device = _device(model)
+    if not fault.mask:
+        mask, positions = torch.ones_like(mask), torch.arange(width)[None].expand_as(ids)
+    inputs = {"input_ids": ids, "position_ids": positions} | ({} if packed else {"attention_mask": mask})
+    device = next(model.parameters()).device
     logits = _forward(model, {name: x.to(device) for name, x in inputs.items()}, spec.head)
     # index_select, because its gradient is added in the order of the rows
     logits = logits.flatten(0, 1).index_select(0, torch.tensor(rows, device=device))
@@ -196,12 +183,8 @@ def _forward(model: Any, inputs: dict[str, torch.Tensor], head: str) -> torch.Te
             return torch.nn.functional.linear(*given)
 
     # its bias, and what the model does to its logits (a soft cap, a scale), are kept
-    hook = model.get_output_embeddings().register_forward_hook(single) if head else None
-    try:
+    with model.get_output_embeddings().register_forward_hook(single) if head else nullcontext():
         logits: torch.Tensor = model(**inputs, use_cache=False).logits
-    finally:
-        if hook is not None:
-            hook.remove()
     return logits
 
 
@@ -234,9 +217,3 @@ def rounded_to_fp8(_name: str, weight: torch.Tensor, scale: str) -> torch.Tensor
         most = exact.abs().amax(1, keepdim=True) if scale == "row" else exact.abs().amax()
     factor = most.clamp_min(1e-12) / _FP8_MOST
     return (exact / factor).to(torch.float8_e4m3fn).float() * factor
-
-
-def widened(model: Any) -> Any:
-    """A copy in the next wider format: float32, or float64 for a float32 model."""
-    own = next(model.parameters()).dtype
-    return copy.deepcopy(model).to(torch.float64 if own == torch.float32 else torch.float32)

@@ -43,6 +43,8 @@ class Watch(ExitStack):
         self._pending: TrainingStep | None = None
 
     def __enter__(self) -> Watch:
+        from transformers import TrainerCallback
+
         trainer, args = self._trainer, self._trainer.args
         self._invariant = current().training
         self._impl = "invariant" if self._invariant else "stock"
@@ -64,7 +66,11 @@ class Watch(ExitStack):
         config.return_logprobs = True
         self._put(self._model, "generate_batch", self._sampling)
         self._put(trainer, _SCORE, self._scoring)
-        steps = _callback(self)
+        called = {
+            "on_step_end": lambda *given, **_: self.stepped(given[2].global_step),
+            "on_log": lambda *_, logs=None, **__: self.settle((logs or {}).get("grad_norm")),
+        }
+        steps = type("Steps", (TrainerCallback,), called)()
         trainer.add_callback(steps)
         self.callback(trainer.remove_callback, steps)
         return self
@@ -111,10 +117,8 @@ class Watch(ExitStack):
         compute_entropy: bool = False,
         **other: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """TRL's logprobs, from whole logits by the engine's formula, and at positions that do not count padding.
-
-        TRL's own counts the padding before a prompt as positions, a shift that changes only rounding.
-        """
+        """TRL's logprobs, from whole logits by the engine's formula, and at positions that do not count padding. TRL's
+        own counts the padding before a prompt as positions, a shift that changes only rounding."""
         if odd := [name for name, value in other.items() if value not in (None, False)]:
             raise UserError(f"mismatch_of() can't score {', '.join(odd)}", "Train on text only.")
         logprobs, entropies, size = [], [], batch_size or len(ids)
@@ -178,16 +182,3 @@ def mismatch_of(trainer: Any, out: str | Path, *, force: bool = False) -> Watch:
     if Path(out).suffix != ".jsonl":
         raise UserError(f"out={str(out)!r} is not a .jsonl file", "Run files end in .jsonl.")
     return Watch(trainer, out, force=force)
-
-
-def _callback(watch: Watch) -> Any:
-    from transformers import TrainerCallback
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            watch.stepped(state.global_step)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            watch.settle((logs or {}).get("grad_norm"))
-
-    return Steps()

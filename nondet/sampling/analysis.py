@@ -10,7 +10,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from nondet.core.statistics import (
     one_sided_bound,
     round_interval,
 )
-from nondet.core.traces import Trace
+from nondet.core.traces import Trace, shared_length
 from nondet.errors import one_line
 
 # The speed of a sampled run, and the ratio of two implementations. Tokens per second are the median over rounds,
@@ -182,7 +181,6 @@ ANYTIME, ONE_SIDED, TOO_FEW = "anytime-valid", "0 of n, one-sided", "no interval
 # Completions that are not a sample of one thing, as those of a server's arms together, have counts and no interval.
 COUNTS = "counts only"
 
-Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 _NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
 
@@ -337,15 +335,7 @@ class Span:
     high: Floats = field(default_factory=lambda: _NO_FLOATS)
 
 
-def shared_length(one: Ids, other: Ids) -> int:
-    """Index of the first token that differs, or that only one of them has."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    at = int(differ.argmax()) if length else 0
-    return at if length and differ[at] else length
-
-
-def spans_of(texts: Sequence[Ids]) -> list[Span]:
+def spans_of(texts: Sequence[Sequence[int]]) -> list[Span]:
     """The tree of sorted distinct texts: its root first, and every span before its continuations."""
     shared = np.array([shared_length(a, b) for a, b in pairwise(texts)], dtype=np.int64)
     spans = [Span(0, len(texts), 0, 0)] if texts else []
@@ -389,11 +379,6 @@ class Group:
     count: int = 0
     traces: Counter[str] = field(default_factory=Counter)
 
-    @cached_property
-    def ids(self) -> Ids:
-        """The tokens as an array."""
-        return np.asarray(self.tokens, dtype=np.int32)
-
     def token(self, index: int) -> int:
         """The token there; `_END` where the completion has ended."""
         return self.tokens[index] if index < len(self.tokens) else _END
@@ -412,11 +397,9 @@ def forks_of(
 ) -> Forks:
     """The forks of these distinct completions, the most common first. If tokens were `drawn`, branches get no margins,
     because these decide nothing."""
-    # by their tokens, a text before its continuations: ids are below 2^31, so big-endian bytes compare as they do
-    keys = [g.ids.astype(">u4").tobytes() for g in groups]
-    ranks = sorted(range(len(groups)), key=keys.__getitem__)
+    ranks = sorted(range(len(groups)), key=lambda rank: groups[rank].tokens)  # a text before its continuations
     ordered = [groups[rank] for rank in ranks]
-    spans = spans_of([g.ids for g in ordered])
+    spans = spans_of([g.tokens for g in ordered])
     positions: list[tuple[int, ...]] = [()] * len(groups)
     for span in spans:
         if not span.ways:
@@ -432,16 +415,11 @@ def forks_of(
                 here = traces[digest].margin_array[index : index + 1]
                 margins += [float(margin) for margin in here if math.isfinite(margin)] * count
         most_common = groups[min(ranks[way.first : way.last])]
-        token = most_common.token(index)
-        return Branch(
-            token_id=token,
-            text=pieces.get(token, ""),
-            count=sum(member.count for member in members),
-            # a token may have no text of its own, but hardly four in a row
-            continuation=text_of(most_common.tokens[index + 1 : index + 1 + 4 * _AFTER])[:_AFTER],
-            margin_min=min(margins, default=None),
-            margin_median=statistics.median(margins) if margins else None,
-        )
+        token, count = most_common.token(index), sum(member.count for member in members)
+        # a token may have no text of its own, but hardly four in a row
+        following = text_of(most_common.tokens[index + 1 : index + 1 + 4 * _AFTER])[:_AFTER]
+        middle = statistics.median(margins) if margins else None
+        return Branch(token, pieces.get(token, ""), count, following, min(margins, default=None), middle)
 
     first = None
     if len(groups) > 1:  # where the root of the tree ends
@@ -482,15 +460,8 @@ def flip_margins(members: Sequence[Member]) -> FlipMargins | None:
     flips, others = np.concatenate(at), np.concatenate(elsewhere)
     if not len(flips) or not len(others):
         return None
-    return FlipMargins(
-        flips=len(flips),
-        median=float(np.median(flips)),
-        largest=float(flips.max()),
-        ties=ties,
-        elsewhere=len(others),
-        elsewhere_median=float(np.median(others)),
-        as_close=float((others <= flips.max()).mean()),
-    )
+    middles, as_close = (float(np.median(flips)), float(np.median(others))), float((others <= flips.max()).mean())
+    return FlipMargins(len(flips), middles[0], float(flips.max()), ties, len(others), middles[1], as_close)
 
 
 def token_flips(
@@ -530,14 +501,9 @@ def flip_draws(members: Sequence[Member], first: int) -> FlipDraws | None:
     )
     rest = [np.delete(np.frombuffer(m.trace.border, "<f4"), [first] if first in m.forks else []) for m in drawn]
     elsewhere = np.concatenate(rest)
-    return FlipDraws(
-        border=float(np.median(borders)),
-        border_elsewhere=float(np.median(elsewhere)) if len(elsewhere) else None,
-        nearest=min(borders),
-        cut=min(cuts, default=None),
-        cut_ties=cuts.count(0.0),
-        nucleus=min(nuclei, default=None),
-    )
+    beyond, nucleus = float(np.median(elsewhere)) if len(elsewhere) else None, min(nuclei, default=None)
+    border = float(np.median(borders))
+    return FlipDraws(border, beyond, min(borders), min(cuts, default=None), cuts.count(0.0), nucleus)
 
 
 def k3_of(common: Trace, others: Sequence[Member]) -> float | None:
@@ -642,20 +608,21 @@ def prompt_sets(summaries: Sequence[SampleSummary], rounds: Mapping[str, int], u
         n, diverged = sum(s.n for s in members), sum(s.distinct_traces > 1 for s in members)
         comparisons = n - len(members)  # a prompt's first completion is the reference
         clean = not diverged and comparisons > 0
-        made = PromptSet(
-            impl=impl,
-            differing_traces=diverged,
-            differing_texts=sum(s.distinct_completions > 1 for s in members),
-            share=confidence_sequence(diverged, len(members)),
-            n=n,
-            failed=sum(s.failed for s in members),
-            rounds=rounds.get(impl, 0),
-            bound_rounds=one_sided_bound(len(held)) if clean and held else None,
-            bound_completions=one_sided_bound(comparisons) if clean else None,
-            summaries={s.prompt: s for s in members},
-            unit=unit,
+        sets.append(
+            PromptSet(
+                impl=impl,
+                n=n,
+                failed=sum(s.failed for s in members),
+                rounds=rounds.get(impl, 0),
+                unit=unit,
+                differing_traces=diverged,
+                differing_texts=sum(s.distinct_completions > 1 for s in members),
+                share=confidence_sequence(diverged, len(members)),
+                summaries={s.prompt: s for s in members},
+                bound_rounds=one_sided_bound(len(held)) if clean and held else None,
+                bound_completions=one_sided_bound(comparisons) if clean else None,
+            )
         )
-        sets.append(made)
     return sets
 
 
@@ -704,7 +671,7 @@ def _summarize(
     seen = _first_seen(rounds)
     groups = sorted(distinct.values(), key=lambda g: (-g.count, seen[g.tokens]))
     n, top, text = len(good), groups[0], run.header.plan["prompts"][prompt]["text"]
-    lengths = {g.tokens: shared_length(g.ids, top.ids) for g in groups}
+    lengths = {g.tokens: shared_length(g.tokens, top.tokens) for g in groups}
     # a draw does not depend on the margin, but on its distance from a boundary
     drawn = bool(run.header.plan.get("sampling"))
     first, positions, spread = forks_of(groups, traces, pieces, text, drawn=drawn)
@@ -719,38 +686,31 @@ def _summarize(
     # with the round in which the most common completion first occurred, which itself does not count
     begin = min(r for r in rounds if top.tokens in rounds[r])
     held = [r for r in sorted(rounds) if r > begin]
-    tallies = {
-        r: RoundTally(
-            counts.total() - counts[top.tokens],
-            sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items()),
-            counts.total(),
-        )
-        for r, counts in rounds.items()
-    }
+    tallies = {}
+    for r, counts in rounds.items():
+        compared_tokens = sum((lengths[t] + (t != top.tokens)) * count for t, count in counts.items())
+        tallies[r] = RoundTally(counts.total() - counts[top.tokens], compared_tokens, counts.total())
     confidence = 1.0 - (1.0 - CONFIDENCE) / (seen[top.tokens] * (seen[top.tokens] + 1))
     # completions that agree with exactly the first i tokens of the most common
     agree = np.bincount([lengths[g.tokens] for g in groups], [g.count for g in groups], len(top.tokens) + 1)
     sizes = {size for c in good for at, steps, _ in c.schedule for size in batches[c.round][at : at + steps].tolist()}
+    listed = []
+    for g in groups:
+        words, own = tuple(pieces.get(t, "") for t in g.tokens), traces[next(iter(g.traces))].text
+        listed.append(DistinctCompletion(g.count, g.tokens, words, own, None if g is top else lengths[g.tokens]))
     return SampleSummary(
         impl=impl,
         prompt=prompt,
         prompt_text=text,
         n=n,
         failed=len(completions) - n,
+        rounds=len(rounds),
         distinct_completions=len(groups),
         distinct_traces=len(members),
-        rate=_rate_interval(n - top.count, n, [tallies[r] for r in held], confidence),
+        completions=tuple(listed),
         first_fork=first,
-        completions=tuple(
-            DistinctCompletion(
-                count=g.count,
-                token_ids=g.tokens,
-                pieces=tuple(pieces.get(t, "") for t in g.tokens),
-                text=traces[next(iter(g.traces))].text,
-                parts_at=None if g is top else lengths[g.tokens],
-            )
-            for g in groups
-        ),
+        rate=_rate_interval(n - top.count, n, [tallies[r] for r in held], confidence),
+        confidence=confidence,
         survival=tuple((np.cumsum(agree[::-1])[::-1] / n).tolist()),
         has_logprobs=any(m.trace.logprobs for m in members),
         logprob_spread=spread,
@@ -758,9 +718,7 @@ def _summarize(
         batch_max=max(c.batch_max for c in good),
         distinct_batches=len(sizes),
         tokens_per_second=rate,
-        rounds=len(rounds),
         held_rounds={r: tuple(sorted(lengths[tokens] for tokens in rounds[r].elements())) for r in held},
-        confidence=confidence,
         margins=flip_margins(members) if first and not drawn else None,
         draws=flip_draws(members, first.index) if first else None,
         flips=None if drawn else token_flips(len(top.tokens), tallies, held, confidence),

@@ -39,6 +39,7 @@ from nondet.sampling.routing import route
 from nondet.sampling.schedule import admission_number, summed_figures
 
 OnTokens = Callable[[Request, int], None]
+_SUMMED = ("steps", "tokens", "seconds", "first_use_seconds")  # figures of a session, which its round has as well
 
 
 @dataclass(frozen=True)
@@ -290,20 +291,20 @@ class _Rounds(RoundCollector):
             requests, engine = self._drawn(survey.plan.rounds[index]), self.host.describe(survey.base)
             named = {"impl": self.impl, "round": index, "seed": survey.seed, "eos": [], "weights": self.weights}
             self.write(replay.recording(requests, survey.plan.load, session.packs, engine=engine, **named))
+        same = {name: getattr(session, name) for name in _SUMMED}
+        background = {} if arm.name else {o.request.id: o.schedule for o in others}
+        figures = session.figures if arm.name else _beside_captures(session)
         self.writer.write(
             Round(
                 impl=self.impl,
                 round=number,
                 targets=len(targets),
                 others=len(others),
-                steps=session.steps,
-                tokens=session.tokens,
-                seconds=session.seconds,
-                first_use_seconds=session.first_use_seconds,
-                background={} if arm.name else {o.request.id: o.schedule for o in others},
+                background=background,
                 ran=ran,
                 arm=arm.name,
-                figures=session.figures if arm.name else _beside_captures(session),
+                figures=figures,
+                **same,
             )
         )
         if session.fatal:
@@ -351,11 +352,11 @@ class _Rounds(RoundCollector):
                         axis=axis.name,
                         value=value,
                         arm=arm,
-                        held=axis.held or self.impl in axis.held_by,
-                        proven=proof.holds or arm == BASE_ARM,
-                        proof=proof.text,
                         changes=CHANGES[axis.name],
                         note=varied.note,
+                        held=axis.held or self.impl in axis.held_by,
+                        proof=proof.text,
+                        proven=proof.holds or arm == BASE_ARM,
                     )
                 )
 
@@ -446,11 +447,6 @@ def play_replicas(
     figures["replicas_most"] = sum(any(r.target for r in share) for share in shares.values())
     figures["order"] = admission_number(admitted)
     figures["rerouted"] = sum(a != b for a, b in zip(replicas, turns, strict=True))
-    summed = ("steps", "tokens", "seconds", "first_use_seconds")
-    return Session(
-        outcomes=[outcomes[r.id] for r in requests],
-        fatal=next((s.fatal for s in sessions if s.fatal), ""),
-        figures=dict(figures),
-        admitted=admitted,
-        **{name: sum(getattr(s, name) for s in sessions) for name in summed},
-    )
+    summed = {name: sum(getattr(s, name) for s in sessions) for name in _SUMMED}
+    fatal, joined = next((s.fatal for s in sessions if s.fatal), ""), [outcomes[r.id] for r in requests]
+    return Session(joined, fatal=fatal, figures=dict(figures), admitted=admitted, **summed)

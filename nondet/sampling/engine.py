@@ -98,8 +98,8 @@ def batching_config(
     return ContinuousBatchingConfig(
         max_batch_tokens=load.budget,
         max_requests_per_batch=most,
-        max_blocks_per_request=0,  # the block-table path belongs to flash-attention packages
         allow_block_sharing=load.sharing,
+        max_blocks_per_request=0,  # the block-table path belongs to flash-attention packages
         use_async_batching=False,
         use_cuda_graph=load.graphs,
         safety_margin=0.0,
@@ -451,9 +451,9 @@ def run_session(
     per_request = [(r, found.get(r.id), tops.get(r.id, []), drawn.get(r.id)) for r in requests]
     outcomes = [_outcome(*known, fatal or missing, cut) for known in per_request]
     return Session(
-        outcomes=scheduled(outcomes, parts, log),
-        steps=log.steps,
-        tokens=sum(len(o.token_ids) for o in outcomes),
+        scheduled(outcomes, parts, log),
+        log.steps,
+        sum(len(o.token_ids) for o in outcomes),
         seconds=log.spent(begun, log.ended),
         first_use_seconds=log.first_uses.within(begun, log.ended),
         fatal=fatal,
@@ -603,15 +603,10 @@ def _outcome(
     if draws and not reason:  # the model's logprobs, and how near each draw was
         columns = zip(("logprobs", "border", "cut", "nucleus"), zip(*(d[1:] for d in draws), strict=True), strict=True)
         figures = {name: np.asarray(values, dtype="<f4").tobytes() for name, values in columns}
-    return Outcome(
-        request=request,
-        token_ids=tokens,
-        margins=np.asarray([best - next_best for _, (best, next_best, _, _) in kept], dtype="<f4").tobytes(),
-        runner_up=[second if chosen == first else first for chosen, (_, _, first, second) in kept],
-        finish="error" if reason else "length",
-        reason=reason,
-        **figures,
-    )
+    figures["margins"] = np.asarray([best - second for _, (best, second, _, _) in kept], dtype="<f4").tobytes()
+    runner_up = [second if chosen == first else first for chosen, (_, _, first, second) in kept]
+    finish = "error" if reason else "length"
+    return Outcome(request, tokens, runner_up=runner_up, finish=finish, reason=reason, **figures)
 
 
 _SIZES_MOST = 256  # steps may have every size up to here; of larger ones, a full budget

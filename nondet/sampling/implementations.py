@@ -45,21 +45,22 @@ def _flash(original: Any, module: Any, query: Any, key: Any, value: Any, mask: A
     window = bound.get("sliding_window") or getattr(module, "sliding_window", None)
     kind = "sliding_attention" if window else "full_attention"
     keys, values = update_cache(bound.get("cache"), module.layer_idx, key, value, bound, kind)
+    starts = (bound[name].to(torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    sizes, left = (longest("q", bound), longest("k", bound)), window - 1 if window else None
+    # no dropout; causal, aligned to each request's last key; no mask for a debugger
     out = torch.ops.aten._flash_attention_forward(
         query[0].transpose(0, 1),
         keys,
         values,
-        bound["cu_seq_lens_q"].to(torch.int32),
-        bound["cu_seq_lens_k"].to(torch.int32),
-        longest("q", bound),
-        longest("k", bound),
+        *starts,
+        *sizes,
         0.0,
-        True,  # causal, aligned to each request's last key
+        True,
         False,
         scale=bound.get("scaling"),
-        window_size_left=window - 1 if window else None,
-    )[0]
-    return out[None], None
+        window_size_left=left,
+    )
+    return out[0][None], None
 
 
 STOCK_NO_CUDNN = "stock-no-cudnn"

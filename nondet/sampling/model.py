@@ -248,19 +248,10 @@ def random_config(source: str, vocabulary: int) -> Any:
         context, tied = _CONTEXT, True
         own = _ARCHITECTURES[kind]  # a list is for one layer
         more |= {key: value * layers if isinstance(value, list) else value for key, value in own.items()}
-    return AutoConfig.for_model(
-        kind,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        vocab_size=vocabulary,
-        max_position_embeddings=context,
-        tie_word_embeddings=tied,
-        **more,
-    )
+    more |= {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+    more |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128}
+    more |= {"vocab_size": vocabulary, "max_position_embeddings": context, "tie_word_embeddings": tied}
+    return AutoConfig.for_model(kind, **more)
 
 
 def check_memory(source: str, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -376,18 +367,12 @@ def load_model(
     limit = getattr(text_config, "max_position_embeddings", None)
     eos = model.generation_config.eos_token_id
     eos = getattr(text_config, "eos_token_id", None) if eos is None else eos
-    return LoadedModel(
-        name=EMBEDDED if source is None else source,
-        model=model,
-        tokenizer=tokenizer,
-        device=device,
-        dtype=dtype,
-        context=limit if isinstance(limit, int) and limit > 0 else None,
-        eos=(eos,) if isinstance(eos, int) else tuple(eos or ()),
-        identity=identity_of(model, where, local, None if random else names, dtype)
-        | {"vocabulary": rows}
-        | quantization_of(given, model, dtype),
-    )
+    identity = identity_of(model, where, local, None if random else names, dtype) | {"vocabulary": rows}
+    identity |= quantization_of(given, model, dtype)
+    eos = (eos,) if isinstance(eos, int) else tuple(eos or ())
+    context = limit if isinstance(limit, int) and limit > 0 else None
+    name = EMBEDDED if source is None else source
+    return LoadedModel(name, model, tokenizer, device, dtype, context, eos, identity)
 
 
 def load_libraries() -> None:

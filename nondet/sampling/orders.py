@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nondet.core.compare import shared_length
+from nondet.core.traces import shared_length
 from nondet.sampling.plan import Request
 
 _QUANTUM = 64  # tokens of a client's turn: about one prompt of the default loads

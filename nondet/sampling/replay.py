@@ -23,17 +23,11 @@ from nondet.sampling.plan import Engine, Load, Outcome, Request, Sampling, Sessi
 def recording(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple[Span, ...]], **named: Any) -> Tape:
     """The recording of a completed session; `named` as in `Tape`: impl, round, seed, eos, engine, weights."""
     prompts: dict[tuple[int, ...], int] = {}
-    taken = [
-        TapedRequest(
-            id=r.id,
-            target=r.target,
-            prompt=prompts.setdefault(r.prompt, len(prompts)),
-            new=r.max_new_tokens,
-            arrival=r.arrival_step,
-            sampling=None if r.sampling is None else asdict(r.sampling),
-        )
-        for r in requests
-    ]
+    taken = []
+    for r in requests:
+        sampling = None if r.sampling is None else asdict(r.sampling)
+        size = {"prompt": prompts.setdefault(r.prompt, len(prompts)), "new": r.max_new_tokens}
+        taken.append(TapedRequest(id=r.id, target=r.target, arrival=r.arrival_step, sampling=sampling, **size))
     steps: list[list[Any]] = []
     for step, spans in sorted(_numbered(requests, packs).items()):
         if steps:
@@ -42,14 +36,9 @@ def recording(requests: Sequence[Request], load: Load, packs: Mapping[int, tuple
                 steps[-1][1] += 1
                 continue
         steps.append([step, 1, *spans])
-    return Tape(
-        requests=taken,
-        prompts=[list(p) for p in prompts],
-        load=asdict(load),
-        steps=steps,
-        padding="the sizes of CUDA graphs" if load.graphs else "",
-        **named,
-    )
+    padding = "the sizes of CUDA graphs" if load.graphs else ""
+    known = [list(p) for p in prompts]
+    return Tape(requests=taken, prompts=known, load=asdict(load), steps=steps, padding=padding, **named)
 
 
 def _numbered(requests: Sequence[Request], packs: Mapping[int, tuple[Span, ...]]) -> dict[int, list[list[int]]]:
@@ -153,23 +142,21 @@ def recording_of(run: Run, completion: Completion, weights: str = "") -> Tape:
 
 def completion_of(outcome: Outcome, impl: str, index: int) -> Completion:
     """The record of one request under study, of round `index`."""
-    failed = outcome.finish == "error"
+    failed, request = outcome.finish == "error", outcome.request
+    tokens, trace = ("", "") if failed else (tokens_digest(outcome.token_ids), digest_of(outcome))
+    same = {name: getattr(outcome, name) for name in ("finish", "schedule", "batch_min", "batch_max", "reason")}
     return Completion(
         impl=impl,
-        request=outcome.request.id,
+        request=request.id,
         round=index,
-        prompt=outcome.request.subject,
-        tokens_digest="" if failed else tokens_digest(outcome.token_ids),
-        trace="" if failed else digest_of(outcome),
+        prompt=request.subject,
+        arrival_step=request.arrival_step,
+        tokens_digest=tokens,
+        trace=trace,
         n_tokens=len(outcome.token_ids),
-        finish=outcome.finish,
-        arrival_step=outcome.request.arrival_step,
-        schedule=outcome.schedule,
-        batch_min=outcome.batch_min,
-        batch_max=outcome.batch_max,
         nonfinite=nonfinite_logprobs(outcome.logprobs),
         status="error" if failed else "ok",
-        reason=outcome.reason,
+        **same,
     )
 
 
@@ -224,17 +211,18 @@ def _case(index: int) -> str:
 def repeated(loaded: LoadedModel, impl: str, index: int, started: float) -> Row:
     """The row of a round that was run again, before it is compared."""
     identity = loaded.identity
+    shape = {k: identity[k] for k in ("layers", "hidden", "vocabulary") if isinstance(identity.get(k), int)}
     return Row(
         probe="sample",
         case=_case(index),
         operator="engine",
-        shape={k: identity[k] for k in ("layers", "hidden", "vocabulary") if isinstance(identity.get(k), int)},
-        dtype=loaded.dtype,
-        device=loaded.device,
         inputs="prompts",
         varied="run",
         impl=impl,
         status="",
+        shape=shape,
+        dtype=loaded.dtype,
+        device=loaded.device,
         extra={"round": index} if index else {},
         seconds=time.perf_counter() - started,
     )

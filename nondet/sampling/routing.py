@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from nondet.core.compare import shared_length
+from nondet.core.traces import shared_length
 from nondet.sampling.orders import client_of
 from nondet.sampling.plan import Request
 

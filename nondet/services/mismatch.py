@@ -67,7 +67,7 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
     output = Output(request, "mismatch", sink)
 
     from nondet.core.certificates import digest_of
-    from nondet.mismatch.collect import FILE, Models, RolloutPlan, collect
+    from nondet.mismatch.collect import FILE, RolloutPlan, collect
     from nondet.mismatch.rollouts import check_vocabulary, read_rollouts, rollouts_of_run
     from nondet.mismatch.trainer import parse_spec
     from nondet.sampling.model import check_lengths
@@ -107,7 +107,7 @@ def mismatch(request: MismatchRequest, sink: Sink) -> Path:
         plan |= {"arms": list(request.arm_names), "texts": texts, "n": request.n, "tokens": request.tokens}
         sampled = RolloutPlan(texts, request.n, request.tokens, request.seed)
     with output.recording("mismatch", plan, request.seed) as writer, sink.steps() as say:
-        collect(plan["arms"], writer, spec, say, Models(**models), sampled, by_arm)
+        collect(plan["arms"], writer, spec, say, models, sampled, by_arm)
     return output.present()
 
 

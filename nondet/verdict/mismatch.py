@@ -53,7 +53,7 @@ class Pair:
         if f is None or len(numbers) < 2:
             return []
         each = np.repeat(np.array([r.step for r in self.rollouts], dtype=np.float64), f.lengths)
-        return f.bins(each, [*numbers, numbers[-1] + 1], closed=False)
+        return f.bins(each, [*numbers, numbers[-1] + 1])
 
     @cached_property
     def named(self) -> MismatchKind | None:

@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -58,25 +59,17 @@ def found(folder: Path, made: list[dict[str, Any]], **options: Any) -> Run:
     return nondet.find_mismatch(rollouts=path, out=folder / "m.jsonl", force=True, **options).records
 
 
-def timeless(run: Run) -> list[Any]:
-    """All records but the seconds."""
-    return [r for r in run.records() if r not in run.mismatch_costs]
-
-
 def test_rollouts_with_both_sides_need_no_model(tmp_path: Path) -> None:
     [verdict] = judge(found(tmp_path, lines()))
     assert (verdict.impl, verdict.finding) == ("file", Finding.MISMATCH)
-    assert verdict.text.startswith(
-        "sampler and trainer disagree in the logprob bits of 48 of 48 tokens (6 rollouts), K3 "
-    )
+    assert "disagree in the logprob bits of 48 of 48 tokens (6 rollouts), K3 " in verdict.text
     assert "Hypotheses were not tested: that takes --model." in verdict.notes
     assert "The logprobs of the sampled tokens were compared, not the whole vocabulary." in verdict.notes
     trained = Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "trl-invariant.jsonl.gz"
     assert main(["report", str(tmp_path / "m.jsonl"), str(trained), "--out", str(tmp_path / "both.md")]) == 0
     told = (tmp_path / "both.md").read_text(encoding="utf-8")
     assert told.startswith("## Sampler and trainer differ\n"), "no kernel is blamed, for none was probed"
-    made = [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]
-    [verdict] = judge(found(tmp_path, made))
+    [verdict] = judge(found(tmp_path, [line | {"trainer_logprobs": line["sampler_logprobs"]} for line in lines()]))
     assert verdict.finding == Finding.CLEAN
     assert "below 6.06% of tokens" in verdict.text
 
@@ -130,9 +123,7 @@ def test_exports_of_prime_rl_are_read_by_their_mask(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_a_server_need_token_ids_and_the_prompt_s_tokens(tmp_path, capsys, monkeypatch) -> None:
     """Of a server that gives ids each distinct answer is scored; without ids, or by another tokenizer, one line."""
 
     def asked(kind: str, prompt: str) -> int:
@@ -173,22 +164,18 @@ def test_steps_of_training_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_where_it_begins_and_what_cures_it(tmp_path: Path) -> None:
-    """The first call that diverges is named, and so is what one family of operators leaves; an unknown one is not."""
+    """The first call that diverges is named, and so is what one family of operators leaves."""
     arms = ["--arms", "stock,invariant:attention,invariant", "--out", str(tmp_path / "m.jsonl")]
     assert main(["mismatch", *SMALL, *arms]) == 0
-    run = read_run(tmp_path / "m.jsonl")
-    stock, part, cured = pairs(run)
-    assert stock.place.call
+    stock, part, cured = pairs(read_run(tmp_path / "m.jsonl"))
     assert cured.place is None
-    [told] = [note for note in judge(run)[0].notes if note.startswith("First diverging call: ")]
-    assert stock.place.module in told
-    cures = [note for note in judge(run)[0].notes if note.startswith("Invariant")]
-    assert f"Invariant:attention on both sides leaves {part.figures.differ} of" in cures[0]
-    assert "leaves 0 of 24 tokens, K3 0.0e+00" in cures[1]
-    with pytest.raises(UserError, match="unknown operator family 'attn'"):
-        nondet.find_mismatch(arms="invariant:attn", out=tmp_path / "o.jsonl")
+    notes = " ".join(judge(read_run(tmp_path / "m.jsonl"))[0].notes)
+    assert re.search(f"First diverging call: .*{re.escape(stock.place.module)}", notes)
+    assert f"Invariant:attention on both sides leaves {part.figures.differ} of" in notes
+    assert "leaves 0 of 24 tokens, K3 0.0e+00" in notes
 
 
+ONE = json.dumps(lines(1)[0])
 BAD: dict[str, tuple[Any, str]] = {
     "no ids": (lines(1, completion_ids=None), r"line 1: no token ids: completion_ids is missing"),
     "no logprobs": (lines(1, sampler_logprobs=None), r"line 1: no logprobs: sampler_logprobs is missing"),
@@ -201,14 +188,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "an id below 0": (lines(1, completion_ids=[-1] * 8), r"line 1: .*completion_ids"),
     "no trainer": (lines(1, trainer_logprobs=None), r"no trainer_logprobs, and no --model"),
     "no JSON": ("prompt,completion\n", r"line 1: "),
-    "NaN": (json.dumps(lines(1)[0]).replace('"sampler_logprobs": [', '"sampler_logprobs": [NaN, '), r"NaN or infinite"),
-    "a name twice": (
-        json.dumps(lines(1)[0]).replace("{", '{"sampler_logprobs": [-1.0], ', 1),
-        r"line 1: sampler_logprobs is there twice",
-    ),
-    "a name twice, once escaped": (
-        json.dumps(lines(1)[0]).replace("{", r'{"st\u0065p": 3, "step": 4, ', 1), r"line 1: step is there twice",
-    ),
+    "NaN": (ONE.replace('"sampler_logprobs": [', '"sampler_logprobs": [NaN, '), r"NaN or infinite"),
+    "a name twice": (ONE.replace("{", '{"sampler_logprobs": [-1.0], ', 1), r"line 1: sampler_logprobs is there twice"),
+    "twice, once escaped": (ONE.replace("{", r'{"st\u0065p": 3, "step": 4, ', 1), r"line 1: step is there twice"),
     "empty": ("", r"holds no rollouts"),
     "padding": (lines(2, sampler_logprobs=[0.0] * 8, trainer_logprobs=[0.0] * 8), r"of the sampler's logprobs are 0"),
     "a mask of another length": ([{"token_ids": [1, 2], "loss_mask": [True]}], r"loss_mask has 1 entries for 2"),
@@ -224,10 +206,8 @@ NO_JSONL: list[tuple[bytes, str]] = [
     (b"\x93NUMPY", PICKLE),
     (gzip.compress(TEXT, mtime=0), PACKED),
     (lzma.compress(TEXT), PACKED),
-    *(
-        (TEXT.decode().encode(name), "is no UTF-8")
-        for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")
-    ),
+    *((TEXT.decode().encode(name), "is no UTF-8") for name in ("utf-16", "utf-16-be", "utf-32", "utf-32-be")),
+    (TEXT.decode().encode("utf-16-le"), "is no UTF-8"),
     (json.dumps(lines()).encode(), "is one JSON array"),
     (TEXT.replace(b'"prompt_ids"', b'"name": "\xe9", "prompt_ids"'), "line 1: not UTF-8 text (byte "),
     (b"prompt,completion\n", "line 1: JSON is malformed"),
@@ -236,19 +216,21 @@ NO_JSONL: list[tuple[bytes, str]] = [
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_bad_rollouts_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = tmp_path / "bad.jsonl", tmp_path / "m.jsonl"
-    for name, (made, said) in BAD.items():
-        written(path, made) if isinstance(made, list) else path.write_text(made, encoding="utf-8")
-        assert main(["mismatch", "--rollouts", str(path), "--out", str(out)]) == 2, name
-        error = capsys.readouterr().err.strip().splitlines()
-        assert re.search(said, error[-1]), (name, error)
+    out = tmp_path / "m.jsonl"
+
+    def refused(name: str) -> str:
+        assert main(["mismatch", "--rollouts", str(tmp_path / name), "--out", str(out)]) == 2, name
         assert not out.exists()
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    for name, (made, said) in BAD.items():
+        text = made if isinstance(made, str) else "".join(json.dumps(line) + "\n" for line in made)
+        (tmp_path / "bad.jsonl").write_text(text, encoding="utf-8")
+        assert re.search(said, refused("bad.jsonl")), name
     for content, what in NO_JSONL:
         for name in ("rollouts.jsonl", "rollouts.pkl"):
             (tmp_path / name).write_bytes(content)
-            assert main(["mismatch", "--rollouts", str(tmp_path / name), "--out", str(out)]) == 2
-            [line] = capsys.readouterr().err.strip().splitlines()
-            assert what in line
+            assert what in refused(name)
 
 
 def test_a_mark_packed_files_of_a_folder_and_names_that_are_there_twice_are_read(tmp_path: Path) -> None:
@@ -272,6 +254,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for arguments, said in [
         (["mismatch", "--rollouts", str(tmp_path / "folder")], "holds no .jsonl, .jsonl.gz, .jsonl.xz file"),
         (["mismatch", "--rollouts", str(path), "--model", "embedded"], "has token 99999, and embedded knows 4096"),
+        (["mismatch", "--arms", "invariant:attn"], "unknown operator family 'attn'"),
         (["mismatch", "--trainer", "dtype=int8"], "dtype='int8'"),
         (["mismatch", "--trainer", "colour=red"], "unknown key 'colour'"),
         (["mismatch", "--trainer", "micro=-1"], "micro='-1'"),
@@ -297,14 +280,12 @@ def test_the_embedded_model_differs_stock_and_not_invariant(whole: Path) -> None
     """The invariant arm's forward has a gradient: what a trainer runs."""
     stock, invariant = judge(read_run(whole))
     assert (stock.finding, invariant.finding) == (Finding.MISMATCH, Finding.CLEAN)
-    assert any(note.startswith("Kind: numeric.") for note in stock.notes)
-    assert any(note.startswith("Invariant on both sides leaves 0 of 24") for note in stock.notes)
-    said = "Whole rows: at 24 positions drawn by seed all 4,096 logits are the same, so KL is 0 there."
-    assert said in invariant.notes
-    told = pairs(read_run(whole))
-    assert [pair.whole is not None and len(pair.whole.differ) for pair in told] == [24] * 2
-    assert 0 < told[0].kl < 1e-2
-    assert told[1].kl == 0
+    assert "Kind: numeric." in " ".join(stock.notes)
+    assert "Invariant on both sides leaves 0 of 24" in " ".join(stock.notes)
+    assert "at 24 positions drawn by seed all 4,096 logits are the same, so KL is 0 there." in invariant.notes[0]
+    kl = [pair.kl for pair in pairs(read_run(whole)) if len(pair.whole.differ) == 24]
+    assert 0 < kl[0] < 1e-2
+    assert kl[1] == 0
 
 
 def of_positions(rows: dict[int, list[float]], dtype: torch.dtype) -> dict[tuple[str, int], torch.Tensor]:
@@ -325,9 +306,7 @@ def test_whole_rows_are_compared_by_number_and_by_their_distributions() -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(tmp_path, monkeypatch, capsys) -> None:
     """The sampled tokens' logprobs have the very bits: the sum goes over the same numbers."""
     sound = trainer_module.predicting_rows
 
@@ -345,9 +324,7 @@ def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
     [verdict] = judge(run)
     assert pairs(run)[0].figures.differ == 0
     assert verdict.finding == Finding.MISMATCH
-    assert verdict.text.startswith(
-        "sampler and trainer agree in the logprob bits of 24 tokens (4 rollouts), and 24 of 24 rows"
-    )
+    assert "agree in the logprob bits of 24 tokens (4 rollouts), and 24 of 24 rows" in verdict.text
     assert main(["gate", str(out), "--quiet", "--mismatch-bits", "0"]) == 3
     assert main(["gate", str(out), "--quiet"]) == 3
     assert "rows of other logits" in capsys.readouterr().out
@@ -355,16 +332,15 @@ def test_a_trainer_that_swaps_two_other_tokens_is_seen_by_whole_rows(
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_its_bits(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dying(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
     out = tmp_path / "m.jsonl"
     with monkeypatch.context() as patched:
-        patched.setattr(collect, "fit", dying)
+        patched.setattr(collect, "fit", Mock(side_effect=KeyboardInterrupt))
         assert main([*WHOLE, "--out", str(out)]) == 130
     assert read_run(out, allow_truncated=True).mismatch_rollouts
     assert main([*WHOLE, "--out", str(out), "--resume"]) == 0
-    assert timeless(read_run(out)) == timeless(read_run(whole))
+    runs = read_run(out), read_run(whole)
+    timeless = [[r for r in run.records() if r not in run.mismatch_costs] for run in runs]
+    assert timeless[0] == timeless[1]
 
 
 @pytest.mark.slow

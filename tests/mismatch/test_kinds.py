@@ -22,6 +22,7 @@ from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import Fault, Spec, rounded_to_fp8, score, weights_changed
 from nondet.sampling.model import LoadedModel, load_model
 from nondet.verdict.mismatch import Pair, removed
+from tests.build import tiers
 from tests.mismatch.test_settings import judged
 
 FAMILIES = ("template", "stale weights", "float32 head", "another formula")  # one of each layer is part of every run
@@ -65,26 +66,16 @@ def other(seed: int, kind: str) -> Any:
     return made
 
 
-@cache
-def wide() -> Any:
-    return copy.deepcopy(loaded().model).float()
-
-
 def pair(
     seed: int, spec: Spec = PLAIN, kind: str = "", *, older: bool = False, cast: bool = False, alike: bool = False,
     change: Callable[[Logprobs], Logprobs] = np.copy, **fault: Any,
 ) -> Pair:  # fmt: skip
     """The embedded model as sampler, of what `kind` makes of its weights, and as trainer, with that layout and fault.
-
-    Args:
-        older: Whether the other weights are given.
-        cast: Whether the trainer's weights are float32.
-        alike: Few rollouts, and a sampler with the bits of a plain forward: no kernels hide what the trainer does.
-        change: What is done to the sampler's logprobs.
-    """
+    `older`: the other weights are given. `cast`: the trainer's weights are float32. `alike`: few rollouts, a sampler
+    with the bits of a plain forward: no kernels hide what the trainer does. `change`: of the sampler's logprobs."""
     model, texts = loaded().model, drawn(seed, kind)[: 6 if alike else None]
     sampler = score(model, texts, PLAIN) if alike else np.concatenate([r.sampler for r in texts])
-    trainer = score(wide() if cast else model, texts, spec, Fault(**fault))
+    trainer = score(copy.deepcopy(model).float() if cast else model, texts, spec, Fault(**fault))
     return judged(model, texts, change(sampler), trainer, spec, other(seed, kind) if older else None)
 
 
@@ -105,16 +96,14 @@ PLANTED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def tiers(names: Iterable[str], kept: Sequence[str]) -> list[Any]:
+def seeded(names: Iterable[Any], kept: Sequence[str]) -> Any:
     """Each name under each seed; of those that are kept one is part of every run."""
-    return [
-        pytest.param(name, seed, marks=pytest.mark.slow if name in kept and seed == 0 else pytest.mark.nightly)
-        for name in names
-        for seed in SEEDS
-    ]
+    first = [pytest.param(name, 0, marks=pytest.mark.slow) for name in kept]
+    later = [(name, seed) for name in names for seed in SEEDS if name not in kept or seed]
+    return pytest.mark.parametrize(("name", "seed"), tiers(first, later))
 
 
-@pytest.mark.parametrize(("name", "seed"), tiers(PLANTED, FAMILIES))
+@seeded(PLANTED, FAMILIES)
 def test_what_is_planted_is_named(name: str, seed: int) -> None:
     cause, side, how = PLANTED[name]
     found = pair(seed, **how)
@@ -126,17 +115,15 @@ def test_what_is_planted_is_named(name: str, seed: int) -> None:
         assert (unknown.named, unknown.off) == (None, ["sampler"])
 
 
-SOUND: dict[str, dict[str, Any]] = {
-    "padded on the right": {},
-    "padded on the left": {"spec": Spec(padding="left")},
-    "packed": {"spec": Spec(padding="packed")},
+SOUND: dict[str, dict[str, Any]] = {f"padded on the {name}": {"spec": Spec(padding=name)} for name in ("left", "right")}
+SOUND |= {"packed": {"spec": Spec(padding="packed")}, "micro-batches of four": {"spec": Spec(micro=4)}}
+SOUND |= {
     "one at a time": {"spec": Spec(micro=1)},
-    "micro-batches of four": {"spec": Spec(micro=4)},
-    "all positions one later": {"positions": "shift"},  # rotary positions are relative
-}
+    "all positions one later": {"positions": "shift"},
+}  # they are relative
 
 
-@pytest.mark.parametrize(("name", "seed"), tiers(SOUND, ("padded on the left",)))
+@seeded(SOUND, ("padded on the left",))
 def test_what_is_sound_has_no_cause_named(name: str, seed: int) -> None:
     found = pair(seed, **SOUND[name])
     assert found.figures.differ > 0  # other kernels, so that there is something to explain
@@ -157,10 +144,10 @@ def invented(sampler: Logprobs) -> Logprobs:
     return -np.random.default_rng(0).exponential(2.0, len(sampler)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("fault", "seed"), tiers((off_by_12, early, invented), ()))
-def test_no_cause_is_named_that_leaves_more_than_rounding(fault: Any, seed: int) -> None:
+@seeded((off_by_12, early, invented), ())
+def test_no_cause_is_named_that_leaves_more_than_rounding(name: Any, seed: int) -> None:
     """A token that is far off, or logprobs that are none of these tokens': any temperature fits K3 a bit."""
-    found = pair(seed, change=fault)
+    found = pair(seed, change=name)
     assert any(removed(k) >= 0.1 for k in found.kinds), "one of them takes some of it away"
     assert (found.named, found.off) == (None, ["sampler"])
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,22 +45,20 @@ class Tables(torch.nn.Module):
         self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=V))
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        """The head."""
         return self.head
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Any = None, **_: Any) -> Any:
-        """Logits [B, T, V]."""
         x = self.words(input_ids) + self.places(position_ids)
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         seen = seen[..., None].to(x.dtype)
         x = x + (x * seen).cumsum(1) / seen.cumsum(1).clamp(min=1)
         for _ in range(3):
-            x = x + self.down(torch.nn.functional.silu(product(self.up, x) + self.up.bias)) * 0.5
+            x = x + self.down(torch.nn.functional.silu(multiplied(self.up, x) + self.up.bias)) * 0.5
             x = x / x.pow(2).mean(-1, keepdim=True).sqrt()
         return SimpleNamespace(logits=self.head(x))
 
 
-def product(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def multiplied(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Over the layer's weights at once, or for more than four rows of a batch as the sum of two rounded halves."""
     if len(x) <= 4:
         return x @ layer.weight.T
@@ -78,10 +78,6 @@ def top_p(x: torch.Tensor, p: float = 0.9) -> torch.Tensor:
     ranked = x.sort(-1, descending=True).values
     share = ranked.softmax(-1)
     return ranked.masked_fill(share.cumsum(-1) - share >= p, -torch.inf).logsumexp(-1)
-
-
-def mild(x: torch.Tensor) -> torch.Tensor:
-    return top_p(x, 0.95)
 
 
 @torch.no_grad()
@@ -138,9 +134,7 @@ def judged(
 
 SOUND: dict[str, dict[str, Any]] = {
     f"{kept.__name__} at {heat:g}, {dtype}": {"dtype": dtype, "heat": heat, "kept": kept}
-    for dtype in ("bfloat16", "float16", "float32")
-    for heat in (0.6, 0.7, 1.0, 1.3)
-    for kept in (whole, top_p, top_k)
+    for dtype, heat, kept in product(("bfloat16", "float16", "float32"), (0.6, 0.7, 1.0, 1.3), (whole, top_p, top_k))
 }
 SOUND |= {
     f"raw, tokens of {kept.__name__} at {heat:g}, {dtype}": {
@@ -169,7 +163,7 @@ PLANTED: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "the trainer's": ({"trained": 0.8}, ("temperature", "trainer", "0.8")),
     # renormalised over the tokens that top-p keeps, where the trainer's go over the whole vocabulary
     "top-p": ({"kept": top_p, "over": whole}, ("top-p", "sampler", "0.9")),
-    "the trainer's top-p": ({"over": mild}, ("top-p", "trainer", "0.95")),  # ten times rounding, no more
+    "the trainer's top-p": ({"over": partial(top_p, p=0.95)}, ("top-p", "trainer", "0.95")),
     "at a temperature": ({"heat": 0.7, "kept": top_p, "over": whole}, ("top-p", "sampler", "0.9")),
     "at one in float32": (
         {"dtype": "float32", "heat": 0.7, "kept": top_p, "over": whole}, ("top-p", "sampler", "0.9"),

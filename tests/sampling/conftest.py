@@ -6,11 +6,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 
 from nondet.core.records import Run
 from nondet.core.runfile import open_run, read_run
@@ -29,27 +32,15 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = Qwen3Config(**sizes, tie_word_embeddings=True, initializer_range=0.2, bos_token_id=None, eos_token_id=0)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    every_byte = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, initial_alphabet=every_byte, show_progress=False)
     tokenizer.train_from_iterator([topics[name] for name in sorted(topics)[:8]], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -66,11 +57,7 @@ def planned(
     )  # fmt: skip
 
 
-class Heard(Notes):
-    """Calls what is given here under the names of the notes."""
-
-    def __init__(self, **heard: Any) -> None:
-        vars(self).update(heard)
+Heard = partial(Mock, spec=Notes)  # calls what is given under the names of the notes
 
 
 def sampled_into(
@@ -90,6 +77,14 @@ def sampled_into(
         collect(survey, host, writer, notes)
         writer.finish()
     return read_run(path)
+
+
+def untimed(run: Run) -> list[Any]:
+    """Everything that must come out the same whenever and in however many pieces it is run. How many requests were run
+    again is left out: background is on disk only as schedules."""
+    rounds = [replaced(r, seconds=0.0, first_use_seconds=0.0) for r in run.rounds]
+    rows = [replaced(r, seconds=0.0, extra={k: v for k, v in r.extra.items() if k != "requests"}) for r in run.rows]
+    return [run.header.plan, run.completions, rounds, rows]
 
 
 def change_bits(patch: pytest.MonkeyPatch, byte: Callable[[int], int], most: int = 1000) -> None:

@@ -22,20 +22,26 @@ from nondet.errors import UserError
 from nondet.sampling.model import LoadedModel, check_lengths, embedded_folder, load_model, random_config
 
 
-def change_config(**changes: object) -> Callable[[Path], None]:
+def write(name: str, made: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """A file of the folder, of what it held."""
+
     def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        path = folder / name
+        path.write_bytes(made(path.read_bytes() if path.exists() else b""))
 
     return change
+
+
+def text(name: str, content: str) -> Callable[[Path], None]:
+    return write(name, lambda _: content.encode())
 
 
 def cut(name: str, to: int) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / name
-        path.write_bytes(path.read_bytes()[:to])
+    return write(name, lambda held: held[:to])
 
-    return change
+
+def change_config(**changes: object) -> Callable[[Path], None]:
+    return write("config.json", lambda held: json.dumps(json.loads(held) | changes).encode())
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -67,21 +73,12 @@ def sharded(*names: str) -> Callable[[Path], None]:
     return change
 
 
-def write(name: str, text: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / name).write_text(text)
-
-    return change
-
-
 def fifo(folder: Path) -> None:
     sharded("shard.safetensors", "b.safetensors")(folder)
     os.mkfifo(folder / "b.safetensors")
 
 
-def test_a_broken_folder_is_one_clear_line(
-    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_folder_is_one_clear_line(tiny_folder, tmp_path_factory, monkeypatch) -> None:
     """Half-written, truncated, mismatched and foreign models are refused: none runs with random numbers in it. Weights
     are safetensors within their folder: what names a pickle or a file elsewhere is refused before anything is opened.
     """
@@ -104,11 +101,11 @@ def test_a_broken_folder_is_one_clear_line(
         (sharded("x.safetensors.bin"), "'x.safetensors.bin'"),
         *((sharded(f"{out}shard.safetensors"), "out of its folder") for out in ("../", "a/../../", "/etc/", "..\\")),
         (fifo, "not a regular file"),
-        (write("model.safetensors.index.json", '{"weight_map": {"a": "x.bin"}}'), "'x.bin'"),
-        (write("model.safetensors.index.json", '{"weight_map": {"a": 1}}'), "names 1 as its weights"),
-        (write("model.safetensors.index.json", '{"weight_map": []}'), "is no index"),
-        (write("model.safetensors.index.json", "[" * 100_000), "is no index"),
-        (write("adapter_config.json", '{"base_model_name_or_path": "other"}'), "holds an adapter"),
+        (text("model.safetensors.index.json", '{"weight_map": {"a": "x.bin"}}'), "'x.bin'"),
+        (text("model.safetensors.index.json", '{"weight_map": {"a": 1}}'), "names 1 as its weights"),
+        (text("model.safetensors.index.json", '{"weight_map": []}'), "is no index"),
+        (text("model.safetensors.index.json", "[" * 100_000), "is no index"),
+        (text("adapter_config.json", '{"base_model_name_or_path": "other"}'), "holds an adapter"),
         (change_config(transformers_weights="adapter_model.bin"), "'adapter_model.bin'"),
         (change_config(transformers_weights="../model.safetensors"), "out of its folder"),
     ]:
@@ -136,16 +133,14 @@ def test_a_hub_cache_of_links_loads_and_what_is_loaded_is_digested(tiny_folder: 
     assert load_model(str(snapshot), "bfloat16", "cpu").identity["weights"] != loaded.identity["weights"]
 
 
-def test_a_cached_model_of_the_hub_is_looked_at_too(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_model_of_the_hub_is_looked_at_too(tiny_folder, tmp_path, monkeypatch) -> None:
     """What a name of the hub stands for is no more to be trusted than a folder: its shards load, a pickle does not."""
     from huggingface_hub import constants
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     model = tmp_path / "models--some--model"
     shutil.copytree(tiny_folder, model / "snapshots" / commit)
-    write("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}')(model / "snapshots" / commit)
+    text("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}')(model / "snapshots" / commit)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -174,7 +169,7 @@ def test_code_from_a_repository_is_not_run_unasked(tiny_folder: Path, tmp_path: 
     flag = tmp_path / "ran"
 
     def bring(folder: Path) -> None:
-        write("modeling_x.py", f"open({str(flag)!r}, 'w').close()\n")(folder)
+        text("modeling_x.py", f"open({str(flag)!r}, 'w').close()\n")(folder)
         classes = {"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "modeling_x.Y"}
         change_config(model_type="x", auto_map=classes)(folder)
 
@@ -185,25 +180,25 @@ def test_code_from_a_repository_is_not_run_unasked(tiny_folder: Path, tmp_path: 
 def test_prompts_must_fit_the_context(tiny: LoadedModel) -> None:
     """Prompt and completion together stay within the model's positions."""
     check_lengths(tiny, [1] * 200, 56)
-    with pytest.raises(UserError, match=r"exceed the model's context of 256\. Use --max-tokens 56"):
-        check_lengths(tiny, [1] * 200, 57)
-    with pytest.raises(UserError, match="Shorten the prompt"):
-        check_lengths(tiny, [1] * 256, 1)
-    with pytest.raises(UserError, match="no tokens"):
-        check_lengths(tiny, [], 1)
-    with pytest.raises(UserError, match="--max-tokens 0"):
-        check_lengths(tiny, [1], 0)
+    beyond = r"exceed the model's context of 256\. Use --max-tokens 56"
+    for given, new, said in [
+        (200, 57, beyond),
+        (256, 1, "Shorten the"),
+        (0, 1, "no tokens"),
+        (1, 0, "tokens 0"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            check_lengths(tiny, [1] * given, new)
 
 
 def test_a_loaded_model_is_what_was_saved(tiny: LoadedModel, tiny_folder: Path) -> None:
     """Weights, tokenizer and limits are the folder's own: text survives a round trip, no tokenizer is guessed."""
-    saved = load_file(tiny_folder / "model.safetensors")
-    for name, value in tiny.model.state_dict().items():
-        if name in saved:
-            assert torch.equal(value, saved[name])
-    text = "Héllo  wörld\n\tTwo."
-    assert tiny.decode(tiny.encode(text)) == text
-    assert tiny.encode(text) == Tokenizer.from_file(str(tiny_folder / "tokenizer.json")).encode(text).ids
+    loaded = tiny.model.state_dict()
+    for name, value in load_file(tiny_folder / "model.safetensors").items():
+        assert torch.equal(loaded[name], value)
+    said = "Héllo  wörld\n\tTwo."
+    assert tiny.decode(tiny.encode(said)) == said
+    assert tiny.encode(said) == Tokenizer.from_file(str(tiny_folder / "tokenizer.json")).encode(said).ids
     assert (tiny.context, tiny.eos, tiny.identity["parameters"]) == (256, (0,), tiny.model.num_parameters())
 
 

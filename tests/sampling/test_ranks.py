@@ -19,7 +19,6 @@ from nondet.ranks.rank_free import rank_free
 from nondet.sampling import collect as collecting
 from nondet.sampling.axes import Conditions, Subject, plan_axes
 from nondet.sampling.engine import run_session
-from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Load, Request, Session, build_plan
 from nondet.sampling.ranks import RanksEngine
 from nondet.sampling.replay import recording_of
@@ -33,15 +32,9 @@ pytestmark = [pytest.mark.slow, needs_accelerate]
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_float32: LoadedModel) -> LoadedModel:
-    """A model of two layers, whose sums over two ranks have other bits than over one."""
-    return tiny_float32
-
-
-@pytest.fixture(scope="module")
-def over_two(loaded):
-    """It, on two ranks."""
-    with closing(RanksEngine(loaded, 2)) as engine:
+def over_two(tiny_float32):
+    """A model of two layers on two ranks, over which its sums have other bits than over one."""
+    with closing(RanksEngine(tiny_float32, 2)) as engine:
         yield engine
 
 
@@ -52,8 +45,7 @@ def _requests(count: int) -> list[Request]:
 
 def _trace(session: Session) -> tuple[tuple[int, ...], bytes]:
     outcome = session.outcomes[0]
-    assert not session.fatal
-    assert not outcome.reason
+    assert not session.fatal + outcome.reason
     return tuple(outcome.token_ids), outcome.logprobs
 
 
@@ -75,13 +67,13 @@ def test_invariant_over_ranks_does_not_follow_the_company(over_two):
     assert ran["replaced: all_reduce"] > 0
 
 
-def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
+def test_rank_free_does_not_follow_the_ranks(tiny_float32, over_two):
     """One rank and two give one trace; sums in the order of the ranks give two, or this would prove nothing."""
     traces = {}
     with torch.no_grad(), batch_invariant():
-        traces["invariant", 1] = _trace(run_session(loaded.model, _requests(1), LOAD))
-        with rank_free(loaded.model):
-            traces["rank-free", 1] = _trace(run_session(loaded.model, _requests(1), LOAD))
+        traces["invariant", 1] = _trace(run_session(tiny_float32.model, _requests(1), LOAD))
+        with rank_free(tiny_float32.model):
+            traces["rank-free", 1] = _trace(run_session(tiny_float32.model, _requests(1), LOAD))
     for way in ("invariant", "rank-free"):
         traces[way, 2] = _trace(over_two.run(_requests(1), LOAD, way))
     assert traces["rank-free", 1] == traces["rank-free", 2]
@@ -89,17 +81,16 @@ def test_rank_free_does_not_follow_the_ranks(loaded, over_two):
 
 
 @pytest.mark.nightly
-def test_ranks_are_an_axis(loaded, over_two, tmp_path, monkeypatch):
+def test_ranks_are_an_axis(tiny_float32, over_two, tmp_path, monkeypatch):
     """One rank and two in one run: proven by the share that a rank holds, one trace where rank-free, several else."""
     monkeypatch.setattr(collecting.Here, "_over", lambda self, ranks: over_two)
     load = Load(others=1, targets=2, spread=2, prompt=(4, 9), tokens=(2, 3), budget=32, requests=8)
-    plan = build_plan(
-        load, n=2, seed=0, prompts=[range(5, 17)], max_new_tokens=3, context=256, encode=loaded.encode_plain
-    )
-    base = Conditions(load, loaded.dtype)
+    given = {"prompts": [range(5, 17)], "max_new_tokens": 3, "context": 256, "encode": tiny_float32.encode_plain}
+    plan = build_plan(load, n=2, seed=0, **given)
+    base = Conditions(load, tiny_float32.dtype)
     axes = plan_axes({"ranks": []}, Subject(base, "cpu", (), torch.get_num_threads(), heads=2))
     assert [value for value, _ in axes[0].values] == ["2"]
-    run = sampled_into(tmp_path / "run.jsonl", loaded, plan, ["invariant", "rank-free"], base=base, axes=axes)
+    run = sampled_into(tmp_path / "run.jsonl", tiny_float32, plan, ["invariant", "rank-free"], base=base, axes=axes)
     values = {(v.impl, v.value): v for v in run.axis_values}
     assert all(v.proven for v in values.values())
     assert "2 ranks came to the same" in values["rank-free", "2"].proof
@@ -131,9 +122,9 @@ def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPath
         (("--ranks", "2,4"), "several numbers"),
         (("--ranks", "two"), "not a list of numbers"),
         (("--ranks", "2", "--vary", "chunk"), "exclude each other"),
+        (("--vary", "ranks=4"), "can be cut by 2 at most"),
         (("--ranks", "2", "--impl", "invariant:matmul"), "does not run over ranks"),
         (("--ranks", "4", "--load", "none"), "has 2 key heads"),
-        (("--vary", "ranks=4"), "can be cut by 2 at most"),
     ]:
         tmp_path = tmp_path_factory.mktemp("case")
         monkeypatch.chdir(tmp_path)
@@ -143,10 +134,9 @@ def test_what_ranks_refuse_is_one_line(capsys, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.nightly
-def test_a_step_that_fails_on_one_rank_is_told_at_once(loaded):
+def test_a_step_that_fails_on_one_rank_is_told_at_once(tiny_float32):
     """The engine of a rank that failed waits for the others, which wait for it: the failure is the answer, in time."""
-    with closing(RanksEngine(loaded, 2)) as engine:
-        assert engine._group is not None
+    with closing(RanksEngine(tiny_float32, 2)) as engine:
         engine._group.call("tests.ranks.tasks:break_a_step")
         started = time.monotonic()
         session = engine.run(_requests(2), LOAD)

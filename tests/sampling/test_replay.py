@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from nondet.core.compare import weights_digest
@@ -48,20 +47,15 @@ def recorded(tiny_float32: LoadedModel, tmp_path_factory: pytest.TempPathFactory
     return sampled_into(path, tiny_float32, plan), read_traces(path)[0]
 
 
-def player(recorded: Run, completion: Completion, loaded: LoadedModel) -> Player:
-    return Player(TransformersEngine(loaded.model), recording_of(recorded, completion))
-
-
-def test_divergent_completions_come_again_bit_for_bit(
-    recorded: tuple[Run, dict[str, Trace]], tiny_float32: LoadedModel
-) -> None:
+def test_divergent_completions_come_again_bit_for_bit(recorded, tiny_float32) -> None:
     """From the tape alone: tokens and logprob bits of every rarer completion, and every step as it ran."""
     run, traces = recorded
     rare = select_completions(run, ["divergent"], None)
     assert len(rare) >= 4, "the load does not part enough requests to test anything"
     for number in (0, 1):
         mine = [c for c in rare if c.round == number]
-        for replayed in player(run, mine[0], tiny_float32).as_recorded(mine, traces):
+        playing = Player(TransformersEngine(tiny_float32.model), recording_of(run, mine[0]))
+        for replayed in playing.as_recorded(mine, traces):
             assert replayed.same, replayed.sentence
             assert "every step as recorded" in replayed.sentence
 
@@ -97,11 +91,8 @@ def test_divergent_is_of_its_own_prompt_and_arm(recorded: tuple[Run, dict[str, T
     run, _ = recorded
 
     def prompts(*traces: str) -> Run:
-        completions = [
-            msgspec.structs.replace(run.completions[0], request=f"t{i}", prompt=i % 3, arm=f"{i % 2}", trace=trace)
-            for i, trace in enumerate(traces)
-        ]
-        return Run(header=run.header, completions=completions)
+        made = [completion(f"t{i}", trace, prompt=i % 3, arm=f"{i % 2}") for i, trace in enumerate(traces)]
+        return Run(header=run.header, completions=made)
 
     same = [f"{i % 3} {i % 2}" for i in range(18)]
     assert select_completions(prompts(*same), ["divergent"], None) == []
@@ -109,30 +100,25 @@ def test_divergent_is_of_its_own_prompt_and_arm(recorded: tuple[Run, dict[str, T
     assert [c.request for c in select_completions(prompts(*odd), ["divergent"], None)] == ["t17"]
 
 
-def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(
-    recorded: tuple[Run, dict[str, Trace]], tiny_float32: LoadedModel
-) -> None:
+def test_a_shrunk_company_still_parts_and_nobody_can_be_left_out(recorded, tiny_float32) -> None:
     """Checked here again, member by member, in sessions of their own."""
     run, traces = recorded
     (completion,) = select_completions(run, ["divergent"], None)[:1]
-    playing = player(run, completion, tiny_float32)
+    playing = Player(TransformersEngine(tiny_float32.model), recording_of(run, completion))
     alone = playing.solo(completion, traces)
     assert not alone.same
     shrunk = playing.shrunk(completion, traces)
     assert 1 <= len(shrunk.company) < 11
     assert "none of them can be left out" in shrunk.sentence
 
-    def digest(company: Sequence[str]) -> object:
-        session = playing.play([*company, completion.request])
+    def answer(*others: str) -> object:
+        session = playing.play([*others, completion.request])
         outcome = next(o for o in session.outcomes if o.request.id == completion.request)
-        return outcome.token_ids, outcome.logprobs
+        return outcome.token_ids if alone.first_token is not None else (outcome.token_ids, outcome.logprobs)
 
-    by_tokens = alone.first_token is not None
-    solo, still = digest([]), digest(shrunk.company)
-    assert (solo[0] != still[0]) if by_tokens else (solo != still)  # type: ignore[index] # a pair
+    assert answer() != answer(*shrunk.company)
     for member in shrunk.company:
-        less = digest([x for x in shrunk.company if x != member])
-        assert (solo[0] == less[0]) if by_tokens else (solo == less)  # type: ignore[index] # a pair
+        assert answer() == answer(*(x for x in shrunk.company if x != member))
 
 
 def test_delta_debugging_ends_at_a_minimum() -> None:
@@ -172,12 +158,11 @@ def test_forced_tokens_are_fed_and_the_session_can_be_cut(tiny: LoadedModel) -> 
 
 def completions(*rounds: dict[int, str]) -> list[Completion]:
     """Round by round: prompt -> one trace name for each of its completions there."""
-    return [
-        completion(f"{number}-{prompt}-{i}", name, round=number, prompt=prompt)
-        for number, members in enumerate(rounds)
-        for prompt, names in members.items()
-        for i, name in enumerate(names)
-    ]
+    made = []
+    for number, members in enumerate(rounds):
+        for prompt, names in members.items():
+            made += [completion(f"{number}-{prompt}", name, round=number, prompt=prompt) for name in names]
+    return made
 
 
 def test_rounds_are_chosen_by_what_they_settle() -> None:
@@ -192,9 +177,7 @@ def test_rounds_are_chosen_by_what_they_settle() -> None:
     assert len(rounds_to_settle(completions({9: "a"}, *({i: "ab"} for i in range(8))), 3)) == 3
 
 
-def test_a_prompt_that_parts_between_rounds_is_settled(
-    tiny_float32: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_parts_between_rounds_is_settled(tiny_float32, tmp_path, monkeypatch) -> None:
     """One completion a round: the first alone can't tell, further rounds run again do, and noise there is seen."""
     monkeypatch.setattr(test_collect, "LOAD", "others=3,targets=1,spread=6,prompt=4-16,tokens=2-6,budget=16,page=4")
     open_ = sample(tiny_float32, tmp_path / "open.jsonl", n=4)
@@ -213,9 +196,8 @@ def test_steps_before_a_capture_are_held_against_their_like(tiny_float32: Loaded
     """What a graph gave against what ran without one is no run to run: no answer, whether it parts or not."""
 
     def session(captured: tuple[bool, ...], logprobs: bytes) -> Session:
-        outcome = Outcome(Request("t0", True, (1,), 1, 0), [5], logprobs, b"", [], "length", [[0, 1, 1]], 1, 1)
-        pace = [Pace(0.1, 1, step) for step in captured]
-        return Session(outcomes=[outcome], steps=2, tokens=1, seconds=0.2, fatal="", pace=pace)
+        outcome = Outcome(Request("t0", True, (1,), 1, 0), [5], logprobs, finish="length")
+        return Session([outcome], 2, 1, 0.2, pace=[Pace(0.1, 1, step) for step in captured])
 
     once = session((True, False), bytes(4))
     for captured, logprobs, status in (
@@ -224,7 +206,6 @@ def test_steps_before_a_capture_are_held_against_their_like(tiny_float32: Loaded
         ((False, True), bytes(4), Status.ERROR),
         ((False, False), bytes([0, 0, 0, 1]), Status.ERROR),
     ):
-        again = session(captured, logprobs)
-        made = with_session(repeated(tiny_float32, "stock", 0, 0.0), once, again)
+        made = with_session(repeated(tiny_float32, "stock", 0, 0.0), once, session(captured, logprobs))
         assert made.status == status
         assert ("captured in other steps" in made.reason) == (status == Status.ERROR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nondet.core.runfile import read_run, write_run
 from nondet.errors import UserError
 from nondet.mismatch import grpo
 from nondet.mismatch.arms import ARMS, TASKS, balanced, summed
+from nondet.mismatch.trainer import rounded_to_fp8, weights_changed
 from nondet.reports import gate
 from nondet.sampling.model import load_model
 from nondet.verdict.findings import Finding
@@ -183,7 +185,7 @@ def test_rounded_rollouts_differ_and_leave_the_trainer_s_weights(tiny_folder: Pa
     loaded = load_model(str(tiny_folder), "float32", "cpu")
     policy = grpo.Policy(loaded.model, 1e-3)
     before = [p.detach().clone() for p in policy.parameters]
-    with policy.rounded("fp8"):
+    with weights_changed(policy.model, partial(rounded_to_fp8, scale="row")):
         assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters, strict=True))
         wide = next(p for p in policy.parameters if p.dim() == 2)
         assert all(len(row.unique()) < 256 for row in wide)
