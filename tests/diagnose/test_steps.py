@@ -165,9 +165,10 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
 
     monkeypatch.setattr(steps, "Search", search)
     monkeypatch.setattr(Diagnoser, "_arms", lambda *_: (SimpleNamespace(name="alone"), SimpleNamespace(name="again")))
-    monkeypatch.setattr(Diagnoser, "engine", None)
     made = diagnoser(embedded, tmp_path / "run.jsonl")
-    step = made._operator(run_of({"greedy": "yes", "run": "no"}))
+    for step in run_of({"greedy": "yes", "run": "no"}).steps:
+        made.writer.write(step)
+    step = made._operator()
     assert step.outcome == ("yes" if finding == "run-to-run" else "unknown")
     assert step.sentence.startswith("each arm was bit-identical when it was repeated") == (step.outcome == "unknown")
 
@@ -201,10 +202,10 @@ def test_a_limit_takes_rounds_and_values_and_says_so(
         (alike, 100.0, 200.0, (2, 1)),
     ]:
         made = diagnoser(embedded, tmp_path / "run.jsonl", n=25, within_s=within, clock=lambda: spent)  # noqa: B023
-        monkeypatch.setattr(Diagnoser, "_so_far", lambda _: run_of({}, **completions, steps=known))  # noqa: B023
+        monkeypatch.setattr(Diagnoser, "_so_far", run_of({}, **completions, steps=known))
         made._kept = {None: session("1" * 64, []), 0: session("1", [])}
         played.clear()
-        step, axes = made._batch(made._so_far()), made._axes(made._so_far())
+        step, axes = made._batch(), made._axes()
         assert sum(name.startswith("round") for name in played) == expected[0]
         assert sum(name.endswith("requests") and name[0].isdigit() for name in played) == expected[1]
         assert ("values of the axes run (--within 0 runs all)" in axes.facts.get("less", "")) == (expected[1] == 1)
