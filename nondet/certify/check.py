@@ -36,9 +36,8 @@ def row_key(question: Question, member: str) -> tuple[str, ...]:
 class _Variant:
     """One member's answers for one variant, over all kinds of input."""
 
-    failure: str  # why it could not be computed
-    # 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where it has neither
-    label: int = 0
+    failure: str = ""  # why it could not be computed
+    label: int = 0  # 1 where it has the bits of the member's own whole answer and not the anchor's, 2 where neither
     compared: int = 0  # finite elements
     found: list[tuple[str, Difference]] = field(default_factory=list)  # where it differed: kind of input, difference
     certificates: dict[_Certificate, None] = field(default_factory=dict)  # of its calls
@@ -53,15 +52,14 @@ class _Member:
     name: str
     call: Call
     known_as: str  # in certificates, unless it reports them itself (`claim`), as the dispatcher's members do
-    failure: str = ""  # why none of its variants counts
     seconds: float = 0.0
     ran: set[str] = field(default_factory=set)
     replays: int = 0
     unsteady: int = 0  # replays with other bits
+    refused: bool = True  # every failure was the member's own "not here"
 
     def __post_init__(self) -> None:
-        self.variants: dict[Value, _Variant] = {value: _Variant(self.failure) for value in self.question.values}
-        self.refused = not self.failure  # every failure was the member's own "not here"
+        self.variants: dict[Value, _Variant] = {value: _Variant() for value in self.question.values}
         self._settings = settings(self.question.device)
         self._certificates: dict[_Certificate, None] = {}
         if hasattr(self.call, "ragged"):
@@ -84,9 +82,8 @@ class _Member:
             self._certificates = variant.certificates
             compute = partial(question.answer, inputs, self, value)
             with listen() as noted:
-                again = tried = attempt(expected, compute)
-            if value in ends and tried.result is not None:
-                again = attempt(expected, compute)
+                tried = attempt(expected, compute)
+            again = attempt(expected, compute) if value in ends and tried.result is not None else tried
             if tried.result is None or again.result is None:
                 failure = tried.failure or again.failure
                 variant.failure = in_words(failure)
@@ -142,19 +139,19 @@ class _Member:
         A form consists of several calls (a prompt in chunks). Where it differs, those of its calls that agreed
         elsewhere are not the ones that differed, unless all of them agreed elsewhere: then none is trusted.
         """
-        about, axis, differing = self.question.name, self.question.axis, dict[_Certificate, Value]()
-        agreed = {} if self.unsteady else {at: v for at, v in self.variants.items() if not (v.label or v.failure)}
+        axis, differing = self.question.axis, dict[_Certificate, Value]()
+        agreed = {at: v for at, v in self.variants.items() if not (v.label or v.failure or self.unsteady)}
         good = {c: at for at, v in agreed.items() for c in v.certificates}
         for value, v in self.variants.items():
             if v.label or self.unsteady:
                 differing |= dict.fromkeys([c for c in v.certificates if c not in good] or v.certificates, value)
         for (member, key), value in differing.items():
-            evidence = f"{about}: the same call again gave other bits"
+            evidence = ": the same call again gave other bits"
             if not self.unsteady:
                 kind, found = self.variants[value].found[0]
-                evidence = f"{about}, {axis}={value}, {kind}: {found.mismatched} of {found.compared} elements differ, "
-                evidence += f"first at {found.first_mismatch}"
-            kept.record(member, key, False, evidence)
+                elements = f"{found.mismatched} of {found.compared} elements differ, first at {found.first_mismatch}"
+                evidence = f", {axis}={value}, {kind}: {elements}"
+            kept.record(member, key, False, self.question.name + evidence)
         for (member, key), value in good.items():
             compared = self.variants[value].compared
             if compared and (member, key) not in differing:
@@ -175,12 +172,11 @@ def ask(
         for kind in question.kinds:
             inputs = question.prepare(kind)
             whole, written = question.expected(inputs, anchor), fingerprint(inputs)
-            for i, member in enumerate(tested):
+            for member in tested:
                 member.answer(kind, inputs, whole)
                 if written_to(written, inputs):  # its later results were of other operands: they show nothing
-                    why = "it writes to its operands"
-                    tested[i] = _Member(question, member.name, member.call, member.known_as, why)
-                    inputs = question.prepare(kind)
+                    member.variants = {value: _Variant("it writes to its operands") for value in question.values}
+                    member.refused, inputs = False, question.prepare(kind)
             del inputs, whole, written
     except DeviceLostError:
         raise
@@ -227,8 +223,9 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
     what the timed one of the nearest size does. On a GPU each member of each dtype compiles once, as long as the
     median of those did: the first of all also loads what every kernel needs.
     """
-    until, work = clock() + _SAMPLED_S, [_work(item.question) for item in planned]
-    groups: dict[tuple[str, str], list[int]] = {}
+    until, groups = clock() + _SAMPLED_S, dict[tuple[str, str], list[int]]()
+    counts = [sum(v if isinstance(v, int) else 1 for v in item.question.values) for item in planned]
+    work = [math.prod(item.question.shape.values()) * n for item, n in zip(planned, counts, strict=True)]
     for i in sorted(range(len(planned)), key=work.__getitem__):
         groups.setdefault((planned[i].question.operator, planned[i].question.cls), []).append(i)
     most = sorted(groups.values(), key=len, reverse=True)
@@ -240,18 +237,13 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
     compiles = statistics.median(first for *_, first in timed.values()) if timed else 0.0
     compiled, seconds = set[tuple[str, ...]](), list[float]()
     for item, own in zip(planned, work, strict=True):
-        question = item.question
-        near = [i for i in groups[question.operator, question.cls] if i in timed] or list(timed)
+        question, of = item.question, (item.question.operator, item.question.cls)
+        near = [i for i in groups[of] if i in timed] or list(timed)
         shared, each, _ = timed[min(near, key=lambda i: abs(math.log(work[i] / own)))]
-        new = {(question.operator, question.cls, question.dtype, name) for name in item.members} - compiled
+        new = {(*of, question.dtype, name) for name in item.members if question.device == "cuda"} - compiled
         compiled |= new
-        first = compiles * len(new) if question.device == "cuda" else 0.0
-        seconds.append(len(question.kinds) * (shared + len(item.members) * each) + first)
+        seconds.append(len(question.kinds) * (shared + len(item.members) * each) + compiles * len(new))
     return seconds
-
-
-def _work(question: Question) -> float:
-    return math.prod(question.shape.values()) * sum(v if isinstance(v, int) else 1 for v in question.values)
 
 
 def _timed(item: Assignment, clock: Callable[[], float]) -> tuple[float, float, float]:
@@ -259,19 +251,21 @@ def _timed(item: Assignment, clock: Callable[[], float]) -> tuple[float, float, 
     first and its last variant; and of its first call, which may compile, or load what all others use."""
     question, member, began = item.question, next(iter(item.members.values())), clock()
 
-    def twice(call: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
-        ends = [clock()]
-        for _ in range(2):
-            call(*arguments)
-            wait_for_device()
-            ends.append(clock())
-        return ends[1] - ends[0], ends[2] - ends[1]
+    def seconds(call: Callable[..., Any], *arguments: Any) -> float:
+        before = clock()
+        call(*arguments)
+        wait_for_device()
+        return clock() - before
 
     low, high = question.values[0], question.values[-1]
     try:
         inputs = question.prepare(question.kinds[0])
-        shared = clock() - began + twice(question.expected, inputs, item.anchor)[1]
-        (first, short), (second, long) = (twice(question.answer, inputs, member, value) for value in (low, high))
+        shared = clock() - began
+        question.expected(inputs, item.anchor)
+        shared += seconds(question.expected, inputs, item.anchor)
+        first, short, second, long = (
+            seconds(question.answer, inputs, member, value) for value in (low, low, high, high)
+        )
     except Exception:  # noqa: BLE001 - its rows will say why; what fails takes hardly any time
         return clock() - began, 0.0, 0.0
     share = 0.5  # of the last variant in a typical one: by its rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,11 +27,9 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Question(CertifyCell):
-    """Rows of a batch, whose variants are the numbers of rows: products, operators over the last axis.
-
-    The layout of products "nt" has the second operand by columns, "nn" by rows, "tn" also the first by columns; that of
-    FP8 products has the scales and the result's dtype.
-    """
+    """Rows of a batch, whose variants are the numbers of rows: products, operators over the last axis. The layout of
+    products "nt" has the second operand by columns, "nn" by rows, "tn" also the first by columns; that of FP8 products
+    has the scales and the result's dtype."""
 
     operator: str
     cls: str
@@ -68,9 +66,7 @@ class Question(CertifyCell):
         """The operands of the whole batch."""
         operator, dtype = declared()[self.operator], getattr(torch, self.dtype)
         if operator.drawn_by is not None:
-            draw = load_object(operator.drawn_by)
-            operands: Inputs = draw(kind, self.layout, self.sizes, dtype, self.device, self.seed)
-            return operands
+            return tuple(load_object(operator.drawn_by)(kind, self.layout, self.sizes, dtype, self.device, self.seed))
         x, *others = drawn(operator, self.sizes, dtype, self.device, generator(self.seed, self.device), kind)
         return (laid_out(x, self.layout), *others)
 
@@ -79,19 +75,15 @@ class Question(CertifyCell):
         if not self.one_row:
             return self.answer(inputs, anchor, self.whole)
         alone = [self._of_rows(inputs, anchor, i, i + 1) for i in range(int(self.whole))]
-        return torch.cat(alone, self._batch_axis)
+        return torch.cat(alone, int("B" in self.shape))  # a product of batches has its rows within them
 
     def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
         """The part of the whole answer that a variant must give: its first rows."""
-        return whole.narrow(self._batch_axis, 0, int(value))
+        return whole.narrow(int("B" in self.shape), 0, int(value))
 
     def answer(self, inputs: Inputs, call: Call, value: int | str) -> torch.Tensor:
         """A member's answer for a variant."""
         return self._of_rows(inputs, call, 0, int(value))
-
-    @property
-    def _batch_axis(self) -> int:
-        return 1 if "B" in self.shape else 0  # a product of batches has its rows within them
 
     def _of_rows(self, inputs: Inputs, call: Call, start: int, stop: int) -> torch.Tensor:
         x, *others = rows_of(declared()[self.operator], self.sizes, inputs, start, stop)
@@ -105,11 +97,8 @@ class Question(CertifyCell):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionQuestion(Question):
-    """Causal attention over T tokens of B requests: prefill, chunks, decode, fewer requests, ragged requests.
-
-    Variants: "prefill" (all B), "alone" (a prefill of request 0), "chunks of c", "decode" and "decode alone" (single
-    positions), "ragged" (the requests cut to unequal lengths, one of them decoding).
-    """
+    """Causal attention over T tokens of B requests. Variants: "prefill" (all B), "alone" (of request 0), "chunks of c",
+    "decode" and "decode alone" (single positions), "ragged" (requests cut to unequal lengths, some decode)."""
 
     def expected(self, inputs: Inputs, anchor: Call) -> torch.Tensor:
         """[B, Hq, T, D], each request prefilled solo."""
@@ -178,8 +167,7 @@ class Wish(Sizes):
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(NamedTuple):
     """One question, the anchor, and its members."""
 
     question: Question
@@ -200,19 +188,20 @@ def plan(wish: Wish) -> list[Assignment]:
     of_class = [op for op in every if wish.cls in (None, *(c.name for c in classes_for(op, wish.device)))]
     # a function has one signature; an unknown or foreign class is refused below
     names = names or of_class[: 1 if wish.impls else None] or every[:1]
-    assignments: list[Assignment] = []
     known: dict[str, None] = {}
-    for operator in dict.fromkeys(names):
-        for cls in classes_for(operator, wish.device, wish.cls):
-            assignments += _assignments(wish, operator, cls, known)
+    pairs = [
+        (operator, cls) for operator in dict.fromkeys(names) for cls in classes_for(operator, wish.device, wish.cls)
+    ]
+    assignments = [assignment for pair in pairs for assignment in _assignments(wish, *pair, known)]
     unknown = [m for m in wish.members if not any(f"{name}/".startswith(f"{m}/") for name in known)]
     if unknown:
         raise UnknownNameError("member", unknown[0], known)
     if not assignments:
         given = [f"--{o} {', '.join(v)}" for o, v in (("dtype", wish.dtypes), ("inputs", wish.inputs)) if v]
-        of = ", ".join(wish.operators) or "any operator"
-        what = f"nothing to certify: no class of {of} on {wish.device} takes {' with '.join(given)}"
-        raise UserError(what, "See `nondet certify --help-all`.")
+        what = (
+            f"no class of {', '.join(wish.operators) or 'any operator'} on {wish.device} takes {' with '.join(given)}"
+        )
+        raise UserError(f"nothing to certify: {what}", "See `nondet certify --help-all`.")
     return assignments
 
 
