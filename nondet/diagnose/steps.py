@@ -33,7 +33,7 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt
 from nondet.sampling.replay import digest_of
-from nondet.trace.search import Arm, Pace, Search
+from nondet.trace.search import Arm, Pace, Search, arms_of
 from nondet.verdict.findings import Finding, plural
 
 ALL = "(--within 0 runs all)"
@@ -191,7 +191,7 @@ def _session(engine: Engine, arm: Arm) -> Session:
     session = engine.run(arm.requests, arm.load, seed=arm.seed)
     failed = [f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error"]
     if session.fatal or failed:
-        raise EngineStoppedError((f"{arm.name}: " if arm.name else "") + (session.fatal or failed[0]))
+        raise EngineStoppedError(f"{arm.title}: {session.fatal or failed[0]}")
     return session
 
 
@@ -258,7 +258,6 @@ class Diagnoser:
         return greedy_step((self._known(None), self._known(0)))
 
     def _run(self) -> Step:
-        """Two more solo runs, and the first round twice."""
         traces = [digest_of(self._session(None).outcomes[0]) for _ in range(2)]
         self._collect(STOCK, lambda number: number == 0)
         return verdict.run_step(self._so_far, [verdict.solo_of(self._so_far)["trace"], *traces])
@@ -364,7 +363,9 @@ class Diagnoser:
         return self._kept.get(number) or self._kept.setdefault(number, self._session(number))
 
     def _session(self, number: int | None) -> Session:
-        return _session(self.engine, self._arm(number))
+        solo, loaded = arms_of(self.plan.rounds[number or 0], self.plan.load, self.seed)
+        solo.requests = [replace(request, arrival_step=0) for request in solo.requests]
+        return _session(self.engine, solo if number is None else loaded)
 
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
         """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
@@ -375,20 +376,11 @@ class Diagnoser:
     def _arms(self) -> tuple[Arm, Arm]:
         run, number = self._so_far, verdict.differing_round(self._so_far)
         if number is not None or steps_of(run)["run"].outcome == "no":
-            loaded = self._arm(number or 0, "in company")
-            own = [r for r in loaded.requests if r.id == loaded.request]
-            return replace(loaded, name="alone", requests=own), loaded
+            return arms_of(self.plan.rounds[number or 0], self.plan.load, self.seed)
         record = next(a for a in run.axes if a.traces)
         axis = next(a for a in self._all_axes if a.name == record.axis)
         trial = next(t for t in axis.trials if t.name == record.parted[0])
         return replace(axis.reference, name="alone"), replace(trial, name=f"{axis.name}: {trial.name}")
-
-    def _arm(self, number: int | None, name: str = "") -> Arm:
-        """That round, or the solo request."""
-        requests = self.plan.rounds[number or 0]
-        target = next(r for r in requests if r.target)
-        requests = (replace(target, arrival_step=0),) if number is None else requests
-        return Arm(name, target.id, requests, self.plan.load, self.seed)
 
     @property
     def _so_far(self) -> Run:

@@ -115,7 +115,7 @@ def differing_round(run: Run) -> int | None:
     """The first round with a completion that is not the solo one, if possible one with other tokens."""
     solo, good = solo_of(run), _completions(run)
     differing = [(c.tokens_digest == solo["tokens"], c.round) for c in good if c.trace != solo["trace"]]
-    return min(differing, default=(True, None))[1]
+    return min(differing)[1] if differing else None
 
 
 def _completions(run: Run) -> list[Completion]:
@@ -183,14 +183,11 @@ def conclude(run: Run) -> Diagnosis:
     """The verdict on the steps of the run."""
     step, finding = steps_of(run), _finding(run)
     greedy, seen, batch, cure, cost = (step[name].sentence for name in ("greedy", "run", "batch", "cure", "cost"))
-    axes, traced, raced = axes_step(run), run.trace_verdicts[-1:], _replay(run.culprits, "repeat")
-    if step["run"].outcome != "no" and traced:
-        by_itself = raced and traced[0].finding != "run-to-run"
-        seen = (
-            f"`{raced[0].call}` of {raced[0].module}: {raced[1].sentence}"
-            if by_itself
-            else "; ".join(traced[0].sentences)
-        )
+    axes, raced = axes_step(run), _replay(run.culprits, "repeat")
+    for traced in run.trace_verdicts[-1:] if step["run"].outcome != "no" else ():
+        seen = "; ".join(traced.sentences)
+        if raced and traced.finding != "run-to-run":
+            seen = f"`{raced[0].call}` of {raced[0].module}: {raced[1].sentence}"
     if step["batch"].outcome != "yes":
         batch = "not in the load as sampled, but where one property of the batch was changed"
     whether = {

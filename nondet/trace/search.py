@@ -92,6 +92,12 @@ class Arm:
         return next(o for o in session.outcomes if o.request.id == self.request)
 
 
+def arms_of(requests: Sequence[Request], load: Load, seed: int) -> tuple[Arm, Arm]:
+    """The first request under study of a round, solo and among the others."""
+    target = next(r for r in requests if r.target)
+    return Arm("alone", target.id, (target,), load, seed), Arm("in company", target.id, requests, load, seed)
+
+
 @dataclass(frozen=True)
 class Site:
     """The least position where the arms' records differ, and in which record: "input", "3.k", "3.out", "logits".
