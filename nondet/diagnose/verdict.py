@@ -181,28 +181,12 @@ def _replay(culprits: Sequence[Culprit], *names: str) -> tuple[Culprit, Replay] 
 
 def conclude(run: Run) -> Diagnosis:
     """The verdict on the steps of the run."""
-    step, finding = steps_of(run), _finding(run)
-    greedy, seen, batch, cure, cost = (step[name].sentence for name in ("greedy", "run", "batch", "cure", "cost"))
-    axes, raced = axes_step(run), _replay(run.culprits, "repeat")
-    for traced in run.trace_verdicts[-1:] if step["run"].outcome != "no" else ():
-        seen = "; ".join(traced.sentences)
-        if raced and traced.finding != "run-to-run":
-            seen = f"`{raced[0].call}` of {raced[0].module}: {raced[1].sentence}"
-    if step["batch"].outcome != "yes":
-        batch = "not in the load as sampled, but where one property of the batch was changed"
-    whether = {
-        NOT_GREEDY: f"Decoding is not greedy: {greedy}.",
-        Finding.WRONG: f"Wrong: {greedy}. Whether the batch matters was not tested.",
-        Finding.RUN_TO_RUN: f"Run-to-run nondeterministic: {seen}. Whether the batch matters too is not known.",
-        UNKNOWN: "Not known: a step that is needed has no answer.",
-        Finding.UNATTRIBUTED: f"Divergent, because of the batch or from run to run: {batch}.",
-        Finding.CLEAN: f"No divergence observed: {step['batch'].sentence}; {axes.sentence}. This is an observation on "
-        "this load, not a proof.",
-    }.get(finding, f"Batch-dependent: {batch}.")
+    step, axes = steps_of(run), axes_step(run)
+    finding, whether = _finding(run, step)
     cures = {
-        "yes": f"batch_invariant() left no divergence: {cure}.",
-        "no": f"batch_invariant() is no cure here: {cure}.",
-        "unknown": f"Whether batch_invariant() is a cure here is not known: {cure}.",
+        "yes": f"batch_invariant() left no divergence: {step['cure'].sentence}.",
+        "no": f"batch_invariant() is no cure here: {step['cure'].sentence}.",
+        "unknown": f"Whether batch_invariant() is a cure here is not known: {step['cure'].sentence}.",
     }
     cure = cures.get(step["cure"].outcome, "")
     families = step["operator"].facts.get("families", "").replace("+", " and ")
@@ -215,25 +199,39 @@ def conclude(run: Run) -> Diagnosis:
         where="" if finding == Finding.CLEAN or axes.outcome == "unknown" else in_sentences(axes.sentence),
         why=in_sentences(*_why(run, finding)),
         cure=cure,
-        cost=in_sentences(cost) if step["cost"].outcome == "yes" else "",
+        cost=in_sentences(step["cost"].sentence) if step["cost"].outcome == "yes" else "",
         limits=list(map(in_sentences, _limits(run, step))),
     )
 
 
-def _finding(run: Run) -> str:
-    """The finding in a word. The batch is blamed only where equal batches have been seen to give equal bits."""
-    step, cause = steps_of(run), cause_of(run)
-    both, unsteady = (step["batch"].outcome, step["axes"].outcome), step["run"].outcome == "no"
+def _finding(run: Run, step: Mapping[str, Step]) -> tuple[str, str]:
+    """The finding in a word, and in a sentence. The batch is blamed only where equal batches have been seen to give
+    equal bits."""
+    cause, greedy, both = cause_of(run), step["greedy"].sentence, (step["batch"].outcome, step["axes"].outcome)
+    if step["greedy"].outcome == "no" and step["greedy"].figures.get("nonfinite"):
+        return Finding.WRONG, f"Wrong: {greedy}. Whether the batch matters was not tested."
     if step["greedy"].outcome == "no":
-        return Finding.WRONG if step["greedy"].figures.get("nonfinite") else NOT_GREEDY
-    if unsteady or cause == Finding.RUN_TO_RUN:
-        return Finding.RUN_TO_RUN
+        return NOT_GREEDY, f"Decoding is not greedy: {greedy}."
+    if step["run"].outcome == "no" or cause == Finding.RUN_TO_RUN:
+        seen = step["run"].sentence
+        for traced in run.trace_verdicts[-1:] if step["run"].outcome != "no" else ():
+            seen, raced = "; ".join(traced.sentences), _replay(run.culprits, "repeat")
+            if raced and traced.finding != "run-to-run":
+                seen = f"`{raced[0].call}` of {raced[0].module}: {raced[1].sentence}"
+        what = f"Run-to-run nondeterministic: {seen}. Whether the batch matters too is not known."
+        return Finding.RUN_TO_RUN, what
+    batch = step["batch"].sentence
+    if both == ("no", "no"):
+        axes = f"{axes_step(run).sentence}. This is an observation on this load, not a proof."
+        return Finding.CLEAN, f"No divergence observed: {batch}; {axes}"
     if "yes" not in both:
-        return Finding.CLEAN if both == ("no", "no") else UNKNOWN
-    if cause in (DEFECT, Finding.BATCH):
-        return cause
+        return UNKNOWN, "Not known: a step that is needed has no answer."
+    if both[0] != "yes":
+        batch = "not in the load as sampled, but where one property of the batch was changed"
     repeated_equal = step["batch"].figures.get("repeated_round_traces") and step["run"].outcome == "yes"
-    return Finding.BATCH if repeated_equal else Finding.UNATTRIBUTED
+    if cause in (DEFECT, Finding.BATCH) or repeated_equal:
+        return cause if cause == DEFECT else Finding.BATCH, f"Batch-dependent: {batch}."
+    return Finding.UNATTRIBUTED, f"Divergent, because of the batch or from run to run: {batch}."
 
 
 def _why(run: Run, finding: str) -> list[str]:
