@@ -182,8 +182,8 @@ def try_axis(
     tokens, traces = (sum(pair[i] is not None for pair in every) for i in (0, 1))
     note = "" if axis.trials else "the prompt is too short for this"
     note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else note
-    parted = [name for name in ran if any(logprob is not None for _, logprob in found[name])]
-    counts: dict[str, Any] = {"tried": len(every), "traces": traces, "tokens": tokens, "parted": parted}
+    differing = [name for name in ran if any(logprob is not None for _, logprob in found[name])]
+    counts: dict[str, Any] = {"tried": len(every), "traces": traces, "tokens": tokens, "parted": differing}
     return AxisTried(axis=axis.name, impl=impl, held=axis.held, values=ran, note=note, **counts)
 
 

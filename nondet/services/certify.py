@@ -122,8 +122,8 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     steps, model = request.m or _STEP, None if request.model is None else str(request.model)
     own, ours = (os.environ.get(name) == "1" for name in (OWN, ENABLED))
     way = "invariant" if ours else "vllm-invariant" if own else "stock"
-    asked = {"engine": "vllm", "model": model, "dtype": (request.dtype or ["bfloat16"])[0]}
-    loaded = open_model(SimpleNamespace(**asked, device=request.device, threads=request.threads), sink)
+    wanted = {"engine": "vllm", "model": model, "dtype": (request.dtype or ["bfloat16"])[0]}
+    loaded = open_model(SimpleNamespace(**wanted, device=request.device, threads=request.threads), sink)
     load = Load(others=0, targets=1, spread=1, prompt=(1, 1), tokens=(1, 1), budget=steps, requests=steps)
     with closing(VllmEngine(loaded, load, steps)) as engine:
         plan = {"vllm": way, "model": {"name": loaded.name, **loaded.identity}, "engine": engine.describe()}
