@@ -27,11 +27,6 @@ Value = int | str
 _Certificate = tuple[str, str]  # (member, key)
 
 
-def row_key(question: Question, member: str) -> tuple[str, ...]:
-    """The `Row.key` of the row that `ask` will give."""
-    return _head(question, member).key
-
-
 @dataclass
 class _Variant:
     """One member's answers for one variant, over all kinds of input."""
@@ -106,7 +101,7 @@ class _Member:
 
     def row(self) -> Row:
         """What was found, with the reasons."""
-        axis, head, every = self.question.axis, _head(self.question, self.name), self.variants.values()
+        axis, head, every = self.question.axis, self.question.head(self.name), self.variants.values()
         computed = {value: v.label for value, v in self.variants.items() if not v.failure}
         failed = {value: v.failure for value, v in self.variants.items() if v.failure}
         left, elements = [value for value, label in computed.items() if label], sum(v.compared for v in every)
@@ -183,19 +178,11 @@ def ask(
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: reported in every row
         reason = f"the anchor failed: {in_words(error)}"
         for name in members:
-            yield msgspec.structs.replace(_head(question, name), status=Status.ERROR, reason=reason)
+            yield msgspec.structs.replace(question.head(name), status=Status.ERROR, reason=reason)
         return
     for member in tested:
         member.record(certificates)
         yield member.row()
-
-
-def _head(question: Question, member: str) -> Row:
-    return Row(
-        probe="certify", case=question.name, operator=question.operator, shape=dict(question.shape),
-        dtype=question.dtype, device=question.device, inputs="hard", varied="class", impl=member, status="",
-        extra={"class": question.cls, "layout": question.layout, "inputs": list(question.kinds)},
-    )  # fmt: skip
 
 
 def where_it_differs(axis: str, every: Sequence[Value], left: Sequence[Value], *, alike: bool) -> str:

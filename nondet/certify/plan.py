@@ -18,6 +18,7 @@ from nondet.core.inputs import generator, product_operands
 from nondet.core.operands import drawn, laid_out, rows_of
 from nondet.core.operator import INVARIANT, ONE_ROW, CertifyCell, Shape, Sizes
 from nondet.core.proof import PRODUCT_INPUTS
+from nondet.core.records import Row
 from nondet.core.registry import NumericsClass, class_operators, classes_for, declared, load_implementation, load_object
 from nondet.errors import UnknownNameError, UserError
 
@@ -61,6 +62,14 @@ class Question(CertifyCell):
             return {**self.shape, "Tq": self.shape["T"], "Tk": self.shape["T"]}
         first = declared()[self.operator].operands[0].axes
         return {first[-1]: self.shape.get("W", 0), first[0]: int(self.whole), **self.shape}
+
+    def head(self, member: str) -> Row:
+        """The row of a member, with everything but figures."""
+        return Row(
+            probe="certify", case=self.name, operator=self.operator, shape=dict(self.shape), dtype=self.dtype,
+            device=self.device, inputs="hard", varied="class", impl=member, status="",
+            extra={"class": self.cls, "layout": self.layout, "inputs": list(self.kinds)},
+        )  # fmt: skip
 
     def prepare(self, kind: str) -> Inputs:
         """The operands of the whole batch."""

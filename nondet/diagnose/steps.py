@@ -24,7 +24,6 @@ from nondet.core.runfile import RunWriter, read_run
 from nondet.core.traces import nonfinite_logprobs, tokens_digest
 from nondet.diagnose import verdict
 from nondet.diagnose.verdict import INVARIANT, QUESTIONS, STOCK, axis_title, steps_of
-from nondet.errors import EngineStoppedError
 from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.axes import Conditions
 from nondet.sampling.collect import Here, Survey, collect
@@ -166,13 +165,13 @@ def try_axis(
 ) -> AxisTried:
     """Run the reference, and the trials of these values (() for all), the last one first, since kernels change at the
     extremes; no more once it is `over`. An `EngineStoppedError`, or a `UserError` where sizes are refused."""
-    target = next(o for o in _session(engine, axis.reference).outcomes if o.request.target)
+    target = axis.reference.outcome(axis.reference.run(engine, every=True))
     found: dict[str, list[tuple[int | None, int | None]]] = {}  # (other token, other logprob) of each completion
     unmet = []
     for trial in reversed([t for t in axis.trials if t.name in values or not values]):
         if found and over():
             break
-        session = _session(engine, trial)
+        session = trial.run(engine, every=True)
         if trial.load.sharing and not session.figures["hits"]:
             unmet.append(trial.name)
         else:
@@ -185,14 +184,6 @@ def try_axis(
     differing = [name for name in ran if any(logprob is not None for _, logprob in found[name])]
     counts: dict[str, Any] = {"tried": len(every), "traces": traces, "tokens": tokens, "parted": differing}
     return AxisTried(axis=axis.name, impl=impl, held=axis.held, values=ran, note=note, **counts)
-
-
-def _session(engine: Engine, arm: Arm) -> Session:
-    session = engine.run(arm.requests, arm.load, seed=arm.seed)
-    failed = [f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error"]
-    if session.fatal or failed:
-        raise EngineStoppedError(f"{arm.title}: {session.fatal or failed[0]}")
-    return session
 
 
 # About how long a diagnosis of the default size may take, by device.
@@ -365,7 +356,7 @@ class Diagnoser:
     def _session(self, number: int | None) -> Session:
         solo, loaded = arms_of(self.plan.rounds[number or 0], self.plan.load, self.seed)
         solo.requests = [replace(request, arrival_step=0) for request in solo.requests]
-        return _session(self.engine, solo if number is None else loaded)
+        return (solo if number is None else loaded).run(self.engine, every=True)
 
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
         """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""

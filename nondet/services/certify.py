@@ -66,7 +66,7 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     names, impls = request.names or [], request.impl or []
     output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
 
-    from nondet.certify.check import ask, estimate, row_key
+    from nondet.certify.check import ask, estimate
     from nondet.certify.plan import Wish
     from nondet.certify.plan import plan as plan_questions
     from nondet.core.certificates import certificates
@@ -95,7 +95,7 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     with output.recording("certify", described, request.seed, sum(len(p.members) for p in planned)) as writer:
         left = []
         for p in planned:
-            members = {name: c for name, c in p.members.items() if row_key(p.question, name) not in writer.done}
+            members = {name: c for name, c in p.members.items() if p.question.head(name).key not in writer.done}
             left += [p._replace(members=members)] if members else []
         seconds = estimate(left)
         if sum(seconds) > _WORTH_SAYING_S:
