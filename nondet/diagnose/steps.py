@@ -223,13 +223,14 @@ class Diagnoser:
                 step, title = steps_of(self._so_far)[name], f"[{number}/{len(QUESTIONS)}] {question}"
                 if not step.outcome:
                     self.say(title)
-                    self.writer.write(step := self._answer(name))
+                    self.writer.write(step := self.answer(name))
                 # the answer that a user waits for, and why a step has none; the report has the others
                 shown = name == "batch" or step.outcome in ("skipped", "unknown")
                 self.say(f"{title} {step.outcome}" + (f": {step.sentence}" if shown else ""))
         self._write(verdict.conclude(self._so_far))
 
-    def _answer(self, name: str) -> Step:
+    def answer(self, name: str) -> Step:
+        """The step of that name, after those before it; skipped where they settle it or no time is left."""
         started, reason = self.clock(), verdict.settled(self._so_far, name)
         if not reason and name not in ("greedy", "run", "batch") and self._over():
             reason = f"of {self.within_s:.0f} s none are left {ALL}"
