@@ -197,14 +197,16 @@ def test_a_limit_takes_rounds_and_values_and_says_so(
     first = {"completions": [c for c in whole.completions if c.impl == "stock" and c.round == 0]}
     known = [s for s in whole.steps if s.name in ("greedy", "run")]
     alike = {"completions": [msgspec.structs.replace(c, trace=known[0].facts["trace"]) for c in first["completions"]]}
-    for completions, within, spent, expected in [
-        (first, 100.0, 10.0, (5, 1)),
-        (first, 0.0, 1e6, (5, 6)),
-        (alike, 100.0, 10.0, (5, 6)),
-        (alike, 100.0, 200.0, (2, 1)),
+    unsure = [known[0], msgspec.structs.replace(known[1], outcome="unknown")]  # the round was not repeated: no proof
+    for completions, before, within, spent, expected in [
+        (first, known, 100.0, 10.0, (5, 1)),
+        (first, unsure, 100.0, 10.0, (5, 6)),
+        (first, known, 0.0, 1e6, (5, 6)),
+        (alike, known, 100.0, 10.0, (5, 6)),
+        (alike, known, 100.0, 200.0, (2, 1)),
     ]:
         made = diagnoser(embedded, tmp_path / "run.jsonl", n=25, within_s=within, clock=lambda: spent)  # noqa: B023
-        monkeypatch.setattr(Diagnoser, "_so_far", run_of({}, **completions, steps=known))
+        monkeypatch.setattr(Diagnoser, "_so_far", run_of({}, **completions, steps=before))
         made._kept = {None: session("1" * 64, []), 0: session("1", [])}
         played.clear()
         step, axes = made.answer("batch"), made.answer("axes")
