@@ -10,7 +10,7 @@ from itertools import zip_longest
 import msgspec
 
 from nondet.core.records import Culprit, Neighbours, Replay, Replayed, Run, Step
-from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
+from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude, solo_of
 from nondet.reports.document import ALL, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, number, ulp_text
 from nondet.sampling.analysis import diagnosed_cost
@@ -170,8 +170,7 @@ class Story:
 
 def _batch_again(run: Run, batch: Step) -> str:
     """The step in this version's words, by its completions; its own where the records are not those of the step."""
-    solo = next((s.facts for s in run.steps if s.name == "greedy"), {})
-    again = batch_step(run, "stock", solo) if {"trace", "tokens"} <= solo.keys() else batch
+    again = batch_step(run) if {"trace", "tokens"} <= solo_of(run).keys() else batch
     return again.sentence if again.figures.items() <= batch.figures.items() else batch.sentence
 
 

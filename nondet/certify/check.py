@@ -27,36 +27,12 @@ Value = int | str
 _Certificate = tuple[str, str]  # (member, key)
 
 
-def row_key(question: Question, member: str) -> tuple[str, ...]:
-    """The `Row.key` of the row that `ask` will give."""
-    return _head(question, member).key
-
-
-class _Witness:
-    """A member that records under which certificates its calls are: those that the dispatcher looks for. A dispatcher's
-    member reports them itself (`claim`). Any other has its name and the arguments of its call."""
-
-    def __init__(self, call: Call, member: str, question: Question) -> None:
-        self._call, self._member = call, member
-        self._about = f"{question.cls} {question.operator}", settings(question.device)
-        self.certificates: dict[_Certificate, None] = {}
-        if hasattr(call, "ragged"):
-            self.ragged = partial(self, of=call.ragged)
-
-    def __call__(self, *operands: Any, of: Callable[..., Any] | None = None) -> Any:
-        claim: Callable[..., _Certificate | None] = getattr(self._call, "claim", lambda *_: None)
-        (cls, switches), call = self._about, of or self._call
-        self.certificates[claim(*operands) or (self._member, operands_key(cls, operands, switches))] = None
-        return call(*operands)
-
-
 @dataclass
 class _Variant:
     """One member's answers for one variant, over all kinds of input."""
 
-    failure: str  # why it could not be computed
-    # 1 where it differed from the anchor but has the bits of the member's own whole answer, 2 where it has neither
-    label: int = 0
+    failure: str = ""  # why it could not be computed
+    label: int = 0  # 1 where it has the bits of the member's own whole answer and not the anchor's, 2 where neither
     compared: int = 0  # finite elements
     found: list[tuple[str, Difference]] = field(default_factory=list)  # where it differed: kind of input, difference
     certificates: dict[_Certificate, None] = field(default_factory=dict)  # of its calls
@@ -64,20 +40,31 @@ class _Variant:
 
 @dataclass
 class _Member:
-    """One member, and its results for one question."""
+    """One member, and its results for one question. It is called in the member's place, to note under which
+    certificates its calls are: those that the dispatcher looks for."""
 
     question: Question
     name: str
-    call: _Witness
-    failure: str = ""  # why none of its variants counts
+    call: Call
+    known_as: str  # in certificates, unless it reports them itself (`claim`), as the dispatcher's members do
     seconds: float = 0.0
     ran: set[str] = field(default_factory=set)
     replays: int = 0
     unsteady: int = 0  # replays with other bits
+    refused: bool = True  # every failure was the member's own "not here"
 
     def __post_init__(self) -> None:
-        self.variants: dict[Value, _Variant] = {value: _Variant(self.failure) for value in self.question.values}
-        self.refused = not self.failure  # every failure was the member's own "not here"
+        self.variants: dict[Value, _Variant] = {value: _Variant() for value in self.question.values}
+        self._settings = settings(self.question.device)
+        self._certificates: dict[_Certificate, None] = {}
+        if hasattr(self.call, "ragged"):
+            self.ragged = partial(self, of=self.call.ragged)
+
+    def __call__(self, *operands: Any, of: Callable[..., Any] | None = None) -> Any:
+        claim: Callable[..., _Certificate | None] = getattr(self.call, "claim", lambda *_: None)
+        cls = f"{self.question.cls} {self.question.operator}"
+        self._certificates[claim(*operands) or (self.known_as, operands_key(cls, operands, self._settings))] = None
+        return (of or self.call)(*operands)
 
     def answer(self, kind: str, inputs: Inputs, whole: torch.Tensor) -> None:
         """Compare the answers on one kind of input with the anchor's."""
@@ -87,12 +74,11 @@ class _Member:
             if variant.failure:
                 continue
             expected = question.part(whole, value)
-            self.call.certificates = variant.certificates
-            compute = partial(question.answer, inputs, self.call, value)
+            self._certificates = variant.certificates
+            compute = partial(question.answer, inputs, self, value)
             with listen() as noted:
-                again = tried = attempt(expected, compute)
-            if value in ends and tried.result is not None:
-                again = attempt(expected, compute)
+                tried = attempt(expected, compute)
+            again = attempt(expected, compute) if value in ends and tried.result is not None else tried
             if tried.result is None or again.result is None:
                 failure = tried.failure or again.failure
                 variant.failure = in_words(failure)
@@ -104,10 +90,10 @@ class _Member:
             self.unsteady += value in ends and not identical(again.result, tried.result)
             if tried.equal:
                 continue
-            self.call.certificates = {}  # its own whole answer is not a variant
+            self._certificates = {}  # its own whole answer is not a variant
             if own is None:
                 with suppress(Exception):  # reported already, at this variant
-                    own = question.answer(inputs, self.call, question.whole)
+                    own = question.answer(inputs, self, question.whole)
             alike = own is not None and identical(question.part(own, value), tried.result)
             variant.label = max(variant.label, 1 if alike else 2)
             variant.found.append((kind, difference(expected, tried.result)))
@@ -115,43 +101,32 @@ class _Member:
 
     def row(self) -> Row:
         """What was found, with the reasons."""
-        axis, head = self.question.axis, _head(self.question, self.name)
+        axis, head, every = self.question.axis, self.question.head(self.name), self.variants.values()
         computed = {value: v.label for value, v in self.variants.items() if not v.failure}
         failed = {value: v.failure for value, v in self.variants.items() if v.failure}
-        elements = sum(v.compared for v in self.variants.values())
-        found = [each for v in self.variants.values() for _, each in v.found]
-        left, notes = [value for value, label in computed.items() if label], list[str]()
+        left, elements = [value for value, label in computed.items() if label], sum(v.compared for v in every)
         if not computed or not (elements or left):
             status = Status.SKIPPED if computed or self.refused else Status.ERROR
             reason = "nothing finite was compared" if computed else next(iter(failed.values()))
             return msgspec.structs.replace(head, status=status, reason=reason, seconds=self.seconds)
-        if self.unsteady:
-            notes.append("the same call again gives other bits")
+        notes = ["the same call again gives other bits"] if self.unsteady else []
         if left:
-            notes.append(where_it_differs(axis, list(computed), left, alike=2 not in computed.values()))
             kind, first = self.variants[left[0]].found[0]
             at = f"element {first.first_mismatch} on {kind!r} inputs, up to {first.max_ulp:,} ULP"
+            notes.append(where_it_differs(axis, list(computed), left, alike=2 not in computed.values()))
             notes.append(f"first: {axis} = {left[0]}, {at}")
-        same = Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0)
-        widest = max(found, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched), default=same)
+        widest = Difference(mismatched=0, compared=elements, max_abs=0.0, max_ulp=0)
+        found = [each for v in every for _, each in v.found]
+        widest = max(found, key=lambda d: (d.nonfinite, d.max_ulp, d.mismatched), default=widest)
         notes += ["NaN or infinity on one side only"] if widest.nonfinite else []
         notes += [f"{axis} = {value}: {why}" for value, why in failed.items()]
         status = Status.DIVERGENT if left or self.unsteady else Status.IDENTICAL
         if status == Status.IDENTICAL and failed and not self.refused:
             status = Status.ERROR  # a variant that crashed proves nothing about the whole
-        return row_of(
-            head,
-            ["anchor", *computed],
-            [0, *computed.values()],
-            status=status,
-            ran=sorted(self.ran),
-            replays=self.replays,
-            replays_parted=self.unsteady,
-            difference=widest,
-            extra=head.extra | {"elements": elements, "left_at": left},
-            reason="; ".join(notes)[:1000],
-            seconds=self.seconds,
-        )
+        figures: dict[str, Any] = {"replays": self.replays, "replays_parted": self.unsteady, "difference": widest}
+        figures |= {"extra": head.extra | {"elements": elements, "left_at": left}, "seconds": self.seconds}
+        figures |= {"status": status, "ran": sorted(self.ran), "reason": "; ".join(notes)[:1000]}
+        return row_of(head, ["anchor", *computed], [0, *computed.values()], **figures)
 
     def record(self, kept: Certificates) -> None:
         """A proof for each certificate whose calls all agreed, an exclusion for those that differed; none for failures.
@@ -159,19 +134,19 @@ class _Member:
         A form consists of several calls (a prompt in chunks). Where it differs, those of its calls that agreed
         elsewhere are not the ones that differed, unless all of them agreed elsewhere: then none is trusted.
         """
-        about, axis, differing = self.question.name, self.question.axis, dict[_Certificate, Value]()
-        agreed = {} if self.unsteady else {at: v for at, v in self.variants.items() if not (v.label or v.failure)}
+        axis, differing = self.question.axis, dict[_Certificate, Value]()
+        agreed = {at: v for at, v in self.variants.items() if not (v.label or v.failure or self.unsteady)}
         good = {c: at for at, v in agreed.items() for c in v.certificates}
         for value, v in self.variants.items():
             if v.label or self.unsteady:
                 differing |= dict.fromkeys([c for c in v.certificates if c not in good] or v.certificates, value)
         for (member, key), value in differing.items():
-            evidence = f"{about}: the same call again gave other bits"
+            evidence = ": the same call again gave other bits"
             if not self.unsteady:
                 kind, found = self.variants[value].found[0]
-                evidence = f"{about}, {axis}={value}, {kind}: {found.mismatched} of {found.compared} elements differ, "
-                evidence += f"first at {found.first_mismatch}"
-            kept.record(member, key, False, evidence)
+                elements = f"{found.mismatched} of {found.compared} elements differ, first at {found.first_mismatch}"
+                evidence = f", {axis}={value}, {kind}: {elements}"
+            kept.record(member, key, False, self.question.name + evidence)
         for (member, key), value in good.items():
             compared = self.variants[value].compared
             if compared and (member, key) not in differing:
@@ -183,45 +158,31 @@ def ask(
     question: Question, members: Mapping[str, Call], anchor: Call, certificates: Certificates,
     names: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """Test every member on the question, and record what was proven.
-
-    Args:
-        names: What certificates call a member, where that is not its name.
-
-    Yields:
-        A row for each member. Its first value is the anchor; the others are the question's variants. Their classes over
-        all inputs are at most three: the anchor's bits, the member's own (those of its largest batch), and others.
-    """
-    calls = {name: _Witness(call, (names or {}).get(name, name), question) for name, call in members.items()}
-    tested = [_Member(question, name, call) for name, call in calls.items()]
+    """Test every member on the question, and record what was proven; `names`: what certificates call a member, where
+    that is not its name. Yields a row for each. Its first value is the anchor; the others are the question's variants.
+    Their classes over all inputs are at most three: the anchor's bits, the member's own (those of its largest batch),
+    and others."""
+    tested = [_Member(question, name, call, (names or {}).get(name, name)) for name, call in members.items()]
     try:
         for kind in question.kinds:
             inputs = question.prepare(kind)
             whole, written = question.expected(inputs, anchor), fingerprint(inputs)
-            for i, member in enumerate(tested):
+            for member in tested:
                 member.answer(kind, inputs, whole)
                 if written_to(written, inputs):  # its later results were of other operands: they show nothing
-                    tested[i] = _Member(question, member.name, member.call, "it writes to its operands")
-                    inputs = question.prepare(kind)
+                    member.variants = {value: _Variant("it writes to its operands") for value in question.values}
+                    member.refused, inputs = False, question.prepare(kind)
             del inputs, whole, written
     except DeviceLostError:
         raise
     except Exception as error:  # noqa: BLE001 - the anchor or the inputs failed: reported in every row
         reason = f"the anchor failed: {in_words(error)}"
         for name in members:
-            yield msgspec.structs.replace(_head(question, name), status=Status.ERROR, reason=reason)
+            yield msgspec.structs.replace(question.head(name), status=Status.ERROR, reason=reason)
         return
     for member in tested:
         member.record(certificates)
         yield member.row()
-
-
-def _head(question: Question, member: str) -> Row:
-    return Row(
-        probe="certify", case=question.name, operator=question.operator, shape=dict(question.shape),
-        dtype=question.dtype, device=question.device, inputs="hard", varied="class", impl=member, status="",
-        extra={"class": question.cls, "layout": question.layout, "inputs": list(question.kinds)},
-    )  # fmt: skip
 
 
 def where_it_differs(axis: str, every: Sequence[Value], left: Sequence[Value], *, alike: bool) -> str:
@@ -235,8 +196,7 @@ def where_it_differs(axis: str, every: Sequence[Value], left: Sequence[Value], *
 
 def _listed(values: Sequence[Value]) -> str:
     """ "1, 2, 3, 8 and 12 more"."""
-    shown = ", ".join(map(str, values[:8]))
-    return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"
+    return ", ".join(map(str, values[:8])) + (f" and {len(values) - 8} more" if len(values) > 8 else "")
 
 
 _SAMPLED_S = 3.0  # of timing a few members at most, without the last call
@@ -250,32 +210,27 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
     what the timed one of the nearest size does. On a GPU each member of each dtype compiles once, as long as the
     median of those did: the first of all also loads what every kernel needs.
     """
-    until, work = clock() + _SAMPLED_S, [_work(item.question) for item in planned]
-    groups: dict[tuple[str, str], list[int]] = {}
+    until, groups = clock() + _SAMPLED_S, dict[tuple[str, str], list[int]]()
+    counts = [sum(v if isinstance(v, int) else 1 for v in item.question.values) for item in planned]
+    work = [math.prod(item.question.shape.values()) * n for item, n in zip(planned, counts, strict=True)]
     for i in sorted(range(len(planned)), key=work.__getitem__):
         groups.setdefault((planned[i].question.operator, planned[i].question.cls), []).append(i)
-    largest = sorted(groups.values(), key=len, reverse=True)
+    most = sorted(groups.values(), key=len, reverse=True)
     timed: dict[int, tuple[float, float, float]] = {}
-    for i in [group[at] for turn in range(3) for group in largest for at in [(len(group) // 2, -1, 0)[turn]]]:
-        if clock() < until and i not in timed:
+    for i in dict.fromkeys([*(g[len(g) // 2] for g in most), *(g[-1] for g in most), *(g[0] for g in most)]):
+        if clock() < until:
             timed[i] = _timed(planned[i], clock)
 
     compiles = statistics.median(first for *_, first in timed.values()) if timed else 0.0
-    compiled: set[tuple[str, ...]] = set()
-    seconds = []
+    compiled, seconds = set[tuple[str, ...]](), list[float]()
     for item, own in zip(planned, work, strict=True):
-        question = item.question
-        near = [i for i in groups[question.operator, question.cls] if i in timed] or list(timed)
+        question, of = item.question, (item.question.operator, item.question.cls)
+        near = [i for i in groups[of] if i in timed] or list(timed)
         shared, each, _ = timed[min(near, key=lambda i: abs(math.log(work[i] / own)))]
-        new = {(question.operator, question.cls, question.dtype, name) for name in item.members} - compiled
+        new = {(*of, question.dtype, name) for name in item.members if question.device == "cuda"} - compiled
         compiled |= new
-        first = compiles * len(new) if question.device == "cuda" else 0.0
-        seconds.append(len(question.kinds) * (shared + len(item.members) * each) + first)
+        seconds.append(len(question.kinds) * (shared + len(item.members) * each) + compiles * len(new))
     return seconds
-
-
-def _work(question: Question) -> float:
-    return math.prod(question.shape.values()) * sum(v if isinstance(v, int) else 1 for v in question.values)
 
 
 def _timed(item: Assignment, clock: Callable[[], float]) -> tuple[float, float, float]:
@@ -283,9 +238,9 @@ def _timed(item: Assignment, clock: Callable[[], float]) -> tuple[float, float, 
     first and its last variant; and of its first call, which may compile, or load what all others use."""
     question, member, began = item.question, next(iter(item.members.values())), clock()
 
-    def seconds(call: Callable[[], Any]) -> float:
+    def seconds(call: Callable[..., Any], *arguments: Any) -> float:
         before = clock()
-        call()
+        call(*arguments)
         wait_for_device()
         return clock() - before
 
@@ -294,9 +249,10 @@ def _timed(item: Assignment, clock: Callable[[], float]) -> tuple[float, float, 
         inputs = question.prepare(question.kinds[0])
         shared = clock() - began
         question.expected(inputs, item.anchor)
-        shared += seconds(partial(question.expected, inputs, item.anchor))
-        calls = [partial(question.answer, inputs, member, value) for value in (low, high)]
-        (first, short), (second, long) = [(seconds(call), seconds(call)) for call in calls]
+        shared += seconds(question.expected, inputs, item.anchor)
+        first, short, second, long = (
+            seconds(question.answer, inputs, member, value) for value in (low, low, high, high)
+        )
     except Exception:  # noqa: BLE001 - its rows will say why; what fails takes hardly any time
         return clock() - began, 0.0, 0.0
     share = 0.5  # of the last variant in a typical one: by its rows

@@ -1,11 +1,16 @@
 """The questions of `nondet certify` for each class, and the members that answer them. Both come from the operators'
-declarations: `Operator.questions` has the sizes, `Operator.claims` the members."""
+declarations: `Operator.questions` has the sizes, `Operator.claims` the members.
+
+A question fixes operator, dtype, shape and layout, and lists variants (batch sizes, ways to cut a prompt). The anchor
+answers once, for the largest batch or the whole prompt; a member answers every variant, and each is compared with its
+part of the anchor's answer. So the class's bits and batch invariance are tested at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,12 +18,9 @@ from nondet.core.inputs import generator, product_operands
 from nondet.core.operands import drawn, laid_out, rows_of
 from nondet.core.operator import INVARIANT, ONE_ROW, CertifyCell, Shape, Sizes
 from nondet.core.proof import PRODUCT_INPUTS
+from nondet.core.records import Row
 from nondet.core.registry import NumericsClass, class_operators, classes_for, declared, load_implementation, load_object
 from nondet.errors import UnknownNameError, UserError
-
-# A question fixes operator, dtype, shape and layout, and lists variants (batch sizes, ways to cut a prompt). The anchor
-# answers once, for the largest batch or the whole prompt; a member answers every variant, and each is compared with its
-# part of the anchor's answer. So the class's bits and batch invariance are tested at once.
 
 Call = Callable[..., torch.Tensor]
 Inputs = tuple[Any, ...]
@@ -26,11 +28,9 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Question(CertifyCell):
-    """Rows of a batch, whose variants are the numbers of rows: products, operators over the last axis.
-
-    The layout of products "nt" has the second operand by columns, "nn" by rows, "tn" also the first by columns; that of
-    FP8 products has the scales and the result's dtype.
-    """
+    """Rows of a batch, whose variants are the numbers of rows: products, operators over the last axis. The layout of
+    products "nt" has the second operand by columns, "nn" by rows, "tn" also the first by columns; that of FP8 products
+    has the scales and the result's dtype."""
 
     operator: str
     cls: str
@@ -52,22 +52,30 @@ class Question(CertifyCell):
 
     @property
     def whole(self) -> int | str:
-        """The variant that computes everything."""
-        return max(int(v) for v in self.values)
+        """The variant that computes everything: the most rows, or the first form."""
+        return self.values[0] if self.axis == "form" else max(int(v) for v in self.values)
 
     @property
     def sizes(self) -> Shape:
-        """The shape with the whole batch, under the names that the operands have."""
+        """The shape with the whole batch, or as many queries as keys, under the names that the operands have."""
+        if self.axis == "form":
+            return {**self.shape, "Tq": self.shape["T"], "Tk": self.shape["T"]}
         first = declared()[self.operator].operands[0].axes
         return {first[-1]: self.shape.get("W", 0), first[0]: int(self.whole), **self.shape}
+
+    def head(self, member: str) -> Row:
+        """The row of a member, with everything but figures."""
+        return Row(
+            probe="certify", case=self.name, operator=self.operator, shape=dict(self.shape), dtype=self.dtype,
+            device=self.device, inputs="hard", varied="class", impl=member, status="",
+            extra={"class": self.cls, "layout": self.layout, "inputs": list(self.kinds)},
+        )  # fmt: skip
 
     def prepare(self, kind: str) -> Inputs:
         """The operands of the whole batch."""
         operator, dtype = declared()[self.operator], getattr(torch, self.dtype)
         if operator.drawn_by is not None:
-            draw = load_object(operator.drawn_by)
-            operands: Inputs = draw(kind, self.layout, self.sizes, dtype, self.device, self.seed)
-            return operands
+            return tuple(load_object(operator.drawn_by)(kind, self.layout, self.sizes, dtype, self.device, self.seed))
         x, *others = drawn(operator, self.sizes, dtype, self.device, generator(self.seed, self.device), kind)
         return (laid_out(x, self.layout), *others)
 
@@ -76,19 +84,15 @@ class Question(CertifyCell):
         if not self.one_row:
             return self.answer(inputs, anchor, self.whole)
         alone = [self._of_rows(inputs, anchor, i, i + 1) for i in range(int(self.whole))]
-        return torch.cat(alone, self._batch_axis)
+        return torch.cat(alone, int("B" in self.shape))  # a product of batches has its rows within them
 
     def part(self, whole: torch.Tensor, value: int | str) -> torch.Tensor:
         """The part of the whole answer that a variant must give: its first rows."""
-        return whole.narrow(self._batch_axis, 0, int(value))
+        return whole.narrow(int("B" in self.shape), 0, int(value))
 
     def answer(self, inputs: Inputs, call: Call, value: int | str) -> torch.Tensor:
         """A member's answer for a variant."""
         return self._of_rows(inputs, call, 0, int(value))
-
-    @property
-    def _batch_axis(self) -> int:
-        return 1 if "B" in self.shape else 0  # a product of batches has its rows within them
 
     def _of_rows(self, inputs: Inputs, call: Call, start: int, stop: int) -> torch.Tensor:
         x, *others = rows_of(declared()[self.operator], self.sizes, inputs, start, stop)
@@ -102,21 +106,8 @@ class Question(CertifyCell):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionQuestion(Question):
-    """Causal attention over T tokens of B requests: prefill, chunks, decode, fewer requests, ragged requests.
-
-    Variants: "prefill" (all B), "alone" (a prefill of request 0), "chunks of c", "decode" and "decode alone" (single
-    positions), "ragged" (the requests cut to unequal lengths, one of them decoding).
-    """
-
-    @property
-    def whole(self) -> int | str:
-        """The first."""
-        return self.values[0]
-
-    @property
-    def sizes(self) -> Shape:
-        """With as many queries as keys."""
-        return {**self.shape, "Tq": self.shape["T"], "Tk": self.shape["T"]}
+    """Causal attention over T tokens of B requests. Variants: "prefill" (all B), "alone" (of request 0), "chunks of c",
+    "decode" and "decode alone" (single positions), "ragged" (requests cut to unequal lengths, some decode)."""
 
     def expected(self, inputs: Inputs, anchor: Call) -> torch.Tensor:
         """[B, Hq, T, D], each request prefilled solo."""
@@ -185,8 +176,7 @@ class Wish(Sizes):
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(NamedTuple):
     """One question, the anchor, and its members."""
 
     question: Question
@@ -204,42 +194,50 @@ def plan(wish: Wish) -> list[Assignment]:
         if name not in every:
             listed = [*(op.replace("_", "-") for op in every), "all"]
             raise UnknownNameError(f"operator with a numerics class on {wish.device}", written, listed)
-    if not names:
-        names = [op for op in every if wish.cls in (None, *(c.name for c in classes_for(op, wish.device)))]
-        names = names or every[:1]  # an unknown or foreign class: refused below
-        names = names[:1] if wish.impls else names  # a function has one signature
-    assignments: list[Assignment] = []
+    of_class = [op for op in every if wish.cls in (None, *(c.name for c in classes_for(op, wish.device)))]
+    # a function has one signature; an unknown or foreign class is refused below
+    names = names or of_class[: 1 if wish.impls else None] or every[:1]
     known: dict[str, None] = {}
-    for operator in dict.fromkeys(names):
-        for cls in classes_for(operator, wish.device, wish.cls):
-            assignments += _assignments(wish, operator, cls, known)
-    unknown = [m for m in wish.members if not any(_fits(name, m) for name in known)]
+    pairs = [
+        (operator, cls) for operator in dict.fromkeys(names) for cls in classes_for(operator, wish.device, wish.cls)
+    ]
+    assignments = [assignment for pair in pairs for assignment in _assignments(wish, *pair, known)]
+    unknown = [m for m in wish.members if not any(f"{name}/".startswith(f"{m}/") for name in known)]
     if unknown:
         raise UnknownNameError("member", unknown[0], known)
     if not assignments:
         given = [f"--{o} {', '.join(v)}" for o, v in (("dtype", wish.dtypes), ("inputs", wish.inputs)) if v]
-        of = ", ".join(wish.operators) or "any operator"
-        what = f"nothing to certify: no class of {of} on {wish.device} takes {' with '.join(given)}"
-        raise UserError(what, "See `nondet certify --help-all`.")
+        what = (
+            f"no class of {', '.join(wish.operators) or 'any operator'} on {wish.device} takes {' with '.join(given)}"
+        )
+        raise UserError(f"nothing to certify: {what}", "See `nondet certify --help-all`.")
     return assignments
 
 
 def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str, None]) -> Iterator[Assignment]:
-    questions, target = declared()[operator].questions, cls.anchors[operator]
+    questions, targets, one_row = (
+        declared()[operator].questions,
+        cls.members[operator],
+        cls.anchors[operator] == ONE_ROW,
+    )
     if questions is None:
         return
-    anchor = _load(operator, cls.members[operator][INVARIANT] if target == ONE_ROW else target, wish.device)
+
+    def load(target: str) -> Call:
+        return (
+            load_object(target) if target != INVARIANT else load_implementation(operator, INVARIANT, wish.device).call
+        )
+
+    anchor = load(targets[INVARIANT] if one_row else cls.anchors[operator])
     users = {impl: load_implementation(operator, impl, wish.device).call for impl in wish.impls}
     for dtype in (d for d in cls.dtypes if wish.dtypes is None or d in wish.dtypes):
         every: dict[str, Call] = {}
-        for name, of in cls.members[operator].items():
-            if name.endswith("/*"):
-                every |= {f"{name[:-1]}{tile}": call for tile, call in load_object(of)(dtype).items()}
-            else:
-                every[name] = _load(operator, of, wish.device)
+        for name, target in targets.items():
+            family = load_object(target)(dtype) if name.endswith("/*") else {"": load(target)}
+            every |= {name.removesuffix("*") + tile: call for tile, call in family.items()}
         known.update(dict.fromkeys(every))
-        few = {name: call for name, call in every.items() if name in cls.members[operator]}
-        chosen = {name: call for name, call in every.items() if any(_fits(name, m) for m in wish.members)}
+        few = {name: call for name, call in every.items() if name in targets}
+        chosen = {name: call for name, call in every.items() for m in wish.members if f"{name}/".startswith(f"{m}/")}
         for cell in questions(wish, wish.device, dtype):
             members = chosen | users if wish.members or wish.impls else every if cell.tiles or wish.full else few
             kinds = tuple(k for k in cell.kinds or PRODUCT_INPUTS if wish.inputs is None or k in wish.inputs)
@@ -249,15 +247,6 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
             if members and kinds:
                 question = _QUESTIONS.get(operator, Question)(
                     cell.shape, values, kinds, cell.layout, cell.tiles, operator=operator, cls=cls.name, dtype=dtype,
-                    device=wish.device, one_row=target == ONE_ROW, seed=wish.seed,
+                    device=wish.device, one_row=one_row, seed=wish.seed,
                 )  # fmt: skip
                 yield Assignment(question, anchor, members)
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return name == pattern or name.startswith(f"{pattern}/")
-
-
-def _load(operator: str, target: str, device: str) -> Call:
-    call: Call = load_object(target) if target != INVARIANT else load_implementation(operator, INVARIANT, device).call
-    return call

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
 from typing import Any, NamedTuple
@@ -23,8 +23,7 @@ from nondet.core.records import AxisTried, Record, Run, Step
 from nondet.core.runfile import RunWriter, read_run
 from nondet.core.traces import nonfinite_logprobs, shared_length, tokens_digest
 from nondet.diagnose import verdict
-from nondet.diagnose.verdict import QUESTIONS, axis_title, steps_of
-from nondet.errors import EngineStoppedError
+from nondet.diagnose.verdict import INVARIANT, QUESTIONS, STOCK, axis_title, steps_of
 from nondet.kernels.dispatch.block import make_ready
 from nondet.sampling.axes import Conditions
 from nondet.sampling.collect import Here, Survey, collect
@@ -33,10 +32,9 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt
 from nondet.sampling.replay import digest_of
-from nondet.trace.search import Arm, Pace, Search
+from nondet.trace.search import Arm, Pace, Search, arms_of
 from nondet.verdict.findings import Finding, plural
 
-STOCK, INVARIANT = "stock", "invariant"
 ALL = "(--within 0 runs all)"
 
 
@@ -64,41 +62,40 @@ def greedy_step(sessions: Sequence[Session]) -> Step:
 
 
 def margin_step(solo: Session, other: Session) -> Step:
-    """Whether the margins of flips are within the effect of concurrent requests on the logits, while tokens agree.
+    """Whether the margins of flips are within the effect of concurrent requests on the two largest logits.
 
-    Compares the logits of the two largest tokens of each step, in the solo run and with concurrent requests. Contexts
-    are equal up to and including the first token that differs: its own logits are those of the flip, and the spread is
-    measured on the steps before it. Both logits may change, so a margin is within the noise up to twice the spread.
+    Contexts are equal up to and including the first token that differs: its own logits are those of the flip, and the
+    spread is measured on the steps before it. Both logits may change, so a margin is within the noise up to twice the
+    spread.
     """
-    flips, spread = list[tuple[int, float]](), 0.0  # token, and the solo margin of its two largest logits
-    reference = solo.outcomes[0]
+    reference, spread = solo.outcomes[0], 0.0
     tops = solo.tops.get(reference.request.id, [])
+    flips: list[tuple[int, float]] = []  # token, and the solo margin of its two largest logits
     for theirs in (o for o in other.outcomes if o.request.target and o.finish != "error"):
-        given = other.tops.get(theirs.request.id, [])
-        shared = shared_length(reference.token_ids, theirs.token_ids)
+        given, shared = other.tops.get(theirs.request.id, []), shared_length(reference.token_ids, theirs.token_ids)
         for one, two in zip(tops[:shared], given[:shared], strict=False):
             mine, its = (dict(zip(top[2:], top[:2], strict=True)) for top in (one, two))
             spread = max([spread, *(abs(mine[token] - its[token]) for token in mine.keys() & its.keys())])  # not NaN
         if shared < min(len(reference.token_ids), len(theirs.token_ids), len(tops), len(given)):
             flips.append((shared, tops[shared][0] - tops[shared][1]))
     within = sum(margin <= 2 * spread for _, margin in flips)
-    figures = {"flips": len(flips), "within": within, "spread": spread}
+    outcome = "unknown" if not flips else "yes" if within == len(flips) else "no"
     sentence = f"the logits of the top tokens differ by up to {spread:.4g} between the arms"
-    if not flips:
-        none = f"no token flipped in the rounds that were compared; {sentence}"
-        return Step(name="margin", outcome="unknown", sentence=none, figures=figures)
-    sentence = (
-        f"{plural(len(flips), 'completion')} flipped, the first at token {min(flips)[0]}; solo, the two largest logits "
-        f"at a flip are at most {max(margin for _, margin in flips):.4g} apart; {sentence}, so {within} of "
-        f"{len(flips)} flips are within it (at most twice that)"
-    )
-    beyond = "; a flip beyond it is more than this rounding explains" * (within < len(flips))
-    return Step(name="margin", outcome="no" if beyond else "yes", sentence=sentence + beyond, figures=figures)
+    if flips:
+        largest = f"solo, the two largest logits at a flip are at most {max(margin for _, margin in flips):.4g} apart"
+        sentence = (
+            f"{plural(len(flips), 'completion')} flipped, the first at token {min(flips)[0]}; {largest}; {sentence}"
+        )
+        sentence += f", so {within} of {len(flips)} flips are within it (at most twice that)"
+        sentence += "; a flip beyond it is more than this rounding explains" * (outcome == "no")
+    else:
+        sentence = f"no token flipped in the rounds that were compared; {sentence}"
+    figures = {"flips": len(flips), "within": within, "spread": spread}
+    return Step(name="margin", outcome=outcome, sentence=sentence, figures=figures)
 
 
-# Every trial is an engine session of its own that differs from the solo request in one thing: batch size, ragged
-# lengths, short requests with a long one, chunks of a prefill, or shared prefixes. All its completions of the prompt
-# are compared with the reference, token by token and logprob bit by bit.
+# Every trial is an engine session of its own that differs from the solo request in one thing. All its completions of
+# the prompt are compared with the reference, token by token and logprob bit by bit.
 
 _NEW = 8  # tokens of each completion: differences show in the first few
 _BATCHES = (2, 3, 4, 8, 16, 32)
@@ -114,8 +111,7 @@ class RequestAxis(NamedTuple):
     name: str
     held: str
     reference: Arm  # the session that the others are compared with
-    trials: Sequence[Arm]  # a session for each value; every request under study is compared
-    shares: bool = False  # whether a trial counts only if the engine took keys from the cache
+    trials: Sequence[Arm]  # one for each value; one that shares counts only if the engine took keys from the cache
 
 
 def make_axes(
@@ -125,7 +121,7 @@ def make_axes(
     to chunk anything by accident. `load` gives the page size, `context` is the model's number of positions."""
     long, lengths = long_prompt(prompt, completion, context), [n for n in _LENGTHS if n < context]
     far = tuple(islice(cycle((*prompt, *completion)), max(len(long), min(_FAR, context - _NEW))))
-    budget = max(_BATCHES) * len(prompt) + max([len(far), *lengths]) + max(_BATCHES) + _BESIDE * len(long)
+    budget = max(_BATCHES) * (len(prompt) + 1) + max([len(far), *lengths]) + _BESIDE * len(long)
     wide = replace(load, budget=budget, requests=max(_BATCHES), sharing=False, graphs=False)
 
     def request(name: str, tokens: Iterable[int], arrival: int = 0) -> Request:
@@ -136,38 +132,31 @@ def make_axes(
         return Arm(name, "t0", requests, replace(wide, **limits), seed)
 
     one, long_one, far_one = (request("t0", tokens) for tokens in (prompt, long, far))
-    other = [*long[1:], long[0]]
+    batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
     ragged = [
-        trial(f"{length} tokens, {when}", one, request("b0", islice(cycle(other), length), arrival))
+        trial(f"{length} tokens, {when}", one, request("b0", islice(cycle((*long[1:], long[0])), length), arrival))
         for when, arrival in _ARRIVALS.items()
         for length in lengths
     ]
     beside = [request(f"b{i}", long[i:]) for i in range(min(_BESIDE, len(long)))]
-    late = [replace(r, arrival_step=2 + i) for i, r in enumerate(beside)]
-    fars = [
-        trial(f"{len(beside)} short requests at once", far_one, *beside),
-        trial(f"{len(beside)} short requests that begin beside its decode", far_one, *late),
-    ]
+    late, short = [replace(r, arrival_step=2 + i) for i, r in enumerate(beside)], f"{len(beside)} short requests"
+    fars = [trial(f"{short} at once", far_one, *beside), trial(f"{short} that begin beside its decode", far_one, *late)]
+    chunks = [trial(f"chunks of {size}", long_one, budget=size) for size in _CHUNKS if size < len(long)]
     half = max(load.page, len(far) // 2)
     donors = {"the whole prompt": far, "its first half": (*far[:half], *reversed(far[half:]))}
     # the donor has finished by then, so no other request is in any step of this one; its second token is needed because
     # the engine only keeps pages of a request that has decoded
     later = replace(far_one, arrival_step=2 * len(far) + 8)
     shared = [trial(name, Request("b0", False, d, 2, 0), later, sharing=True) for name, d in donors.items()]
-    batches = [trial(f"{size} requests", *(replace(one, id=f"t{i}") for i in range(size))) for size in _BATCHES]
-    chunks = [trial(f"chunks of {size}", long_one, budget=size) for size in _CHUNKS if size < len(long)]
-    solo, plain = trial("alone", one), "no chunks, no sharing"
-    alike = f"all requests have the same prompt and begin at once; {plain}"
-    unlike = f"one other request with a prompt of another length; {plain}"
-    not_short = f"a prompt of {len(far)} tokens beside short requests; {plain}"
-    cut = f"no other request, a prompt of {len(long)} tokens, no sharing"
+    solo, far_solo, whole = trial("alone", one), trial("alone", far_one), trial("in one piece", long_one)
+    nothing, plain = trial("nothing shared", *shared[0].requests), "no chunks, no sharing"
     donor = f"no other request in its steps, a prompt of {len(far)} tokens, no chunks; an earlier one shares the prefix"
     return [
-        RequestAxis("batch size", alike, solo, batches),
-        RequestAxis("ragged company", unlike, solo, ragged),
-        RequestAxis("long prompt", not_short, trial("alone", far_one), fars),
-        RequestAxis("chunked prefill", cut, trial("in one piece", long_one), chunks),
-        RequestAxis("prefix sharing", donor, trial("nothing shared", *shared[0].requests), shared, shares=True),
+        RequestAxis("batch size", f"all requests have the same prompt and begin at once; {plain}", solo, batches),
+        RequestAxis("ragged company", f"one other request with a prompt of another length; {plain}", solo, ragged),
+        RequestAxis("long prompt", f"a prompt of {len(far)} tokens beside short requests; {plain}", far_solo, fars),
+        RequestAxis("chunked prefill", f"no other request, a prompt of {len(long)} tokens, no sharing", whole, chunks),
+        RequestAxis("prefix sharing", donor, nothing, shared),
     ]
 
 
@@ -176,32 +165,25 @@ def try_axis(
 ) -> AxisTried:
     """Run the reference, and the trials of these values (() for all), the last one first, since kernels change at the
     extremes; no more once it is `over`. An `EngineStoppedError`, or a `UserError` where sizes are refused."""
-    target = next(o for o in _session(engine, axis.reference).outcomes if o.request.target)
+    target = axis.reference.outcome(axis.reference.run(engine, every=True))
     found: dict[str, list[tuple[int | None, int | None]]] = {}  # (other token, other logprob) of each completion
     unmet = []
     for trial in reversed([t for t in axis.trials if t.name in values or not values]):
         if found and over():
             break
-        session = _session(engine, trial)
-        if axis.shares and not session.figures["hits"]:
+        session = trial.run(engine, every=True)
+        if trial.load.sharing and not session.figures["hits"]:
             unmet.append(trial.name)
         else:
             found[trial.name] = [first_difference(target, o) for o in session.outcomes if o.request.target]
+    ran = [t.name for t in axis.trials if t.name in found]
     every = [pair for pairs in found.values() for pair in pairs]
-    differing = [name for name, pairs in found.items() if any(logprob is not None for _, logprob in pairs)]
-    note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else ""
-    note = note if axis.trials else "the prompt is too short for this"
     tokens, traces = (sum(pair[i] is not None for pair in every) for i in (0, 1))
-    counts: dict[str, Any] = {"tried": len(every), "traces": traces, "tokens": tokens, "parted": differing[::-1]}
-    return AxisTried(axis=axis.name, impl=impl, held=axis.held, values=list(found)[::-1], note=note, **counts)
-
-
-def _session(engine: Engine, arm: Arm) -> Session:
-    session = engine.run(arm.requests, arm.load, seed=arm.seed)
-    failed = [f"{o.request.id} failed: {o.reason}" for o in session.outcomes if o.finish == "error"]
-    if session.fatal or failed:
-        raise EngineStoppedError((f"{arm.name}: " if arm.name else "") + (session.fatal or failed[0]))
-    return session
+    note = "" if axis.trials else "the prompt is too short for this"
+    note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else note
+    differing = [name for name in ran if any(logprob is not None for _, logprob in found[name])]
+    counts: dict[str, Any] = {"tried": len(every), "traces": traces, "tokens": tokens, "parted": differing}
+    return AxisTried(axis=axis.name, impl=impl, held=axis.held, values=ran, note=note, **counts)
 
 
 # About how long a diagnosis of the default size may take, by device.
@@ -225,33 +207,36 @@ class Diagnoser:
     within_s: float = 0.0  # about how long it may take; 0.0: no limit
     bound: bool = False  # enforced to the end by leaving steps out; else it only limits rounds and values of stock
     clock: Callable[[], float] = time.perf_counter
-    _kept: dict[int | None, Session] = field(default_factory=dict)
-    _began: float = 0.0
-    _warm: bool = False  # whether this process has run the first round under both implementations
+
+    def __post_init__(self) -> None:
+        self.engine: Engine = TransformersEngine(self.loaded.model)
+        self._kept: dict[int | None, Session] = {}
+        self._began, self._warm = 0.0, False  # warm: this process has run the first round under both implementations
 
     def run(self) -> None:
         """Every step that the run file lacks, then the verdict; raises as `try_axis`, and finished steps are kept."""
-        self._began = self.clock() - sum(step.seconds for step in self._so_far().steps)
+        self._began = self.clock() - sum(step.seconds for step in self._so_far.steps)
         if self.loaded.device == "cuda":  # while stock's sessions wait for cuDNN's plans, outside of Python
             threading.Thread(target=make_ready, name="nondet-ready", daemon=True).start()
         with pinned(self.threads):
             for number, (name, question) in enumerate(QUESTIONS.items(), 1):
-                step, title = steps_of(self._so_far())[name], f"[{number}/{len(QUESTIONS)}] {question}"
+                step, title = steps_of(self._so_far)[name], f"[{number}/{len(QUESTIONS)}] {question}"
                 if not step.outcome:
                     self.say(title)
-                    self.writer.write(step := self._answer(name, self._so_far()))
+                    self.writer.write(step := self.answer(name))
                 # the answer that a user waits for, and why a step has none; the report has the others
                 shown = name == "batch" or step.outcome in ("skipped", "unknown")
                 self.say(f"{title} {step.outcome}" + (f": {step.sentence}" if shown else ""))
-        self._write(verdict.conclude(self._so_far()))
+        self._write(verdict.conclude(self._so_far))
 
-    def _answer(self, name: str, so_far: Run) -> Step:
-        started, reason = self.clock(), verdict.settled(so_far, name)
+    def answer(self, name: str) -> Step:
+        """The step of that name, after those before it; skipped where they settle it or no time is left."""
+        started, reason = self.clock(), verdict.settled(self._so_far, name)
         if not reason and name not in ("greedy", "run", "batch") and self._over():
             reason = f"of {self.within_s:.0f} s none are left {ALL}"
         if reason:
             return Step(name=name, outcome="skipped", sentence=reason)
-        step: Step = getattr(self, f"_{name}")(so_far)
+        step: Step = getattr(self, f"_{name}")()
         return msgspec.structs.replace(step, seconds=self.clock() - started)
 
     def _left(self) -> float:
@@ -261,60 +246,51 @@ class Diagnoser:
     def _over(self) -> bool:
         return self.bound and self._left() <= 0
 
-    def _greedy(self, _: Run) -> Step:
+    def _greedy(self) -> Step:
         return greedy_step((self._known(None), self._known(0)))
 
-    def _run(self, so_far: Run) -> Step:
-        """Two more solo runs, and the first round twice."""
+    def _run(self) -> Step:
         traces = [digest_of(self._session(None).outcomes[0]) for _ in range(2)]
         self._collect(STOCK, lambda number: number == 0)
-        return verdict.run_step(self._so_far(), STOCK, [_solo(so_far)["trace"], *traces])
+        return verdict.run_step(self._so_far, [verdict.solo_of(self._so_far)["trace"], *traces])
 
-    def _batch(self, so_far: Run) -> Step:
-        seconds, few = max(self._known(0).seconds, 1e-9), self._is_proven(so_far)
-
-        def wanted(number: int) -> bool:
-            if few:
-                return number < max(1, int(_RATE_S / seconds))
-            return number < _FEWEST or self._left() - seconds > (1 - _FOR_ROUNDS) * self.within_s
-
-        self._collect(STOCK, wanted)
-        step, planned = verdict.batch_step(self._so_far(), STOCK, _solo(so_far)), len(self.plan.rounds)
+    def _batch(self) -> Step:
+        seconds, few = self._known(0).seconds, self._is_proven()
+        least, reserve = (1, self._left() - _RATE_S) if few else (_FEWEST, (1 - _FOR_ROUNDS) * self.within_s)
+        self._collect(STOCK, lambda number: number < least or self._left() - seconds > reserve)
+        step, planned = verdict.batch_step(self._so_far), len(self.plan.rounds)
         why = "the first round differs from the solo run, which is proof: " if few else ""
         ran = int(step.figures["rounds"])
         return _with_less(step, f"{why}{plural(ran, 'round')} of {planned} run" if ran < planned else "")
 
-    def _is_proven(self, so_far: Run) -> bool:
+    def _is_proven(self) -> bool:
         """Whether, under a limit, the first round, repeated with equal bits, differs from the solo run: which proves
         that the batch matters, so that more of the load or of an axis cannot change the answer."""
-        differ = verdict.batch_step(so_far, STOCK, _solo(so_far)).figures["repeated_round_traces"]
-        return bool(self.within_s and differ) and steps_of(so_far)["run"].outcome == "yes"
+        differ = verdict.batch_step(self._so_far).figures["repeated_round_traces"]
+        return bool(self.within_s and differ) and steps_of(self._so_far)["run"].outcome == "yes"
 
-    def _axes(self, so_far: Run) -> Step:
-        few, axes = self._is_proven(so_far), self._all_axes
-        wanted = {a.name: [t.name for t in a.trials[-1:]] if few and not a.shares else [] for a in axes}
-        late, run = self._try_axes(STOCK, wanted), self._so_far()
+    def _axes(self) -> Step:
+        few, axes = self._is_proven(), self._all_axes
+        fewest = {a.name: [t.name for t in a.trials[-1:] if few and not t.load.sharing] for a in axes}
+        late, run = self._try_axes(STOCK, fewest), self._so_far
         ran, planned = sum(len(a.values) for a in run.axes), sum(len(a.trials) for a in axes)
         less = f"{ran} of {planned} values of the axes run" if few or self._left() <= 0 else ""
-        return _with_less(verdict.axes_step(run, STOCK), less + late)
+        return _with_less(verdict.axes_step(run), less, late)
 
-    def _try_axes(self, impl: str, wanted: Mapping[str, Sequence[str]]) -> str:
+    def _try_axes(self, impl: str, wanted: Mapping[str, Collection[str]]) -> str:
         """Try these axes at these values (() for all), unless that is on record; says for which no time was left."""
-        late = []
-        for axis in self._all_axes:
-            if axis.name not in wanted or ("axis", impl, axis.name) in self.writer.done:
-                continue
+        left = [a for a in self._all_axes if a.name in wanted and ("axis", impl, a.name) not in self.writer.done]
+        for i, axis in enumerate(left):
             if self._over():
-                late.append(axis_title(axis.name))
-                continue
-            over = (lambda: self._left() <= 0) if impl == STOCK else (lambda: False)
-            self.writer.write(record := try_axis(self.engine, axis, impl, wanted[axis.name], over))
+                return f"not tried under {impl}: {', '.join(axis_title(a.name) for a in left[i:])}"
+            record = try_axis(self.engine, axis, impl, wanted[axis.name], lambda: impl == STOCK and self._left() <= 0)
+            self.writer.write(record)
             self.say(f"  {axis_title(axis.name)}: {record.traces} of {record.tried} traces differ")
-        return f"; not tried under {impl}: {', '.join(late)}" if late else ""
+        return ""
 
-    def _operator(self, so_far: Run) -> Step:
+    def _operator(self) -> Step:
         """A trace of a round with a differing completion, of an axis, or of the round that differs from itself."""
-        arms, for_others = self._arms(so_far), (1 - _FOR_TRACE) * self.within_s
+        arms, for_others = self._arms(), (1 - _FOR_TRACE) * self.within_s
         search = Search(
             self.engine,
             self.loaded.model,
@@ -328,34 +304,33 @@ class Diagnoser:
         )
         traced = search.run()
         self._write(traced)
-        run, sentence, clean = self._so_far(), "; ".join(traced.sentences), traced.finding == Finding.CLEAN
+        run, sentence, clean = self._so_far, "; ".join(traced.sentences), traced.finding == Finding.CLEAN
         outcome = "yes" if any(c.call for c in run.culprits) else "no" if clean else "unknown"
-        if steps_of(so_far)["run"].outcome == "no" and verdict.cause_of(run) != Finding.RUN_TO_RUN:
+        if steps_of(run)["run"].outcome == "no" and verdict.cause_of(run) != Finding.RUN_TO_RUN:
             outcome, sentence = "unknown", f"{verdict.NOT_MET}: {sentence}"
         facts = {"families": "+".join(traced.families or []), "less": search.late}
         return Step(name="operator", outcome=outcome, sentence=sentence, facts=facts)
 
-    def _margin(self, so_far: Run) -> Step:
-        first = (verdict.differing_rounds(so_far, STOCK, _solo(so_far)) or [0])[0]
-        return margin_step(self._known(None), self._known(first))
+    def _margin(self) -> Step:
+        return margin_step(self._known(None), self._known(verdict.differing_round(self._so_far) or 0))
 
-    def _cure(self, so_far: Run) -> Step:
+    def _cure(self) -> Step:
         """The same load under the invariant implementation, the solo request, and the axes that differed."""
-        again = verdict.settled(so_far, "batch") != ""  # run-to-run: only one round, run twice, can be compared
+        again = verdict.settled(self._so_far, "batch") != ""  # run-to-run: only one round, run twice, can be compared
         # one round proves that stock differs; that the fix does not takes all
         most = 1 if again else len(self.plan.rounds)
         self._collect(INVARIANT, lambda number: number < min(most, _FEWEST) or not (again or self._over()))
         self._warm = True
         with implementation(INVARIANT):
             solo = digest_of(self._session(None).outcomes[0])
-            differing = {a.axis: a.values for a in so_far.axes if a.impl == STOCK and a.traces}
-            late = self._try_axes(INVARIANT, differing)
-        step = verdict.cure_step(self._so_far(), INVARIANT, solo)
+            late = self._try_axes(
+                INVARIANT, {a.axis: a.values for a in self._so_far.axes if a.impl == STOCK and a.traces}
+            )
+        step = verdict.cure_step(self._so_far, solo)
         ran = int(step.figures["rounds"])
-        fewer = f"{plural(ran, 'round')} of {most} run under the cure" if ran < most else ""
-        return _with_less(step, fewer + late)
+        return _with_less(step, f"{plural(ran, 'round')} of {most} run under the cure" if ran < most else "", late)
 
-    def _cost(self, _: Run) -> Step:
+    def _cost(self) -> Step:
         """The first round, timed under stock and under invariant, both of which this process has run before."""
         speeds: dict[str, list[float]] = {STOCK: [], INVARIANT: []}
         for _turn in range(_TIMED + (not self._warm)):  # alternating: a slower minute of the machine affects both
@@ -371,23 +346,18 @@ class Diagnoser:
         return Step(name="cost", outcome="yes", sentence=sentence, figures=figures)
 
     @cached_property
-    def engine(self) -> Engine:
-        """The engine under study."""
-        return TransformersEngine(self.loaded.model)
-
-    @cached_property
     def _all_axes(self) -> list[RequestAxis]:
         solo, context = self._known(None).outcomes[0], self.loaded.context or 2**31
         return make_axes(self.plan.load, solo.request.prompt, solo.token_ids, context, self.seed)
 
     def _known(self, number: int | None) -> Session:
         """A stock session of that round, or the solo one, run once in this process, for its logits."""
-        if number not in self._kept:
-            self._kept[number] = self._session(number)
-        return self._kept[number]
+        return self._kept.get(number) or self._kept.setdefault(number, self._session(number))
 
     def _session(self, number: int | None) -> Session:
-        return _session(self.engine, self._arm(number))
+        solo, loaded = arms_of(self.plan.rounds[number or 0], self.plan.load, self.seed)
+        solo.requests = [replace(request, arrival_step=0) for request in solo.requests]
+        return (solo if number is None else loaded).run(self.engine, every=True)
 
     def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
         """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
@@ -395,24 +365,16 @@ class Diagnoser:
         survey = Survey(self.loaded, self.plan, base, [impl], seed=self.seed, wanted=wanted)
         collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
-    def _arms(self, so_far: Run) -> tuple[Arm, Arm]:
-        rounds = verdict.differing_rounds(so_far, STOCK, _solo(so_far))
-        if rounds or steps_of(so_far)["run"].outcome == "no":
-            loaded = self._arm((rounds or [0])[0], "in company")
-            own = [r for r in loaded.requests if r.id == loaded.request]
-            return replace(loaded, name="alone", requests=own), loaded
-        record = next(a for a in so_far.axes if a.traces)
+    def _arms(self) -> tuple[Arm, Arm]:
+        run, number = self._so_far, verdict.differing_round(self._so_far)
+        if number is not None or steps_of(run)["run"].outcome == "no":
+            return arms_of(self.plan.rounds[number or 0], self.plan.load, self.seed)
+        record = next(a for a in run.axes if a.traces)
         axis = next(a for a in self._all_axes if a.name == record.axis)
         trial = next(t for t in axis.trials if t.name == record.parted[0])
         return replace(axis.reference, name="alone"), replace(trial, name=f"{axis.name}: {trial.name}")
 
-    def _arm(self, number: int | None, name: str = "") -> Arm:
-        """That round, or the solo request."""
-        requests = self.plan.rounds[number or 0]
-        target = next(r for r in requests if r.target)
-        requests = (replace(target, arrival_step=0),) if number is None else requests
-        return Arm(name, target.id, requests, self.plan.load, self.seed)
-
+    @property
     def _so_far(self) -> Run:
         return read_run(self.writer.path, allow_truncated=True)
 
@@ -422,11 +384,6 @@ class Diagnoser:
             self.writer.write(record)
 
 
-def _solo(so_far: Run) -> Mapping[str, str]:
-    """The digests of the solo run, as the first step kept them."""
-    return steps_of(so_far)["greedy"].facts
-
-
-def _with_less(step: Step, less: str) -> Step:
-    less = f"{less.removeprefix('; ')} {ALL}" if less else ""
-    return msgspec.structs.replace(step, facts=step.facts | {"less": less})
+def _with_less(step: Step, *left_out: str) -> Step:
+    less = "; ".join(filter(None, left_out))
+    return msgspec.structs.replace(step, facts=step.facts | {"less": f"{less} {ALL}" if less else ""})

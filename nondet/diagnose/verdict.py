@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nondet.core.records import Completion, Culprit, Diagnosis, Replay, Role, Run, Step, TraceVerdict, role_of
 from nondet.core.statistics import one_sided_bound, percent, percent_range, round_interval
-from nondet.verdict.findings import Effect, Finding, change_of, plural, successful
+from nondet.verdict.findings import Effect, Finding, Tally, change_of, grouped, plural, successful
 from nondet.verdict.samples import repetition, replays
 from nondet.verdict.wording import words
 
+STOCK, INVARIANT = "stock", "invariant"
 NOT_GREEDY, DEFECT, UNKNOWN = "not greedy", "a defect", "unknown"
 
 NOT_MET = (
@@ -30,66 +32,72 @@ QUESTIONS: dict[str, str] = {
 }
 
 
-def run_step(run: Run, impl: str, solo: Sequence[str]) -> Step:
+def run_step(run: Run, solo: Sequence[str]) -> Step:
     """Whether the same requests in the same batches gave the same bits; `solo` has the digest of each solo trace."""
-    rows, traces = replays(run).get(impl, []), len(set(solo))
+    rows, traces = replays(run).get(STOCK, []), len(set(solo))
     if not rows:
-        failed = next((r.reason for r in run.rows if r.impl == impl and r.varied == "run"), "it was not repeated")
+        failed = next((r.reason for r in run.rows if r.impl == STOCK and r.varied == "run"), "it was not repeated")
         return Step(name="run", outcome="unknown", sentence=f"the first round could not be compared: {failed}")
     outcome = "no" if traces > 1 or any(row.differs for row in rows) else "yes"
     alone = f"the prompt solo, {len(solo)} times: {plural(traces, 'trace')}"
     return Step(name="run", outcome=outcome, sentence=f"{alone}; the first round, again: {words(repetition(rows))}")
 
 
-def batch_step(run: Run, impl: str, solo: Mapping[str, str]) -> Step:
-    """How many completions with concurrent requests differ from the solo one, by its digests "trace" and "tokens"."""
-    good = _completions(run, impl)
-    rounds = [[c for c in good if c.round == number] for number in sorted({c.round for c in good})]
+def batch_step(run: Run) -> Step:
+    """How many completions with concurrent requests differ from the solo one, by trace and by tokens."""
+    solo, rounds = solo_of(run), grouped(_completions(run), lambda c: c.round).values()
     sizes, counted = list(map(len, rounds)), plural(len(rounds), "round")
     traces = [sum(c.trace != solo["trace"] for c in cs) for cs in rounds]
     tokens = [sum(c.tokens_digest != solo["tokens"] for c in cs) for cs in rounds]
-    figures: dict[str, float] = {"n": len(good), "rounds": len(rounds), "traces": sum(traces), "tokens": sum(tokens)}
+    figures: dict[str, float] = {"n": sum(sizes), "rounds": len(sizes), "traces": sum(traces), "tokens": sum(tokens)}
     # of the round whose repetition was equal: differences there are attributed to the batch already
     figures["repeated_round_traces"] = traces[0] if traces else 0
-    if not good:
+    if not rounds:
         return Step(name="batch", outcome="unknown", sentence="no completion finished", figures=figures)
     by_trace, by_tokens = (
         f"({_share(hits, sizes)}), in {sum(k > 0 for k in hits)} of {counted}" for hits in (traces, tokens)
     )
     sentence = (
-        f"of {plural(len(good), 'completion')} in {counted}, {sum(traces)} have other logprob bits than the same "
+        f"of {plural(sum(sizes), 'completion')} in {counted}, {sum(traces)} have other logprob bits than the same "
         f"prompt solo {by_trace}; {sum(tokens)} have other tokens {by_tokens}"
     )
     return Step(name="batch", outcome="yes" if sum(traces) else "no", sentence=sentence, figures=figures)
 
 
-def cure_step(run: Run, impl: str, solo: str) -> Step:
-    """What is left of the divergence under `impl`, whose solo trace is `solo`."""
-    good, rows, axes = _completions(run, impl), replays(run).get(impl, []), [a for a in run.axes if a.impl == impl]
-    traces, rounds = {c.trace for c in good} | {solo}, len({c.round for c in good})
+def _share(hits: Sequence[int], sizes: Sequence[int]) -> str:
+    """The interval of a rate over rounds; where none or all differed, the bound per round and per completion."""
+    if any(hits) and list(hits) != list(sizes):
+        return f"95%: {percent_range(*round_interval(hits, sizes))}"
+    rates = map(one_sided_bound, (len(sizes), sum(sizes)))
+    a, b = (f"above {percent(1.0 - rate, 'down')}" if any(hits) else f"below {percent(rate, 'up')}" for rate in rates)
+    return f"at 95%, one-sided: {a} of rounds, {b} of completions if they were independent"
+
+
+def cure_step(run: Run, solo: str) -> Step:
+    """What is left of the divergence under the invariant implementation, whose solo trace is `solo`."""
+    seen, rows = Tally(c for c in run.completions if c.impl == INVARIANT), replays(run).get(INVARIANT, [])
+    traces, sizes = {*seen.traces, solo}, list(Counter(c.round for c in seen.good).values())
+    axes = [a for a in run.axes if a.impl == INVARIANT]
     tried, differ = sum(a.tried for a in axes), sum(a.traces for a in axes)
-    failed = sum(c.impl == impl and c.status != "ok" for c in run.completions)
-    lost = sum(c.nonfinite > 0 for c in good)  # NaN agrees with itself: that is not a fix
+    failed, lost = seen.failed.total(), seen.nonfinite  # NaN agrees with itself: that is not a fix
     diverged = len(traces) > 1 or differ or lost or any(row.differs for row in rows)
     # a sample with failures, or without a round that was repeated, shows neither that the fix works nor that it fails
-    cured = not diverged and good and rows and not failed
-    bound = f" ({_bounds(rounds, len(good))})" if cured else ""
-    counted = f"{plural(len(traces), 'distinct trace')} in {plural(len(good), 'completion')}"
-    parts = (
-        (True, f"{counted} under load and the solo one{bound}"),
-        (axes, f"on the axes where stock differs, {differ} of {tried} completions differ from the solo run"),
-        (failed, f"{plural(failed, 'completion')} failed"),
-        (lost, f"{plural(lost, 'completion')} hold NaN or infinite logprobs"),
-        (True, f"run again: {words(repetition(rows))}"),
-    )
+    cured = not diverged and seen.n and rows and not failed
+    bound = f" ({_share([0] * len(sizes), sizes)})" if cured else ""
+    counted = f"{plural(len(traces), 'distinct trace')} in {plural(seen.n, 'completion')}"
+    parts = [f"{counted} under load and the solo one{bound}"]
+    parts += [f"on the axes where stock differs, {differ} of {tried} completions differ from the solo run"] * bool(axes)
+    parts += [f"{plural(failed, 'completion')} failed"] * bool(failed)
+    parts += [f"{plural(lost, 'completion')} hold NaN or infinite logprobs"] * bool(lost)
+    parts.append(f"run again: {words(repetition(rows))}")
     outcome = "no" if diverged else "yes" if cured else "unknown"
-    figures: dict[str, float] = {"rounds": rounds, "traces": len(traces)}
-    return Step(name="cure", outcome=outcome, sentence="; ".join(p for said, p in parts if said), figures=figures)
+    figures: dict[str, float] = {"rounds": len(sizes), "traces": len(traces)}
+    return Step(name="cure", outcome=outcome, sentence="; ".join(parts), figures=figures)
 
 
-def axes_step(run: Run, impl: str) -> Step:
+def axes_step(run: Run) -> Step:
     """Which properties of the batch change the bits by themselves, and which do not."""
-    tried = [a for a in run.axes if a.impl == impl and a.tried]
+    tried = [a for a in run.axes if a.impl == STOCK and a.tried]
     named = [(f"{axis_title(a.axis)} ({a.traces} of {a.tried} traces)", a.traces > 0) for a in tried]
     differing, clean = (", ".join(name for name, differs in named if differs == which) for which in (True, False))
     said = [f"changing only one property changes the logprobs: {differing}"] if differing else []
@@ -103,30 +111,20 @@ def axis_title(name: str) -> str:
     return "ragged batch" if name == "ragged company" else name
 
 
-def differing_rounds(run: Run, impl: str, solo: Mapping[str, str]) -> list[int]:
-    """Rounds with a completion that is not the solo one: those with other tokens first, then by number."""
-    good = _completions(run, impl)
-    tokens = {c.round for c in good if c.tokens_digest != solo.get("tokens")}
-    traces = {c.round for c in good if c.trace != solo.get("trace")}
-    return sorted(traces, key=lambda number: (number not in tokens, number))
+def differing_round(run: Run) -> int | None:
+    """The first round with a completion that is not the solo one, if possible one with other tokens."""
+    solo, good = solo_of(run), _completions(run)
+    differing = [(c.tokens_digest == solo["tokens"], c.round) for c in good if c.trace != solo["trace"]]
+    return min(differing)[1] if differing else None
 
 
-def _completions(run: Run, impl: str) -> list[Completion]:
-    return [c for c in successful(run.completions) if c.impl == impl]
+def _completions(run: Run) -> list[Completion]:
+    return sorted((c for c in successful(run.completions) if c.impl == STOCK), key=lambda c: c.round)
 
 
-def _share(hits: Sequence[int], sizes: Sequence[int]) -> str:
-    """The interval of a rate over rounds; where none or all differed, the bound per round and per completion."""
-    if any(hits) and list(hits) != list(sizes):
-        return f"95%: {percent_range(*round_interval(hits, sizes))}"
-    return _bounds(len(sizes), sum(sizes), none=not any(hits))
-
-
-def _bounds(rounds: int, completions: int, *, none: bool = True) -> str:
-    """What is excluded where none differed, or all did."""
-    rates = map(one_sided_bound, (rounds, completions))
-    a, b = (f"below {percent(rate, 'up')}" if none else f"above {percent(1.0 - rate, 'down')}" for rate in rates)
-    return f"at 95%, one-sided: {a} of rounds, {b} of completions if they were independent"
+def solo_of(run: Run) -> Mapping[str, str]:
+    """The digests of the solo run, "trace" and "tokens", as the first step kept them."""
+    return steps_of(run)["greedy"].facts
 
 
 def steps_of(run: Run) -> dict[str, Step]:
@@ -151,10 +149,10 @@ def settled(run: Run, name: str) -> str:
     if name == "cost" and outcome.get("cure") == "no":
         return "batch_invariant() is no cure here"
     if name == "cost" and run.header.plan.get("device") == "cuda":
-        why = (
-            "on a GPU the host's work can outweigh the GPU's, so a ratio of such rounds is not the cost of the kernels"
+        return (
+            "on a GPU the host's work can outweigh the GPU's, so a ratio of such rounds is not the cost of the "
+            "kernels; nondet sample --turns measures it"
         )
-        return f"{why}; nondet sample --turns measures it"
     return ""
 
 
@@ -165,7 +163,7 @@ def cause_of(run: Run) -> str:
         return finding
     if finding == "run-to-run" or _replay(run.culprits, "repeat"):
         return Finding.RUN_TO_RUN
-    return DEFECT if _replay(run.culprits, "values") or _replay(run.culprits, "exact") else Finding.BATCH
+    return DEFECT if _replay(run.culprits, "values", "exact") else Finding.BATCH
 
 
 def blamed(run: Run, finding: str) -> list[Culprit]:
@@ -177,39 +175,23 @@ def blamed(run: Run, finding: str) -> list[Culprit]:
     return [c for c in culprits if _replay([c], "repeat")]
 
 
-def _replay(culprits: Sequence[Culprit], name: str) -> tuple[Culprit, Replay] | None:
-    return next(((c, r) for c in culprits for r in c.replays if r.name == name and r.status == "divergent"), None)
+def _replay(culprits: Sequence[Culprit], *names: str) -> tuple[Culprit, Replay] | None:
+    return next(((c, r) for c in culprits for r in c.replays if r.name in names and r.status == "divergent"), None)
 
 
 def conclude(run: Run) -> Diagnosis:
     """The verdict on the steps of the run."""
-    step, finding = steps_of(run), _finding(run)
-    greedy, seen, batch, cure, cost = (step[name].sentence for name in ("greedy", "run", "batch", "cure", "cost"))
-    axes, traced, raced = axes_step(run, "stock"), run.trace_verdicts[-1:], _replay(run.culprits, "repeat")
-    if step["run"].outcome != "no" and raced and traced and traced[0].finding != "run-to-run":
-        seen = f"`{raced[0].call}` of {raced[0].module}: {raced[1].sentence}"
-    elif step["run"].outcome != "no" and traced:
-        seen = "; ".join(traced[0].sentences)
-    if step["batch"].outcome != "yes":
-        batch = "not in the load as sampled, but where one property of the batch was changed"
-    whether = {
-        NOT_GREEDY: f"Decoding is not greedy: {greedy}.",
-        Finding.WRONG: f"Wrong: {greedy}. Whether the batch matters was not tested.",
-        Finding.RUN_TO_RUN: f"Run-to-run nondeterministic: {seen}. Whether the batch matters too is not known.",
-        UNKNOWN: "Not known: a step that is needed has no answer.",
-        Finding.UNATTRIBUTED: f"Divergent, because of the batch or from run to run: {batch}.",
-        Finding.CLEAN: f"No divergence observed: {step['batch'].sentence}; {axes.sentence}. This is an observation on "
-        "this load, not a proof.",
-    }.get(finding, f"Batch-dependent: {batch}.")
-    families, answer = step["operator"].facts.get("families", ""), step["cure"].outcome
+    step, axes = steps_of(run), axes_step(run)
+    finding, whether = _finding(run, step)
     cures = {
-        "yes": f"batch_invariant() left no divergence: {cure}.",
-        "no": f"batch_invariant() is no cure here: {cure}.",
-        "unknown": f"Whether batch_invariant() is a cure here is not known: {cure}.",
+        "yes": f"batch_invariant() left no divergence: {step['cure'].sentence}.",
+        "no": f"batch_invariant() is no cure here: {step['cure'].sentence}.",
+        "unknown": f"Whether batch_invariant() is a cure here is not known: {step['cure'].sentence}.",
     }
-    cure = cures.get(answer, "")
+    cure = cures.get(step["cure"].outcome, "")
+    families = step["operator"].facts.get("families", "").replace("+", " and ")
     if families and finding != Finding.RUN_TO_RUN:  # what changes by itself may be equal in one pair
-        named = f"Replacing {' and '.join(families.split('+'))} by the invariant implementation"
+        named = f"Replacing {families} by the invariant implementation"
         cure = f"{named} removes the divergence of the pair traced. {cure}".strip()
     return Diagnosis(
         finding=finding,
@@ -217,25 +199,39 @@ def conclude(run: Run) -> Diagnosis:
         where="" if finding == Finding.CLEAN or axes.outcome == "unknown" else in_sentences(axes.sentence),
         why=in_sentences(*_why(run, finding)),
         cure=cure,
-        cost=in_sentences(cost) if step["cost"].outcome == "yes" else "",
+        cost=in_sentences(step["cost"].sentence) if step["cost"].outcome == "yes" else "",
         limits=list(map(in_sentences, _limits(run, step))),
     )
 
 
-def _finding(run: Run) -> str:
-    """The finding in a word. The batch is blamed only where equal batches have been seen to give equal bits."""
-    step, cause = steps_of(run), cause_of(run)
-    both, unsteady = (step["batch"].outcome, step["axes"].outcome), step["run"].outcome == "no"
+def _finding(run: Run, step: Mapping[str, Step]) -> tuple[str, str]:
+    """The finding in a word, and in a sentence. The batch is blamed only where equal batches have been seen to give
+    equal bits."""
+    cause, greedy, both = cause_of(run), step["greedy"].sentence, (step["batch"].outcome, step["axes"].outcome)
+    if step["greedy"].outcome == "no" and step["greedy"].figures.get("nonfinite"):
+        return Finding.WRONG, f"Wrong: {greedy}. Whether the batch matters was not tested."
     if step["greedy"].outcome == "no":
-        return Finding.WRONG if step["greedy"].figures.get("nonfinite") else NOT_GREEDY
-    if unsteady or cause == Finding.RUN_TO_RUN:
-        return Finding.RUN_TO_RUN
+        return NOT_GREEDY, f"Decoding is not greedy: {greedy}."
+    if step["run"].outcome == "no" or cause == Finding.RUN_TO_RUN:
+        seen = step["run"].sentence
+        for traced in run.trace_verdicts[-1:] if step["run"].outcome != "no" else ():
+            seen, raced = "; ".join(traced.sentences), _replay(run.culprits, "repeat")
+            if raced and traced.finding != "run-to-run":
+                seen = f"`{raced[0].call}` of {raced[0].module}: {raced[1].sentence}"
+        what = f"Run-to-run nondeterministic: {seen}. Whether the batch matters too is not known."
+        return Finding.RUN_TO_RUN, what
+    batch = step["batch"].sentence
+    if both == ("no", "no"):
+        axes = f"{axes_step(run).sentence}. This is an observation on this load, not a proof."
+        return Finding.CLEAN, f"No divergence observed: {batch}; {axes}"
     if "yes" not in both:
-        return Finding.CLEAN if both == ("no", "no") else UNKNOWN
-    if cause in (DEFECT, Finding.BATCH):
-        return cause
+        return UNKNOWN, "Not known: a step that is needed has no answer."
+    if both[0] != "yes":
+        batch = "not in the load as sampled, but where one property of the batch was changed"
     repeated_equal = step["batch"].figures.get("repeated_round_traces") and step["run"].outcome == "yes"
-    return Finding.BATCH if repeated_equal else Finding.UNATTRIBUTED
+    if cause in (DEFECT, Finding.BATCH) or repeated_equal:
+        return cause if cause == DEFECT else Finding.BATCH, f"Batch-dependent: {batch}."
+    return Finding.UNATTRIBUTED, f"Divergent, because of the batch or from run to run: {batch}."
 
 
 def _why(run: Run, finding: str) -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from nondet.errors import MisfitError, UserError
 from nondet.services import options as o
 from nondet.services.run import Output, Request, Sink, model_sizes, pick_device, source_of, user_sources
+from nondet.services.sample import open_model
 
 if TYPE_CHECKING:
     from nondet.certify.plan import Call, Question
@@ -60,11 +63,10 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     """Check bit for bit that kernels share one order of reduction on this machine, and keep the certificates."""
     if request.vllm:
         return _under_vllm(request, sink)
-    names = request.names or []
-    impls = request.impl or []
+    names, impls = request.names or [], request.impl or []
     output = Output(request, f"certify-{'-'.join(names) or 'all'}", sink)
 
-    from nondet.certify.check import ask, estimate, row_key
+    from nondet.certify.check import ask, estimate
     from nondet.certify.plan import Wish
     from nondet.certify.plan import plan as plan_questions
     from nondet.core.certificates import certificates
@@ -74,39 +76,27 @@ def certify(request: CertifyRequest, sink: Sink) -> Path:
     sizes = model_sizes(request.preset, request.model)
     if sizes is not None and (request.k is not None or request.n is not None):
         raise UserError("--k and --n name one layer, and a model names others", "Give one of the two.")
-    same = {name: getattr(request, name) for name in ("cls", "k", "n", "full", "seed")}
-    planned = plan_questions(
-        Wish(
-            device=target, operators=() if "all" in names else tuple(names), impls=tuple(impls), **same,
-            members=tuple(request.member or ()), m=None if request.m is None else (request.m,),
-            dtypes=tuple(request.dtype) if request.dtype else None,
-            inputs=tuple(request.inputs) if request.inputs else None,
-            layers=sizes.layers if sizes is not None else (),
-        )
-    )  # fmt: skip
+    lists: dict[str, Any] = {"dtypes": request.dtype, "inputs": request.inputs, "m": request.m and [request.m]}
+    wish: dict[str, Any] = {name: tuple(value) if value else None for name, value in lists.items()}
+    wish |= {name: getattr(request, name) for name in ("cls", "k", "n", "full", "seed")}
+    wish |= {"operators": () if "all" in names else tuple(names), "layers": sizes.layers if sizes is not None else ()}
+    planned = plan_questions(Wish(device=target, members=tuple(request.member or ()), impls=tuple(impls), **wish))
     for name in impls:
         _try(name, planned[0].question, planned[0].members[name])
     # another version of a user's file is another member
     users = {name: f"{name} @{(source_of(name) or '')[:12] or 'unknown source'}" for name in impls}
     kept = certificates(target)
-    described: dict[str, Any] = {
-        "operators": names or ["all"],
-        "class": request.cls,
-        "members": request.member,
-        "impls": request.impl,
-        "device": target,
-        "dtypes": request.dtype,
-        "sizes": {"m": request.m, "k": request.k, "n": request.n, "preset": request.preset},
-        "model": str(request.model) if request.model else None,
-        "machine": kept.machine,
-    }
-    described |= {name: getattr(request, name) for name in ("inputs", "full", "seed")} | user_sources(impls)
-    total = sum(len(p.members) for p in planned)
-    with output.recording("certify", described, request.seed, total) as writer:
+    fields = {"class": "cls", "members": "member", "impls": "impl", "dtypes": "dtype"}
+    fields |= {name: name for name in ("inputs", "full", "seed")}
+    described: dict[str, Any] = {name: getattr(request, field) for name, field in fields.items()} | user_sources(impls)
+    described |= {"operators": names or ["all"], "device": target, "machine": kept.machine}
+    described["sizes"] = {name: getattr(request, name) for name in ("m", "k", "n", "preset")}
+    described["model"] = str(request.model) if request.model else None
+    with output.recording("certify", described, request.seed, sum(len(p.members) for p in planned)) as writer:
         left = []
         for p in planned:
-            members = {name: c for name, c in p.members.items() if row_key(p.question, name) not in writer.done}
-            left += [replace(p, members=members)] if members else []
+            members = {name: c for name, c in p.members.items() if p.question.head(name).key not in writer.done}
+            left += [p._replace(members=members)] if members else []
         seconds = estimate(left)
         if sum(seconds) > _WORTH_SAYING_S:
             sink.say(f"nondet: {sum(len(p.members) for p in left):,} rows will take about {in_words(sum(seconds))}.")
@@ -124,25 +114,21 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     """Tests every layer's own kernel as vLLM would run it here, in vLLM's own process."""
     output = Output(request, "certify-vllm", sink)
 
-    from nondet.sampling.model import load_model
     from nondet.sampling.plan import Load
     from nondet.vllm import ENABLED, OWN
-    from nondet.vllm.engine import VllmEngine, check_installed
+    from nondet.vllm.engine import VllmEngine
     from nondet.vllm.plugin import Look, grouped
 
-    check_installed()
-    device, steps = pick_device(request.device), request.m or _STEP
+    steps, model = request.m or _STEP, None if request.model is None else str(request.model)
     own, ours = (os.environ.get(name) == "1" for name in (OWN, ENABLED))
     way = "invariant" if ours else "vllm-invariant" if own else "stock"
-    pick_device("cpu", request.threads)
-    dtype = (request.dtype or ["bfloat16"])[0]
-    model = str(request.model) if request.model is not None else None
-    loaded = replace(load_model(model, dtype, "cpu", attention="eager"), device=device)
+    wanted = {"engine": "vllm", "model": model, "dtype": (request.dtype or ["bfloat16"])[0]}
+    loaded = open_model(SimpleNamespace(**wanted, device=request.device, threads=request.threads), sink)
     load = Load(others=0, targets=1, spread=1, prompt=(1, 1), tokens=(1, 1), budget=steps, requests=steps)
-    engine = VllmEngine(loaded, load, steps)
-    try:
+    with closing(VllmEngine(loaded, load, steps)) as engine:
         plan = {"vllm": way, "model": {"name": loaded.name, **loaded.identity}, "engine": engine.describe()}
-        with output.recording("vllm", plan | {"device": device}, request.seed) as writer, sink.steps() as step:
+        plan["device"] = loaded.device
+        with output.recording("vllm", plan, request.seed) as writer, sink.steps() as step:
             step(f"vLLM starts as {way}")
             with engine.implementation(way):
                 step("each layer's kernel is tested")
@@ -153,8 +139,6 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
             for record in grouped(look.found):
                 if record.key not in writer.done:
                     writer.write(record)
-    finally:
-        engine.close()
     return output.present()
 
 

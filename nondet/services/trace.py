@@ -271,16 +271,14 @@ def _searched(search: Search, repro: Path | None) -> None:
 
 def _fresh(request: TraceRequest, sink: Sink) -> tuple[LoadedModel, tuple[Arm, Arm], dict[str, Any]]:
     from nondet.sampling.collect import plan_prompts
-    from nondet.trace.search import Arm
+    from nondet.trace.search import arms_of
 
     text, seed, load = prompt_text(request.prompt, request.prompt_file), request.seed, request.engine_load
     if request.engine == "vllm":
         load = replace(load, sharing=False)
     loaded = open_model(request, sink)
     plan, described = plan_prompts(loaded, load, [text], load.targets, request.max_tokens, seed, request.impls)
-    target = next(r for r in plan.rounds[0] if r.target)
-    arms = Arm("alone", target.id, (target,), load, seed), Arm("in company", target.id, plan.rounds[0], load, seed)
-    return loaded, arms, described
+    return loaded, arms_of(plan.rounds[0], load, seed), described
 
 
 def _recorded(

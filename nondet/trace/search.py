@@ -77,19 +77,24 @@ class Arm:
         """Token ids of the request's prompt."""
         return next(r.prompt for r in self.requests if r.id == self.request)
 
-    def run(self, engine: Engine, watcher: Watcher | None = None) -> Session:
-        """A session of this arm. Raises EngineStoppedError: the engine died, or the request failed in it."""
+    def run(self, engine: Engine, watcher: Watcher | None = None, *, every: bool = False) -> Session:
+        """A session of this arm. Raises EngineStoppedError: the engine died, or the request (or any) failed in it."""
         session = engine.run(self.requests, self.load, seed=self.seed, forced=self.forced, watcher=watcher)
-        if session.fatal:
-            raise EngineStoppedError(f"arm {self.title}: {session.fatal}")
-        outcome = self.outcome(session)
-        if outcome.finish == "error":
-            raise EngineStoppedError(f"arm {self.title}: {outcome.request.id} failed: {outcome.reason}")
+        needed = session.outcomes if every or session.fatal else [self.outcome(session)]
+        failed = [f"{o.request.id} failed: {o.reason}" for o in needed if o.finish == "error"]
+        if session.fatal or failed:
+            raise EngineStoppedError(f"arm {self.title}: {session.fatal or failed[0]}")
         return session
 
     def outcome(self, session: Session) -> Outcome:
         """The result of the request under study."""
         return next(o for o in session.outcomes if o.request.id == self.request)
+
+
+def arms_of(requests: Sequence[Request], load: Load, seed: int) -> tuple[Arm, Arm]:
+    """The first request under study of a round, solo and among the others."""
+    target = next(r for r in requests if r.target)
+    return Arm("alone", target.id, (target,), load, seed), Arm("in company", target.id, requests, load, seed)
 
 
 @dataclass(frozen=True)

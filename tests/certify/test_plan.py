@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nondet.certify.check import ask, row_key
+from nondet.certify.check import ask
 from nondet.certify.plan import AttentionQuestion, GroupedQuestion, Question, Wish, plan
 from nondet.core.certificates import Certificates
 from nondet.core.launch import listen
@@ -169,7 +169,7 @@ def test_the_classes_are_whole_and_the_page_says_what_the_table_says() -> None:
 def test_the_plan_for_a_gpu_asks_every_class_and_member() -> None:
     """Without a GPU the plan can still be made: what it asks, of whom, and that no case is asked twice."""
     asked = plan(Wish(device="cuda"))
-    keys = [row_key(one.question, name) for one in asked for name in one.members]
+    keys = [one.question.head(name).key for one in asked for name in one.members]
     assert len(keys) == len(set(keys))
     assert {one.question.cls for one in asked} == {c.name for c in classes().values() if c.device == "cuda"}
     main_shape = next(one for one in asked if one.question.dtype == "bfloat16" and one.question.operator == "linear")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,12 @@ from nondet.core.runfile import open_run, read_run
 from nondet.diagnose import steps
 from nondet.diagnose.steps import Diagnoser, make_axes, try_axis
 from nondet.diagnose.verdict import QUESTIONS
+from nondet.errors import EngineStoppedError
 from nondet.sampling.collect import describe
 from nondet.sampling.engine import TransformersEngine
 from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel, load_model
-from nondet.sampling.plan import parse_load
+from nondet.sampling.plan import Request, Session, parse_load
 from nondet.verdict.gate import exit_code
 from tests.build import Command, failed, row, tiers
 from tests.build import run_of as made_run
@@ -62,13 +64,13 @@ def test_stock_attention_is_named_and_the_cure_holds(whole: Run) -> None:
     assert verdict.finding == "batch-dependent"
     assert run.culprits[0].family == "attention"
     assert "scaled_dot_product_attention" in verdict.why
+    assert "left no divergence" in verdict.cure
+    assert "tokens/s" in verdict.cost
     steps = {s.name: s for s in run.steps}
     assert list(steps) == list(QUESTIONS)
     assert steps["greedy"].outcome == steps["run"].outcome == steps["batch"].outcome == steps["cure"].outcome == "yes"
     assert steps["cure"].figures["traces"] == 1
-    assert "left no divergence" in verdict.cure
     assert steps["cost"].figures["invariant_ratio_low"] > 0
-    assert "tokens/s" in verdict.cost
     axes = {a.axis: a for a in run.axes if a.impl == "stock"}
     assert axes["batch size"].traces
     assert axes["prefix sharing"].tried == 2
@@ -165,9 +167,10 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
 
     monkeypatch.setattr(steps, "Search", search)
     monkeypatch.setattr(Diagnoser, "_arms", lambda *_: (SimpleNamespace(name="alone"), SimpleNamespace(name="again")))
-    monkeypatch.setattr(Diagnoser, "engine", None)
     made = diagnoser(embedded, tmp_path / "run.jsonl")
-    step = made._operator(run_of({"greedy": "yes", "run": "no"}))
+    for step in run_of({"greedy": "yes", "run": "no"}).steps:
+        made.writer.write(step)
+    step = made.answer("operator")
     assert step.outcome == ("yes" if finding == "run-to-run" else "unknown")
     assert step.sentence.startswith("each arm was bit-identical when it was repeated") == (step.outcome == "unknown")
 
@@ -194,17 +197,19 @@ def test_a_limit_takes_rounds_and_values_and_says_so(
     first = {"completions": [c for c in whole.completions if c.impl == "stock" and c.round == 0]}
     known = [s for s in whole.steps if s.name in ("greedy", "run")]
     alike = {"completions": [msgspec.structs.replace(c, trace=known[0].facts["trace"]) for c in first["completions"]]}
-    for completions, within, spent, expected in [
-        (first, 100.0, 10.0, (5, 1)),
-        (first, 0.0, 1e6, (5, 6)),
-        (alike, 100.0, 10.0, (5, 6)),
-        (alike, 100.0, 200.0, (2, 1)),
+    unsure = [known[0], msgspec.structs.replace(known[1], outcome="unknown")]  # the round was not repeated: no proof
+    for completions, before, within, spent, expected in [
+        (first, known, 100.0, 10.0, (5, 1)),
+        (first, unsure, 100.0, 10.0, (5, 6)),
+        (first, known, 0.0, 1e6, (5, 6)),
+        (alike, known, 100.0, 10.0, (5, 6)),
+        (alike, known, 100.0, 200.0, (2, 1)),
     ]:
         made = diagnoser(embedded, tmp_path / "run.jsonl", n=25, within_s=within, clock=lambda: spent)  # noqa: B023
-        monkeypatch.setattr(Diagnoser, "_so_far", lambda _: run_of({}, **completions, steps=known))  # noqa: B023
+        monkeypatch.setattr(Diagnoser, "_so_far", run_of({}, **completions, steps=before))
         made._kept = {None: session("1" * 64, []), 0: session("1", [])}
         played.clear()
-        step, axes = made._batch(made._so_far()), made._axes(made._so_far())
+        step, axes = made.answer("batch"), made.answer("axes")
         assert sum(name.startswith("round") for name in played) == expected[0]
         assert sum(name.endswith("requests") and name[0].isdigit() for name in played) == expected[1]
         assert ("values of the axes run (--within 0 runs all)" in axes.facts.get("less", "")) == (expected[1] == 1)
@@ -231,6 +236,29 @@ def test_bits_that_change_beyond_a_tile_of_keys_are_seen_by_the_long_prompt_alon
         assert not try_axis(engine, axes["batch size"], "invariant").traces
 
 
+class Engine:
+    """Answers each request with the same token, takes no keys from a cache, and fails those named."""
+
+    def __init__(self, *failing: str) -> None:
+        self.failing = failing
+
+    def run(self, requests: Sequence[Request], *_: Any, **__: Any) -> Session:
+        ends = [{"finish": "error", "reason": "no memory"} if r.id in self.failing else {} for r in requests]
+        outcomes = [session("1", [], request=r, **end).outcomes[0] for r, end in zip(requests, ends, strict=True)]
+        return Session(outcomes=outcomes, steps=1, tokens=1, seconds=1.0, figures={"hits": 0})
+
+
+def test_what_did_not_happen_is_no_agreement() -> None:
+    """A prefix that was not shared is no trial, and a session in which any request failed ends the diagnosis."""
+    axes = {axis.name: axis for axis in make_axes(parse_load("default"), range(1, 5), range(5, 69), 1024)}
+    shared = try_axis(Engine(), axes["prefix sharing"], "stock")
+    assert (shared.tried, shared.values) == (0, [])
+    assert shared.note == "the engine took no keys from the cache: its first half, the whole prompt"
+    assert try_axis(Engine(), axes["batch size"], "stock").tried == 65
+    with pytest.raises(EngineStoppedError, match="t7 failed: no memory"):
+        try_axis(Engine("t7"), axes["batch size"], "stock")
+
+
 def test_bad_input_is_one_line(run: Command, tmp_path: Path) -> None:
     """Exit 2, what and what to try, and no run file is left behind."""
     for arguments, reason in [
@@ -250,15 +278,8 @@ def test_bad_input_is_one_line(run: Command, tmp_path: Path) -> None:
 
 
 def test_the_gate_opens_on_a_whole_and_clean_verdict_alone() -> None:
-    """3 where something is wrong, 1 and why where the question has no answer, where the run was cut short, or where a
-    case failed; without --fail-on always 0."""
-    clean = "no divergence observed"
-    for finding, code in [("batch-dependent", 3), ("a defect", 3), ("unknown", 1), ("divergent", 3), (clean, 0)]:
-        run = made_run(diagnoses=[Diagnosis(finding=finding, whether="As said.")])
-        assert exit_code(run, None) == (0, "")
-        got, line = exit_code(run, "divergent")
-        assert (got, bool(line)) == (code, code == 1)
-    undecided = "--fail-on divergent can't be decided: "
+    """1 and why where the run was cut short, or where a case failed; tests/verdict/test_judges.py has the findings."""
+    clean, undecided = "no divergence observed", "--fail-on divergent can't be decided: "
     for concluded in [
         {"diagnoses": [Diagnosis(finding=clean, whether="None.")]},
         {"trace_verdicts": [TraceVerdict(finding=clean, culprits=[], families=None, sentences=[])]},

@@ -76,7 +76,8 @@ def test_a_cure_is_only_told_where_it_was_seen() -> None:
     assert "left no divergence" in conclude(run_of(PARTED | {"cure": "yes"})).cure
     run = run_of(CLEAN, axes=[msgspec.structs.replace(axis, parted=[], traces=0)])
     run.completions += [completion(f"t{i}", "a", round=i // 10, tokens_digest="t") for i in range(40)]
-    run.steps[2] = batch_step(run, "stock", {"trace": "a", "tokens": "t"})
+    run.steps[0] = msgspec.structs.replace(run.steps[0], facts={"trace": "a", "tokens": "t"})
+    run.steps[2] = batch_step(run)
     for said in ("52.8% of rounds", "7.22% of completions", "no difference seen from changing batch size (0 of 2"):
         assert said in conclude(run).whether
 
@@ -115,7 +116,7 @@ def test_logprobs_that_are_no_numbers_are_wrong() -> None:
     assert (sound.outcome, conclude(run_of({}, steps=[sound])).finding) == ("yes", "unknown")
     run = under_the_cure()
     run.completions[0] = msgspec.structs.replace(run.completions[0], nonfinite=1)
-    cure = cure_step(run, IMPL, "a")
+    cure = cure_step(run, "a")
     assert (cure.outcome, "1 completion hold NaN or infinite logprobs" in cure.sentence) == ("no", True)
 
 
@@ -181,15 +182,14 @@ def test_the_story_tells_intervals_by_the_formulas_of_today() -> None:
     run.completions += [
         completion(f"t{i}", "b", round=i // 12, tokens_digest="t" if i % 12 else "u") for i in range(60)
     ]
-    facts = {"trace": "a", "tokens": "t"}
-    told = batch_step(run, "stock", facts)
+    run.steps[0] = msgspec.structs.replace(run.steps[0], facts={"trace": "a", "tokens": "t"})
+    told = batch_step(run)
     assert told.sentence == (
         "of 60 completions in 5 rounds, 60 have other logprob bits than the same prompt solo (at 95%, one-sided: "
         "above 54.9% of rounds, above 95.1% of completions if they were independent), in 5 of 5 rounds; 5 have other "
         f"tokens (95%: {percent_range(*round_interval([1] * 5, [12] * 5))}), in 5 of 5 rounds"
     )
     for figures, sentence in ((told.figures, told.sentence), ({"n": 59.0}, "old words")):
-        run.steps[0] = msgspec.structs.replace(run.steps[0], facts=facts)
         run.steps[2] = msgspec.structs.replace(run.steps[2], sentence="old words", figures=figures)
         run.diagnoses[:] = [Diagnosis(finding="batch-dependent", whether="Batch-dependent: old words.")]
         seen = Story(run)
@@ -221,7 +221,7 @@ def test_a_cure_is_only_what_was_seen() -> None:
         (under_the_cure(60, failed=59), "a", "unknown", "59 completions failed"),
         (under_the_cure(failed=6), "a", "unknown", "6 completions failed"),
     ]:
-        step = cure_step(run, IMPL, solo)
+        step = cure_step(run, solo)
         assert step.outcome == outcome
         assert words in step.sentence
         assert ("bit-identical" in step.sentence) == any(run.rows)
