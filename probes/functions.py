@@ -283,16 +283,17 @@ def check_operator(
     name = name_of(fn)
     check_signature(fn, operator, name)
     loaded = LoadedImplementation(operator, name, fn)
-    jobs = [
-        Job(probe, case, name, device, loaded=loaded)
+    cases = [
+        case
         for case in probe.cases(options)
         if case.operator == operator and case.impls is None and (varied is None or case.varied in varied)
     ]
+    jobs = [Job(probe, case, name, device, loaded=loaded, first=case is cases[0]) for case in cases]
     if not jobs:
         raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")
     plan = {"operator": operator, "impls": [name], "device": device, "dtypes": list(dtypes), "full": full, "seed": seed}
     plan |= {"sizes": sizes | {"config": options.config}, "inputs": None if inputs is None else list(inputs)}
-    return _run(list(run_jobs(jobs, seed, set(), {name})), plan, seed)
+    return _run(list(run_jobs(jobs, seed, must_fit=True)), plan, seed)
 
 
 def check(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -133,6 +133,7 @@ class Job:
     note: str = ""  # how the implementation came to be judged as this operator, for the reader
     loaded: LoadedImplementation | None = None  # the implementation, if it is at hand; None: it is loaded by its name
     place: int | None = None  # position among all jobs of the plan, from 0; None outside of one
+    first: bool = False  # a user's function is called in it first: whether it takes the operator's operands shows there
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -164,7 +165,7 @@ class Job:
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
     """All jobs, in order, planned before the first is measured. Raises UserError: an unknown probe or implementation,
     or sizes that make no sense."""
-    names, jobs, probed = list(impls), list[Job](), set[str]()
+    names, jobs, probed, called = list(impls), list[Job](), set[str](), set[str]()
     for probe_name in probe_names:
         probe = load_probe(probe_name)
         cases = list(probe.cases(options))
@@ -174,13 +175,15 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
             for impl in case.impls or _expand(names, case.operator, options.device, own):
                 user = ":" in impl and "=" not in impl and len(own) > 1
                 note = f"{own[0]}, the first operator of {probe_name}; others: --impl {own[-1]}={impl}" if user else ""
-                jobs.append(Job(probe, case, impl, options.device, note, place=len(jobs)))
+                first = ":" in impl and impl not in called
+                called.add(impl)
+                jobs.append(Job(probe, case, impl, options.device, note, place=len(jobs), first=first))
     for name in names:
         operator, named, _ = name.partition("=")
         if named and operator not in probed:
             hint = f"They have {', '.join(sorted(probed)) or 'none that takes an implementation'}."
             raise UserError(f"--impl {name!r}: no probe asked for has an operator {operator!r}", hint)
-        if ":" in name and not any(job.impl == name for job in jobs):
+        if ":" in name and name not in called:
             what = f"--impl {name!r}: no case asked for takes a function of yours"
             raise UserError(what, "Name its operator's probe.")
     if not jobs:
@@ -215,20 +218,18 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
     return list(chosen)
 
 
-def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried: Iterable[str] = ()) -> Iterator[Row]:
+def run_jobs(
+    jobs: Iterable[Job], seed: int, done: Container[tuple[str, ...]] = (), *, must_fit: bool = False
+) -> Iterator[Row]:
     """Measure every job whose key is not in `done`, and yield its row at once. Inputs are shared between neighbours.
-
-    Args:
-        untried: User's functions that have not been called yet.
-
-    Raises:
-        MisfitError: one of them takes other operands than its operator, at its first case.
-    """
+    `must_fit`: raise MisfitError if a user's function takes other operands than its operator, at its first case."""
     prepared: _Prepared | None = None
-    left = set(untried)
+    untried = set[str]()
     for job in jobs:
         if job.key in done:
             continue
+        if must_fit and job.first:
+            untried.add(job.impl)
         started = time.perf_counter()
         # torch explains in warnings why a backend refuses, each once per process: kept for the row, and off the
         # terminal
@@ -237,7 +238,7 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
                 if prepared is None or prepared.case is not job.case:
                     prepared = None  # free the old inputs first
                     prepared = _prepare(job, seed)
-                row = _measure(job, prepared, started, untried=job.impl in left)
+                row = _measure(job, prepared, started, untried=job.impl in untried)
             except MisfitError:
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
@@ -247,7 +248,7 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
                 prepared = None  # it may have written to them
                 check_device_alive(job.device, error)
         if row.status != Status.SKIPPED:
-            left.discard(job.impl)
+            untried.discard(job.impl)
         yield row
 
 
