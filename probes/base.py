@@ -1,8 +1,7 @@
 """The definition of a probe, what probes take from the user's options, and the cases that all operators share.
 
-A case is a set of variants of one computation that ought to give equal bits. The runner computes every variant under
-every implementation, sorts the results into classes, and writes a row. A probe only defines the cases and what the
-variants compute.
+A case is a set of variants of one computation that ought to give equal bits. A probe defines the cases and what their
+variants compute; the runner computes them under every implementation, sorts the results into classes, and writes rows.
 """
 
 from __future__ import annotations
@@ -260,7 +259,7 @@ def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
 def drawn(largest: int, options: Options, count: int = 3, above: int = 1) -> set[int]:
     """At most `count` sizes between `above` and `largest` that no list holds: another seed draws others."""
     unlisted = sorted(set(range(above + 1, largest)) - set(SWEEP))
-    return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes, nothing secret
+    return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes
 
 
 def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
@@ -271,8 +270,8 @@ def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
 def sweep(largest: int, options: Options, *, dense: bool = False) -> list[int]:
     """Sizes up to `largest`, 1 and itself included: a few dozen, or all affordable ones if `options.full`. Some are
     drawn, and those of a trace are included, however large. `dense`: include every size up to 64."""
-    every = _DENSE if dense else 0
-    chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=max(every, 1))}
+    every = _DENSE if dense else 1
+    chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=every)}
     if options.full:
         chosen |= set(range(1, (4096 if options.device == "cuda" else _DENSE_ON_CPU) + 1))
     return sorted({x for x in chosen if x < largest} | {largest} | {rows for rows, _ in options.met if rows})
@@ -309,13 +308,11 @@ def require_memory(device: str, needed: int, what: str) -> None:
         raise UserError(f"{what} needs about {memory}", "Give smaller sizes.")
 
 
-# Cases that all operators share: other rows' values, operands' layout, and earlier calls. A request's bits may depend
-# on concurrent requests without any size changing: a scale taken over other requests' rows, a NaN that leaks from a
-# neighbour's, uninitialized memory. And the same call may give other bits at another time: the first of a process,
-# after an autotuner changed its choice, while its result's buffer is used again, or when a cache did not notice that
-# the inputs were written to.
-
-# The values of `Case.varied` for these cases, and the subject of each.
+# Cases that all operators share, by `Case.varied`, and the subject of each: other rows' values, operands' layout, and
+# earlier calls. A request's bits may depend on concurrent requests without any size changing: a scale taken over other
+# requests' rows, a NaN that leaks from a neighbour's, uninitialized memory. And the same call may give other bits at
+# another time: the first of a process, after an autotuner changed its choice, while its result's buffer is used again,
+# or when a cache did not notice that the inputs were written to.
 AXES = {
     "neighbour_values": "while other rows hold other values",
     "alignment": "at other addresses",
@@ -323,9 +320,8 @@ AXES = {
 }
 OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
 LARGER = 256  # rows of the largest call between: a workspace may have grown since, or a tuner chosen again
-# Rows in addition to the compared ones: in sizes first called with other rows, and in sizes first called with these. A
-# range of sizes that holds one list holds a part of the other, and sizes of which all of one list are multiples hold
-# neither.
+# Rows in addition to the compared ones: in sizes first called with other rows, and in sizes first called with these.
+# Any range of sizes that holds one list holds a part of the other.
 _NEW_SIZES = ((1, 3, 6), (2, 5, 9))
 _DIRTY = 16  # blocks of a result's size that held NaN when they were freed
 _SHIFTS = (0, 1, 3, 8)  # elements past an aligned address
@@ -367,11 +363,6 @@ class Call(NamedTuple):
         return self._replace(tensors=tuple(tensors))
 
 
-def shared_trials(varied: str, call: Call, operator: Operator) -> Iterator[Trial]:
-    """The variants of one of `AXES`."""
-    return {"neighbour_values": _neighbours, "alignment": _alignments, "history": _moments}[varied](call, operator)
-
-
 Fill = Callable[[torch.Tensor], torch.Tensor]
 _FILLS: dict[str, Fill] = {  # of other rows
     "as drawn": torch.clone,
@@ -391,14 +382,13 @@ _FILLS: dict[str, Fill] = {  # of other rows
 
 
 def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
-    among = partial(_with_neighbours, call, operator)
     for name, fill in _FILLS.items():
-        yield Trial(name, partial(among, fill))
-    yield Trial("copies of the asked rows", partial(among, None))
-    yield Trial("that begin as the asked rows", partial(among, None, begin=True))
+        yield Trial(name, partial(_with_neighbours, call, operator, fill))
+    yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator))
+    yield Trial("that begin as the asked rows", partial(_with_neighbours, call, operator, begin=True))
 
 
-def _with_neighbours(call: Call, operator: Operator, fill: Fill | None, *, begin: bool = False) -> torch.Tensor:
+def _with_neighbours(call: Call, operator: Operator, fill: Fill | None = None, *, begin: bool = False) -> torch.Tensor:
     """The compared rows among others that are filled; without `fill` each is a copy of a compared row, or begins so."""
     filled = []
     for tensor, others in zip(call.tensors, call.others, strict=True):
@@ -429,17 +419,15 @@ def _filled(x: torch.Tensor, fill: Fill) -> torch.Tensor:
 
 def _opposite(x: torch.Tensor) -> torch.Tensor:
     """Other values of the same size: in another order along the first axis, with their signs flipped."""
-    if not x.is_floating_point():
-        return x
-    return (x.view(torch.uint8) ^ 128).flip(0).view(x.dtype) if x.element_size() == 1 else -x.flip(0)
+    return _filled(x, lambda wide: -wide.flip(0)) if x.is_floating_point() else x
 
 
 def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
     def shifted(shift: int) -> torch.Tensor:
-        def of(x: torch.Tensor) -> torch.Tensor:
-            return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
-
-        return call.replaced(map(of, call.tensors)).compared(operator)
+        own = (
+            placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x for x in call.tensors
+        )
+        return call.replaced(own).compared(operator)
 
     for shift in _SHIFTS:
         yield Trial(f"{shift} elements past" if shift else "aligned", partial(shifted, shift))
@@ -496,10 +484,14 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
                 given.append(call.resized(n + rows).compared(operator))
             found.append(given)
         (values, *_), (own, *_) = found
-        steady = all(identical(given[0], result) for given in found for result in given[1:])
-        if steady and not identical(values, own):
+        if all(steady(given) for given in found) and not identical(values, own):
             return values
     return call.compared(operator)
+
+
+def steady(results: Sequence[torch.Tensor]) -> bool:
+    """Whether all have equal bits."""
+    return all(identical(results[0], other) for other in results[1:])
 
 
 def _rewritten(call: Call, other: Call, operator: Operator, at: int) -> torch.Tensor:
@@ -509,6 +501,11 @@ def _rewritten(call: Call, other: Call, operator: Operator, at: int) -> torch.Te
     operator(*tensors)
     buffer.copy_(call.tensors[at])
     return call.replaced(tensors).compared(operator)
+
+
+def shared_trials(varied: str, call: Call, operator: Operator) -> Iterator[Trial]:
+    """The variants of one of `AXES`."""
+    return {"neighbour_values": _neighbours, "alignment": _alignments, "history": _moments}[varied](call, operator)
 
 
 # Messages of torch, NumPy and authors of kernels about operands that do not fit each other.

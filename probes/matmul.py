@@ -297,8 +297,7 @@ def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
             part = w[: len(w) - few * step].contiguous()
             operator(call.resized(rows).tensors[0], part)
             found[-1].append(operator(x, part).index_select(0, call.kept)[:, :most].contiguous())
-    steady = all(identical(given[0], other) for given in found for other in given[1:])
-    return found[which if steady else 0][0]
+    return found[which if all(map(base.steady, found)) else 0][0]
 
 
 def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:

@@ -103,8 +103,10 @@ class Found(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """The fields of a row. If `drawn` leaves lines out, it has the digest, like `words`."""
-        said, ((depth, line), *lines) = words(self.tree), folded(self.tree)
-        drawn = [(depth, line + said[said.rfind(" (digest ") :] * said.endswith(")")), *lines]
+        said = words(self.tree)
+        drawn: list[list[Any]] = [[depth, line] for depth, line in folded(self.tree)]
+        if said.endswith(")"):
+            drawn[0][1] += said[said.rfind(" (digest ") :]
         share = 1.0 - 0.05 ** (1.0 / self.checked)  # the bound at 95% after so many sums without a miss
         hidden = f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
         return {
@@ -113,7 +115,7 @@ class Found(NamedTuple):
             "proven": self.proven is not None,
             "arithmetic": (self.proven or self.best).words,
             "hidden": hidden if self.proven is not None else "",
-            "drawn": [[depth, line] for depth, line in drawn],
+            "drawn": drawn,
         } | {name: getattr(self, name) for name in ("checked", "missed", "failed_on", "refuted", "masks")}
 
 
@@ -151,20 +153,17 @@ class _Masks:
         """For `nondet.kernels.emulator.find_tree`: masks share calls."""
         if not masks:
             return []
-        sizes = [len(mask.js) for mask in masks]
-        of, js = np.repeat(np.arange(len(masks)), sizes), np.concatenate([mask.js for mask in masks])
-        found, start = [], 0
-        while start < len(of):
-            stop = int(np.searchsorted(of, of[start] + self._sets))
-            some = masks[int(of[start]) : int(of[stop - 1]) + 1]
+        found, sizes = [], [len(mask.js) for mask in masks]
+        for start in range(0, len(masks), self._sets):
+            some = masks[start : start + self._sets]
             made = np.zeros((len(some), self._measured.K), np.float32)
             for row, mask in zip(made, some, strict=True):
                 row[mask.ones] = self._one
                 row[mask.i] = self._big
-            found.append(self._each(made, of[start:stop] - of[start], js[start:stop], -self._big))
-            start = stop
+            of = np.repeat(np.arange(len(some)), [len(mask.js) for mask in some])
+            found.append(self._each(made, of, np.concatenate([mask.js for mask in some]), -self._big))
         counts = np.concatenate(found)
-        most = np.array([len(mask.ones) for mask in masks])[of]
+        most = np.repeat([len(mask.ones) for mask in masks], sizes)
         # a short dtype rounds the counts, maybe upwards
         odd = ~((counts >= 0) & (counts <= most * (1 + 2.0 ** -_DIGITS[self._measured.dtype])))
         if odd.any():
@@ -632,8 +631,8 @@ class ReductionOrder(Probe):
             finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
             return [of_rows(operator, M, K, dtype, first.device.type, finishes)]
 
-        measured = [(M, one) for M in sizes[:_CLASSES] for one in sums_at(M)]
-        return trees_of([one for _, one in measured], [M for M, _ in measured] + sizes[_CLASSES:])
+        measured = [(one, M) for M in sizes[:_CLASSES] for one in sums_at(M)]
+        return trees_of([one for one, _ in measured], [M for _, M in measured] + sizes[_CLASSES:])
 
 
 def _linear_of(name: str, operator: Operator) -> Operator:
@@ -700,22 +699,20 @@ def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[Any]) -> dict[str,
     return {"reduction_trees": {"classes": kept, "between": between}}
 
 
-def _tree_of(one: MeasuredSum) -> tuple[Found | None, dict[str, Any]]:
+def _tree_of(measured: MeasuredSum | None) -> tuple[Found | None, dict[str, Any]]:
     """The first tree that is proven, trying fewer columns at once; else the first tree; and its record."""
-    found, kept, why, measured = None, one, "", one
-    while found is None or found.proven is None:
+    found: list[tuple[Found, str]] = []
+    why = ""
+    while measured is not None and not (found and found[-1][0].proven):
         try:
-            again = find(measured)
-            if found is None or again.proven is not None:
-                kept, found = measured, again
+            found.append((find(measured), measured.which))
         except Exception as error:  # noqa: BLE001 - a kernel may raise anything at masks: the row then has no tree
             why = why or (str(error) if isinstance(error, NotASumError) else reason_of(error))
-        if measured.fewer is None:
-            break
-        measured = measured.fewer()
-    if found is None:
+        measured = measured.fewer() if measured.fewer is not None else None
+    if not found:
         return None, {"words": "no tree", "proven": False, "failed_on": why, "drawn": []}
-    return found, found.record() | ({"which": kept.which} if kept.which else {})
+    tree, which = found[-1] if found[-1][0].proven else found[0]
+    return tree, tree.record() | ({"which": which} if which else {})
 
 
 def trees_of_product(operator: Operator, w: torch.Tensor, classes: Classes, most: int) -> dict[str, Any]:
