@@ -91,8 +91,7 @@ class FloatSum(Probe):
                     yield case(name, length, dtype, kind, "torch", accumulator=accumulator)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """The numbers, and their sum in each order. They are drawn on the CPU: IEEE additions are the same everywhere,
-        so every device gets the same list."""
+        """The numbers, drawn on the CPU so that every device gets the same list, and their sum in each order."""
         if "how" in case.data:
             return {}
         rng, length = generator(seed, "cpu"), case.shape["N"]

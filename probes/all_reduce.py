@@ -36,8 +36,8 @@ class AllReduce(Probe):
     name = "all-reduce"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """Per number of ranks and dtype: first and last row over M, positions, runs, ranks; then the other operators.
-        Raises UserError: ranks that are not available, as in `check_ranks`."""
+        """Per number of ranks and dtype: first and last row over M, positions, runs, ranks; then the other
+        operators."""
         cuda = options.device == "cuda"
         gpus = torch.cuda.device_count() if cuda else 0
         if options.ranks is not None:
@@ -83,8 +83,7 @@ class AllReduce(Probe):
             yield case(f"first row over M, {title}", "batch_size", largest, steps, environment=environment)
 
     def prepare(self, case: Case, device: str, seed: int) -> Message:
-        """The message at its largest; the ranks make their parts of it themselves. Raises UserError: there are too few
-        GPUs for a default number of ranks."""
+        """The message; the ranks make their parts of it. Raises UserError: too few GPUs for the default ranks."""
         if case.data["missing"]:
             raise UserError(case.data["missing"])
         message: Message = replace(case.data["message"], seed=seed)

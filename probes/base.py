@@ -32,8 +32,7 @@ from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongSh
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. None means the probe's own default list. Raises UserError: a size below 1, runs
-    that compare nothing, an unknown kind of input."""
+    """The options of the command line, checked. None: the probe's own default list."""
 
     device: str = "cpu"  # "cpu" or "cuda"
     dtypes: tuple[str, ...] | None = None  # dtypes to test
@@ -118,8 +117,7 @@ class Probe:
     answers: tuple[str, ...] = ()
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """The cases for these options. Cheap: no tensors are made here. Raises UserError: a size or dtype that the
-        operator can't have."""
+        """The cases; no tensors are made here. Raises UserError: a size or dtype that the operator can't have."""
         raise NotImplementedError
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
@@ -131,8 +129,7 @@ class Probe:
         raise NotImplementedError
 
     def own(self, case: Case, impl: str) -> AbstractContextManager[Operator]:
-        """A block around all variants, with the computation of a case whose operator is a name of the probe's own;
-        optional."""
+        """A block around all variants, with the computation of a case whose operator the probe has itself; optional."""
         return nullcontext(torch.empty)  # never called: the probe computes by itself
 
     def join(self, case: Case, result: torch.Tensor) -> torch.Tensor:
@@ -180,8 +177,7 @@ _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
 
 
 def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
-    """Refuse, as a `NotImplementedError`, a user's function that leaves out an argument of the operator. The case is
-    then skipped, and is in no figure."""
+    """Refuse a user's function that leaves out an argument of the operator: the case is then skipped."""
     try:
         inspect.signature(call).bind(*arguments, **keywords)
     except ValueError:  # a builtin may not report its arguments
@@ -191,9 +187,7 @@ def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
 
 
 def checked(operator: str, call: Operator) -> Operator:
-    """`call`, with every result checked for the operator's shape and for the dtype of the first argument, if the
-    operator is in `_SHAPES`. Attributes and signature of `call` stay visible. No data is read: it costs microseconds
-    per call."""
+    """`call`, with the shape, dtype and device of every result checked, if the operator is in `_SHAPES`."""
     if operator not in _SHAPES:
         return call
 
@@ -472,9 +466,9 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
 
 
 def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
-    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits: where all
-    these sizes agree, and the sizes that first ran with the compared rows agree on other bits. That distinguishes a
-    kernel that keeps the choice of a shape's first call from one that chooses by the shape."""
+    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits: these sizes
+    agree, and those that first ran with the compared rows agree on other bits. So the kernel keeps a shape's first
+    choice."""
     found, n = [], len(call.tensors[0])
     with suppress(Exception):  # unsupported sizes are left out
         for first, more in zip((other, call), _NEW_SIZES, strict=True):
@@ -523,9 +517,8 @@ _MISCALLED = re.compile("(takes|missing|expected).*argument")
 
 
 def fitted(operator: str, call: Operator, who: str) -> Operator:
-    """A user's function that raises MisfitError for a fault of its form, at its first case, before it fails in all of
-    them: for operands that do not fit each other, a result of another shape, a call that can't be made. Any other
-    exception belongs only to this case."""
+    """A user's function that raises MisfitError for a fault of its form: operands that do not fit each other, a result
+    of another shape, a call that can't be made. Any other exception belongs only to this case."""
 
     @functools.wraps(call)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -545,12 +538,9 @@ def fitted(operator: str, call: Operator, who: str) -> Operator:
 
 
 def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:
-    """The first `rows` rows of x [at least rows and M, ...], each computed in a batch of exactly M rows.
-
-    A larger batch holds one half of them at its head and the other at its tail, where the last tile may be partly
-    filled, with the rows after them in between. Smaller batches divide them; the last one begins early enough. All
-    pieces are contiguous, so that on a GPU they are joined by copies and only the operator's kernels run.
-    """
+    """The first `rows` rows of x [at least rows and M, ...], each computed in a batch of exactly M rows. A larger batch
+    holds one half of them at its head and the other at its tail, where the last tile may be partly filled. Pieces are
+    joined by copies, so that on a GPU only the operator's kernels run."""
     if rows <= M:
         head = rows - rows // 2
         batch = x.new_empty((M, *x.shape[1:]))
@@ -561,8 +551,7 @@ def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.
 
 
 def in_slices(compute: Callable[[int, int], torch.Tensor], rows: int, M: int) -> torch.Tensor:
-    """Rows 0 ... rows - 1 in batches of exactly M of them; the last batch begins early enough. `compute`:
-    compute(start, stop) returns the results of these rows, computed as one batch."""
+    """Rows 0 ... rows - 1 of compute(start, stop), in batches of exactly M; the last one begins early enough."""
     parts = [compute(start, start + M) for start in range(0, rows - M + 1, M)]
     rest = rows % M
     if rest:
@@ -579,9 +568,8 @@ def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
 def batch_trials(
     case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
 ) -> Iterator[Trial]:
-    """The variants of a case over the rows of a batch `x` (or their indices): the first `rows` of them in batches of M
-    for every M, at every position of one batch, all of them again and again; or one of `AXES`, of `call` by `whole`.
-    """
+    """The variants of a case over the rows of a batch `x` (or their indices): the first `rows` of them in batches of M,
+    at every position of one batch, all of them again and again; or one of `AXES`, of `call` by `whole`."""
     if case.varied in AXES:
         yield from shared_trials(case.varied, call, whole)
     elif case.varied == "position":

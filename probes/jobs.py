@@ -76,13 +76,10 @@ class Worker:
 
 
 class Crew:
-    """Workers, of which `count` are started before their jobs are known, because a context and a profiler take seconds.
-
-    Loading torch takes longer: four seconds in each of nine processes that do it at once. So where it is not loaded
-    yet, this process loads it before it touches a device or computes anything, and forks the workers.
-
-    A context manager that ends all of them.
-    """
+    """Workers, of which `count` are started before their jobs are known, because a context and a profiler take seconds;
+    a context manager that ends all of them. Loading torch takes longer: four seconds in each of nine processes that do
+    it at once. So where it is not loaded yet, this process loads it before it touches a device or computes anything,
+    and forks the workers."""
 
     order: Order
 
@@ -109,8 +106,8 @@ class Crew:
         self.keep_only()
 
     def _start(self, *, copied: bool = False) -> Worker:
-        """A process that loads what it needs, and waits for its order. `copied`: a fork of this process, which has
-        loaded what a worker needs and used none of it yet."""
+        """A process that loads what it needs, and waits for its order. `copied`: as a fork of this one, after
+        `load`."""
         context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         ours, theirs = context.Pipe()
         args = (theirs, self._device, ours, os.getpid()) if copied else (theirs, self._device)
@@ -149,8 +146,7 @@ class Crew:
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
-    """How many workers are certain to be useful, before torch is loaded: for "all". `count`: the number of the command
-    line; None: the default."""
+    """How many workers are certain to be useful, before torch is loaded. `count`: of the command line, or None."""
     there = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     on_cpu = device == "cpu" or not there or hidden
@@ -191,13 +187,8 @@ def _cores() -> int:
 
 
 def default_workers(device: str, impls: Sequence[str], jobs: int, ahead: int = 0) -> int:
-    """The default number of processes for a plan. A user's function is measured in this process, because it may depend
-    on the process's state.
-
-    Args:
-        jobs: Number of jobs to measure.
-        ahead: Workers that were started already: on a CPU there are no others.
-    """
+    """The default number of processes for so many jobs. A user's function is measured in this process, because it may
+    depend on its state. `ahead`: workers that were started already: on a CPU there are no others."""
     if any(":" in impl for impl in impls) or (device == "cuda" and not _takes_several()):
         return 1
     most = ahead
@@ -210,8 +201,7 @@ def default_workers(device: str, impls: Sequence[str], jobs: int, ahead: int = 0
 
 
 def settings(jobs: Sequence[Job]) -> dict[str, Any]:
-    """What decides bits in this process, and a digest of its plan: a worker whose own are equal measures the same, and
-    means the same job by a position."""
+    """What decides bits in this process, and a digest of its plan, by whose positions jobs are named."""
     from nondet.core.environment import deciding
 
     keys = repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")
@@ -219,8 +209,8 @@ def settings(jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def serve(pipe: Any, device: str, parents: Any = None, parent: int = 0) -> None:
-    """The loop of a worker, which its parent ends: it receives an `Order` first, then positions of jobs. A copy of
-    process number `parent` has `parents` as well, the other end of the pipe."""
+    """The loop of a worker, which its parent ends. A fork of process `parent` has the pipe's other end, `parents`,
+    too."""
     if parents is not None:
         die_with_parent(parent)
         parents.close()
@@ -309,13 +299,7 @@ class _Unit(NamedTuple):
 
 
 class SharedRun:
-    """The rows of a plan's jobs, measured by `count` processes.
-
-    Args:
-        crew: It starts and ends them; it has the order that gave the jobs.
-        done: Keys of rows that exist already.
-        say: Takes a line for the user.
-    """
+    """The rows of a plan's jobs without those `done`, measured by `count` workers of a briefed crew."""
 
     def __init__(
         self, crew: Crew, jobs: Sequence[Job], done: set[tuple[str, ...]], count: int, say: Callable[[str], None]

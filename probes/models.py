@@ -59,8 +59,7 @@ def preset(name: str) -> ModelSizes:
 
 
 def read_config(path: Path) -> ModelSizes:
-    """The sizes in a model folder's config.json, or in the file itself. Raises UserError: it is missing, not JSON, or
-    not the config of a causal language model of a common architecture."""
+    """The sizes in a model folder's config.json, or in the file itself. Raises UserError: it can't be read."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -73,12 +72,9 @@ def read_config(path: Path) -> ModelSizes:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
-    """The sizes in a config, as transformers writes it.
-
-    For a mixture of experts, the layers of one expert, and dense ones where it has any; for a model of several
-    modalities, those of the language model. Raises UserError: a size is missing or not a positive integer, or the
-    attention has no q, k, v and o projections.
-    """
+    """The sizes in a config, as transformers writes it: of a mixture of experts the layers of one expert, and dense
+    ones where it has any; of several modalities those of the language model. Raises UserError: a size is missing or no
+    positive integer, or the attention has no q, k, v and o projections."""
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     for key, what in _OTHER_LAYERS.items():

@@ -54,8 +54,7 @@ class RowProbe(Probe):
         return cls(name, (operator.name,), axis, operator.probe)
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each operator, width and dtype a sweep over M; at the first width all other cases, too. One more width is
-        drawn from the seed."""
+        """For each operator, width and dtype a sweep over M; at the first width all other cases, too."""
         widths, chosen = self._widths(options)
         seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:

@@ -65,8 +65,7 @@ class Met(NamedTuple):
 
 
 def met_in(run: Run) -> Met:
-    """The first responsible operator in the run's trace. Raises UserError: the run names none, or one that no probe
-    tests."""
+    """The first responsible operator in the run's trace. Raises UserError: none is named, or no probe tests it."""
     culprit = next((c for c in run.culprits if c.call), None)
     if culprit is None:
         what = "its trace named no operator" if run.culprits or run.trace_verdicts else "it holds no trace"
@@ -163,8 +162,7 @@ class Job:
 
 
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
-    """All jobs, in order, planned before the first is measured. Raises UserError: an unknown probe or implementation,
-    or sizes that make no sense."""
+    """All jobs, in order. Raises UserError: an unknown probe or implementation, or sizes that make no sense."""
     names, jobs, probed, called = list(impls), list[Job](), set[str](), set[str]()
     for probe_name in probe_names:
         probe = load_probe(probe_name)
@@ -193,12 +191,9 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
 
 
 def _expand(names: list[str], operator: str, device: str, own: list[str]) -> list[str]:
-    """The implementations of one operator that the names select.
-
-    "stock" includes its named backends (stock-flash, ...), and names that only other operators have drop out. A user's
-    function computes one operator: "linear=module:function" names it, else it is the probe's first. `own`: the
-    operators of the probe, in the order of its cases.
-    """
+    """The implementations of one operator that the names select: "stock" includes its named backends (stock-flash,
+    ...), and names that only other operators have drop out. A user's function computes one operator:
+    "linear=module:function" names it, else it is the first of `own`, the probe's, in the order of its cases."""
     if operator not in operators():
         return names
     known = implementation_names(operator, device)
@@ -231,8 +226,7 @@ def run_jobs(
         if must_fit and job.first:
             untried.add(job.impl)
         started = time.perf_counter()
-        # torch explains in warnings why a backend refuses, each once per process: kept for the row, and off the
-        # terminal
+        # torch explains in warnings why a backend refuses, each once per process: kept for the row
         with kept_warnings() as caught:
             try:
                 if prepared is None or prepared.case is not job.case:
@@ -253,8 +247,7 @@ def run_jobs(
 
 
 class _Prepared(NamedTuple):
-    """The shared data of one case's implementations; `written` sums the inputs' bits, `answers` is the oracle or
-    None."""
+    """What one case's implementations share; `written` sums the inputs' bits, `answers` is the oracle or None."""
 
     case: Case
     inputs: Any
@@ -273,8 +266,7 @@ def _prepare(job: Job, seed: int) -> _Prepared:
 
 
 def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) -> dict[str, Any]:
-    """The layer's name, and the probe's findings; whether every class is the known answer, rounded once, where the case
-    has one."""
+    """The layer's name, and the probe's findings; whether every class is the known answer, if there is one."""
     case, answer = job.case, prepared.reference
     named = {"layer": case.data.get("layer"), "judged_as": job.note}
     said = {name: text for name, text in named.items() if text}

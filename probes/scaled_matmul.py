@@ -33,8 +33,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "cpu": (("", 512, 64), ("", 1024, 32)),
 }
-# With one scale per operand oneDNN takes 150 ns for each product of two numbers, on a CPU that it knows, but without
-# FP8.
+# With one scale per operand oneDNN takes 150 ns for each product of two numbers, on a CPU that has no FP8.
 _ONE_SCALE_ON_CPU: tuple[Layer, ...] = (("", 256, 4), ("", 1024, 2))
 _LARGEST = {"cuda": 4096, "cpu": 128}
 _POSITIONS = {"cuda": 200, "cpu": 40}
