@@ -36,8 +36,7 @@ class AllReduce(Probe):
     name = "all-reduce"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """Per number of ranks and dtype: first and last row over M, positions, runs, ranks; then the other
-        operators."""
+        """Per number of ranks and dtype: first and last row over M, positions, runs, ranks; then other operators."""
         cuda = options.device == "cuda"
         gpus = torch.cuda.device_count() if cuda else 0
         if options.ranks is not None:

@@ -543,26 +543,24 @@ def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.
     joined by copies, so that on a GPU only the operator's kernels run."""
     if rows <= M:
         head = rows - rows // 2
-        batch = x.new_empty((M, *x.shape[1:]))
-        _join(batch, [x[:head], x[rows : rows + M - rows], x[head:rows]])
-        out = operator(batch)
-        return _join(out.new_empty((rows, *out.shape[1:])), [out[:head], out[M - rows + head :]])
+        out = operator(_joined([x[:head], x[rows:M], x[head:rows]]))
+        return _joined([out[:head], out[M - rows + head :]])
     return in_slices(lambda start, stop: operator(x[start:stop]), rows, M)
 
 
 def in_slices(compute: Callable[[int, int], torch.Tensor], rows: int, M: int) -> torch.Tensor:
     """Rows 0 ... rows - 1 of compute(start, stop), in batches of exactly M; the last one begins early enough."""
     parts = [compute(start, start + M) for start in range(0, rows - M + 1, M)]
-    rest = rows % M
-    if rest:
+    if rest := rows % M:
         parts.append(compute(rows - M, rows)[M - rest :])
-    return _join(parts[0].new_empty((rows, *parts[0].shape[1:])), parts)
+    return _joined(parts)
 
 
-def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    for rows, part in zip(target.split([len(part) for part in parts]), parts, strict=True):
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    whole = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
+    for rows, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
         rows.copy_(part)
-    return target
+    return whole
 
 
 def batch_trials(

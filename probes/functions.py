@@ -232,20 +232,11 @@ def _probe_of(operator: str) -> str:
 
 
 def check_operator(
-    fn: Callable[..., Any],
-    operator: str = "linear",
-    *,
-    m: int | None = None,
-    k: int | None = None,
-    n: int | None = None,
-    config: Mapping[str, int] | None = None,
-    dtypes: Sequence[str] = ("float32",),
-    device: str = "cpu",
-    inputs: Sequence[str] | None = None,
-    varied: Container[str] | None = None,
-    full: bool = False,
-    seed: int = 0,
-) -> Run:
+    fn: Callable[..., Any], operator: str = "linear", *, m: int | None = None, k: int | None = None,
+    n: int | None = None, config: Mapping[str, int] | None = None, dtypes: Sequence[str] = ("float32",),
+    device: str = "cpu", inputs: Sequence[str] | None = None, varied: Container[str] | None = None,
+    full: bool = False, seed: int = 0,
+) -> Run:  # fmt: skip
     """Test `fn` with the operator's probe, as `nondet probe --impl` does: a run with a row for each case.
 
     Args:
@@ -281,16 +272,10 @@ def check_operator(
 
 
 def check(
-    fn: Callable[..., Any],
-    make_inputs: Callable[[Any], Inputs],
-    over: Sequence[Value],
-    *,
-    varied: str = "batch_size",
-    select: Select | None = None,
-    oracle: Callable[..., Any] | None = None,
-    allowed: float | None = None,
+    fn: Callable[..., Any], make_inputs: Callable[[Any], Inputs], over: Sequence[Value], *, varied: str = "batch_size",
+    select: Select | None = None, oracle: Callable[..., Any] | None = None, allowed: float | None = None,
     name: str = "",
-) -> Run:
+) -> Run:  # fmt: skip
     """Compare the results of `fn` for the same requests in batches of other sizes: a run of one or two rows.
 
     `make_inputs(value)` is called more than once for a value of `over`, and must return the same bits each time.

@@ -106,8 +106,7 @@ class Crew:
         self.keep_only()
 
     def _start(self, *, copied: bool = False) -> Worker:
-        """A process that loads what it needs, and waits for its order. `copied`: as a fork of this one, after
-        `load`."""
+        """A process that loads what it needs, and waits for its order. `copied`: a fork of this one, after `load`."""
         context: Any = multiprocessing.get_context("fork" if copied else "spawn")
         ours, theirs = context.Pipe()
         args = (theirs, self._device, ours, os.getpid()) if copied else (theirs, self._device)
@@ -209,8 +208,7 @@ def settings(jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 def serve(pipe: Any, device: str, parents: Any = None, parent: int = 0) -> None:
-    """The loop of a worker, which its parent ends. A fork of process `parent` has the pipe's other end, `parents`,
-    too."""
+    """The loop of a worker, which its parent ends. A fork of process `parent` has the pipe's other end, too."""
     if parents is not None:
         die_with_parent(parent)
         parents.close()
@@ -219,12 +217,9 @@ def serve(pipe: Any, device: str, parents: Any = None, parent: int = 0) -> None:
         _measure(pipe, device)
     except (EOFError, BrokenPipeError):
         os._exit(0)
-    except MisfitError as error:
-        pipe.send(error)
-        os._exit(0)
     except BaseException as error:  # noqa: BLE001 - any error, such as a lost context, is sent to the parent
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-        pipe.send(f"{type(error).__name__}: {line}")
+        pipe.send(error if isinstance(error, MisfitError) else f"{type(error).__name__}: {line}")
         os._exit(1)
 
 

@@ -283,8 +283,7 @@ def _call(inputs: Any) -> base.Call:
 
 
 def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
-    """The compared rows of products whose first call has one row, or many; where another N changes them, N itself
-    decides."""
+    """The compared rows of products whose first call has one row, or many; the same if it is N that decides."""
     x, w = call.tensors
     step = 16 if 16 * _ANEW[0][-1] < len(w) else 1  # whole tiles are left out, where there are enough
     most = len(w) - _ANEW[0][-1] * step

@@ -1,8 +1,7 @@
 """Pointwise operators: one element in the vector body of a loop, and in its scalar tail.
 
-They seem batch-invariant, since no element reads another. But a loop over n elements runs in vectors and finishes the
-rest one by one or masked, and where the two compute a function differently (another polynomial, another rounding to
-bfloat16), an element's bits depend on its position and on n.
+They seem batch-invariant, since no element reads another. But where a loop over n elements computes the rest after its
+vectors differently (another polynomial, another rounding to bfloat16), an element's bits depend on its position and n.
 """
 
 from __future__ import annotations
@@ -60,16 +59,11 @@ class Pointwise(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """All at once, then cut into pieces."""
-        op = OPERATORS[case.operator]
-        yield Trial(case.shape["n"], partial(op, inputs))
-        for length in reversed(case.data["pieces"]):
-            if length < case.shape["n"]:
-                yield Trial(length, partial(_in_pieces, op, inputs, length))
+        op, n = OPERATORS[case.operator], case.shape["n"]
+        yield Trial(n, partial(op, inputs))
+        for length in (size for size in reversed(case.data["pieces"]) if size < n):
+            yield Trial(length, partial(lambda size: torch.cat([op(piece) for piece in inputs.split(size)]), length))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The function in float64."""
         return OPERATORS[case.operator](inputs.double())
-
-
-def _in_pieces(op: Operator, x: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat([op(piece) for piece in x.split(length)])

@@ -130,7 +130,6 @@ class _Masks:
     def __init__(self, measured: MeasuredSum) -> None:
         self._measured, self.count = measured, 0
         self._big, self._one = _BIG.get(measured.dtype, (2.0**100, 1.0))
-        self._sets = max(1, _ELEMENTS // measured.K)  # masks that are written at once
         self._scale = (measured.K if measured.finishes != ("",) else 1) / self._one  # a mean is divided by K
 
     def positions(self) -> list[int]:
@@ -149,9 +148,9 @@ class _Masks:
         """For `nondet.kernels.emulator.find_tree`: masks share calls."""
         if not masks:
             return []
-        found, sizes = [], [len(mask.js) for mask in masks]
-        for start in range(0, len(masks), self._sets):
-            some = masks[start : start + self._sets]
+        found, sizes, at_once = [], [len(mask.js) for mask in masks], max(1, _ELEMENTS // self._measured.K)
+        for start in range(0, len(masks), at_once):
+            some = masks[start : start + at_once]
             made = np.zeros((len(some), self._measured.K), np.float32)
             for row, mask in zip(made, some, strict=True):
                 row[mask.ones] = self._one

@@ -69,18 +69,14 @@ def met_in(run: Run) -> Met:
     culprit = next((c for c in run.culprits if c.call), None)
     if culprit is None:
         what = "its trace named no operator" if run.culprits or run.trace_verdicts else "it holds no trace"
-        raise UserError(
-            f"{run.source or 'the run'} names no operator that differs: {what}", "Give one of `nondet trace`."
-        )
+        what = f"{run.source or 'the run'} names no operator that differs: {what}"
+        raise UserError(what, "Give one of `nondet trace`.")
     name = culprit.call.removeprefix("Tensor.").removeprefix("_")
     met = _met(name, culprit, str(run.header.plan.get("dtype", "bfloat16")))
     if met is None:
-        raise UserError(
-            f"no probe tests `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}",
-            "`nondet probe scaled-matmul --k K --n N` tests torch._scaled_mm."
-            if "[Float8" in name
-            else f"Probes test {', '.join([*_PROBES, *OPERATORS])}.",
-        )
+        what = f"no probe tests `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}"
+        scaled = "`nondet probe scaled-matmul --k K --n N` tests torch._scaled_mm."
+        raise UserError(what, scaled if "[Float8" in name else f"Probes test {', '.join([*_PROBES, *OPERATORS])}.")
     return met
 
 
@@ -144,21 +140,11 @@ class Job:
         """The row, with everything but figures."""
         case = self.case
         return Row(
-            probe=self.probe.name,
-            case=case.name,
-            operator=case.operator,
-            shape=dict(case.shape),
-            dtype=case.dtype,
-            device=self.device,
-            inputs=case.inputs,
-            varied=case.varied,
-            axis=case.axis or "",
-            demonstration=case.demonstration,
-            exact=case.exact,
-            impl=self.impl,
-            status="",
+            probe=self.probe.name, case=case.name, operator=case.operator, shape=dict(case.shape), dtype=case.dtype,
+            device=self.device, inputs=case.inputs, varied=case.varied, axis=case.axis or "", exact=case.exact,
+            demonstration=case.demonstration, impl=self.impl, status="",
             place=msgspec.UNSET if self.place is None else self.place,
-        )
+        )  # fmt: skip
 
 
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
