@@ -164,14 +164,11 @@ def _widened(x: Any) -> Any:
 # gives 1,000 rows for 1,200, or float32 for bfloat16, would have equal bits in every part, so `checked` is around all.
 _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "linear": lambda x, weight, *_: (*x.shape[:-1], weight.shape[0]),
-    "grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
-    "scaled_grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
+    **dict.fromkeys(("grouped_matmul", "scaled_grouped_matmul"), lambda x, weight, *_: (x.shape[0], weight.shape[2])),
     **dict.fromkeys(("matmul", "split_k", "scaled_matmul"), lambda a, b, *_: (*a.shape[:-1], b.shape[-1])),
     "attention": lambda q, _, v, *__: (*q.shape[:-1], v.shape[-1]),
-    **dict.fromkeys(
-        ("rms_norm", "softmax", "log_softmax", "cumsum", "index_add", "scatter_add"),
-        lambda x, *_: tuple(x.shape),
-    ),
+    **dict.fromkeys(("rms_norm", "softmax", "log_softmax", "cumsum"), lambda x, *_: tuple(x.shape)),
+    **dict.fromkeys(("index_add", "scatter_add"), lambda x, *_: tuple(x.shape)),
     **dict.fromkeys(("sum", "mean", "logsumexp"), lambda x, *_: tuple(x.shape[:-1])),
 }
 

@@ -17,19 +17,10 @@ from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory
 
-OPERATORS: dict[str, Operator] = {
-    "exp": torch.exp,
-    "log": torch.log,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "rsqrt": torch.rsqrt,
-    "square": torch.square,  # one rounding by IEEE 754, in a vector or not
-}
+OPERATORS: dict[str, Operator] = {"exp": torch.exp, "log": torch.log, "sin": torch.sin, "cos": torch.cos}
+OPERATORS |= {"tanh": torch.tanh, "sigmoid": torch.sigmoid}
+OPERATORS |= {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+OPERATORS |= {"rsqrt": torch.rsqrt, "square": torch.square}  # a square has one rounding by IEEE 754, in a vector or not
 _POSITIVE = ("log", "rsqrt")
 # Lengths of a piece: 7 is all tail; the others leave a tail after bodies of 4, 8, 16, 32 or 64 elements.
 _PIECES = (7, 17, 31, 65, 100, 1000)

@@ -34,12 +34,8 @@ _PROBES: dict[str, str] = {
     **dict.fromkeys(("linear", "matmul", "mm", "addmm"), "matmul"),
     "grouped_mm": "grouped-matmul",
     **dict.fromkeys(("scaled_dot_product_attention", "attention"), "attention"),
-    "softmax": "softmax",
-    "log_softmax": "log-softmax",
     **dict.fromkeys(("mean", "sum"), "reduction"),
-    "logsumexp": "logsumexp",
-    "cumsum": "cumsum",
-    "rms_norm": "rms-norm",
+    **{name: name.replace("_", "-") for name in ("softmax", "log_softmax", "logsumexp", "cumsum", "rms_norm")},
 }
 
 
@@ -47,14 +43,12 @@ class Met(NamedTuple):
     """A culprit as a probe can test it."""
 
     probe: str
-    # of the call in either arm: (rows, keys of attention), or (elements, 0)
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...]  # of the call in either arm: (rows, keys of attention), or (elements, 0)
     dtype: str
     own: int = 0  # keys that the row in question sees
-    # `k`, `n`: sizes of the operator's axes; config: heads, where it has any
-    k: int | None = None
+    k: int | None = None  # `k`, `n`: sizes of the operator's axes
     n: int | None = None
-    config: Mapping[str, int] = {}
+    config: Mapping[str, int] = {}  # heads, where it has any
     operator: str = ""  # which of the probe's, where it tests several
 
     def options(self, options: Options) -> Options:
@@ -101,8 +95,8 @@ def _met(name: str, culprit: Culprit, dtype: str) -> Met | None:
         sizes = tuple((q[2], keys[2]) for q, keys in zip(left, right, strict=True))
         return Met(probe, sizes, dtype, seen, config=heads)
     if probe == "pointwise":
-        counts = [prod(shape) for shape in left]
-        return Met(probe, tuple((count, 0) for count in counts), dtype, k=max(counts), operator=name)
+        counts = tuple((prod(shape), 0) for shape in left)
+        return Met(probe, counts, dtype, k=max(counts)[0], operator=name)
     if any(len(shape) < 2 for shape in left):
         return None
     rows, k = tuple((prod(shape[:-1]), 0) for shape in left), left[0][-1]
