@@ -16,7 +16,7 @@ from tests.probes.toys import measure, statuses
 @pytest.fixture(scope="module")
 def rows():
     """The default list, once."""
-    return {(r.case, r.dtype): r for r in run_jobs(plan_jobs(["float-sum"], ["stock"], Options()), 0, set())}
+    return {(r.case, r.dtype): r for r in run_jobs(plan_jobs(["float-sum"], ["stock"], Options()), 0)}
 
 
 def test_the_post_s_102_sums(rows):

@@ -47,7 +47,7 @@ def test_sound_attention_is_not_flagged(dtype, most):
 def test_what_hidden_keys_hold_is_no_business_of_an_earlier_query():
     """NaN there reaches torch's two products through the mask that is added, and no kernel that leaves keys out."""
     jobs = [j for j in plan_jobs(["attention"], ["stock"], Options(**SMALL)) if j.case.varied == "hidden_keys"]
-    said = {row.impl: row.status for row in run_jobs(jobs, 0, set())}
+    said = {row.impl: row.status for row in run_jobs(jobs, 0)}
     assert said == {"stock": "identical", "stock-flash": "identical", "stock-math": "wrong"}
 
 
