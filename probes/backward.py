@@ -199,5 +199,5 @@ def _weight_gradient(
     with torch.enable_grad():
         for seen, looked_up, gradient in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):
             _From.apply(WEIGHTS[name](leaf, seen, looked_up), gradient).backward()
-    gradient: Any = leaf.grad  # each micro-batch has added to it
-    return gradient
+    total: Any = leaf.grad  # each micro-batch has added to it
+    return total

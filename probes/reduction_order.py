@@ -220,8 +220,8 @@ class _Sums(NamedTuple):
         orders = np.tile(np.arange(self.x.shape[1]), (len(pairs), 1))
         for order, (one, other) in zip(orders, pairs, strict=True):
             order[[one, other]] = other, one
-        x, y = (None if of is None else np.concatenate([of[:, order] for order in orders]) for of in (self.x, self.y))
-        return self._replace(x=x, y=y, got=self.got.repeat(len(pairs)))
+        y = None if self.y is None else np.concatenate([self.y[:, order] for order in orders])
+        return _Sums(np.concatenate([self.x[:, order] for order in orders]), y, self.got.repeat(len(pairs)))
 
     def missed(self, said: Array) -> Array:
         """Whether each sum has other bits than these predictions, rounded."""

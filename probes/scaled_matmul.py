@@ -194,7 +194,7 @@ def _rows(call: Operator, case: Case, inputs: Any, at: torch.Tensor) -> torch.Te
     return torch.empty_like(out).index_copy_(0, order, out)
 
 
-def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, int]]]:
+def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Orders that are distinguished: after how many exact k a sum goes to float32, and in how many parts K is."""
     yield f"promoted to float32 every {BLOCK} k", {}
     sums = {BLOCK, 16, 32, 64, *(() if blocked else (256, 512))}
