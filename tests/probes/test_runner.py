@@ -143,17 +143,14 @@ def test_a_plan_names_each_implementation_once_and_refuses_those_that_do_not_exi
 
 
 def test_kernels_are_those_between_their_marks():
-    """A variant has the kernels between its two marks, each once, in order; comparisons and fills are not its."""
+    """A variant has the kernels between its two marks, each once, in order; comparisons and fills are not its. Many
+    results of one variant share its kernels: they were computed by one call, marked once."""
     mark = "vectorized_elementwise_kernel<nextafter_kernel_cuda>"
     launched = [
         *("setup", mark, "Memset (Device)", "gemm_splitK", "splitKreduce", "gemm_splitK", mark),
         *("compare", mark, mark, "compare", mark, "triton_kernel", mark),
     ]
     assert between_marks(launched) == [["gemm_splitK", "splitKreduce"], [], ["triton_kernel"]]
-
-
-def test_many_results_of_one_variant_share_its_kernels():
-    """They were computed by one call, marked once."""
     on_gpu = {"device_type": lambda: torch.autograd.DeviceType.CUDA}
     names = ["nextafter", "one", "nextafter", "nextafter", "two", "nextafter"]
     events = [
