@@ -16,6 +16,7 @@ backward pass of an embedding and of some attention kernels does, too. On a CPU 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import random
@@ -43,10 +44,7 @@ _EXACT = "integers"
 
 def add_plainly(numbers: Iterable[float]) -> float:
     """Left to right, one rounding per addition: a loop, and Python's `sum` up to 3.11."""
-    total = 0.0
-    for x in numbers:
-        total += x
-    return total
+    return functools.reduce(lambda total, x: total + x, numbers, 0.0)
 
 
 def add_compensated(numbers: Iterable[float]) -> float:
@@ -93,17 +91,16 @@ class FloatSum(Probe):
                     yield case(name, length, dtype, kind, "torch", accumulator=accumulator)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
-        """The numbers, and their sum in each order. They are drawn on the CPU: IEEE additions are the same everywhere,
-        so every device gets the same list."""
+        """The numbers, drawn on the CPU so that every device gets the same list, and their sum in each order."""
         if "how" in case.data:
             return {}
         rng, length = generator(seed, "cpu"), case.shape["N"]
         if case.inputs == _EXACT:
-            x = torch.randint(-1, 2, (length,), generator=rng).to(case.torch_dtype)
-        else:
+            x = torch.randint(-1, 2, (length,), generator=rng)
+        else:  # the numbers are drawn in float32: a third of one is rounded in float64, too
             x = make(case.inputs, (length,), torch.float32, "cpu", rng)
-            # the numbers are drawn in float32: a third of one is rounded in float64, too
-            x = x.double() / 3.0 if case.dtype == "float64" else x.to(case.torch_dtype)
+            x = x.double() / 3.0 if case.dtype == "float64" else x
+        x = x.to(case.torch_dtype)
         orders = {"sequential": torch.arange(length), "reversed": torch.arange(length).flip(0)}
         orders |= {f"shuffle {i}": torch.randperm(length, generator=rng) for i in range(1, _TENSOR_SHUFFLES + 1)}
         side_by_side = torch.stack([x[order] for order in orders.values()])
@@ -121,15 +118,12 @@ class FloatSum(Probe):
         """Every order."""
         if "how" in case.data:
             yield Trial("shuffle", partial(_shuffled_sums, _PYTHON_SUMS[case.data["how"]]), many=True)
-            return
-        for order in inputs["sums"]:
+        for order in inputs.get("sums", ()):
             yield Trial(order, partial(inputs["sums"].get, order))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The exact sum, rounded once to float64; none for the post's list, whose sum is 0."""
-        if "how" in case.data:
-            return None
-        return torch.tensor(math.fsum(inputs["x"].tolist()), dtype=torch.float64, device=inputs["x"].device)
+        return inputs["x"].new_tensor(math.fsum(inputs["x"].tolist()), dtype=torch.float64) if inputs else None
 
     def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """The number of sums and their range; for tensors, each order's sum with math.fsum's."""
@@ -210,18 +204,16 @@ class SplitK(Probe):
         """a [M, K] and b [K, N]."""
         (M, K, N), dtype = (case.shape[axis] for axis in "MKN"), case.torch_dtype
         if case.inputs == "ones":
-            return torch.ones(M, K, dtype=dtype, device=device), torch.ones(K, N, dtype=dtype, device=device)
+            return [torch.ones(size, dtype=dtype, device=device) for size in ((M, K), (K, N))]
         a, b = product_operands(case.inputs, (M, K), (N, K), dtype, device, seed, weight_kind="bell")
         return a, (b * weight_scale(K)).T.contiguous()
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """Serial first, then every number of parts; or one number again and again."""
         product = partial(in_parts, operator, *inputs)
-        if case.varied == "run":
-            for run in range(case.data["runs"]):
-                yield Trial(run, partial(product, case.data["splits"], ordered=False))
-            return
-        for splits in _SPLITS:
+        for run in range(case.data.get("runs", 0)):
+            yield Trial(run, partial(product, case.data["splits"], ordered=False))
+        for splits in _SPLITS if "ordered" in case.data else ():
             yield Trial(splits, partial(product, splits, splits == 1 or case.data["ordered"]))
 
 
@@ -274,11 +266,9 @@ class Atomics(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The same call repeated; or the first rows', with and without others' sources."""
-        if case.varied == "run":
-            for run in range(case.data["runs"]):
-                yield Trial(run, partial(operator, *inputs))
-            return
-        for share in _SHARES:
+        for run in range(case.data.get("runs", 0)):
+            yield Trial(run, partial(operator, *inputs))
+        for share in _SHARES if case.varied == "batch_size" else ():
             yield Trial(share * case.shape["n"] // 64, partial(_among, operator, inputs, share))
 
 

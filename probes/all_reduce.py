@@ -1,9 +1,8 @@
 """Sums over ranks: one row of a message while the number of rows, its position, the run and the rank change.
 
-The ranks are processes of the probe's own (`nondet.ranks.group`): gloo's on a CPU, NCCL's on GPUs. A library picks its
-algorithm by the message's size, and cuts a message into pieces that start their sums at different ranks, so that an
-element's order of additions can depend on the number of rows. Two ranks have only one order: a + b has the bits of
-b + a. All-gather copies, and is included for contrast.
+The ranks are processes of the probe's own: gloo's on a CPU, NCCL's on GPUs. A library picks its algorithm by the
+message's size, and cuts a message into pieces that start their sums at different ranks, so that an element's order of
+additions can depend on the number of rows. Two ranks have only one order. All-gather copies: it is there for contrast.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class AllReduce(Probe):
     name = "all-reduce"
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """Per number of ranks and dtype: first and last row over M, positions, runs, ranks; then the other operators.
-        Raises UserError: ranks that are not available, as in `check_ranks`."""
+        """Per number of ranks and dtype: first and last row over M, positions, runs, ranks; then other operators."""
         cuda = options.device == "cuda"
         gpus = torch.cuda.device_count() if cuda else 0
         if options.ranks is not None:
@@ -66,9 +64,9 @@ class AllReduce(Probe):
         short = options.device == "cpu" and not options.full
         steps = _to(_CPU_SWEEP, largest) if short else sweep(largest, options)
         for kind in kinds(options, ("wide",)):
-            suffix = "" if kind == "wide" else f", {kind}"
-            yield case(f"first row over M{suffix}", "batch_size", largest, steps, kind)
-            yield case(f"last row over M{suffix}", "batch_size", largest, steps, kind, place=-1)
+            for place, which in enumerate(("first", "last")):
+                title = f"{which} row over M" + (f", {kind}" if kind != "wide" else "")
+                yield case(title, "batch_size", largest, steps, kind, place=-place)
         some = min(64, largest)
         places = {round(i * (some - 1) / (_PLACES - 1)) for i in range(_PLACES)}
         yield case("one row at places", "position", some, sorted(places))
@@ -84,8 +82,7 @@ class AllReduce(Probe):
             yield case(f"first row over M, {title}", "batch_size", largest, steps, environment=environment)
 
     def prepare(self, case: Case, device: str, seed: int) -> Message:
-        """The message at its largest; the ranks make their parts of it themselves. Raises UserError: there are too few
-        GPUs for a default number of ranks."""
+        """The message; the ranks make their parts of it. Raises UserError: too few GPUs for the default ranks."""
         if case.data["missing"]:
             raise UserError(case.data["missing"])
         message: Message = replace(case.data["message"], seed=seed)

@@ -1,10 +1,9 @@
 """Attention: one query's output while the batch, the chunk that it is computed in, or the cache before it change.
 
-A request's tokens run through attention with other requests each time: as a decode step, in a chunk of a prefill, in a
-batch of ragged requests, after a cache hit. A kernel that picks its tile, or the number of parts of the keys, by these
-sizes adds the same terms in another order. If cached keys are reduced in blocks separate from the new ones, the order
-changes where the cache ends: 80 cached and 48 new keys in blocks of 32 are 3 + 2 blocks, not 4 (He & Thinking Machines
-Lab 2025, doi 10.64434/tml.20250910).
+A request's tokens are a decode step, in a chunk of a prefill, in a batch of ragged requests, or come after a cache hit.
+A kernel that picks its tile, or the number of parts of the keys, by these sizes adds the same terms in another order.
+If cached keys are reduced in blocks separate from the new ones, the order changes where the cache ends: 80 cached and
+48 new keys in blocks of 32 are 3 + 2 blocks, not 4 (He & Thinking Machines Lab 2025, doi 10.64434/tml.20250910).
 """
 
 from __future__ import annotations
@@ -30,28 +29,24 @@ _DRAWS = 32
 def packed_trials(
     operator: Operator, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: int, met: Sequence[tuple[int, int]]
 ) -> Iterator[Trial]:
-    """The last query and the last `own` keys, solo and among as many rows and keys of others as the trace saw.
+    """The last query and the last `own` keys, solo and among as many rows and keys of others as the trace saw: they are
+    the first keys of the call, in its middle, and the last, because vector bodies and tails depend on position.
 
-    Its keys are the first of the call, in its middle, and the last, because vector bodies and tails depend on position.
-
-    Args:
-        operator: Stock attention, which takes an additive `mask`.
-        q: [B, Hq, Tq, D], k, v: [B, Hkv, Tk, D]: of the largest sizes, for B calls of one packed row each.
+    `operator`: stock attention, which takes an additive `mask`. q [B, Hq, Tq, D], k, v [B, Hkv, Tk, D] are of the
+    largest sizes, for B calls of one packed row each.
     """
 
     def last(rows: int, keys: int, start: int) -> torch.Tensor:
         """The rows' results [B, Hq, 1, D]. Other rows see the other keys."""
-        mask = torch.full((1, 1, rows, keys), torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
-        mask[..., -1, start : start + own] = 0.0
-        mask[..., :-1, :] = 0.0
-        mask[..., :-1, start : start + own] = torch.finfo(q.dtype).min
+        seen = torch.zeros((1, 1, rows, keys), dtype=torch.bool, device=q.device)
+        seen[..., -1, start : start + own] = seen[..., :-1, :start] = seen[..., :-1, start + own :] = True
+        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, torch.finfo(q.dtype).min)
         first, others = k.shape[2] - own, keys - own
         order = [*range(start), *range(first, first + own), *range(start, others)]  # others' keys around its own
         # transformers repeats keys and values for each query head where there is a mask
         ks, vs = (x[:, :, order].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        qs = q[:, :, q.shape[2] - rows :]
-        calls = (operator(qs[i : i + 1], ks[i : i + 1], vs[i : i + 1], mask=mask) for i in range(len(qs)))
-        return torch.cat([out[:, :, -1:] for out in calls])
+        calls = zip(q[:, :, q.shape[2] - rows :].split(1), ks.split(1), vs.split(1), strict=True)
+        return torch.cat([operator(*call, mask=mask)[:, :, -1:] for call in calls])
 
     yield Trial(f"alone, {own} keys", partial(last, 1, own, 0))
     for rows, keys in dict.fromkeys(met):
@@ -75,8 +70,7 @@ class _Sizes(NamedTuple):
     dtypes: tuple[str, ...]
 
 
-# Heads of Qwen3-8B on a GPU. cuDNN plans for tens of milliseconds for every new length, so there are no long sweeps of
-# them.
+# Heads of Qwen3-8B on a GPU. cuDNN plans for tens of milliseconds for every new length: no long sweeps of them.
 _SIZES = {
     "cuda": _Sizes(_Heads(32, 8, 128), 512, 2048, (1, 2, 3, 4, 8, 16, 32, 64), ("bfloat16",)),
     "cpu": _Sizes(_Heads(8, 2, 64), 256, 512, (1, 2, 3, 4, 8, 16), ("bfloat16", "float32")),
@@ -143,7 +137,7 @@ class Attention(Probe):
             return operator(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop])[:, :, kept]
 
         def in_pieces(pieces: list[tuple[int, int]]) -> torch.Tensor:
-            return torch.cat([upto(start, stop) for start, stop in pieces], 2)
+            return torch.cat([upto(*piece) for piece in pieces], 2)
 
         def of_requests(start: int, stop: int) -> torch.Tensor:
             return operator(q[start:stop], k[start:stop], v[start:stop])
@@ -180,11 +174,9 @@ class Attention(Probe):
         """Which positions differ between prefill and decode, for any request."""
         if not (positions := case.data.get("positions")):
             return {}
-        first, *others = classes.results
-        alike = torch.ones(len(positions), dtype=torch.bool, device=first.device)
-        for other in others:
-            alike &= same(first, other).transpose(0, 2).flatten(1).all(-1)
-        named = [position for position, equal in zip(positions, alike.tolist(), strict=True) if not equal]
+        equal = torch.stack([same(classes.results[0], result) for result in classes.results]).all(0)
+        by_position = equal.transpose(0, 2).flatten(1).all(-1).tolist()
+        named = [position for position, alike in zip(positions, by_position, strict=True) if not alike]
         return {"positions": list(positions), "positions_differing": named}
 
 
@@ -218,7 +210,7 @@ class _Maker(NamedTuple):
         """One query and its keys among those of others, at the sizes that a trace saw. Only stock attention is called
         with a mask: ours keep the requests of a pack apart."""
         own, met = self.options.own, self.options.met
-        rows, keys = (max(sizes) for sizes in zip(*met, strict=True))
+        rows, keys = map(max, zip(*met, strict=True))
         name = f"one query and its {own} keys packed with others', as a trace met them, {self._named()}"
         shape, data = self._shape(_DRAWS, rows, keys), {"own": own, "met": met}
         return Case(name, "attention", shape, self.dtype, "load", impls=("stock",), data=data)
@@ -245,11 +237,9 @@ class _Maker(NamedTuple):
     def _named(self) -> str:
         return "Hq={} Hkv={} D={}".format(*self.heads)
 
-    def decode(
-        self, what: str, keys: int, kind: str = "order", values: Sequence[int] = (1, 2, 3, 5), **data: Any
-    ) -> Case:
+    def decode(self, what: str, keys: int, kind: str = "order", **data: Any) -> Case:
         """Decode steps in batches of every size."""
-        return self.case(f"decode of {what}", "batch_size", keys, kind, values=values, **data)
+        return self.case(f"decode of {what}", "batch_size", keys, kind, **{"values": (1, 2, 3, 5), **data})
 
     def tokens(self) -> tuple[int, int]:
         """Tokens of a prompt, and keys of a decode step."""
@@ -262,9 +252,9 @@ def _decodes(maker: _Maker) -> Iterator[Case]:
     for kind in kinds(options, ("bell", "order", "outlier")):
         dense = {*range(1, _DENSE + 1), *base.drawn(max(batches), options, above=_DENSE)} if kind == "order" else set()
         what = f"{max(batches)} requests in batches of B, {cache} keys"
-        yield maker.decode(what, cache, kind, sorted({*batches, *dense}))
+        yield maker.decode(what, cache, kind, values=sorted({*batches, *dense}))
     if options.inputs is None:
-        yield maker.decode(f"8 requests in batches of B, {cache} keys", cache, "integers", (1, 3, 8))
+        yield maker.decode(f"8 requests in batches of B, {cache} keys", cache, "integers", values=(1, 3, 8))
 
 
 def _prefills(maker: _Maker) -> Iterator[Case]:
@@ -316,13 +306,10 @@ def _drawn(plain: _Maker, *, chosen: bool) -> Iterator[Case]:
     listed = rng.sample(_CACHES, len(_CACHES) if plain.options.full else 2)
     for length in sorted({*listed, rng.randint(2, 1200), rng.randint(1025, 3000)}):
         yield plain.decode(f"5 requests in batches of B, {length} keys, {seeded}", length)
-    if chosen:
-        return
-    key, groups, dim = rng.randint(1, 4), rng.choice(_GROUPS), rng.choice(_HEAD_DIMS)
-    maker = plain._replace(heads=_Heads(key * groups, key, dim))
-    tokens = rng.randint(65, 300)
-    yield maker.decode(f"5 requests, {tokens} keys, {seeded}", tokens)
-    if plain.options.brief:
-        return
-    name = f"prefill of {tokens} tokens against decode, {seeded}"
-    yield maker.case(name, "query_chunk", tokens, positions=(1, 33, 64))
+    if not chosen:
+        key, groups, dim, tokens = rng.randint(1, 4), rng.choice(_GROUPS), rng.choice(_HEAD_DIMS), rng.randint(65, 300)
+        maker = plain._replace(heads=_Heads(key * groups, key, dim))
+        yield maker.decode(f"5 requests, {tokens} keys, {seeded}", tokens)
+        if not plain.options.brief:
+            name = f"prefill of {tokens} tokens against decode, {seeded}"
+            yield maker.case(name, "query_chunk", tokens, positions=(1, 33, 64))

@@ -1,10 +1,9 @@
 """Gradients: whether their bits depend on the batch, the micro-batch, or the run.
 
-`invariant` is what a trainer gets under `nondet.batch_invariant(training=True)`, with forward and backward inside the
-block; `stock` is torch's autograd. Tested are the gradient of a row, or of a request of attention, in batches of M; of
-a weight, where the same sequences come in micro-batches and each adds to `.grad` (that order depends on the micro-batch
-by definition, so only stock is tested); and the same call again, because on a GPU torch adds with atomics in
-embeddings, gathers and attention's queries. Errors are those of the first variant against autograd in float64.
+`invariant` is autograd under `nondet.batch_invariant(training=True)`, `stock` is torch's. Tested are the gradient of a
+row, or of a request of attention, in batches of M; of a weight, where the same sequences come in micro-batches and each
+adds to `.grad` (that order depends on the micro-batch by definition, so only stock is tested); and the same call again,
+because on a GPU torch adds with atomics in embeddings, gathers and attention's queries.
 """
 
 from __future__ import annotations
@@ -71,12 +70,10 @@ class Backward(Probe):
                     shape = {"T": tokens, "K": K} | ({"N": N} if name == "linear_weight" else {})
                     what = f": {_SEQUENCES} sequences in micro-batches"
                     yield _case(name, what, shape, *about, "micro_batch", _MICRO)
-                for name in (_GATHER, *weights, *ROWS, "attention_backward"):
-                    shape = {"T": tokens, "K": K}
-                    if name in ROWS:
-                        shape = {"M": 8, "W": _width(options, name)}  # as in batches: their kernels are compiled once
-                    elif name == "attention_backward":
-                        shape = {"T": _TOKENS, "D": _HEAD}
+                again = {name: {"T": tokens, "K": K} for name in (_GATHER, *weights)}
+                # as in batches: their kernels are compiled once
+                again |= {name: {"M": 8, "W": _width(options, name)} for name in ROWS}
+                for name, shape in {**again, "attention_backward": {"T": _TOKENS, "D": _HEAD}}.items():
                     yield _case(name, ": the same call again", shape, *about, "run", times, rows=8)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
@@ -117,17 +114,17 @@ class Backward(Probe):
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The same rows in batches of M; the same sequences in micro-batches; the same call again."""
 
-        def of_batch(batch: torch.Tensor) -> torch.Tensor:
-            return operator(case.operator, batch, *inputs[1:])
-
-        tokens = (case.shape["T"],) if case.operator in WEIGHTS else ()
+        call = partial(operator, case.operator)
         for value in case.data["values"]:
             if case.varied == "batch_size":
-                yield Trial(value, partial(base.in_batches, of_batch, inputs[0], case.data["rows"], value))
-            elif case.varied == "micro_batch":
-                yield Trial(value, partial(operator, case.operator, value * _SEQUENCE, *inputs))
+                one = partial(
+                    base.in_batches, lambda batch: call(batch, *inputs[1:]), inputs[0], case.data["rows"], value
+                )
+            elif case.operator in WEIGHTS:
+                one = partial(call, value * _SEQUENCE if case.varied == "micro_batch" else case.shape["T"], *inputs)
             else:
-                yield Trial(value, partial(operator, case.operator, *tokens, *inputs))
+                one = partial(call, *inputs)
+            yield Trial(value, one)
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """Torch's autograd in float64."""
@@ -140,16 +137,13 @@ class Backward(Probe):
 
 
 def _in_batches(options: Options, name: str, dtype: str, kind: str) -> Case:
-    width = _width(options, name)
-    each, most = width, max(16, 2**20 // width)
-    shape = {"W": width}
+    each = width = _width(options, name)
+    most, shape = min(128, max(16, 2**20 // width)), {"W": width}
     if name == "attention_backward":
         each, most, shape = _TOKENS * _HEAD * 2 * (_HEADS + _KEY_HEADS), 16, {"T": _TOKENS, "D": _HEAD}
-    largest = base.largest_batch(options, most)
-    largest = min(largest, 128) if options.m is None else largest
+    largest = options.m or most
     require_memory(options.device, 40 * largest * each, f"{name} of M={largest}")
-    values = base.some(_BATCHES, largest, options)
-    shape = {"M": largest, **shape}
+    values, shape = base.some(_BATCHES, largest, options), {"M": largest, **shape}
     return _case(name, " in batches of M", shape, dtype, kind, "batch_size", values, rows=min(8, largest))
 
 
@@ -205,6 +199,5 @@ def _weight_gradient(
     with torch.enable_grad():
         for seen, looked_up, gradient in zip(x.split(tokens), ids.split(tokens), above.split(tokens), strict=True):
             _From.apply(WEIGHTS[name](leaf, seen, looked_up), gradient).backward()
-    found = leaf.grad
-    assert found is not None  # noqa: S101 - each micro-batch has added to it
-    return found
+    total: Any = leaf.grad  # each micro-batch has added to it
+    return total

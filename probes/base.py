@@ -1,8 +1,7 @@
 """The definition of a probe, what probes take from the user's options, and the cases that all operators share.
 
-A case is a set of variants of one computation that ought to give equal bits. The runner computes every variant under
-every implementation, sorts the results into classes, and writes a row. A probe only defines the cases and what the
-variants compute.
+A case is a set of variants of one computation that ought to give equal bits. A probe defines the cases and what their
+variants compute; the runner computes them under every implementation, sorts the results into classes, and writes rows.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongSh
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line. None means the probe's own default list. Raises UserError: a size below 1, runs
-    that compare nothing, an unknown kind of input."""
+    """The options of the command line, checked. None: the probe's own default list."""
 
     device: str = "cpu"  # "cpu" or "cuda"
     dtypes: tuple[str, ...] | None = None  # dtypes to test
@@ -119,8 +117,7 @@ class Probe:
     answers: tuple[str, ...] = ()
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """The cases for these options. Cheap: no tensors are made here. Raises UserError: a size or dtype that the
-        operator can't have."""
+        """The cases; no tensors are made here. Raises UserError: a size or dtype that the operator can't have."""
         raise NotImplementedError
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
@@ -132,8 +129,7 @@ class Probe:
         raise NotImplementedError
 
     def own(self, case: Case, impl: str) -> AbstractContextManager[Operator]:
-        """A block around all variants, with the computation of a case whose operator is a name of the probe's own;
-        optional."""
+        """A block around all variants, with the computation of a case whose operator the probe has itself; optional."""
         return nullcontext(torch.empty)  # never called: the probe computes by itself
 
     def join(self, case: Case, result: torch.Tensor) -> torch.Tensor:
@@ -168,21 +164,17 @@ def _widened(x: Any) -> Any:
 # gives 1,000 rows for 1,200, or float32 for bfloat16, would have equal bits in every part, so `checked` is around all.
 _SHAPES: dict[str, Callable[..., tuple[int, ...]]] = {
     "linear": lambda x, weight, *_: (*x.shape[:-1], weight.shape[0]),
-    "grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
-    "scaled_grouped_matmul": lambda x, weight, *_: (x.shape[0], weight.shape[2]),
+    **dict.fromkeys(("grouped_matmul", "scaled_grouped_matmul"), lambda x, weight, *_: (x.shape[0], weight.shape[2])),
     **dict.fromkeys(("matmul", "split_k", "scaled_matmul"), lambda a, b, *_: (*a.shape[:-1], b.shape[-1])),
     "attention": lambda q, _, v, *__: (*q.shape[:-1], v.shape[-1]),
-    **dict.fromkeys(
-        ("rms_norm", "softmax", "log_softmax", "cumsum", "index_add", "scatter_add"),
-        lambda x, *_: tuple(x.shape),
-    ),
+    **dict.fromkeys(("rms_norm", "softmax", "log_softmax", "cumsum"), lambda x, *_: tuple(x.shape)),
+    **dict.fromkeys(("index_add", "scatter_add"), lambda x, *_: tuple(x.shape)),
     **dict.fromkeys(("sum", "mean", "logsumexp"), lambda x, *_: tuple(x.shape[:-1])),
 }
 
 
 def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
-    """Refuse, as a `NotImplementedError`, a user's function that leaves out an argument of the operator. The case is
-    then skipped, and is in no figure."""
+    """Refuse a user's function that leaves out an argument of the operator: the case is then skipped."""
     try:
         inspect.signature(call).bind(*arguments, **keywords)
     except ValueError:  # a builtin may not report its arguments
@@ -192,9 +184,7 @@ def require_arguments(call: Operator, *arguments: Any, **keywords: Any) -> None:
 
 
 def checked(operator: str, call: Operator) -> Operator:
-    """`call`, with every result checked for the operator's shape and for the dtype of the first argument, if the
-    operator is in `_SHAPES`. Attributes and signature of `call` stay visible. No data is read: it costs microseconds
-    per call."""
+    """`call`, with the shape, dtype and device of every result checked, if the operator is in `_SHAPES`."""
     if operator not in _SHAPES:
         return call
 
@@ -260,7 +250,7 @@ def kinds(options: Options, default: Iterable[str]) -> tuple[str, ...]:
 def drawn(largest: int, options: Options, count: int = 3, above: int = 1) -> set[int]:
     """At most `count` sizes between `above` and `largest` that no list holds: another seed draws others."""
     unlisted = sorted(set(range(above + 1, largest)) - set(SWEEP))
-    return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes, nothing secret
+    return set(random.Random(options.seed).sample(unlisted, min(count, len(unlisted))))  # noqa: S311 - sizes
 
 
 def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
@@ -271,8 +261,8 @@ def some(few: Iterable[int], largest: int, options: Options) -> list[int]:
 def sweep(largest: int, options: Options, *, dense: bool = False) -> list[int]:
     """Sizes up to `largest`, 1 and itself included: a few dozen, or all affordable ones if `options.full`. Some are
     drawn, and those of a trace are included, however large. `dense`: include every size up to 64."""
-    every = _DENSE if dense else 0
-    chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=max(every, 1))}
+    every = _DENSE if dense else 1
+    chosen = {*SWEEP, *range(1, every + 1), *drawn(largest, options, above=every)}
     if options.full:
         chosen |= set(range(1, (4096 if options.device == "cuda" else _DENSE_ON_CPU) + 1))
     return sorted({x for x in chosen if x < largest} | {largest} | {rows for rows, _ in options.met if rows})
@@ -309,13 +299,11 @@ def require_memory(device: str, needed: int, what: str) -> None:
         raise UserError(f"{what} needs about {memory}", "Give smaller sizes.")
 
 
-# Cases that all operators share: other rows' values, operands' layout, and earlier calls. A request's bits may depend
-# on concurrent requests without any size changing: a scale taken over other requests' rows, a NaN that leaks from a
-# neighbour's, uninitialized memory. And the same call may give other bits at another time: the first of a process,
-# after an autotuner changed its choice, while its result's buffer is used again, or when a cache did not notice that
-# the inputs were written to.
-
-# The values of `Case.varied` for these cases, and the subject of each.
+# Cases that all operators share, by `Case.varied`, and the subject of each: other rows' values, operands' layout, and
+# earlier calls. A request's bits may depend on concurrent requests without any size changing: a scale taken over other
+# requests' rows, a NaN that leaks from a neighbour's, uninitialized memory. And the same call may give other bits at
+# another time: the first of a process, after an autotuner changed its choice, while its result's buffer is used again,
+# or when a cache did not notice that the inputs were written to.
 AXES = {
     "neighbour_values": "while other rows hold other values",
     "alignment": "at other addresses",
@@ -323,9 +311,8 @@ AXES = {
 }
 OTHER_CALLS = 256  # autotuners change their mind after a few calls, or some hundreds
 LARGER = 256  # rows of the largest call between: a workspace may have grown since, or a tuner chosen again
-# Rows in addition to the compared ones: in sizes first called with other rows, and in sizes first called with these. A
-# range of sizes that holds one list holds a part of the other, and sizes of which all of one list are multiples hold
-# neither.
+# Rows in addition to the compared ones: in sizes first called with other rows, and in sizes first called with these.
+# Any range of sizes that holds one list holds a part of the other.
 _NEW_SIZES = ((1, 3, 6), (2, 5, 9))
 _DIRTY = 16  # blocks of a result's size that held NaN when they were freed
 _SHIFTS = (0, 1, 3, 8)  # elements past an aligned address
@@ -357,7 +344,7 @@ class Call(NamedTuple):
 
         def of(x: torch.Tensor, theirs: torch.Tensor | None) -> torch.Tensor:
             if theirs is not None:
-                return _raw(x).index_select(0, turn).view(x.dtype)
+                return raw(x).index_select(0, turn).view(x.dtype)
             return x if x.is_floating_point() else (x * (rows // count) if rows >= count else x.clamp(max=rows))
 
         return self.replaced(map(of, self.tensors, self.others))
@@ -365,11 +352,6 @@ class Call(NamedTuple):
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Call:
         """The same call with other tensors."""
         return self._replace(tensors=tuple(tensors))
-
-
-def shared_trials(varied: str, call: Call, operator: Operator) -> Iterator[Trial]:
-    """The variants of one of `AXES`."""
-    return {"neighbour_values": _neighbours, "alignment": _alignments, "history": _moments}[varied](call, operator)
 
 
 Fill = Callable[[torch.Tensor], torch.Tensor]
@@ -391,14 +373,13 @@ _FILLS: dict[str, Fill] = {  # of other rows
 
 
 def _neighbours(call: Call, operator: Operator) -> Iterator[Trial]:
-    among = partial(_with_neighbours, call, operator)
     for name, fill in _FILLS.items():
-        yield Trial(name, partial(among, fill))
-    yield Trial("copies of the asked rows", partial(among, None))
-    yield Trial("that begin as the asked rows", partial(among, None, begin=True))
+        yield Trial(name, partial(_with_neighbours, call, operator, fill))
+    yield Trial("copies of the asked rows", partial(_with_neighbours, call, operator))
+    yield Trial("that begin as the asked rows", partial(_with_neighbours, call, operator, begin=True))
 
 
-def _with_neighbours(call: Call, operator: Operator, fill: Fill | None, *, begin: bool = False) -> torch.Tensor:
+def _with_neighbours(call: Call, operator: Operator, fill: Fill | None = None, *, begin: bool = False) -> torch.Tensor:
     """The compared rows among others that are filled; without `fill` each is a copy of a compared row, or begins so."""
     filled = []
     for tensor, others in zip(call.tensors, call.others, strict=True):
@@ -408,15 +389,15 @@ def _with_neighbours(call: Call, operator: Operator, fill: Fill | None, *, begin
             theirs = tensor.index_select(0, twins) if fill is None else _filled(own, fill)
             if begin:
                 half = tensor[0].numel() // 2
-                parts = _raw(theirs).flatten(1)[:, :half], _raw(own).flatten(1)[:, half:]
+                parts = raw(theirs).flatten(1)[:, :half], raw(own).flatten(1)[:, half:]
                 theirs = torch.cat(parts, 1).view(theirs.shape).view(theirs.dtype)
-            tensor = _raw(tensor).index_copy(0, others, _raw(theirs)).view(tensor.dtype)
+            tensor = raw(tensor).index_copy(0, others, raw(theirs)).view(tensor.dtype)
         filled.append(tensor)
     return call.replaced(filled).compared(operator)
 
 
-def _raw(x: torch.Tensor) -> torch.Tensor:
-    """float8 as bytes: torch can copy these on every device."""
+def raw(x: torch.Tensor) -> torch.Tensor:
+    """float8 as bytes: torch can copy and pick these on every device."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
@@ -429,17 +410,15 @@ def _filled(x: torch.Tensor, fill: Fill) -> torch.Tensor:
 
 def _opposite(x: torch.Tensor) -> torch.Tensor:
     """Other values of the same size: in another order along the first axis, with their signs flipped."""
-    if not x.is_floating_point():
-        return x
-    return (x.view(torch.uint8) ^ 128).flip(0).view(x.dtype) if x.element_size() == 1 else -x.flip(0)
+    return _filled(x, lambda wide: -wide.flip(0)) if x.is_floating_point() else x
 
 
 def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
     def shifted(shift: int) -> torch.Tensor:
-        def of(x: torch.Tensor) -> torch.Tensor:
-            return placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x
-
-        return call.replaced(map(of, call.tensors)).compared(operator)
+        own = (
+            placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x for x in call.tensors
+        )
+        return call.replaced(own).compared(operator)
 
     for shift in _SHIFTS:
         yield Trial(f"{shift} elements past" if shift else "aligned", partial(shifted, shift))
@@ -484,9 +463,9 @@ def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
 
 
 def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
-    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits: where all
-    these sizes agree, and the sizes that first ran with the compared rows agree on other bits. That distinguishes a
-    kernel that keeps the choice of a shape's first call from one that chooses by the shape."""
+    """The compared rows, in calls of sizes that first ran with other values, where that decides their bits: these sizes
+    agree, and those that first ran with the compared rows agree on other bits. So the kernel keeps a shape's first
+    choice."""
     found, n = [], len(call.tensors[0])
     with suppress(Exception):  # unsupported sizes are left out
         for first, more in zip((other, call), _NEW_SIZES, strict=True):
@@ -496,10 +475,19 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
                 given.append(call.resized(n + rows).compared(operator))
             found.append(given)
         (values, *_), (own, *_) = found
-        steady = all(identical(given[0], result) for given in found for result in given[1:])
-        if steady and not identical(values, own):
+        if all(steady(given) for given in found) and not identical(values, own):
             return values
     return call.compared(operator)
+
+
+def every_third(at: torch.Tensor) -> torch.Tensor:
+    """Which of these rows are compared among others: a third of them; one row by itself, too."""
+    return at % 3 == 1 if len(at) > 1 else at == 0
+
+
+def steady(results: Sequence[torch.Tensor]) -> bool:
+    """Whether all have equal bits."""
+    return all(identical(results[0], other) for other in results[1:])
 
 
 def _rewritten(call: Call, other: Call, operator: Operator, at: int) -> torch.Tensor:
@@ -509,6 +497,11 @@ def _rewritten(call: Call, other: Call, operator: Operator, at: int) -> torch.Te
     operator(*tensors)
     buffer.copy_(call.tensors[at])
     return call.replaced(tensors).compared(operator)
+
+
+def shared_trials(varied: str, call: Call, operator: Operator) -> Iterator[Trial]:
+    """The variants of one of `AXES`."""
+    return {"neighbour_values": _neighbours, "alignment": _alignments, "history": _moments}[varied](call, operator)
 
 
 # Messages of torch, NumPy and authors of kernels about operands that do not fit each other.
@@ -521,9 +514,8 @@ _MISCALLED = re.compile("(takes|missing|expected).*argument")
 
 
 def fitted(operator: str, call: Operator, who: str) -> Operator:
-    """A user's function that raises MisfitError for a fault of its form, at its first case, before it fails in all of
-    them: for operands that do not fit each other, a result of another shape, a call that can't be made. Any other
-    exception belongs only to this case."""
+    """A user's function that raises MisfitError for a fault of its form: operands that do not fit each other, a result
+    of another shape, a call that can't be made. Any other exception belongs only to this case."""
 
     @functools.wraps(call)
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -543,43 +535,36 @@ def fitted(operator: str, call: Operator, who: str) -> Operator:
 
 
 def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:
-    """The first `rows` rows of x [at least rows and M, ...], each computed in a batch of exactly M rows.
-
-    A larger batch holds one half of them at its head and the other at its tail, where the last tile may be partly
-    filled, with the rows after them in between. Smaller batches divide them; the last one begins early enough. All
-    pieces are contiguous, so that on a GPU they are joined by copies and only the operator's kernels run.
-    """
+    """The first `rows` rows of x [at least rows and M, ...], each computed in a batch of exactly M rows. A larger batch
+    holds one half of them at its head and the other at its tail, where the last tile may be partly filled. Pieces are
+    joined by copies, so that on a GPU only the operator's kernels run."""
     if rows <= M:
         head = rows - rows // 2
-        batch = x.new_empty((M, *x.shape[1:]))
-        _join(batch, [x[:head], x[rows : rows + M - rows], x[head:rows]])
-        out = operator(batch)
-        return _join(out.new_empty((rows, *out.shape[1:])), [out[:head], out[M - rows + head :]])
+        out = operator(_joined([x[:head], x[rows:M], x[head:rows]]))
+        return _joined([out[:head], out[M - rows + head :]])
     return in_slices(lambda start, stop: operator(x[start:stop]), rows, M)
 
 
 def in_slices(compute: Callable[[int, int], torch.Tensor], rows: int, M: int) -> torch.Tensor:
-    """Rows 0 ... rows - 1 in batches of exactly M of them; the last batch begins early enough. `compute`:
-    compute(start, stop) returns the results of these rows, computed as one batch."""
+    """Rows 0 ... rows - 1 of compute(start, stop), in batches of exactly M; the last one begins early enough."""
     parts = [compute(start, start + M) for start in range(0, rows - M + 1, M)]
-    rest = rows % M
-    if rest:
+    if rest := rows % M:
         parts.append(compute(rows - M, rows)[M - rest :])
-    return _join(parts[0].new_empty((rows, *parts[0].shape[1:])), parts)
+    return _joined(parts)
 
 
-def _join(target: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    for rows, part in zip(target.split([len(part) for part in parts]), parts, strict=True):
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    whole = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
+    for rows, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
         rows.copy_(part)
-    return target
+    return whole
 
 
 def batch_trials(
     case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
 ) -> Iterator[Trial]:
-    """The variants of a case over the rows of a batch `x` (or their indices): the first `rows` of them in batches of M
-    for every M, at every position of one batch, all of them again and again; or one of `AXES`, of `call` by `whole`.
-    """
+    """The variants of a case over the rows of a batch `x` (or their indices): the first `rows` of them in batches of M,
+    at every position of one batch, all of them again and again; or one of `AXES`, of `call` by `whole`."""
     if case.varied in AXES:
         yield from shared_trials(case.varied, call, whole)
     elif case.varied == "position":

@@ -1,14 +1,14 @@
 """Tests of any function: the records that nondet's commands write, without a command.
 
-`check_operator` tests a function as an implementation of a known operator, with the operator's probe: hard inputs,
-every position, other rows, other call orders, and the float64 oracle. `check` tests any callable: its results for
-batches of several sizes, row by row. `nondet.core.measure` decides how a result is compared, when it is computed again
-and when it is wrong, as in every command.
+`check_operator` tests a function as an implementation of a known operator, with the operator's probe. `check` tests any
+callable: its results for the same requests in batches of several sizes. A divergence only means something if the
+requests were the same, so inputs are checked for that before results.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import time
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -24,9 +24,6 @@ from nondet.core.measure import Fingerprint, Trial, failed, fingerprint, kept_wa
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run, Status, Value
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line
-
-# A function and the inputs that a user makes for it, as variants to measure: the same requests in other batches. A
-# divergence only means something if the requests were the same, so inputs are checked for that before results.
 
 Inputs = Any
 _EACH_MOST = 256  # requests of the largest batch, spread over it, that are computed again without the others
@@ -58,14 +55,13 @@ class _Subject:
     def __init__(
         self, fn: Callable[..., Any], make: Callable[[Any], Inputs], values: Sequence[Value], select: Select | None
     ) -> None:
-        self._fn, self._make, self._select = fn, make, select
-        self.values = values
+        self._fn, self._make, self._select, self.values = fn, make, select, values
         sizes = [value for value in values if isinstance(value, int)] if select is None else [0]
         self.kept, self.largest = min(sizes), max(sizes)
         self._prints: dict[Value, Fingerprint] = {}
         # name of an input -> the first size and shape, and prints of the whole (False) and of the kept rows (True)
         self._firsts: dict[str, tuple[Value, torch.Size, dict[bool, tuple[torch.Tensor, ...]]]] = {}
-        self._result: tuple[torch.Size, torch.dtype] | None = None
+        self._gave = ""  # shape and dtype of the first result
         self._expected: torch.Size | None = None
         self._sizes: dict[tuple[int, ...], int] = {}  # shape of a whole result -> its number of requests
         # of the compared results; the shape also has the largest batch, where values are sizes
@@ -77,12 +73,9 @@ class _Subject:
         inputs = self._make(value)
         prints = fingerprint(inputs)
         before = self._prints.setdefault(value, prints)
-        changed = sorted(name for name in before if name not in prints or _differ(before[name], prints[name]))
-        if changed:
-            raise BadInputsError(
-                f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})",
-                "Draw them from a generator that is seeded in it.",
-            )
+        if changed := sorted(name for name in before if _differ(before[name], prints.get(name, ()))):
+            what = f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})"
+            raise BadInputsError(what, "Draw them from a generator that is seeded in it.")
         if self._select is None:
             for name, tensor in _tensors(inputs):
                 self._check_same_requests(name, tensor, int(value))
@@ -117,17 +110,13 @@ class _Subject:
         result = self._compared(_called(self._fn, inputs), value)
         if changed := written_to(self._prints[value], inputs):
             raise WrongResultError(f"it wrote to its input: {', '.join(map(_argument, changed))}")
-        if self._result is None:
-            self._result = (result.shape, result.dtype)
-            self.dtype = str(result.dtype).removeprefix("torch.")
+        gave = f"{tuple(result.shape)} {result.dtype}"
+        if not self._gave:
+            self._gave, self.dtype = gave, str(result.dtype).removeprefix("torch.")
             largest = {"M": self.largest} if self._select is None else {}
             self.shape = largest | {f"axis {i}": size for i, size in enumerate(result.shape)}
-        shape, dtype = self._result
-        if (result.shape, result.dtype) != (shape, dtype):
-            raise WrongResultError(
-                f"it gave {tuple(result.shape)} {result.dtype} at {value!r}, and {tuple(shape)} {dtype} at "
-                f"{self.values[0]!r}"
-            )
+        if gave != self._gave:
+            raise WrongResultError(f"it gave {gave} at {value!r}, and {self._gave} at {self.values[0]!r}")
         if self._expected is not None and result.shape != self._expected:
             raise WrongResultError(f"it gave the shape {tuple(result.shape)}, not {tuple(self._expected)}")
         return result
@@ -243,33 +232,19 @@ def _probe_of(operator: str) -> str:
 
 
 def check_operator(
-    fn: Callable[..., Any],
-    operator: str = "linear",
-    *,
-    m: int | None = None,
-    k: int | None = None,
-    n: int | None = None,
-    config: Mapping[str, int] | None = None,
-    dtypes: Sequence[str] = ("float32",),
-    device: str = "cpu",
-    inputs: Sequence[str] | None = None,
-    varied: Container[str] | None = None,
-    full: bool = False,
-    seed: int = 0,
-) -> Run:
+    fn: Callable[..., Any], operator: str = "linear", *, m: int | None = None, k: int | None = None,
+    n: int | None = None, config: Mapping[str, int] | None = None, dtypes: Sequence[str] = ("float32",),
+    device: str = "cpu", inputs: Sequence[str] | None = None, varied: Container[str] | None = None,
+    full: bool = False, seed: int = 0,
+) -> Run:  # fmt: skip
     """Test `fn` with the operator's probe, as `nondet probe --impl` does: a run with a row for each case.
 
     Args:
-        fn: Takes what the operator takes (`nondet.kernels.reference`), tensors on `device`.
-        m: Largest M of the sweep.
-        k, n: Sizes of the operator's axes.
-        config: Sizes of a model, for attention: heads, kv_heads, head_dim.
-        inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: those of the probe, including the hard ones.
+        m: Largest M of the sweep; `k`, `n`: sizes of the operator's axes; `config`: of a model, for attention.
         varied: What to test: batch_size, position, run, neighbour_values, ...; None: everything.
 
-    Raises:
-        UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` does not take the
-            operator's arguments, or at its first call not these shapes.
+    The other arguments are those of `nondet.check_operator`. Raises UserError: an unknown operator, or sizes that it
+    can't have; no case was chosen; `fn` does not take the operator's arguments, or at its first call not these shapes.
     """
     from nondet.probes.base import Options
     from nondet.probes.runner import Job, run_jobs
@@ -283,51 +258,38 @@ def check_operator(
     name = name_of(fn)
     check_signature(fn, operator, name)
     loaded = LoadedImplementation(operator, name, fn)
-    jobs = [
-        Job(probe, case, name, device, loaded=loaded)
+    cases = [
+        case
         for case in probe.cases(options)
         if case.operator == operator and case.impls is None and (varied is None or case.varied in varied)
     ]
+    jobs = [Job(probe, case, name, device, loaded=loaded, first=case is cases[0]) for case in cases]
     if not jobs:
         raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")
     plan = {"operator": operator, "impls": [name], "device": device, "dtypes": list(dtypes), "full": full, "seed": seed}
     plan |= {"sizes": sizes | {"config": options.config}, "inputs": None if inputs is None else list(inputs)}
-    return _run(list(run_jobs(jobs, seed, set(), {name})), plan, seed)
+    return _run(list(run_jobs(jobs, seed, must_fit=True)), plan, seed)
 
 
 def check(
-    fn: Callable[..., Any],
-    make_inputs: Callable[[Any], Inputs],
-    over: Sequence[Value],
-    *,
-    varied: str = "batch_size",
-    select: Select | None = None,
-    oracle: Callable[..., Any] | None = None,
-    allowed: float | None = None,
+    fn: Callable[..., Any], make_inputs: Callable[[Any], Inputs], over: Sequence[Value], *, varied: str = "batch_size",
+    select: Select | None = None, oracle: Callable[..., Any] | None = None, allowed: float | None = None,
     name: str = "",
-) -> Run:
+) -> Run:  # fmt: skip
     """Compare the results of `fn` for the same requests in batches of other sizes: a run of one or two rows.
 
-    For each value of `over`, `make_inputs(value)` returns the inputs: a tensor, a tuple for `fn(*inputs)`, or a mapping
-    for `fn(**inputs)`. It is called more than once for a value, and must return the same bits each time.
+    `make_inputs(value)` is called more than once for a value of `over`, and must return the same bits each time.
 
     Without `select` the values are batch sizes. Then the leading requests, as many as the smallest batch has, must be
     the same in every batch, and their part of the result, along its first axis, is compared. A second row compares
     every request of the largest batch with itself in the smallest (solo, where that is 1), so that position and
     neighbours vary too: its inputs are the rows of tensors as long as the batch. Where inputs can't be cut this way,
     the first row has the reason, and only the leading requests are compared. Inputs are checked: tensors of one shape
-    in all batches must be equal, and tensors whose first axis is the batch must begin with the same rows.
+    in all batches must be equal, and tensors whose first axis is the batch must begin with the same rows. With `select`
+    inputs are not compared with each other. Without an oracle a result is wrong if it holds only NaN and infinity.
 
     If a narrow dtype has too few elements for a sum cut in two to show in them, there is a warning and a note in the
-    row.
-
-    Args:
-        select: select(result, value) is the tensor to compare. Inputs are then not compared with each other.
-        allowed: The largest ||result - oracle|| / ||oracle|| that is right. None: only NaN and infinity are wrong.
-            Without an oracle they are where a result holds nothing else.
-
-    The other arguments are those of `nondet.check`. Raises UserError: fewer than two values, inputs that are not the
-    same requests, or inputs that `fn` can't be called with.
+    row. The arguments, and what is raised, are those of `nondet.check`.
     """
     started = time.perf_counter()
     values = list(over)
@@ -347,8 +309,8 @@ def check(
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
     if said := row.reason if row.status == Status.ERROR else few:  # the verdict only says that nothing was compared
         warnings.warn(f"{label}: {said}", stacklevel=2)
-    figures = {"rows": subject.kept, "elements": compared} if compared else {}
-    extra = {name: figure for name, figure in figures.items() if figure}
+    extra = {"rows": subject.kept} if compared and subject.kept else {}
+    extra |= {"elements": compared} if compared else {}
     row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, note, few))), extra=extra)
     known = {"dtype": subject.dtype, "shape": subject.shape}
     plan = {"impls": [label], "varied": varied, "over": list(values), "allowed": allowed}
@@ -363,20 +325,17 @@ def _tried(head: Row, started: float, measured: Callable[[], Row]) -> Row:
         except BadInputsError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row, as in the runner
-            row = failed(head, error, started, caught)
             check_device_alive(head.device, error)
-            return row
+            return failed(head, error, started, caught)
 
 
 def _too_few(dtype: str, compared: int) -> str:
     """Why this many equal elements show little; "" where there are enough."""
-    share = _SHARE.get(dtype)
-    if share is None or not compared or compared * share >= _SEEN:
+    share = _SHARE.get(dtype, math.inf)
+    if not compared or compared * share >= _SEEN:
         return ""
-    return (
-        f"only {compared:,} elements of {dtype} were compared: where a sum is cut in two, about one in "
-        f"{1 / share:,.0f} differs, so that it takes {_SEEN / share:,.0f} to see it"
-    )
+    about = f"about one in {1 / share:,.0f} differs, so that it takes {_SEEN / share:,.0f} to see it"
+    return f"only {compared:,} elements of {dtype} were compared: where a sum is cut in two, {about}"
 
 
 def _each(head: Row, subject: _Subject, first: Row) -> tuple[list[Row], str]:
@@ -403,10 +362,9 @@ def _check_call(function: Callable[..., Any], inputs: Inputs, name: str, given: 
         signature.bind(*arguments, **keywords)
     except TypeError as error:
         count = f"the keywords {', '.join(map(str, keywords))}" if keywords else f"{len(arguments)} positional"
-        raise UserError(
-            f"{name} takes ({', '.join(signature.parameters)}), and {given} is {count}: {error}",
-            "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs).",
-        ) from None
+        what = f"{name} takes ({', '.join(signature.parameters)}), and {given} is {count}: {error}"
+        hint = "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs)."
+        raise UserError(what, hint) from None
 
 
 def _measured(

@@ -1,8 +1,8 @@
 """The products of a mixture of experts: one token at one expert while the other tokens or their routing change.
 
-Tokens are sorted by expert, and each expert's rows are multiplied by its weight. The number of rows of an expert
-depends on the whole batch. Where a library chooses tiles, or its way to add up K, by that number (as a loop of plain
-products does, with a GEMV for an expert with a single row), a token's bits depend on the routing of other requests.
+Tokens are sorted by expert, and each expert's rows are multiplied by its weight. Their number depends on the whole
+batch. Where a library chooses tiles, or its way to add up K, by that number (as a loop of plain products does, with a
+GEMV for a single row), a token's bits depend on the routing of other requests.
 """
 
 from __future__ import annotations
@@ -68,12 +68,10 @@ class GroupedMatmul(Probe):
                 # weights and batch are drawn in float32; a sorted copy of the batch and two results are alive at once
                 item, rows = base.element_bytes(dtype), max(largest, _ROWS)
                 needed = E * K * N * (item + 8) + rows * K * (2 * item + 8) + 2 * rows * N * 8
-                about = f"grouped_matmul of M={rows} E={E} K={K} N={N} in {dtype}"
-                base.require_memory(options.device, needed, about)
+                base.require_memory(options.device, needed, f"grouped_matmul of M={rows} E={E} K={K} N={N} in {dtype}")
                 if first:
                     yield case("mixed", "history", min(largest, 16))
-                every = ("bell", "order", *(_HARD if first else ()), "integers")
-                for kind in kinds(options, every):
+                for kind in kinds(options, ("bell", "order", *(_HARD if first else ()), "integers")):
                     few = kind == "integers" or (shortened and (kind != "order" or not first))
                     sizes = some(_FEW, largest, options) if few else sweep(largest, options)
                     yield case(kind, "batch_size", largest, values=sizes)
@@ -128,20 +126,16 @@ class GroupedMatmul(Probe):
             plans = [(run, plans[0][1]) for run in case.data["values"]]
         for value, batches in plans:
             # an implementation may not serve rows without an expert
-            instead = plans[0][1] if str(value).startswith(_BEYOND) else None
-            compute = partial(_compared, inputs, operator, batches, instead)
-            yield Trial(value, compute, many=case.varied == "position")
+            instead = plans[0][1] if str(value).startswith(_BEYOND) else []
+            yield Trial(value, partial(_compared, inputs, operator, batches, instead), many=case.varied == "position")
 
 
 def _batch(
     at: torch.Tensor, rows: torch.Tensor, compared: int, experts: int, skip: int = 0, last: bool = False
 ) -> _Batch:
-    """A call of the rows, sorted by expert; those from `skip` to `compared` of its first rows are compared.
-
-    Args:
-        at: The expert of each row of x; `experts` itself: it comes after the last expert's rows.
-        last: The compared rows come last among their experts' rows, not first.
-    """
+    """A call of the rows, sorted by expert; those from `skip` to `compared` of its first rows are compared. `at`: the
+    expert of each row of x; `experts` itself: it comes after the last expert's rows. `last`: the compared rows come
+    last among their experts' rows, not first."""
     arranged = rows.flip(0) if last else rows
     order = arranged[torch.sort(at[arranged], stable=True).indices]
     offsets = torch.cumsum(torch.bincount(at[rows], minlength=experts)[:experts], 0).int()
@@ -182,26 +176,23 @@ def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
         yield name, [_batch(torch.where(mine, here, at), every, _ROUTED, experts, last=last)]
 
 
-def _compared(
-    inputs: Any, operator: Operator, batches: list[_Batch], instead: list[_Batch] | None = None
-) -> torch.Tensor:
-    """The compared rows of these calls, or where they raise, of others."""
+def _compared(inputs: Any, operator: Operator, batches: list[_Batch], instead: list[_Batch]) -> torch.Tensor:
+    """The compared rows of these calls, or where they raise, of others, if there are any."""
     x, weight = inputs["x"], inputs["weight"]
     try:
         parts = [operator(x[b.order], weight, b.offsets).index_select(0, b.compared) for b in batches]
     except Exception:
-        if instead is None:
+        if not instead:
             raise
-        return _compared(inputs, operator, instead)
+        return _compared(inputs, operator, instead, [])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _call(inputs: Any) -> base.Call:
     """Every third row is compared; the others share their experts."""
     _, (batch,) = inputs["plans"][0]
-    at = torch.arange(len(batch.order), device=batch.order.device)
     tensors = inputs["x"][batch.order], inputs["weight"], batch.offsets
-    return base.Call.of(tensors, at % 3 == 1 if len(at) > 1 else at == 0)
+    return base.Call.of(tensors, base.every_third(torch.arange(len(batch.order), device=batch.order.device)))
 
 
 def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any) -> Case:

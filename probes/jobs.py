@@ -16,6 +16,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,68 +59,34 @@ class Order(NamedTuple):
         return cls(list(probes), list(impls), options, seed, torch.get_num_threads(), gpu)
 
 
-class Ready(NamedTuple):
-    """A worker's first message: its jobs, and the settings in it that decide bits."""
-
-    jobs: str
-    deciding: dict[str, Any]
-
-
+@dataclass(eq=False)
 class Worker:
     """A process, its pipe, the positions of its jobs without a row (`left`), and the group of its cases."""
 
-    def __init__(self, process: Any, pipe: Any) -> None:
-        self.process, self.pipe = process, pipe
-        self.left: deque[int] = deque()
-        self.group: tuple[str, ...] | None = None
-        self.ready = self.briefed = False
+    process: Any
+    pipe: Any
+    left: deque[int] = field(default_factory=deque)
+    group: tuple[str, ...] | None = None
+    ready: bool = False  # it has planned as this process did, and has its settings
 
-    def brief(self, order: Order) -> None:
-        """Send it its order, once. If it has ended by now, the next look at its pipe reports that, with the cause."""
-        if not self.briefed:
-            self.briefed = True
-            with suppress(OSError):
-                self.pipe.send(order)
-
-    @classmethod
-    def started(cls, device: str, *, copied: bool = False) -> Worker:
-        """A process that loads what it needs, and waits for its order.
-
-        Args:
-            device: "cpu": it needs no GPU.
-            copied: Fork this process, which has loaded what a worker needs and used none of it yet.
-        """
-        context: Any = multiprocessing.get_context("fork" if copied else "spawn")
-        ours, theirs = context.Pipe()
-        args = (theirs, device, ours, os.getpid()) if copied else (theirs, device)
-        # not a daemon: the probe of collectives starts ranks
-        process = context.Process(target=serve, args=args, name="nondet-worker", daemon=False)
-        with no_interrupts(), nullcontext() if copied else no_main(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about NumPy's threads, which handle forks
-            process.start()
-        theirs.close()
-        return cls(process, ours)
-
-    def end(self) -> None:
-        """Kill it now, because one that compiles or waits for the device does not react to anything less."""
-        self.process.kill()
-        self.process.join(5.0)
-        self.pipe.close()
+    def send(self, word: Any) -> None:
+        """Send it an order or positions. If it has ended by now, the next look at its pipe reports that."""
+        with suppress(OSError):
+            self.pipe.send(word)
 
 
 class Crew:
-    """Workers that are started before their jobs are known, because a context and a profiler take seconds.
+    """Workers, of which `count` are started before their jobs are known, because a context and a profiler take seconds;
+    a context manager that ends all of them. Loading torch takes longer: four seconds in each of nine processes that do
+    it at once. So where it is not loaded yet, this process loads it before it touches a device or computes anything,
+    and forks the workers."""
 
-    Loading torch takes longer: four seconds in each of nine processes that do it at once. So where it is not loaded
-    yet, this process loads it before it touches a device or computes anything, and forks the workers.
-
-    A context manager that ends the workers that were not taken.
-    """
+    order: Order
 
     def __init__(self, count: int = 0, device: str = "auto") -> None:
         self._count, self._device = count, device
-        self._workers: list[Worker] = []
-        self._leaving: list[Worker] = []
+        self._started: list[Worker] = []
+        self._spare: list[Worker] = []  # those that were not taken
 
     def __enter__(self) -> Crew:
         """Start them."""
@@ -128,41 +95,57 @@ class Crew:
             load()
         try:
             for _ in range(self._count):
-                self._workers.append(Worker.started(self._device, copied=copied))
+                self._spare.append(self._start(copied=copied))
         except BaseException:
-            self.close()
+            self.keep_only()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         """End what is left of them."""
-        self.close()
+        self.keep_only()
 
-    def take(self) -> Worker:
-        """One of them, or else a new one; the caller ends it."""
-        return self._workers.pop() if self._workers else Worker.started(self._device)
+    def _start(self, *, copied: bool = False) -> Worker:
+        """A process that loads what it needs, and waits for its order. `copied`: a fork of this one, after `load`."""
+        context: Any = multiprocessing.get_context("fork" if copied else "spawn")
+        ours, theirs = context.Pipe()
+        args = (theirs, self._device, ours, os.getpid()) if copied else (theirs, self._device)
+        # not a daemon: the probe of collectives starts ranks
+        process = context.Process(target=serve, args=args, name="nondet-worker", daemon=False)
+        with no_interrupts(), nullcontext() if copied else no_main(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about NumPy's threads, which handle forks
+            process.start()
+        theirs.close()
+        self._started.append(Worker(process, ours))
+        return self._started[-1]
 
     def brief(self, order: Order) -> None:
-        """Send all of them their order: they plan while their parent does."""
-        for worker in self._workers:
-            worker.brief(order)
+        """Send all of them their order, and later ones at their start: they plan while their parent does."""
+        self.order = order
+        for worker in self._spare:
+            worker.send(order)
 
-    def outlive(self, worker: Worker) -> None:
-        """Take back a worker that is ending: `close` waits for it."""
-        self._leaving.append(worker)
+    def take(self) -> Worker:
+        """One of them, or else a new one."""
+        if self._spare:
+            return self._spare.pop()
+        worker = self._start()
+        worker.send(self.order)
+        return worker
 
-    def close(self) -> None:
-        """End them, and wait until they are gone."""
-        for worker in self._workers:
-            worker.process.kill()  # all at once; then each is waited for
-        for worker in self._workers + self._leaving:
-            worker.end()
-        self._workers, self._leaving = [], []
+    def keep_only(self, workers: Sequence[Worker] = ()) -> None:
+        """End all others, and wait until they are gone: a process needs a while to leave a GPU."""
+        ended = [worker for worker in self._started if worker not in workers]
+        for worker in ended:  # all at once; one that compiles or waits for the device does not react to anything less
+            worker.process.kill()
+        for worker in ended:
+            worker.process.join(5.0)
+            worker.pipe.close()
+        self._started, self._spare = list(workers), []
 
 
 def workers_ahead(names: Sequence[str], device: str, impls: Sequence[str], count: int | None) -> int:
-    """How many workers are certain to be useful, before torch is loaded: for "all". `count`: the number of the command
-    line; None: the default."""
+    """How many workers are certain to be useful, before torch is loaded. `count`: of the command line, or None."""
     there = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     on_cpu = device == "cpu" or not there or hidden
@@ -203,13 +186,8 @@ def _cores() -> int:
 
 
 def default_workers(device: str, impls: Sequence[str], jobs: int, ahead: int = 0) -> int:
-    """The default number of processes for a plan. A user's function is measured in this process, because it may depend
-    on the process's state.
-
-    Args:
-        jobs: Number of jobs to measure.
-        ahead: Workers that were started already: on a CPU there are no others.
-    """
+    """The default number of processes for so many jobs. A user's function is measured in this process, because it may
+    depend on its state. `ahead`: workers that were started already: on a CPU there are no others."""
     if any(":" in impl for impl in impls) or (device == "cuda" and not _takes_several()):
         return 1
     most = ahead
@@ -221,14 +199,16 @@ def default_workers(device: str, impls: Sequence[str], jobs: int, ahead: int = 0
     return max(1, min(most, jobs // _JOBS_EACH))
 
 
-def digest(jobs: Sequence[Job]) -> str:
-    """A digest of the jobs' keys, in order: processes with equal digests mean the same jobs by a position."""
-    return hashlib.sha256(repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")).hexdigest()
+def settings(jobs: Sequence[Job]) -> dict[str, Any]:
+    """What decides bits in this process, and a digest of its plan, by whose positions jobs are named."""
+    from nondet.core.environment import deciding
+
+    keys = repr([job.key for job in jobs]).encode("utf-8", "backslashreplace")
+    return deciding() | {"planned cases": hashlib.sha256(keys).hexdigest()}
 
 
 def serve(pipe: Any, device: str, parents: Any = None, parent: int = 0) -> None:
-    """The loop of a worker, which its parent ends: it receives an `Order` first, then positions of jobs. A copy of
-    process number `parent` has `parents` as well, the other end of the pipe."""
+    """The loop of a worker, which its parent ends. A fork of process `parent` has the pipe's other end, too."""
     if parents is not None:
         die_with_parent(parent)
         parents.close()
@@ -237,12 +217,9 @@ def serve(pipe: Any, device: str, parents: Any = None, parent: int = 0) -> None:
         _measure(pipe, device)
     except (EOFError, BrokenPipeError):
         os._exit(0)
-    except MisfitError as error:
-        pipe.send(error)
-        os._exit(0)
     except BaseException as error:  # noqa: BLE001 - any error, such as a lost context, is sent to the parent
         line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-        pipe.send(f"{type(error).__name__}: {line}")
+        pipe.send(error if isinstance(error, MisfitError) else f"{type(error).__name__}: {line}")
         os._exit(1)
 
 
@@ -256,18 +233,16 @@ def load() -> None:
 def _load_kernels() -> None:
     """Load what the first kernels of a GPU wait for, while this process waits for the device."""
     importlib.import_module("nondet.core.launch").ready_compiler()
-    for target in {one.target("cuda") for operator in operators().values() for one in operator.implementations} - {
-        None
-    }:
+    targets = {one.target("cuda") for operator in operators().values() for one in operator.implementations}
+    for target in filter(None, targets):
         with suppress(Exception):  # it is reported where it is measured
-            importlib.import_module(str(target).partition(":")[0])
+            importlib.import_module(target.partition(":")[0])
 
 
 def _measure(pipe: Any, device: str) -> None:
     load()
     import torch
 
-    from nondet.core.environment import deciding
     from nondet.core.measure import profile_variants
     from nondet.probes.runner import plan_jobs, run_jobs
 
@@ -282,12 +257,9 @@ def _measure(pipe: Any, device: str) -> None:
     if order.gpu is not None:
         torch.cuda.set_device(order.gpu)
     jobs = plan_jobs(order.probes, order.impls, order.options)
-    pipe.send(Ready(digest(jobs), deciding()))
-    firsts = first_places(jobs)
+    pipe.send(settings(jobs))
     while True:
-        places = pipe.recv()
-        untried = {jobs[place].impl for place in firsts.intersection(places)}
-        for row in run_jobs([jobs[place] for place in places], order.seed, set(), untried):
+        for row in run_jobs([jobs[place] for place in pipe.recv()], order.seed, must_fit=True):
             pipe.send(row)
 
 
@@ -322,63 +294,19 @@ class _Unit(NamedTuple):
 
 
 class SharedRun:
-    """The rows of a plan's jobs, measured by `count` processes. A context manager: it ends them.
-
-    Args:
-        jobs: From `plan_jobs` with `order`.
-        done: Keys of rows that exist already.
-        say: Takes a line for the user.
-        crew: Workers that were started already.
-    """
+    """The rows of a plan's jobs without those `done`, measured by `count` workers of a briefed crew."""
 
     def __init__(
-        self,
-        jobs: Sequence[Job],
-        order: Order,
-        done: set[tuple[str, ...]],
-        count: int,
-        say: Callable[[str], None] = lambda _: None,
-        crew: Crew | None = None,
+        self, crew: Crew, jobs: Sequence[Job], done: set[tuple[str, ...]], count: int, say: Callable[[str], None]
     ) -> None:
-        from nondet.core.environment import deciding
-
-        self._crew, self._own = crew or Crew(), crew is None
-        self._jobs, self._order, self._say = jobs, order, say
-        self._todo = [place for place, job in enumerate(jobs) if job.key not in done]
-        self._units = _units(jobs, self._todo)
-        self._count = max(1, min(count, len(self._units)))
-        self._digest, self._deciding = digest(jobs), deciding()
-        self._firsts = first_places(jobs)
+        self._crew, self._jobs, self._say = crew, jobs, say
+        self._units = _units(jobs, [place for place, job in enumerate(jobs) if job.key not in done])
+        self._settings = settings(jobs)
         self._again: list[int] = []
         self._alone = ""
-        self._workers: list[Worker] = []
-
-    def __enter__(self) -> SharedRun:
-        """Start the workers, where there is more than one to start."""
-        try:
-            for _ in range(self._count if self._count > 1 else 0):
-                self._start()
-        except BaseException:
-            self.close()
-            raise
-        self._crew.close()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End what is left of them."""
-        self.close()
-        if self._own:
-            self._crew.close()
-
-    def close(self) -> None:
-        """End the workers, now. A process needs a while to leave a GPU: a crew waits for it at its own end."""
-        while self._workers:
-            self._dismiss(self._workers[-1])
-
-    def _dismiss(self, worker: Worker) -> None:
-        worker.process.kill()
-        self._workers.remove(worker)
-        self._crew.outlive(worker)
+        count = min(count, len(self._units))
+        self._workers = [crew.take() for _ in range(count if count > 1 else 0)]
+        crew.keep_only(self._workers)
 
     def rows(self) -> Iterator[Row]:
         """Every missing row, as it is finished."""
@@ -387,18 +315,16 @@ class SharedRun:
             ready: list[Any] = connection.wait(list(waiting))
             for pipe in ready:
                 yield from self._heard(waiting[pipe])
-        self.close()
+        while self._workers:
+            self._dismiss(self._workers[-1])
         from nondet.probes.runner import run_jobs
 
         if self._alone:
             self._say(f"nondet: measured by one process: {self._alone}.")
-        rest = [place for unit in self._units for place in unit.places]
-        if rest or self._again:
-            self._crew.close()  # the remaining jobs then have the device to themselves
-        self._units = []
-        places = sorted(rest + self._again)
-        untried = {self._jobs[place].impl for place in self._firsts.intersection(places)}
-        yield from run_jobs([self._jobs[place] for place in places], self._order.seed, set(), untried)
+        places = sorted([place for unit in self._units for place in unit.places] + self._again)
+        if places:
+            self._crew.keep_only()  # the remaining jobs then have the device to themselves
+        yield from run_jobs([self._jobs[place] for place in places], self._crew.order.seed, must_fit=True)
 
     def _heard(self, worker: Worker) -> Iterator[Row]:
         """The rows of a worker's message, or of its end."""
@@ -408,67 +334,56 @@ class SharedRun:
             word = f"the process that measured it {obituary(worker.process)}"
         if isinstance(word, Row):
             place = worker.left.popleft()
-            if self._count > 1 and word.status == Status.ERROR and any(text in word.reason for text in _MEMORY):
+            if word.status == Status.ERROR and any(text in word.reason for text in _MEMORY):
                 self._again.append(place)  # other workers may have had the memory
             else:
                 yield word
             self._give(worker)
         elif isinstance(word, MisfitError):
             raise word
-        elif isinstance(word, Ready):
-            self._alone = self._alone or self._difference(word)
-            worker.ready = not self._alone
-            if self._alone:
-                self._end(worker)
-            self._give(worker)
+        elif isinstance(word, dict):
+            from nondet.core.environment import moved
+
+            if names := moved(self._settings, word):
+                self._alone = f"workers would not have its settings ({', '.join(names)})"
+                self._dismiss(worker)
+            else:
+                worker.ready = True
+                self._give(worker)
         else:
             yield from self._mourn(worker, word)  # its last message: why it can measure nothing more
 
-    def _difference(self, word: Ready) -> str:
-        """Why the worker's rows would differ from this process's; "" where no reason is known."""
-        from nondet.core.environment import moved
-
-        names = moved(self._deciding, word.deciding)
-        if names:
-            return f"workers would not have its settings ({', '.join(names)})"
-        return "" if word.jobs == self._digest else "workers would plan other cases"
-
     def _mourn(self, worker: Worker, reason: str) -> Iterator[Row]:
         """A worker has ended: its current job is a row with the reason, and its others go to another worker."""
-        self._end(worker)
+        self._dismiss(worker)
         if not worker.ready:
             self._say(f"nondet: a worker did not start: {reason}.")
             return
         if worker.left:
             head = self._jobs[worker.left.popleft()].head
-            beside = "; it ran beside other processes: --jobs 1 runs only one" if self._count > 1 else ""
-            yield msgspec.structs.replace(head, status=Status.ERROR, reason=reason + beside)
+            reason += "; it ran beside other processes: --jobs 1 runs only one"
+            yield msgspec.structs.replace(head, status=Status.ERROR, reason=reason)
         if worker.left:
             self._units.insert(0, _Unit(worker.group or (), list(worker.left), 0))
             worker.left.clear()
         if self._units:
-            self._start()
+            self._workers.append(self._crew.take())
 
-    def _end(self, worker: Worker) -> None:
-        worker.end()
+    def _dismiss(self, worker: Worker) -> None:
+        """End it without waiting: the others measure while it leaves the device."""
+        worker.process.kill()
         self._workers.remove(worker)
 
-    def _start(self) -> None:
-        worker = self._crew.take()
-        self._workers.append(worker)
-        worker.brief(self._order)
-
     def _give(self, worker: Worker) -> None:
-        if not worker.ready or worker.left:
+        if worker.left:
             return
-        if not self._units:  # a process needs a while to leave a GPU: the others measure meanwhile
+        if not self._units:
             self._dismiss(worker)
             return
         unit = self._units.pop(self._next(worker))
         worker.group = unit.group
         worker.left.extend(unit.places)
-        with suppress(OSError):  # it has ended: the next look at its pipe reports that
-            worker.pipe.send(unit.places)
+        worker.send(unit.places)
 
     def _next(self, worker: Worker) -> int:
         """The next case: first ones, then of this worker's group, then of an unclaimed group, then of the largest: its
@@ -481,14 +396,10 @@ class SharedRun:
         def rank(place: int) -> tuple[bool, bool, bool, int, int]:
             group, places, _ = self._units[place]
             weight = weights[group] + _FIRST_WEIGHTS.get(group[0], 0)
-            return not self._firsts.isdisjoint(places), group == worker.group, group not in held, weight, -place
+            first = any(self._jobs[place].first for place in places)
+            return first, group == worker.group, group not in held, weight, -place
 
         return max(range(len(self._units)), key=rank)
-
-
-def first_places(jobs: Sequence[Job]) -> set[int]:
-    """Positions of the first case of each user's function, which shows whether it takes the operator's operands."""
-    return set({job.impl: place for place, job in reversed([*enumerate(jobs)]) if ":" in job.impl}.values())
 
 
 def _group(job: Job) -> tuple[str, ...]:

@@ -48,8 +48,7 @@ def _map_cases(options: Options) -> Iterable[Case]:
 
 
 def _first_and_odd(result: torch.Tensor) -> torch.Tensor:
-    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row with other bits; else row 0 again. So results
-    are of one class if row 0 has equal bits, and the first deviating row, if any, too. Does not wait for a device."""
+    """result [M, N] of M equal rows -> [2, N]: row 0, and the first row with other bits, or row 0 again."""
     pattern = bits(result)
     odd = (pattern != pattern[:1]).any(1).to(torch.uint8).argmax()  # of equals the first: row 0 where none is odd
     return result.index_select(0, torch.stack([torch.zeros_like(odd), odd]))
@@ -93,8 +92,8 @@ _LAYOUTS = (
     *("bias", "strided rows", "3-D", "x stored [K, M]"),
     *("columns of a wider weight", "rows of a fused weight", "weight stored [K, N]"),
 )
-# Columns that are left out, so that a tuner which identifies a product by K and N sees a new one: for products whose
-# first call has one row, and for those whose first has many. No sound rule of N has the one and not the other.
+# Columns that are left out, so that a tuner which identifies a product by K and N sees a new one: where the first call
+# has one row, and where it has many. No sound rule of N has the one and not the other.
 _ANEW = ((1, 4), (2, 3))
 _OWN_NUMBERS = ("denormal", "infinite")
 TREES = (12, 3)  # classes of a sweep whose trees are measured: of this probe by itself, and among all
@@ -191,8 +190,7 @@ class Matmul(Probe):
 
 
 def _batch_sizes(options: Options, kind: str, largest: int, *, all_cases: bool, hard: bool, chosen: bool) -> list[int]:
-    """The sweep of a layer: every size that shows an order at the one with `all_cases`; of other inputs fewer, unless
-    the user chose the layer or sizes."""
+    """The sweep of a layer: every size that shows an order at the one with `all_cases`; else mostly fewer."""
     shortened = not (chosen or options.m or options.inputs or options.full)
     if kind == "integers" or (shortened and kind != "order"):
         few = _FEWEST if shortened and not (hard and kind in ("bell", "order-wide")) else _FEW
@@ -285,8 +283,7 @@ def _call(inputs: Any) -> base.Call:
 
 
 def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
-    """The compared rows of products whose first call has one row, or many. The results for different N must be equal in
-    each half; otherwise N itself decides, and nothing is concluded."""
+    """The compared rows of products whose first call has one row, or many; the same if it is N that decides."""
     x, w = call.tensors
     step = 16 if 16 * _ANEW[0][-1] < len(w) else 1  # whole tiles are left out, where there are enough
     most = len(w) - _ANEW[0][-1] * step
@@ -297,8 +294,7 @@ def _anew(operator: Operator, call: base.Call, which: int) -> torch.Tensor:
             part = w[: len(w) - few * step].contiguous()
             operator(call.resized(rows).tensors[0], part)
             found[-1].append(operator(x, part).index_select(0, call.kept)[:, :most].contiguous())
-    steady = all(identical(given[0], other) for given in found for other in given[1:])
-    return found[which if steady else 0][0]
+    return found[which if all(map(base.steady, found)) else 0][0]
 
 
 def _in_layout(product: Operator, layout: str, x: torch.Tensor) -> torch.Tensor:

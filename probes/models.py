@@ -59,8 +59,7 @@ def preset(name: str) -> ModelSizes:
 
 
 def read_config(path: Path) -> ModelSizes:
-    """The sizes in a model folder's config.json, or in the file itself. Raises UserError: it is missing, not JSON, or
-    not the config of a causal language model of a common architecture."""
+    """The sizes in a model folder's config.json, or in the file itself. Raises UserError: it can't be read."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -73,12 +72,9 @@ def read_config(path: Path) -> ModelSizes:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
-    """The sizes in a config, as transformers writes it.
-
-    For a mixture of experts, the layers of one expert, and dense ones where it has any; for a model of several
-    modalities, those of the language model. Raises UserError: a size is missing or not a positive integer, or the
-    attention has no q, k, v and o projections.
-    """
+    """The sizes in a config, as transformers writes it: of a mixture of experts the layers of one expert, and dense
+    ones where it has any; of several modalities those of the language model. Raises UserError: a size is missing or no
+    positive integer, or the attention has no q, k, v and o projections."""
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
     for key, what in _OTHER_LAYERS.items():
@@ -92,28 +88,22 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelSizes:
             raise UserError(f"{name}: {key} {what} the config", "Is it the config of a language model?")
         return value
 
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    hidden, heads, vocabulary = size("hidden_size"), size("num_attention_heads"), size("vocab_size")
     kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", hidden // heads)
-    vocabulary = size("vocab_size")
     query, key_value = heads * head_dim, kv_heads * head_dim
-    layers = [
-        ("qkv_proj", hidden, query + 2 * key_value),
-        ("q_proj", hidden, query),
-        ("k_proj v_proj", hidden, key_value),
-        ("o_proj", query, hidden),
-    ]
+    layers = [("qkv_proj", hidden, query + 2 * key_value), ("q_proj", hidden, query)]
+    layers += [("k_proj v_proj", hidden, key_value), ("o_proj", query, hidden)]
     experts = config.get("moe_intermediate_size") is not None
     dense = not experts or bool(config.get("mlp_only_layers")) or bool(config.get("first_k_dense_replace"))
     for prefix, key, present in (("", "intermediate_size", dense), ("expert ", "moe_intermediate_size", experts)):
         if present:
             inner = size(key)
-            layers.append((f"{prefix}gate_up_proj", hidden, 2 * inner))
-            layers.append((f"{prefix}gate_proj up_proj", hidden, inner))
+            layers += [(f"{prefix}gate_up_proj", hidden, 2 * inner), (f"{prefix}gate_proj up_proj", hidden, inner)]
             layers.append((f"{prefix}down_proj", inner, hidden))
     layers.append(("lm_head", hidden, vocabulary))
     names: dict[tuple[int, int], list[str]] = {}
     for layer, k, n in layers:
         names.setdefault((k, n), []).append(layer)
     sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "vocabulary": vocabulary}
-    sizes["layers"] = size("num_hidden_layers")
-    return ModelSizes(name, tuple((" ".join(found), k, n) for (k, n), found in names.items()), sizes)
+    linear = tuple((" ".join(found), k, n) for (k, n), found in names.items())
+    return ModelSizes(name, linear, sizes | {"layers": size("num_hidden_layers")})

@@ -1,8 +1,7 @@
 """Pointwise operators: one element in the vector body of a loop, and in its scalar tail.
 
-They seem batch-invariant, since no element reads another. But a loop over n elements runs in vectors and finishes the
-rest one by one or masked, and where the two compute a function differently (another polynomial, another rounding to
-bfloat16), an element's bits depend on its position and on n.
+They seem batch-invariant, since no element reads another. But where a loop over n elements computes the rest after its
+vectors differently (another polynomial, another rounding to bfloat16), an element's bits depend on its position and n.
 """
 
 from __future__ import annotations
@@ -18,19 +17,10 @@ from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory
 
-OPERATORS: dict[str, Operator] = {
-    "exp": torch.exp,
-    "log": torch.log,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "rsqrt": torch.rsqrt,
-    "square": torch.square,  # one rounding by IEEE 754, in a vector or not
-}
+OPERATORS: dict[str, Operator] = {"exp": torch.exp, "log": torch.log, "sin": torch.sin, "cos": torch.cos}
+OPERATORS |= {"tanh": torch.tanh, "sigmoid": torch.sigmoid}
+OPERATORS |= {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+OPERATORS |= {"rsqrt": torch.rsqrt, "square": torch.square}  # a square has one rounding by IEEE 754, in a vector or not
 _POSITIVE = ("log", "rsqrt")
 # Lengths of a piece: 7 is all tail; the others leave a tail after bodies of 4, 8, 16, 32 or 64 elements.
 _PIECES = (7, 17, 31, 65, 100, 1000)
@@ -60,16 +50,11 @@ class Pointwise(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """All at once, then cut into pieces."""
-        op = OPERATORS[case.operator]
-        yield Trial(case.shape["n"], partial(op, inputs))
-        for length in reversed(case.data["pieces"]):
-            if length < case.shape["n"]:
-                yield Trial(length, partial(_in_pieces, op, inputs, length))
+        op, n = OPERATORS[case.operator], case.shape["n"]
+        yield Trial(n, partial(op, inputs))
+        for length in (size for size in reversed(case.data["pieces"]) if size < n):
+            yield Trial(length, partial(lambda size: torch.cat([op(piece) for piece in inputs.split(size)]), length))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """The function in float64."""
         return OPERATORS[case.operator](inputs.double())
-
-
-def _in_pieces(op: Operator, x: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat([op(piece) for piece in x.split(length)])

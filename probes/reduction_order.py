@@ -2,12 +2,9 @@
 
 Where +big and -big meet, what was added to either before is lost: how much of the rest survives gives the size of the
 smallest partial sum that holds both (FPRev, USENIX ATC 2025). The tree is then proven if an exact emulator
-(`nondet.kernels.emulator`) that adds numbers in that order gives exactly the implementation's bits, in all sums tested:
-of ordinary and of hard inputs, of both signs and of one. Otherwise the row lists the tree as unproven, with the sums
-that failed: the function may not be a sum, or may round where no tree shows it.
-
-The masks are columns of the weight, or one row of x at a time; never more rows than the M in question, since the order
-may depend on the number of rows.
+(`nondet.kernels.emulator`) that adds numbers in that order gives exactly the implementation's bits, in all sums tested.
+Otherwise the row lists the tree as unproven, with the sums that failed: the function may not be a sum, or may round
+where no tree shows it. Masks are columns of the weight, or one row of x at a time, since the order may depend on M.
 """
 
 from __future__ import annotations
@@ -103,8 +100,10 @@ class Found(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """The fields of a row. If `drawn` leaves lines out, it has the digest, like `words`."""
-        said, ((depth, line), *lines) = words(self.tree), folded(self.tree)
-        drawn = [(depth, line + said[said.rfind(" (digest ") :] * said.endswith(")")), *lines]
+        said = words(self.tree)
+        drawn: list[list[Any]] = [[depth, line] for depth, line in folded(self.tree)]
+        if said.endswith(")"):
+            drawn[0][1] += said[said.rfind(" (digest ") :]
         share = 1.0 - 0.05 ** (1.0 / self.checked)  # the bound at 95% after so many sums without a miss
         hidden = f"another order for fewer than {100 * share:.2g}% of such rows would not be seen"
         return {
@@ -113,13 +112,12 @@ class Found(NamedTuple):
             "proven": self.proven is not None,
             "arithmetic": (self.proven or self.best).words,
             "hidden": hidden if self.proven is not None else "",
-            "drawn": [[depth, line] for depth, line in drawn],
+            "drawn": drawn,
         } | {name: getattr(self, name) for name in ("checked", "missed", "failed_on", "refuted", "masks")}
 
 
 def find(measured: MeasuredSum, seed: int = 0) -> Found:
-    """The reduction tree of one element, and whether it predicts the element's bits. Raises NotASumError: the masks
-    show that it is not a sum: it does not return a single term, or does not count ones."""
+    """The tree of one element, and whether it predicts the element's bits. Raises NotASumError: masks show no sum."""
     masks = _Masks(measured)
     positions = masks.positions()
     tree = emulator.find_tree(masks.survivors, positions, measured.K, 2 ** _DIGITS[measured.dtype], seed)
@@ -132,7 +130,6 @@ class _Masks:
     def __init__(self, measured: MeasuredSum) -> None:
         self._measured, self.count = measured, 0
         self._big, self._one = _BIG.get(measured.dtype, (2.0**100, 1.0))
-        self._sets = max(1, _ELEMENTS // measured.K)  # masks that are written at once
         self._scale = (measured.K if measured.finishes != ("",) else 1) / self._one  # a mean is divided by K
 
     def positions(self) -> list[int]:
@@ -151,20 +148,17 @@ class _Masks:
         """For `nondet.kernels.emulator.find_tree`: masks share calls."""
         if not masks:
             return []
-        sizes = [len(mask.js) for mask in masks]
-        of, js = np.repeat(np.arange(len(masks)), sizes), np.concatenate([mask.js for mask in masks])
-        found, start = [], 0
-        while start < len(of):
-            stop = int(np.searchsorted(of, of[start] + self._sets))
-            some = masks[int(of[start]) : int(of[stop - 1]) + 1]
+        found, sizes, at_once = [], [len(mask.js) for mask in masks], max(1, _ELEMENTS // self._measured.K)
+        for start in range(0, len(masks), at_once):
+            some = masks[start : start + at_once]
             made = np.zeros((len(some), self._measured.K), np.float32)
             for row, mask in zip(made, some, strict=True):
                 row[mask.ones] = self._one
                 row[mask.i] = self._big
-            found.append(self._each(made, of[start:stop] - of[start], js[start:stop], -self._big))
-            start = stop
+            of = np.repeat(np.arange(len(some)), [len(mask.js) for mask in some])
+            found.append(self._each(made, of, np.concatenate([mask.js for mask in some]), -self._big))
         counts = np.concatenate(found)
-        most = np.array([len(mask.ones) for mask in masks])[of]
+        most = np.repeat([len(mask.ones) for mask in masks], sizes)
         # a short dtype rounds the counts, maybe upwards
         odd = ~((counts >= 0) & (counts <= most * (1 + 2.0 ** -_DIGITS[self._measured.dtype])))
         if odd.any():
@@ -195,12 +189,10 @@ def _arithmetics(measured: MeasuredSum, tree: Tree, products: bool) -> list[Arit
     if measured.device == "cuda" and products and any(len(node) > 2 for node in tree.nodes):
         dtype = "tf32" if name == "float32" else name
         unit = emulator.UNITS.get((emulator.CHIPS.get(torch.cuda.get_device_capability(), ""), dtype))
-        units = [(dtype, unit)]
-        if unit is not None and dtype == "tf32":
-            units.append((dtype, unit._replace(split=True)))
+        split = [(dtype, unit._replace(split=True))] if unit is not None and dtype == "tf32" else []
+        units = [(dtype, unit), *split]
     ways: list[Mapping[str, Any]] = [{}]
-    if products:
-        ways += [{"fused": True, "first": first} for first in ("low", "high")]
+    ways += [{"fused": True, "first": first} for first in ("low", "high")] if products else []
     return [
         Arithmetic(accumulator=accumulator, finish=finish, unit=unit, dtype=dtype, twice=twice, **way)
         for accumulator in (dict.fromkeys(("float32", "float64", name)) if name != "float64" else ("float64",))
@@ -292,8 +284,7 @@ def prove(measured: MeasuredSum, tree: Tree, seed: int = 0) -> Found:
 def _fitting(
     tree: Tree, ways: Sequence[Arithmetic], sums: _Sums, aside: Array
 ) -> tuple[Arithmetic, Array, list[Arithmetic]]:
-    """The arithmetic that predicts most sums but those set `aside`, and the sums it misses; those that predict all,
-    with any operation on the root that shows."""
+    """The arithmetic that misses fewest sums but those set `aside`, the sums it misses, and those that miss none."""
     best, predicted, missed, least, fits = ways[0], np.empty(0), aside, len(aside) + 1, list[Arithmetic]()
     for how in ways:  # until one of them misses none; then the other operations on the root
         if fits and how._replace(finish=best.finish) != best:
@@ -312,12 +303,10 @@ def _exchanges(tree: Tree, seed: int) -> list[tuple[int, int]]:
     """Pairs of elements of which an exchange makes another tree; fewer where hardly any does."""
     rng = np.random.default_rng(seed)
     named = sorted({c for node in tree.nodes for c in node if c < tree.leaves})
-    pairs: dict[tuple[int, int], None] = {}
-    for _ in range(_WRONG * 4 if len(named) > 2 else 0):
-        one, other = (int(leaf) for leaf in rng.choice(named, 2, replace=False))
-        if not any(one in node and other in node for node in tree.nodes):  # else the same partial sums occur
-            pairs[one, other] = None
-    return list(pairs)[:_WRONG]
+    drawn = [rng.choice(named, 2, replace=False).tolist() for _ in range(_WRONG * 4 if len(named) > 2 else 0)]
+    # of two in one node the same partial sums occur
+    pairs = [(one, other) for one, other in drawn if not any({one, other} <= {*node} for node in tree.nodes)]
+    return list(dict.fromkeys(pairs))[:_WRONG]
 
 
 # ---- terms
@@ -329,11 +318,8 @@ def _terms(
     """Lists of terms [count, K] of a kind."""
     if kind not in ("one sign", "zeros", "tiny"):
         return _lengthened(make(kind, (count, K), dtype, device, generator(seed, device)), seed)
-    least = torch.finfo(dtype).smallest_normal * 2.0**-8
-    if kind == "one sign":
-        made = _one_sign(count, K, dtype, seed)
-    else:
-        made = _zeros(count, K, dtype, seed, dropped) * (least if kind == "tiny" else 1.0)
+    made = _one_sign(count, K, dtype, seed) if kind == "one sign" else _zeros(count, K, dtype, seed, dropped)
+    made *= torch.finfo(dtype).smallest_normal * 2.0**-8 if kind == "tiny" else 1.0
     return torch.from_numpy(made).to(dtype).to(device)
 
 
@@ -351,11 +337,8 @@ def _lengthened(made: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _one_sign(rows: int, K: int, dtype: torch.dtype, seed: int) -> Array:
-    """[rows, K]: numbers of one sign, as after ReLU, of exponentials and of squares, with some zeros.
-
-    In a short dtype a few of the terms lift the exact sum to the middle between two of its numbers, where any rounding
-    on the way shows.
-    """
+    """[rows, K]: numbers of one sign, as after ReLU, with some zeros. In a short dtype a few of the terms lift the
+    exact sum to the middle between two of its numbers, where any rounding on the way shows."""
     rng, digits, short = np.random.default_rng(seed), _DIGITS[dtype], dtype in (torch.float16, torch.bfloat16)
     top = 17 if dtype != torch.float16 else 11 - int(np.log2(K))
     many = np.maximum(1, K // np.array([1, 2, 4])[np.arange(rows) % 3])
@@ -378,12 +361,11 @@ def _one_sign(rows: int, K: int, dtype: torch.dtype, seed: int) -> Array:
 def _zeros(rows: int, K: int, dtype: torch.dtype, seed: int, dropped: Sequence[int] = ()) -> Array:
     """[rows, K]: numbers and their negatives at random positions, on all terms that are added or on few of them.
 
-    Half of the numbers are so much larger than the others that adding one of each rounds, in any dtype: in float32, and
-    in float64 in a third of the rows. Each sum is 0 except for these roundings, so that a short result shows them. In
-    half of the rows the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry. If
-    the number of terms is odd, one has only their last digits instead. Rows are of many sizes, where the dtype has
-    room. Half of the rows have two more numbers, whose sum is midway between two of the dtype, so that a result that is
-    not small shows the roundings, too.
+    Half of the numbers are so much larger than the others that adding one of each rounds, in float32, and in a third of
+    the rows in float64. Each sum is 0 except for these roundings, so that a short result shows them. In half of the
+    rows the smallest number has no negative, since of two pairs ((a + b) + (-a - b)) is 0 by symmetry; of an odd number
+    of terms one has only their last digits. Half of the rows have two more numbers, whose sum is midway between two of
+    the dtype, so that a result that is not small shows the roundings, too.
     """
     rng, own, half_precision = np.random.default_rng(seed), _DIGITS[dtype], dtype == torch.float16
     named = np.delete(np.arange(K), dropped)
@@ -454,11 +436,8 @@ def _in_turn(into: torch.Tensor, evaluate: Callable[[], torch.Tensor], rows: tor
 def of_attention(
     operator: Operator, M: int, K: int, dtype: torch.dtype, device: str, D: int = _HEAD, every: int = 1
 ) -> MeasuredSum:
-    """The last of M queries over K keys, all seen with equal scores: the mean of each column of the values.
-
-    A weight is exp(0) before it is divided: 1, or the result of torch's vectors. Afterwards it is 1 / K, which is exact
-    where K is a power of two. `operator`: (q [1, 1, M, D], k, v [1, 1, K, D]) -> [1, 1, M, D], causal.
-    """
+    """The last of M queries over K keys, all seen with equal scores: the mean of each column of the values. `operator`:
+    (q [1, 1, M, D], k, v [1, 1, K, D]) -> [1, 1, M, D], causal."""
     q, k = (torch.zeros((1, 1, n, D), dtype=dtype, device=device) for n in (M, K))
     columns = torch.arange(0, D, every, device=device)
     v = torch.zeros((1, 1, K, D), dtype=dtype, device=device)
@@ -479,11 +458,8 @@ def _which(every: int, columns: int) -> str:
 
 
 def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
-    """For each order in which a message's numbers are added over the ranks, the numbers that are added so.
-
-    A ring cuts a message into pieces that begin at different ranks, so each number has its own masks. `operator`:
-    message with `terms` -> all of its sums [rows * width].
-    """
+    """For each order in which a message's numbers are added over the ranks, the numbers added so: a ring cuts a message
+    into pieces that begin at different ranks. `operator`: message with `terms` -> its sums [rows * width]."""
     K, dtype = message.world, getattr(torch, message.dtype)
     big, one = _BIG.get(dtype, (2.0**100, 1.0))
     given = functools.cache(lambda *terms: operator(replace(message, terms=terms)).flatten())
@@ -514,10 +490,9 @@ def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
 
 
 def _numbers(of: torch.Tensor, every: int) -> str:
-    runs = 1 + int((of.diff() != 1).sum())
-    if runs == 1:
-        return f"numbers {int(of[0]):,} to {int(of[-1]):,} of {every:,}"
-    return f"{len(of):,} of {every:,} numbers, in {runs:,} runs from {int(of[0]):,} on"
+    first, last, runs = int(of[0]), int(of[-1]), 1 + int((of.diff() != 1).sum())
+    some = f"{len(of):,} of {every:,} numbers, in {runs:,} runs from {first:,} on"
+    return f"numbers {first:,} to {last:,} of {every:,}" if runs == 1 else some
 
 
 def of_product(
@@ -571,7 +546,7 @@ class ReductionOrder(Probe):
         """Sums and means of each width; a GEMV (M = 1) and elements of GEMMs of each layer, with K in parts, and at an
         expert; the values of attention; a sum over ranks. Among all probes a sum of the first width."""
         if options.one_of_all:
-            K, N = next(_sizes("sum", options))  # the others take a minute
+            (K, N), *_ = _sizes("sum", options)  # the others take a minute
             yield _case("sum", K, N, dtypes(options, "reduction-order", ("float32",))[0], options)
             return
         for operator in ("sum", "mean", "attention", *_PRODUCTS, "all_reduce"):
@@ -583,9 +558,8 @@ class ReductionOrder(Probe):
         """x [M, K], and for products w [N, K]; q [1, 1, M, D] and k, v [1, 1, K, D]; the ranks' message."""
         M, K, dtype = case.shape["M"], case.shape["K"], case.torch_dtype
         if case.operator == "all_reduce":
-            rows = make("wide", (_WIDTH[device], K), dtype, "cpu", generator(seed, "cpu"))
-            terms = tuple(map(tuple, rows.tolist()))
-            return [Message(K, device, "all_reduce", "stock", case.dtype, M, len(rows), terms=terms)]
+            rows = make("wide", (_WIDTH[device], K), dtype, "cpu", generator(seed, "cpu")).tolist()
+            return [Message(K, device, "all_reduce", "stock", case.dtype, M, len(rows), terms=tuple(map(tuple, rows)))]
         if case.operator == "attention":
             v = make("order", (_HEAD, K), dtype, device, generator(seed, device)).T.contiguous()
             q, k = (torch.zeros((1, 1, n, _HEAD), dtype=dtype, device=device) for n in (M, K))
@@ -620,6 +594,8 @@ class ReductionOrder(Probe):
         """The tree of each class, at the first M that has it, and how the trees differ."""
         K, dtype, first, sizes = case.shape["K"], case.torch_dtype, inputs[0], classes.firsts
 
+        call = _linear_of(case.operator, operator)
+
         def sums_at(M: Any) -> list[MeasuredSum]:
             """The sums whose trees are measured: several for a sum over ranks."""
             if case.operator == "all_reduce":
@@ -627,13 +603,12 @@ class ReductionOrder(Probe):
             if case.operator == "attention":
                 return [of_attention(operator, M, K, dtype, first.device.type)]
             if case.operator in _PRODUCTS:
-                call = _linear_of(case.operator, operator)
                 return [of_product(call, M, K, case.shape["N"], dtype, first.device.type)]
             finishes = ("divided by K", "times 1/K") if case.operator == "mean" else ("",)
             return [of_rows(operator, M, K, dtype, first.device.type, finishes)]
 
-        measured = [(M, one) for M in sizes[:_CLASSES] for one in sums_at(M)]
-        return trees_of([one for _, one in measured], [M for M, _ in measured] + sizes[_CLASSES:])
+        measured = [(one, M) for M in sizes[:_CLASSES] for one in sums_at(M)]
+        return trees_of([one for one, _ in measured], [M for _, M in measured] + sizes[_CLASSES:])
 
 
 def _linear_of(name: str, operator: Operator) -> Operator:
@@ -646,32 +621,27 @@ def _linear_of(name: str, operator: Operator) -> Operator:
     return {"split_k": lambda x, w: in_parts(operator, x, w.T, _PARTS), "grouped_matmul": grouped}.get(name, operator)
 
 
-def _sizes(operator: str, options: Options) -> Iterator[tuple[int, int]]:
-    device, given = options.device, base.given_layer(options)
+def _sizes(operator: str, options: Options) -> Sequence[tuple[int, int]]:
+    """K and N of each case."""
+    device, product = options.device, operator in _PRODUCTS
     if operator == "all_reduce":
-        worlds = options.ranks or (_RANKS,)
-        yield from ((n, 1) for n in worlds if device == "cpu" or options.ranks or n <= torch.cuda.device_count())
-        return
-    if given is not None:
-        yield given if operator in _PRODUCTS else (given[0], 1)
-        return
+        enough = device == "cpu" or torch.cuda.device_count() >= _RANKS
+        return [(ranks, 1) for ranks in options.ranks or ((_RANKS,) if enough else ())]
+    if given := base.given_layer(options):
+        return [given if product else (given[0], 1)]
+    longest = [(_LONGEST, 64 if product else 1)] if options.full else []
     if operator == "linear":
-        yield from ((K, N) for _, K, N in options.layers) if options.layers else _LAYERS[device]
-    elif operator in _PRODUCTS:
-        yield _LAYERS[device][-1]
-    else:
-        yield from ((K, 1) for K in _WIDTHS.get(operator, (_KEYS[device],)))
-    if options.full:
-        yield _LONGEST, 64 if operator in _PRODUCTS else 1
+        return [*([(K, N) for _, K, N in options.layers] or _LAYERS[device]), *longest]
+    sizes = [_LAYERS[device][-1]] if product else [(K, 1) for K in _WIDTHS.get(operator, (_KEYS[device],))]
+    return sizes + longest
 
 
 def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
-    device, item = options.device, base.element_bytes(dtype)
-    largest = [] if options.m is None else [options.m]
-    batches = [m for m in _BATCHES[device] if not largest or m < largest[0]] + largest
-    M, product = max(batches), operator in _PRODUCTS
+    device, M, product = options.device, options.m or max(_BATCHES[options.device]), operator in _PRODUCTS
+    batches = [*(m for m in _BATCHES[device] if m < M), M]
     # weights of a product are held three times, an expert's five times
-    needed = (2 * M * K + 5 * N * K) * item + 5 * min(N, _COLUMNS) * K * 8 + K * (400 + 4 * _HEAD * 8)
+    needed = (2 * M * K + 5 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8
+    needed += K * (400 + 4 * _HEAD * 8)
     require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
     where = {
         "attention": "values are added for the last query of M",
@@ -680,66 +650,62 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     more = {"split_k": f" in {_PARTS} parts", "all_reduce": shared_gpus(K) if device == "cuda" else ""}
     title = f"{operator}: the order in which {where}, K={K}{more.get(operator, '')}{f' N={N}' * product}, order"
     shape = {"M": M, "K": K} | ({"N": N} if product else {})
-    data = {"values": batches if len(batches) > 1 else [1, *batches]}
+    data = {"values": batches if M > 1 else [1, 1]}
     return Case(title, operator, shape, dtype, "batch_size", "order", data=data)
 
 
 def trees_of(measured: Sequence[MeasuredSum], sizes: Sequence[Any]) -> dict[str, Any]:
-    """For a row's extra: the tree at each of these M, each of another class, and how consecutive ones differ. Further
-    classes are only counted."""
-    left, sizes = len(sizes) - len(measured), sizes[: len(measured)]
+    """For a row's extra: the tree at each of these M, and how consecutive ones differ; further M are only counted."""
     kept: list[dict[str, Any]] = []
     trees: list[tuple[str, Found]] = []
-    for M, one in zip(sizes, measured, strict=True):
+    for M, one in zip(sizes, measured, strict=False):
         found, said = _tree_of(one)
         if found is not None:
             trees.append((f"M = {M}" + f", {one.which}" * (sizes.count(M) > 1), found))
         kept.append({"M": M, "K": one.K, **said})
     between = [f"{m} and {n}: {_between(a, b)}" for (m, a), (n, b) in pairwise(trees)]
-    between += [f"{left} more of the classes: not asked for their trees"] if left else []
+    if left := len(sizes) - len(measured):
+        between.append(f"{left} more of the classes: not asked for their trees")
     return {"reduction_trees": {"classes": kept, "between": between}}
 
 
-def _tree_of(one: MeasuredSum) -> tuple[Found | None, dict[str, Any]]:
+def _tree_of(measured: MeasuredSum | None) -> tuple[Found | None, dict[str, Any]]:
     """The first tree that is proven, trying fewer columns at once; else the first tree; and its record."""
-    found, kept, why, measured = None, one, "", one
-    while found is None or found.proven is None:
+    found: list[tuple[Found, str]] = []
+    why = ""
+    while measured is not None and not (found and found[-1][0].proven):
         try:
-            again = find(measured)
-            if found is None or again.proven is not None:
-                kept, found = measured, again
+            found.append((find(measured), measured.which))
         except Exception as error:  # noqa: BLE001 - a kernel may raise anything at masks: the row then has no tree
             why = why or (str(error) if isinstance(error, NotASumError) else reason_of(error))
-        if measured.fewer is None:
-            break
-        measured = measured.fewer()
-    if found is None:
+        measured = measured.fewer() if measured.fewer is not None else None
+    if not found:
         return None, {"words": "no tree", "proven": False, "failed_on": why, "drawn": []}
-    return found, found.record() | ({"which": kept.which} if kept.which else {})
+    tree, which = found[-1] if found[-1][0].proven else found[0]
+    return tree, tree.record() | ({"which": which} if which else {})
 
 
 def trees_of_product(operator: Operator, w: torch.Tensor, classes: Classes, most: int) -> dict[str, Any]:
     """As `trees_of`, of w [N, K], for the classes of a sweep over M whose row 0 differs; {} if it is the same in all.
     `most`: how many trees are measured."""
-    rows: list[torch.Tensor] = []
-    sizes: list[Any] = []
+    sizes: list[tuple[torch.Tensor, Any]] = []
     for result, M in zip(*classes, strict=True):
-        if not any(identical(result[:1], row) for row in rows):
-            rows.append(result[:1])
-            sizes.append(M)
+        if not any(identical(result[:1], row) for row, _ in sizes):
+            sizes.append((result[:1], M))
     if len(sizes) < 2:
         return {}
     N, K = w.shape
-    return trees_of([of_product(operator, M, K, N, w.dtype, w.device.type) for M in sizes[:most]], sizes)
+    measured = [of_product(operator, M, K, N, w.dtype, w.device.type) for _, M in sizes[:most]]
+    return trees_of(measured, [M for _, M in sizes])
 
 
 def _between(a: Found, b: Found) -> str:
-    said = compared(a.tree, b.tree)
+    said, one, other = compared(a.tree, b.tree), a.proven, b.proven
     if a.tree.digest != b.tree.digest:
         return said
-    if a.proven is not None and a.proven == b.proven and not a.proven.aside:  # so no tested sum has other bits
-        return f"{said} and arithmetic, {a.proven.words}: what differs is not in the sums that were tested"
-    if a.proven is not None and b.proven is not None:
-        return f"{said}, and other bits: something else than the order ({a.proven.words}; and {b.proven.words})"
+    if one is not None and one == other and not one.aside:  # so no tested sum has other bits
+        return f"{said} and arithmetic, {one.words}: what differs is not in the sums that were tested"
+    if one is not None and other is not None:
+        return f"{said}, and other bits: something else than the order ({one.words}; and {other.words})"
     what = "something else than the order (precision, fused multiply-adds, promotion)"
     return f"{said}, and other bits: {what}, as far as masks show: not both trees are proven"

@@ -1,9 +1,8 @@
 """The common part of the probes of row operators: rows in batches of other sizes and at other positions.
 
-A kernel that gives each row to one thread block sums the row in an order of its own; one that divides few long rows
-among many blocks, or packs many short rows into one, sums in an order that depends on the number of rows. Two orders
-often round to the same sum (of squares of 1,024 ordinary numbers in 66 of 100 rows), so a case tests dozens of rows,
-where a matmul, with a sum in every column, needs only one.
+A kernel that divides few long rows among many thread blocks, or packs many short rows into one, sums in an order that
+depends on the number of rows. Two orders often round to the same sum (of squares of 1,024 ordinary numbers in 66 of 100
+rows), so a case tests dozens of rows, where a matmul, with a sum in every column, needs only one.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class RowProbe(Probe):
         return cls(name, (operator.name,), axis, operator.probe)
 
     def cases(self, options: Options) -> Iterable[Case]:
-        """For each operator, width and dtype a sweep over M; at the first width all other cases, too. One more width is
-        drawn from the seed."""
+        """For each operator, width and dtype a sweep over M; at the first width all other cases, too."""
         widths, chosen = self._widths(options)
         seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:
@@ -98,9 +96,8 @@ class RowProbe(Probe):
             held = 8 if tested.adds else max(8, min(64, 2**17 // width))
             yield case("history", mixed, held, held)
         exact = ("integers",) if operator in self.exact and width <= _WIDE else ()
-        for kind in kinds(
-            options, ("bell", best, *(HARD if first else ()), *exact, *(tested.numbers if first else ()))
-        ):
+        hard, numbers = (HARD, tested.numbers) if first else ((), ())
+        for kind in kinds(options, ("bell", best, *hard, *exact, *numbers)):
             yield case("batch_size", kind, rows, largest, f"{rows} rows in batches of M")
         if width <= _NARROW and options.m is None and not drawn:
             what = f"{rows} rows in batches of M, the largest beyond all others"
@@ -114,11 +111,10 @@ class RowProbe(Probe):
             yield case("alignment", best, 33, 33)
 
     def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
-        given = base.given_layer(options)
-        if given is not None:
+        if given := base.given_layer(options):
             return given[:1], True
         configured = tuple(dict.fromkeys(options.config[k] for k in self.tested.width_keys if k in options.config))
-        return (configured, True) if configured else (self.tested.widths, False)
+        return configured or self.tested.widths, bool(configured)
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
@@ -133,11 +129,8 @@ class RowProbe(Probe):
         x, weights = inputs["x"], inputs["weights"]
         mine = torch.arange(len(x), device=x.device) % 3 == 1
         call = base.Call.of((x, *weights), mine | (case.varied == "history"))  # which has no other rows
-
-        def of_batch(batch: torch.Tensor) -> torch.Tensor:
-            return operator(batch, *weights)
-
-        return base.batch_trials(case, of_batch, x, case.data["rows"], call, operator)
+        rows = case.data["rows"]
+        return base.batch_trials(case, lambda batch: operator(batch, *weights), x, rows, call, operator)
 
 
 class Reduction(RowProbe):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -34,12 +34,8 @@ _PROBES: dict[str, str] = {
     **dict.fromkeys(("linear", "matmul", "mm", "addmm"), "matmul"),
     "grouped_mm": "grouped-matmul",
     **dict.fromkeys(("scaled_dot_product_attention", "attention"), "attention"),
-    "softmax": "softmax",
-    "log_softmax": "log-softmax",
     **dict.fromkeys(("mean", "sum"), "reduction"),
-    "logsumexp": "logsumexp",
-    "cumsum": "cumsum",
-    "rms_norm": "rms-norm",
+    **{name: name.replace("_", "-") for name in ("softmax", "log_softmax", "logsumexp", "cumsum", "rms_norm")},
 }
 
 
@@ -47,14 +43,12 @@ class Met(NamedTuple):
     """A culprit as a probe can test it."""
 
     probe: str
-    # of the call in either arm: (rows, keys of attention), or (elements, 0)
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...]  # of the call in either arm: (rows, keys of attention), or (elements, 0)
     dtype: str
     own: int = 0  # keys that the row in question sees
-    # `k`, `n`: sizes of the operator's axes; config: heads, where it has any
-    k: int | None = None
+    k: int | None = None  # `k`, `n`: sizes of the operator's axes
     n: int | None = None
-    config: Mapping[str, int] = {}
+    config: Mapping[str, int] = {}  # heads, where it has any
     operator: str = ""  # which of the probe's, where it tests several
 
     def options(self, options: Options) -> Options:
@@ -65,23 +59,18 @@ class Met(NamedTuple):
 
 
 def met_in(run: Run) -> Met:
-    """The first responsible operator in the run's trace. Raises UserError: the run names none, or one that no probe
-    tests."""
+    """The first responsible operator in the run's trace. Raises UserError: none is named, or no probe tests it."""
     culprit = next((c for c in run.culprits if c.call), None)
     if culprit is None:
         what = "its trace named no operator" if run.culprits or run.trace_verdicts else "it holds no trace"
-        raise UserError(
-            f"{run.source or 'the run'} names no operator that differs: {what}", "Give one of `nondet trace`."
-        )
+        what = f"{run.source or 'the run'} names no operator that differs: {what}"
+        raise UserError(what, "Give one of `nondet trace`.")
     name = culprit.call.removeprefix("Tensor.").removeprefix("_")
     met = _met(name, culprit, str(run.header.plan.get("dtype", "bfloat16")))
     if met is None:
-        raise UserError(
-            f"no probe tests `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}",
-            "`nondet probe scaled-matmul --k K --n N` tests torch._scaled_mm."
-            if "[Float8" in name
-            else f"Probes test {', '.join([*_PROBES, *OPERATORS])}.",
-        )
+        what = f"no probe tests `{culprit.call}` of {culprit.module} at the shapes of {run.source or 'the run'}"
+        scaled = "`nondet probe scaled-matmul --k K --n N` tests torch._scaled_mm."
+        raise UserError(what, scaled if "[Float8" in name else f"Probes test {', '.join([*_PROBES, *OPERATORS])}.")
     return met
 
 
@@ -106,8 +95,8 @@ def _met(name: str, culprit: Culprit, dtype: str) -> Met | None:
         sizes = tuple((q[2], keys[2]) for q, keys in zip(left, right, strict=True))
         return Met(probe, sizes, dtype, seen, config=heads)
     if probe == "pointwise":
-        counts = [prod(shape) for shape in left]
-        return Met(probe, tuple((count, 0) for count in counts), dtype, k=max(counts), operator=name)
+        counts = tuple((prod(shape), 0) for shape in left)
+        return Met(probe, counts, dtype, k=max(counts)[0], operator=name)
     if any(len(shape) < 2 for shape in left):
         return None
     rows, k = tuple((prod(shape[:-1]), 0) for shape in left), left[0][-1]
@@ -133,6 +122,7 @@ class Job:
     note: str = ""  # how the implementation came to be judged as this operator, for the reader
     loaded: LoadedImplementation | None = None  # the implementation, if it is at hand; None: it is loaded by its name
     place: int | None = None  # position among all jobs of the plan, from 0; None outside of one
+    first: bool = False  # a user's function is called in it first: whether it takes the operator's operands shows there
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -144,27 +134,16 @@ class Job:
         """The row, with everything but figures."""
         case = self.case
         return Row(
-            probe=self.probe.name,
-            case=case.name,
-            operator=case.operator,
-            shape=dict(case.shape),
-            dtype=case.dtype,
-            device=self.device,
-            inputs=case.inputs,
-            varied=case.varied,
-            axis=case.axis or "",
-            demonstration=case.demonstration,
-            exact=case.exact,
-            impl=self.impl,
-            status="",
+            probe=self.probe.name, case=case.name, operator=case.operator, shape=dict(case.shape), dtype=case.dtype,
+            device=self.device, inputs=case.inputs, varied=case.varied, axis=case.axis or "", exact=case.exact,
+            demonstration=case.demonstration, impl=self.impl, status="",
             place=msgspec.UNSET if self.place is None else self.place,
-        )
+        )  # fmt: skip
 
 
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
-    """All jobs, in order, planned before the first is measured. Raises UserError: an unknown probe or implementation,
-    or sizes that make no sense."""
-    names, jobs, probed = list(impls), list[Job](), set[str]()
+    """All jobs, in order. Raises UserError: an unknown probe or implementation, or sizes that make no sense."""
+    names, jobs, probed, called = list(impls), list[Job](), set[str](), set[str]()
     for probe_name in probe_names:
         probe = load_probe(probe_name)
         cases = list(probe.cases(options))
@@ -174,13 +153,15 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
             for impl in case.impls or _expand(names, case.operator, options.device, own):
                 user = ":" in impl and "=" not in impl and len(own) > 1
                 note = f"{own[0]}, the first operator of {probe_name}; others: --impl {own[-1]}={impl}" if user else ""
-                jobs.append(Job(probe, case, impl, options.device, note, place=len(jobs)))
+                first = ":" in impl and impl not in called
+                called.add(impl)
+                jobs.append(Job(probe, case, impl, options.device, note, place=len(jobs), first=first))
     for name in names:
         operator, named, _ = name.partition("=")
         if named and operator not in probed:
             hint = f"They have {', '.join(sorted(probed)) or 'none that takes an implementation'}."
             raise UserError(f"--impl {name!r}: no probe asked for has an operator {operator!r}", hint)
-        if ":" in name and not any(job.impl == name for job in jobs):
+        if ":" in name and name not in called:
             what = f"--impl {name!r}: no case asked for takes a function of yours"
             raise UserError(what, "Name its operator's probe.")
     if not jobs:
@@ -190,12 +171,9 @@ def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options
 
 
 def _expand(names: list[str], operator: str, device: str, own: list[str]) -> list[str]:
-    """The implementations of one operator that the names select.
-
-    "stock" includes its named backends (stock-flash, ...), and names that only other operators have drop out. A user's
-    function computes one operator: "linear=module:function" names it, else it is the probe's first. `own`: the
-    operators of the probe, in the order of its cases.
-    """
+    """The implementations of one operator that the names select: "stock" includes its named backends (stock-flash,
+    ...), and names that only other operators have drop out. A user's function computes one operator:
+    "linear=module:function" names it, else it is the first of `own`, the probe's, in the order of its cases."""
     if operator not in operators():
         return names
     known = implementation_names(operator, device)
@@ -215,29 +193,26 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
     return list(chosen)
 
 
-def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried: Iterable[str] = ()) -> Iterator[Row]:
+def run_jobs(
+    jobs: Iterable[Job], seed: int, done: Container[tuple[str, ...]] = (), *, must_fit: bool = False
+) -> Iterator[Row]:
     """Measure every job whose key is not in `done`, and yield its row at once. Inputs are shared between neighbours.
-
-    Args:
-        untried: User's functions that have not been called yet.
-
-    Raises:
-        MisfitError: one of them takes other operands than its operator, at its first case.
-    """
+    `must_fit`: raise MisfitError if a user's function takes other operands than its operator, at its first case."""
     prepared: _Prepared | None = None
-    left = set(untried)
+    untried = set[str]()
     for job in jobs:
         if job.key in done:
             continue
+        if must_fit and job.first:
+            untried.add(job.impl)
         started = time.perf_counter()
-        # torch explains in warnings why a backend refuses, each once per process: kept for the row, and off the
-        # terminal
+        # torch explains in warnings why a backend refuses, each once per process: kept for the row
         with kept_warnings() as caught:
             try:
                 if prepared is None or prepared.case is not job.case:
                     prepared = None  # free the old inputs first
                     prepared = _prepare(job, seed)
-                row = _measure(job, prepared, started, untried=job.impl in left)
+                row = _measure(job, prepared, started, untried=job.impl in untried)
             except MisfitError:
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
@@ -247,13 +222,12 @@ def run_jobs(jobs: Iterable[Job], seed: int, done: set[tuple[str, ...]], untried
                 prepared = None  # it may have written to them
                 check_device_alive(job.device, error)
         if row.status != Status.SKIPPED:
-            left.discard(job.impl)
+            untried.discard(job.impl)
         yield row
 
 
 class _Prepared(NamedTuple):
-    """The shared data of one case's implementations; `written` sums the inputs' bits, `answers` is the oracle or
-    None."""
+    """What one case's implementations share; `written` sums the inputs' bits, `answers` is the oracle or None."""
 
     case: Case
     inputs: Any
@@ -272,8 +246,7 @@ def _prepare(job: Job, seed: int) -> _Prepared:
 
 
 def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) -> dict[str, Any]:
-    """The layer's name, and the probe's findings; whether every class is the known answer, rounded once, where the case
-    has one."""
+    """The layer's name, and the probe's findings; whether every class is the known answer, if there is one."""
     case, answer = job.case, prepared.reference
     named = {"layer": case.data.get("layer"), "judged_as": job.note}
     said = {name: text for name, text in named.items() if text}

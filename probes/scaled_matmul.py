@@ -1,14 +1,13 @@
 """FP8 products with scales, and the step that makes FP8 of activations: whether a row depends on the rest of the batch.
 
 A library chooses tiles, splits of K, and after how many k a partial sum is promoted to float32, by the number of rows.
-Where bits distinguish such orders, classes are named by them: each is compared with sums that are exact up to
-a promotion, as in `nondet.kernels.scaled.cpu`. And a scale over a whole batch carries other requests' largest number
-into every row: batch-dependent by definition, and distinguished from rounding by the scales that a quantizer returned.
+Where bits distinguish such orders, classes are named by them, from sums that are exact up to a promotion. And a scale
+over a whole batch carries other requests' largest number into every row: batch-dependent by definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,8 +33,7 @@ _LAYERS: dict[str, tuple[Layer, ...]] = {
     ),
     "cpu": (("", 512, 64), ("", 1024, 32)),
 }
-# With one scale per operand oneDNN takes 150 ns for each product of two numbers, on a CPU that it knows, but without
-# FP8.
+# With one scale per operand oneDNN takes 150 ns for each product of two numbers, on a CPU that has no FP8.
 _ONE_SCALE_ON_CPU: tuple[Layer, ...] = (("", 256, 4), ("", 1024, 2))
 _LARGEST = {"cuda": 4096, "cpu": 128}
 _POSITIONS = {"cuda": 200, "cpu": 40}
@@ -106,8 +104,7 @@ class ScaledMatmul(Probe):
         """A block of rows for every M; some rows at every position; or the whole call at other moments."""
         shaped, given = _shaped(case, operator), tuple(inputs.values())
         at = torch.arange(len(given[0]), device=given[0].device)
-        mine = at % 3 == 1 if len(at) > 1 else at == 0
-        call = base.Call.of(given, mine)
+        call = base.Call.of(given, base.every_third(at))
         if len(given) > 2 and len(given[2]) > 1:  # the scales of the others are included
             call = call._replace(others=(call.others[0], None, call.others[0], None))
         rows = 4 if case.varied == "position" else _ROWS
@@ -120,11 +117,12 @@ class ScaledMatmul(Probe):
     def findings(self, case: Case, inputs: Any, classes: Classes, operator: Operator) -> dict[str, Any]:
         """What the classes are: orders that are known by their bits; a scale that others decided."""
         first, *others = classes.results
+        if not others:
+            return {}
         if case.operator == "quantize":
             scales = slice(case.shape["K"], None)  # they come after the numbers of a row
-            same = any(identical(r[:, scales], first[:, scales]) for r in others)
-            return {"note": _MEANING} if others and not same else {}
-        if not others or (case.operator, case.varied) != ("scaled_matmul", "batch_size") or case.inputs not in ORDER:
+            return {} if any(identical(r[:, scales], first[:, scales]) for r in others) else {"note": _MEANING}
+        if (case.operator, case.varied) != ("scaled_matmul", "batch_size") or case.inputs not in ORDER:
             return {}
         orders = [_order_of(result, case, inputs) for result in classes.results]
         known = [f"class {i}: {name or 'none of the orders tried'}" for i, name in enumerate(orders, 1)]
@@ -176,8 +174,8 @@ def _shaped(case: Case, operator: Operator) -> Operator:
 
         def run(x: torch.Tensor) -> torch.Tensor:
             q, scale = operator(x)
-            scale = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float().flatten(1)
-            return torch.cat([q.float(), scale.expand(len(x), -1)], 1)
+            scale = scale.reshape(1, 1) if scale.numel() == 1 else scale.flatten(1)
+            return torch.cat([q.float(), scale.float().expand(len(x), -1)], 1)
 
         return run
     return lambda *tensors: operator(*tensors, getattr(torch, case.data["out"]))
@@ -188,19 +186,15 @@ def _rows(call: Operator, case: Case, inputs: Any, at: torch.Tensor) -> torch.Te
         return call(inputs["x"][at])
     a, b, scale_a, scale_b = inputs.values()
     if case.operator == "scaled_matmul":
-        return call(_picked(a, at), b, scale_a if len(scale_a) == 1 else scale_a[at], scale_b)
+        return call(base.raw(a)[at].view(a.dtype), b, scale_a if len(scale_a) == 1 else scale_a[at], scale_b)
     expert = at % _EXPERTS
     order = torch.sort(expert, stable=True).indices
     offsets = (expert[:, None] <= torch.arange(_EXPERTS, device=at.device)).sum(0, dtype=torch.int32)
-    out = call(_picked(a, at[order]), b, scale_a[at[order], 0], scale_b, offsets)
+    out = call(base.raw(a)[at[order]].view(a.dtype), b, scale_a[at[order], 0], scale_b, offsets)
     return torch.empty_like(out).index_copy_(0, order, out)
 
 
-def _picked(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8)[at].view(x.dtype)  # not every device picks rows of float8
-
-
-def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, int]]]:
+def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Orders that are distinguished: after how many exact k a sum goes to float32, and in how many parts K is."""
     yield f"promoted to float32 every {BLOCK} k", {}
     sums = {BLOCK, 16, 32, 64, *(() if blocked else (256, 512))}
@@ -222,11 +216,9 @@ def _orders(K: int, blocked: bool) -> Iterator[tuple[str, dict[str, int]]]:
 def _order_of(result: torch.Tensor, case: Case, inputs: Any) -> str:
     """The orders whose exact bits these rows have; "" for none."""
     a, b, scale_a, scale_b = inputs.values()
-    scale = scale_a if len(scale_a) == 1 else scale_a[:_ROWS]
-    given = a[:_ROWS], b, scale, scale_b, result.dtype
-    compute: Callable[..., torch.Tensor] = partial(in_order, *given)
+    given = a[:_ROWS], b, scale_a[:_ROWS], scale_b, result.dtype  # one scale stays one
     orders = _orders(case.shape["K"], case.data["how"] == "block")
-    named = [name for name, order in orders if identical(compute(**order), result)]
+    named = [name for name, order in orders if identical(in_order(*given, **order), result)]
     anchor = ANCHORS.get(a.device.type)
     if not named and anchor is not None and identical(load_object(anchor)(*given), result):
         named.append(f"promoted to float32 every {BLOCK} k, within these as the matrix unit adds")

@@ -104,8 +104,7 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
             options = met.options(options)
         if options.ranks is not None:  # before workers start; ranks that share a GPU also have an order
             check_worlds(options.ranks, target if probes != ["reduction-order"] else "cpu")
-        order = Order.of(probes, impls, options, request.seed)
-        crew.brief(order)
+        crew.brief(Order.of(probes, impls, options, request.seed))
         jobs = plan_jobs(probes, impls, options)
         plan: dict[str, Any] = {
             "probes": probes,
@@ -126,7 +125,8 @@ def probe(request: ProbeRequest, sink: Sink) -> Path:
         with output.recording("probe", plan, request.seed, len(jobs)) as writer:
             completed = sum(job.key in writer.done for job in jobs)
             count = request.workers or default_workers(target, impls, len(jobs) - completed, ahead)
-            with SharedRun(jobs, order, writer.done, count, sink.say, crew) as shared, sink.progress() as progress:
+            shared = SharedRun(crew, jobs, writer.done, count, sink.say)
+            with sink.progress() as progress:
                 if sink.shown:
                     importlib.import_module("nondet.reports.terminal")  # while others measure
                 task = progress.add_task("probing", total=len(jobs), completed=completed)

@@ -16,7 +16,7 @@ from nondet.ranks import group
 def test_gloo_depends_on_the_message_and_the_order_of_ranks_does_not():
     """On three ranks gloo's row follows M and its place; in the order of ranks it does not; a gather copies."""
     options = Options(ranks=(3,), dtypes=("float32",), m=16, n=128, runs=3)
-    rows = list(run_jobs(plan_jobs(["all-reduce"], ["stock", "invariant"], options), 0, set()))
+    rows = list(run_jobs(plan_jobs(["all-reduce"], ["stock", "invariant"], options), 0))
     assert all(row.status in (Status.IDENTICAL, Status.DIVERGENT) for row in rows), [row.reason for row in rows]
     parted = {(row.impl, row.operator, row.varied) for row in rows if row.status == Status.DIVERGENT}
     assert ("stock", "all_reduce", "batch_size") in parted
@@ -32,7 +32,7 @@ def test_a_rank_that_dies_is_a_row_and_the_next_case_has_new_ranks():
     """The case in which a rank is killed is an error row with its reason; the next one is measured."""
     options = Options(ranks=(2,), dtypes=("float32",), m=4, n=16, runs=3)
     jobs = plan_jobs(["all-reduce"], ["stock"], options)
-    rows = run_jobs(jobs, 0, set())
+    rows = run_jobs(jobs, 0)
     assert next(rows).status == Status.IDENTICAL
     first = group._shared[0]
     assert first is not None

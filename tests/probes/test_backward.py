@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float32") if os.environ.get("NONDET_ALL_TESTS") else ("fl
 def rows(operators: tuple[str, ...] = (), **options: Any) -> dict[tuple[str, str, str, str], Row]:
     jobs = plan_jobs(["backward"], ["stock", "invariant"], Options(device=DEVICE, runs=3, **options))
     jobs = [job for job in jobs if not operators or job.case.operator in operators]
-    return {(r.operator, r.varied, r.dtype, r.impl): r for r in run_jobs(jobs, 0, set())}
+    return {(r.operator, r.varied, r.dtype, r.impl): r for r in run_jobs(jobs, 0)}
 
 
 @pytest.fixture(scope="module")

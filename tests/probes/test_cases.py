@@ -39,7 +39,7 @@ def test_a_library_s_product_is_what_it_is_by_hand():
     """A stock linear layer depends on its rows exactly where its own calls do; the cure has one class."""
     options = Options(m=8, k=1000, n=64, dtypes=("float32",), inputs=("order",))
     jobs = [j for j in plan_jobs(["matmul"], ["stock", "invariant"], options) if j.case.varied == "batch_size"]
-    stock, invariant = run_jobs([j for j in jobs if not j.case.data["layout"]], 0, set())
+    stock, invariant = run_jobs([j for j in jobs if not j.case.data["layout"]], 0)
     x, w = product_operands("order", (16, 1000), (64, 1000), torch.float32, "cpu", 0, weight_kind="bell")
     results = [in_batches(lambda batch: F.linear(batch, w * 2.0**-5), x, 16, M) for M in stock.values]
     assert [identical(results[0], result) for result in results] == [label == 0 for label in stock.labels]
@@ -114,6 +114,6 @@ def test_micro_batches_that_weigh_their_own_tokens():
 def test_a_compiled_block_is_judged_by_its_own_bits() -> None:
     x, w = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in range(2))
     compiled = torch.compile(lambda rows: torch.softmax(rows * rows.pow(2).mean(-1, True).rsqrt() @ w, -1))
-    run = check(compiled, lambda size: x[:size], [1, 2, 3, 8, 17, 64])
-    results = [compiled(x[:size])[:1] for size in run.rows[0].values]
-    assert [identical(results[0], result) for result in results] == [label == 0 for label in run.rows[0].labels]
+    (row, *_) = check(compiled, lambda size: x[:size], [1, 2, 3, 8, 17, 64]).rows
+    results = [compiled(x[:size])[:1] for size in row.values]
+    assert [identical(results[0], result) for result in results] == [label == 0 for label in row.labels]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +26,12 @@ from nondet.probes.base import Options
 from nondet.probes.jobs import (
     Crew,
     Order,
-    Ready,
     SharedRun,
     Worker,
     _measure,
     _takes_several,
     default_workers,
-    digest,
+    settings,
     workers_ahead,
 )
 from nondet.probes.runner import Job, plan_jobs, run_jobs
@@ -49,8 +48,9 @@ def dies(x: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(x, -1)
 
 
-def _plan(probes: list[str], impls: list[str]) -> tuple[list[Job], Order]:
-    return plan_jobs(probes, impls, SMALL), Order.of(probes, impls, SMALL, 0)
+def _plan(crew: Crew, probes: list[str], impls: list[str]) -> list[Job]:
+    crew.brief(Order.of(probes, impls, SMALL, 0))
+    return plan_jobs(probes, impls, SMALL)
 
 
 def _timeless(rows: list[Row]) -> list[Row]:
@@ -78,15 +78,16 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
 @pytest.mark.slow
 def test_two_workers_give_the_rows_of_one_process_and_go_on_with_a_run(tmp_path):
     """Bits, classes, figures and reasons: all but the seconds, read in the plan's order, with rows of before kept."""
-    jobs, order = _plan(["pointwise", "softmax"], ["stock", "invariant"])
-    alone = list(run_jobs(jobs, 0, set()))
-    assert {row.status for row in alone} == {Status.IDENTICAL, Status.DIVERGENT}
-    writer = open_run(tmp_path / "r.jsonl", command="probe", plan={}, environment={})
-    for row in alone[3:6]:
-        writer.write(row)
-    with Crew(3) as crew, SharedRun(jobs, order, writer.done, 2, crew=crew) as shared:
-        assert len(shared._workers) == 2
-        assert not crew._workers, "whom nobody needs is ended before the first case"
+    with Crew(3) as crew:
+        jobs = _plan(crew, ["pointwise", "softmax"], ["stock", "invariant"])
+        alone = list(run_jobs(jobs, 0))
+        assert {row.status for row in alone} == {Status.IDENTICAL, Status.DIVERGENT}
+        writer = open_run(tmp_path / "r.jsonl", command="probe", plan={}, environment={})
+        for row in alone[3:6]:
+            writer.write(row)
+        children = _children(os.getpid())
+        shared = SharedRun(crew, jobs, writer.done, 2, print)
+        assert len({*children} - {*_children(os.getpid())}) == 1, "whom nobody needs is ended before the first case"
         for row in shared.rows():
             writer.write(row)
     writer.finish()
@@ -101,9 +102,9 @@ def test_two_workers_give_the_rows_of_one_process_and_go_on_with_a_run(tmp_path)
 @pytest.mark.nightly
 def test_a_worker_that_dies_is_a_row_with_its_reason_and_the_others_are_measured():
     """Its other cases go to a process that takes its place."""
-    jobs, order = _plan(["log-softmax"], ["stock", "tests.probes.test_jobs:dies"])
-    with SharedRun(jobs, order, set(), 2) as shared:
-        rows = {row.key: row for row in shared.rows()}
+    with Crew() as crew:
+        jobs = _plan(crew, ["log-softmax"], ["stock", "tests.probes.test_jobs:dies"])
+        rows = {row.key: row for row in SharedRun(crew, jobs, set(), 2, print).rows()}
     assert rows.keys() == {job.key for job in jobs}
     failed = [row for row in rows.values() if row.status == Status.ERROR]
     assert {row.reason for row in failed} == {
@@ -153,70 +154,68 @@ def test_no_worker_outlives_its_parent(tmp_path, number, copies):
         assert "Traceback" not in err
 
 
-def _shared(monkeypatch: pytest.MonkeyPatch, probes: list[str]) -> tuple[SharedRun, list[list[int]]]:
-    """One whose workers are no processes, and what they are given."""
-    given: list[list[int]] = []
-    shared = SharedRun(*_plan(probes, ["stock"]), set(), 2)
-    process = SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0)
-    pipes = {"close": lambda: None, "send": given.append}
-    monkeypatch.setattr(shared, "_start", lambda: shared._workers.append(Worker(process, SimpleNamespace(**pipes))))
-    return shared, given
+class _Shared:
+    """A run whose two workers are no processes: what they are given, and what the user reads."""
+
+    def __init__(self, probe_names: list[str]) -> None:
+        self.given: list[list[int]] = []
+        self.said: list[str] = []
+        self.workers: list[Any] = []
+        crew = Crew()
+        crew.take = self._started  # type: ignore[method-assign]
+        self.jobs = _plan(crew, probe_names, ["stock"])
+        self.run = SharedRun(crew, self.jobs, set(), 2, self.said.append)
+
+    def _started(self) -> Worker:
+        pipe = SimpleNamespace(close=lambda: None, send=self.given.append)
+        self.workers.append(Worker(SimpleNamespace(kill=lambda: None, join=lambda _: None, pid=0), pipe))
+        return self.workers[-1]
+
+    def hear(self, worker: Any, word: Any) -> list[Row]:
+        worker.pipe.recv = lambda: word
+        return list(self.run._heard(worker))
 
 
-def _hear(shared: SharedRun, worker: Any, word: Any) -> Iterator[Row]:
-    worker.pipe.recv = lambda: word
-    return shared._heard(worker)
+def test_a_worker_with_other_settings_measures_nothing():
+    """Its rows would not be this process's: which settings, and that one process measures, is said."""
+    shared = _Shared(["float-sum"])
+    for worker in shared.workers:
+        assert shared.hear(worker, settings(shared.jobs) | {"float32_matmul_precision": "high"}) == []
+    assert len(list(shared.run.rows())) == len(shared.jobs)
+    assert shared.given == []
+    line = "nondet: measured by one process: workers would not have its settings (float32_matmul_precision)."
+    assert shared.said == [line]
+    assert settings(shared.jobs[1:]) != settings(shared.jobs), "another plan has other positions"
 
 
-def test_a_worker_with_other_switches_measures_nothing(monkeypatch):
-    """Its rows would not be this process's: which switches, and that one process measures, is said."""
-    shared, given = _shared(monkeypatch, ["float-sum"])
-    said: list[str] = []
-    shared._say = said.append
-    with shared:
-        for worker in list(shared._workers):
-            other = shared._deciding | {"float32_matmul_precision": "high"}
-            assert list(_hear(shared, worker, Ready(digest(shared._jobs), other))) == []
-        rows = list(shared.rows())
-    assert given == []
-    assert len(rows) == len(shared._jobs)
-    assert said == ["nondet: measured by one process: workers would not have its settings (float32_matmul_precision)."]
-
-
-def test_memory_that_neighbours_took_is_no_finding(monkeypatch):
+def test_memory_that_neighbours_took_is_no_finding():
     """What ran out of memory beside others is measured again alone, and that is its row."""
-    shared, given = _shared(monkeypatch, ["float-sum"])
-    ready = Ready(digest(shared._jobs), shared._deciding)
-    with shared:
-        first, second = shared._workers
-        list(_hear(shared, first, ready))
-        lost = given[0][0]
-        head = shared._jobs[lost].head
-        row = msgspec.structs.replace(head, status=Status.ERROR, reason="OutOfMemoryError: CUDA out of memory.")
-        assert list(_hear(shared, first, row)) == []
-        other = msgspec.structs.replace(row, reason="RuntimeError: another")
-        list(_hear(shared, second, ready))
-        assert list(_hear(shared, second, other)) == [other]
-        shared.close()
-        rows = {row.key: row for row in shared.rows()}
+    shared = _Shared(["float-sum"])
+    first, second = shared.workers
+    for worker in shared.workers:
+        shared.hear(worker, settings(shared.jobs))
+    head = shared.jobs[shared.given[0][0]].head
+    row = msgspec.structs.replace(head, status=Status.ERROR, reason="OutOfMemoryError: CUDA out of memory.")
+    other = msgspec.structs.replace(row, reason="RuntimeError: another")
+    assert (shared.hear(first, row), shared.hear(second, other)) == ([], [other])
+    for worker in list(shared.run._workers):
+        shared.run._dismiss(worker)
+    rows = {row.key: row for row in shared.run.rows()}
     assert rows[head.key].status != Status.ERROR
 
 
-def test_a_worker_stays_with_its_probe_and_collectives_with_one_worker(monkeypatch):
+def test_a_worker_stays_with_its_probe_and_collectives_with_one_worker():
     """Cases of a probe and dtype share kernels; two groups of ranks at once would wait for the same devices."""
-    shared, given = _shared(monkeypatch, ["softmax", "pointwise", "all-reduce"])
-    jobs = shared._jobs
-    ready = Ready(digest(jobs), shared._deciding)
-    with shared:
-        first, second = shared._workers
-        for worker in (first, second):
-            list(_hear(shared, worker, ready))
-        groups = [{jobs[place].probe.name for place in places} for places in given]
-        assert len(given[0]) == sum(job.probe.name == "all-reduce" for job in jobs)
-        assert groups[:2] == [{"all-reduce"}, {"softmax"}]
-        while second.left:
-            place = second.left[0]
-            list(_hear(shared, second, jobs[place].head))
+    shared = _Shared(["softmax", "pointwise", "all-reduce"])
+    jobs, given = shared.jobs, shared.given
+    for worker in shared.workers:
+        shared.hear(worker, settings(jobs))
+    groups = [{jobs[place].probe.name for place in places} for places in given]
+    assert len(given[0]) == sum(job.probe.name == "all-reduce" for job in jobs)
+    assert groups == [{"all-reduce"}, {"softmax"}]
+    second = shared.workers[1]
+    while second.left:
+        shared.hear(second, jobs[second.left[0]].head)
     assert {jobs[place].probe.name for place in given[2]} == {"softmax"}
     assert sorted(place for places in given for place in places) == list(range(len(jobs)))
 

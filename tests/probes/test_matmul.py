@@ -53,13 +53,11 @@ def test_sound_kernel_is_not_flagged(dtype):
 
 def test_cancelling_inputs_cancel_in_the_product():
     """The hard input is hard: the result is far smaller than its terms, so that rounding errors dominate it."""
-    probe = Matmul()
-    sizes = {}
-    for case in probe.cases(Options(**SMALL, inputs=("bell", "cancel"))):
-        if case.varied == "batch_size":
-            inputs = probe.prepare(case, "cpu", 0)
-            x, w = inputs["x"].double(), inputs["w"].double()
-            sizes[case.inputs] = float((x @ w.T).abs().mean() / (x.abs() @ w.T.abs()).mean())
+    probe, sizes = Matmul(), {}
+    for case in (c for c in probe.cases(Options(**SMALL, inputs=("bell", "cancel"))) if c.varied == "batch_size"):
+        inputs = probe.prepare(case, "cpu", 0)
+        x, w = inputs["x"].double(), inputs["w"].double()
+        sizes[case.inputs] = float((x @ w.T).abs().mean() / (x.abs() @ w.T.abs()).mean())
     assert sizes["cancel"] < sizes["bell"] / 20
 
 
@@ -82,7 +80,7 @@ def test_linspace_figure_of_the_post():
     if "H200" not in torch.cuda.get_device_name():
         pytest.skip("the figure is an H200's")
     jobs = [j for j in plan_jobs(["matmul"], ["stock"], Options(device="cuda")) if j.case.inputs == "linspace"]
-    (row,) = run_jobs(jobs, 0, set())
+    (row,) = run_jobs(jobs, 0)
     assert row.difference.max_abs == 1669.25
 
 
@@ -114,11 +112,11 @@ def test_sizes_are_drawn_where_the_user_chose_the_others(probe):
 
     assert asked(1) == asked(1) != asked(2)
     assert asked(1) - set(range(1, 65)) - set(SWEEP)
-    layers = [
+    one, other = (
         {c.shape["K"] for c in Matmul().cases(Options(seed=seed)) if "drawn" in c.data.get("layer", "")}
         for seed in (1, 2)
-    ]
-    assert layers[0] != layers[1]
+    )
+    assert one != other
 
 
 def test_a_function_without_a_bias_is_not_asked_for_one():
@@ -126,13 +124,6 @@ def test_a_function_without_a_bias_is_not_asked_for_one():
     rows = measure("matmul", "linear_without_bias", **SMALL, asked={"batch_size"})
     biased = [r for name, r in rows.items() if ", bias," in name]
     assert {(r.status, "too many positional arguments" in r.reason) for r in biased} == {("skipped", True)}
-
-
-def test_case_names_are_unique_and_readable():
-    """A resumed run recognizes a case by its name, so names may neither collide nor change."""
-    cases = list(Matmul().cases(Options()))
-    assert len({(c.name, c.dtype) for c in cases}) == len(cases)
-    assert "16 rows in batches of M, K=2048 N=1024, bell" in {c.name for c in cases}
 
 
 # ---- maps
@@ -168,7 +159,7 @@ def test_a_whole_weight_is_mapped_on_a_gpu(impl):
     """Every M up to 512 of an 8B model's down_proj: one line of a map, kernels named; `invariant` has one class."""
     options = Options(device="cuda", map="mn", k=12288, n=4096, dtypes=("bfloat16",))
     jobs = plan_jobs(["matmul"], [impl], options)
-    (row,) = run_jobs(jobs[-1:], 0, set())
+    (row,) = run_jobs(jobs[-1:], 0)
     assert (row.shape["N"], row.values) == (4096, list(range(1, 513)))
     assert row.kernel_sets
     assert not any("ArgMax" in name for names in row.kernel_sets for name in names), "the comparison's own"
@@ -184,21 +175,18 @@ def test_what_a_larger_batch_left_behind_is_a_moment_s():
 
 def test_a_layout_that_changes_the_order_is_flagged_there():
     """x by columns, as a transposed activation, and rows of a fused weight: no other layout shows the fault."""
-    for toy, layout in (
-        ("linear__order__turned__from_3", "x stored [K, M]"),
-        ("linear__order__fused__from_3", "rows of a fused weight"),
-    ):
-        rows = measure("matmul", toy, asked=("batch_size",), **SMALL)
+    for place, layout in (("turned", "x stored [K, M]"), ("fused", "rows of a fused weight")):
+        rows = measure("matmul", f"linear__order__{place}__from_3", asked=("batch_size",), **SMALL)
         shown = {name.partition(", K=")[0] for name, row in rows.items() if row.status == "divergent"}
         assert shown == {f"16 rows in batches of M, {layout}"}
 
 
-def test_every_batch_up_to_128_and_some_above_256_are_asked_at_one_layer():
-    """A window of one size may lie anywhere: by default, of the inputs that show an order."""
-    sizes = [
-        c.data["values"]
-        for c in Matmul().cases(Options())
-        if (c.inputs, c.varied, c.shape["N"]) == ("order", "batch_size", 320)
-    ]
-    assert len(sizes) == 2
-    assert all({*range(1, 129)} <= {*values} and max(values) > 512 for values in sizes)
+def test_default_cases():
+    """A resumed run recognizes a case by its name, so names may neither collide nor change. A window of one M may lie
+    anywhere: every M up to 128, and some above 512, are in a sweep of inputs that show an order."""
+    cases = list(Matmul().cases(Options()))
+    assert len({(c.name, c.dtype) for c in cases}) == len(cases)
+    assert "16 rows in batches of M, K=2048 N=1024, bell" in {c.name for c in cases}
+    swept = [c for c in cases if (c.inputs, c.varied, c.shape["N"]) == ("order", "batch_size", 320)]
+    assert len(swept) == 2
+    assert all({*range(1, 129)} <= {*c.data["values"]} and max(c.data["values"]) > 512 for c in swept)

@@ -65,14 +65,11 @@ def _attention_in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, widt
     edges = [edge for a, b in itertools.pairwise([*starts, total]) for edge in range(a, b, width)]
     keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     ends = [cached + i + 1 if causal else total for i in range(q.shape[2])]
-    return torch.stack(
-        [
-            torch.stack(
-                [_blocks(q[b, :, i], keys[b], values[b], [*edges, total], end, scale) for i, end in enumerate(ends)], 1
-            )
-            for b in range(q.shape[0])
-        ]
-    )
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    for b in range(q.shape[0]):
+        for i, end in enumerate(ends):
+            out[b, :, i] = _blocks(q[b, :, i], keys[b], values[b], [*edges, total], end, scale)
+    return out
 
 
 def attention_cache_apart(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **form: Any) -> torch.Tensor:
@@ -297,7 +294,7 @@ def measure(
     jobs = plan_jobs([probe], [target(toy)], Options(**options))
     jobs = [job for job in jobs if asked is None or job.case.varied in asked]
     with mock.patch.object(base, "OTHER_CALLS", between):
-        return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0), set())}
+        return {f"{row.case} [{row.dtype}]": row for row in run_jobs(jobs, options.get("seed", 0))}
 
 
 def target(toy: str, module: str = __name__) -> str:
