@@ -16,7 +16,7 @@ from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan
 from nondet.kernels.attention.hopper import prefill, supports
 from nondet.kernels.attention.masks import starts
 from nondet.kernels.attention.triton_kernels import Plan, Way, one_plan
-from tests.kernels.tiers import captured, needs_hopper
+from tests.kernels.tiers import captured, on_hopper
 
 
 def half(*shape):
@@ -61,8 +61,7 @@ def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return prefill(q, k, v, causal=True, scale=None)
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("kind", ["bell", "wide", "outlier"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [True, False])
@@ -87,8 +86,7 @@ def test_a_prefill_s_bits_are_those_of_the_one_plan(kind, dtype, causal):
         prefill(q, k, v, causal=causal, scale=0.0)
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 def test_neighbours_layout_and_a_graph_change_no_bit():
     """A request alone or in a batch, contiguous by head, beside a cache's NaN, replayed from a CUDA graph."""
     q, k, v = qkv(3, 8, 2, 700, 900, 128)
@@ -180,8 +178,7 @@ def by(way: Way, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     return out
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("span", [0, 1, 3])
 def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
@@ -207,8 +204,7 @@ def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
         assert compare.identical(by(way, q, k, v), by(one_plan(128, torch.bfloat16), q, k, v))
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("page", hopper.PAGES)
 @pytest.mark.parametrize("name", WAYS)
 def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> None:
@@ -243,8 +239,7 @@ def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> 
             assert compare.identical(out, expected), (lengths, span)
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tokens", [700, 9000, 40000])
 def test_a_step_that_starts_early_waits_for_what_it_reads(tokens: int, packed: bool) -> None:

@@ -12,7 +12,7 @@ from nondet.kernels.matmul.gluon_kernels import barriers_of
 from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
 from nondet.kernels.matmul.triton_kernels import Tile, anchor, matmul_chain
 from tests.build import DEVICE
-from tests.kernels.tiers import needs_hopper
+from tests.kernels.tiers import on_hopper
 
 
 def bell(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -25,8 +25,7 @@ def run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile)
     return out
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize(
     ("m", "k", "n", "dtype"),
     [
@@ -50,8 +49,7 @@ def test_every_tile_has_the_bits_of_the_class(m, k, n, dtype):
                 assert compare.identical(run(left, right, added, tile), wanted)
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_early_start_reads_nothing_too_early(captured):
     """Products that start before the kernel ahead has ended: each reads what that one wrote, as x and as the weight, in
@@ -94,8 +92,7 @@ def test_an_early_start_reads_nothing_too_early(captured):
         assert compare.identical(out, wanted), turn
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 def test_rows_that_are_not_there_do_not_reach_the_result():
     """The rows that wgmma computes beyond those brought in are never written, whatever they hold."""
     a, weight = bell(1, 17, 4096), bell(64, 4096)
@@ -105,8 +102,7 @@ def test_rows_that_are_not_there_do_not_reach_the_result():
     assert compare.identical(room[None, :17], matmul_chain(a, weight.T[None]))
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 def test_takes_what_it_can_read():
     """A weight by its rows, in half precision, from 16-byte borders, one product; its name makes a member."""
     tile = HOPPER_TILES[0]
