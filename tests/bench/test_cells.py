@@ -129,9 +129,6 @@ def test_the_first_rows_keep_the_weights() -> None:
     assert case.first_rows(whole, 2)[2].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
 
 
-# Timing: rotating buffers, replays in turn, medians; with a clock made by hand, so that every figure is known.
-
-
 class FakeStopwatch(PerfCounter):
     """A stopwatch whose clock moves when a call says so."""
 
@@ -211,8 +208,6 @@ def test_a_cpu_is_timed_by_the_clock_and_by_its_own_time() -> None:
     assert min(samples["asleep"]) < 10_000
     assert min(samples["awake"]) > 100
 
-
-# Limits: bytes and operations of each operator, counted by hand.
 
 ATTENTION = {"B": 2, "Tq": 3, "Tk": 5, "Hq": 4, "Hkv": 2, "D": 8}
 

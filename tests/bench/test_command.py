@@ -18,7 +18,6 @@ SMALL = ("bench", "linear", "--device", "cpu", "--m", "1", "--m", "8", "--k", "6
 
 @pytest.fixture
 def run(run: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """With quick replays."""
     monkeypatch.setattr("nondet.bench.cells.PerfCounter.budget_us", 1.0)
     monkeypatch.setattr("nondet.bench.cells.PerfCounter.replay_us", 1.0)
     monkeypatch.setattr("nondet.bench.cells.COPY_BYTES", {"cpu": 2**20})

@@ -106,8 +106,6 @@ def test_failures_of_many_cells_are_one_line() -> None:
     ]
 
 
-# `--check`: what regressed beyond noise is said, and nothing else is; another machine is not judged by its speed.
-
 SIZES = (1, 8, 64, 512, 4096)
 
 
@@ -174,7 +172,6 @@ CPU = {"cpu": "one", "aten_cpu_capability": "AVX512", "num_threads": 1}
 
 
 def on_cpu(other: Run, **fields: object) -> Run:
-    """The same cells on a CPU."""
     cells = [msgspec.structs.replace(c, device="cpu", method="process_time") for c in other.cells]
     return elsewhere(msgspec.structs.replace(other, cells=cells), **(CPU | fields))
 

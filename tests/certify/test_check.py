@@ -30,7 +30,6 @@ def chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
 
 
 def narrow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Other tiles of the same order: 5 columns at a time."""
     cut = range(0, weight.shape[0], 5)
     return torch.cat([chain(x, weight[i : i + 5], None if bias is None else bias[i : i + 5]) for i in cut], 1)
 
@@ -177,7 +176,6 @@ def test_a_call_that_held_elsewhere_is_not_what_parted(kept: Certificates) -> No
 
 
 def test_a_failing_anchor_proves_nothing(kept: Certificates) -> None:
-    """Every member's row says so, and nothing is recorded."""
     rows = list(ask(question(), {"a": chain, "b": split_k}, absent, kept))
     assert [r.status for r in rows] == [Status.ERROR] * 2
     assert all("anchor failed" in r.reason for r in rows)

@@ -17,7 +17,6 @@ from tests.build import Command, tiers
 
 @pytest.fixture
 def run(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """With an empty cache."""
     monkeypatch.setenv("NONDET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(store, "_instances", {})

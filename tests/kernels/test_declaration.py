@@ -41,7 +41,6 @@ def test_a_kernel_that_is_not_there_is_left_and_an_unknown_name_is_a_mistake() -
 
 
 def test_every_target_leads_somewhere() -> None:
-    """Replacements, entries, anchors and members can be imported without a GPU."""
     assert len(declared()) > 10
     for operator in declared().values():
         targets = [aten.replacement for aten in operator.aten]
@@ -77,9 +76,6 @@ def test_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         declared()
 
 
-# Stock launchers: they are torch's operators, with the signatures that every implementation has.
-
-
 def test_the_hf_spelling_is_the_models_own() -> None:
     """Bit for bit what transformers' Qwen3 computes, in bfloat16, where the two roundings show."""
     from transformers.models.qwen3 import modeling_qwen3 as modeling
@@ -95,7 +91,6 @@ def test_the_hf_spelling_is_the_models_own() -> None:
     ("q_len", "causal", "heads"), [(1, True, (4, 2)), (7, True, (4, 2)), (7, False, (4, 4)), (20, True, (4, 4))]
 )
 def test_attention(q_len: int, causal: bool, heads: tuple[int, int]) -> None:
-    """Prefill, chunk and decode, aligned to the end, by every backend that this machine has."""
     q, k, v = bell(2, heads[0], q_len, 32), bell(2, heads[1], 20, 32), bell(2, heads[1], 20, 32)
     right = reference.attention(q, k, v, causal=causal, scale=0.3)
     ran = []

@@ -186,7 +186,6 @@ def survivors_of(tree: Tree, digits: int) -> Any:
 @pytest.mark.parametrize("widest", [2, 5])
 @pytest.mark.parametrize("seed", [0, 1, *at_length(*range(2, 30))])
 def test_a_tree_drawn_at_random_is_found(seed: int, widest: int) -> None:
-    """With counts of 24 digits, and with counts of 3."""
     tree = random_tree(random.Random(seed), widest)  # noqa: S311 - a tree, nothing secret
     for digits in (24, 3):
         found = find_tree(survivors_of(tree, digits), range(tree.leaves), tree.leaves, 2**digits, seed)

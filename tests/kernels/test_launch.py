@@ -55,7 +55,6 @@ def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
 
 @pytest.mark.usefixtures("kernel")
 def test_another_kind_is_compiled() -> None:
-    """A dtype, a place, none at all, another number or type of it, another constant or option."""
     usual = (torch.zeros(8), (33, 0.5), CONSTANTS, 4)
     for at, other in (
         (0, torch.zeros(8, dtype=torch.float16)),

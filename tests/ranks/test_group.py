@@ -92,9 +92,6 @@ def test_ranks_that_outnumber_gpus_pose_as_hosts_and_others_do_not(gpus, place, 
     assert bool(shared_gpus(4)) == (gpus < 4)
 
 
-# What several ranks need and is not there is one line and exit code 2, before anything is started or written.
-
-
 @pytest.mark.parametrize(
     "command",
     ["probe all-reduce", "bench all-reduce", "bench row-parallel", pytest.param("sample", marks=needs_accelerate)],
@@ -120,9 +117,6 @@ def test_ranks_that_cannot_be_had_are_refused_before_anything_starts(command, mo
     assert not list(tmp_path.iterdir())
 
 
-# Sums over real ranks (gloo): members have their order's bits, the prover sees one rank's bit, torch is reached.
-
-
 @pytest.fixture(scope="module")
 def four() -> Iterator[RankGroup]:
     """Four ranks on the CPU, started while MASTER_PORT is somebody else's; the last test ends them. They are forks of
@@ -139,7 +133,6 @@ def four() -> Iterator[RankGroup]:
 
 
 def line_of(lines: Sequence[str], start: str) -> bool:
-    """Whether a line of a coverage begins so."""
     return any(line.startswith(start) for line in lines)
 
 
@@ -266,14 +259,11 @@ def test_a_rank_that_hangs_or_fails_is_one_line():
             end_of(group, task, line, **how)
 
 
-# Two GPUs of one host: sums and products over NCCL's ranks have the bits that one GPU and plain torch give.
-
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankGroup]:
-    """A rank on each of two GPUs."""
     with contextlib.closing(RankGroup(2, "cuda", limit_s=120)) as group:
         yield group
 

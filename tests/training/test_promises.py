@@ -56,7 +56,6 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def cases(*kept: str, dtypes: Sequence[str] = DTYPES, devices: Sequence[str] = ("cpu", "cuda")) -> list[Any]:
-    """Each model in each dtype on each device; on a CPU those that are kept are part of every run."""
     return [
         pytest.param(
             name, dtype, device,

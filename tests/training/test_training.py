@@ -45,7 +45,6 @@ def settings(**changes: Any) -> grpo.Settings:
 
 
 def timeless(path: Path) -> list[TrainingStep]:
-    """Records without what the clock says."""
     return [msgspec.structs.replace(r, sample_seconds=0, train_seconds=0) for r in read_run(path).training_steps]
 
 
@@ -64,7 +63,6 @@ def test_rewards_and_prompts() -> None:
 
 
 def test_what_can_t_be_compared_is_an_error() -> None:
-    """NaN is no distance; tests/mismatch/test_figures.py has the figures."""
     with pytest.raises(ArithmeticError, match="a logprob is NaN"):
         grpo.compared(torch.tensor([-1.0, -0.5]), torch.tensor([-1.0, math.nan]))
 
@@ -233,7 +231,6 @@ def test_groups_of_one_reward_teach_nothing(tiny_folder: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_micro_batches_are_the_same_step_but_for_rounding(tiny_folder: Path) -> None:
-    """The gradient of all rollouts at once, or of two at a time."""
     loaded = load_model(str(tiny_folder), "float32", "cpu")
     policy, norms = grpo.Policy(loaded.model, 0.0), []  # the weights stay
     for micro in (0, 2, 5):

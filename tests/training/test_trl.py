@@ -68,7 +68,6 @@ def watched(folder: Path, tmp_path: Path, *, invariant: bool) -> list[TrainingSt
 
 @pytest.mark.trl
 def test_trl_s_sampler_and_trainer_differ(tmp_path: Path) -> None:
-    """As it comes, and nothing in it corrects for that."""
     steps = watched(write_tiny_model(tmp_path / "model"), tmp_path, invariant=False)
     assert all(r.impl == "stock" and r.differ > r.tokens / 4 and r.k3 > 0 for r in steps)
     assert main(["gate", str(tmp_path / "rl.jsonl")]) == 3

@@ -87,7 +87,6 @@ def test_a_tile_is_proven_before_it_is_taken(sound, chained_dot, monkeypatch, tm
 
 
 def test_what_no_rank_free_product_is_made_of_is_refused():
-    """A K that eight chunks don't divide, another dtype, shapes that do not fit."""
     x, weight = torch.ones(3, 20), torch.ones(4, 20)
     with pytest.raises(NotImplementedError, match="K = 20 is no multiple of 8"):
         row_parallel(x, weight, None, None)

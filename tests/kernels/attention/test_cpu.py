@@ -29,7 +29,6 @@ def inputs(dtype, heads=(4, 2), dim=64, kind="bell", batch=2) -> Three:
 
 
 def upto(x: Three, start: int, end: int) -> Three:
-    """Queries [start, end) and the keys up to end."""
     return x[0][:, :, start:end], x[1][:, :, :end], x[2][:, :, :end]
 
 
@@ -92,7 +91,6 @@ def test_packed_requests_have_the_bits_they_have_alone(heads: tuple[int, int], d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [True, False])
 def test_values(dtype: torch.dtype, causal: bool) -> None:
-    """As near to float64 as one rounding and a float32 accumulation allow: prefill, chunk and decode."""
     for heads in ((4, 2), (6, 6), (8, 1)):
         q, k, v = inputs(dtype, heads)
         bound = accuracy_bound(dtype, LENGTH + 64)
@@ -153,7 +151,6 @@ def test_layouts_do_not_matter() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    """More queries than keys, float64, other heads, gradients, more keys than positions, positions without a window."""
     q, k, v = inputs(torch.float32)
     tokens = [x[0].transpose(0, 1)[:n] for x, n in ((q, 2), (k, 9), (v, 9))]
     sizes = {"cu_seqlens_q": ends([2]), "cu_seqlens_k": ends([9]), "max_seqlen_q": 2, "max_seqlen_k": 99}
@@ -185,7 +182,6 @@ def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_in_a_cache_are_those_that_are_named() -> None:
-    """Wherever they lie, and some twice."""
     q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in inputs(torch.bfloat16))
     more = {"cu_seqlens_q": ends([1, 1]), "cu_seqlens_k": ends([70, 30]), "max_seqlen_q": 1, "max_seqlen_k": 70}
     index = torch.randint(len(k), (100,), generator=generator(5, "cpu"))

@@ -55,7 +55,6 @@ def drawn(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def sizes(*lengths: tuple[int, int], **more: Any) -> dict[str, Any]:
-    """Of packed requests of (queries, keys)."""
     queries, keys = ([*counts] for counts in zip(*lengths, strict=True))
     cu_q, cu_k = (masks.starts(counts, torch.device(DEVICE)) for counts in (queries, keys))
     longest = {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
@@ -79,7 +78,6 @@ def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
     ],
 )
 def test_within_the_accuracy_bound(dtype, hq, hkv, tq, tk, d):
-    """Prefill, chunk and decode, MHA, GQA and MQA, head dims of no power of two, causal or not."""
     q, k, v = qkv(1, hq, hkv, tq, tk, d, dtype)
     for how in ({"causal": True}, {"causal": False}, {"scale": 0.5}):
         out = attention(q, k, v, split=False, **how)
@@ -201,7 +199,6 @@ def test_rows_without_keys_and_nan():
 
 
 def test_empty_and_refused():
-    """No queries give no results; what makes no sense is refused with the value."""
     q, k, v = qkv(1, 4, 2, 3, 8, 16)
     assert attention(q[:, :, :0], k, v).shape == (1, 4, 0, 16)
     wide = torch.zeros(1, 1, 2, 300, device=DEVICE)
@@ -269,7 +266,6 @@ def form(**changed: Any) -> Form:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Certificates]:
-    """Certificates in memory, empty; short segments."""
     book = Certificates({"device": "test"}, None)
     monkeypatch.setattr(cuda, "certificates", lambda: book)
     if DEVICE == "cpu":
@@ -357,7 +353,6 @@ SPLIT, BY_ONE_PLAN = "attention_split[16x32, 1 of 3 x 64]", "attention_one_pass[
 
 
 def noted(tokens: int = 150) -> list[str]:
-    """What a decode step ran."""
     with listen() as notes:
         attention(*operands(tokens))
     return list(notes)

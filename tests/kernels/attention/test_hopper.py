@@ -25,7 +25,6 @@ def half(*shape):
 
 @pytest.mark.usefixtures("decoding_on_hopper")
 def test_what_it_does_not_take_has_a_reason():
-    """Dtype, head dim, window, soft cap, shapes and layouts are refused by name, and nothing else is."""
     q8, k8 = half(1, 4, 8, 128), half(1, 2, 8, 128)
     assert hopper.SEGMENT == cuda.SEGMENT
     for q, k, options, reason in (
@@ -45,9 +44,6 @@ def test_what_it_does_not_take_has_a_reason():
         call = {"causal": True, "window": None, "softcap": None} | options
         fault = supports(q, k, k, **call)
         assert fault is None if reason is None else reason in fault
-
-
-# The Hopper prefill kernel on a GPU: its bits are those of the one plan of the Triton kernels.
 
 
 def qkv(b, hq, hkv, tq, tk, d, dtype=torch.bfloat16, kind="bell"):
@@ -105,8 +101,6 @@ def test_neighbours_layout_and_a_graph_change_no_bit():
     assert not compare.identical(out, batch)
 
 
-# Decode attention in Gluon, without a GPU: what it takes, and when it is chosen.
-
 CPU = torch.device("cpu")
 
 
@@ -148,15 +142,12 @@ def test_few_rows_that_it_can_take_go_to_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_way_has_a_name_of_its_own() -> None:
-    """A certificate of one way is none of another: whatever can differ is in the name."""
     way = triton_kernels.few_rows(8, 2, 128, CPU)
     others = [way._replace(plan=way.plan._replace(**change)) for change in ({"warps": 8}, {"stages": 3})]
     others += [way._replace(**{name: getattr(way, name) + 1}) for name in ("span", "tiles")]
     others += [way._replace(**{name: not getattr(way, name)}) for name in ("pdl", "lanes", "early")]
     assert len({way.name, *(other.name for other in others)}) == 8
 
-
-# Decode attention in Gluon on a GPU: the bits of the one plan, whatever the way, and nothing is read too early.
 
 WAYS = {"a segment at a time": (4, 6, 4), "two programs to a multiprocessor": (4, 3, 2)}  # warps, slots, tiles
 

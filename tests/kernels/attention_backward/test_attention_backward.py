@@ -34,7 +34,6 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
         return self.dim**-0.5
 
 
@@ -52,7 +51,6 @@ CASES = {
 
 
 def drawn(case: Case, dtype: torch.dtype, device: str, seed: int = 3) -> tuple[torch.Tensor, ...]:
-    """q, k, v and a gradient, packed."""
     rng = torch.Generator().manual_seed(seed)
     queries, keys = (sum(n) for n in zip(*case.lengths, strict=True))
     shapes = ((queries, case.heads), (keys, case.kv_heads), (keys, case.kv_heads), (queries, case.heads))
@@ -60,7 +58,6 @@ def drawn(case: Case, dtype: torch.dtype, device: str, seed: int = 3) -> tuple[t
 
 
 def hidden(queries: int, keys: int, case: Case, device: torch.device) -> torch.Tensor:
-    """bool [queries, keys]."""
     position = torch.arange(queries, device=device)[:, None] + keys - queries
     key = torch.arange(keys, device=device)
     found = torch.zeros((queries, keys), dtype=torch.bool, device=device)
@@ -72,7 +69,6 @@ def hidden(queries: int, keys: int, case: Case, device: torch.device) -> torch.T
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-    """One request [T, H, D], operator by operator."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = torch.einsum("qhd,khd->hqk", q, k) * case.scale
@@ -83,7 +79,6 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torc
 
 
 def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-    """One request [T, H, D], by torch's own operator."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     seen = ~hidden(q.shape[2], k.shape[2], case, q.device)
     mask = None if bool(seen.all()) else seen
@@ -193,7 +188,6 @@ def test_each_request_by_itself(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_belongs_to_no_request_gets_nothing(way: str) -> None:
-    """Empty requests, and tokens beyond the last one: zeros."""
     case = Case(((4, 4), (0, 0), (0, 3)))
     q, k, v, g = drawn(Case(((6, 12),)), torch.float32, place(way))
     out, _ = by_autograd(Case(((6, 12),)), (q, k, v, g))

@@ -188,9 +188,6 @@ def test_a_binders_settings_are_those_that_change_what_it_binds() -> None:
     assert by_products == {"linear", "mm", "addmm"}
 
 
-# torch.set_default_dtype(bfloat16), as some serve whole models under it, changes no bit and no dtype of ours.
-
-
 # Of these torch asks the default dtype where none is named.
 FACTORIES = frozenset({"empty", "eye", "linspace", "normal", "ones", "rand", "randn", "zeros"})
 KERNELS = sorted((Path(nondet.__file__).parent / "kernels").glob("**/*.py"))

@@ -45,7 +45,6 @@ def layer(x: torch.Tensor, weight: torch.Tensor = WEIGHT, head: torch.Tensor = H
     ("backend", "mode"), [("aot_eager", torch.inference_mode), *at_length(("eager", torch.no_grad))]
 )
 def test_backends_that_keep_aten_keep_the_bits(backend: str, mode: type[torch.no_grad]) -> None:
-    """Compiled by a backend that keeps aten's operators, the bits are those of the block without compilation."""
     x = rand(9, 96)
     with mode(), batch_invariant() as block:
         plain = layer(x)

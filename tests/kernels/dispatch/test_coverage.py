@@ -117,8 +117,6 @@ def test_padding_in_front_is_told_from_what_looks_like_it() -> None:
         assert at_risk(call) == said, case
 
 
-# Rotary embeddings that follow the longest request: what parts under `batch_invariant()` is said to be at risk.
-
 _ORIGINAL = 16  # positions that the model was made for
 _LONG = {"original_max_position_embeddings": _ORIGINAL, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 # rope type -> model type, its configuration, its rope's parameters
@@ -151,8 +149,6 @@ def test_frequencies_of_the_longest_request_are_said(kind: str) -> None:
     assert logits_of_row_zero(kind, 40) == (False, [said])
     assert logits_of_row_zero(kind, _ORIGINAL - 2) == (True, [])
 
-
-# Models that write their attention out: alone and in a padded batch the same bits, or the coverage says at risk.
 
 LENGTHS, WIDTH = (5, 23, 11), 37
 PLACES = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

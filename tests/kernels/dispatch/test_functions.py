@@ -52,7 +52,6 @@ EMPTY: dict[str, Callable[[], Any]] = {
 
 
 def test_empty_tensors_are_torchs() -> None:
-    """Nothing to compute: the same shapes, dtypes and constants."""
     with torch.no_grad():
         stock = {case: call() for case, call in EMPTY.items()}
         with batch_invariant():
@@ -164,7 +163,6 @@ def test_a_number_in_the_place_of_a_tensor_is_torchs() -> None:
 
 
 def test_what_is_trained_can_be_added_in_place() -> None:
-    """To the result of what is not, as torch allows."""
     x, weight = rand(1, 2, 5, 16), rand(16, 16)
     added = rand(16).requires_grad_()
     with batch_invariant():
@@ -196,7 +194,6 @@ def test_numbers_that_are_to_be_read_negated() -> None:
 
 
 def test_a_norms_parameters_of_another_dtype_are_torchs_error() -> None:
-    """Neither rounded nor robbed of their imaginary part."""
     x, weight = rand(5, 77), rand(77)
     with torch.no_grad(), batch_invariant():
         for dtype in (torch.float64, torch.bfloat16, torch.complex64):
@@ -259,9 +256,6 @@ def test_strides_are_torchs() -> None:
         assert block.coverage().replaced.total() == len(ours)
 
 
-# Stock operators proven at first use: the certificate says the layout that was computed, and no other.
-
-
 def test_strides_are_those_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row with gaps is proven with gaps, under a key that says so, with the settings; a dense one is another key."""
     kept = Certificates({"device": "test"}, None)
@@ -285,9 +279,6 @@ def test_strides_are_those_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None
     assert functions.proven("cumsum", (torch.rand(0, 8), -1), {})[0]
 
 
-# index_add and scatter_add in the index's own order.
-
-
 def case(dtype: torch.dtype, kind: str = "bell") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rng = generator(10, DEVICE)
     target = make("bell", (40, 6), dtype, DEVICE, rng)
@@ -297,7 +288,6 @@ def case(dtype: torch.dtype, kind: str = "bell") -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_values(dtype: torch.dtype) -> None:
-    """Both operators add what they should, rows without a contribution and one row for all included."""
     target, index, source = case(dtype)
     bound = accuracy_bound(dtype, 60)
     for where in (index, index.clamp_max(3), torch.full_like(index, 7)):

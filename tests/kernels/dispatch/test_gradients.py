@@ -148,7 +148,6 @@ def test_an_index_put_by_hand() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_cross_entropy(weighted: bool, device: str) -> None:
-    """Loss and gradient as torch's, targets that are ignored among them, with nothing left or at risk."""
     x = drawn((33, 101), torch.float32, device)
     target = torch.randint(0, 101, (33,), generator=torch.Generator().manual_seed(0)).to(device)
     target[::5] = -100
@@ -168,7 +167,6 @@ def test_cross_entropy(weighted: bool, device: str) -> None:
 
 
 def test_shapes_that_ours_does_not_take_are_torchs() -> None:
-    """A class axis that is not the last, one sample, float64: left to torch, and counted."""
     calls: list[tuple[Any, ...]] = [
         (torch.randn(2, 5, 3, 3), torch.zeros((2, 3, 3), dtype=torch.long)),
         (torch.randn(5), torch.zeros((), dtype=torch.long)),

@@ -134,7 +134,6 @@ def ask(op: Any, dtype: torch.dtype) -> tuple[int, list[str]]:
 
 @functools.cache
 def database() -> list[Any]:
-    """Torch's own, which takes seconds to load."""
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:  # it needs expecttest, which our dev extras have: where CI lacks it this has to fail
@@ -181,7 +180,6 @@ FEW = 8  # of the database by default: each so many-th operator, and all in a ru
     ids=str,
 )
 def test_every_operator_is_invariant_or_said_not_to_be(dtype: torch.dtype, every: int, in_memory: None) -> None:
-    """No operator of the database gives a row other bits in another batch with nothing in left or at risk."""
     judged, silent = sweep({op.name for op in [*asked_of()][::every]}, dtype)
     assert not silent, "\n".join(silent)
     assert judged > (100 if dtype == torch.complex64 else 200) // every

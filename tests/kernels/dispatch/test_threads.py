@@ -100,7 +100,6 @@ STOCK = ("mm", "_softmax", "sum.dim_IntList", "linear", "cumsum", "silu")
 
 
 def kernels() -> list[str]:
-    """torch's table for each of these operators."""
     return [torch._C._dispatch_dump_table(f"aten::{name}") for name in STOCK]
 
 

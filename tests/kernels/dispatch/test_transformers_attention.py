@@ -49,7 +49,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def built(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """A tiny random model with grouped heads."""
     kind, more = ARCHITECTURES[name]
     own = {"hidden_size": 96, "intermediate_size": 200, "head_dim": 32} | more
     how = {"attn_implementation": own.pop("attn_implementation", "sdpa")}
@@ -173,8 +172,6 @@ def test_a_row_has_one_answer(name: str, dtype: torch.dtype, device: str) -> Non
     for logits in (right, *others):
         torch.testing.assert_close(logits, stock, rtol=0.02, atol=most)
 
-
-# --- continuous batching ---
 
 _PROMPTS = [tokens(n, seed=n).tolist() for n in (50, 3, 65, 28)]
 _TARGET = tokens(40, seed=40).tolist()
@@ -302,8 +299,6 @@ def test_a_paged_sliding_window_without_positions_is_refused() -> None:
                     attend(layer, x, x, x, None, cache=SimpleNamespace(**one), sliding_window=16)
 
 
-# transformers' eager attention under `batch_invariant()`: Gemma 2 with its soft cap and windows, and what is left.
-
 AT_RISK = "transformers eager attention: sums over padded keys"
 
 
@@ -362,8 +357,6 @@ def test_a_copy_with_other_code_is_not_guessed_at(monkeypatch: pytest.MonkeyPatc
     assert block.coverage().at_risk == {AT_RISK: 1}
     assert other.eager_attention_forward is original
 
-
-# Soft caps and hybrid windows under `batch_invariant()`: the stand-ins compute the model that the originals do.
 
 _WINDOW, _LENGTH = 8, 20
 _VARIANT_PROMPTS = [list(range(3, 3 + n)) for n in (30, 7, 19)]
@@ -442,9 +435,6 @@ def test_the_engine_computes_the_same_model_as_stock(what: str) -> None:
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(stock_logprobs), rtol=1e-3, atol=1e-4)
 
 
-# Somebody's functions and weights under the block: they are called, and their bits hold.
-
-
 def test_autocast_chooses_the_dtype_before_and_after_a_first_call() -> None:
     """One shape in float32 and then in bfloat16: autocast chooses before the block does."""
     layer, rows = torch.nn.Linear(64, 64), make("bell", (64, 64), torch.float32, "cpu", generator(8, "cpu"))
@@ -455,12 +445,6 @@ def test_autocast_chooses_the_dtype_before_and_after_a_first_call() -> None:
     assert whole.dtype == part.dtype == torch.bfloat16
     assert identical(whole[:16], part)
 
-
-# Somebody's function in the place of one that a stand-in would skip: it is called, every time, or nothing is
-# replaced.
-#
-# Each is held against the same patched model without nondet. A tolerance tells a skipped function (off by tenths) from
-# another order of sums (2e-4 in logits of 21).
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

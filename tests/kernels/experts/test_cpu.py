@@ -65,8 +65,6 @@ def test_cpu_refuses_offsets_that_make_no_sense():
             cpu_grouped_matmul.index_add_(x, torch.tensor([0, wrong]), torch.ones(2, 8))
 
 
-# Batched products with vectors on a CPU: no row's bits by the rows or batches beside it, and transformers' experts.
-
 ROWS = (1, 2, 3, 7, 8, 16, 17, 33, 96, 200)
 BATCHES = 5
 
@@ -78,7 +76,6 @@ def operands(depth: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 
 
 def products(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """[B, M, K] times [B, K] -> [B, M], by bmm."""
     return torch.bmm(matrices, vectors[:, :, None])[:, :, 0].contiguous()
 
 
@@ -161,8 +158,6 @@ def test_the_stand_in_goes_with_the_block() -> None:
     assert moe._batched_linear is original
 
 
-# Mixtures of experts under `batch_invariant()`: each way of computing experts, alone and in company, bit for bit.
-
 WAYS = ("eager", "batched_mm", "grouped_mm")
 QWEN3_MOE = {"moe_intermediate_size": 40, "num_experts": 8, "norm_topk_prob": True}
 MODELS = {"qwen3-moe": ("qwen3_moe", QWEN3_MOE), "mixtral": ("mixtral", {"num_local_experts": 5})}
@@ -216,7 +211,6 @@ def test_logits_do_not_depend_on_the_batch(model, way, dtype):
 
 @pytest.mark.parametrize("model", ["qwen3-moe", *at_length("mixtral")])
 def test_decoding_and_prefill_are_one_class(model):
-    """Generation goes over to gathered weights for decoding: each step has the bits of the whole prompt's prefill."""
     ids = prompts(3, 20)
     with torch.no_grad(), batch_invariant():
         prefill = model_of(model, "grouped_mm")

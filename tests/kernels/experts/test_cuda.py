@@ -38,7 +38,6 @@ def at(offsets: list[int]) -> torch.Tensor:
 
 
 def alone(x: torch.Tensor, weight: torch.Tensor, offsets: list[int]) -> torch.Tensor:
-    """Each row by itself, through the plain product."""
     out = torch.zeros(x.shape[0], weight.shape[2], device=DEVICE, dtype=x.dtype)
     for expert, (start, end) in enumerate(itertools.pairwise([0, *offsets])):
         for row in range(start, end):
@@ -83,7 +82,6 @@ def test_offsets_beyond_the_rows_touch_nothing():
 
 
 def test_refuses_what_it_has_no_kernel_for(monkeypatch):
-    """Wrong shapes, dtypes and devices are errors with names, never another implementation."""
     x, weight = bell(4, 8), bell(2, 8, 3)
     for given, words in (
         ((x[:, :7], weight, at([1, 2])), "takes"),
@@ -100,7 +98,6 @@ def test_refuses_what_it_has_no_kernel_for(monkeypatch):
 
 
 def test_empty_sizes():
-    """No rows, no columns, no experts or nothing to sum are answers, not crashes."""
     assert grouped_matmul(bell(0, 8), bell(2, 8, 4), at([0, 0])).shape == (0, 4)
     assert grouped_matmul(bell(3, 8), bell(2, 8, 0), at([1, 3])).shape == (3, 0)
     assert not grouped_matmul(bell(3, 8), bell(0, 8, 4), at([])).any()
@@ -156,9 +153,6 @@ def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypat
     assert small_proof.standing(f"triton {anchor(torch.float32).name}", excluded.key) is True
 
 
-# ---- the GPU's bits
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", inputs.KINDS)
@@ -199,8 +193,6 @@ def test_gpu_graph_follows_the_offsets():
         assert compare.identical(out, grouped_matmul(x, weight, at(ends)))
 
 
-# The routing around grouped products: ties, sums over experts and additions to rows have one order.
-
 ROUTES = [triton_routing] if DEVICE == "cuda" else [triton_routing, cpu_grouped_matmul]
 
 
@@ -221,7 +213,6 @@ def test_topk_takes_the_lower_index_of_a_tie(module, width):
 
 @pytest.mark.parametrize("module", [triton_routing, ordered_topk])
 def test_topk_of_other_shapes(module):
-    """Leading axes, transposed rows, rows wider than any router, float64 and no rows at all."""
     x = bell(2, 3, 1500)
     for y, k in ((x, 5), (x[..., :40], 3), (x[0, :, :40].double(), 3), (bell(40, 6).mT, 4), (x[:0, :, :9], 2)):
         values, indices = module.topk(y, k)

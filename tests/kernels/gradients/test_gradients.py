@@ -32,7 +32,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def operands(name: str, dtype: str, device: str, rows: int = 9, seed: int = 5) -> list[torch.Tensor]:
-    """Of the declaration's axes."""
     rng = generator(seed, device)
     sizes = [tuple(({"M": rows} | SIZES)[a] for a in operand.axes) for operand in operators()[name].operands]
     return [make("bell", size, getattr(torch, dtype), device, rng) for size in sizes]
@@ -56,9 +55,6 @@ def test_it_is_what_autograd_gives_under_the_block(name: str, dtype: str, device
     for i in (0, 4, 8):
         alone = [t[i : i + 1] if mine else t for t, mine in zip((x, gradient, *others), batched, strict=True)]
         assert identical(call(*alone), found[i : i + 1])
-
-
-# By Triton: the bits of the same formulas in torch's operators, and a row's own.
 
 
 DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]

@@ -61,7 +61,6 @@ def test_what_underflows_has_the_same_bits_in_every_batch(bias: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values(dtype: torch.dtype) -> None:
-    """As near to float64 as one rounding and a float32 accumulation allow, odd shapes too."""
     for k, n, kind in ((1, 7, "bell"), (33, 1, "outlier"), (33, 9, "bell"), (1000, 40, "bell")):
         x, weight = operands(dtype, k, n, kind)
         bound = accuracy_bound(dtype, k)
@@ -88,7 +87,6 @@ def test_layouts_of_the_left_operand_do_not_matter(dtype: torch.dtype) -> None:
 
 
 def test_a_batch_of_products_is_that_many_products() -> None:
-    """A slice has the bits of its own product, alone or with others, with a shared weight too."""
     rng = generator(3, "cpu")
     a, b = make("bell", (5, 9, 32), torch.float32, "cpu", rng), make("bell", (5, 32, 12), torch.float32, "cpu", rng)
     whole = cpu.matmul(a, b)
@@ -99,7 +97,6 @@ def test_a_batch_of_products_is_that_many_products() -> None:
 
 
 def test_empty_and_misused() -> None:
-    """No rows give no rows; gradients and integers are refused in words."""
     weight = torch.rand(4, 3)
     assert cpu.linear(torch.rand(0, 3), weight).shape == (0, 4)
     assert cpu.linear(torch.rand(2, 5, 3), weight).shape == (2, 5, 4)
@@ -108,8 +105,6 @@ def test_empty_and_misused() -> None:
     with pytest.raises(UserError, match="int64"):
         cpu.matmul(torch.ones(2, 3, dtype=torch.int64), torch.ones(3, 2, dtype=torch.int64))
 
-
-# Weights kept in oneDNN's layout: the plain weight's bits, and only as long as the weight is what was copied.
 
 ONEDNN_DTYPES = [torch.bfloat16, torch.float32]
 
@@ -206,14 +201,11 @@ def test_blocks_left_in_any_order_leave_no_copy() -> None:
             assert torch.allclose(module(x), torch.nn.functional.linear(x, module.weight), rtol=1e-3, atol=1e-1)
 
 
-# The certificate: what a library would have to do to pass it, and what it must not get away with.
-
 WIDTH, COLUMNS = 64, 8
 SIZES = (1, 2, 4, 7, 8, 16, 32, 48)
 
 
 def chain(x: torch.Tensor, w: torch.Tensor, backwards: bool = False) -> torch.Tensor:
-    """A product whose order along K is in our hands."""
     total = torch.zeros(x.shape[0], w.shape[1])
     for k in reversed(range(WIDTH)) if backwards else range(WIDTH):
         total += x[:, k : k + 1].float() * w[k].float()

@@ -81,7 +81,6 @@ BY_ANCHOR = f"matmul_chain[{anchor(torch.float32)}]"
 
 
 def noted() -> list[str]:
-    """What a product ran."""
     x, weight = bell(5, 24), bell(8, 24, seed=1)
     with listen() as notes:
         out = linear(x, weight)
@@ -125,7 +124,6 @@ def test_layouts_do_not_change_bits(chained_dot):
 
 
 def test_empty_sizes():
-    """No rows, no columns or nothing to sum are answers: the bias, or zeros."""
     assert matmul(bell(0, 8), bell(8, 4)).shape == (0, 4)
     assert matmul(bell(4, 8), bell(8, 0)).shape == (4, 0)
     assert not matmul(bell(4, 0), bell(0, 3)).any()
@@ -227,7 +225,6 @@ def test_compiles_without_a_graph_break(backend):
 
 
 def test_refuses_what_it_has_no_kernel_for():
-    """An unsupported dtype or shape is an error with its name, never another implementation."""
     for operator, given, words in (
         (matmul, (bell(2, 2).int(), bell(2, 2).int()), "int32"),
         (matmul, (bell(2, 2), bell(2, 2).half()), "float16"),
@@ -279,9 +276,6 @@ def test_the_rule_ends_with_a_tile():
             assert tile_named(rule(m, 4096, 4096, dtype)[-1])
 
 
-# What the library is told about a product, and which of its algorithms are let through.
-
-
 def half(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.float16)
 
@@ -330,8 +324,6 @@ def test_what_the_library_cannot_take_is_no_problem():
     assert problem(x, weight, half(32)).bias
 
 
-# The dispatcher of class "chain" on a GPU: whichever member serves, a row's bits are those of the anchor.
-
 SHAPES = [(4096, 4096), (12288, 4096), (1024, 3072), (4096, 1024), (1000, 520)]
 
 
@@ -339,7 +331,6 @@ SHAPES = [(4096, 4096), (12288, 4096), (1024, 3072), (4096, 1024), (1000, 520)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_one_class_over_m_on_hard_inputs(dtype, k, n):
-    """Whichever member serves an M, a row's bits are those of the anchor."""
     rng = inputs.generator(5, DEVICE)
     x = inputs.make("wide", (300, k), dtype, DEVICE, rng)
     weight = inputs.make("outlier", (n, k), dtype, DEVICE, rng)
@@ -396,7 +387,6 @@ def test_inductor_runs_the_same_member():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_odd_sizes_batches_and_offsets(dtype):
-    """Sizes and starts that no vector load likes: still the class's bits."""
     tile = anchor(dtype)
     for m, k, n in ((3, 1001, 77), (33, 1024, 515), (257, 130, 9)):
         a, b = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1)

@@ -104,7 +104,6 @@ def test_rows_that_are_not_there_do_not_reach_the_result():
 
 @on_hopper
 def test_takes_what_it_can_read():
-    """A weight by its rows, in half precision, from 16-byte borders, one product; its name makes a member."""
     tile = HOPPER_TILES[0]
     a, b = bell(1, 8, 64), bell(32, 64).T[None]
     assert hopper_takes(a, b, tile)

@@ -80,7 +80,6 @@ def test_both_are_within_the_accuracy_bound(module: ModuleType, dtype: torch.dty
 
 @MODULES
 def test_misuse_is_refused(module: ModuleType) -> None:
-    """Sizes below one, shapes that don't fit, dtypes without a kernel; no K at all gives zeros."""
     a, b = operands(module, 3, 8, 4)
     for call, given, how, words in (
         (module.split_k, (a, b), {"splits": 0, "ordered": True}, "splits of at least 1, got 0"),

@@ -21,9 +21,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return matmul_chain(x[None], weight.T[None], bias)[0]
 
 
-# The interpreter multiplies the raw bits of bfloat16, so that dtype is left to the GPU.
-
-
 def test_bias_is_added_before_the_one_rounding():
     """2048 + 1 + 1 is 2050 in float16; rounding before the bias would give 2048, as two operators do."""
     x = torch.tensor([[2048.0, 1.0]], device=DEVICE, dtype=torch.float16)
@@ -34,7 +31,6 @@ def test_bias_is_added_before_the_one_rounding():
 
 
 def test_batched_equals_one_by_one():
-    """A product in a batch has the bits of the product alone, whatever its neighbours; another operand has not."""
     a, b = bell(3, 5, 40), bell(3, 40, 9, seed=1)
     together = matmul_chain(a, b.mT.contiguous().mT)
     for i in range(3):
@@ -86,9 +82,6 @@ def test_steps_beyond_32_bits(chained_dot):
     assert identical(matmul_chain(a[None], tall[None], tile=tile), near)
 
 
-# The TMA member of class "chain": right at tails and in both layouts, and the bits of the other Triton kernel.
-
-
 half = functools.partial(bell, dtype=torch.float16)
 
 
@@ -113,7 +106,6 @@ def test_tails_layouts_and_bias(chained_dot, by_rows):
 
 
 def test_takes_what_the_accelerator_can_read():
-    """Rows that start off a 16-byte border, other dtypes and batches are for the pointer kernel."""
     a, b = half(1, 8, 64), half(1, 64, 32)
     assert tma_takes(a, b)
     assert tma_takes(a, half(32, 64).T[None])
@@ -127,7 +119,6 @@ def test_takes_what_the_accelerator_can_read():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_tile_has_the_bits_of_the_class(dtype):
-    """Also at sizes that fill no tile."""
     a, weight = bell(1, 300, 1032, dtype=dtype), bell(520, 1032, seed=1, dtype=dtype)
     for b in (weight.T[None], weight.T.contiguous()[None]):
         wanted = matmul_chain(a, b, tile=anchor(dtype))

@@ -44,8 +44,6 @@ def test_where_no_element_is_left_over() -> None:
     assert not in_vectors(32768 + 64)  # two shares of 16,416
 
 
-# The rotary embedding in one launch: stock's bits, and only where its text is known.
-
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 
 
@@ -73,7 +71,6 @@ def test_one_launch_has_stocks_bits(batch, tokens, heads_q, heads_k, dim, dtype)
 
 
 def test_what_it_does_not_take_is_left() -> None:
-    """Mixed dtypes and head dims that are no power of two."""
     q, cos = rand(1, 2, 3, 64).to(DEVICE), rand(1, 3, 64).to(DEVICE)
     assert cuda_rotary(q, q, cos.half(), cos.half()) is None
     odd = rand(1, 2, 3, 96).to(DEVICE)
@@ -101,7 +98,6 @@ def test_known_functions_are_recognized_by_their_text(monkeypatch: pytest.Monkey
 
 
 def every_number(dtype: torch.dtype) -> torch.Tensor:
-    """[16, 4096]: all bit patterns."""
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(16, 4096).to(DEVICE)
 
 

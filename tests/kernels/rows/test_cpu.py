@@ -35,7 +35,6 @@ def call(module: Any, operator: str, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operator", ALL)
 def test_a_row_does_not_depend_on_the_batch(operator: str, dtype: torch.dtype) -> None:
-    """Every row has its own bits, in every batch, at every place, contiguous or not."""
     for width in (5, 1000):
         x = make("wide" if operator == "sum" else "bell", (70, width), dtype, "cpu", generator(5, "cpu"))
         whole = call(cpu_rows, operator, x)
@@ -60,7 +59,6 @@ def test_one_long_row_on_two_threads(operator: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values(dtype: torch.dtype) -> None:
-    """As near to float64 as one rounding and a float32 accumulation allow."""
     for operator in ALL:
         for kind in ("bell", "outlier"):
             x = make(kind, (9, 513), dtype, "cpu", generator(7, "cpu"))
@@ -81,7 +79,6 @@ def test_logsumexp_and_cross_entropy_at_the_edges() -> None:
 
 
 def test_empty_and_misused() -> None:
-    """No rows give no rows; integers and gradients are refused in words."""
     assert cpu_rows.softmax(torch.rand(0, 4)).shape == (0, 4)
     assert cpu_rows.sum(torch.rand(2, 0, 4)).shape == (2, 0)
     with pytest.raises(UserError, match="int64"):

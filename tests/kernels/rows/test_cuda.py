@@ -43,7 +43,6 @@ def make(kind: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Te
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16, torch.float64)])
 @pytest.mark.parametrize("shape", [(2, 3, 128), (1, 17000), *at_length(((3, 70),), ((1, 5000),), ((9,),), ((4, 1),))])
 def test_within_the_accuracy_bound(dtype, shape):
-    """Tails, several axes and several blocks a row reach the float64 result."""
     x = make("bell", *shape, dtype=dtype)
     width = shape[-1]
     for name in ALL[:5]:
@@ -175,7 +174,6 @@ def test_rms_norm_reads_heads_where_they_lie(tokens: int, heads: int, width: int
     ids=["few", "chunks", "many", "all of chunks"],
 )
 def test_a_row_does_not_depend_on_the_others(width, names):
-    """Alone, among others, at another place: the same bits; another row has other bits."""
     x = make("wide", 3 if width < 10_000 else 2, width)
     for name in names:
         together = run(name, x)
@@ -223,7 +221,6 @@ def test_infinities_and_nan_stay_in_their_row(width, names):
 
 
 def test_empty_shapes():
-    """No rows give no results, no columns the value of an empty sum."""
     none, narrow = torch.zeros(0, 3, device=DEVICE), torch.zeros(2, 0, device=DEVICE)
     shapes = {"softmax": (0, 3), "sum": (0,), "cross_entropy": (0,), "rms_norm_residual": (0, 6)}
     assert {name: run(name, none).shape for name in shapes} == shapes
@@ -233,7 +230,6 @@ def test_empty_shapes():
 
 
 def test_refuses_what_it_has_no_kernel_for():
-    """Integers, scalars and a weight of another width are refused by name."""
     x, indices = make("bell", 2, 8), torch.zeros(3, device=DEVICE, dtype=torch.int64)
     for operator, given, words in (
         ("sum", (indices,), "int64"),
@@ -293,7 +289,6 @@ def test_another_dtype_or_width_is_left() -> None:
 
 
 def test_known_modules_are_recognized_by_their_text() -> None:
-    """Gemma's form is found; a module with one operator more is not."""
 
     class Otherwise(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

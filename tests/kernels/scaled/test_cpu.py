@@ -81,7 +81,6 @@ def test_infinities_and_nan_stay_in_their_row_and_column():
 
 
 def test_what_is_no_such_product_is_refused():
-    """Shapes and scales that do not fit are errors; other dtypes and scales have no kernel."""
     a, b, scale_a, scale_b = operands("bell", "row", (4, 256, 8), (E4M3, E4M3), "cpu", 0)
     for given, kind, words in (
         ((a, b, scale_a[:3], scale_b), ValueError, "do not fit"),
@@ -106,7 +105,6 @@ def test_quantizers_give_numbers_that_mean_what_was_there():
 
 @pytest.mark.usefixtures("stock_fp8")
 def test_under_batch_invariant_scaled_mm_is_replaced_and_told():
-    """A row's bits are its own, and the coverage says who ran."""
     given = a, b, scale_a, scale_b = operands("order-wide", "tensor", (16, 512, 64), (E4M3, E4M3), "cpu", 0)
     bias = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
     right, out, call = scaled_matmul(*given, torch.float32), torch.empty(16, 64), torch._scaled_mm

@@ -44,7 +44,6 @@ def test_exact_sums_come_out_in_every_tile(pair, how, tile):
 
 @pytest.mark.parametrize("how", ["block", *at_length("tensor", "row")])
 def test_right_beside_float64(how):
-    """Ordinary numbers, with a bias, in another layout: beside the same sums by the class of a CPU."""
     a, b, scale_a, scale_b = operands("bell", how, SIZES, (E4M3, E4M3), DEVICE, 0)
     bias = torch.rand(SIZES[2], device=DEVICE)
     right = reference.scaled_matmul(a, b, scale_a, scale_b, torch.float32) + bias.double()
@@ -56,7 +55,6 @@ def test_right_beside_float64(how):
 
 @pytest.mark.parametrize("how", ["row", *at_length("tensor", "block")])
 def test_many_rows_go_in_parts(how, monkeypatch):
-    """Each with its scales; the last one shorter."""
     given = operands("integers", how, (37, 256, 48), (E4M3, E4M3), DEVICE, 0)
     bias = torch.arange(48.0, device=DEVICE)
     whole = cuda.scaled_matmul(*given, torch.float32, bias)
@@ -236,7 +234,6 @@ def grouped(kind: str, *sizes: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_experts_rows_are_their_own_products():
-    """Expert by expert, through the same kernel."""
     given = (*grouped("integers", 9, 256, 16), torch.tensor([2, 2, 7], device=DEVICE))
     right = reference.scaled_grouped_matmul(*given, torch.float32)
     assert identical(cuda.scaled_grouped_matmul(*given, torch.float32), right.float())
