@@ -28,9 +28,11 @@ def entered() -> Iterator[None]:
         yield
 
 
+def attend(**how: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, **how)
+
+
 MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
-
-
 # what a model calls -> the operator that must have been replaced
 CALLS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "F.linear": (lambda: F.linear(rand(2, 3, 32), rand(16, 32)), "linear"),
@@ -49,10 +51,7 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "mean into out": (lambda: torch.mean(rand(5, 32), -1, out=rand(5)), "mean.out"),
     "logsumexp": (lambda: torch.logsumexp(rand(3, 5, 32), (0, 2)), "logsumexp"),
     "matrix times vector": (lambda: rand(5, 32) @ rand(32), "mv"),
-    "attention": (
-        lambda: F.scaled_dot_product_attention(*[rand(1, 2, 9, 32)] * 3, is_causal=True),
-        "scaled_dot_product_attention",
-    ),
+    "attention": (lambda: attend(is_causal=True), "scaled_dot_product_attention"),
     "mean": (lambda: rand(3, 5, 32).pow(2).mean(-1, keepdim=True), "mean.dim"),
     "F.rms_norm": (lambda: F.rms_norm(rand(5, 32), (32,), rand(32), 1e-6), "rms_norm"),
     "F.layer_norm": (lambda: F.layer_norm(rand(5, 32), (32,), rand(32), rand(32)), "native_layer_norm"),
@@ -75,10 +74,8 @@ CALLS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     ],
 )
 def test_what_a_model_calls_is_replaced(device: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whatever name it is called and in whatever grad mode: replaced, counted, and of the same value and layout.
-
-    On a CPU, on CUDA, and by the Triton kernels in their interpreter, onto which all arguments have to map.
-    """
+    """By whatever name it is called and in whatever grad mode: replaced, counted, and of the same value and layout. The
+    Triton kernels in their interpreter, too: all arguments have to map onto them."""
     if device == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the GPU's kernels themselves are asked")
@@ -119,17 +116,15 @@ def test_blocks_nest() -> None:
 
 
 def test_a_block_is_entered_once_at_a_time() -> None:
-    """Entering an entered block is an error that leaves it as it was; entering it again later is not. A family that
-    does not exist is refused with the name that was meant."""
+    """And again later; an unknown family is refused with the name that was meant."""
     with pytest.raises(UnknownNameError, match=r"'matmull'.*matmul"):
         batch_invariant(["matmull"])
     block = batch_invariant(["matmul"])
-    with block:
-        with pytest.raises(UserError, match="entered already"):
-            block.__enter__()
-        F.linear(rand(3, 4), rand(5, 4))
-    with block:
-        F.linear(rand(3, 4), rand(5, 4))
+    for _ in range(2):
+        with block:
+            with pytest.raises(UserError, match="entered already"):
+                block.__enter__()
+            F.linear(rand(3, 4), rand(5, 4))
     F.linear(rand(3, 4), rand(5, 4))
     assert block.coverage().replaced["linear"] == 2
 
@@ -150,12 +145,6 @@ def test_one_family_leaves_the_others_stock() -> None:
 
 MASKED = "scaled_dot_product_attention float32: a mask of holes, a window or a bias"
 BARE = "rms_norm float32: not over one axis with a weight and an eps"
-
-
-def attend(**how: Any) -> torch.Tensor:
-    return F.scaled_dot_product_attention(*[rand(1, 2, 4, 8)] * 3, **how)
-
-
 LEFT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "float64": (lambda: rand(3, 4).double() @ rand(4, 5).double(), "mm float64"),
     "all elements": (lambda: rand(3, 4).mean(), "mean.dim float32: over all elements"),
@@ -199,14 +188,13 @@ def test_operators_without_a_kernel_are_counted() -> None:
         torch.ones(3, 4, dtype=torch.bool).sum(-1)
         rand(5, 4).argmax(-1)
     assert block.coverage().at_risk == {"put_ float32": 1}
-    assert any(line == "at risk: put_ float32 (1 calls)" for line in block.coverage().lines())
+    assert "at risk: put_ float32 (1 calls)" in block.coverage().lines()
     assert block.coverage().replaced == {"scatter_add": 1}
     assert not block.coverage().left
 
 
-def test_stock_is_left_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_is_left_where_it_is_proven(kept: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running sum gives each row its own bits and is left as certified; one that depends on the batch is at risk."""
-    kept = Certificates({}, None)
     monkeypatch.setattr(functions, "certificates", lambda device: kept)
     with torch.no_grad(), batch_invariant() as block:
         got = rand(6, 40).cumsum(-1)
@@ -222,9 +210,8 @@ def test_stock_is_left_where_it_is_proven(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("entered")
-def test_certificates_take_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_take_every_operator(kept: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the last axis and another, each of these finds its axis, and its proof runs."""
-    kept = Certificates({}, None)
     monkeypatch.setattr(functions, "certificates", lambda device: kept)
     calls: dict[str, Callable[[torch.Tensor, int], Any]] = {
         "linalg_vector_norm": lambda x, d: torch.linalg.vector_norm(x, dim=d),
@@ -245,9 +232,7 @@ def test_every_operator_and_key_exists_in_this_torch() -> None:
     """A name that torch does not know would be passed over, and the operator would stay stock unseen."""
     known = set(torch._C._dispatch_get_all_op_names())
     replaced = [v for operators in OPERATORS.values() for n, r in operators.items() for v in variants(n, r)]
-    assert COMPUTES
-    assert CERTIFIABLE
-    assert replaced
+    assert all((COMPUTES, CERTIFIABLE, replaced))
     newer = {"_foreach_mm"} if torch.__version__.startswith("2.11") else set()  # 2.11 does not have it yet
     for name in {*COMPUTES, *CERTIFIABLE, *replaced} - newer:
         assert f"aten::{name}" in known, name
