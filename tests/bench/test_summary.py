@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -9,12 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from nondet.bench import cells
 from nondet.bench.cells import plan_cases
 from nondet.bench.summary import Comparison, best_stock, check_runs, compare, failures, is_stock, sections
+from nondet.cli import main
 from nondet.core.operator import Sizes
 from nondet.core.records import Cell, Run, Status, Timed
 from nondet.core.runfile import read_run
-from tests.build import bench_run, cell, failed, row, run_of, timed
+from tests.build import Command, bench_run, cell, failed, row, run_of, timed
 
 
 def of(found: Cell, impl: str) -> Comparison:
@@ -109,7 +113,7 @@ def test_failures_of_many_cells_are_one_line() -> None:
 SIZES = (1, 8, 64, 512, 4096)
 
 
-def run(slower: float = 1.0, only: int | None = None, scatter: float = 0.0) -> Run:
+def five_cells(slower: float = 1.0, only: int | None = None, scatter: float = 0.0) -> Run:
     """Five cells of stock at 10 us and ours at 10 us times `slower`, in all of them or in the one with that M."""
 
     cells = []
@@ -126,12 +130,18 @@ def elsewhere(other: Run, **fields: object) -> Run:
 
 
 def test_a_regression_is_named_and_nothing_else_is() -> None:
-    for new in [run(), run(1.03), run(0.5), run(1.08, only=64), run(1.12, only=8, scatter=0.3)]:
-        assert check_runs(run(), new).regressions == ()
-    (line,) = check_runs(run(), run(1.2, only=64)).regressions
+    for new in [
+        five_cells(),
+        five_cells(1.03),
+        five_cells(0.5),
+        five_cells(1.08, only=64),
+        five_cells(1.12, only=8, scatter=0.3),
+    ]:
+        assert check_runs(five_cells(), new).regressions == ()
+    (line,) = check_runs(five_cells(), five_cells(1.2, only=64)).regressions
     assert "M=64" in line
     assert "0.833 of stock, and it was 1.000" in line
-    (line,) = check_runs(run(), run(1.07)).regressions
+    (line,) = check_runs(five_cells(), five_cells(1.07)).regressions
     assert "5 cells" in line
     assert "0.935 of stock on average, and it was 1.000" in line
 
@@ -139,17 +149,17 @@ def test_a_regression_is_named_and_nothing_else_is() -> None:
 def test_a_faster_stock_is_a_regression_too() -> None:
     """The ratio is what is promised; a machine on which both are slow is none."""
     half = [cell(m, timed("stock", 20.0), timed("invariant", 20.0)) for m in SIZES]
-    assert check_runs(run(), run_of(cells=half)).regressions == ()
+    assert check_runs(five_cells(), run_of(cells=half)).regressions == ()
     stock_alone = [cell(m, timed("stock", 5.0), timed("invariant", 10.0)) for m in SIZES]
-    assert len(check_runs(run(), run_of(cells=stock_alone)).regressions) == 6
+    assert len(check_runs(five_cells(), run_of(cells=stock_alone)).regressions) == 6
     # kept runs call layers' products "matmul", and so do their cells: what is computed tells them apart
-    renamed = [msgspec.structs.replace(c, section="linear") for c in run(1.2).cells]
-    assert len(check_runs(run(), run_of(cells=renamed)).regressions) == 6
+    renamed = [msgspec.structs.replace(c, section="linear") for c in five_cells(1.2).cells]
+    assert len(check_runs(five_cells(), run_of(cells=renamed)).regressions) == 6
 
 
 def test_another_machine_is_not_judged_by_its_speed() -> None:
     """Slow there says nothing of the code; several classes of bits do, wherever they are."""
-    check = check_runs(run(), elsewhere(run(3.0)))
+    check = check_runs(five_cells(), elsewhere(five_cells(3.0)))
     assert check.regressions == ()
     assert any("another" in note for note in check.notes)
     kept, new = (
@@ -163,7 +173,7 @@ def test_another_machine_is_not_judged_by_its_speed() -> None:
 def test_what_fails_now_is_a_regression() -> None:
     nothing = Timed(impl="invariant", status=Status.ERROR, reason="RuntimeError: no tile")
     broken = run_of(cells=[cell(1, timed("stock", 10.0), nothing)])
-    (line,) = check_runs(run(), broken).regressions
+    (line,) = check_runs(five_cells(), broken).regressions
     assert "it was timed, and now: RuntimeError: no tile" in line
     assert check_runs(broken, broken).regressions == ()
 
@@ -188,13 +198,13 @@ def slowed(c: Cell, most: float, least: float) -> Cell:
 
 def test_a_coarse_check_sees_a_factor_and_no_less() -> None:
     """Ten times slower in one cell is named; three times everywhere is none; neither is what one replay contradicts."""
-    kept = on_cpu(run())
-    (line,) = check_runs(kept, on_cpu(run(10.0, only=64)), 4.0).regressions
+    kept = on_cpu(five_cells())
+    (line,) = check_runs(kept, on_cpu(five_cells(10.0, only=64)), 4.0).regressions
     assert "M=64" in line
     assert "0.100 of stock, and it was 1.000" in line
-    assert check_runs(kept, on_cpu(run(3.0)), 4.0).regressions == ()
+    assert check_runs(kept, on_cpu(five_cells(3.0)), 4.0).regressions == ()
     for least, regressions in ((3.0, 0), (6.0, 5)):
-        interrupted = run_of(cells=[slowed(c, 10.0, least) for c in run().cells])
+        interrupted = run_of(cells=[slowed(c, 10.0, least) for c in five_cells().cells])
         assert len(check_runs(kept, on_cpu(interrupted), 4.0).regressions) == regressions
 
 
@@ -205,14 +215,18 @@ def test_a_coarse_check_is_held_where_vector_instructions_are_the_same() -> None
         ({"num_threads": 2}, False),
         ({"cpu": "another", "aten_cpu_capability": "DEFAULT"}, False),
     ]:
-        check = check_runs(on_cpu(run()), on_cpu(run(10.0), **there), 4.0)
+        check = check_runs(on_cpu(five_cells()), on_cpu(five_cells(10.0), **there), 4.0)
         assert bool(check.regressions) == judged
         assert any("speed is not judged" in note for note in check.notes) != judged
-        plain = check_runs(on_cpu(run(), aten_cpu_capability="DEFAULT"), on_cpu(run(10.0), **there | {"cpu": "x"}), 4.0)
+        plain = check_runs(
+            on_cpu(five_cells(), aten_cpu_capability="DEFAULT"), on_cpu(five_cells(10.0), **there | {"cpu": "x"}), 4.0
+        )
         assert plain.regressions == ()
     # CPU time leaves out what the clock on the wall counts: a cell by the one is no cell by the other
-    wall = msgspec.structs.replace(on_cpu(run()), cells=[msgspec.structs.replace(c, device="cpu") for c in run().cells])
-    check = check_runs(wall, on_cpu(run(10.0)), 4.0)
+    wall = msgspec.structs.replace(
+        on_cpu(five_cells()), cells=[msgspec.structs.replace(c, device="cpu") for c in five_cells().cells]
+    )
+    check = check_runs(wall, on_cpu(five_cells(10.0)), 4.0)
     assert check.regressions == ()
     assert "0 of 5 cells are in both runs" in check.notes[0]
 
@@ -241,3 +255,96 @@ def test_the_checks_of_ci_have_their_kept_runs() -> None:
             sizes = Sizes(m=rows, k=int(options["--k"]), n=int(options["--n"]), jigsaw=False)
             assert {c.name for c in plan_cases(operators, sizes, "cpu", None)} == {c.case for c in kept.cells}
             assert {c.method for c in kept.cells} == {"process_time"}
+
+
+SMALL = ("bench", "linear", "--device", "cpu", "--m", "1", "--m", "8", "--k", "64", "--n", "32")
+
+
+@pytest.fixture
+def run(run: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.setattr("nondet.bench.cells.PerfCounter.budget_us", 1.0)
+    monkeypatch.setattr("nondet.bench.cells.PerfCounter.replay_us", 1.0)
+    monkeypatch.setattr("nondet.bench.cells.COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 64})
+    return run
+
+
+def test_a_run_with_reports(run: Command) -> None:
+    code, out, err = run(*SMALL, "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
+    assert code == 0, err
+    assert "speedup over the best stock: linear" in " ".join(out.split())
+    finished = read_run(Path("r.jsonl"))
+    assert finished.complete
+    assert [c.case for c in finished.cells] == ["M=1 K=64 N=32", "M=8 K=64 N=32"]
+    assert finished.header.environment["num_threads"] >= 1
+    assert "M=8 K=64 N=32" in Path("r.html").read_text(encoding="utf-8")
+    assert "| M=8 K=64 N=32 |" in Path("r.md").read_text(encoding="utf-8")
+    _, out, _ = run(*SMALL, "--out", "j.jsonl", "--json")
+    types = [json.loads(line)["type"] for line in out.splitlines()]
+    assert types == ["header", "limit", "limit", "row", "row", "cell", "cell", "end"]
+
+
+def test_resuming_measures_the_rest_alone(run: Command) -> None:
+    run(*SMALL, "--out", "r.jsonl")
+    lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
+    Path("r.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:20])  # killed within the second cell
+    code, _, err = run(*SMALL, "--out", "r.jsonl", "--resume")
+    assert code == 0, err
+    assert Path("r.jsonl").read_bytes().splitlines(keepends=True)[:6] == lines[:6]
+    assert [c.shape["M"] for c in read_run(Path("r.jsonl")).cells] == [1, 8]
+    code, _, err = run(*SMALL[:-2], "--n", "16", "--out", "r.jsonl", "--resume")
+    assert (code, "other options (sizes)" in err) == (2, True)
+
+
+def test_a_users_kernel_is_timed_and_gated(run: Command) -> None:
+    Path("bench_mine.py").write_text(
+        "def linear(x, weight):\n"
+        "    half = x.shape[-1] // 2\n"
+        "    if x.shape[0] > 1:\n"
+        "        return x[:, :half] @ weight[:, :half].T + x[:, half:] @ weight[:, half:].T\n"
+        "    return x @ weight.T\n"
+    )
+    impls = ("--impl", "stock", "--impl", "bench_mine:linear")
+    code, out, _ = run(*SMALL, *impls, "--out", "r.jsonl", "--fail-on", "divergent", "-v")
+    assert code == 3
+    assert "one class 0 of 1 weight shape" in " ".join(out.split())
+
+
+def test_a_kept_run_is_a_gate(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()  # a clock that no neighbour of this process moves: each replay takes a millisecond
+    monkeypatch.setattr(cells, "CLOCKS", dict.fromkeys(("wall", "cpu"), lambda: next(ticks) * 1e-3))
+    for factor, expected, coarse in [(0.01, 3, ("--clock", "cpu", "--slower", "4")), (0.01, 3, ()), (100.0, 0, ())]:
+        assert run(*SMALL, *coarse[:2], "--out", "kept.jsonl", "--force")[0] == 0
+        records = [json.loads(line) for line in Path("kept.jsonl").read_text(encoding="utf-8").splitlines()]
+        for entry in (t for r in records if r["type"] == "cell" for t in r["timed"] if t["impl"] == "invariant"):
+            entry["samples_us"] = [us * factor for us in entry["samples_us"]]
+            entry.update({name: entry[name] * factor for name in ("median_us", "low_us", "high_us")})
+        Path("kept.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        code, _, err = run(*SMALL, *coarse, "--out", "new.jsonl", "--force", "--check", "kept.jsonl")
+        assert code == expected, err
+        assert "2 of 2 cells are in both runs" in err
+        assert ("regression: linear M=8 K=64 N=32 float32, invariant" in err) == (expected == 3)
+
+
+def test_a_kept_run_of_other_sizes_is_one_line(run: Command) -> None:
+    """Said before anything is measured: a gate that compares nothing would always be open."""
+    assert run(*SMALL, "--out", "kept.jsonl")[0] == 0
+    code, _, err = run("bench", "mean", "--device", "cpu", "--check", "kept.jsonl", "--out", "new.jsonl")
+    assert (code, "none of the cells" in err, Path("new.jsonl").exists()) == (2, True, False)
+    assert run(*SMALL, "--check", "missing.jsonl", "--out", "new.jsonl")[0] == 2
+    code, _, err = run(*SMALL, "--clock", "cpu", "--check", "kept.jsonl", "--out", "new.jsonl")
+    assert (code, "none of the cells" in err, "process_time" in err) == (2, True, True)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_by_graphs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["bench", "linear", "rms-norm", "--m", "1", "--m", "64", "--k", "4096", "--n", "4096", "--out"]
+    assert main([*argv, str(tmp_path / "r.jsonl")]) == 0, capsys.readouterr().err
+    run = read_run(tmp_path / "r.jsonl")
+    assert {(c.section, c.method) for c in run.cells} == {("linear", "cuda graph"), ("rms_norm", "cuda graph")}
+    for place in run.cells:
+        for one in place.timed:
+            assert one.kernels, (place.case, one)
+            assert 0.5 < one.median_us < 10_000
+            assert not (place.cold and place.limit_us) or one.median_us > 0.8 * place.limit_us
+    assert {r.distinct for r in run.rows if r.impl == "invariant"} == {1}
