@@ -64,6 +64,30 @@ def test_sizes_asked_for() -> None:
     ]  # fmt: skip
     jigsaw = [c.shape["M"] for c in plan_cases(["matmul"], Sizes(k=8, n=8, jigsaw=True), "cuda", None)]
     assert {1, 16, 17, 64, 65, 128, 129, 1024, 1025, 4096} <= set(jigsaw)
+    assert tile_borders(1, 20) == (1, 8, 9, 16, 17, 20)
+    assert tile_borders(100, 100) == (100,)
+    assert max(tile_borders(1, 100_000)) == 100_000
+    assert cells.parse_sizes("m", ["16", "1-9", "100-300:100"]) == (1, 8, 9, 16, 100, 200, 300)
+    assert cells.parse_sizes("m", []) is None
+    wrong = "0 -3 x 9-3 1-9:0 1-9:00 1.5 1-999999999999 1-16777216:1 1-9999999"
+    for text in ["", "9" * 26, *wrong.split()]:
+        with pytest.raises(UserError, match="--m"):
+            cells.parse_sizes("m", [text])
+    # close names are suggested; an option that no operator has is not left aside, beside one that has it
+    for names, sizes, dtypes, said in [
+        (["matmull"], Sizes(), None, "matmul"),
+        (["matmul"], Sizes(), ("float8",), "float16"),
+        (["matmul"], Sizes(k=0), None, "--k 0"),
+        (["attention"], Sizes(k=99999999999), None, "--k 99999999999"),
+        (["mean", "softmax"], Sizes(n=8), None, "--n 8"),
+        (["grouped"], Sizes(jigsaw=True), None, "--jigsaw"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            plan_cases(names, sizes, "cpu", dtypes)
+    grouped = [plan_cases([name], Sizes(), "cpu", None) for name in ("grouped", "grouped-matmul")]
+    assert grouped[0] == grouped[1]  # a former name
+    assert plan_cases(["mean", "grouped"], Sizes(n=8), "cpu", None)
+    assert plan_cases(["all"], Sizes(n=8, jigsaw=True), "cpu", None)
 
 
 def test_linear_and_matmul_mean_what_they_say() -> None:
@@ -102,33 +126,6 @@ def test_fp8_products_are_timed_in_fp8_alone() -> None:
     assert {(c.operator, c.dtype) for c in both} == {("softmax", "float16"), ("scaled_matmul", "float8_e4m3fn")}
 
 
-def test_sizes_as_typed() -> None:
-    assert tile_borders(1, 20) == (1, 8, 9, 16, 17, 20)
-    assert tile_borders(100, 100) == (100,)
-    assert max(tile_borders(1, 100_000)) == 100_000
-    assert cells.parse_sizes("m", ["16", "1-9", "100-300:100"]) == (1, 8, 9, 16, 100, 200, 300)
-    assert cells.parse_sizes("m", []) is None
-    wrong = "0 -3 x 9-3 1-9:0 1-9:00 1.5 1-999999999999 1-16777216:1 1-9999999"
-    for text in ["", "9" * 26, *wrong.split()]:
-        with pytest.raises(UserError, match="--m"):
-            cells.parse_sizes("m", [text])
-    # close names are suggested; an option that no operator has is not left aside, beside one that has it
-    for names, sizes, dtypes, said in [
-        (["matmull"], Sizes(), None, "matmul"),
-        (["matmul"], Sizes(), ("float8",), "float16"),
-        (["matmul"], Sizes(k=0), None, "--k 0"),
-        (["attention"], Sizes(k=99999999999), None, "--k 99999999999"),
-        (["mean", "softmax"], Sizes(n=8), None, "--n 8"),
-        (["grouped"], Sizes(jigsaw=True), None, "--jigsaw"),
-    ]:
-        with pytest.raises(UserError, match=said):
-            plan_cases(names, sizes, "cpu", dtypes)
-    grouped = [plan_cases([name], Sizes(), "cpu", None) for name in ("grouped", "grouped-matmul")]
-    assert grouped[0] == grouped[1]  # a former name
-    assert plan_cases(["mean", "grouped"], Sizes(n=8), "cpu", None)
-    assert plan_cases(["all"], Sizes(n=8, jigsaw=True), "cpu", None)
-
-
 def test_the_first_rows_keep_the_weights() -> None:
     for name in ("linear", "matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
         n = 8 if name in ("linear", "matmul", "grouped") else None
@@ -160,7 +157,7 @@ class FakeStopwatch(PerfCounter):
         return replay
 
 
-def test_rotation() -> None:
+def test_sets_rotate() -> None:
     for set_bytes, limit, sets, calls, cold in [
         (50 << 20, 13.0, 4, 40, True),  # a weight of 8B: 200 MiB rotate; 10 passes make half a millisecond
         (400 << 20, 900.0, 2, 2, True),  # one call is longer than a replay has to be
@@ -170,9 +167,6 @@ def test_rotation() -> None:
     ]:
         turns = rotation(set_bytes, limit, 60 << 20)
         assert (turns.sets, turns.calls, turns.cold) == (sets, calls, cold)
-
-
-def test_a_replay_walks_over_the_sets_in_turn() -> None:
     seen: list[int] = []
     watch = PerfCounter()
     replay = watch.record(seen.append, [(0,), (1,), (2,)], 6)
@@ -401,9 +395,6 @@ def test_bits_tell_one_class_from_two() -> None:
     assert (two.status, two.labels[-1] != two.labels[0]) == (Status.DIVERGENT, True)
     assert two.difference is not None
     assert two.difference.mismatched > 0
-
-
-def test_bits_of_attention_join_decode_and_prefill() -> None:
     group = groups_of(plan_cases(["attention"], Sizes(m=(1, 3), k=24), "cpu", None))[0]
     found = bits_row(group, "mine", lambda q, k, v: torch.zeros_like(q) + (q.shape[2] > 1), "cpu", 0)
     assert found.values == ["decode B=1", "decode B=3", "prefill"]

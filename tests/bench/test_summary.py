@@ -36,6 +36,14 @@ def test_the_best_stock_of_a_cell_is_the_baseline() -> None:
         c = of(found, "invariant")
         assert (c.ratio, c.within_noise, c.draws.size) == (None, False, 0)
     assert [s.summaries for s in sections(run_of(cells=[cell(1, timed("stock", 8.0), lost)]))] == [()]
+    cold = cell(1, timed("stock", 16.0))
+    assert cold.limit_us is not None
+    assert of(cold, "stock").share == pytest.approx(cold.limit_us / 16.0)
+    assert of(cell(1, timed("stock", 16.0), cold=False), "stock").share is None
+    assert of(cell(1, timed("stock", 16.0), limit_us=None), "stock").share is None
+    warm_product = cell(8192, timed("stock", 900.0), cold=False)
+    assert warm_product.limited_by == "arithmetic"
+    assert of(warm_product, "stock").share is not None
 
 
 def test_an_interval_covers_the_noise_and_nothing_more() -> None:
@@ -63,17 +71,6 @@ def test_replays_are_compared_in_pairs() -> None:
     assert (c.ratio, c.interval[0]) == (1.0, 1.0)
 
 
-def test_the_limit_is_a_share_where_it_holds() -> None:
-    cold = cell(1, timed("stock", 16.0))
-    assert cold.limit_us is not None
-    assert of(cold, "stock").share == pytest.approx(cold.limit_us / 16.0)
-    assert of(cell(1, timed("stock", 16.0), cold=False), "stock").share is None
-    assert of(cell(1, timed("stock", 16.0), limit_us=None), "stock").share is None
-    warm_product = cell(8192, timed("stock", 900.0), cold=False)
-    assert warm_product.limited_by == "arithmetic"
-    assert of(warm_product, "stock").share is not None
-
-
 def test_a_section_has_means_the_worst_and_the_slow() -> None:
     cells = [cell(m, timed("stock", 10.0), timed("invariant", us)) for m, us in ((1, 5.0), (8, 20.0), (16, 10.0))]
     (section,) = sections(run_of(cells=cells))
@@ -83,6 +80,13 @@ def test_a_section_has_means_the_worst_and_the_slow() -> None:
     assert summary.worst.cell.shape["M"] == 8
     assert (summary.slow, summary.failed) == (1, 0)
     assert math.prod(c.ratio or 0 for c in summary.compared) == pytest.approx(1.0)
+    lost = {"status": Status.SKIPPED, "samples_us": [], "median_us": 0.0}
+    cells = [cell(m, timed("stock", 1.0), timed("vllm", 0.0, reason="no kernel", **lost)) for m in (1, 2, 3)]
+    cells.append(cell(4, timed("vllm", 0.0, reason="no memory", **lost)))
+    assert failures(sections(run_of(cells=cells))) == [
+        ("skipped", "matmul, vllm: 3 cells, M=1 K=4096 N=4096 first", "no kernel"),
+        ("skipped", "matmul, vllm: M=4 K=4096 N=4096", "no memory"),
+    ]
 
 
 def test_sections_keep_dtypes_apart_and_their_own_bits() -> None:
@@ -98,16 +102,6 @@ def test_sections_keep_dtypes_apart_and_their_own_bits() -> None:
     )
     (section,) = sections(other)
     assert [(b.impl, b.one_class, b.groups, b.failed) for b in section.bits] == [("invariant", 0, 0, 1)]
-
-
-def test_failures_of_many_cells_are_one_line() -> None:
-    lost = {"status": Status.SKIPPED, "samples_us": [], "median_us": 0.0}
-    cells = [cell(m, timed("stock", 1.0), timed("vllm", 0.0, reason="no kernel", **lost)) for m in (1, 2, 3)]
-    cells.append(cell(4, timed("vllm", 0.0, reason="no memory", **lost)))
-    assert failures(sections(run_of(cells=cells))) == [
-        ("skipped", "matmul, vllm: 3 cells, M=1 K=4096 N=4096 first", "no kernel"),
-        ("skipped", "matmul, vllm: M=4 K=4096 N=4096", "no memory"),
-    ]
 
 
 SIZES = (1, 8, 64, 512, 4096)

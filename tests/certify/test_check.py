@@ -115,16 +115,12 @@ def test_a_member_is_excluded_where_it_leaves_and_stands_elsewhere() -> None:
         assert f"; first: M = {left[0]}, element [" in row.reason
 
 
-def test_nan_on_one_side_is_no_equality(kept: Certificates) -> None:
+def test_nan_on_one_side_and_a_bias_after_the_rounding_leave_the_class(kept: Certificates) -> None:
     """A member that gives NaN where the anchor has a number leaves the class, though most of its inputs agree."""
     row = put(changed(lambda out: out.masked_fill(out.abs() > 1e6, torch.nan)), kept, dtype="float32")
     assert row.status == Status.DIVERGENT
     assert "NaN or infinity" in row.reason
     assert row.difference.nonfinite > 0
-
-
-def test_a_bias_added_after_the_rounding_is_another_class(kept: Certificates) -> None:
-    """Two roundings instead of one: caught with a bias, and equal without."""
     afterwards: Call = lambda x, weight, bias=None: chain(x, weight) + (-0.0 if bias is None else bias)  # noqa: E731
     assert put(afterwards, kept).status == Status.IDENTICAL
     assert put(afterwards, kept, layout="nt, bias").status == Status.DIVERGENT
@@ -146,6 +142,10 @@ def test_what_does_not_run_is_not_proven_and_not_excluded(kept: Certificates) ->
     assert (refused.status, refused.reason) == (Status.SKIPPED, "not on this machine")
     assert mistyped.status == Status.ERROR
     assert "float64" in mistyped.reason
+    assert kept.all() == []
+    rows = list(ask(question(), {"a": chain, "b": split_k}, absent, kept))
+    assert [r.status for r in rows] == [Status.ERROR] * 2
+    assert all("anchor failed" in r.reason for r in rows)
     assert kept.all() == []
 
 
@@ -187,13 +187,6 @@ def test_a_call_that_held_elsewhere_is_not_what_parted(kept: Certificates) -> No
     put(Sized(), kept, values=(1, 2))
     assert kept.standing("sized", "M=1") is True
     assert kept.standing("sized", "M=2") is False
-
-
-def test_a_failing_anchor_proves_nothing(kept: Certificates) -> None:
-    rows = list(ask(question(), {"a": chain, "b": split_k}, absent, kept))
-    assert [r.status for r in rows] == [Status.ERROR] * 2
-    assert all("anchor failed" in r.reason for r in rows)
-    assert kept.all() == []
 
 
 def test_where_forms_differ() -> None:

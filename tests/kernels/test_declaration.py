@@ -29,14 +29,10 @@ def test_declarations_are_read_without_torch() -> None:
 
 
 def test_the_invariant_of_an_operator_is_one_function() -> None:
-    """What the registry calls invariant is what replacements get as `kernels.NAME`."""
+    """What the registry calls invariant is what replacements get; without one torch's runs, but not after a slip."""
     for name in (name for name, operator in operators().items() if operator.implementation(INVARIANT)):
         for device in ("cpu", "cuda"):
             assert getattr(kernels_for(device), name) is load_implementation(name, "invariant", device).call, device
-
-
-def test_a_kernel_that_is_not_there_is_left_and_an_unknown_name_is_a_mistake() -> None:
-    """On a device without the kernel the call goes to torch's own; a slip in a name does not."""
     with pytest.raises(Leave, match="no sum_middle on cpu"):
         kernels_for("cpu").sum_middle  # noqa: B018 - reading it is the test
     with pytest.raises(AttributeError, match="sum_midle"):
@@ -152,7 +148,9 @@ def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_another_kind_is_compiled() -> None:
+def test_another_kind_is_compiled(monkeypatch) -> None:
+    """And on another device; constants out of their order Triton binds by name, each time: by place they would land in
+    each other's."""
     usual = (torch.zeros(8), (33, 0.5), CONSTANTS, 4)
     for at, other in (
         (0, torch.zeros(8, dtype=torch.float16)),
@@ -163,15 +161,11 @@ def test_another_kind_is_compiled() -> None:
         (2, {"SPAN": 16, "LOG": True}),
         (3, 8),
     ):
-        kernel: Any = Kernel()
+        kernel = Kernel()
         for x, numbers, constants, warps in (usual, (*usual[:at], other, *usual[at + 1 :])):
             launch(kernel, (3,), (x,), numbers, constants, num_warps=warps)
         assert kernel.compiled == 2, other
-
-
-def test_another_device_and_constants_out_of_their_order_are_compiled(kernel, monkeypatch) -> None:
-    """A kernel is loaded on a device; and Triton binds those constants by name, each time: by place they would land in
-    each other's."""
+    kernel = Kernel()
     for device in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), CONSTANTS)

@@ -140,7 +140,7 @@ def test_a_window_hides_keys_and_a_soft_cap_bends_the_scores(window: int | None,
     assert window == 1 or not identical(attention(*x, softcap=0.8, window=window), got)
 
 
-def test_layouts_do_not_matter() -> None:
+def test_layouts_and_places_in_a_cache_do_not_matter() -> None:
     """Heads before tokens or after, cached keys cut out of a longer cache: the same bits. Floats of 8 bits are those
     numbers."""
     q, k, v = inputs(torch.bfloat16)
@@ -150,6 +150,11 @@ def test_layouts_do_not_matter() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         narrow = [x[:, :, -n:].to(dtype) for x, n in zip((q, k, v), (1, 70, 70), strict=True)]
         assert identical(attention(*narrow).float(), attention(*(x.float() for x in narrow)).to(dtype).float())
+    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in inputs(torch.bfloat16))
+    more = {"cu_seqlens_q": ends([1, 1]), "cu_seqlens_k": ends([70, 30]), "max_seqlen_q": 1, "max_seqlen_k": 70}
+    index = torch.randint(len(k), (100,), generator=generator(5, "cpu"))
+    gathered = attention_varlen(q[:2], k[index], v[index], **more)
+    assert identical(attention_varlen(q[:2], k, v, key_index=index, **more), gathered)
 
 
 def test_misuse_is_refused() -> None:
@@ -181,14 +186,6 @@ def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_attention, "certificates", lambda device: kept)
     with pytest.raises(RuntimeError, match="other bits in the batch"):
         attention(*inputs(torch.float32))
-
-
-def test_keys_in_a_cache_are_those_that_are_named() -> None:
-    q, k, v = (x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in inputs(torch.bfloat16))
-    more = {"cu_seqlens_q": ends([1, 1]), "cu_seqlens_k": ends([70, 30]), "max_seqlen_q": 1, "max_seqlen_k": 70}
-    index = torch.randint(len(k), (100,), generator=generator(5, "cpu"))
-    gathered = attention_varlen(q[:2], k[index], v[index], **more)
-    assert identical(attention_varlen(q[:2], k, v, key_index=index, **more), gathered)
 
 
 def causal(q_len: int, k_len: int, hidden_left: int = 0, hidden_right: int = 0, window: int = 99) -> np.ndarray:
@@ -241,17 +238,13 @@ def test_spans_mean_what_the_mask_says() -> None:
 
 
 def test_other_patterns_are_not_guessed_at() -> None:
-    """Holes, and windows that do not show where the request began, are no requests one after the other."""
+    """Holes, and windows that don't show where the request began, are none; a window keeps its anchor if it has one."""
     hole, slid = [[1, 0, 1], [1, 1, 1], [1, 1, 1]], [[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     backwards = [[0, 0, 1], [0, 1, 1], [1, 1, 1]]
     for visible in (hole, slid, backwards):
         assert spans_of(np.array([visible], dtype=bool), 3) is None, visible
     shorter = causal(9, 9, hidden_right=3, window=4)[None, :, :8]
     assert spans_of(shorter, 9) is None  # of other keys than the queries' own nothing is known
-
-
-def test_a_window_keeps_its_anchor_or_says_that_it_has_none() -> None:
-    """From the request's first key on, padding before it, a window is one span; from later on, only if it is asked."""
     for first in (0, 3):
         whole = causal(9 - first, 9, first, window=4)
         assert spans_of(whole[None], 9 - first) == [Span(0, 0, 9 - first, first, 9, causal=True, window=4)]
@@ -287,10 +280,6 @@ def test_float_masks_and_shapes() -> None:
     assert packing_of(visible.expand(1, 2, 5, 5), 1, 5) is None
     assert packing_of(visible, 1, 4) is None
     assert packing_of(visible.to(torch.int8), 1, 5) is None
-
-
-def test_a_mask_that_is_written_to_is_read_again() -> None:
-    """One reading serves all layers, but not after the mask has changed."""
     mask = torch.from_numpy(causal(4, 4))[None, None].clone()
     first = packing_of(mask, 1, 4)
     assert first is packing_of(mask, 1, 4)

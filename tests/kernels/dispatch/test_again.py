@@ -171,10 +171,6 @@ def test_a_decision_is_for_calls_that_agree_in_all_that_decides() -> None:
             call(x)
         call(x)
     assert len(decided) == len(different) + 4, "other settings, once, and after each change of what is on"
-
-
-def test_a_binders_settings_are_those_that_change_what_it_binds() -> None:
-    """A switch that chooses another kernel is another key: of products TF32's, of launches the device."""
     products, launches = BINDERS["mm"], BINDERS["_softmax"]
     seen = {products.settings()}
     before = torch.backends.cuda.matmul.fp32_precision

@@ -106,7 +106,7 @@ def test_what_a_model_calls_is_replaced(device: str, mode: Any, monkeypatch: pyt
         torch.testing.assert_close(got, stock, rtol=most, atol=most)
 
 
-def test_blocks_nest() -> None:
+def test_blocks_nest_and_each_is_entered_once_at_a_time() -> None:
     """The inner block adds its families, leaving it takes only those away, and each counts what ran inside it."""
 
     def both() -> None:
@@ -122,10 +122,6 @@ def test_blocks_nest() -> None:
     counts = [block.coverage().replaced for block in (outer, middle, inner)]
     assert [(found["sum.dim_IntList"], found["linear"]) for found in counts] == [(3, 2), (2, 2), (1, 1)]
     assert outer.coverage().at_risk["mm float32"] == 1
-
-
-def test_a_block_is_entered_once_at_a_time() -> None:
-    """And again later; an unknown family is refused with the name that was meant."""
     with pytest.raises(UnknownNameError, match=r"'matmull'.*matmul"):
         batch_invariant(["matmull"])
     block = batch_invariant(["matmul"])
@@ -202,6 +198,7 @@ def test_operators_without_a_kernel_are_counted() -> None:
     assert not block.coverage().left
 
 
+@pytest.mark.usefixtures("entered")
 def test_stock_is_left_where_it_is_proven(kept: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running sum gives each row its own bits and is left as certified; one that depends on the batch is at risk."""
     monkeypatch.setattr(functions, "certificates", lambda device: kept)
@@ -216,11 +213,6 @@ def test_stock_is_left_where_it_is_proven(kept: Certificates, monkeypatch: pytes
     }  # fmt: skip
     assert block.coverage().certified == {"cumsum float32: each row as alone": 2}
     assert block.coverage().at_risk == {"cumsum float32: a row's bits are not those that it has alone": 1}
-
-
-@pytest.mark.usefixtures("entered")
-def test_certificates_take_every_operator(kept: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the last axis and another, each of these finds its axis, and its proof runs."""
     monkeypatch.setattr(functions, "certificates", lambda device: kept)
     calls: dict[str, Callable[[torch.Tensor, int], Any]] = {
         "linalg_vector_norm": lambda x, d: torch.linalg.vector_norm(x, dim=d),

@@ -304,6 +304,17 @@ def test_the_written_order() -> None:
     assert got.item() == ((((a + b) + (c + d)) + e) + 0.5).item() == 0.5 + 2.0**-23
     got = ordered_scatter.index_add(torch.full((1, 1), 0.5), zeros, source[:, None])
     assert got.item() == (((((0.5 + a) + b) + c) + d) + e).item() == 0.5
+    target, index, source = case(torch.float32)
+    assert identical(ordered_scatter.index_add(target, index[:0], source[:0]), target)
+    with pytest.raises(IndexError, match="target has 40 rows"):
+        ordered_scatter.index_add(target, index + 1, source)
+    with batch_invariant() as block:
+        counts = torch.zeros(40, dtype=torch.int64).scatter_add(0, index, torch.ones_like(index))
+        for wrong in (torch.full((4, 2), 3), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
+            with pytest.raises((RuntimeError, IndexError)):
+                torch.zeros(3, 2).scatter_add(0, wrong, torch.ones(4, 2))
+    assert torch.equal(counts, torch.bincount(index, minlength=40))
+    assert not block.coverage().left
 
 
 @pytest.mark.parametrize(
@@ -329,21 +340,6 @@ def test_scatter_add_under_the_block(axis: int, dtype: torch.dtype) -> None:
         assert identical(ordered_scatter.scatter_add(start, where, added), got.contiguous())
     assert set(block.coverage().replaced) >= {"scatter_add", "scatter_add_", "scatter_add.out"}
     assert not exposed(block)
-
-
-def test_errors_integers_and_nothing_to_add() -> None:
-    """An index out of range and misfits raise, as torch does; integers are exact, and nobody counts them."""
-    target, index, source = case(torch.float32)
-    assert identical(ordered_scatter.index_add(target, index[:0], source[:0]), target)
-    with pytest.raises(IndexError, match="target has 40 rows"):
-        ordered_scatter.index_add(target, index + 1, source)
-    with batch_invariant() as block:
-        counts = torch.zeros(40, dtype=torch.int64).scatter_add(0, index, torch.ones_like(index))
-        for wrong in (torch.full((4, 2), 3), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)):
-            with pytest.raises((RuntimeError, IndexError)):
-                torch.zeros(3, 2).scatter_add(0, wrong, torch.ones(4, 2))
-    assert torch.equal(counts, torch.bincount(index, minlength=40))
-    assert not block.coverage().left
 
 
 def at_risk(call: Callable[[], Any]) -> list[str]:
@@ -439,10 +435,14 @@ SCANS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 }
 
 
-def test_padding_in_front_is_told_from_what_looks_like_it() -> None:
+def test_padding_in_front_and_hidden_scores_are_told_from_what_looks_like_them() -> None:
     """A running sum of some requests that begin with what padding leaves is at risk; masks, choices, ties are not."""
     for case, (call, said) in SCANS.items():
         assert at_risk(call) == said, case
+    scores = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(1))
+    for hides in (0.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf):
+        said = at_risk(lambda mask=hides: torch.softmax(scores + torch.where(torch.arange(9) > 6, mask, 0.0), -1))
+        assert said == ["softmax float32: over scores of which some are hidden"] * bool(hides), hides
 
 
 _ORIGINAL = 16  # positions that the model was made for
@@ -526,14 +526,6 @@ def test_padding_changes_no_bit_or_is_said_to(name: str, dtype: torch.dtype) -> 
             assert said or not any(differ), f"{side}: requests {differ} have other bits, and nothing says so"
         together = run(name, model, torch.stack([prompts[0]] * 3), torch.ones(3, LENGTHS[0], dtype=torch.long))
         assert all(identical(row, alone[0]) for row in together), "without padding too, so this shows nothing of it"
-
-
-def test_hidden_scores_are_seen_whatever_hides_them() -> None:
-    """A softmax over scores hidden by any of the numbers in use is at risk; one over scores near each other is not."""
-    scores = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(1))
-    for hides in (0.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf):
-        said = at_risk(lambda mask=hides: torch.softmax(scores + torch.where(torch.arange(9) > 6, mask, 0.0), -1))
-        assert said == ["softmax float32: over scores of which some are hidden"] * bool(hides), hides
 
 
 def test_what_a_gradient_sums_over_the_batch_is_said() -> None:

@@ -74,11 +74,15 @@ def test_strides_do_not_change_bits(chained_dot):
     )
 
 
-def test_offsets_beyond_the_rows_touch_nothing():
+def test_offsets_beyond_the_rows_and_empty_sizes():
     """What a caller gets wrong in device memory can't be refused: it must not be written outside of the result."""
     x, weight = bell(20, 16), bell(3, 8, 16, seed=1).mT
     out = grouped_matmul(x, weight, at([5, 30, 40]))
     assert compare.identical(out, grouped_matmul(x, weight, at([5, 20, 20])))
+    assert grouped_matmul(bell(0, 8), bell(2, 8, 4), at([0, 0])).shape == (0, 4)
+    assert grouped_matmul(bell(3, 8), bell(2, 8, 0), at([1, 3])).shape == (3, 0)
+    assert not grouped_matmul(bell(3, 8), bell(0, 8, 4), at([])).any()
+    assert not grouped_matmul(bell(3, 0), bell(2, 0, 4), at([1, 3])).any()
 
 
 def test_refuses_what_it_has_no_kernel_for(monkeypatch):
@@ -95,13 +99,6 @@ def test_refuses_what_it_has_no_kernel_for(monkeypatch):
     monkeypatch.setattr(triton_common, "INTERPRETED", False)
     with pytest.raises(NotImplementedError, match="cpu"):
         grouped_matmul(x.cpu(), weight.cpu(), at([1, 2]).cpu())
-
-
-def test_empty_sizes():
-    assert grouped_matmul(bell(0, 8), bell(2, 8, 4), at([0, 0])).shape == (0, 4)
-    assert grouped_matmul(bell(3, 8), bell(2, 8, 0), at([1, 3])).shape == (3, 0)
-    assert not grouped_matmul(bell(3, 8), bell(0, 8, 4), at([])).any()
-    assert not grouped_matmul(bell(3, 0), bell(2, 0, 4), at([1, 3])).any()
 
 
 @pytest.fixture

@@ -78,7 +78,8 @@ def test_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts_of_the_left_operand_do_not_matter(dtype: torch.dtype) -> None:
-    """A strided, a transposed, a misaligned and an expanded batch give the bits of a contiguous one."""
+    """A strided, a transposed, a misaligned and an expanded batch give the bits of a contiguous one, and a batch of
+    products those of each by itself."""
     x, weight = operands(dtype, 72, 64)
     right = cpu.linear(x, weight)
     strided = torch.empty(x.shape[0], 2 * x.shape[1], dtype=dtype)[:, ::2].copy_(x)
@@ -87,11 +88,8 @@ def test_layouts_of_the_left_operand_do_not_matter(dtype: torch.dtype) -> None:
     shifted = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x)
     assert identical(cpu.linear(shifted, weight), right)
     assert identical(cpu.linear(x[:1].expand(5, -1), weight), right[:1].expand(5, -1))
-
-
-def test_a_batch_of_products_is_that_many_products() -> None:
     rng = generator(3, "cpu")
-    a, b = make("bell", (5, 9, 32), torch.float32, "cpu", rng), make("bell", (5, 32, 12), torch.float32, "cpu", rng)
+    a, b = make("bell", (5, 9, 32), dtype, "cpu", rng), make("bell", (5, 32, 12), dtype, "cpu", rng)
     whole = cpu.matmul(a, b)
     for i in range(5):
         assert identical(cpu.matmul(a[i], b[i]), whole[i])
@@ -186,10 +184,6 @@ def test_no_more_is_copied_than_was_allowed() -> None:
         assert len(cpu.packed_copies) == 1
     with pytest.raises(UserError, match="outside"):
         block.pack(modules)
-
-
-def test_blocks_left_in_any_order_leave_no_copy() -> None:
-    """First in, first out: a later block that packs nothing reads the weight as it is by then."""
     module = layer(torch.float32, False)
     x = make("wide", (4, 192), torch.float32, "cpu", generator(4, "cpu"))
     with torch.no_grad():

@@ -149,7 +149,7 @@ def test_layouts_do_not_change_bits(chained_dot):
     assert compare.identical(linear(x, weight, gapped), linear(x, weight, gapped.contiguous()))
 
 
-def test_empty_sizes():
+def test_empty_and_refused():
     assert matmul(bell(0, 8), bell(8, 4)).shape == (0, 4)
     assert matmul(bell(4, 8), bell(8, 0)).shape == (4, 0)
     assert not matmul(bell(4, 0), bell(0, 3)).any()
@@ -157,6 +157,15 @@ def test_empty_sizes():
     assert compare.identical(linear(bell(2, 0), bell(3, 0), bias), bias.expand(2, 3).contiguous())
     assert linear(bell(2, 0, 8), bell(4, 8)).shape == (2, 0, 4)
     assert linear(bell(8), bell(4, 8)).shape == (4,)
+    for operator, given, words in (
+        (matmul, (bell(2, 2).int(), bell(2, 2).int()), "int32"),
+        (matmul, (bell(2, 2), bell(2, 2).half()), "float16"),
+        (matmul, (bell(2, 3), bell(2, 3)), "takes"),
+        (linear, (bell(2, 3), bell(4, 3), bell(3)), "bias"),
+        (member, ("16 by 16", Operands(bell(1, 2, 2), bell(1, 2, 2))), "tile"),
+    ):
+        with pytest.raises(NotImplementedError if words == "int32" else ValueError, match=words):
+            operator(*given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16)])
@@ -250,18 +259,6 @@ def test_compiles_without_a_graph_break(backend):
     assert compare.identical(compiled(x, weight, bias), layer(x, weight, bias))
 
 
-def test_refuses_what_it_has_no_kernel_for():
-    for operator, given, words in (
-        (matmul, (bell(2, 2).int(), bell(2, 2).int()), "int32"),
-        (matmul, (bell(2, 2), bell(2, 2).half()), "float16"),
-        (matmul, (bell(2, 3), bell(2, 3)), "takes"),
-        (linear, (bell(2, 3), bell(4, 3), bell(3)), "bias"),
-        (member, ("16 by 16", Operands(bell(1, 2, 2), bell(1, 2, 2))), "tile"),
-    ):
-        with pytest.raises(NotImplementedError if words == "int32" else ValueError, match=words):
-            operator(*given)
-
-
 def test_tables_that_come_along_name_members_that_exist():
     """A committed table that names no member, or has a gap, would be found by users."""
     folder = Path(choice.__file__).parent / "tables"
@@ -277,6 +274,9 @@ def test_tables_that_come_along_name_members_that_exist():
                 assert kind in ("", "tma", "hopper", "cublaslt")
                 assert rest.isdigit() if kind == "cublaslt" else triton_matmul.tile_named(rest)
             assert not row.triton.startswith("cublaslt")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for m in (1, 16, 17, 100, 257, 5000):
+            assert tile_named(rule(m, 4096, 4096, dtype)[-1])
 
 
 def test_a_table_is_read_as_it_was_written_and_a_broken_one_is_told_and_ignored(tmp_path, monkeypatch):
@@ -295,13 +295,6 @@ def test_a_table_is_read_as_it_was_written_and_a_broken_one_is_told_and_ignored(
         assert chosen is None or choice.read(path) == table
 
 
-def test_the_rule_ends_with_a_tile():
-    """The last resort needs no library, no TMA and no certificate of a shape."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        for m in (1, 16, 17, 100, 257, 5000):
-            assert tile_named(rule(m, 4096, 4096, dtype)[-1])
-
-
 def half(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.float16)
 
@@ -310,8 +303,8 @@ def problem(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
     return problem_of(a, b, bias, False)
 
 
-def test_layouts_are_told_apart():
-    """The library chooses by layout, so a proof for one must not be taken for another's."""
+def test_a_problem_says_its_layout_or_is_none():
+    """The library chooses by layout, so a proof for one is none for another; what it can't take is left to Triton."""
     x, weight, stacked = half(1, 8, 64), half(32, 64).T[None], half(3, 8, 64)
     for a, b, layout in (
         (x, weight, "nt"),
@@ -323,20 +316,12 @@ def test_layouts_are_told_apart():
     ):
         assert problem(a, b).layout() == layout
     assert (problem(half(1, 8, 96)[:, :, :64], weight).lda, problem(x, weight).lda) == (96, 64)
-
-
-def test_sizes_of_one_have_a_valid_distance():
-    """A stride over an axis of size 1 means nothing, and the library refuses a distance below the row's length."""
     row = half(5, 64)[2:3, :][None]
     column = half(64, 5)[:, 2:3][None]
     for a, b in ((row, column), (row.expand(1, 1, 64), half(1, 64, 3)), (half(1, 3, 1), half(1, 1, 7))):
         found = problem(a, b)
         assert found.lda >= (found.k if found.a_rows else found.m)
         assert found.ldb >= (found.n if found.b_rows else found.k)
-
-
-def test_what_the_library_cannot_take_is_no_problem():
-    """Strided both ways, overlapping, empty, or another dtype: left to Triton, not copied and not miscomputed."""
     x, weight = half(1, 8, 64), half(64, 32)[None]
     for a, b, bias in (
         (half(1, 8, 128)[:, :, ::2], weight, None),
@@ -435,9 +420,6 @@ def test_bias_is_added_before_the_one_rounding():
     bias = torch.ones(1, device=DEVICE, dtype=torch.float16)
     assert by_chain(x, ones, bias).item() == 2050.0
     assert (by_chain(x, ones) + bias).item() == 2048.0
-
-
-def test_batched_equals_one_by_one():
     a, b = bell(3, 5, 40), bell(3, 40, 9, seed=1)
     together = matmul_chain(a, b.mT.contiguous().mT)
     for i in range(3):

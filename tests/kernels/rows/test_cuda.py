@@ -220,16 +220,13 @@ def test_infinities_and_nan_stay_in_their_row(width, names):
     assert triton_rows.sum(x[3:4]).isnan()
 
 
-def test_empty_shapes():
+def test_empty_and_refused():
     none, narrow = torch.zeros(0, 3, device=DEVICE), torch.zeros(2, 0, device=DEVICE)
     shapes = {"softmax": (0, 3), "sum": (0,), "cross_entropy": (0,), "rms_norm_residual": (0, 6)}
     assert {name: run(name, none).shape for name in shapes} == shapes
     assert triton_rows.sum(narrow).tolist() == [0.0, 0.0]
     assert triton_rows.mean(narrow).isnan().all()
     assert triton_rows.logsumexp(narrow).tolist() == [-math.inf, -math.inf]
-
-
-def test_refuses_what_it_has_no_kernel_for():
     x, indices = make("bell", 2, 8), torch.zeros(3, device=DEVICE, dtype=torch.int64)
     for operator, given, words in (
         ("sum", (indices,), "int64"),
@@ -279,16 +276,13 @@ def test_a_module_in_one_launch_has_the_bits_of_its_operators(width: int, dtype:
     assert not identical(made[1], made[2])
 
 
-def test_another_dtype_or_width_is_left() -> None:
-    """A float32 weight under half activations, and rows wider than a program holds: the operators run one by one."""
+def test_other_modules_dtypes_and_widths_are_left() -> None:
+    """A float32 weight under half activations, rows wider than a program holds, a module with one operator more."""
     x = rand(2, 128).to(DEVICE, torch.float16)
     assert module_norm(x, rand(128).to(DEVICE), 1e-6, round_first=True, plus_one=False) is None
     wide = rand(1, 20000).to(DEVICE)
     assert module_norm(wide, wide[0], 1e-6, round_first=True, plus_one=False) is None
     assert triton_rows.layer_norm(wide, None, None, 1e-5) is None
-
-
-def test_known_modules_are_recognized_by_their_text() -> None:
 
     class Otherwise(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
