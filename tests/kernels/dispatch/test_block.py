@@ -213,6 +213,7 @@ def test_stock_is_left_where_it_is_proven(kept: Certificates, monkeypatch: pytes
     }  # fmt: skip
     assert block.coverage().certified == {"cumsum float32: each row as alone": 2}
     assert block.coverage().at_risk == {"cumsum float32: a row's bits are not those that it has alone": 1}
+    monkeypatch.undo()
     monkeypatch.setattr(functions, "certificates", lambda device: kept)
     calls: dict[str, Callable[[torch.Tensor, int], Any]] = {
         "linalg_vector_norm": lambda x, d: torch.linalg.vector_norm(x, dim=d),
