@@ -100,6 +100,15 @@ def test_linear_and_matmul_mean_what_they_say() -> None:
             assert load_implementation(name, "invariant", "cpu").call(a, b).shape == (3, 7)
         except NotInvariantError as refused:  # some CPUs' libraries have none for so short a K, and the kernel says so
             assert "no tile of" in str(refused)  # noqa: PT017 - either answer is right, by machine
+    for name in ("linear", "matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
+        n = 8 if name in ("linear", "matmul", "grouped") else None
+        (case,) = plan_cases([name], Sizes(m=(6,), k=8, n=n), "cpu", None)
+        whole = case.inputs("cpu", generator(0, "cpu"))
+        part = case.first_rows(whole, 2)
+        assert part[0].shape[0] == 2
+        assert torch.equal(part[0], whole[0][:2])
+        assert name == "softmax" or torch.equal(part[1], whole[1][:2] if name == "rms-norm-residual" else whole[1])
+    assert case.first_rows(whole, 2)[2].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
 
 
 def test_fp8_products_are_timed_in_fp8_alone() -> None:
@@ -124,18 +133,6 @@ def test_fp8_products_are_timed_in_fp8_alone() -> None:
             plan_cases(names, Sizes(), "cpu", dtypes)
     both = plan_cases(["scaled-matmul", "softmax"], Sizes(), "cpu", ("float16", "float8_e4m3fn"))
     assert {(c.operator, c.dtype) for c in both} == {("softmax", "float16"), ("scaled_matmul", "float8_e4m3fn")}
-
-
-def test_the_first_rows_keep_the_weights() -> None:
-    for name in ("linear", "matmul", "rms-norm", "rms-norm-residual", "softmax", "grouped"):
-        n = 8 if name in ("linear", "matmul", "grouped") else None
-        (case,) = plan_cases([name], Sizes(m=(6,), k=8, n=n), "cpu", None)
-        whole = case.inputs("cpu", generator(0, "cpu"))
-        part = case.first_rows(whole, 2)
-        assert part[0].shape[0] == 2
-        assert torch.equal(part[0], whole[0][:2])
-        assert name == "softmax" or torch.equal(part[1], whole[1][:2] if name == "rms-norm-residual" else whole[1])
-    assert case.first_rows(whole, 2)[2].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
 
 
 class FakeStopwatch(PerfCounter):
@@ -195,9 +192,6 @@ def test_replays_stand_side_by_side_and_the_first_round_counts_for_nothing() -> 
     samples = interleave({"ours": ours}, watch, least=3, most=3, before=barrier)
     assert log == ["before", "ours"] * 4  # before the uncounted round's too
     assert samples["ours"] == pytest.approx([2000.0] * 3)
-
-
-def test_quartiles() -> None:
     four, one = (cells.timed_of("stock", samples, []) for samples in ([4.0, 1.0, 3.0, 2.0], [7.0]))
     assert (four.low_us, four.median_us, four.high_us) == (1.75, 2.5, 3.25)
     assert (one.low_us, one.median_us, one.high_us) == (7.0, 7.0, 7.0)
@@ -377,6 +371,10 @@ def test_stock_stands_for_its_backends() -> None:
     assert implementations_of("attention", ["stock-math"], "cuda") == ["stock-math"]
     with pytest.raises(UnknownNameError, match="flash-attn"):
         implementations_of("attention", ["flash-attn"], "cuda")
+    sizes = plan_cases(["linear"], Sizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
+    found = row(values=[1, 8], kernels=[["gemv"], ["gemm"]])
+    assert [kernels_at(found, case) for case in sizes] == [["gemv"], ["gemm"], []]
+    assert kernels_at(None, sizes[0]) == []
 
 
 def test_bits_tell_one_class_from_two() -> None:
@@ -405,13 +403,6 @@ def test_bits_tell_one_class_from_two() -> None:
     group = plan_cases(["rms-norm-residual"], Sizes(m=(1, 4), k=16), "cpu", None)
     assert bits_row(group, "mine", lambda x, r, weight: (x * weight, r + x.shape[0]), "cpu", 0).labels == [0, 1]
     assert bits_row(group, "mine", lambda x, residual, weight: (x * weight, residual), "cpu", 0).labels == [0, 0]
-
-
-def test_kernels_go_to_their_cells() -> None:
-    sizes = plan_cases(["linear"], Sizes(m=(1, 8, 9), k=4, n=4), "cpu", None)
-    found = row(values=[1, 8], kernels=[["gemv"], ["gemm"]])
-    assert [kernels_at(found, case) for case in sizes] == [["gemv"], ["gemm"], []]
-    assert kernels_at(None, sizes[0]) == []
 
 
 # Cells over ranks, on two processes: times of the slowest rank, bits of row 0 beside every number of rows.

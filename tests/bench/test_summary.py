@@ -107,7 +107,7 @@ def test_sections_keep_dtypes_apart_and_their_own_bits() -> None:
 SIZES = (1, 8, 64, 512, 4096)
 
 
-def five_cells(slower: float = 1.0, only: int | None = None, scatter: float = 0.0) -> Run:
+def five(slower: float = 1.0, only: int | None = None, scatter: float = 0.0) -> Run:
     """Five cells of stock at 10 us and ours at 10 us times `slower`, in all of them or in the one with that M."""
 
     cells = []
@@ -124,36 +124,32 @@ def elsewhere(other: Run, **fields: object) -> Run:
 
 
 def test_a_regression_is_named_and_nothing_else_is() -> None:
-    for new in [
-        five_cells(),
-        five_cells(1.03),
-        five_cells(0.5),
-        five_cells(1.08, only=64),
-        five_cells(1.12, only=8, scatter=0.3),
-    ]:
-        assert check_runs(five_cells(), new).regressions == ()
-    (line,) = check_runs(five_cells(), five_cells(1.2, only=64)).regressions
+    """A faster stock is one, too, for the ratio is what is promised; a machine on which both are slow is none."""
+    for new in [five(), five(1.03), five(0.5), five(1.08, only=64), five(1.12, only=8, scatter=0.3)]:
+        assert check_runs(five(), new).regressions == ()
+    (line,) = check_runs(five(), five(1.2, only=64)).regressions
     assert "M=64" in line
     assert "0.833 of stock, and it was 1.000" in line
-    (line,) = check_runs(five_cells(), five_cells(1.07)).regressions
+    (line,) = check_runs(five(), five(1.07)).regressions
     assert "5 cells" in line
     assert "0.935 of stock on average, and it was 1.000" in line
-
-
-def test_a_faster_stock_is_a_regression_too() -> None:
-    """The ratio is what is promised; a machine on which both are slow is none."""
     half = [cell(m, timed("stock", 20.0), timed("invariant", 20.0)) for m in SIZES]
-    assert check_runs(five_cells(), run_of(cells=half)).regressions == ()
+    assert check_runs(five(), run_of(cells=half)).regressions == ()
     stock_alone = [cell(m, timed("stock", 5.0), timed("invariant", 10.0)) for m in SIZES]
-    assert len(check_runs(five_cells(), run_of(cells=stock_alone)).regressions) == 6
+    assert len(check_runs(five(), run_of(cells=stock_alone)).regressions) == 6
     # kept runs call layers' products "matmul", and so do their cells: what is computed tells them apart
-    renamed = [msgspec.structs.replace(c, section="linear") for c in five_cells(1.2).cells]
-    assert len(check_runs(five_cells(), run_of(cells=renamed)).regressions) == 6
+    renamed = [msgspec.structs.replace(c, section="linear") for c in five(1.2).cells]
+    assert len(check_runs(five(), run_of(cells=renamed)).regressions) == 6
+    nothing = Timed(impl="invariant", status=Status.ERROR, reason="RuntimeError: no tile")
+    broken = run_of(cells=[cell(1, timed("stock", 10.0), nothing)])
+    (line,) = check_runs(five(), broken).regressions
+    assert "it was timed, and now: RuntimeError: no tile" in line
+    assert check_runs(broken, broken).regressions == ()
 
 
 def test_another_machine_is_not_judged_by_its_speed() -> None:
     """Slow there says nothing of the code; several classes of bits do, wherever they are."""
-    check = check_runs(five_cells(), elsewhere(five_cells(3.0)))
+    check = check_runs(five(), elsewhere(five(3.0)))
     assert check.regressions == ()
     assert any("another" in note for note in check.notes)
     kept, new = (
@@ -162,14 +158,6 @@ def test_another_machine_is_not_judged_by_its_speed() -> None:
     )
     assert "2 classes of bits, and it was one" in check_runs(kept, elsewhere(new)).regressions[0]
     assert check_runs(new, new).regressions == check_runs(new, kept).regressions == ()
-
-
-def test_what_fails_now_is_a_regression() -> None:
-    nothing = Timed(impl="invariant", status=Status.ERROR, reason="RuntimeError: no tile")
-    broken = run_of(cells=[cell(1, timed("stock", 10.0), nothing)])
-    (line,) = check_runs(five_cells(), broken).regressions
-    assert "it was timed, and now: RuntimeError: no tile" in line
-    assert check_runs(broken, broken).regressions == ()
 
 
 CPU = {"cpu": "one", "aten_cpu_capability": "AVX512", "num_threads": 1}
@@ -192,35 +180,32 @@ def slowed(c: Cell, most: float, least: float) -> Cell:
 
 def test_a_coarse_check_sees_a_factor_and_no_less() -> None:
     """Ten times slower in one cell is named; three times everywhere is none; neither is what one replay contradicts."""
-    kept = on_cpu(five_cells())
-    (line,) = check_runs(kept, on_cpu(five_cells(10.0, only=64)), 4.0).regressions
+    kept = on_cpu(five())
+    (line,) = check_runs(kept, on_cpu(five(10.0, only=64)), 4.0).regressions
     assert "M=64" in line
     assert "0.100 of stock, and it was 1.000" in line
-    assert check_runs(kept, on_cpu(five_cells(3.0)), 4.0).regressions == ()
+    assert check_runs(kept, on_cpu(five(3.0)), 4.0).regressions == ()
     for least, regressions in ((3.0, 0), (6.0, 5)):
-        interrupted = run_of(cells=[slowed(c, 10.0, least) for c in five_cells().cells])
+        interrupted = run_of(cells=[slowed(c, 10.0, least) for c in five().cells])
         assert len(check_runs(kept, on_cpu(interrupted), 4.0).regressions) == regressions
-
-
-def test_a_coarse_check_is_held_where_vector_instructions_are_the_same() -> None:
     for there, judged in [
         ({"cpu": "another"}, True),
         ({"aten_cpu_capability": "AVX2"}, False),
         ({"num_threads": 2}, False),
         ({"cpu": "another", "aten_cpu_capability": "DEFAULT"}, False),
     ]:
-        check = check_runs(on_cpu(five_cells()), on_cpu(five_cells(10.0), **there), 4.0)
+        check = check_runs(on_cpu(five()), on_cpu(five(10.0), **there), 4.0)
         assert bool(check.regressions) == judged
         assert any("speed is not judged" in note for note in check.notes) != judged
         plain = check_runs(
-            on_cpu(five_cells(), aten_cpu_capability="DEFAULT"), on_cpu(five_cells(10.0), **there | {"cpu": "x"}), 4.0
+            on_cpu(five(), aten_cpu_capability="DEFAULT"), on_cpu(five(10.0), **there | {"cpu": "x"}), 4.0
         )
         assert plain.regressions == ()
     # CPU time leaves out what the clock on the wall counts: a cell by the one is no cell by the other
     wall = msgspec.structs.replace(
-        on_cpu(five_cells()), cells=[msgspec.structs.replace(c, device="cpu") for c in five_cells().cells]
+        on_cpu(five()), cells=[msgspec.structs.replace(c, device="cpu") for c in five().cells]
     )
-    check = check_runs(wall, on_cpu(five_cells(10.0)), 4.0)
+    check = check_runs(wall, on_cpu(five(10.0)), 4.0)
     assert check.regressions == ()
     assert "0 of 5 cells are in both runs" in check.notes[0]
 
@@ -263,7 +248,7 @@ def run(run: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
     return run
 
 
-def test_a_run_with_reports(run: Command) -> None:
+def test_a_run_with_reports_and_a_resumed_one_that_measures_the_rest_alone(run: Command) -> None:
     code, out, err = run(*SMALL, "--out", "r.jsonl", "--report", "r.html", "--report", "r.md")
     assert code == 0, err
     assert "speedup over the best stock: linear" in " ".join(out.split())
@@ -276,10 +261,6 @@ def test_a_run_with_reports(run: Command) -> None:
     _, out, _ = run(*SMALL, "--out", "j.jsonl", "--json")
     types = [json.loads(line)["type"] for line in out.splitlines()]
     assert types == ["header", "limit", "limit", "row", "row", "cell", "cell", "end"]
-
-
-def test_resuming_measures_the_rest_alone(run: Command) -> None:
-    run(*SMALL, "--out", "r.jsonl")
     lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
     Path("r.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:20])  # killed within the second cell
     code, _, err = run(*SMALL, "--out", "r.jsonl", "--resume")

@@ -113,6 +113,10 @@ def test_a_member_is_excluded_where_it_leaves_and_stands_elsewhere() -> None:
         assert row.difference.mismatched > 0
         assert {rows_of(c.key): c.holds for c in kept.all()} == {m: m not in left for m in BATCHES}
         assert f"; first: M = {left[0]}, element [" in row.reason
+    forms = ["prefill", "decode"]
+    assert where_it_differs("form", forms, ["decode"], alike=False) == "differs at form = decode, not at prefill"
+    assert "depends on the batch" in where_it_differs("form", forms, forms, alike=False)
+    assert "depends on the batch" not in where_it_differs("form", forms, forms, alike=True)
 
 
 def test_nan_on_one_side_and_a_bias_after_the_rounding_leave_the_class(kept: Certificates) -> None:
@@ -148,10 +152,6 @@ def test_what_does_not_run_is_not_proven_and_not_excluded(kept: Certificates) ->
     assert all("anchor failed" in r.reason for r in rows)
     assert kept.all() == []
 
-
-def test_a_crash_at_one_batch_does_not_pass_for_a_proof(kept: Certificates) -> None:
-    """Equal wherever it ran, and yet no clean row: what crashed is named, and only what ran is certified."""
-
     def crashes(out: torch.Tensor) -> torch.Tensor:
         if len(out) == 7:
             raise RuntimeError("too many resources requested")
@@ -172,10 +172,6 @@ def test_certificates_say_what_was_proven(kept: Certificates) -> None:
     put(narrow, kept, layout="nt", values=(2,))
     assert [f"bfloat16[2,{K}]/{K},1@" in c.key for c in kept.all() if c != strided] == [True]
 
-
-def test_a_call_that_held_elsewhere_is_not_what_parted(kept: Certificates) -> None:
-    """Of a form's several calls the one that no other form proves is excluded; its neighbour stands."""
-
     class Sized:
         def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
             whole = chain(x[:1], weight, bias) if x.shape[0] == 1 else None
@@ -187,14 +183,6 @@ def test_a_call_that_held_elsewhere_is_not_what_parted(kept: Certificates) -> No
     put(Sized(), kept, values=(1, 2))
     assert kept.standing("sized", "M=1") is True
     assert kept.standing("sized", "M=2") is False
-
-
-def test_where_forms_differ() -> None:
-    """Variants are named; one order of its own at all of them is not said to depend on the batch."""
-    forms = ["prefill", "decode"]
-    assert where_it_differs("form", forms, ["decode"], alike=False) == "differs at form = decode, not at prefill"
-    assert "depends on the batch" in where_it_differs("form", forms, forms, alike=False)
-    assert "depends on the batch" not in where_it_differs("form", forms, forms, alike=True)
 
 
 def test_rows_that_share_a_sum_are_caught(kept: Certificates) -> None:

@@ -39,7 +39,8 @@ def test_the_invariant_of_an_operator_is_one_function() -> None:
         kernels_for("cuda").sum_midle  # noqa: B018 - reading it is the test
 
 
-def test_every_target_leads_somewhere() -> None:
+def test_every_target_leads_somewhere_and_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators, entries, aten names and orders are unique: one of two would silently be the other."""
     assert len(declared()) > 10
     for operator in declared().values():
         targets = [aten.replacement for aten in operator.aten]
@@ -53,10 +54,6 @@ def test_every_target_leads_somewhere() -> None:
             assert load_object(target) is not None, target
         beyond = operator.name == "all_reduce"  # stands under c10d's operators: nondet.kernels.dispatch.replacements
         assert bool(operator.aten) == (operator.family is not None and not beyond), operator.name
-
-
-def test_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators, entries, aten names and orders are unique: one of two would silently be the other."""
     entries = [entry for o in declared().values() for i in o.implementations for entry in i.entries]
     names = [*declared(), *entries]
     assert len(names) == len(set(names))

@@ -137,9 +137,12 @@ def line_of(lines: Sequence[str], start: str) -> bool:
 
 
 @pytest.mark.slow
-def test_members_have_the_bits_of_the_order(four):
+def test_members_have_the_bits_of_the_order_and_the_prover_sees_one_on_one_rank(four):
     agreed = {"all_reduce": ["exchange", "ordered_gather"], "reduce_scatter": ["exchange"]}
     assert four.call(f"{TASKS}:members_agree", "cpu", (1, 3, 251)) == [agreed] * 4
+    for proofs in four.call(f"{TASKS}:proofs"):
+        assert {name: holds for name, (holds, _) in proofs.items()} == {"exchange": 1, "shares": 1, "backwards": 0}
+        assert "rank 1" in proofs["backwards"][1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in Triton's interpreter: ranks of CPUs share a file")
@@ -147,13 +150,6 @@ def test_members_have_the_bits_of_the_order(four):
 @pytest.mark.nightly
 def test_pushed_sums_have_the_bits_of_their_order(four, world, tmp_path):
     assert four.call(f"{TASKS}:pushes", str(tmp_path), world, limit_s=100) == [[]] * 4
-
-
-@pytest.mark.slow
-def test_the_prover_sees_one_bit_on_one_rank(four):
-    for proofs in four.call(f"{TASKS}:proofs"):
-        assert {name: holds for name, (holds, _) in proofs.items()} == {"exchange": 1, "shares": 1, "backwards": 0}
-        assert "rank 1" in proofs["backwards"][1]
 
 
 @pytest.mark.slow
@@ -288,15 +284,10 @@ def test_pushed_sums_on_gpus(world):
 
 @pytest.mark.gpu
 @two_gpus
-def test_collectives_are_replaced_in_eager_and_in_graphs(pair):
+def test_collectives_and_products_in_eager_and_in_graphs(pair):
     for answer in pair.call(f"{TASKS}:captured_under_a_block"):
         assert answer["unlike the order"] == []
         assert not [line for line in answer["coverage"] if not line.startswith(("replaced", "nothing"))]
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_a_row_parallel_product_is_that_of_one_gpu(pair):
     assert pair.call(f"{TASKS}:products_on_gpus") == [[], []]
 
 

@@ -20,7 +20,6 @@ import torch
 
 import nondet
 from nondet.core.compare import identical
-from nondet.errors import UserError
 from nondet.mismatch.collect import rollouts_of
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import FORMULAS, Spec, micro_batches, predicting_rows
@@ -273,12 +272,6 @@ def test_the_gradient_is_about_as_far_from_float64_as_stock_s(name: str, dtype: 
     )
     assert mine.norm() <= MOST[dtype] * theirs.norm()
     assert (mine <= 2 * MOST[dtype] * theirs).all()
-
-
-def test_packed_weights_are_refused() -> None:
-    model = make("qwen3", "bfloat16", "cpu")
-    with nondet.batch_invariant(training=True) as block, pytest.raises(UserError, match="pack"):
-        block.pack(model)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -67,16 +67,14 @@ def watched(folder: Path, tmp_path: Path, *, invariant: bool) -> list[TrainingSt
 
 
 @pytest.mark.trl
-def test_trl_s_sampler_and_trainer_differ(tmp_path: Path) -> None:
-    steps = watched(write_tiny_model(tmp_path / "model"), tmp_path, invariant=False)
+def test_trl_is_on_policy_with_two_lines_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not one bit in any step, with padding on the left, after optimizer steps, in micro-batches."""
+    folder = write_tiny_model(tmp_path / "model")
+    steps = watched(folder, tmp_path, invariant=False)
     assert all(r.impl == "stock" and r.differ > r.tokens / 4 and r.k3 > 0 for r in steps)
     assert main(["gate", str(tmp_path / "rl.jsonl")]) == 3
-
-
-@pytest.mark.trl
-def test_trl_is_on_policy_with_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not one bit in any step, with padding on the left, after optimizer steps, in micro-batches."""
-    steps = watched(write_tiny_model(tmp_path / "model"), tmp_path, invariant=True)
+    (tmp_path / "rl.jsonl").unlink()
+    steps = watched(folder, tmp_path, invariant=True)
     assert [(r.impl, r.differ, r.k3) for r in steps] == [("invariant", 0, 0.0)] * STEPS
     assert main(["gate", str(tmp_path / "rl.jsonl")]) == 0
     assert main(["report", str(tmp_path / "rl.jsonl"), "--quiet"]) == 0

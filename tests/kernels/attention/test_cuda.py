@@ -122,6 +122,14 @@ def test_batch_neighbours_do_not_matter():
     for views in (by_token, by_column):
         assert identical(attention(*views, split=False), together)
     assert not identical(attention(q, k.roll(1, 0), v, split=False), together)
+    q, k, v = qkv(1, 2, 1, 5, 3, 16)
+    assert identical(attention(q, k, v).isnan(), reference.attention(q, k, v).isnan())
+    q, k, v = qkv(1, 2, 1, 3, SHORT + 11, 16)
+    k[:, :, -1] = math.nan
+    for split in (True, False):
+        out = attention(q, k, v, split=split)
+        assert out[:, :, 2].isnan().all()
+        assert not out[:, :, :2].isnan().any()
 
 
 @pytest.mark.usefixtures("segment")
@@ -183,19 +191,6 @@ def test_packed_requests_have_the_bits_they_have_alone(split):
     more |= sizes(*((nq, n) for (nq, _), n in zip(lengths, kept, strict=True))) | {"max_seqlen_k": SHORT + 6}
     assert identical(attention_varlen(q, *short, positions=positions, **more), right)
     assert not identical(attention_varlen(q, *short, **more), right)
-
-
-@pytest.mark.usefixtures("segment")
-def test_rows_without_keys_and_nan():
-    """More queries than keys: the first see none and give NaN, as the reference does. A NaN key reaches who sees it."""
-    q, k, v = qkv(1, 2, 1, 5, 3, 16)
-    assert identical(attention(q, k, v).isnan(), reference.attention(q, k, v).isnan())
-    q, k, v = qkv(1, 2, 1, 3, SHORT + 11, 16)
-    k[:, :, -1] = math.nan
-    for split in (True, False):
-        out = attention(q, k, v, split=split)
-        assert out[:, :, 2].isnan().all()
-        assert not out[:, :, :2].isnan().any()
 
 
 def test_empty_and_refused():

@@ -23,29 +23,6 @@ def half(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-@pytest.mark.usefixtures("decoding_on_hopper")
-def test_what_it_does_not_take_has_a_reason():
-    q8, k8 = half(1, 4, 8, 128), half(1, 2, 8, 128)
-    assert hopper.SEGMENT == cuda.SEGMENT
-    for q, k, options, reason in (
-        (q8, k8, {}, None),
-        (half(2, 4, 8, 64).half(), half(2, 2, 20, 64).half(), {"causal": False}, None),
-        (half(1, 8, 4, 128).transpose(1, 2), half(1, 8, 2, 128).transpose(1, 2), {}, None),
-        (q8.float(), k8.float(), {}, "float32"),
-        (half(1, 4, 8, 96), half(1, 2, 8, 96), {}, "96"),
-        (q8, k8, {"window": 4}, "window"),
-        (q8, k8, {"softcap": 30.0}, "soft cap"),
-        (half(1, 4, 9, 128), k8, {}, "8 and 9"),
-        (half(1, 4, 128, 8).mT, k8, {}, "q's last stride"),
-        (q8, half(1, 2, 8, 129)[..., 1:], {}, "k"),
-        (half(1, 4, 8, 132)[..., :128], k8, {}, "16 bytes"),
-        (q8, half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
-    ):
-        call = {"causal": True, "window": None, "softcap": None} | options
-        fault = supports(q, k, k, **call)
-        assert fault is None if reason is None else reason in fault
-
-
 def qkv(b, hq, hkv, tq, tk, d, dtype=torch.bfloat16, kind="bell"):
     """As a model lays them out, [B, T, H, D] seen as [B, H, T, D]."""
     rng = inputs.generator(0, "cuda")
@@ -117,7 +94,7 @@ def decoding_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("decoding_on_hopper")
-def test_few_rows_that_it_can_take_go_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_takes_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """By dtype, head dim, mask, rows and layout; and where a user asks for split or not, the Triton kernels run."""
     step, keys = half(1, 8, 1, 128), half(1, 2, 1024, 128)
     for q, k, more, taken in (
@@ -134,19 +111,35 @@ def test_few_rows_that_it_can_take_go_to_it(monkeypatch: pytest.MonkeyPatch) -> 
         assert (quickest(call).tiles > 0) is taken
         assert quickest(call, True).tiles == quickest(call, False).tiles == 0
 
-    # while torch.compile traces, the answer is no, before anything is asked that a traced tensor cannot say
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    q, k = (torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700)))
-    assert "torch.compile" in supports(q, k, k, True, None, None)
-    assert not cuda.has_few_row_kernels(call_of(q, k))
-
-
-def test_every_way_has_a_name_of_its_own() -> None:
     way = triton_kernels.few_rows(8, 2, 128, CPU)
     others = [way._replace(plan=way.plan._replace(**change)) for change in ({"warps": 8}, {"stages": 3})]
     others += [way._replace(**{name: getattr(way, name) + 1}) for name in ("span", "tiles")]
     others += [way._replace(**{name: not getattr(way, name)}) for name in ("pdl", "lanes", "early")]
     assert len({way.name, *(other.name for other in others)}) == 8
+    q8, k8 = half(1, 4, 8, 128), half(1, 2, 8, 128)
+    assert hopper.SEGMENT == cuda.SEGMENT
+    for q, k, options, reason in (
+        (q8, k8, {}, None),
+        (half(2, 4, 8, 64).half(), half(2, 2, 20, 64).half(), {"causal": False}, None),
+        (half(1, 8, 4, 128).transpose(1, 2), half(1, 8, 2, 128).transpose(1, 2), {}, None),
+        (q8.float(), k8.float(), {}, "float32"),
+        (half(1, 4, 8, 96), half(1, 2, 8, 96), {}, "96"),
+        (q8, k8, {"window": 4}, "window"),
+        (q8, k8, {"softcap": 30.0}, "soft cap"),
+        (half(1, 4, 9, 128), k8, {}, "8 and 9"),
+        (half(1, 4, 128, 8).mT, k8, {}, "q's last stride"),
+        (q8, half(1, 2, 8, 129)[..., 1:], {}, "k"),
+        (half(1, 4, 8, 132)[..., :128], k8, {}, "16 bytes"),
+        (q8, half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
+    ):
+        call = {"causal": True, "window": None, "softcap": None} | options
+        fault = supports(q, k, k, **call)
+        assert fault is None if reason is None else reason in fault
+    # while torch.compile traces, the answer is no, before anything is asked that a traced tensor cannot say
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k = (torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700)))
+    assert "torch.compile" in supports(q, k, k, True, None, None)
+    assert not cuda.has_few_row_kernels(call_of(q, k))
 
 
 WAYS = {"a segment at a time": (4, 6, 4), "two programs to a multiprocessor": (4, 3, 2)}  # warps, slots, tiles

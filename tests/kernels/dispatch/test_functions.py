@@ -98,6 +98,15 @@ def test_torchs_own_errors_are_kept() -> None:
     stock = errors()
     with batch_invariant(), warnings.catch_warnings(action="error", category=RuntimeWarning):
         assert errors() == stock
+    x, weight = rand(5, 77), rand(77)
+    with torch.no_grad(), batch_invariant():
+        for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+            for given in ((weight.to(dtype), weight), (weight, weight.to(dtype)), (weight.to(dtype), None)):
+                with pytest.raises(RuntimeError, match="scalar type"):
+                    F.layer_norm(x, (77,), *given)
+            F.layer_norm(x, (77,), weight, weight)
+        half = x.bfloat16()
+        assert identical(F.layer_norm(half, (77,), weight, weight), F.layer_norm(half, (77,), weight, weight))
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -190,18 +199,6 @@ def test_numbers_that_are_to_be_read_negated() -> None:
                     assert identical(call(*negated), right), name
                     assert not identical(call(*operands), right), name
                 assert not block.coverage().left, name
-
-
-def test_a_norms_parameters_of_another_dtype_are_torchs_error() -> None:
-    x, weight = rand(5, 77), rand(77)
-    with torch.no_grad(), batch_invariant():
-        for dtype in (torch.float64, torch.bfloat16, torch.complex64):
-            for given in ((weight.to(dtype), weight), (weight, weight.to(dtype)), (weight.to(dtype), None)):
-                with pytest.raises(RuntimeError, match="scalar type"):
-                    F.layer_norm(x, (77,), *given)
-            F.layer_norm(x, (77,), weight, weight)
-        half = x.bfloat16()
-        assert identical(F.layer_norm(half, (77,), weight, weight), F.layer_norm(half, (77,), weight, weight))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # such layouts are in beta
@@ -383,13 +380,19 @@ HARMLESS: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_a_reduction_over_the_batch_is_at_risk() -> None:
+def test_a_reduction_over_the_batch_padding_in_front_and_hidden_scores_are_at_risk() -> None:
     """Exact or not, replaced or not: it hands each request the others' numbers, and the coverage says so in words. Not
     so truths, integers, rows by themselves and parameters."""
     for case, (call, words) in MIXES.items():
         assert at_risk(call) == [words], case
     for case, harmless in HARMLESS.items():
         assert at_risk(harmless) == [], case
+    for case, (call, said) in SCANS.items():
+        assert at_risk(call) == said, case
+    scores = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(1))
+    for hides in (0.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf):
+        said = at_risk(lambda mask=hides: torch.softmax(scores + torch.where(torch.arange(9) > 6, mask, 0.0), -1))
+        assert said == ["softmax float32: over scores of which some are hidden"] * bool(hides), hides
 
 
 MOVED = "over places that padding in front moves"
@@ -433,16 +436,6 @@ SCANS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "experts": (lambda: experts().sum(1), []),
     "top-p": (lambda: torch.tensor([[0.5, 0.5, 0.0], [0.6, 0.3, 0.1]]).cumsum(-1), []),
 }
-
-
-def test_padding_in_front_and_hidden_scores_are_told_from_what_looks_like_them() -> None:
-    """A running sum of some requests that begin with what padding leaves is at risk; masks, choices, ties are not."""
-    for case, (call, said) in SCANS.items():
-        assert at_risk(call) == said, case
-    scores = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(1))
-    for hides in (0.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf):
-        said = at_risk(lambda mask=hides: torch.softmax(scores + torch.where(torch.arange(9) > 6, mask, 0.0), -1))
-        assert said == ["softmax float32: over scores of which some are hidden"] * bool(hides), hides
 
 
 _ORIGINAL = 16  # positions that the model was made for

@@ -286,8 +286,8 @@ def test_a_paged_sliding_window_without_positions_is_refused() -> None:
 AT_RISK = "transformers eager attention: sums over padded keys"
 
 
-def test_what_it_cannot_compute_is_said() -> None:
-    """Attention weights asked for, and attention that is left out: the original runs, its bits and its note with it."""
+def test_what_it_cannot_compute_or_trace_is_said() -> None:
+    """Weights asked for, attention left out, torch.compile, which would take kernels apart: stock, and said."""
     model = built("eager")
     ids = tokens(1, 9, seed=3)
     with torch.no_grad(), batch_invariant() as block:
@@ -297,10 +297,6 @@ def test_what_it_cannot_compute_is_said() -> None:
     with torch.no_grad(), batch_invariant(["matmul"]) as block:
         model(ids)
     assert block.coverage().at_risk[AT_RISK] == 2
-
-
-def test_compiled_attention_is_not_traced() -> None:
-    """torch.compile would take the kernels apart: eager attention runs stock under it, and is said."""
     model = built("eager gemma2")
     q, k, v = (torch.rand(1, h, 9, 32, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
     with torch.no_grad(), batch_invariant() as block:
@@ -362,7 +358,7 @@ def test_sdpa_makes_of_a_cap_and_of_a_mask_what_it_makes_of_them_outside() -> No
             torch.testing.assert_close(called(mask, size), stock)
 
 
-def test_a_window_under_autocast_is_cast_as_sdpa_casts_it() -> None:
+def test_autocast_chooses_the_dtype() -> None:
     """Gemma 3 under autocast: queries of float32, values of bfloat16; computed in autocast's dtype, as stock is."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         stock = called(window(), values=torch.bfloat16)
@@ -371,6 +367,13 @@ def test_a_window_under_autocast_is_cast_as_sdpa_casts_it() -> None:
     assert block.coverage().replaced["transformers attention 'sdpa', windowed"] == 1
     assert found.dtype == stock.dtype == torch.bfloat16
     torch.testing.assert_close(found, stock, rtol=2e-2, atol=4e-2)
+    layer, rows = torch.nn.Linear(64, 64), make("bell", (64, 64), torch.float32, "cpu", generator(8, "cpu"))
+    with torch.no_grad(), batch_invariant():
+        layer(rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole, part = layer(rows), layer(rows[:16].clone())
+    assert whole.dtype == part.dtype == torch.bfloat16
+    assert identical(whole[:16], part)
 
 
 # what the engine makes of it -> model type, what is its own, the engine's attention
@@ -396,16 +399,6 @@ def test_the_engine_computes_the_same_model_as_stock(what: str) -> None:
     for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, stock, strict=True):
         assert tokens == stock_tokens
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(stock_logprobs), rtol=1e-3, atol=1e-4)
-
-
-def test_autocast_chooses_the_dtype_before_and_after_a_first_call() -> None:
-    layer, rows = torch.nn.Linear(64, 64), make("bell", (64, 64), torch.float32, "cpu", generator(8, "cpu"))
-    with torch.no_grad(), batch_invariant():
-        layer(rows)
-        with torch.autocast("cpu", torch.bfloat16):
-            whole, part = layer(rows), layer(rows[:16].clone())
-    assert whole.dtype == part.dtype == torch.bfloat16
-    assert identical(whole[:16], part)
 
 
 def doubled(function: Any) -> Any:

@@ -255,8 +255,8 @@ def test_index_add_of_every_shape():
         assert not block.coverage().left
 
 
-def test_what_is_not_for_it_stays_stock_and_is_told():
-    """Integers, gradients' groups along K and wrong shapes go to torch, whose errors and results stand."""
+def test_what_is_not_for_it_stays_stock_and_gradients_are_torchs():
+    """Integers, groups along K and wrong shapes go to torch; under autograd its own formula gives the gradients."""
     x, weight = torch.rand(8, 16), torch.rand(2, 16, 8)
     offs = torch.tensor([2, 8], dtype=torch.int32)
     with torch.no_grad(), batch_invariant() as block:
@@ -268,10 +268,6 @@ def test_what_is_not_for_it_stays_stock_and_is_told():
     assert grown.shape == (1, 16, 16)
     assert identical(out, cpu_grouped_matmul.grouped_matmul(x, weight, offs))
     assert {name.split(":")[0] for name in block.coverage().left} == {"_grouped_mm float32"}  # integers have no order
-
-
-def test_gradients_of_grouped_products():
-    """Under autograd the forward is replaced, and torch's own formula gives the gradients."""
     x, weight = torch.rand(6, 16, requires_grad=True), torch.rand(2, 16, 8, requires_grad=True)
     offs = torch.tensor([2, 6], dtype=torch.int32)
     with batch_invariant() as block:

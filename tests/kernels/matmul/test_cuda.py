@@ -371,7 +371,7 @@ def test_a_zero_that_underflow_leaves_has_one_sign_in_every_batch(dtype):
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_replays_the_same_bits():
+def test_captured_and_compiled_the_same_member_runs():
     """A CUDA graph holds the certified member, also for a shape that was never seen outside of a capture."""
     x, weight = bell(40, 4096, dtype=torch.bfloat16), bell(4096, 4096, dtype=torch.bfloat16, seed=1)
     for rows in (x, x[:23]):
@@ -385,11 +385,6 @@ def test_a_captured_graph_replays_the_same_bits():
             graph.replay()
             torch.cuda.synchronize()
             assert compare.identical(out, linear(rows, weight))
-
-
-@pytest.mark.gpu
-def test_inductor_runs_the_same_member():
-    """The default compiler keeps the operator whole, and its bits."""
     x, weight = bell(24, 1024, dtype=torch.bfloat16), bell(512, 1024, dtype=torch.bfloat16, seed=1)
     compiled = torch.compile(lambda x, weight: linear(x, weight) * 2, fullgraph=True)
     assert compare.identical(compiled(x, weight), linear(x, weight) * 2)
@@ -397,7 +392,7 @@ def test_inductor_runs_the_same_member():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_odd_sizes_batches_and_offsets(dtype):
+def test_odd_sizes_batches_offsets_and_every_tile(dtype):
     tile = anchor(dtype)
     for m, k, n in ((3, 1001, 77), (33, 1024, 515), (257, 130, 9)):
         a, b = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1)
@@ -407,6 +402,12 @@ def test_odd_sizes_batches_and_offsets(dtype):
     assert compare.identical(linear(wide[:, 1:], weight), linear(wide[:, 1:].contiguous(), weight))
     a, b = bell(4, 24, 256, dtype=dtype), bell(4, 64, 256, dtype=dtype, seed=1)
     assert compare.identical(choice.bmm(a, b.mT), triton_matmul.matmul_chain(a, b.mT, tile=tile))
+    a, weight = bell(1, 300, 1032, dtype=dtype), bell(520, 1032, seed=1, dtype=dtype)
+    for b in (weight.T[None], weight.T.contiguous()[None]):
+        wanted = matmul_chain(a, b, tile=anchor(dtype))
+        assert TMA_TILES
+        for tile in TMA_TILES:
+            assert identical(run(bind_tma, a, b, None, tile), wanted)
 
 
 def by_chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -495,7 +496,7 @@ def test_tails_layouts_and_bias(chained_dot, by_rows):
     assert not identical(run(bind_tma, a, b, bias, tile), run(bind_tma, a, b, None, tile))
 
 
-def test_takes_what_the_accelerator_can_read():
+def test_what_the_accelerator_and_a_multiprocessor_can_take():
     a, b = half_bell(1, 8, 64), half_bell(1, 64, 32)
     assert tma_takes(a, b)
     assert tma_takes(a, half_bell(32, 64).T[None])
@@ -504,17 +505,14 @@ def test_takes_what_the_accelerator_can_read():
     assert not tma_takes(half_bell(1, 8, 65)[:, :, :64], b)
     assert not tma_takes(half_bell(1, 8, 72)[:, :, 1:65], b)
     assert not tma_takes(a[:, :0], b)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_tile_has_the_bits_of_the_class(dtype):
-    a, weight = bell(1, 300, 1032, dtype=dtype), bell(520, 1032, seed=1, dtype=dtype)
-    for b in (weight.T[None], weight.T.contiguous()[None]):
-        wanted = matmul_chain(a, b, tile=anchor(dtype))
-        assert TMA_TILES
-        for tile in TMA_TILES:
-            assert identical(run(bind_tma, a, b, None, tile), wanted)
+    assert all(hopper.tile_fits(tile) for tile in HOPPER_TILES)
+    for tile in (
+        Tile(64, 64, 256, 4, 8), Tile(128, 32, 256, 4, 2), Tile(16, 24, 256, 4, 4), Tile(16, 32, 96, 4, 4),
+        Tile(16, 32, 256, 4, 4), Tile(4, 8, 256, 4, 4),
+    ):  # fmt: skip
+        assert not hopper.tile_fits(tile)
+    if DEVICE == "cpu":
+        assert not hopper_takes(torch.zeros(1, 8, 64).half(), torch.zeros(1, 64, 32).half(), HOPPER_TILES[0])
 
 
 @on_hopper
@@ -592,10 +590,6 @@ def test_rows_that_are_not_there_do_not_reach_the_result():
     bind_hopper(a, weight.T[None], None, HOPPER_TILES[0])(a, weight.T[None], None, room[:17])
     assert bool((room[17:] == 7.0).all())
     assert identical(room[None, :17], matmul_chain(a, weight.T[None]))
-
-
-@on_hopper
-def test_the_kernel_for_few_rows_takes_what_it_can_read():
     tile = HOPPER_TILES[0]
     a, b = brain(1, 8, 64), brain(32, 64).T[None]
     assert hopper_takes(a, b, tile)
@@ -606,18 +600,6 @@ def test_the_kernel_for_few_rows_takes_what_it_can_read():
     bound = member(f"hopper:{tile.name}", Operands(a, b))
     assert not bound.is_anchor
     assert member(f"hopper:{tile.name}", Operands(a, b, tf32=True)) is None
-
-
-def test_tiles_for_few_rows_that_do_not_fit():
-    """What has no room in shared memory or registers, or is no part of 64 rows, is no tile; and no CPU takes one."""
-    assert all(hopper.tile_fits(tile) for tile in HOPPER_TILES)
-    for tile in (
-        Tile(64, 64, 256, 4, 8), Tile(128, 32, 256, 4, 2), Tile(16, 24, 256, 4, 4), Tile(16, 32, 96, 4, 4),
-        Tile(16, 32, 256, 4, 4), Tile(4, 8, 256, 4, 4),
-    ):  # fmt: skip
-        assert not hopper.tile_fits(tile)
-    if DEVICE == "cpu":
-        assert not hopper_takes(torch.zeros(1, 8, 64).half(), torch.zeros(1, 64, 32).half(), HOPPER_TILES[0])
 
 
 def test_barriers_are_found_or_refused():

@@ -174,14 +174,7 @@ def test_one_launch_has_stocks_bits(batch, tokens, heads_q, heads_k, dim, dtype)
     assert not identical(other[0].contiguous(), stock[0].contiguous())
 
 
-def test_what_it_does_not_take_is_left() -> None:
-    q, cos = rand(1, 2, 3, 64).to(DEVICE), rand(1, 3, 64).to(DEVICE)
-    assert cuda_rotary(q, q, cos.half(), cos.half()) is None
-    odd = rand(1, 2, 3, 96).to(DEVICE)
-    assert cuda_rotary(odd, odd, odd[:, 0], odd[:, 0]) is None
-
-
-def test_known_functions_are_recognized_by_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_rotations_dtypes_and_sizes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3's and Gemma 3's are Llama's; one that rotates otherwise is not, and what is patched comes back."""
     from transformers.models.gemma3 import modeling_gemma3 as gemma3
     from transformers.models.glm import modeling_glm as glm
@@ -199,6 +192,10 @@ def test_known_functions_are_recognized_by_their_text(monkeypatch: pytest.Monkey
     finally:
         hf_rotary.uninstall()
     assert qwen3.apply_rotary_pos_emb is original
+    q, cos = rand(1, 2, 3, 64).to(DEVICE), rand(1, 3, 64).to(DEVICE)
+    assert cuda_rotary(q, q, cos.half(), cos.half()) is None
+    odd = rand(1, 2, 3, 96).to(DEVICE)
+    assert cuda_rotary(odd, odd, odd[:, 0], odd[:, 0]) is None
 
 
 def every_number(dtype: torch.dtype) -> torch.Tensor:
