@@ -37,13 +37,12 @@ def test_the_defaults_on_cuda() -> None:
     """77 linear layers, 10 of matmul, 7 decode steps, 2 prefills of an 8B model in bfloat16; rows beyond the cache."""
     planned = plan_cases(["all"], Sizes(), "cuda", None)
     sections = {c.section: [d for d in planned if d.section == c.section] for c in planned}
-    assert {c.dtype for c in planned if c.operator != "scaled_matmul"} == {"bfloat16"}
-    assert [len(sections[f"scaled_matmul, {how}"]) for how in ("rows", "blocks")] == [4 * 5, 4 * 5]
-    assert {c.dtype for c in planned if c.operator == "scaled_matmul"} == {"float8_e4m3fn"}
-    assert len(sections["linear"]) == 11 * 7
+    dtypes = {(c.dtype, c.operator == "scaled_matmul") for c in planned}
+    assert dtypes == {("bfloat16", False), ("float8_e4m3fn", True)}
+    counts = {"linear": 11 * 7, "matmul": 5 * 2, "scaled_matmul, rows": 4 * 5, "scaled_matmul, blocks": 4 * 5}
+    assert {name: len(sections[name]) for name in counts} == counts
     assert sections["linear"][0].name == "M=1 K=4096 N=6144"
     assert {c.operator for c in sections["matmul"]} == {"matmul"}
-    assert len(sections["matmul"]) == 5 * 2
     assert [(c.shape["B"], c.shape["Tk"]) for c in sections["attention decode"]] == [
         (1, 1024), (1, 8192), (1, 32768), (8, 4096), (32, 2048), (64, 2048), (64, 8192)
     ]  # fmt: skip
@@ -54,18 +53,15 @@ def test_the_defaults_on_cuda() -> None:
 
 
 def test_sizes_asked_for() -> None:
-    assert [c.name for c in plan_cases(["matmul"], Sizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))] == [
-        "M=3 K=5 N=7", "M=3 K=5 N=7"
-    ]  # fmt: skip
+    both = plan_cases(["matmul"], Sizes(m=(3,), k=5, n=7), "cpu", ("float16", "float32"))
+    assert [c.name for c in both] == ["M=3 K=5 N=7"] * 2
     assert [c.group for c in plan_cases(["softmax"], Sizes(m=(3, 4), k=99), "cpu", None)] == ["V=99", "V=99"]
-    attention = plan_cases(["attention"], Sizes(m=(2,), k=64), "cpu", None)
-    assert [(c.section, c.shape["B"], c.shape["Tk"]) for c in attention] == [
-        ("attention decode", 2, 64), ("attention prefill", 1, 64)
-    ]  # fmt: skip
+    decode, prefill = plan_cases(["attention"], Sizes(m=(2,), k=64), "cpu", None)
+    assert (decode.section, decode.shape["B"], decode.shape["Tk"]) == ("attention decode", 2, 64)
+    assert (prefill.section, prefill.shape["B"], prefill.shape["Tk"]) == ("attention prefill", 1, 64)
     jigsaw = [c.shape["M"] for c in plan_cases(["matmul"], Sizes(k=8, n=8, jigsaw=True), "cuda", None)]
     assert {1, 16, 17, 64, 65, 128, 129, 1024, 1025, 4096} <= set(jigsaw)
-    assert tile_borders(1, 20) == (1, 8, 9, 16, 17, 20)
-    assert tile_borders(100, 100) == (100,)
+    assert (tile_borders(1, 20), tile_borders(100, 100)) == ((1, 8, 9, 16, 17, 20), (100,))
     assert max(tile_borders(1, 100_000)) == 100_000
     assert cells.parse_sizes("m", ["16", "1-9", "100-300:100"]) == (1, 8, 9, 16, 100, 200, 300)
     assert cells.parse_sizes("m", []) is None
@@ -194,7 +190,7 @@ def test_replays_stand_side_by_side_and_the_first_round_counts_for_nothing() -> 
     assert samples["ours"] == pytest.approx([2000.0] * 3)
     four, one = (cells.timed_of("stock", samples, []) for samples in ([4.0, 1.0, 3.0, 2.0], [7.0]))
     assert (four.low_us, four.median_us, four.high_us) == (1.75, 2.5, 3.25)
-    assert (one.low_us, one.median_us, one.high_us) == (7.0, 7.0, 7.0)
+    assert one.low_us == one.median_us == one.high_us == 7.0
 
 
 def test_a_cpu_is_timed_by_the_clock_and_by_its_own_time() -> None:
@@ -319,35 +315,28 @@ def test_what_fails_stands_beside_what_does_not(calls: dict[str, Any], watch: Pe
             raise RuntimeError("no tile\nfor this")
         raise NotImplementedError("no M = 1")
 
-    calls["mine"] = broken
-    records = list(collect(cases(), IMPLS, "cpu", 0, watch))
-    rows = [r for r in records if isinstance(r, Row)]
-    assert (rows[0].trials, rows[1].status, rows[1].reason) == (2, Status.SKIPPED, "no M = 1")
-    entries = [c.timed for c in records if isinstance(c, Cell)]
-    assert [timed[0].status for timed in entries] == [Status.TIMED] * 2
-    assert [(timed[1].status, timed[1].reason) for timed in entries] == [
-        (Status.SKIPPED, "no M = 1"), (Status.ERROR, "RuntimeError: no tile")
-    ]  # fmt: skip
-
     def refuses(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """As torch does, which says the cause in warnings: they belong to the reason, not on stderr."""
         warnings.warn("Flash attention kernel not used because:", stacklevel=1)
         warnings.warn("Expected a last dimension of 8 (Triggered internally at x.cpp:1.)", stacklevel=1)
         raise RuntimeError("No available kernel. Aborting execution.")
 
+    def fared() -> tuple[list[Row], list[tuple[str, str]]]:
+        with warnings.catch_warnings(action="error"):
+            records = list(collect(cases(), IMPLS, "cpu", 0, watch))
+        timed = [c.timed for c in records if isinstance(c, Cell)]
+        assert [stock.status for stock, _ in timed] == [Status.TIMED] * 2
+        return [r for r in records if isinstance(r, Row)], [(mine.status, mine.reason) for _, mine in timed]
+
+    calls["mine"] = broken
+    rows, mine = fared()
+    assert (rows[0].trials, rows[1].status, rows[1].reason) == (2, Status.SKIPPED, "no M = 1")
+    assert mine == [(Status.SKIPPED, "no M = 1"), (Status.ERROR, "RuntimeError: no tile")]
     calls["mine"] = refuses
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        *_, last = collect(cases()[:1], IMPLS, "cpu", 0, watch)
-    assert isinstance(last, Cell)
     reason = "No available kernel. Aborting execution. Expected a last dimension of 8"
-    assert (last.timed[1].status, last.timed[1].reason) == (Status.SKIPPED, reason)
+    assert fared()[1] == [(Status.SKIPPED, reason)] * 2
     del calls["mine"]  # loading goes wrong inside the run, and the run goes on
-    *_, last = collect(cases(), IMPLS, "cpu", 0, watch)
-    assert isinstance(last, Cell)
-    assert [(t.status, t.reason) for t in last.timed] == [
-        (Status.TIMED, ""), (Status.ERROR, "ImportError: mine needs another torch")
-    ]  # fmt: skip
+    assert fared()[1] == [(Status.ERROR, "ImportError: mine needs another torch")] * 2
 
 
 def test_what_is_not_the_operator_is_not_timed(calls: dict[str, Any], watch: PerfCounter) -> None:
@@ -417,25 +406,23 @@ def test_sums_and_layers_over_two_ranks(tmp_path: Path, monkeypatch: pytest.Monk
     assert main([*command, "--report", "r.md"]) == 0
     run = read_run(tmp_path / "r.jsonl")
     assert run.complete
-    assert [(c.operator, c.shape["M"], c.shape["ranks"]) for c in run.cells] == [
-        ("all_reduce", 1, 2), ("all_reduce", 16, 2), ("row_parallel", 1, 2), ("row_parallel", 16, 2)
-    ]  # fmt: skip
+    sizes = [(c.operator, c.shape["M"], c.shape["ranks"]) for c in run.cells]
+    assert sizes == [(name, m, 2) for name in ("all_reduce", "row_parallel") for m in (1, 16)]
     for cell in run.cells:
         wanted = {"stock", "invariant"} | ({"rank-free"} if cell.operator == "row_parallel" else set())
         assert {t.impl for t in cell.timed} == wanted
         assert all(t.status == "timed" and len(t.samples_us) == 15 for t in cell.timed)
     assert [c.bus_bytes for c in run.cells] == [64 * 2, 16 * 64 * 2, 0, 0], "2 (W - 1) / W of a bfloat16 message"
-    assert {(r.operator, r.impl): r.distinct for r in run.rows if r.impl != "stock"} == {
-        ("all_reduce", "invariant"): 1, ("row_parallel", "invariant"): 1, ("row_parallel", "rank-free"): 1
-    }  # fmt: skip
+    ours = [(r.operator, r.impl, r.distinct) for r in run.rows if r.impl != "stock"]
+    layer = [("row_parallel", impl, 1) for impl in ("invariant", "rank-free")]
+    assert sorted(ours) == [("all_reduce", "invariant", 1), *layer]
     assert "B/s)" in (tmp_path / "r.md").read_text(encoding="utf-8")
     # killed before its last row, it is completed, and its cells stay as they are
-    lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
-    Path("r.jsonl").write_bytes(b"".join(lines[:-2]))
+    *lines, _, _ = Path("r.jsonl").read_bytes().splitlines(keepends=True)
+    Path("r.jsonl").write_bytes(b"".join(lines))
     assert main([*command, "--resume"]) == 0
-    again = Path("r.jsonl").read_bytes().splitlines(keepends=True)
-    assert again[:-2] == lines[:-2]
-    assert [json.loads(line)["type"] for line in again[-2:]] == ["row", "end"]
+    *again, row, end = Path("r.jsonl").read_bytes().splitlines(keepends=True)
+    assert (again, json.loads(row)["type"], json.loads(end)["type"]) == (lines, "row", "end")
 
 
 def test_a_rank_that_dies_is_an_error_in_its_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
