@@ -1,7 +1,5 @@
 """Cells: the defaults are the shapes promised, and what a user types becomes sizes or one clear line."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """What is concluded from cells: ratios, intervals, noise, means, the worst, the limit, the bits."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Members put to questions: each way to leave a class is caught, named, and excluded where it leaves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

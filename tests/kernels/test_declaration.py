@@ -1,7 +1,5 @@
 """One declaration an operator: everybody who computes it computes the same thing, and every target leads somewhere."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

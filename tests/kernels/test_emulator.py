@@ -1,7 +1,5 @@
 """The exact models of `nondet.kernels.emulator` against rational numbers, the C library's fmaf, and planted trees."""
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import gzip

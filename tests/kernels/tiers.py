@@ -1,7 +1,5 @@
 """What tests of kernels share: what runs by default, and the full way of a call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

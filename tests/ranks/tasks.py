@@ -1,7 +1,5 @@
 """What the tests of `nondet.ranks` ask ranks to do."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

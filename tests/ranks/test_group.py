@@ -1,7 +1,5 @@
 """Ranks are started, asked and ended, and their sums have the bits of an order; what ends them is one line."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

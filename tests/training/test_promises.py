@@ -4,8 +4,6 @@ A: the trainer's logprobs have the sampler's bits (KL is 0), however the trainer
 B: a run that is made again ends with the same weights.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Reinforcement learning in small: what a step records, that a killed run goes on with its bits, what is said of it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The real TRL: it samples with transformers' engine and trains in the same process. Asked where it is installed."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

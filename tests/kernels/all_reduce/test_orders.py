@@ -1,7 +1,5 @@
 """The kernels behind the sums over ranks, in Triton's interpreter, against their orders in plain torch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

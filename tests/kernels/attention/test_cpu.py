@@ -1,7 +1,5 @@
 """Attention on a CPU: one query, one answer, whether prefilled, chunked, decoded, batched, packed or padded."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

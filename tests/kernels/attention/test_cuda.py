@@ -3,8 +3,6 @@
 Segments are shortened, so that small inputs have several; on a CPU everything runs in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The Hopper kernels: their bits are those of the one plan; what they take, and when they are chosen."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

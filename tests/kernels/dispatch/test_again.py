@@ -1,7 +1,5 @@
 """A second call on CUDA is decided: the bits, the coverage and the notes of the first, and nothing stale."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import warnings

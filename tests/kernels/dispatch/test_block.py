@@ -1,7 +1,5 @@
 """`batch_invariant()`: what it reaches, what it leaves, how it comes and goes, and a whole model under it."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """`batch_invariant()` under torch.compile and CUDA graphs: the replacements are reached, or the coverage says so."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What torch computes or refuses, the block computes or refuses, too: empty tensors, misfits, gradients, layouts."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

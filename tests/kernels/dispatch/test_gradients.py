@@ -1,7 +1,5 @@
 """torch's backward operators under `batch_invariant()`: right, each row by itself, sums in the order of the call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

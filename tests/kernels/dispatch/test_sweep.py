@@ -4,8 +4,6 @@ Any operator that computes each row by itself, going by float64, is run with one
 seven times as many. Its rows then have equal bits, or the call is among what was left or is at risk.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

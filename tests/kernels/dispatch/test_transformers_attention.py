@@ -1,7 +1,5 @@
 """A whole transformers model under `batch_invariant()`: one row, one answer, however it is batched."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

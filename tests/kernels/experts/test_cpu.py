@@ -1,7 +1,5 @@
 """Grouped products on a CPU: a row has the bits that it has alone, wherever its expert's weight lies."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

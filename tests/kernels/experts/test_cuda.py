@@ -1,7 +1,5 @@
 """Grouped products and the routing around them: right against float64, and blind to the other tokens."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients as operators: the bits of autograd under the block, near float64, and no row sees another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

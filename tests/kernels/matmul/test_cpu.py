@@ -1,7 +1,5 @@
 """Products on a CPU: a row's bits are its own, for every batch, place, layout, dtype and thread."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

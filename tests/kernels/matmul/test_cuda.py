@@ -1,7 +1,5 @@
 """The dispatcher of class "chain": right for every layout, and never a member without standing."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Row operators on a CPU: a row's bits are its own, and near float64."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

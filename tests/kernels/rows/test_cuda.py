@@ -1,7 +1,5 @@
 """Row operators: the written-out order is the order that runs, and nothing about the other rows enters it."""
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

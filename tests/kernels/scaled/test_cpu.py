@@ -1,7 +1,5 @@
 """FP8 products on a CPU: exact sums, one order, blind to the batch; and the family "fp8" under batch_invariant()."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

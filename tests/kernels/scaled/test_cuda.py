@@ -1,7 +1,5 @@
 """FP8 products by Triton: the logic in the interpreter, the bits on a GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
