@@ -206,7 +206,8 @@ def test_a_cpu_is_timed_by_the_clock_and_by_its_own_time() -> None:
 ATTENTION = {"B": 2, "Tq": 3, "Tk": 5, "Hq": 4, "Hkv": 2, "D": 8}
 
 
-def test_counts() -> None:
+def test_limits_are_counted_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand; rates follow from the work and the fastest replay; the longer limit holds, none where a rate is missing."""
     for operator, shape, dtype, bytes_, flops in [
         ("linear", {"M": 2, "K": 3, "N": 5}, "bfloat16", 2 * (6 + 15 + 10), 2 * 2 * 3 * 5),
         ("matmul", {"M": 2, "K": 3, "N": 5}, "float32", 4 * (6 + 15 + 10), 2 * 2 * 3 * 5),
@@ -231,19 +232,6 @@ def test_counts() -> None:
         work_of("scatter_add", {}, "float32")
     for device in ("cpu", "cuda"):  # none fails in the middle of a run
         assert all(case.work.bytes > 0 for case in plan_cases(["all"], Sizes(), device, None))
-
-
-@pytest.mark.usefixtures("stock_fp8")
-def test_the_peak_of_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch._scaled_mm; where torch refuses, nothing stands in its place."""
-    monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 64})
-    limit = cells.measure_limit(cells.peak_name("float8_e4m3fn"), "cpu", 0, PerfCounter())
-    assert (limit.what, limit.work, limit.rate > 0) == ("torch._scaled_mm, 64 cubed", 2 * 64**3, True)
-
-
-def test_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates follow from the work and the fastest replay; a copy counts what is read and what is written. The longer of
-    bytes over bandwidth and operations over the peak holds, in us; none where a rate is missing."""
     assert limit_us(Work(4_000_000, 0), 4e12, None) == (pytest.approx(1.0), "memory")
     assert limit_us(Work(4_000_000, 8_000_000_000), 4e12, 8e14) == (pytest.approx(10.0), "arithmetic")
     assert limit_us(Work(4_000_000, 8_000_000), 4e12, 8e14) == (pytest.approx(1.0), "memory")
@@ -259,6 +247,14 @@ def test_limits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(copy.samples_us) == 7
     for limit in (copy, peak):
         assert math.isclose(limit.rate, limit.work / min(limit.samples_us) * 1e6, rel_tol=1e-3)
+
+
+@pytest.mark.usefixtures("stock_fp8")
+def test_the_peak_of_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch._scaled_mm; where torch refuses, nothing stands in its place."""
+    monkeypatch.setattr("nondet.bench.cells.PRODUCT_SIZES", {"cpu": 64})
+    limit = cells.measure_limit(cells.peak_name("float8_e4m3fn"), "cpu", 0, PerfCounter())
+    assert (limit.what, limit.work, limit.rate > 0) == ("torch._scaled_mm, 64 cubed", 2 * 64**3, True)
 
 
 IMPLS = {"linear": ["stock", "mine"]}
@@ -391,8 +387,6 @@ def test_bits_tell_one_class_from_two() -> None:
     assert bits_row(group, "mine", lambda x, r, weight: (x * weight, r + x.shape[0]), "cpu", 0).labels == [0, 1]
     assert bits_row(group, "mine", lambda x, residual, weight: (x * weight, residual), "cpu", 0).labels == [0, 0]
 
-
-# Cells over ranks, on two processes: times of the slowest rank, bits of row 0 beside every number of rows.
 
 SMALL = ("--device", "cpu", "--m", "1", "--m", "16", "--n", "64", "--k", "64")
 

@@ -131,7 +131,6 @@ CONSTANTS = {"SPAN": 16, "LOG": False}
 
 
 def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
-    """Another tensor of the same kind, and another grid: their own, to the kernel that is there."""
     x = torch.zeros(8)
     launch(kernel, (3,), (x,), (33, 0.5), CONSTANTS, num_warps=4)
     other = torch.ones(8)

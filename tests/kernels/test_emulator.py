@@ -165,18 +165,17 @@ def survivors_of(tree: Tree, digits: int) -> Any:
         under.append(set().union(*(under[c] for c in node)))
 
     def survivors(masks: Any) -> list[Array]:
-        return [survive(*mask) for mask in masks]
-
-    def survive(i: int, js: Array, ones: Array) -> Array:
-        counts = []
-        for j in js.tolist():
-            at = i
-            while j not in under[at]:
-                at = above[at]
-            counts.append(len(set(ones.tolist()) - under[at] - {i, j}))
-        m, e = np.frexp(np.array(counts, float))
-        rounded: Array = np.ldexp(np.rint(np.ldexp(m, digits)), e - digits)
-        return rounded
+        found = []
+        for i, js, ones in masks:
+            counts = []
+            for j in js.tolist():
+                at = i
+                while j not in under[at]:
+                    at = above[at]
+                counts.append(len(set(ones.tolist()) - under[at] - {i, j}))
+            m, e = np.frexp(np.array(counts, float))
+            found.append(np.ldexp(np.rint(np.ldexp(m, digits)), e - digits))
+        return found
 
     return survivors
 

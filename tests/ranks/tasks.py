@@ -231,9 +231,6 @@ def other_ways_in() -> list[str]:
     return block.coverage().lines()
 
 
-# What the tests of `nondet.kernels.all_reduce` ask ranks to do that takes their process groups apart.
-
-
 def agreements_of_another_group(path: str) -> list[str]:
     """Groups of two among the ranks, destroyed and made anew under the old names: the member that sums in each. The
     second group of a name has a rank that was in the first and one that was not, and its sums are of two parts."""
@@ -254,9 +251,6 @@ def agreements_of_another_group(path: str) -> list[str]:
     return ran
 
 
-# `push` in Triton's interpreter, by ranks that share files instead of GPUs' memory.
-
-
 def _odd_parts(count: int, dtype: torch.dtype, seed: int, world: int, device: str | torch.device) -> list[torch.Tensor]:
     """What each rank contributes, the same on all of them; some of it -0.0, infinite or no number."""
     parts = _parts(count, dtype, seed, device)[:world]
@@ -268,7 +262,8 @@ def _odd_parts(count: int, dtype: torch.dtype, seed: int, world: int, device: st
 
 
 def pushes(folder: str, world: int) -> list[str]:
-    """Many sums by `push` over the first `world` ranks, sizes up and down, ranks out of step: what differs."""
+    """Many sums by `push` over the first `world` ranks, in Triton's interpreter, by files that they share instead of
+    GPUs' memory; sizes up and down, ranks out of step: what differs."""
     rank = dist.get_rank()
     if rank >= world:
         return []
@@ -307,9 +302,6 @@ def pushes(folder: str, world: int) -> list[str]:
         return unlike
     finally:
         vars(symmetric).update(before)
-
-
-# What the tests on two GPUs ask ranks to do.
 
 
 def _device() -> torch.device:

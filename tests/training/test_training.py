@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 import random
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +15,7 @@ import pytest
 import safetensors
 import torch
 
+import nondet
 from nondet.cli import main
 from nondet.core.records import Header, Run, TrainingStep
 from nondet.core.runfile import read_run, write_run
@@ -24,6 +27,7 @@ from nondet.sampling.model import load_model
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import decide, exit_code, judge
 from nondet.verdict.mismatch import courses
+from tests.sampling.conftest import write_tiny_model
 
 SMALL = "--steps 3 --prompts 2 --group 3 --tokens 6 --lr 1e-2 --threads 1 --device cpu --quiet".split()  # noqa: SIM905
 EXACT = ("--mismatch-bits", "0", "--k3", "0", "--mult-prob-error", "1")
@@ -49,7 +53,6 @@ def timeless(path: Path) -> list[TrainingStep]:
 
 
 def test_rewards_and_prompts() -> None:
-    """Parentheses are balanced or not; a sum is right or not; prompts belong to the seed."""
     texts = ("f(a)", "()", "(a(b)c)", "no pair", "(", ")(", "(a)) (", "(a) (")
     assert [balanced("", text) for text in texts] == [1, 1, 1, 0, 0, 0, 0, 0]
     assert [summed("17+25=", text) for text in ("42", " 42, and", "421", "is 42", "")] == [1, 1, 0, 0, 0]
@@ -82,7 +85,7 @@ def test_a_run_of_every_arm(tiny_folder: Path, tmp_path: Path) -> None:
     assert all(r.tokens == 2 * 3 * 6 and r.entropy and r.grad_norm is not None for r in run.training_steps)
     assert of["sampler-only"][0].tokens_digest == of["invariant"][0].tokens_digest
     assert len({r.weights_digest for r in run.training_steps}) == 2 * len(ARMS)
-    ran = {arm: {" ".join(name.split()[:2]) for name in of[arm][0].ran} for arm in ARMS}
+    ran = {arm: {name[: len("trainer: replaced")] for name in of[arm][0].ran} for arm in ARMS}
     assert (ran["stock"], "trainer: replaced" in ran["invariant"]) == (set(), True)
     assert "sampler: replaced" in ran["sampler-only"]
     assert not any(name.startswith("trainer") for name in ran["sampler-only"])
@@ -233,7 +236,6 @@ def test_micro_batches_are_the_same_step_but_for_rounding(tiny_folder: Path) -> 
 def test_a_failed_step_ends_its_arm_and_no_other(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is a record with its reason; a gate has no answer."""
     dying(2, monkeypatch, ArithmeticError("the norm of the gradient is nan"))
     path = tmp_path / "rl.jsonl"
     asked = ["rl", "--model", str(tiny_folder), *SMALL, "--steps", "2", "--arms", "stock,stock+tis", "--out", str(path)]
@@ -248,7 +250,7 @@ def test_a_failed_step_ends_its_arm_and_no_other(
     assert path.read_bytes().splitlines()[:-1] == lines.splitlines()[:-1], "a failed arm is not tried again"
 
 
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words, said in [
         ("--arms stok", "unknown arm 'stok'. Did you mean stock"),
         ("--arms ,", "--arms ',' names none"),
@@ -266,6 +268,18 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["rl", *words.split(), "--device", "cpu", "--quiet"]) == 2
         [error] = capsys.readouterr().err.strip().splitlines()
         assert said in error
+    engine = {"use_transformers_continuous_batching": True, "_get_per_token_logps_and_entropies": None}
+    two, one = (SimpleNamespace(accelerator=SimpleNamespace(num_processes=n), **engine) for n in (2, 1))
+    plain = SimpleNamespace(use_transformers_continuous_batching=False)
+    for given, out, said in [
+        (SimpleNamespace(), "rl.jsonl", "can't watch this SimpleNamespace"),
+        (plain, "rl.jsonl", "use_transformers_continuous_batching"),
+        (two, "rl.jsonl", "this trainer has several"),
+        (one, "rl.pt", "is not a .jsonl file"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            nondet.mismatch_of(given, out=tmp_path / out)
+    assert list(tmp_path.iterdir()) == []
 
 
 def step(impl: str, number: int, *, seed: int = 0, reward: float = 0.5, differ: int = 0, **more: Any) -> TrainingStep:
@@ -297,7 +311,7 @@ def test_verdicts_say_in_how_many_steps() -> None:
     assert decide(run_of(*stock, *invariant), impls=["invariant"], rate=0.1, confidence=0.9, by="load").code == 0
 
 
-def test_a_gate_goes_by_the_worst_step() -> None:
+def test_a_gate_goes_by_the_worst_step(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the means; of the bits by all of an arm. An arm that is within is no failure in JUnit's eyes."""
     steps = [step("stock", i, differ=40 if i % 2 else 0, mult_prob_error=1.01 if i % 2 else 1.0) for i in range(10)]
     steps[7] = step("stock", 7, differ=40, k3=2e-4, mult_prob_error=1.02)
@@ -321,9 +335,6 @@ def test_a_gate_goes_by_the_worst_step() -> None:
         assert gate.junit(decision, run, 0.0).count("<failure") == bool(shut)
         for broken in (killed, failed):
             assert decide(broken, **asked).code == (3 if shut else 1)
-
-
-def test_a_gate_asks_for_a_mean_that_an_older_file_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     run = str(Path(__file__).parents[2] / "docs" / "evidence" / "cpu" / "rl.jsonl.gz")
     assert main(["gate", run, "--mult-prob-error", "9", "--k3", "1"]) == 2
     assert "holds no mean of exp |d|: an older nondet made it" in capsys.readouterr().err
@@ -378,3 +389,83 @@ def test_a_name_in_a_file_is_text_in_a_report(tmp_path: Path) -> None:
     assert [what in page.read_text() for what in ("<b>evil", "&lt;b&gt;evil")] == [False, True]
     assert "`<b>evil</b>`" in text.read_text()
     assert "<b>" not in text.read_text().replace("`<b>evil</b>`", "")
+
+
+STEPS = 3
+
+
+def trainer(folder: Path, out: Path, **changes: Any) -> Any:
+    """A GRPOTrainer on a tiny model, prompts of several lengths, so that TRL pads on the left."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: pip install nondet-llm[trl]")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    engine = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 32}
+    given: dict[str, Any] = {
+        "output_dir": str(out), "use_cpu": True, "bf16": False, "max_steps": STEPS, "seed": 5, "logging_steps": 1,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "report_to": [],
+        "max_completion_length": 8, "learning_rate": 1e-2, "save_strategy": "no", "disable_tqdm": True,
+        "use_transformers_continuous_batching": True, "transformers_continuous_batching_config": engine,
+    }  # fmt: skip
+    prompts = ["For example, the", "Return", "The class is a kind of", "This"] * 8
+    held_out = Dataset.from_dict({"prompt": prompts[:4]}) if "eval_strategy" in changes else None
+
+    def length(completions: list[str], **_: Any) -> list[float]:
+        return [len(text) / 100 for text in completions]
+
+    return trl.GRPOTrainer(
+        model=model, reward_funcs=length, args=trl.GRPOConfig(**given | changes), processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}), eval_dataset=held_out,
+    )  # fmt: skip
+
+
+def watched(folder: Path, tmp_path: Path, *, invariant: bool) -> list[TrainingStep]:
+    """What a run of a few steps left; TRL is its own again afterwards."""
+    made, out = trainer(folder, tmp_path / "out"), tmp_path / "rl.jsonl"
+    before = made.continuous_batching_config.return_logprobs
+    block: Any = nondet.batch_invariant(training=True) if invariant else nullcontext()
+    with block, nondet.mismatch_of(made, out=out):
+        made.train()
+    assert not {"generate_batch", "_get_per_token_logps_and_entropies"} & {*vars(made.model), *vars(made)}
+    assert made.continuous_batching_config.return_logprobs == before
+    run = read_run(out)
+    assert run.complete
+    assert [r.step for r in run.training_steps] == list(range(STEPS))
+    assert all(r.tokens > 8 and r.grad_norm and r.reward and r.groups == 2 for r in run.training_steps)
+    assert len({r.weights_digest for r in run.training_steps}) == STEPS
+    return run.training_steps
+
+
+@pytest.mark.trl
+def test_trl_is_on_policy_with_two_lines_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not one bit in any step, with padding on the left, after optimizer steps, in micro-batches."""
+    folder = write_tiny_model(tmp_path / "model")
+    steps = watched(folder, tmp_path, invariant=False)
+    assert all(r.impl == "stock" and r.differ > r.tokens / 4 and r.k3 > 0 for r in steps)
+    assert main(["gate", str(tmp_path / "rl.jsonl")]) == 3
+    (tmp_path / "rl.jsonl").unlink()
+    steps = watched(folder, tmp_path, invariant=True)
+    assert [(r.impl, r.differ, r.k3) for r in steps] == [("invariant", 0, 0.0)] * STEPS
+    assert main(["gate", str(tmp_path / "rl.jsonl")]) == 0
+    assert main(["report", str(tmp_path / "rl.jsonl"), "--quiet"]) == 0
+    assert f"KL 0 in {STEPS} of {STEPS} steps (0 of" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.trl
+def test_what_trl_does_not_train_on_is_in_no_figure(tmp_path: Path) -> None:
+    """Rollouts of one generation serve two steps, of which the first is recorded, and each step is evaluated; with
+    mask_truncated_completions nobody trains on what was cut off: here most, or all, of them."""
+    folder, kept = write_tiny_model(tmp_path / "model"), []
+    evaluated = {"max_steps": 4, "steps_per_generation": 4, "eval_strategy": "steps", "eval_steps": 1}
+    for i, more in enumerate((evaluated, {"mask_truncated_completions": True, "max_completion_length": 40})):
+        made, out = trainer(folder, tmp_path / "out", **more), tmp_path / f"rl{i}.jsonl"
+        with nondet.batch_invariant(training=True), nondet.mismatch_of(made, out=out):
+            made.train()
+        kept.append(read_run(out).training_steps)
+    assert [(s.step, s.differ) for s in kept[0]] == [(0, 0), (2, 0)]
+    assert made.state.global_step == STEPS, "it went on to its end"
+    assert all(step.differ == 0 and 0 < step.tokens < 40 * step.rollouts for step in kept[1])

@@ -122,7 +122,6 @@ def test_dropped_keys_of_a_window_leave_the_anchor(window: int) -> None:
     ("window", "cap"), [(40, None), (40, 0.7), *at_length((1, None), (64, None), (1000, None), (None, 0.7))]
 )
 def test_a_window_hides_keys_and_a_soft_cap_bends_the_scores(window: int | None, cap: float | None) -> None:
-    """Against float64 with an explicit mask; decode equals prefill, also packed; another cap is another answer."""
     x = q, k, v = inputs(torch.float32, (2, 2), batch=1)
     how = {"softcap": cap, "window": window}
     got = attention(*x, **how)
@@ -155,7 +154,8 @@ def test_layouts_and_places_in_a_cache_do_not_matter() -> None:
     assert identical(attention_varlen(q[:2], k, v, key_index=index, **more), gathered)
 
 
-def test_misuse_is_refused() -> None:
+def test_misuse_is_refused_and_a_broken_promise_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If blocks were merged in an order that depends on the batch, the first use would say so and not compute."""
     q, k, v = inputs(torch.float32)
     tokens = [x[0].transpose(0, 1)[:n] for x, n in ((q, 2), (k, 9), (v, 9))]
     sizes = {"cu_seqlens_q": ends([2]), "cu_seqlens_k": ends([9]), "max_seqlen_q": 2, "max_seqlen_k": 99}
@@ -169,10 +169,6 @@ def test_misuse_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=words):
             call(*given, **how, **(sizes if call is attention_varlen else {}))
-
-
-def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If blocks were merged in an order that depends on the batch, the first use would say so and not compute."""
     honest, kept = cpu_attention.computed, Certificates({"device": "cpu"}, None)
 
     def dishonest(q: torch.Tensor, *more: Any) -> torch.Tensor:

@@ -417,7 +417,6 @@ def test_a_sum_over_padded_places_is_named_where_its_bits_move(side: str) -> Non
 
 
 def experts() -> torch.Tensor:
-    """Two of four experts' outputs for each of 6 tokens, zeros for the rest."""
     chosen = torch.tensor([[0, 1], [0, 2], [1, 3], [2, 3], [1, 2], [0, 3]])[..., None]
     return rand(6, 4, 8) * torch.zeros(6, 4, 1).scatter(1, chosen, 1)
 

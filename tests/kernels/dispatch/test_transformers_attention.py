@@ -68,7 +68,6 @@ def in_a_batch(model: Any) -> torch.Tensor:
 
 
 def padded_on_the_left(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, mask and places of the row and another that is longer."""
     ids = torch.cat([torch.zeros(1, PADDING, dtype=torch.long), ROW], 1)
     ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=3)]).to(device)
     mask = torch.ones_like(ids)
@@ -213,7 +212,6 @@ def generate(model, prompts, *, budget, sharing=False, implementation="sdpa") ->
     ],
 )
 def test_a_request_has_one_answer_under_load(name: str, device: str, dtype: torch.dtype) -> None:
-    """Tokens and logprobs are equal bit for bit: alone, among others, in other chunks, with a prefix that is shared."""
     model, sharing, how = built(name, dtype, device), name == "qwen3", "eager" if "eager" in name else "sdpa"
     with batch_invariant() as block:
         right = generate(model, [_TARGET], budget=64, implementation=how)[0]
@@ -250,8 +248,8 @@ def test_without_the_stand_in_the_mask_is_read(monkeypatch: pytest.MonkeyPatch) 
     assert block.coverage().at_risk["scaled_dot_product_attention float32"] > 0
 
 
-def test_the_table_of_functions_is_put_back() -> None:
-    """After the block, nested or ended by an exception, transformers' table holds what it held before."""
+def test_the_table_of_functions_is_put_back_and_a_paged_window_without_positions_is_refused() -> None:
+    """Its cache drops first keys, so there is no anchor: an error that says so, not a quiet fall back to stock."""
     from transformers.modeling_utils import AttentionInterface
 
     before = dict(AttentionInterface())
@@ -259,10 +257,6 @@ def test_the_table_of_functions_is_put_back() -> None:
         assert AttentionInterface()["sdpa"] is not before["sdpa"]
         raise ZeroDivisionError
     assert dict(AttentionInterface()) == before
-
-
-def test_a_paged_sliding_window_without_positions_is_refused() -> None:
-    """Its cache drops first keys, so there is no anchor: an error that says so, not a quiet fall back to stock."""
     from transformers.modeling_utils import AttentionInterface
 
     layer = torch.nn.Module()
@@ -284,7 +278,7 @@ def test_a_paged_sliding_window_without_positions_is_refused() -> None:
 AT_RISK = "transformers eager attention: sums over padded keys"
 
 
-def test_what_it_cannot_compute_or_trace_is_said() -> None:
+def test_what_it_cannot_compute_or_trace_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights asked for, attention left out, torch.compile, which would take kernels apart: stock, and said."""
     model = built("eager")
     ids = tokens(1, 9, seed=3)
@@ -303,10 +297,6 @@ def test_what_it_cannot_compute_or_trace_is_said() -> None:
         torch.testing.assert_close(torch.compile(call, backend="eager")()[0], call()[0], rtol=1e-4, atol=1e-5)
     assert block.coverage().at_risk[AT_RISK] == 1
     assert block.coverage().replaced["transformers eager attention"] == 1
-
-
-def test_a_copy_with_other_code_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose eager attention does something else keeps it, and is at risk; afterwards all is put back."""
     other = ModuleType("transformers.models.other.modeling_other")
     other.eager_attention_forward = original = lambda *args, **kwargs: "its own"  # type: ignore[attr-defined]  # a model's
     monkeypatch.setitem(sys.modules, other.__name__, other)
@@ -338,7 +328,7 @@ def called(mask, size=_WINDOW, cap=None, values=torch.float32) -> Any:
         return str(error)
 
 
-def test_sdpa_makes_of_a_cap_and_of_a_mask_what_it_makes_of_them_outside() -> None:
+def test_sdpa_makes_of_a_cap_a_mask_and_autocast_what_it_makes_of_them_outside() -> None:
     """transformers' sdpa leaves a cap out before 5.23 and refuses it since; the stand-in does so in a window, too."""
     for mask in (None, window()):
         stock = called(mask, cap=0.5)
@@ -354,10 +344,6 @@ def test_sdpa_makes_of_a_cap_and_of_a_mask_what_it_makes_of_them_outside() -> No
         stock = called(mask, size)
         with torch.no_grad(), batch_invariant():
             torch.testing.assert_close(called(mask, size), stock)
-
-
-def test_autocast_chooses_the_dtype() -> None:
-    """Gemma 3 under autocast: queries of float32, values of bfloat16; computed in autocast's dtype, as stock is."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         stock = called(window(), values=torch.bfloat16)
         with batch_invariant() as block:

@@ -49,7 +49,6 @@ def test_a_weight_has_one_order_at_any_place() -> None:
 
 
 def test_cpu_refuses_offsets_that_make_no_sense():
-    """On a CPU the offsets can be read, so wrong ones are an error; so are shapes that do not fit, and places."""
     x, weight = torch.ones(4, 8), torch.ones(2, 8, 3)
     for given, offsets, words in (
         *(((x, weight), wrong, "ascend") for wrong in ([3, 2], [3, 9], [-1, 4])),
@@ -80,7 +79,6 @@ def products(matrices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *at_length(torch.float16)], ids=str)
 @pytest.mark.parametrize("depth", [129, *at_length(64)])
 def test_rows_and_batches_decide_nothing(depth: int, dtype: torch.dtype) -> None:
-    """A bmm with vectors, for every number of rows and of batches, and as einsum("tk,k->t") and mv: equal bits."""
     matrices, vectors = operands(depth, dtype)
     with torch.no_grad(), batch_invariant() as block:
         whole = products(matrices, vectors)
@@ -194,7 +192,6 @@ def keeps(model: Any) -> list[bool]:
     ],
 )
 def test_logits_do_not_depend_on_the_batch(model, way, dtype):
-    """A prompt alone and among others: equal logits, with nothing of the experts left to a stock kernel."""
     made = model_of(model, way, dtype)
     with torch.no_grad(), batch_invariant() as block:
         assert all(keeps(made))

@@ -114,7 +114,6 @@ def small_proof(monkeypatch):
 
 
 def test_a_tile_is_proven_before_it_is_used(chained_dot, small_proof):
-    """The first use compares the tile with the plain chain's anchor, and keeps what came out."""
     x, weight = bell(10, 72), bell(3, 40, 72, seed=1).mT
     grouped_matmul(x, weight, at([2, 5, 10]))
     (proof,) = small_proof.all()
@@ -128,7 +127,6 @@ def test_a_tile_is_proven_before_it_is_used(chained_dot, small_proof):
 
 
 def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypatch):
-    """A tile that gives other bits is recorded as excluded, and the anchor's tile, proven too, runs in its place."""
     x, weight = bell(10, 72), bell(3, 40, 72, seed=1).mT
     right = grouped_chain(x, weight, at([2, 5, 10]), anchor(torch.float32), False)
     sound = grouped.grouped_chain

@@ -64,7 +64,6 @@ SHAPES = [(5, 1003), *at_length((70, 128), (1, 7)), (3, 17000)]  # the last of s
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """What the kernel runs on: CUDA's, or the interpreter's."""
     return x.exp() if DEVICE == "cuda" else torch.from_numpy(np.exp(x.numpy()))
 
 

@@ -35,8 +35,6 @@ def operands(dtype: torch.dtype, k: int, n: int, kind: str = "bell") -> tuple[to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["cancel", *at_length("bell")])
 def test_a_row_does_not_depend_on_the_batch(threads: int, dtype: torch.dtype, kind: str) -> None:
-    """Every row, in every batch that begins at any place, has the bits it has in the largest batch, on any thread; also
-    of few columns, for which a library may have no invariant tile (MKL in float32)."""
     narrow = ((33, 1), (33, 2), (33, 9), (33, 16)) if dtype == torch.float32 else ()
     for depth, columns in ((72, 200), *narrow):
         x, weight = operands(dtype, depth, columns, kind)
@@ -117,7 +115,6 @@ def layer(dtype: torch.dtype, bias: bool) -> torch.nn.Linear:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has a layout for the dtype here, as it has none in bfloat16 without AVX-512."""
     try:
         torch.ops.mkldnn._reorder_linear_weight(torch.zeros(32, 32, dtype=dtype), None)
     except RuntimeError:

@@ -115,7 +115,6 @@ def noted() -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "k", "n"), [(16, 64, 32), (17, 63, 65), *at_length((70, 1, 1), (130, 65, 40))])
 def test_products_are_within_the_accuracy_bound(dtype, m, k, n):
-    """Tails of M, N and K are neither lost nor read twice, with and without a bias, in one product and in several."""
     a, b, bias = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1), bell(n, dtype=dtype, seed=2)
     bound = accuracy_bound(dtype, k + 1)
     assert error(matmul(a, b), reference.matmul(a, b)) <= bound
@@ -127,7 +126,6 @@ def test_products_are_within_the_accuracy_bound(dtype, m, k, n):
 
 
 def test_layouts_do_not_change_bits(chained_dot):
-    """Transposed, sliced, expanded and misaligned operands give the bits of their contiguous copies."""
     tall, wide = bell(90, 20), bell(60, 140, seed=1)
     pairs = [
         (tall[:40].T, wide.T[:40]),
@@ -168,7 +166,6 @@ def test_empty_and_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16)])
 def test_bits_do_not_depend_on_the_batch(chained_dot, dtype):
-    """Every M and every place give a row the same bits; a row's own numbers do change them."""
     x, weight = bell(70, 50, dtype=dtype), bell(30, 50, dtype=dtype, seed=1)
     whole = linear(x, weight)
     for m in (1, 16, 17, 40):

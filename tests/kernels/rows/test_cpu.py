@@ -173,7 +173,6 @@ def test_one_launch_has_stocks_bits(batch, tokens, heads_q, heads_k, dim, dtype)
 
 
 def test_other_rotations_dtypes_and_sizes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3's and Gemma 3's are Llama's; one that rotates otherwise is not, and what is patched comes back."""
     from transformers.models.gemma3 import modeling_gemma3 as gemma3
     from transformers.models.glm import modeling_glm as glm
     from transformers.models.qwen3 import modeling_qwen3 as qwen3

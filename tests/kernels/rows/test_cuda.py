@@ -182,7 +182,6 @@ def test_a_row_does_not_depend_on_the_others(width, names):
 
 
 def test_strides_and_alignment_do_not_change_bits():
-    """Columns of a wider tensor, a transposed one, rows that start off any alignment: the bits of the plain copy."""
     x = make("bell", 3, 96, dtype=torch.float16)
     wider = torch.zeros(3, 200, device=DEVICE, dtype=torch.float16)
     wider[:, 7:103] = x

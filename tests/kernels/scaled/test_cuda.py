@@ -72,7 +72,6 @@ def test_many_rows_go_in_parts(how, monkeypatch):
 
 
 def test_what_has_no_kernel_is_refused(monkeypatch):
-    """Another dtype, bfloat16 in the interpreter, whose is wrong, or another device: never something else instead."""
     given = bell("row", 4, 128, 16)
     if triton_common.INTERPRETED:
         with pytest.raises(NotImplementedError, match="interpreter"):
@@ -151,17 +150,17 @@ def test_torch_s_own_product_serves_where_it_is_proven_and_nowhere_else(kept, mo
         assert (cuda.library_step(given, torch.float32, bias) == 1) is holds
     assert {c.member for c in kept.all()} == {cuda.LIBRARY}
     assert len(kept.excluded()) == 2
-    few = bell("row", 8, 512, 32)
-    assert not cuda.library_step(few, torch.float32, None)  # the tiles are faster
-    mixed = (*given[:3], given[3][:, :1].clone())
-    assert not cuda.library_step(mixed, torch.float32, None)  # torch has no such product
-    assert not cuda.library_step((given[0], given[1].contiguous(), *given[2:]), torch.float32, None)
-    proven = bell("row", 60, 512, 32)
-    assert cuda.library_step(proven, torch.float32, None)
-    wider = torch.zeros(60, 528, dtype=torch.uint8).view(E4M3)[:, :512]  # a proof's rows lie side by side
-    assert not cuda.library_step((wider, *proven[1:]), torch.float32, None)
-    deeper = torch.zeros(32, 528, dtype=torch.uint8).view(E4M3)[:, :512].mT
-    assert not cuda.library_step((proven[0], deeper, *proven[2:]), torch.float32, None)
+    a, b, *scales = bell("row", 60, 512, 32)
+    assert cuda.library_step((a, b, *scales), torch.float32, None)
+    wider, deeper = (torch.zeros(n, 528, dtype=torch.uint8).view(E4M3)[:, :512] for n in (60, 32))
+    for refused in (
+        bell("row", 8, 512, 32),  # the tiles are faster
+        (*given[:3], given[3][:, :1].clone()),  # torch has no such product
+        (given[0], given[1].contiguous(), *given[2:]),
+        (wider, b, *scales),  # a proof's rows lie side by side
+        (a, deeper.mT, *scales),
+    ):
+        assert not cuda.library_step(refused, torch.float32, None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     block = bell("block", 60, 512, 32)
     assert not cuda.library_step(block, torch.float32, None)
@@ -324,12 +323,10 @@ def test_what_is_not_replaced_is_at_risk(folders, monkeypatch):
 
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", theirs)
     x = torch.ones(3, 256, dtype=torch.bfloat16)
-    with torch.no_grad(), batch_invariant(["norm"]) as block:
-        layer(x)
-    assert block.coverage().at_risk["transformers FP8Linear"] == 1
-    with batch_invariant(["fp8"]) as block:
-        layer(x)
-    assert block.coverage().at_risk["transformers FP8Linear"] == 1
+    for mode, family in ((torch.no_grad, "norm"), (torch.enable_grad, "fp8")):
+        with mode(), batch_invariant([family]) as block:
+            layer(x)
+        assert block.coverage().at_risk["transformers FP8Linear"] == 1
     layer.block_size = (64, 64)  # (each of these is transformers' own product, as a kernel of its hub would be)
     with torch.no_grad(), batch_invariant(["fp8"]) as block:
         layer(x)
@@ -429,7 +426,6 @@ def test_fp8_experts_are_computed_row_by_row_and_told():
     ],
 )
 def test_experts_that_are_not_computed_are_at_risk(asked, why, monkeypatch):
-    """transformers' own forward runs in their place, and the reason is coverage."""
     try:
         made, given = experts(**asked)
     except TypeError:
