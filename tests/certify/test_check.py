@@ -366,8 +366,7 @@ def test_a_tile_that_leaves_its_class_is_barred_from_the_dispatcher(kept: Certif
 
 
 def test_the_classes_are_whole_and_planned_and_the_page_says_what_the_table_says() -> None:
-    """Every operator of a class has an anchor, an order in words, and targets that can be imported; the generated part
-    of docs/classes.md is the output of `python scripts/classes.py`."""
+    """Anchors, orders in words, targets that can be imported; docs/classes.md has the output of scripts/classes.py."""
     assert set(classes()) >= {"chain", "segments"}
     for name, cls in classes().items():
         assert (cls.name, bool(cls.members)) == (name, True)

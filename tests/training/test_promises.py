@@ -122,8 +122,7 @@ def train(
     wider: int = 0,
     stock_formula: bool = False,
 ) -> Trained:
-    """A forward and a backward pass of every micro-batch in train(), padded to so many tokens more; gradients are left
-    in the parameters."""
+    """A forward and a backward pass of each micro-batch, padded to so many tokens more; gradients are kept."""
     model.train()
     kept, known = [], list[bool]()
     with block or nullcontext():

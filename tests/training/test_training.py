@@ -130,8 +130,7 @@ def test_a_killed_run_goes_on_with_its_bits(tiny_folder: Path, tmp_path: Path, m
 def test_a_checkpoint_that_is_not_the_run_s_is_refused(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line and exit code 2, and the run file stays as it was; one of an earlier run is not overwritten unasked.
-    safetensors says in an error of its own that one can't be written."""
+    """One line and exit code 2; the run file stays as it was, an earlier run's checkpoint is not overwritten."""
 
     run = tmp_path / "a.jsonl"
     asked = ["rl", "--model", str(tiny_folder), *SMALL, "--arms", "stock", "--out", str(run)]

@@ -49,11 +49,6 @@ def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32):
     return tuple(inputs.make("bell", (b, h, t, d), dtype, DEVICE, rng) for h, t in ((hq, tq), (hkv, tk), (hkv, tk)))
 
 
-def drawn(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    rng = inputs.generator(0, DEVICE)
-    return tuple(inputs.make("bell", shape, torch.float32, DEVICE, rng) for shape in shapes)
-
-
 def sizes(*lengths: tuple[int, int], **more: Any) -> dict[str, Any]:
     queries, keys = ([*counts] for counts in zip(*lengths, strict=True))
     cu_q, cu_k = (masks.starts(counts, torch.device(DEVICE)) for counts in (queries, keys))
@@ -171,8 +166,8 @@ def test_packed_requests_have_the_bits_they_have_alone(split):
     """Decode, prefill, chunk and empty requests: keys side by side, scattered in a cache, and where a window's cache
     has dropped the first ones, whose anchor positions tell."""
     lengths, window = [(1, SHORT + 6), (3, 3), (0, 0), (2, 35), (1, 1)], 20
-    flat = iter(drawn(*(shape for nq, nk in lengths for shape in ((nq, 2, 16), (nk, 1, 16), (nk, 1, 16)))))
-    own = [(next(flat), next(flat), next(flat)) for _ in lengths]
+    rng, shapes = inputs.generator(0, DEVICE), [((nq, 2, 16), (nk, 1, 16), (nk, 1, 16)) for nq, nk in lengths]
+    own = [[inputs.make("bell", shape, torch.float32, DEVICE, rng) for shape in three] for three in shapes]
     q, k, v = (torch.cat(parts) for parts in zip(*own, strict=True))
     index = torch.randperm(len(k), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     cache = [torch.empty_like(x).index_copy_(0, index, x) for x in (k, v)]

@@ -254,8 +254,7 @@ def test_every_operator_and_key_exists_in_this_torch() -> None:
 
 
 def test_a_model_imported_inside_of_a_block_has_its_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the next block, nothing of it at risk, though as many modules are there as before; what looks for such modules
-    is gone with the block."""
+    """In the next block, though there are as many modules; what looks for them goes with the block."""
     name = "transformers.models.qwen2.modeling_qwen2"
     importlib.import_module(name)
     monkeypatch.delitem(sys.modules, name)

@@ -461,8 +461,7 @@ def logits_of_row_zero(kind: str, longest: int) -> tuple[bool, list[str]]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_frequencies_of_the_longest_request_are_said(kind: str) -> None:
-    """Beside a request beyond the original length the bits are others, and the coverage names the embedding; within it
-    everybody has the original frequencies, and no word is said of them."""
+    """Beside a request beyond the original length bits differ, and the coverage names the embedding; else not."""
     said = f"transformers rotary embedding '{kind}': frequencies by the longest request of the step"
     assert logits_of_row_zero(kind, 40) == (False, [said])
     assert logits_of_row_zero(kind, _ORIGINAL - 2) == (True, [])

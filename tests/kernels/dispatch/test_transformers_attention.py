@@ -63,10 +63,6 @@ def alone(model: Any) -> torch.Tensor:
     return model(ROW.to(model.device)).logits[0]
 
 
-def in_a_batch(model: Any) -> torch.Tensor:
-    return model(torch.cat([tokens(6, LENGTH, seed=2), ROW]).to(model.device)).logits[-1]
-
-
 def padded_on_the_left(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = torch.cat([torch.zeros(1, PADDING, dtype=torch.long), ROW], 1)
     ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=3)]).to(device)
@@ -119,7 +115,7 @@ def left_padded_decode(model: Any) -> torch.Tensor:
 
 
 WAYS: dict[str, Callable[[Any], torch.Tensor]] = {
-    "in a batch of equal lengths": in_a_batch,
+    "in a batch": lambda model: model(torch.cat([tokens(6, LENGTH, seed=2), ROW]).to(model.device)).logits[-1],
     "left-padded": left_padded,
     "right-padded": right_padded,
     "decoded token by token": chunked(*range(70, LENGTH)),
@@ -127,7 +123,7 @@ WAYS: dict[str, Callable[[Any], torch.Tensor]] = {
     "with a static cache": static_cache,
     "left-padded and decoded": left_padded_decode,
 }
-EAGER = {name: WAYS[name] for name in ("in a batch of equal lengths", "left-padded", "in chunks")}
+EAGER = {name: WAYS[name] for name in ("in a batch", "left-padded", "in chunks")}
 EAGER["from a cache that drops keys"] = chunked(5, *range(70, LENGTH), dropping=True)
 EXACT = {"sum.dim_IntList bool", "sum.dim_IntList int64"}  # of masks
 

@@ -1,6 +1,7 @@
 """Gradients as operators: the bits of autograd under the block, near float64, and no row sees another."""
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -16,7 +17,6 @@ from nondet.core.inputs import generator, make
 from nondet.core.launch import listen
 from nondet.core.registry import load_implementation, operators
 from nondet.kernels.attention.masks import starts
-from nondet.kernels.attention_backward import cpu
 from nondet.kernels.dispatch.replacements import root
 from nondet.kernels.gradients import cuda
 from nondet.kernels.rows import cuda as rows
@@ -200,19 +200,11 @@ def by_autograd(case, tensors, attend=plain) -> tuple[torch.Tensor, Gradients]:
     return out.detach(), (of[0], of[1], of[2])
 
 
-def backward_of(device: str) -> Callable[..., Gradients]:
-    """The kernel: in Triton's interpreter where there is no GPU."""
-    if device == "numpy":
-        return cpu.attention_backward
-    from nondet.kernels.attention_backward import cuda
-
-    return cuda.attention_backward
-
-
 def gradients(case: Case, tensors: Sequence[torch.Tensor], out: torch.Tensor, device: str) -> Gradients:
     q, k, v, g = tensors
     queries, keys = zip(*case.lengths, strict=True)
-    return backward_of(device)(
+    by = importlib.import_module(f"nondet.kernels.attention_backward.{'cpu' if device == 'numpy' else 'cuda'}")
+    return by.attention_backward(
         *(q, k, v, out, g),
         cu_seqlens_q=starts(queries, q.device),
         cu_seqlens_k=starts(keys, q.device),

@@ -74,8 +74,7 @@ def test_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts_of_the_left_operand_do_not_matter(dtype: torch.dtype) -> None:
-    """A strided, a transposed, a misaligned and an expanded batch give the bits of a contiguous one, and a batch of
-    products those of each by itself."""
+    """Strided, transposed, misaligned or expanded: the bits of a contiguous batch; of several, each its own."""
     x, weight = operands(dtype, 72, 64)
     right = cpu.linear(x, weight)
     strided = torch.empty(x.shape[0], 2 * x.shape[1], dtype=dtype)[:, ::2].copy_(x)
@@ -142,8 +141,7 @@ def test_packed_and_plain_have_the_same_bits(dtype: torch.dtype, bias: bool) -> 
 
 @pytest.mark.parametrize("dtype", ONEDNN_DTYPES)
 def test_a_weight_that_changed_is_not_taken_from_its_copy(dtype: torch.dtype) -> None:
-    """An optimizer's step in the block, a weight turned around in its place: the product is the new weight's. Another
-    layer's copy still serves."""
+    """A step in the block, a weight turned around: the product is the new one's. Other copies still serve."""
     if not packs(dtype):
         pytest.skip("oneDNN has no layout for it here")
     module, other, square = layer(dtype, False), layer(dtype, False), torch.nn.Linear(192, 192, False, dtype=dtype)
@@ -280,8 +278,7 @@ def test_a_plan_uses_certified_sizes_and_covers_the_rows() -> None:
 
 
 def test_the_next_process_finds_what_was_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What `nondet certify` or a first use proved is read from the file: no proof is run, the sizes are the same.
-    Numbers that cannot be sizes are proven anew."""
+    """Read from the file, with no proof run and the same sizes; numbers that cannot be sizes are proven anew."""
     kept = Certificates({"device": "cpu"}, tmp_path)
     monkeypatch.setattr(cpu_tiles, "certificates", lambda device: kept)
     monkeypatch.setattr(cpu_tiles, "KNOWN", {})

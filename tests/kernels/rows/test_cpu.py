@@ -195,10 +195,6 @@ def test_other_rotations_dtypes_and_sizes_are_left(monkeypatch: pytest.MonkeyPat
     assert cuda_rotary(odd, odd, odd[:, 0], odd[:, 0]) is None
 
 
-def every_number(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(16, 4096).to(DEVICE)
-
-
 @pytest.mark.slow
 def test_silu_times_a_gate_is_that_of_each_element() -> None:
     """Against float64, rounded twice; rows by themselves, and what this kernel does not do."""
@@ -218,7 +214,7 @@ def test_silu_times_a_gate_is_that_of_each_element() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_silu_times_a_gate_has_torch_s_bits(dtype: torch.dtype) -> None:
     """Of every number there is, NaN and subnormal ones among them, times ordinary ones."""
-    x = every_number(dtype)
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(16, 4096).to(DEVICE)
     for seed in range(4):
         gate = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
         assert identical(silu_mul(torch.cat([x, gate], -1)), torch.nn.functional.silu(x) * gate)

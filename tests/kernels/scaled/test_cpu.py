@@ -173,8 +173,7 @@ def test_scales_in_blocks_by_torch_s_public_function():
 
 
 def test_grouped_products_with_scales_are_replaced():
-    """A row has the bits of its own plain product, by both operators, and is zeros if no expert's; torch has none on a
-    CPU to stand under."""
+    """A row has the bits of its own plain product, by both operators, and is zeros if it is no expert's."""
     a, b, scale_a, scale_b = operands("order", "row", (9, 256, 3 * 16), (E4M3, E4M3), "cpu", 0)
     weight, scales = b.mT.unflatten(0, (3, 16)).mT, scale_b[0].view(3, 16)
     given, ends = (a, weight, scale_a[:, 0], scales), torch.tensor([2, 2, 7], dtype=torch.int32)
