@@ -180,10 +180,11 @@ def generate(model, prompts, *, budget, sharing=False, implementation="sdpa") ->
         model.set_attn_implementation(f"paged|{implementation}")
     elif implementation == "eager":
         model.set_attn_implementation("paged|eager")
-    off = {"use_async_batching": False, "use_cuda_graph": False, "auto_switch_to_flash": False}
     given = {"num_blocks": 200, "max_batch_tokens": budget, "max_blocks_per_request": 0, "safety_margin": 0.0}
-    given |= {"page_size": 16, "block_size": 16, "allow_block_sharing": sharing, "return_logprobs": True} | off
-    config = ContinuousBatchingConfig(**{name: given[name] for name in known & given.keys()})
+    given |= {"allow_block_sharing": sharing, "use_async_batching": False, "use_cuda_graph": False}
+    given |= {"page_size" if "page_size" in known else "block_size": 16}
+    given |= {name: False for name in known & {"auto_switch_to_flash"}}
+    config = ContinuousBatchingConfig(**given, return_logprobs=True)
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6)
     how = {"generation_config": greedy, "continuous_batching_config": config, "progress_bar": False}
     try:
