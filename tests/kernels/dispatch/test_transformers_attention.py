@@ -183,7 +183,7 @@ def generate(model, prompts, *, budget, sharing=False, implementation="sdpa") ->
     given = {"num_blocks": 200, "max_batch_tokens": budget, "max_blocks_per_request": 0, "safety_margin": 0.0}
     given |= {"allow_block_sharing": sharing, "use_async_batching": False, "use_cuda_graph": False}
     given |= {"page_size" if "page_size" in known else "block_size": 16}
-    given |= {name: False for name in known & {"auto_switch_to_flash"}}
+    given |= dict.fromkeys(known & {"auto_switch_to_flash"}, False)
     config = ContinuousBatchingConfig(**given, return_logprobs=True)
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6)
     how = {"generation_config": greedy, "continuous_batching_config": config, "progress_bar": False}
