@@ -19,7 +19,7 @@ import torch
 
 import nondet
 from nondet.core.runfile import read_run
-from tests.training.test_trl import trainer
+from tests.training.test_training import trainer
 
 MODEL = Path(nondet.__file__).parent / "embedded"
 

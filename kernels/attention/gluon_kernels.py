@@ -157,7 +157,7 @@ def as_matrix(smem):
 # rescaling the segment's accumulator, and once per segment adding it to the total, which is in shared memory, because
 # registers hold only one accumulator.
 # The bits do not depend on this: every sum has the order that `attention.cuda` states, by the same instructions or by
-# ones proved equal (wgmma of different tile shapes, on hard inputs in tests/kernels/attention/test_hopper.py).
+# ones proved equal (wgmma of different tile shapes, on hard inputs in tests/kernels/attention/test_cuda.py).
 
 
 # Triton 3.7 renamed these.

@@ -1,9 +1,9 @@
 """One declaration an operator: everybody who computes it computes the same thing, and every target leads somewhere."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from nondet.core import registry
 from nondet.core.compare import error_against, identical
 from nondet.core.operator import INVARIANT, ONE_ROW
 from nondet.core.registry import classes, declared, implementation_names, load_implementation, load_object, operators
-from nondet.kernels import reference, stock
+from nondet.kernels import reference, stock, triton_common
 from nondet.kernels.dispatch.operators import FAMILIES, OPERATORS
 from nondet.kernels.dispatch.state import Leave, kernels_for
+from nondet.kernels.triton_common import launch
 from tests.build import DEVICE, bell
 
 
@@ -26,22 +27,18 @@ def test_declarations_are_read_without_torch() -> None:
 
 
 def test_the_invariant_of_an_operator_is_one_function() -> None:
-    """What the registry calls invariant is what replacements get as `kernels.NAME`."""
+    """What the registry calls invariant is what replacements get; without one torch's runs, but not after a slip."""
     for name in (name for name, operator in operators().items() if operator.implementation(INVARIANT)):
         for device in ("cpu", "cuda"):
             assert getattr(kernels_for(device), name) is load_implementation(name, "invariant", device).call, device
-
-
-def test_a_kernel_that_is_not_there_is_left_and_an_unknown_name_is_a_mistake() -> None:
-    """On a device without the kernel the call goes to torch's own; a slip in a name does not."""
     with pytest.raises(Leave, match="no sum_middle on cpu"):
         kernels_for("cpu").sum_middle  # noqa: B018 - reading it is the test
     with pytest.raises(AttributeError, match="sum_midle"):
         kernels_for("cuda").sum_midle  # noqa: B018 - reading it is the test
 
 
-def test_every_target_leads_somewhere() -> None:
-    """Replacements, entries, anchors and members can be imported without a GPU."""
+def test_every_target_leads_somewhere_and_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators, entries, aten names and orders are unique: one of two would silently be the other."""
     assert len(declared()) > 10
     for operator in declared().values():
         targets = [aten.replacement for aten in operator.aten]
@@ -55,10 +52,6 @@ def test_every_target_leads_somewhere() -> None:
             assert load_object(target) is not None, target
         beyond = operator.name == "all_reduce"  # stands under c10d's operators: nondet.kernels.dispatch.replacements
         assert bool(operator.aten) == (operator.family is not None and not beyond), operator.name
-
-
-def test_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operators, entries, aten names and orders are unique: one of two would silently be the other."""
     entries = [entry for o in declared().values() for i in o.implementations for entry in i.entries]
     names = [*declared(), *entries]
     assert len(names) == len(set(names))
@@ -77,9 +70,6 @@ def test_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         declared()
 
 
-# Stock launchers: they are torch's operators, with the signatures that every implementation has.
-
-
 def test_the_hf_spelling_is_the_models_own() -> None:
     """Bit for bit what transformers' Qwen3 computes, in bfloat16, where the two roundings show."""
     from transformers.models.qwen3 import modeling_qwen3 as modeling
@@ -95,7 +85,6 @@ def test_the_hf_spelling_is_the_models_own() -> None:
     ("q_len", "causal", "heads"), [(1, True, (4, 2)), (7, True, (4, 2)), (7, False, (4, 4)), (20, True, (4, 4))]
 )
 def test_attention(q_len: int, causal: bool, heads: tuple[int, int]) -> None:
-    """Prefill, chunk and decode, aligned to the end, by every backend that this machine has."""
     q, k, v = bell(2, heads[0], q_len, 32), bell(2, heads[1], 20, 32), bell(2, heads[1], 20, 32)
     right = reference.attention(q, k, v, causal=causal, scale=0.3)
     ran = []
@@ -110,3 +99,71 @@ def test_attention(q_len: int, causal: bool, heads: tuple[int, int]) -> None:
             # TF32 or half-precision products inside would be ten times further off
             assert error_against(got, right).relative_norm <= 1e-5
     assert {"stock", "stock-math"} <= set(ran)
+
+
+class Kernel:
+    """In place of Triton's: counts what it compiles, where constants come by name, and keeps what is launched."""
+
+    arg_names = ("x", "n", "scale", "SPAN", "LOG")
+
+    def __init__(self) -> None:
+        self.fn = object()
+        self.compiled = 0
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*arguments: Any, **by_name: Any) -> Any:
+            self.compiled += bool(by_name)
+            self.launched.append((grid, *arguments))
+            return self
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(triton_common, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+CONSTANTS = {"SPAN": 16, "LOG": False}
+
+
+def test_the_like_of_it_is_not_compiled_again(kernel: Kernel) -> None:
+    x = torch.zeros(8)
+    launch(kernel, (3,), (x,), (33, 0.5), CONSTANTS, num_warps=4)
+    other = torch.ones(8)
+    launch(kernel, (5,), (other,), (33, 0.5), CONSTANTS, num_warps=4)
+    assert kernel.compiled == 1
+    grid, first, *rest = kernel.launched[1]
+    assert (grid, rest) == ((5, 1, 1), [33, 0.5, *CONSTANTS.values()])
+    assert first is other
+
+
+@pytest.mark.usefixtures("kernel")
+def test_another_kind_is_compiled(monkeypatch) -> None:
+    """And on another device; constants out of their order Triton binds by name, each time: by place they would land in
+    each other's."""
+    usual = (torch.zeros(8), (33, 0.5), CONSTANTS, 4)
+    for at, other in (
+        (0, torch.zeros(8, dtype=torch.float16)),
+        (0, torch.zeros(9)[1:]),
+        (0, None),
+        *((1, numbers) for numbers in ((1, 0.5), (32, 0.5), (2**31 + 1, 0.5), (True, 0.5), (33, 3))),
+        (2, {"SPAN": 32, "LOG": False}),
+        (2, {"SPAN": 16, "LOG": True}),
+        (3, 8),
+    ):
+        kernel = Kernel()
+        for x, numbers, constants, warps in (usual, (*usual[:at], other, *usual[at + 1 :])):
+            launch(kernel, (3,), (x,), numbers, constants, num_warps=warps)
+        assert kernel.compiled == 2, other
+    kernel = Kernel()
+    for device in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), CONSTANTS)
+    assert kernel.compiled == 2
+    for _ in range(3):
+        launch(kernel, (3,), (torch.zeros(8),), (33, 0.5), {"LOG": False, "SPAN": 16})
+    assert kernel.compiled == 5

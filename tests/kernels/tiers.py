@@ -1,7 +1,5 @@
 """What tests of kernels share: what runs by default, and the full way of a call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of a GPU's, for compute capability 9.0 alone."""
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")(test))
+
+
+def exposed(block: Any) -> list[str]:
+    """What a block left to torch, and what is at risk in it."""
+    return [*block.coverage().left, *block.coverage().at_risk]
 
 
 def at_length(*values: Any) -> list[Any]:

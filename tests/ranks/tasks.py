@@ -1,7 +1,7 @@
 """What the tests of `nondet.ranks` ask ranks to do."""
 
-from __future__ import annotations
-
+import contextlib
+import itertools
 import os
 import random
 import signal
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from nondet.core.compare import identical
 from nondet.core.inputs import generator, make
@@ -20,7 +19,6 @@ from nondet.kernels.all_reduce import symmetric
 from nondet.kernels.all_reduce.orders import chain, tree
 from nondet.kernels.all_reduce.tree import linear, row_parallel
 from nondet.kernels.dispatch.block import batch_invariant
-from nondet.ranks.rank_free import rank_free
 
 
 def rank_and_sum() -> tuple[int, float]:
@@ -65,25 +63,20 @@ def members_agree(device: str, counts: tuple[int, ...]) -> dict[str, list[str]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
     agreed: dict[str, set[str]] = {"all_reduce": set(), "reduce_scatter": set()}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for count in counts:
-            parts = _parts(count * world, dtype, 11, place)
-            want = chain(parts)
-            asked = [("all_reduce", name, member, None) for name, member in sums.MEMBERS.items()]
-            asked += [("reduce_scatter", name, member, rank) for name, member in sums.SCATTER_MEMBERS.items()]
-            for collective, name, member, share in asked:
-                try:
-                    if share is None:
-                        out, right = parts[rank].clone(), want
-                        member(out, _world())
-                    else:
-                        out, right = torch.empty(count, dtype=dtype, device=place), want.chunk(world)[share]
-                        member(out, parts[rank].clone(), _world())
-                except NotImplementedError:
-                    continue
-                if not identical(out, right):
-                    raise AssertionError(f"{collective}: {name} has other bits for {count * world} of {dtype}")
-                agreed[collective].add(name)
+    for dtype, count in itertools.product((torch.bfloat16, torch.float16, torch.float32), counts):
+        parts = _parts(count * world, dtype, 11, place)
+        want = chain(parts)
+        for collective, members in (("all_reduce", sums.MEMBERS), ("reduce_scatter", sums.SCATTER_MEMBERS)):
+            for name, member in members.items():
+                given, right = [parts[rank].clone()], want
+                if collective == "reduce_scatter":
+                    right = want.chunk(world)[rank]
+                    given.insert(0, torch.empty_like(right))
+                with contextlib.suppress(NotImplementedError):
+                    member(*given, _world())
+                    if not identical(given[0], right):
+                        raise AssertionError(f"{collective}: {name} has other bits for {count * world} of {dtype}")
+                    agreed[collective].add(name)
     return {what: sorted(names) for what, names in agreed.items()}
 
 
@@ -106,22 +99,29 @@ def proofs() -> dict[str, tuple[bool, str]]:
     return {n: sums.prove(n, torch.float32, place, _world()) for n in ("exchange", "backwards")} | {"shares": scattered}
 
 
-def summed_by_dtensor(x: torch.Tensor, scattered: bool) -> torch.Tensor:
-    """The sum of all ranks' x, or this rank's share of its rows."""
+# of torch 2.13, and before
+single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def sums_of_compilers(x: torch.Tensor, scattered: bool) -> dict[str, torch.Tensor]:
+    """The sum of all ranks' x, or this rank's share of its rows, by DTensor and as torch.compile calls it."""
+    import torch.distributed._functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
-    return partial.redistribute(placements=[Shard(0) if scattered else Replicate()]).to_local()
+    forms = {"dtensor": partial.redistribute(placements=[Shard(0) if scattered else Replicate()]).to_local()}
+    if not scattered:
+        return forms | {"functional": functional.wait_tensor(functional.all_reduce(x, "sum", _world()))}
+    several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
+    forms |= {"coalesced": several[0] + 0.0, "doubled": several[1] / 2.0}
+    return forms | {"functional": functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))}
 
 
 def sums_under_a_block(collective: str, compiled: bool) -> dict[str, object]:
     """Forms of a sum under batch_invariant(), those of compilers and DTensor too; and stock again after it."""
-    import torch.distributed._functional_collectives as functional
-
     rank, world, scattered = dist.get_rank(), dist.get_world_size(), collective == "reduce_scatter"
-    single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     x = drawn((world * 6, 101), torch.float32, rank)
     want = x.clone()
     sums.ordered_gather(want.view(-1), _world())
@@ -135,7 +135,7 @@ def sums_under_a_block(collective: str, compiled: bool) -> dict[str, object]:
             work.wait()
         return out
 
-    stock, forms = summed(x), dict[str, torch.Tensor]()
+    stock = summed(x)
     with batch_invariant() as block:
         forms = {"plain": summed(x), "async": summed(x, async_op=True)}
         if scattered:
@@ -147,14 +147,7 @@ def sums_under_a_block(collective: str, compiled: bool) -> dict[str, object]:
             both = [x.clone(), 3.0 * x]
             dist.all_reduce_coalesced(both)
             forms["coalesced"] = both[0]
-        if compiled:
-            forms["dtensor"] = summed_by_dtensor(x, scattered)
-            if scattered:
-                forms["functional"] = functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, _world()))
-                several = functional.reduce_scatter_tensor_coalesced([x, 2.0 * x], "sum", [0, 0], _world())
-                forms["coalesced"], forms["doubled"] = several[0] + 0.0, several[1] / 2.0
-            else:
-                forms["functional"] = functional.wait_tensor(functional.all_reduce(x, "sum", _world()))
+        forms |= sums_of_compilers(x, scattered) if compiled else {}
         largest = summed(x, op=dist.ReduceOp.MAX)
         counted = summed(torch.ones(world, dtype=torch.int64))
         summed(x, op=dist.ReduceOp.PRODUCT)
@@ -171,9 +164,9 @@ def sums_under_a_block(collective: str, compiled: bool) -> dict[str, object]:
     }
 
 
-def row_parallel_operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [7, 512], weight [48, 512], bias [48]."""
-    return drawn((7, 512), torch.float32, 90), drawn((48, 512), torch.float32, 91), drawn((48,), torch.float32, 92)
+def row_parallel_operands() -> list[torch.Tensor]:
+    """x, weight and bias."""
+    return [drawn(shape, torch.float32, 90 + i) for i, shape in enumerate(((7, 512), (48, 512), (48,)))]
 
 
 def row_parallel_parts(ranks: int) -> torch.Tensor:
@@ -197,23 +190,7 @@ class Wide(torch.nn.Module):
         self.down = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.up(x)
-        return out
-
-
-def widths_of_columns(depth: int) -> list[int]:
-    """The widths of the products that its columns are computed in."""
-    model, widths = Wide(depth), []
-
-    class Widths(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is torch.nn.functional.linear:
-                widths.append(len(args[1]))
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), batch_invariant(), Widths(), rank_free(model):
-        model(drawn((3, depth), torch.float32, 61))
-    return widths
+        return self.up(x)
 
 
 def _world() -> dist.ProcessGroup:
@@ -229,14 +206,14 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
 
 def many_sums(times: int) -> float:
     """The last of many small sums under a block; each message is let go of as soon as its sum is there."""
-    last = 0.0
+
+    def summed(i: int) -> float:
+        x = torch.full((4,), float(i))
+        dist.all_reduce(x)
+        return float(x[0])
+
     with batch_invariant(["all-reduce"]):
-        for i in range(times):
-            x = torch.full((4,), float(i))
-            dist.all_reduce(x)
-            last = float(x[0])
-            del x
-    return last
+        return [summed(i) for i in range(times)][-1]
 
 
 def other_ways_in() -> list[str]:
@@ -254,31 +231,24 @@ def other_ways_in() -> list[str]:
     return block.coverage().lines()
 
 
-# What the tests of `nondet.kernels.all_reduce` ask ranks to do that takes their process groups apart.
-
-
 def agreements_of_another_group(path: str) -> list[str]:
     """Groups of two among the ranks, destroyed and made anew under the old names: the member that sums in each. The
     second group of a name has a rank that was in the first and one that was not, and its sums are of two parts."""
-    rank, world, names = dist.get_rank(), dist.get_world_size(), []
-    ran: list[str] = []
+    rank, world, names, ran = dist.get_rank(), dist.get_world_size(), set(), []
     for number, pairs in enumerate((((0, 1), (2, 3)), ((1, 2), (3, 0)))):
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.FileStore(f"{path}-{number}", world), rank=rank, world_size=world)
         for pair in pairs:
             group = dist.new_group(list(pair))
             if rank in pair:
-                names.append(group.group_name)
+                names.add(group.group_name)
                 x = torch.tensor([2.0**rank])
                 ran.append(sums.all_reduce(x, group))
                 if float(x) != sum(2.0**r for r in pair):
                     raise AssertionError(f"{float(x)} over {pair}")
-    if set(names) - {"1", "2"}:
+    if names - {"1", "2"}:
         raise AssertionError(f"the names were not given again: {names}")
     return ran
-
-
-# `push` in Triton's interpreter, by ranks that share files instead of GPUs' memory.
 
 
 def _odd_parts(count: int, dtype: torch.dtype, seed: int, world: int, device: str | torch.device) -> list[torch.Tensor]:
@@ -292,7 +262,8 @@ def _odd_parts(count: int, dtype: torch.dtype, seed: int, world: int, device: st
 
 
 def pushes(folder: str, world: int) -> list[str]:
-    """Many sums by `push` over the first `world` ranks, sizes up and down, ranks out of step: what differs."""
+    """Many sums by `push` over the first `world` ranks, in Triton's interpreter, by files that they share instead of
+    GPUs' memory; sizes up and down, ranks out of step: what differs."""
     rank = dist.get_rank()
     if rank >= world:
         return []
@@ -331,9 +302,6 @@ def pushes(folder: str, world: int) -> list[str]:
         return unlike
     finally:
         vars(symmetric).update(before)
-
-
-# What the tests on two GPUs ask ranks to do.
 
 
 def _device() -> torch.device:
@@ -380,7 +348,6 @@ def pushes_on_gpus() -> list[str]:
 def captured_under_a_block() -> dict[str, object]:
     """torch.distributed's own calls under batch_invariant(), eager and from a CUDA graph, new numbers each time."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    single = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     x = torch.zeros(64 * 4096, dtype=torch.bfloat16, device=_device())
     share = torch.zeros(x.numel() // world, dtype=x.dtype, device=x.device)
     turns = [_parts(x.numel(), x.dtype, 100 * turn, x.device) for turn in range(4)]  # drawn outside of the coverage
@@ -398,8 +365,7 @@ def captured_under_a_block() -> dict[str, object]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             both()
-        for turn, call in enumerate((both, graph.replay, both, graph.replay)):
-            parts = turns[turn]
+        for turn, (call, parts) in enumerate(zip((both, graph.replay) * 2, turns, strict=True)):
             x.copy_(parts[rank])
             call()
             want = chain(parts)

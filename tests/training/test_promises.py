@@ -4,8 +4,6 @@ A: the trainer's logprobs have the sampler's bits (KL is 0), however the trainer
 B: a run that is made again ends with the same weights.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -17,46 +15,38 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import nondet
 from nondet.core.compare import identical
-from nondet.errors import UserError
 from nondet.mismatch.collect import rollouts_of
 from nondet.mismatch.rollouts import Rollout
 from nondet.mismatch.trainer import FORMULAS, Spec, micro_batches, predicting_rows
 from nondet.sampling.engine import pinned, run_session
 from nondet.sampling.plan import Load, Request, Sampling
 from tests.build import Wide, tiers
+from tests.kernels.tiers import exposed, tiny
 
 VOCABULARY, TOKENS = 257, 12
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
-    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
 LOAD = Load(others=0, targets=16, spread=8, prompt=(2, 40), tokens=(TOKENS, TOKENS), budget=24, requests=12)
 GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 DTYPES = ["bfloat16", "float32"]
 RIGHT, LEFT = Spec(), Spec(padding="left")
-KINDS: list[str] = ["sliding_attention", "full_attention"]
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
-    "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"kind": "qwen3", "tie_word_embeddings": True},
+    "llama": {"kind": "llama", "attention_bias": True, "mlp_bias": True},
     "gemma3": {
-        "model_type": "gemma3_text", "sliding_window": 9, "layer_types": KINDS, "query_pre_attn_scalar": 24,
-        "final_logit_softcapping": 30.0,
+        "kind": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9,
+        "query_pre_attn_scalar": 24, "final_logit_softcapping": 30.0,
     },
     "qwen3-moe": {
-        "model_type": "qwen3_moe", "moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2,
+        "kind": "qwen3_moe", "moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
 }  # fmt: skip
 
 
 def cases(*kept: str, dtypes: Sequence[str] = DTYPES, devices: Sequence[str] = ("cpu", "cuda")) -> list[Any]:
-    """Each model in each dtype on each device; on a CPU those that are kept are part of every run."""
     return [
         pytest.param(
             name, dtype, device,
@@ -68,8 +58,8 @@ def cases(*kept: str, dtypes: Sequence[str] = DTYPES, devices: Sequence[str] = (
 
 def make(name: str, dtype: str, device: str) -> Any:
     """A model of random weights, biases among them, that are large enough to tell tokens apart."""
-    config, more = transformers.AutoConfig.for_model(**SIZES, **MODELS[name]), {"attn_implementation": "sdpa"}
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **more).to(device)
+    how = {"attn_implementation": "sdpa", "dtype": getattr(torch, dtype)}
+    model = tiny(how=how, vocab_size=VOCABULARY, max_position_embeddings=256, **MODELS[name]).to(device)
     drawn = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for weight in model.parameters():
@@ -132,8 +122,7 @@ def train(
     wider: int = 0,
     stock_formula: bool = False,
 ) -> Trained:
-    """A forward and a backward pass of every micro-batch in train(), padded to so many tokens more; gradients are left
-    in the parameters."""
+    """A forward and a backward pass of each micro-batch, padded to so many tokens more; gradients are kept."""
     model.train()
     kept, known = [], list[bool]()
     with block or nullcontext():
@@ -168,16 +157,13 @@ def test_a_the_trainer_has_the_sampler_s_bits_in_every_layout(name: str, dtype: 
             block, wider = nondet.batch_invariant(training=True), 3 * (spec.micro == 3)
             trained = train(make(name, dtype, device), found, spec, block, wider=wider)
             assert same(found, trained), spec
-            assert trained.known, spec
-            assert all(trained.known), spec
+            assert set(trained.known) == {True}, spec
 
 
 @pytest.mark.parametrize(("name", "dtype", "device"), cases("llama bfloat16"))
 def test_what_is_not_so_is_seen(name: str, dtype: str, device: str) -> None:
-    """A stock trainer, and one under a block that is not for training, come to other bits; so does another formula.
-
-    On an H200 a model as small as these may have the same bits in bfloat16 by chance: there float32 alone is asked.
-    """
+    """A stock trainer, and one under a block that is not for training, come to other bits; so does another formula. On
+    an H200 a model as small as these may have the same bits in bfloat16 by chance: there float32 alone is tested."""
     found = sampled(name, dtype, device)
     with pinned(1):
         if device == "cpu" or dtype == "float32":
@@ -241,10 +227,8 @@ def test_nothing_of_a_dense_pass_is_left_stock_or_at_risk(name: str) -> None:
 def gradients(
     model: Any, found: Sampled, choices: list[torch.Tensor], block: AbstractContextManager[Any], ours: bool = False
 ) -> list[torch.Tensor]:
-    """Of each parameter, in float64. Experts are those of `choices`, router call by router call; if empty, kept there.
-
-    A choice that flips beside float64's outweighs all roundings.
-    """
+    """Of each parameter, in float64. Experts are those of `choices`, router call by router call; if empty, kept there:
+    a choice that flips beside float64's outweighs all roundings."""
     given = iter(choices.copy()) if choices else None
 
     def route(_router: Any, _args: Any, out: Any) -> Any:
@@ -264,8 +248,15 @@ def gradients(
     return [p.grad.double() for p in model.parameters()]
 
 
-def errors_of_stock_s(name: str, dtype: str, device: str) -> tuple[float, float]:
-    """Our gradient's distance from float64's, in stock's: (of all weights together, of the worst tensor)."""
+# Most of stock's error, of all weights together; of one tensor twice that. Seen on an AMD EPYC without AVX-512, in 10
+# rollouts of each model, with other kernels of MKL and oneDNN, and with torch 2.11: 0.77 to 1.07 in bfloat16 (a tensor
+# 1.43), 0.68 to 1.28 in float32 (1.91).
+MOST = {"bfloat16": 1.5, "float32": 3.0}
+
+
+@pytest.mark.parametrize(("name", "dtype", "device"), cases("qwen3 float32", "gemma3 bfloat16", devices=["cpu"]))
+def test_the_gradient_is_about_as_far_from_float64_as_stock_s(name: str, dtype: str, device: str) -> None:
+    """A term that is lost, or a rounding to bfloat16 in a float32 model, is far beyond the bounds."""
     rollouts = sampled(name, dtype, device)
     exact, choices = make(name, dtype, device).double(), []
     exact.set_experts_implementation("eager")  # torch's grouped product has no float64
@@ -276,27 +267,8 @@ def errors_of_stock_s(name: str, dtype: str, device: str) -> tuple[float, float]
     mine, theirs = (
         torch.stack([(x - of).norm() for x, of in zip(found, oracle, strict=True)]) for found in (ours, stock)
     )
-    return float(mine.norm() / theirs.norm()), float((mine / theirs).max())
-
-
-# Most of stock's error, of all weights together; of one tensor twice that. Seen on an AMD EPYC without AVX-512, in 10
-# rollouts of each model, with other kernels of MKL and oneDNN, and with torch 2.11: 0.77 to 1.07 in bfloat16 (a tensor
-# 1.43), 0.68 to 1.28 in float32 (1.91).
-MOST = {"bfloat16": 1.5, "float32": 3.0}
-
-
-@pytest.mark.parametrize(("name", "dtype", "device"), cases("qwen3 float32", "gemma3 bfloat16", devices=["cpu"]))
-def test_the_gradient_is_about_as_far_from_float64_as_stock_s(name: str, dtype: str, device: str) -> None:
-    """A term that is lost, or a rounding to bfloat16 in a float32 model, is far beyond the bounds."""
-    together, worst = errors_of_stock_s(name, dtype, device)
-    assert together <= MOST[dtype]
-    assert worst <= 2 * MOST[dtype]
-
-
-def test_packed_weights_are_refused() -> None:
-    model = make("qwen3", "bfloat16", "cpu")
-    with nondet.batch_invariant(training=True) as block, pytest.raises(UserError, match="pack"):
-        block.pack(model)
+    assert mine.norm() <= MOST[dtype] * theirs.norm()
+    assert (mine <= 2 * MOST[dtype] * theirs).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -320,8 +292,7 @@ def test_a_linear_layer_keeps_its_bits_whatever_its_input_s_layout(dtype: str, d
             upstream = torch.ones_like(out) / 3
             found = torch.autograd.grad(out, [one, *leaves], upstream)
         assert identical(out.detach(), without), one.shape
-        assert not block.coverage().left, one.shape
-        assert not block.coverage().at_risk, one.shape
+        assert not exposed(block), one.shape
         wide = [t.detach().double().requires_grad_() for t in (one, *leaves)]
         exact = torch.autograd.grad(torch.nn.functional.linear(*wide), wide, upstream.double())
         for mine, right in zip(found, exact, strict=True):

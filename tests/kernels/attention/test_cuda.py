@@ -3,25 +3,25 @@
 Segments are shortened, so that small inputs have several; on a CPU everything runs in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from nondet.core import inputs
+from nondet.core import compare, inputs
 from nondet.core.certificates import Certificates
 from nondet.core.compare import identical, same
 from nondet.core.launch import listen
 from nondet.kernels import reference
-from nondet.kernels.attention import cuda, masks, triton_kernels
-from nondet.kernels.attention.cuda import attention, attention_varlen
+from nondet.kernels.attention import cuda, hopper, masks, triton_kernels
+from nondet.kernels.attention.cuda import Call, attention, attention_by_one_plan, attention_varlen, launch, quickest
+from nondet.kernels.attention.hopper import prefill, supports
+from nondet.kernels.attention.masks import starts
 from nondet.kernels.attention.triton_kernels import Form, Plan, Way, one_plan
 from tests.build import DEVICE, accuracy_bound, error
-from tests.kernels.tiers import at_length, captured, untouched
+from tests.kernels.tiers import at_length, captured, on_hopper, untouched
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 SHORT = 128 if DEVICE == "cuda" else 64  # keys of a segment in float32
@@ -49,13 +49,7 @@ def qkv(b, hq, hkv, tq, tk, d, dtype=torch.float32):
     return tuple(inputs.make("bell", (b, h, t, d), dtype, DEVICE, rng) for h, t in ((hq, tq), (hkv, tk), (hkv, tk)))
 
 
-def drawn(*shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    rng = inputs.generator(0, DEVICE)
-    return tuple(inputs.make("bell", shape, torch.float32, DEVICE, rng) for shape in shapes)
-
-
 def sizes(*lengths: tuple[int, int], **more: Any) -> dict[str, Any]:
-    """Of packed requests of (queries, keys)."""
     queries, keys = ([*counts] for counts in zip(*lengths, strict=True))
     cu_q, cu_k = (masks.starts(counts, torch.device(DEVICE)) for counts in (queries, keys))
     longest = {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
@@ -79,7 +73,6 @@ def bound(dtype: torch.dtype, keys: int, head_dim: int) -> float:
     ],
 )
 def test_within_the_accuracy_bound(dtype, hq, hkv, tq, tk, d):
-    """Prefill, chunk and decode, MHA, GQA and MQA, head dims of no power of two, causal or not."""
     q, k, v = qkv(1, hq, hkv, tq, tk, d, dtype)
     for how in ({"causal": True}, {"causal": False}, {"scale": 0.5}):
         out = attention(q, k, v, split=False, **how)
@@ -114,7 +107,6 @@ def test_prefill_chunks_and_decode_are_the_same_bits(segment, chained_dot, dtype
 
 @pytest.mark.usefixtures("segment")
 def test_batch_neighbours_do_not_matter():
-    """A request has its bits alone and among others, and strides are only addresses."""
     q, k, v = qkv(2, 2, 1, 2, SHORT + 6, 16)
     together = attention(q, k, v, split=True)
     for i in range(2):
@@ -124,6 +116,14 @@ def test_batch_neighbours_do_not_matter():
     for views in (by_token, by_column):
         assert identical(attention(*views, split=False), together)
     assert not identical(attention(q, k.roll(1, 0), v, split=False), together)
+    q, k, v = qkv(1, 2, 1, 5, 3, 16)
+    assert identical(attention(q, k, v).isnan(), reference.attention(q, k, v).isnan())
+    q, k, v = qkv(1, 2, 1, 3, SHORT + 11, 16)
+    k[:, :, -1] = math.nan
+    for split in (True, False):
+        out = attention(q, k, v, split=split)
+        assert out[:, :, 2].isnan().all()
+        assert not out[:, :, :2].isnan().any()
 
 
 @pytest.mark.usefixtures("segment")
@@ -166,8 +166,8 @@ def test_packed_requests_have_the_bits_they_have_alone(split):
     """Decode, prefill, chunk and empty requests: keys side by side, scattered in a cache, and where a window's cache
     has dropped the first ones, whose anchor positions tell."""
     lengths, window = [(1, SHORT + 6), (3, 3), (0, 0), (2, 35), (1, 1)], 20
-    flat = iter(drawn(*(shape for nq, nk in lengths for shape in ((nq, 2, 16), (nk, 1, 16), (nk, 1, 16)))))
-    own = [(next(flat), next(flat), next(flat)) for _ in lengths]
+    rng, shapes = inputs.generator(0, DEVICE), [((nq, 2, 16), (nk, 1, 16), (nk, 1, 16)) for nq, nk in lengths]
+    own = [[inputs.make("bell", shape, torch.float32, DEVICE, rng) for shape in three] for three in shapes]
     q, k, v = (torch.cat(parts) for parts in zip(*own, strict=True))
     index = torch.randperm(len(k), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     cache = [torch.empty_like(x).index_copy_(0, index, x) for x in (k, v)]
@@ -187,21 +187,7 @@ def test_packed_requests_have_the_bits_they_have_alone(split):
     assert not identical(attention_varlen(q, *short, **more), right)
 
 
-@pytest.mark.usefixtures("segment")
-def test_rows_without_keys_and_nan():
-    """More queries than keys: the first see none and give NaN, as the reference does. A NaN key reaches who sees it."""
-    q, k, v = qkv(1, 2, 1, 5, 3, 16)
-    assert identical(attention(q, k, v).isnan(), reference.attention(q, k, v).isnan())
-    q, k, v = qkv(1, 2, 1, 3, SHORT + 11, 16)
-    k[:, :, -1] = math.nan
-    for split in (True, False):
-        out = attention(q, k, v, split=split)
-        assert out[:, :, 2].isnan().all()
-        assert not out[:, :, :2].isnan().any()
-
-
 def test_empty_and_refused():
-    """No queries give no results; what makes no sense is refused with the value."""
     q, k, v = qkv(1, 4, 2, 3, 8, 16)
     assert attention(q[:, :, :0], k, v).shape == (1, 4, 0, 16)
     wide = torch.zeros(1, 1, 2, 300, device=DEVICE)
@@ -254,10 +240,7 @@ def test_varlen_replays_from_a_graph_with_other_lengths(split):
     assert not identical(out, before)
 
 
-# Attention's gate: a way to launch is proven at its first use, and what is not proven gives way to the one plan.
-#
-# On a CPU in Triton's interpreter, with segments of 64 keys and tiles of 32 (float32), steered as if on a GPU.
-
+# Attention's gate, in Triton's interpreter, with segments of 64 keys and tiles of 32 (float32), steered as if on a GPU.
 ALIKE = ((True, True, True),) * 4
 NARROW = Plan(16, 32, 16, 4, 1, False)
 
@@ -269,7 +252,6 @@ def form(**changed: Any) -> Form:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Certificates]:
-    """Certificates in memory, empty; short segments."""
     book = Certificates({"device": "test"}, None)
     monkeypatch.setattr(cuda, "certificates", lambda: book)
     if DEVICE == "cpu":
@@ -357,7 +339,6 @@ SPLIT, BY_ONE_PLAN = "attention_split[16x32, 1 of 3 x 64]", "attention_one_pass[
 
 
 def noted(tokens: int = 150) -> list[str]:
-    """What a decode step ran."""
     with listen() as notes:
         attention(*operands(tokens))
     return list(notes)
@@ -424,3 +405,242 @@ def test_every_plan_is_proven_on_a_gpu(dtype: torch.dtype, group: int, head_dim:
     assert not [name for name in notes if "the one plan" in name], notes
     # the store is the process's: other tests' products may have been excluded in it
     assert not [c for c in cuda.certificates().excluded() if c.key.startswith("segments")]
+
+
+def half(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def model_qkv(b, hq, hkv, tq, tk, d, dtype=torch.bfloat16, kind="bell"):
+    """As a model lays them out, [B, T, H, D] seen as [B, H, T, D]."""
+    rng = inputs.generator(0, "cuda")
+    shapes = ((tq, hq), (tk, hkv), (tk, hkv))
+    return tuple(inputs.make(kind, (b, t, h, d), dtype, "cuda", rng).transpose(1, 2) for t, h in shapes)
+
+
+def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return prefill(q, k, v, causal=True, scale=None)
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", ["bell", "wide", "outlier"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_prefill_s_bits_are_those_of_the_one_plan(kind, dtype, causal):
+    """Tails of queries, keys and segments, one query, GQA and MQA, more items than programs, both head dims."""
+    for shape in (
+        (1, 4, 2, 128, 128, 128),
+        (2, 4, 1, 300, 1700, 128),
+        (1, 2, 1, 1, 130, 128),
+        (1, 32, 8, 2048, 2048, 128),
+        (1, 3, 3, 65, 513, 128),
+        (2, 4, 2, 641, 2001, 64),
+    ):
+        q, k, v = model_qkv(*shape, dtype, kind)
+        with listen() as ran:
+            out = prefill(q, k, v, causal=causal, scale=None)
+        assert list(ran) == ["attention_hopper[128x128]"]
+        assert compare.identical(out, attention_by_one_plan(q, k, v, causal=causal)), shape
+    scaled = prefill(q, k, v, causal=causal, scale=0.5)
+    assert compare.identical(scaled, attention_by_one_plan(q, k, v, causal=causal, scale=0.5))
+    with pytest.raises(ValueError, match="above 0"):
+        prefill(q, k, v, causal=causal, scale=0.0)
+
+
+@on_hopper
+def test_neighbours_layout_and_a_graph_change_no_bit():
+    """A request alone or in a batch, contiguous by head, beside a cache's NaN, replayed from a CUDA graph."""
+    q, k, v = model_qkv(3, 8, 2, 700, 900, 128)
+    batch = of(q, k, v)
+    for _ in range(3):  # a call again, whose operands lie elsewhere
+        assert compare.identical(attention(*(x.clone() for x in (q, k, v))), batch)
+    for i in range(3):
+        alone = [x[i : i + 1].contiguous() for x in (q, k, v)]
+        assert compare.identical(of(*alone), batch[i : i + 1])
+    cache = [torch.nn.functional.pad(x, (0, 0, 0, 100), value=math.nan)[:, :, :900] for x in (k, v)]
+    assert compare.identical(of(q, *cache), batch)
+    graph, out = captured(of, q, k, v)
+    q.copy_(q.flip(0))
+    graph.replay()
+    assert compare.identical(out, of(q, k, v))
+    assert not compare.identical(out, batch)
+
+
+CPU = torch.device("cpu")
+
+
+def call_of(q: torch.Tensor, k: torch.Tensor, **more: Any) -> Call:
+    how = {"scale": None, "causal": True, "window": None, "softcap": None} | more
+    return Call(q, k, k, torch.empty_like(q), q.shape[0], q.shape[2], k.shape[2], **how)
+
+
+@pytest.fixture
+def decoding_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors are taken for those of a Hopper GPU of 132 multiprocessors."""
+    monkeypatch.setattr(hopper, "available", lambda device: None)
+    monkeypatch.setattr(cuda, "has_pdl", lambda device: True)
+
+
+@pytest.mark.usefixtures("decoding_on_hopper")
+def test_what_it_takes_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By dtype, head dim, mask, rows and layout; and where a user asks for split or not, the Triton kernels run."""
+    step, keys = half(1, 8, 1, 128), half(1, 2, 1024, 128)
+    for q, k, more, taken in (
+        (step, keys, {}, True),
+        (half(2, 8, 4, 64).half(), half(2, 2, 900, 64).half(), {"causal": False}, True),
+        (step, half(1, 1024, 2, 128).transpose(1, 2), {}, True),
+        (half(1, 8, 1, 96), half(1, 2, 1024, 96), {}, False),
+        (step, keys, {"window": 100}, False),
+        (step, keys, {"softcap": 30.0}, False),
+        (half(1, 8, 5, 128), keys, {}, False),  # 20 rows
+        (step, half(1, 2, 1024, 132)[..., :128], {}, False),  # 8 bytes
+    ):
+        call = call_of(q, k, **more)
+        assert (quickest(call).tiles > 0) is taken
+        assert quickest(call, True).tiles == quickest(call, False).tiles == 0
+
+    way = triton_kernels.few_rows(8, 2, 128, CPU)
+    others = [way._replace(plan=way.plan._replace(**change)) for change in ({"warps": 8}, {"stages": 3})]
+    others += [way._replace(**{name: getattr(way, name) + 1}) for name in ("span", "tiles")]
+    others += [way._replace(**{name: not getattr(way, name)}) for name in ("pdl", "lanes", "early")]
+    assert len({way.name, *(other.name for other in others)}) == 8
+    q8, k8 = half(1, 4, 8, 128), half(1, 2, 8, 128)
+    assert hopper.SEGMENT == cuda.SEGMENT
+    for q, k, options, reason in (
+        (q8, k8, {}, None),
+        (half(2, 4, 8, 64).half(), half(2, 2, 20, 64).half(), {"causal": False}, None),
+        (half(1, 8, 4, 128).transpose(1, 2), half(1, 8, 2, 128).transpose(1, 2), {}, None),
+        (q8.float(), k8.float(), {}, "float32"),
+        (half(1, 4, 8, 96), half(1, 2, 8, 96), {}, "96"),
+        (q8, k8, {"window": 4}, "window"),
+        (q8, k8, {"softcap": 30.0}, "soft cap"),
+        (half(1, 4, 9, 128), k8, {}, "8 and 9"),
+        (half(1, 4, 128, 8).mT, k8, {}, "q's last stride"),
+        (q8, half(1, 2, 8, 129)[..., 1:], {}, "k"),
+        (half(1, 4, 8, 132)[..., :128], k8, {}, "16 bytes"),
+        (q8, half(1, 1, 8, 128).expand(1, 2, 8, 128), {}, "k has strides"),
+    ):
+        call = {"causal": True, "window": None, "softcap": None} | options
+        fault = supports(q, k, k, **call)
+        assert fault is None if reason is None else reason in fault
+    # while torch.compile traces, the answer is no, before anything is asked that a traced tensor cannot say
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k = (torch.empty(1, heads, n, 128, device="meta") for heads, n in ((8, 1), (2, 700)))
+    assert "torch.compile" in supports(q, k, k, True, None, None)
+    assert not cuda.has_few_row_kernels(call_of(q, k))
+
+
+WAYS = {"a segment at a time": (4, 6, 4), "two programs to a multiprocessor": (4, 3, 2)}  # warps, slots, tiles
+
+
+def gluon_way(name: str, d: int, span: int) -> Way:
+    warps, slots, tiles = WAYS[name]
+    return Way(Plan(16, 128, d, warps, slots, False), span, span > 0, tiles, span > 0, True)
+
+
+def decode_qkv(b, hq, hkv, tq, tk, d, dtype=torch.bfloat16, kind="bell") -> list[torch.Tensor]:
+    rng = inputs.generator(3 * tk + tq, torch.device("cuda"))
+    shapes = ((b, hq, tq, d), (b, hkv, tk, d), (b, hkv, tk, d))
+    return [inputs.make("bell" if i < 1 else kind, shape, dtype, "cuda", rng) for i, shape in enumerate(shapes)]
+
+
+def by(way: Way, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True) -> torch.Tensor:
+    out = torch.full_like(q, torch.nan)
+    launch(Call(q, k, v, out, q.shape[0], q.shape[2], k.shape[2], None, causal, None, None), way)
+    return out
+
+
+@on_hopper
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("span", [0, 1, 3])
+def test_its_bits_are_those_of_the_one_plan(name: str, span: int) -> None:
+    for b, hq, hkv, tq, tk, d, kind, causal in (
+        (2, 8, 2, 1, 1024, 128, "bell", True),
+        (1, 8, 2, 1, 1, 128, "bell", True),
+        (2, 8, 2, 1, 129, 128, "wide", True),
+        (1, 8, 2, 2, 513, 128, "outlier", True),
+        (3, 8, 2, 3, 2100, 128, "wide", False),
+        (2, 8, 2, 9, 1300, 128, "bell", True),
+        (1, 8, 2, 4, 3, 128, "bell", True),  # a query that sees no key
+        (1, 8, 2, 9, 2, 128, "bell", True),  # a whole block of them
+        (1, 32, 8, 1, 35000, 128, "wide", True),
+        (2, 14, 2, 2, 1700, 64, "wide", True),
+    ):
+        dtype = torch.bfloat16 if d == 128 else torch.float16
+        given = (*decode_qkv(b, hq, hkv, tq, tk, d, dtype, kind), causal)
+        assert compare.identical(by(gluon_way(name, d, span), *given), by(one_plan(d, dtype), *given)), (tk, d)
+    if span:  # the merge alone, behind the Triton kernel
+        way = Way(triton_kernels.plan_for(1, 128, torch.bfloat16), span, True, lanes=True)
+        q, k, v = decode_qkv(2, 8, 2, 2, 3000, 128, kind="outlier")
+        assert compare.identical(by(way, q, k, v), by(one_plan(128, torch.bfloat16), q, k, v))
+
+
+@on_hopper
+@pytest.mark.parametrize("page", hopper.PAGES)
+@pytest.mark.parametrize("name", WAYS)
+def test_over_pages_its_bits_are_those_of_the_one_plan(name: str, page: int) -> None:
+    """Pages anywhere in a cache that holds NaN wherever none of these requests wrote, last pages' ends among it."""
+    for lengths, queries, hq, hkv, d, kind in (
+        ([1, 129, 1024, 513, 2100, 64, 16, 17], 1, 32, 8, 128, "wide"),
+        ([700, 1], 1, 16, 8, 128, "bell"),
+        ([9000], 1, 32, 8, 128, "outlier"),
+        ([40, 1300], 3, 8, 2, 128, "wide"),
+        ([1700, 600], 2, 14, 2, 64, "bell"),
+    ):
+        dtype = torch.bfloat16 if d == 128 else torch.float16
+        counts = [-(-n // page) for n in lengths]
+        pages = torch.randperm(sum(counts) + 5, device="cuda").to(torch.int32)
+        cache = torch.full((2, hkv, len(pages) * page, d), torch.nan, device="cuda", dtype=dtype)
+        alone, index = [], []
+        for i, n in enumerate(lengths):
+            q, k, v = decode_qkv(1, hq, hkv, queries, n, d, dtype, kind)
+            mine = pages[sum(counts[:i]) :][: counts[i], None] * page + torch.arange(page, device="cuda")
+            places = mine.flatten()[:n]
+            cache[0][:, places], cache[1][:, places] = k[0], v[0]
+            index.append(places.to(torch.int32))
+            alone.append((q, by(one_plan(d, dtype), q, k, v)))
+        q, expected = (torch.cat([pair[i] for pair in alone], 2) for i in (0, 1))
+        k, v = (x.transpose(0, 1).contiguous().transpose(0, 1)[None] for x in cache)
+        cu_q, cu_k = (starts(each, torch.device("cuda")) for each in ([queries] * len(lengths), lengths))
+        for span in (0, 1, 2):
+            out = torch.full_like(q, torch.nan)
+            sizes = (len(lengths), queries, max(lengths), None, True, None, None)
+            call = Call(q, k, v, out, *sizes, cu_q, cu_k, key_index=torch.cat(index), page=page)
+            launch(call, gluon_way(name, d, span))
+            assert compare.identical(out, expected), (lengths, span)
+
+
+@on_hopper
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [700, 9000, 40000])
+def test_a_step_that_starts_early_waits_for_what_it_reads(tokens: int, packed: bool) -> None:
+    """In a graph, each step's query, and a key and a value that it sees, are the step before's: none may be stale."""
+    q, k, v = decode_qkv(2, 32, 8, 1, tokens, 128, kind="wide")
+    first = q.clone()
+    keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))  # [B, T, H, D] in memory
+    cu_q, cu_k = (torch.tensor([0, n, 2 * n], dtype=torch.int32, device="cuda") for n in (1, tokens))
+    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 1, "max_seqlen_k": tokens}
+
+    def step(out: torch.Tensor) -> torch.Tensor:
+        if packed:
+            cache = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))
+            return attention_varlen(out[:, :, 0], *cache, **lengths)[:, :, None]
+        return attention(out, keys, values)
+
+    def steps(one: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        keys.copy_(k)
+        values.copy_(v)
+        out = first
+        for number in range(4):
+            keys[:, :, tokens // 2 + number] = out[:, ::4, 0]
+            values[:, :, tokens - 1 - number] = out[:, 1::4, 0]
+            out = one(out)
+        return out
+
+    steps(step)
+    graph, result = captured(steps, step)
+    for _ in range(4):
+        first.copy_(torch.randn_like(first))
+        graph.replay()
+        ran = result.clone()
+        assert compare.identical(ran, steps(lambda out: attention_by_one_plan(out, keys, values)))

@@ -4,8 +4,6 @@ Any operator that computes each row by itself, going by float64, is run with one
 seven times as many. Its rows then have equal bits, or the call is among what was left or is at risk.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
@@ -26,7 +24,7 @@ from nondet.kernels.dispatch import functions as dispatch_certified
 from nondet.kernels.dispatch import operators
 from nondet.kernels.dispatch.block import Registration, batch_invariant
 from nondet.kernels.dispatch.state import guarded
-from tests.kernels.tiers import at_length
+from tests.kernels.tiers import at_length, exposed
 
 TIMES = 7
 SAMPLES = 4
@@ -46,29 +44,23 @@ def plain(x: torch.Tensor) -> bool:
     return x.layout == torch.strided and not x.is_quantized and not x.is_nested
 
 
-class Batches:
-    """One sample of the database with fewer or more rows: of all tensors that share the first axis, or of the input."""
+def batch(sample: Any, everything: bool, rows: int, dtype: torch.dtype | None = None) -> Any:
+    """(input, args, kwargs) of one sample with so many rows: of its input, or of all tensors that share the first axis.
+    Fresh copies, floating ones in the dtype if one is given."""
+    first = outputs(sample.input)[0]
+    own = first.shape[0]
 
-    def __init__(self, sample: Any, everything: bool) -> None:
-        self.parts = (sample.input, sample.args, sample.kwargs)
-        first = outputs(sample.input)[0]
-        self.rows, self.input, self.everything = first.shape[0], first, everything
+    def change(x: torch.Tensor) -> torch.Tensor:
+        floating = x.dtype.is_floating_point or x.dtype.is_complex
+        if x is first or (everything and x.dim() > 0 and x.shape[0] == own):
+            x = x.repeat(-(-rows // own), *[1] * (x.dim() - 1))[:rows]
+            if floating:
+                x[own:] *= 0.5  # not the same rows again, of which a mean would be the same
+        if dtype is not None and floating:
+            x = x.to(torch.complex128 if x.dtype.is_complex else dtype)
+        return x.clone()
 
-    def of(self, rows: int, dtype: torch.dtype | None = None) -> Any:
-        """(input, args, kwargs) with `rows` rows, fresh copies, floating ones in the dtype if one is given."""
-
-        def change(x: torch.Tensor) -> torch.Tensor:
-            batched = x is self.input or (self.everything and x.dim() > 0 and x.shape[0] == self.rows)
-            if batched:
-                more = -(-rows // self.rows)
-                x = x.repeat(more, *[1] * (x.dim() - 1))[:rows]
-                if x.dtype.is_floating_point or x.dtype.is_complex:
-                    x[self.rows :] *= 0.5  # not the same rows again, of which a mean would be the same
-            if dtype is not None and (x.dtype.is_floating_point or x.dtype.is_complex):
-                x = x.to(torch.complex128 if x.dtype.is_complex else dtype)
-            return x.clone()
-
-        return tree_map_only(torch.Tensor, change, self.parts)
+    return tree_map_only(torch.Tensor, change, (sample.input, sample.args, sample.kwargs))
 
 
 def call(function: Callable[..., Any], parts: Any) -> list[torch.Tensor]:
@@ -77,16 +69,14 @@ def call(function: Callable[..., Any], parts: Any) -> list[torch.Tensor]:
     return outputs(function(value, *args, **kwargs))
 
 
-def row_wise(function: Callable[..., Any], batches: Batches) -> list[int]:
+def row_wise(function: Callable[..., Any], made: Callable[..., Any], rows: int) -> list[int]:
     """Which outputs compute their rows alone, going by float64."""
-    small = call(function, batches.of(batches.rows, torch.float64))
-    large = call(function, batches.of(batches.rows * TIMES, torch.float64))
-    alone = call(function, batches.of(1, torch.float64))
+    small, large, alone = (call(function, made(n, torch.float64)) for n in (rows, rows * TIMES, 1))
     if not len(small) == len(large) == len(alone):
         return []
     places = []
     for place, (a, b, c) in enumerate(zip(small, large, alone, strict=True)):
-        if a.dim() == 0 or a.shape[0] != batches.rows or b.shape != (batches.rows * TIMES, *a.shape[1:]):
+        if a.dim() == 0 or a.shape[0] != rows or b.shape != (rows * TIMES, *a.shape[1:]):
             continue
         if c.shape != (1, *a.shape[1:]) or a.dtype != b.dtype or not a.numel() or not plain(a):
             continue
@@ -110,23 +100,23 @@ def ask(op: Any, dtype: torch.dtype) -> tuple[int, list[str]]:
         if not inputs or not plain(inputs[0]) or inputs[0].dim() == 0 or inputs[0].shape[0] < 2:
             continue
         for everything, function in itertools.product((True, False), forms):
-            batches = Batches(sample, everything)
-            sizes = (batches.rows, batches.rows * TIMES, 1)
+            made, own = functools.partial(batch, sample, everything), inputs[0].shape[0]
+            sizes = (own, own * TIMES, 1)
             try:
-                places = guarded(row_wise)(function, batches)
+                places = guarded(row_wise)(function, made, own)
                 for rows in sizes:
-                    guarded(call)(function, batches.of(rows))
+                    guarded(call)(function, made(rows))
             except Exception:  # noqa: BLE001, S112 - stock takes no float64, or this way of giving it more rows does not fit
                 continue
             if not places:
                 continue
             with batch_invariant() as block:
-                small, large, alone = (call(function, batches.of(rows)) for rows in sizes)
+                small, large, alone = (call(function, made(rows)) for rows in sizes)
             judged += 1
-            exposed = [*block.coverage().left, *block.coverage().at_risk]
             for place in places:
                 a, b, c = (x[place].contiguous() for x in (small, large, alone))
-                if not exposed and not (identical(a, b[: len(a)].contiguous()) and identical(a[:1].contiguous(), c)):
+                alike = identical(a, b[: len(a)].contiguous()) and identical(a[:1].contiguous(), c)
+                if not alike and not exposed(block):
                     silent.append(f"{op.name} {function.__name__} {dtype} sample {number} output {place}")
             break
     return judged, silent
@@ -134,7 +124,6 @@ def ask(op: Any, dtype: torch.dtype) -> tuple[int, list[str]]:
 
 @functools.cache
 def database() -> list[Any]:
-    """Torch's own, which takes seconds to load."""
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:  # it needs expecttest, which our dev extras have: where CI lacks it this has to fail
@@ -181,7 +170,6 @@ FEW = 8  # of the database by default: each so many-th operator, and all in a ru
     ids=str,
 )
 def test_every_operator_is_invariant_or_said_not_to_be(dtype: torch.dtype, every: int, in_memory: None) -> None:
-    """No operator of the database gives a row other bits in another batch with nothing in left or at risk."""
     judged, silent = sweep({op.name for op in [*asked_of()][::every]}, dtype)
     assert not silent, "\n".join(silent)
     assert judged > (100 if dtype == torch.complex64 else 200) // every

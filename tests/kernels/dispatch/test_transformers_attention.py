@@ -1,7 +1,5 @@
 """A whole transformers model under `batch_invariant()`: one row, one answer, however it is batched."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable
@@ -23,10 +21,9 @@ from nondet.errors import UserError
 from nondet.kernels.dispatch import block as dispatch_block
 from nondet.kernels.dispatch import transformers_attention as hf_attention
 from nondet.kernels.dispatch.block import batch_invariant
-from tests.kernels.tiers import at_length, tiny
+from tests.kernels.tiers import at_length, exposed, tiny
 
 LENGTH, PADDING, VOCABULARY = 75, 19, 384
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 _LAYERS = ["sliding_attention", "full_attention"]
 # name -> (model type, what is its own); Gemma 2 with a window in its first layer, and caps low enough to bend
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,7 +46,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def built(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """A tiny random model with grouped heads."""
     kind, more = ARCHITECTURES[name]
     own = {"hidden_size": 96, "intermediate_size": 200, "head_dim": 32} | more
     how = {"attn_implementation": own.pop("attn_implementation", "sdpa")}
@@ -67,12 +63,7 @@ def alone(model: Any) -> torch.Tensor:
     return model(ROW.to(model.device)).logits[0]
 
 
-def in_a_batch(model: Any) -> torch.Tensor:
-    return model(torch.cat([tokens(6, LENGTH, seed=2), ROW]).to(model.device)).logits[-1]
-
-
 def padded_on_the_left(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, mask and places of the row and another that is longer."""
     ids = torch.cat([torch.zeros(1, PADDING, dtype=torch.long), ROW], 1)
     ids = torch.cat([ids, tokens(1, LENGTH + PADDING, seed=3)]).to(device)
     mask = torch.ones_like(ids)
@@ -124,7 +115,7 @@ def left_padded_decode(model: Any) -> torch.Tensor:
 
 
 WAYS: dict[str, Callable[[Any], torch.Tensor]] = {
-    "in a batch of equal lengths": in_a_batch,
+    "in a batch": lambda model: model(torch.cat([tokens(6, LENGTH, seed=2), ROW]).to(model.device)).logits[-1],
     "left-padded": left_padded,
     "right-padded": right_padded,
     "decoded token by token": chunked(*range(70, LENGTH)),
@@ -132,19 +123,15 @@ WAYS: dict[str, Callable[[Any], torch.Tensor]] = {
     "with a static cache": static_cache,
     "left-padded and decoded": left_padded_decode,
 }
-
-
+EAGER = {name: WAYS[name] for name in ("in a batch", "left-padded", "in chunks")}
+EAGER["from a cache that drops keys"] = chunked(5, *range(70, LENGTH), dropping=True)
 EXACT = {"sum.dim_IntList bool", "sum.dim_IntList int64"}  # of masks
-
-
-def differing(model: Any, right: torch.Tensor) -> list[str]:
-    return [name for name, way in WAYS.items() if not identical(way(model), right)]
 
 
 @pytest.mark.parametrize(
     ("name", "device", "dtype"),
     [
-        *((name, "cpu", torch.float32) for name in ("qwen3", "gemma3", "experts", "windows")),
+        *((name, "cpu", torch.float32) for name in ("qwen3", "gemma3", "experts", "windows", "eager gemma2", "eager")),
         *at_length(*((name, "cpu", torch.float32) for name in ("llama", "mistral"))),
         *at_length(*((name, "cpu", torch.bfloat16) for name in ("qwen3", "windows"))),
         *(
@@ -152,29 +139,32 @@ def differing(model: Any, right: torch.Tensor) -> list[str]:
             for name in ("qwen3", "windows")
             for dtype in (torch.bfloat16, torch.float32)
         ),
+        *(pytest.param(name, "cuda", torch.float32, marks=pytest.mark.gpu) for name in ("eager gemma2", "eager")),
     ],
 )
 def test_a_row_has_one_answer(name: str, dtype: torch.dtype, device: str) -> None:
     """A row's logits are bitwise equal, however it is batched, padded, chunked or cached; stock comes back after."""
     model, most = built(name, dtype, device), 0.02 if dtype == torch.bfloat16 else 1e-4
+    ways = EAGER if "eager" in name else WAYS
     with torch.inference_mode():
-        stock, others = alone(model), [way(model) for way in WAYS.values()]
+        stock, others = alone(model), [way(model) for way in ways.values()]
         with batch_invariant() as block:
             right = alone(model)
-            different = differing(model, right)
+            different = [what for what, way in ways.items() if not identical(way(model), right)]
         assert identical(alone(model), stock)
+    differs = not all(identical(other, stock) for other in others)
+    assert differs or (device, ways) == ("cuda", WAYS), "stock should differ somewhere, or this shows nothing"
     coverage = block.coverage()
+    assert "eager" not in name or coverage.replaced["transformers eager attention"] > 0
     if name == "windows":  # masks that hide more than the window does are said to
         assert set(different) <= {"right-padded", "with a static cache"}
-        assert [what for what in (*coverage.left, *coverage.at_risk) if "attention" in what] or not different
+        assert [what for what in exposed(block) if "attention" in what] or not different
     else:
         assert (different, coverage.at_risk) == ([], {})
         assert set(coverage.left) <= EXACT
     for logits in (right, *others):
         torch.testing.assert_close(logits, stock, rtol=0.02, atol=most)
 
-
-# --- continuous batching ---
 
 _PROMPTS = [tokens(n, seed=n).tolist() for n in (50, 3, 65, 28)]
 _TARGET = tokens(40, seed=40).tolist()
@@ -190,52 +180,36 @@ def generate(model, prompts, *, budget, sharing=False, implementation="sdpa") ->
         model.set_attn_implementation(f"paged|{implementation}")
     elif implementation == "eager":
         model.set_attn_implementation("paged|eager")
-    config = ContinuousBatchingConfig(
-        **{"page_size" if "page_size" in known else "block_size": 16},
-        **({"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}),
-        num_blocks=200,
-        max_batch_tokens=budget,
-        max_blocks_per_request=0,
-        allow_block_sharing=sharing,
-        use_async_batching=False,
-        use_cuda_graph=False,
-        safety_margin=0.0,
-        return_logprobs=True,
-    )
+    given = {"num_blocks": 200, "max_batch_tokens": budget, "max_blocks_per_request": 0, "safety_margin": 0.0}
+    given |= {"allow_block_sharing": sharing, "use_async_batching": False, "use_cuda_graph": False}
+    given |= {"page_size" if "page_size" in known else "block_size": 16}
+    given |= dict.fromkeys(known & {"auto_switch_to_flash"}, False)
+    config = ContinuousBatchingConfig(**given, return_logprobs=True)
+    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6)
+    how = {"generation_config": greedy, "continuous_batching_config": config, "progress_bar": False}
     try:
-        found = model.generate_batch(
-            prompts,
-            generation_config=transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6),
-            continuous_batching_config=config,
-            progress_bar=False,
-        )
+        found = model.generate_batch(prompts, **how)
     finally:
         model.set_attn_implementation(before)
     ordered = sorted(found.values(), key=lambda o: int(o.request_id.rsplit("_", 1)[-1]))
     return [(o.generated_tokens, o.logprobs) for o in ordered]
 
 
-# a model, its attention in the engine, device and dtype
-LOADED = [
-    ("qwen3", "sdpa", "cpu", torch.float32),
-    ("eager gemma2", "eager", "cpu", torch.float32),  # paged caches of a window and of all keys, and a soft cap
-    *at_length(("windows", "sdpa", "cpu", torch.float32), ("qwen3", "sdpa", "cpu", torch.bfloat16)),
-    *(
-        pytest.param(name, how, "cuda", dtype, marks=pytest.mark.gpu)
-        for name, how, dtypes in (
-            ("qwen3", "sdpa", (torch.bfloat16, torch.float32)),
-            ("windows", "sdpa", (torch.bfloat16, torch.float32)),
-            ("eager gemma2", "eager", (torch.float32,)),
-        )
-        for dtype in dtypes
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "how", "device", "dtype"), LOADED)
-def test_a_request_has_one_answer_under_load(name: str, how: str, device: str, dtype: torch.dtype) -> None:
-    """Tokens and logprobs are equal bit for bit: alone, among others, in other chunks, with a prefix that is shared."""
-    model, sharing = built(name, dtype, device), name == "qwen3"
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [
+        ("qwen3", "cpu", torch.float32),
+        ("eager gemma2", "cpu", torch.float32),  # paged caches of a window and of all keys, and a soft cap
+        *at_length(("windows", "cpu", torch.float32), ("qwen3", "cpu", torch.bfloat16)),
+        *(
+            pytest.param(name, "cuda", dtype, marks=pytest.mark.gpu)
+            for name in ("qwen3", "windows", "eager gemma2")
+            for dtype in (torch.bfloat16, torch.float32)[name.startswith("eager") :]
+        ),
+    ],
+)
+def test_a_request_has_one_answer_under_load(name: str, device: str, dtype: torch.dtype) -> None:
+    model, sharing, how = built(name, dtype, device), name == "qwen3", "eager" if "eager" in name else "sdpa"
     with batch_invariant() as block:
         right = generate(model, [_TARGET], budget=64, implementation=how)[0]
         loaded = generate(model, [*_PROMPTS, _TARGET], budget=64, implementation=how)[-1]
@@ -271,8 +245,8 @@ def test_without_the_stand_in_the_mask_is_read(monkeypatch: pytest.MonkeyPatch) 
     assert block.coverage().at_risk["scaled_dot_product_attention float32"] > 0
 
 
-def test_the_table_of_functions_is_put_back() -> None:
-    """After the block, nested or ended by an exception, transformers' table holds what it held before."""
+def test_the_table_of_functions_is_put_back_and_a_paged_window_without_positions_is_refused() -> None:
+    """Its cache drops first keys, so there is no anchor: an error that says so, not a quiet fall back to stock."""
     from transformers.modeling_utils import AttentionInterface
 
     before = dict(AttentionInterface())
@@ -280,10 +254,6 @@ def test_the_table_of_functions_is_put_back() -> None:
         assert AttentionInterface()["sdpa"] is not before["sdpa"]
         raise ZeroDivisionError
     assert dict(AttentionInterface()) == before
-
-
-def test_a_paged_sliding_window_without_positions_is_refused() -> None:
-    """Its cache drops first keys, so there is no anchor: an error that says so, not a quiet fall back to stock."""
     from transformers.modeling_utils import AttentionInterface
 
     layer = torch.nn.Module()
@@ -302,33 +272,11 @@ def test_a_paged_sliding_window_without_positions_is_refused() -> None:
                     attend(layer, x, x, x, None, cache=SimpleNamespace(**one), sliding_window=16)
 
 
-# transformers' eager attention under `batch_invariant()`: Gemma 2 with its soft cap and windows, and what is left.
-
 AT_RISK = "transformers eager attention: sums over padded keys"
 
 
-@pytest.mark.parametrize("name", ["eager gemma2", "eager"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_eager_attention_has_one_answer(name: str, device: str) -> None:
-    """With a soft cap and windows, and without: equal bits in every way, unlike stock, at stock's accuracy."""
-    model = built(name, torch.float32, device)
-    dropping = chunked(5, *range(70, LENGTH), dropping=True)
-    ways = [*(WAYS[way] for way in ("in a batch of equal lengths", "left-padded", "in chunks")), dropping]
-    with torch.no_grad():
-        stock, others = alone(model), [way(model) for way in ways]
-        with batch_invariant() as block:
-            right = alone(model)
-            assert [identical(way(model), right) for way in ways] == [True] * 4
-        assert identical(alone(model), stock)
-    assert not all(identical(other, stock) for other in others), "stock should differ somewhere, or this shows nothing"
-    assert block.coverage().replaced["transformers eager attention"] > 0
-    assert block.coverage().at_risk == {}
-    assert set(block.coverage().left) <= EXACT
-    torch.testing.assert_close(right, stock, rtol=1e-4, atol=1e-5)
-
-
-def test_what_it_cannot_compute_is_said() -> None:
-    """Attention weights asked for, and attention that is left out: the original runs, its bits and its note with it."""
+def test_what_it_cannot_compute_or_trace_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights asked for, attention left out, torch.compile, which would take kernels apart: stock, and said."""
     model = built("eager")
     ids = tokens(1, 9, seed=3)
     with torch.no_grad(), batch_invariant() as block:
@@ -338,10 +286,6 @@ def test_what_it_cannot_compute_is_said() -> None:
     with torch.no_grad(), batch_invariant(["matmul"]) as block:
         model(ids)
     assert block.coverage().at_risk[AT_RISK] == 2
-
-
-def test_compiled_attention_is_not_traced() -> None:
-    """torch.compile would take the kernels apart: eager attention runs stock under it, and is said."""
     model = built("eager gemma2")
     q, k, v = (torch.rand(1, h, 9, 32, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
     with torch.no_grad(), batch_invariant() as block:
@@ -350,10 +294,6 @@ def test_compiled_attention_is_not_traced() -> None:
         torch.testing.assert_close(torch.compile(call, backend="eager")()[0], call()[0], rtol=1e-4, atol=1e-5)
     assert block.coverage().at_risk[AT_RISK] == 1
     assert block.coverage().replaced["transformers eager attention"] == 1
-
-
-def test_a_copy_with_other_code_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose eager attention does something else keeps it, and is at risk; afterwards all is put back."""
     other = ModuleType("transformers.models.other.modeling_other")
     other.eager_attention_forward = original = lambda *args, **kwargs: "its own"  # type: ignore[attr-defined]  # a model's
     monkeypatch.setitem(sys.modules, other.__name__, other)
@@ -362,8 +302,6 @@ def test_a_copy_with_other_code_is_not_guessed_at(monkeypatch: pytest.MonkeyPatc
     assert block.coverage().at_risk == {AT_RISK: 1}
     assert other.eager_attention_forward is original
 
-
-# Soft caps and hybrid windows under `batch_invariant()`: the stand-ins compute the model that the originals do.
 
 _WINDOW, _LENGTH = 8, 20
 _VARIANT_PROMPTS = [list(range(3, 3 + n)) for n in (30, 7, 19)]
@@ -387,7 +325,7 @@ def called(mask, size=_WINDOW, cap=None, values=torch.float32) -> Any:
         return str(error)
 
 
-def test_sdpa_makes_of_a_cap_and_of_a_mask_what_it_makes_of_them_outside() -> None:
+def test_sdpa_makes_of_a_cap_a_mask_and_autocast_what_it_makes_of_them_outside() -> None:
     """transformers' sdpa leaves a cap out before 5.23 and refuses it since; the stand-in does so in a window, too."""
     for mask in (None, window()):
         stock = called(mask, cap=0.5)
@@ -403,10 +341,6 @@ def test_sdpa_makes_of_a_cap_and_of_a_mask_what_it_makes_of_them_outside() -> No
         stock = called(mask, size)
         with torch.no_grad(), batch_invariant():
             torch.testing.assert_close(called(mask, size), stock)
-
-
-def test_a_window_under_autocast_is_cast_as_sdpa_casts_it() -> None:
-    """Gemma 3 under autocast: queries of float32, values of bfloat16; computed in autocast's dtype, as stock is."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         stock = called(window(), values=torch.bfloat16)
         with batch_invariant() as block:
@@ -414,6 +348,13 @@ def test_a_window_under_autocast_is_cast_as_sdpa_casts_it() -> None:
     assert block.coverage().replaced["transformers attention 'sdpa', windowed"] == 1
     assert found.dtype == stock.dtype == torch.bfloat16
     torch.testing.assert_close(found, stock, rtol=2e-2, atol=4e-2)
+    layer, rows = torch.nn.Linear(64, 64), make("bell", (64, 64), torch.float32, "cpu", generator(8, "cpu"))
+    with torch.no_grad(), batch_invariant():
+        layer(rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole, part = layer(rows), layer(rows[:16].clone())
+    assert whole.dtype == part.dtype == torch.bfloat16
+    assert identical(whole[:16], part)
 
 
 # what the engine makes of it -> model type, what is its own, the engine's attention
@@ -435,79 +376,43 @@ def test_the_engine_computes_the_same_model_as_stock(what: str) -> None:
     with batch_invariant() as block:
         found = generate(model, _VARIANT_PROMPTS, budget=24, implementation=implementation)
         assert generate(model, _VARIANT_PROMPTS[:1], budget=64, implementation=implementation) == found[:1]
-    said = [what for what in (*block.coverage().at_risk, *block.coverage().left) if "attention" in what]
-    assert said == []
+    assert [what for what in exposed(block) if "attention" in what] == []
     for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(found, stock, strict=True):
         assert tokens == stock_tokens
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(stock_logprobs), rtol=1e-3, atol=1e-4)
 
 
-# Somebody's functions and weights under the block: they are called, and their bits hold.
-
-
-def test_autocast_chooses_the_dtype_before_and_after_a_first_call() -> None:
-    """One shape in float32 and then in bfloat16: autocast chooses before the block does."""
-    layer, rows = torch.nn.Linear(64, 64), make("bell", (64, 64), torch.float32, "cpu", generator(8, "cpu"))
-    with torch.no_grad(), batch_invariant():
-        layer(rows)
-        with torch.autocast("cpu", torch.bfloat16):
-            whole, part = layer(rows), layer(rows[:16].clone())
-    assert whole.dtype == part.dtype == torch.bfloat16
-    assert identical(whole[:16], part)
-
-
-# Somebody's function in the place of one that a stand-in would skip: it is called, every time, or nothing is
-# replaced.
-#
-# Each is held against the same patched model without nondet. A tolerance tells a skipped function (off by tenths) from
-# another order of sums (2e-4 in logits of 21).
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
 def doubled(function: Any) -> Any:
-    """A wrapper that says that it is what it wraps."""
+    """What gives twice as much; but for torch's own function it says that it is what it wraps."""
 
-    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
         return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
 
-    return wrapper
+    return wrapper if function is F.linear else functools.wraps(function)(wrapper)
 
 
-def wrapped(owner: Any, name: str) -> Patch:
-    return lambda patch: patch.setattr(owner, name, doubled(vars(owner)[name]))
-
-
-LINEAR = F.linear
-PATCHES: dict[str, Patch] = {
-    "F.linear": lambda patch: patch.setattr(F, "linear", lambda *args: LINEAR(*args) * 1.5),
-    "attention": wrapped(modeling.LlamaAttention, "forward"),
-    "norm": wrapped(modeling.LlamaRMSNorm, "forward"),
-    "rotary": wrapped(modeling, "apply_rotary_pos_emb"),
-}
-
-
-def logits(model: Any) -> torch.Tensor:
-    ids = torch.arange(1, 20)[None]
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits
-
-
+@torch.no_grad()
 def test_what_stands_in_a_functions_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With functools.wraps or without, put there before a block, inside of one or after one has ended."""
+    """Somebody's function in the place of one that a stand-in would skip, with functools.wraps or without, put there
+    before a block, inside of one or after one has ended: skipped, logits are off by tenths; by other sums, by 2e-4."""
     model = tiny("llama", num_hidden_layers=1, initializer_range=0.2)
-    plain = logits(model)
-    for name, put in PATCHES.items():
+    ids, attention, norm = torch.arange(1, 20)[None], modeling.LlamaAttention, modeling.LlamaRMSNorm
+
+    def gives(wanted: torch.Tensor) -> bool:
+        return torch.allclose(model(ids).logits, wanted, rtol=1e-4, atol=1e-3)
+
+    plain = model(ids).logits
+    for owner, name in ((F, "linear"), (attention, "forward"), (norm, "forward"), (modeling, "apply_rotary_pos_emb")):
+        own = vars(owner)[name]
         with monkeypatch.context() as patch:
-            put(patch)
-            wanted = logits(model)
+            patch.setattr(owner, name, doubled(own))
+            wanted = model(ids).logits
             assert not torch.allclose(wanted, plain, atol=1e-2), "the patch changes something"
             with batch_invariant():
-                assert torch.allclose(logits(model), wanted, rtol=1e-4, atol=1e-3), name
+                assert gives(wanted), name
         with batch_invariant():
-            assert torch.allclose(logits(model), plain, rtol=1e-4, atol=1e-3), name
+            assert gives(plain), name
             with monkeypatch.context() as patch:  # in the place of a stand-in of ours
-                put(patch)
-                assert torch.allclose(logits(model), wanted, rtol=1e-4, atol=1e-3), name
+                patch.setattr(owner, name, doubled(own))
+                assert gives(wanted), name

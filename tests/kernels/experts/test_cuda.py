@@ -1,7 +1,5 @@
 """Grouped products and the routing around them: right against float64, and blind to the other tokens."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -38,7 +36,6 @@ def at(offsets: list[int]) -> torch.Tensor:
 
 
 def alone(x: torch.Tensor, weight: torch.Tensor, offsets: list[int]) -> torch.Tensor:
-    """Each row by itself, through the plain product."""
     out = torch.zeros(x.shape[0], weight.shape[2], device=DEVICE, dtype=x.dtype)
     for expert, (start, end) in enumerate(itertools.pairwise([0, *offsets])):
         for row in range(start, end):
@@ -75,15 +72,18 @@ def test_strides_do_not_change_bits(chained_dot):
     )
 
 
-def test_offsets_beyond_the_rows_touch_nothing():
+def test_offsets_beyond_the_rows_and_empty_sizes():
     """What a caller gets wrong in device memory can't be refused: it must not be written outside of the result."""
     x, weight = bell(20, 16), bell(3, 8, 16, seed=1).mT
     out = grouped_matmul(x, weight, at([5, 30, 40]))
     assert compare.identical(out, grouped_matmul(x, weight, at([5, 20, 20])))
+    assert grouped_matmul(bell(0, 8), bell(2, 8, 4), at([0, 0])).shape == (0, 4)
+    assert grouped_matmul(bell(3, 8), bell(2, 8, 0), at([1, 3])).shape == (3, 0)
+    assert not grouped_matmul(bell(3, 8), bell(0, 8, 4), at([])).any()
+    assert not grouped_matmul(bell(3, 0), bell(2, 0, 4), at([1, 3])).any()
 
 
 def test_refuses_what_it_has_no_kernel_for(monkeypatch):
-    """Wrong shapes, dtypes and devices are errors with names, never another implementation."""
     x, weight = bell(4, 8), bell(2, 8, 3)
     for given, words in (
         ((x[:, :7], weight, at([1, 2])), "takes"),
@@ -97,14 +97,6 @@ def test_refuses_what_it_has_no_kernel_for(monkeypatch):
     monkeypatch.setattr(triton_common, "INTERPRETED", False)
     with pytest.raises(NotImplementedError, match="cpu"):
         grouped_matmul(x.cpu(), weight.cpu(), at([1, 2]).cpu())
-
-
-def test_empty_sizes():
-    """No rows, no columns, no experts or nothing to sum are answers, not crashes."""
-    assert grouped_matmul(bell(0, 8), bell(2, 8, 4), at([0, 0])).shape == (0, 4)
-    assert grouped_matmul(bell(3, 8), bell(2, 8, 0), at([1, 3])).shape == (3, 0)
-    assert not grouped_matmul(bell(3, 8), bell(0, 8, 4), at([])).any()
-    assert not grouped_matmul(bell(3, 0), bell(2, 0, 4), at([1, 3])).any()
 
 
 @pytest.fixture
@@ -122,7 +114,6 @@ def small_proof(monkeypatch):
 
 
 def test_a_tile_is_proven_before_it_is_used(chained_dot, small_proof):
-    """The first use compares the tile with the plain chain's anchor, and keeps what came out."""
     x, weight = bell(10, 72), bell(3, 40, 72, seed=1).mT
     grouped_matmul(x, weight, at([2, 5, 10]))
     (proof,) = small_proof.all()
@@ -136,7 +127,6 @@ def test_a_tile_is_proven_before_it_is_used(chained_dot, small_proof):
 
 
 def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypatch):
-    """A tile that gives other bits is recorded as excluded, and the anchor's tile, proven too, runs in its place."""
     x, weight = bell(10, 72), bell(3, 40, 72, seed=1).mT
     right = grouped_chain(x, weight, at([2, 5, 10]), anchor(torch.float32), False)
     sound = grouped.grouped_chain
@@ -154,9 +144,6 @@ def test_a_tile_of_another_order_is_excluded(chained_dot, small_proof, monkeypat
     assert f"grouped_matmul[{anchor(torch.float32)}]" in notes
     assert f"grouped_matmul[{tiles(torch.float32)[0]}]" not in notes
     assert small_proof.standing(f"triton {anchor(torch.float32).name}", excluded.key) is True
-
-
-# ---- the GPU's bits
 
 
 @pytest.mark.gpu
@@ -199,8 +186,6 @@ def test_gpu_graph_follows_the_offsets():
         assert compare.identical(out, grouped_matmul(x, weight, at(ends)))
 
 
-# The routing around grouped products: ties, sums over experts and additions to rows have one order.
-
 ROUTES = [triton_routing] if DEVICE == "cuda" else [triton_routing, cpu_grouped_matmul]
 
 
@@ -221,7 +206,6 @@ def test_topk_takes_the_lower_index_of_a_tie(module, width):
 
 @pytest.mark.parametrize("module", [triton_routing, ordered_topk])
 def test_topk_of_other_shapes(module):
-    """Leading axes, transposed rows, rows wider than any router, float64 and no rows at all."""
     x = bell(2, 3, 1500)
     for y, k in ((x, 5), (x[..., :40], 3), (x[0, :, :40].double(), 3), (bell(40, 6).mT, 4), (x[:0, :, :9], 2)):
         values, indices = module.topk(y, k)

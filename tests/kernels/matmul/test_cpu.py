@@ -1,25 +1,26 @@
 """Products on a CPU: a row's bits are its own, for every batch, place, layout, dtype and thread."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from nondet import batch_invariant
+from nondet.core import inputs
 from nondet.core.certificates import Certificate, Certificates
 from nondet.core.compare import error_against, identical
 from nondet.core.inputs import generator, make, order_revealing, product_operands
 from nondet.core.launch import listen
 from nondet.errors import UserError
 from nondet.kernels import reference
-from nondet.kernels.matmul import cpu, cpu_tiles
+from nondet.kernels.matmul import cpu, cpu_tiles, split_k_cpu, split_k_cuda
 from nondet.kernels.matmul.cpu_tiles import Case, NotInvariantError, Tiles, prove
-from tests.build import accuracy_bound
+from nondet.kernels.matmul.cuda import matmul
+from tests.build import DEVICE, accuracy_bound
 from tests.kernels.tiers import at_length
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,8 +35,6 @@ def operands(dtype: torch.dtype, k: int, n: int, kind: str = "bell") -> tuple[to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["cancel", *at_length("bell")])
 def test_a_row_does_not_depend_on_the_batch(threads: int, dtype: torch.dtype, kind: str) -> None:
-    """Every row, in every batch that begins at any place, has the bits it has in the largest batch, on any thread; also
-    of few columns, for which a library may have no invariant tile (MKL in float32)."""
     narrow = ((33, 1), (33, 2), (33, 9), (33, 16)) if dtype == torch.float32 else ()
     for depth, columns in ((72, 200), *narrow):
         x, weight = operands(dtype, depth, columns, kind)
@@ -61,7 +60,6 @@ def test_what_underflows_has_the_same_bits_in_every_batch(bias: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values(dtype: torch.dtype) -> None:
-    """As near to float64 as one rounding and a float32 accumulation allow, odd shapes too."""
     for k, n, kind in ((1, 7, "bell"), (33, 1, "outlier"), (33, 9, "bell"), (1000, 40, "bell")):
         x, weight = operands(dtype, k, n, kind)
         bound = accuracy_bound(dtype, k)
@@ -76,7 +74,7 @@ def test_values(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts_of_the_left_operand_do_not_matter(dtype: torch.dtype) -> None:
-    """A strided, a transposed, a misaligned and an expanded batch give the bits of a contiguous one."""
+    """Strided, transposed, misaligned or expanded: the bits of a contiguous batch; of several, each its own."""
     x, weight = operands(dtype, 72, 64)
     right = cpu.linear(x, weight)
     strided = torch.empty(x.shape[0], 2 * x.shape[1], dtype=dtype)[:, ::2].copy_(x)
@@ -85,12 +83,8 @@ def test_layouts_of_the_left_operand_do_not_matter(dtype: torch.dtype) -> None:
     shifted = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x)
     assert identical(cpu.linear(shifted, weight), right)
     assert identical(cpu.linear(x[:1].expand(5, -1), weight), right[:1].expand(5, -1))
-
-
-def test_a_batch_of_products_is_that_many_products() -> None:
-    """A slice has the bits of its own product, alone or with others, with a shared weight too."""
     rng = generator(3, "cpu")
-    a, b = make("bell", (5, 9, 32), torch.float32, "cpu", rng), make("bell", (5, 32, 12), torch.float32, "cpu", rng)
+    a, b = make("bell", (5, 9, 32), dtype, "cpu", rng), make("bell", (5, 32, 12), dtype, "cpu", rng)
     whole = cpu.matmul(a, b)
     for i in range(5):
         assert identical(cpu.matmul(a[i], b[i]), whole[i])
@@ -99,7 +93,6 @@ def test_a_batch_of_products_is_that_many_products() -> None:
 
 
 def test_empty_and_misused() -> None:
-    """No rows give no rows; gradients and integers are refused in words."""
     weight = torch.rand(4, 3)
     assert cpu.linear(torch.rand(0, 3), weight).shape == (0, 4)
     assert cpu.linear(torch.rand(2, 5, 3), weight).shape == (2, 5, 4)
@@ -108,8 +101,6 @@ def test_empty_and_misused() -> None:
     with pytest.raises(UserError, match="int64"):
         cpu.matmul(torch.ones(2, 3, dtype=torch.int64), torch.ones(3, 2, dtype=torch.int64))
 
-
-# Weights kept in oneDNN's layout: the plain weight's bits, and only as long as the weight is what was copied.
 
 ONEDNN_DTYPES = [torch.bfloat16, torch.float32]
 
@@ -123,7 +114,6 @@ def layer(dtype: torch.dtype, bias: bool) -> torch.nn.Linear:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has a layout for the dtype here, as it has none in bfloat16 without AVX-512."""
     try:
         torch.ops.mkldnn._reorder_linear_weight(torch.zeros(32, 32, dtype=dtype), None)
     except RuntimeError:
@@ -151,8 +141,7 @@ def test_packed_and_plain_have_the_same_bits(dtype: torch.dtype, bias: bool) -> 
 
 @pytest.mark.parametrize("dtype", ONEDNN_DTYPES)
 def test_a_weight_that_changed_is_not_taken_from_its_copy(dtype: torch.dtype) -> None:
-    """An optimizer's step in the block, a weight turned around in its place: the product is the new weight's. Another
-    layer's copy still serves."""
+    """A step in the block, a weight turned around: the product is the new one's. Other copies still serve."""
     if not packs(dtype):
         pytest.skip("oneDNN has no layout for it here")
     module, other, square = layer(dtype, False), layer(dtype, False), torch.nn.Linear(192, 192, False, dtype=dtype)
@@ -188,10 +177,6 @@ def test_no_more_is_copied_than_was_allowed() -> None:
         assert len(cpu.packed_copies) == 1
     with pytest.raises(UserError, match="outside"):
         block.pack(modules)
-
-
-def test_blocks_left_in_any_order_leave_no_copy() -> None:
-    """First in, first out: a later block that packs nothing reads the weight as it is by then."""
     module = layer(torch.float32, False)
     x = make("wide", (4, 192), torch.float32, "cpu", generator(4, "cpu"))
     with torch.no_grad():
@@ -206,14 +191,11 @@ def test_blocks_left_in_any_order_leave_no_copy() -> None:
             assert torch.allclose(module(x), torch.nn.functional.linear(x, module.weight), rtol=1e-3, atol=1e-1)
 
 
-# The certificate: what a library would have to do to pass it, and what it must not get away with.
-
 WIDTH, COLUMNS = 64, 8
 SIZES = (1, 2, 4, 7, 8, 16, 32, 48)
 
 
 def chain(x: torch.Tensor, w: torch.Tensor, backwards: bool = False) -> torch.Tensor:
-    """A product whose order along K is in our hands."""
     total = torch.zeros(x.shape[0], w.shape[1])
     for k in reversed(range(WIDTH)) if backwards else range(WIDTH):
         total += x[:, k : k + 1].float() * w[k].float()
@@ -296,8 +278,7 @@ def test_a_plan_uses_certified_sizes_and_covers_the_rows() -> None:
 
 
 def test_the_next_process_finds_what_was_proven(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What `nondet certify` or a first use proved is read from the file: no proof is run, the sizes are the same.
-    Numbers that cannot be sizes are proven anew."""
+    """Read from the file, with no proof run and the same sizes; numbers that cannot be sizes are proven anew."""
     kept = Certificates({"device": "cpu"}, tmp_path)
     monkeypatch.setattr(cpu_tiles, "certificates", lambda device: kept)
     monkeypatch.setattr(cpu_tiles, "KNOWN", {})
@@ -317,3 +298,80 @@ def test_the_next_process_finds_what_was_proven(monkeypatch: pytest.MonkeyPatch,
     for numbers in ({}, {"base": [16], "sizes": [1, 2]}, {"base": [1], "sizes": [1, 0]}):
         proof = Certificate(member="tiles", key="k", holds=True, evidence="", proven="", numbers=numbers)
         assert cpu_tiles.restored("toy", proof) is None
+
+
+MODULES = pytest.mark.parametrize("module", [split_k_cpu, pytest.param(split_k_cuda, marks=pytest.mark.slow)])
+
+
+def split_operands(module, m=4, k=700, n=40, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    device = DEVICE if module is split_k_cuda else "cpu"
+    rng = inputs.generator(0, device)
+    return inputs.make("wide", (m, k), dtype, device, rng), inputs.make("bell", (k, n), dtype, device, rng)
+
+
+def test_a_drawn_order_changes_bits_from_call_to_call() -> None:
+    """Eight parts in an order drawn afresh give several results; two parts give one, since a sum of two commutes."""
+    a, b = split_operands(split_k_cpu)
+    with listen() as heard:
+        split_k_cpu.split_k(a, b, splits=4, ordered=False)
+    assert any("standing for atomics" in name for name in heard)
+    eight = {split_k_cpu.split_k(a, b, splits=8, ordered=False).numpy().tobytes() for _ in range(20)}
+    two = {split_k_cpu.split_k(a, b, splits=2, ordered=False).numpy().tobytes() for _ in range(20)}
+    assert len(eight) > 1
+    assert len(two) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_workers_nor_the_batch_change_fixed_chunks(dtype: torch.dtype) -> None:
+    """Real threads, any number of them, and any number of rows: the same bits."""
+    a, b = split_operands(split_k_cpu, 9, 1500, 20, dtype)
+    whole = split_k_cpu.fixed_chunk(a, b, workers=1)
+    for workers in (2, 3, 64):
+        assert identical(split_k_cpu.fixed_chunk(a, b, workers=workers), whole)
+    assert identical(split_k_cpu.fixed_chunk(a[4:5], b, workers=2), whole[4:5])
+    if dtype == torch.float32:
+        assert not identical(split_k_cpu.fixed_chunk(a, b, workers=1, chunk=100), whole)
+
+
+@pytest.mark.slow
+def test_fixed_chunks_of_triton_do_not_depend_on_workers() -> None:
+    """One worker adding in registers or many leaving chunks to an ordered sum: the same bits. Other chunks: not."""
+    a, b = split_operands(split_k_cuda)
+    alone = split_k_cuda.fixed_chunk(a, b, workers=1, chunk=128)
+    for workers in (3, 100):
+        assert identical(split_k_cuda.fixed_chunk(a, b, workers=workers, chunk=128), alone)
+    assert not identical(split_k_cuda.fixed_chunk(a, b, workers=1, chunk=64), alone)
+    by_column = b.T.contiguous().T  # as a linear layer has it
+    assert identical(split_k_cuda.fixed_chunk(a, by_column, workers=2, chunk=128), alone)
+    # equal cuts are one order of reduction, and one part is the serial chain
+    four = split_k_cuda.split_k(a[:, :512], b[:512], splits=4, ordered=True)
+    assert identical(four, split_k_cuda.fixed_chunk(a[:, :512], b[:512], workers=2, chunk=128))
+    for ordered in (True, False):
+        assert identical(split_k_cuda.split_k(a, b, splits=1, ordered=ordered), matmul(a, b))
+
+
+@MODULES
+@pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16)])
+def test_both_are_within_the_accuracy_bound(module: ModuleType, dtype: torch.dtype) -> None:
+    """However K is cut, with tails in every direction, nothing is lost or counted twice."""
+    a, b = split_operands(module, 3, 257, 33, dtype)
+    results = [module.split_k(a, b, splits=s, ordered=o) for s in (1, 3, 40) for o in (True, False)]
+    results += [module.fixed_chunk(a, b, workers=w, chunk=c) for w, c in ((1, 64), (2, 30), (9, 1000))]
+    for out in results:
+        assert out.dtype == dtype
+        assert error_against(out, reference.matmul(a, b)).relative_norm <= accuracy_bound(dtype, 257)
+
+
+@MODULES
+def test_misuse_is_refused(module: ModuleType) -> None:
+    a, b = split_operands(module, 3, 8, 4)
+    for call, given, how, words in (
+        (module.split_k, (a, b), {"splits": 0, "ordered": True}, "splits of at least 1, got 0"),
+        (module.fixed_chunk, (a, b), {"workers": 1, "chunk": 0}, "chunk of at least 1"),
+        (module.split_k, (a, a), {"splits": 1, "ordered": True}, "takes"),
+        (module.fixed_chunk, (a.double(), b.double()), {"workers": 1}, "float64"),
+    ):
+        with pytest.raises(NotImplementedError if words == "float64" else ValueError, match=words):
+            call(*given, **how)
+    assert module.split_k(a[:0], b, splits=2, ordered=True).shape == (0, 4)
+    assert not module.split_k(a[:, :0], b[:0], splits=3, ordered=True).any()

@@ -1,7 +1,6 @@
 """The dispatcher of class "chain": right for every layout, and never a member without standing."""
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,15 +12,40 @@ import torch
 from lab.tune import write
 from nondet.core import compare, inputs
 from nondet.core.certificates import Certificates
+from nondet.core.compare import identical
 from nondet.core.launch import listen
 from nondet.kernels import reference
 from nondet.kernels.matmul import cuda as choice
+from nondet.kernels.matmul import hopper
 from nondet.kernels.matmul import triton_kernels as triton_matmul
 from nondet.kernels.matmul.cublaslt import Problem, problem_of
-from nondet.kernels.matmul.cuda import Member, Operands, Row, Table, choices, linear, matmul, member, mm, rule
-from nondet.kernels.matmul.triton_kernels import anchor, tile_named
+from nondet.kernels.matmul.cuda import (
+    Member,
+    Operands,
+    Row,
+    Table,
+    choices,
+    linear,
+    matmul,
+    member,
+    mm,
+    proof_inputs,
+    rule,
+)
+from nondet.kernels.matmul.gluon_kernels import barriers_of
+from nondet.kernels.matmul.hopper import HOPPER_TILES, bind_hopper, hopper_takes
+from nondet.kernels.matmul.triton_kernels import (
+    TMA_TILES,
+    Tile,
+    anchor,
+    bind_tma,
+    matmul_chain,
+    tile_named,
+    tiles,
+    tma_takes,
+)
 from tests.build import DEVICE, accuracy_bound, bell, error
-from tests.kernels.tiers import at_length, captured
+from tests.kernels.tiers import at_length, captured, on_hopper, untouched
 
 pytestmark = pytest.mark.slow
 DTYPES = [torch.float32, *at_length(torch.float16, *[torch.bfloat16] * (DEVICE == "cuda"))]
@@ -81,7 +105,6 @@ BY_ANCHOR = f"matmul_chain[{anchor(torch.float32)}]"
 
 
 def noted() -> list[str]:
-    """What a product ran."""
     x, weight = bell(5, 24), bell(8, 24, seed=1)
     with listen() as notes:
         out = linear(x, weight)
@@ -92,7 +115,6 @@ def noted() -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "k", "n"), [(16, 64, 32), (17, 63, 65), *at_length((70, 1, 1), (130, 65, 40))])
 def test_products_are_within_the_accuracy_bound(dtype, m, k, n):
-    """Tails of M, N and K are neither lost nor read twice, with and without a bias, in one product and in several."""
     a, b, bias = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1), bell(n, dtype=dtype, seed=2)
     bound = accuracy_bound(dtype, k + 1)
     assert error(matmul(a, b), reference.matmul(a, b)) <= bound
@@ -104,7 +126,6 @@ def test_products_are_within_the_accuracy_bound(dtype, m, k, n):
 
 
 def test_layouts_do_not_change_bits(chained_dot):
-    """Transposed, sliced, expanded and misaligned operands give the bits of their contiguous copies."""
     tall, wide = bell(90, 20), bell(60, 140, seed=1)
     pairs = [
         (tall[:40].T, wide.T[:40]),
@@ -124,8 +145,7 @@ def test_layouts_do_not_change_bits(chained_dot):
     assert compare.identical(linear(x, weight, gapped), linear(x, weight, gapped.contiguous()))
 
 
-def test_empty_sizes():
-    """No rows, no columns or nothing to sum are answers: the bias, or zeros."""
+def test_empty_and_refused():
     assert matmul(bell(0, 8), bell(8, 4)).shape == (0, 4)
     assert matmul(bell(4, 8), bell(8, 0)).shape == (4, 0)
     assert not matmul(bell(4, 0), bell(0, 3)).any()
@@ -133,11 +153,19 @@ def test_empty_sizes():
     assert compare.identical(linear(bell(2, 0), bell(3, 0), bias), bias.expand(2, 3).contiguous())
     assert linear(bell(2, 0, 8), bell(4, 8)).shape == (2, 0, 4)
     assert linear(bell(8), bell(4, 8)).shape == (4,)
+    for operator, given, words in (
+        (matmul, (bell(2, 2).int(), bell(2, 2).int()), "int32"),
+        (matmul, (bell(2, 2), bell(2, 2).half()), "float16"),
+        (matmul, (bell(2, 3), bell(2, 3)), "takes"),
+        (linear, (bell(2, 3), bell(4, 3), bell(3)), "bias"),
+        (member, ("16 by 16", Operands(bell(1, 2, 2), bell(1, 2, 2))), "tile"),
+    ):
+        with pytest.raises(NotImplementedError if words == "int32" else ValueError, match=words):
+            operator(*given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *at_length(torch.float16)])
 def test_bits_do_not_depend_on_the_batch(chained_dot, dtype):
-    """Every M and every place give a row the same bits; a row's own numbers do change them."""
     x, weight = bell(70, 50, dtype=dtype), bell(30, 50, dtype=dtype, seed=1)
     whole = linear(x, weight)
     for m in (1, 16, 17, 40):
@@ -226,19 +254,6 @@ def test_compiles_without_a_graph_break(backend):
     assert compare.identical(compiled(x, weight, bias), layer(x, weight, bias))
 
 
-def test_refuses_what_it_has_no_kernel_for():
-    """An unsupported dtype or shape is an error with its name, never another implementation."""
-    for operator, given, words in (
-        (matmul, (bell(2, 2).int(), bell(2, 2).int()), "int32"),
-        (matmul, (bell(2, 2), bell(2, 2).half()), "float16"),
-        (matmul, (bell(2, 3), bell(2, 3)), "takes"),
-        (linear, (bell(2, 3), bell(4, 3), bell(3)), "bias"),
-        (member, ("16 by 16", Operands(bell(1, 2, 2), bell(1, 2, 2))), "tile"),
-    ):
-        with pytest.raises(NotImplementedError if words == "int32" else ValueError, match=words):
-            operator(*given)
-
-
 def test_tables_that_come_along_name_members_that_exist():
     """A committed table that names no member, or has a gap, would be found by users."""
     folder = Path(choice.__file__).parent / "tables"
@@ -254,6 +269,9 @@ def test_tables_that_come_along_name_members_that_exist():
                 assert kind in ("", "tma", "hopper", "cublaslt")
                 assert rest.isdigit() if kind == "cublaslt" else triton_matmul.tile_named(rest)
             assert not row.triton.startswith("cublaslt")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for m in (1, 16, 17, 100, 257, 5000):
+            assert tile_named(rule(m, 4096, 4096, dtype)[-1])
 
 
 def test_a_table_is_read_as_it_was_written_and_a_broken_one_is_told_and_ignored(tmp_path, monkeypatch):
@@ -272,16 +290,6 @@ def test_a_table_is_read_as_it_was_written_and_a_broken_one_is_told_and_ignored(
         assert chosen is None or choice.read(path) == table
 
 
-def test_the_rule_ends_with_a_tile():
-    """The last resort needs no library, no TMA and no certificate of a shape."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        for m in (1, 16, 17, 100, 257, 5000):
-            assert tile_named(rule(m, 4096, 4096, dtype)[-1])
-
-
-# What the library is told about a product, and which of its algorithms are let through.
-
-
 def half(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.float16)
 
@@ -290,8 +298,8 @@ def problem(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
     return problem_of(a, b, bias, False)
 
 
-def test_layouts_are_told_apart():
-    """The library chooses by layout, so a proof for one must not be taken for another's."""
+def test_a_problem_says_its_layout_or_is_none():
+    """The library chooses by layout, so a proof for one is none for another; what it can't take is left to Triton."""
     x, weight, stacked = half(1, 8, 64), half(32, 64).T[None], half(3, 8, 64)
     for a, b, layout in (
         (x, weight, "nt"),
@@ -303,20 +311,12 @@ def test_layouts_are_told_apart():
     ):
         assert problem(a, b).layout() == layout
     assert (problem(half(1, 8, 96)[:, :, :64], weight).lda, problem(x, weight).lda) == (96, 64)
-
-
-def test_sizes_of_one_have_a_valid_distance():
-    """A stride over an axis of size 1 means nothing, and the library refuses a distance below the row's length."""
     row = half(5, 64)[2:3, :][None]
     column = half(64, 5)[:, 2:3][None]
     for a, b in ((row, column), (row.expand(1, 1, 64), half(1, 64, 3)), (half(1, 3, 1), half(1, 1, 7))):
         found = problem(a, b)
         assert found.lda >= (found.k if found.a_rows else found.m)
         assert found.ldb >= (found.n if found.b_rows else found.k)
-
-
-def test_what_the_library_cannot_take_is_no_problem():
-    """Strided both ways, overlapping, empty, or another dtype: left to Triton, not copied and not miscomputed."""
     x, weight = half(1, 8, 64), half(64, 32)[None]
     for a, b, bias in (
         (half(1, 8, 128)[:, :, ::2], weight, None),
@@ -330,8 +330,6 @@ def test_what_the_library_cannot_take_is_no_problem():
     assert problem(x, weight, half(32)).bias
 
 
-# The dispatcher of class "chain" on a GPU: whichever member serves, a row's bits are those of the anchor.
-
 SHAPES = [(4096, 4096), (12288, 4096), (1024, 3072), (4096, 1024), (1000, 520)]
 
 
@@ -339,7 +337,6 @@ SHAPES = [(4096, 4096), (12288, 4096), (1024, 3072), (4096, 1024), (1000, 520)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_one_class_over_m_on_hard_inputs(dtype, k, n):
-    """Whichever member serves an M, a row's bits are those of the anchor."""
     rng = inputs.generator(5, DEVICE)
     x = inputs.make("wide", (300, k), dtype, DEVICE, rng)
     weight = inputs.make("outlier", (n, k), dtype, DEVICE, rng)
@@ -369,7 +366,7 @@ def test_a_zero_that_underflow_leaves_has_one_sign_in_every_batch(dtype):
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_replays_the_same_bits():
+def test_captured_and_compiled_the_same_member_runs():
     """A CUDA graph holds the certified member, also for a shape that was never seen outside of a capture."""
     x, weight = bell(40, 4096, dtype=torch.bfloat16), bell(4096, 4096, dtype=torch.bfloat16, seed=1)
     for rows in (x, x[:23]):
@@ -383,11 +380,6 @@ def test_a_captured_graph_replays_the_same_bits():
             graph.replay()
             torch.cuda.synchronize()
             assert compare.identical(out, linear(rows, weight))
-
-
-@pytest.mark.gpu
-def test_inductor_runs_the_same_member():
-    """The default compiler keeps the operator whole, and its bits."""
     x, weight = bell(24, 1024, dtype=torch.bfloat16), bell(512, 1024, dtype=torch.bfloat16, seed=1)
     compiled = torch.compile(lambda x, weight: linear(x, weight) * 2, fullgraph=True)
     assert compare.identical(compiled(x, weight), linear(x, weight) * 2)
@@ -395,8 +387,7 @@ def test_inductor_runs_the_same_member():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_odd_sizes_batches_and_offsets(dtype):
-    """Sizes and starts that no vector load likes: still the class's bits."""
+def test_odd_sizes_batches_offsets_and_every_tile(dtype):
     tile = anchor(dtype)
     for m, k, n in ((3, 1001, 77), (33, 1024, 515), (257, 130, 9)):
         a, b = bell(m, k, dtype=dtype), bell(k, n, dtype=dtype, seed=1)
@@ -406,3 +397,211 @@ def test_odd_sizes_batches_and_offsets(dtype):
     assert compare.identical(linear(wide[:, 1:], weight), linear(wide[:, 1:].contiguous(), weight))
     a, b = bell(4, 24, 256, dtype=dtype), bell(4, 64, 256, dtype=dtype, seed=1)
     assert compare.identical(choice.bmm(a, b.mT), triton_matmul.matmul_chain(a, b.mT, tile=tile))
+    a, weight = bell(1, 300, 1032, dtype=dtype), bell(520, 1032, seed=1, dtype=dtype)
+    for b in (weight.T[None], weight.T.contiguous()[None]):
+        wanted = matmul_chain(a, b, tile=anchor(dtype))
+        assert TMA_TILES
+        for tile in TMA_TILES:
+            assert identical(run(bind_tma, a, b, None, tile), wanted)
+
+
+def by_chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return matmul_chain(x[None], weight.T[None], bias)[0]
+
+
+def test_bias_is_added_before_the_one_rounding():
+    """2048 + 1 + 1 is 2050 in float16; rounding before the bias would give 2048, as two operators do."""
+    x = torch.tensor([[2048.0, 1.0]], device=DEVICE, dtype=torch.float16)
+    ones = torch.ones(1, 2, device=DEVICE, dtype=torch.float16)
+    bias = torch.ones(1, device=DEVICE, dtype=torch.float16)
+    assert by_chain(x, ones, bias).item() == 2050.0
+    assert (by_chain(x, ones) + bias).item() == 2048.0
+    a, b = bell(3, 5, 40), bell(3, 40, 9, seed=1)
+    together = matmul_chain(a, b.mT.contiguous().mT)
+    for i in range(3):
+        assert identical(together[i], matmul_chain(a[i : i + 1], b[i : i + 1])[0])
+    assert not identical(together[:1], matmul_chain(a[:1], b[1:2]))
+    shared = matmul_chain(a, b[:1].expand(3, 40, 9))
+    assert identical(shared[2:], matmul_chain(a[2:], b[:1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", inputs.KINDS)
+def test_bits_do_not_depend_on_tile_or_batch(dtype, kind):
+    """All tiles, all M and every place give one row the same bits; another chunk of K would not."""
+    rng = inputs.generator(3, DEVICE)
+    x, weight = inputs.make(kind, (300, 4096), dtype, DEVICE, rng), inputs.make(kind, (520, 4096), dtype, DEVICE, rng)
+    whole = by_chain(x, weight)
+    for tile in tiles(dtype):
+        assert identical(matmul_chain(x[None], weight.T[None], tile=tile)[0], whole)
+    for m in (1, 2, 16, 17, 33, 64, 65, 129, 299):
+        assert identical(by_chain(x[:m], weight), whole[:m])
+        assert identical(by_chain(x[-m:], weight), whole[-m:])
+    halves = by_chain(x[:, :2048], weight[:, :2048]).float() + by_chain(x[:, 2048:], weight[:, 2048:]).float()
+    if (whole.isfinite() & (whole != 0)).any():  # else NaN, infinities, and zeros whose signs are the order's
+        # integers are exact in float32 in every order: there the control must not differ
+        assert identical(halves.to(dtype), whole) == (kind in (*inputs.EXACT, "underflow") and dtype == torch.float32)
+
+
+@pytest.mark.gpu
+def test_float32_is_one_chain_in_order():
+    """2^24 absorbs each 1 added to it: a chain gives 2^24 forwards and 2^24 + 4095 backwards, a tree gives neither."""
+    x = torch.ones(1, 4096, device=DEVICE)
+    x[0, 0] = 2.0**24
+    ones = torch.ones(1, 4096, device=DEVICE)
+    assert by_chain(x, ones).item() == 2.0**24
+    assert by_chain(x.flip(1), ones).item() == 2.0**24 + 4096
+
+
+def test_steps_beyond_32_bits(chained_dot):
+    """A tile's step along K, times a stride, may pass 2^31 elements: the second step has to land where it should."""
+    far, depth = 2**27, 17
+    room = untouched((depth - 1) * far + 8)
+    a, b = bell(3, depth, dtype=torch.float16), bell(depth, 5, dtype=torch.float16, seed=1)
+    tile = Tile(16, 16, 16, 4, 1)
+    near = matmul_chain(a[None], b[None], tile=tile)
+    wide = room.as_strided((3, depth), (1, far)).copy_(a)
+    assert identical(matmul_chain(wide[None], b[None], tile=tile), near)
+    tall = room.as_strided((depth, 5), (far, 1)).copy_(b)
+    assert identical(matmul_chain(a[None], tall[None], tile=tile), near)
+
+
+half_bell = functools.partial(bell, dtype=torch.float16)
+brain = functools.partial(bell, dtype=torch.bfloat16)
+
+
+def run(bind: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, tile: Tile) -> torch.Tensor:
+    out = torch.full((1, a.shape[1], b.shape[2]), torch.nan, dtype=a.dtype, device=a.device)
+    bind(a, b, bias, tile)(a, b, bias, out)
+    return out
+
+
+@pytest.mark.parametrize("by_rows", [True, *at_length(False)])
+def test_tails_layouts_and_bias(chained_dot, by_rows):
+    """Sizes that fill no tile, either layout of b, a bias: within the bound, and the bits of the pointer kernel."""
+    a, weight, bias = half_bell(1, 37, 72), half_bell(56, 72, seed=1), half_bell(56, seed=2)
+    b = weight.T.contiguous()[None] if by_rows else weight.T[None]
+    tile = Tile(64, 64, 32, 4, 2)
+    for extra in (None, bias):
+        out = run(bind_tma, a, b, extra, tile)
+        exact = reference.linear(a[0], weight, extra)
+        assert error(out[0], exact) <= accuracy_bound(torch.float16, 73)
+        assert identical(out, matmul_chain(a, b, extra))
+    assert not identical(run(bind_tma, a, b, bias, tile), run(bind_tma, a, b, None, tile))
+
+
+def test_what_the_accelerator_and_a_multiprocessor_can_take():
+    a, b = half_bell(1, 8, 64), half_bell(1, 64, 32)
+    assert tma_takes(a, b)
+    assert tma_takes(a, half_bell(32, 64).T[None])
+    assert not tma_takes(a.float(), b.float())
+    assert not tma_takes(half_bell(2, 8, 64), half_bell(2, 64, 32))
+    assert not tma_takes(half_bell(1, 8, 65)[:, :, :64], b)
+    assert not tma_takes(half_bell(1, 8, 72)[:, :, 1:65], b)
+    assert not tma_takes(a[:, :0], b)
+    assert all(hopper.tile_fits(tile) for tile in HOPPER_TILES)
+    for tile in (
+        Tile(64, 64, 256, 4, 8), Tile(128, 32, 256, 4, 2), Tile(16, 24, 256, 4, 4), Tile(16, 32, 96, 4, 4),
+        Tile(16, 32, 256, 4, 4), Tile(4, 8, 256, 4, 4),
+    ):  # fmt: skip
+        assert not hopper.tile_fits(tile)
+    if DEVICE == "cpu":
+        assert not hopper_takes(torch.zeros(1, 8, 64).half(), torch.zeros(1, 64, 32).half(), HOPPER_TILES[0])
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("m", "k", "n", "dtype"),
+    [
+        (1, 4096, 1024, torch.bfloat16),
+        (130, 14336, 1024, torch.bfloat16),
+        (37, 1000, 777, torch.bfloat16),
+        (37, 1000, 777, torch.float16),
+    ],
+)
+def test_every_tile_for_few_rows_has_the_bits_of_the_class(m, k, n, dtype):
+    """On inputs that show any other order, at sizes that fill no tile, there with a bias as well."""
+    a, weight, bias = brain(1, m, k, dtype=dtype), brain(n, k, dtype=dtype), brain(n, dtype=dtype)
+    cases = list(proof_inputs(Operands(a, weight.T[None], bias if n == 777 else None, alignment=256)))
+    assert cases
+    assert HOPPER_TILES
+    for _, (left, right, added) in cases:
+        wanted = matmul_chain(left, right, added, anchor(dtype))
+        for tile in HOPPER_TILES:
+            assert hopper_takes(left, right, tile)
+            for _ in range(3):  # what lies behind the rows in shared memory differs from call to call
+                assert identical(run(bind_hopper, left, right, added, tile), wanted)
+
+
+@on_hopper
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_early_start_reads_nothing_too_early(captured):
+    """Products that start before the kernel ahead has ended: each reads what that one wrote, as x and as the weight, in
+    a chain of 24 against the same chain with a wait after every kernel, 40 times."""
+    m, width, depth = 8, 1024, 24
+    tile = next(t for t in HOPPER_TILES if t.block_n < 32)
+    pool = brain(depth, width, width) / 32
+    x, weight = torch.empty_like(brain(1, m, width)), torch.empty_like(pool[0])
+    between, out = torch.empty_like(x), torch.empty_like(x)
+    launch = bind_hopper(x, weight.T[None], None, tile)
+
+    def chain(wait: bool) -> None:
+        """x through every weight twice, the second product right behind the first."""
+        left = x
+        for number in range(depth):
+            weight.copy_(pool[number])
+            for right, result in ((left, between), (between, out)):
+                if wait:
+                    torch.cuda.synchronize()
+                launch(right, weight.T[None], None, result)
+            left = out
+
+    x.copy_(brain(1, m, width))
+    chain(True)  # compiled here, not in a capture
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            chain(False)
+    for turn in range(40):
+        x.copy_(brain(1, m, width, seed=turn))
+        chain(True)
+        wanted = out.clone()
+        out.fill_(torch.nan)
+        if captured:
+            graph.replay()
+        else:
+            chain(False)
+        torch.cuda.synchronize()
+        assert bool(wanted.isfinite().all())
+        assert identical(out, wanted), turn
+
+
+@on_hopper
+def test_rows_that_are_not_there_do_not_reach_the_result():
+    """The rows that wgmma computes beyond those brought in are never written, whatever they hold."""
+    a, weight = brain(1, 17, 4096), brain(64, 4096)
+    room = torch.full((40, 64), 7.0, dtype=a.dtype, device=DEVICE)
+    bind_hopper(a, weight.T[None], None, HOPPER_TILES[0])(a, weight.T[None], None, room[:17])
+    assert bool((room[17:] == 7.0).all())
+    assert identical(room[None, :17], matmul_chain(a, weight.T[None]))
+    tile = HOPPER_TILES[0]
+    a, b = brain(1, 8, 64), brain(32, 64).T[None]
+    assert hopper_takes(a, b, tile)
+    assert not hopper_takes(a, b.contiguous(), tile)
+    assert not hopper_takes(a.float(), b.float(), tile)
+    assert not hopper_takes(brain(2, 8, 64), brain(2, 32, 64).mT, tile)
+    assert not hopper_takes(brain(1, 8, 72)[:, :, 1:65], b, tile)
+    bound = member(f"hopper:{tile.name}", Operands(a, b))
+    assert not bound.is_anchor
+    assert member(f"hopper:{tile.name}", Operands(a, b, tf32=True)) is None
+
+
+def test_barriers_are_found_or_refused():
+    """A kernel whose barriers can't be told from its text is never launched: it would wait for ever."""
+    init = "add.s32 \t%r7, %r1, 1024;\n@%p1 mbarrier.init.shared::cta.b64 [%r7], 1;\n"
+    second = "add.s32 \t%r8, %r1, 1040;\n@%p1 mbarrier.init.shared::cta.b64 [%r8], 4;\n"
+    assert barriers_of(init + second, 4) == (1024, 1040)
+    for text in ("", init, second + init, init + second.replace("1040", "%r2"), init + second.replace(", 4;", ", 1;")):
+        with pytest.raises(RuntimeError, match="not recognised"):
+            barriers_of(text, 4)

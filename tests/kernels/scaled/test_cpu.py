@@ -1,7 +1,5 @@
 """FP8 products on a CPU: exact sums, one order, blind to the batch; and the family "fp8" under batch_invariant()."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest
@@ -67,7 +65,7 @@ def test_other_orders_have_other_bits(how):
         assert not identical(in_order(*given, torch.float32, interval=0), right)
 
 
-def test_infinities_and_nan_stay_in_their_row_and_column():
+def test_infinities_and_nan_stay_in_their_row_and_other_products_are_refused():
     """float8_e5m2 has both: a row that holds one is no number, the others have the bits that they had."""
     a, b, scale_a, scale_b = operands("bell", "row", (4, 256, 8), (E5M2, E4M3), "cpu", 0)
     before = scaled_matmul(a, b, scale_a, scale_b, torch.float32)
@@ -78,10 +76,6 @@ def test_infinities_and_nan_stay_in_their_row_and_column():
     assert not torch.isfinite(after[1:3]).any()
     assert after[1].isinf().any()
     assert after[2].isnan().all()
-
-
-def test_what_is_no_such_product_is_refused():
-    """Shapes and scales that do not fit are errors; other dtypes and scales have no kernel."""
     a, b, scale_a, scale_b = operands("bell", "row", (4, 256, 8), (E4M3, E4M3), "cpu", 0)
     for given, kind, words in (
         ((a, b, scale_a[:3], scale_b), ValueError, "do not fit"),
@@ -106,7 +100,6 @@ def test_quantizers_give_numbers_that_mean_what_was_there():
 
 @pytest.mark.usefixtures("stock_fp8")
 def test_under_batch_invariant_scaled_mm_is_replaced_and_told():
-    """A row's bits are its own, and the coverage says who ran."""
     given = a, b, scale_a, scale_b = operands("order-wide", "tensor", (16, 512, 64), (E4M3, E4M3), "cpu", 0)
     bias = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
     right, out, call = scaled_matmul(*given, torch.float32), torch.empty(16, 64), torch._scaled_mm
@@ -180,8 +173,7 @@ def test_scales_in_blocks_by_torch_s_public_function():
 
 
 def test_grouped_products_with_scales_are_replaced():
-    """A row has the bits of its own plain product, by both operators, and is zeros if no expert's; torch has none on a
-    CPU to stand under."""
+    """A row has the bits of its own plain product, by both operators, and is zeros if it is no expert's."""
     a, b, scale_a, scale_b = operands("order", "row", (9, 256, 3 * 16), (E4M3, E4M3), "cpu", 0)
     weight, scales = b.mT.unflatten(0, (3, 16)).mT, scale_b[0].view(3, 16)
     given, ends = (a, weight, scale_a[:, 0], scales), torch.tensor([2, 2, 7], dtype=torch.int32)
