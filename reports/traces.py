@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from nondet.core.records import Culprit, Neighbours, Replay, Replayed, Run, Step
+from nondet.core.records import Culprit, Neighbours, OperatorCompared, Replay, Replayed, Run, Step
 from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude
 from nondet.reports.document import ALL, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, number, ulp_text
@@ -58,6 +58,8 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     last = run.trace_verdicts[-1:]
     if not run.steps:  # a diagnosis has them in its steps; the headline has the first
         part("Verdict", [_without_trees(sentence, run) for v in last for sentence in v.sentences[1:]])
+    if compared := run.operators_compared:
+        made.append(_operators(compared, f"operators-{number}", opened))
     marks = {True: "", False: " (FAILS)", None: ""}
     named = [(_CONTROLS.get(c.name, c.name.replace("tape of", "record of")), c) for c in run.controls]
     part("Controls", [f"{name}{marks[c.passed]}: {c.sentence}" for name, c in named])
@@ -87,6 +89,21 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
         what = plural(run.header.plan["cut"], "text was", "texts were")
         part("Texts", [f"{what} longer than the model's context and cut."])
     return made
+
+
+def _operators(compared: Sequence[OperatorCompared], place: str, opened: bool) -> Details:
+    """Each operator of two implementations, those that differ first."""
+    rows = []
+    for op in compared:
+        how = number(op.times) if op.differing and op.times < 1e300 else ""
+        far = ulp_text(op.difference.max_ulp) if op.difference else ""
+        equal = f"{op.calls - op.differing:,} of {op.calls:,}"
+        rows.append((Bit(op.call, "code"), Bit(op.module, "code"), equal, far, op.verdict, how, op.bound))
+    head = ("operator", "module", "equal calls", "at most", "finding", "times", "of what")
+    said = plural(sum(op.differing > 0 for op in compared), "operator differs", "operators differ")
+    table = Table(head, rows, ("", "wide", "num", "num", "nowrap", "num", "wide"), unshown=("of what",), only=ALL)
+    title = f"Operator by operator: {said} of {len(compared)}"
+    return Details(title, [table], place, "", "operators", opened=opened, only=ALL)
 
 
 def _without_trees(text: str, run: Run) -> str:
