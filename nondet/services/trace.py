@@ -331,9 +331,9 @@ def _against(request: TraceRequest, path: Path, sink: Sink) -> Path:
         "match": names,
     }
     output = Output(request, "trace", sink)
-    with output.recording("trace", plan, request.seed) as writer, sink.steps() as say:
-        with implementation(request.impls[0]):
-            writer.write(Against(loaded.model, recording, names, writer.write, say).run())
+    recorded, replaced = output.recording("trace", plan, request.seed), implementation(request.impls[0])
+    with recorded as writer, sink.steps() as say, replaced:
+        writer.write(Against(loaded.model, recording, names, writer.write, say).run())
     return output.present()
 
 

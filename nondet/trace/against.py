@@ -1,13 +1,13 @@
 """Two implementations, operator by operator: a recording that one environment writes, and another compares itself with.
 
-A recording is one file of safetensors: for given tokens, in forwards of several lengths, every call of a model with its
-inputs and results, as `nondet.trace.capture` sees them. The other side makes each of its own calls once more with the
-recorded inputs, so that a difference is the call's own and not inherited. Then it runs from end to end, with the results
-of some operators taken from the recording wherever their inputs have the recorded bits: if the logits become the
-recorded ones, these operators are the whole difference.
+A recording is one file of safetensors: for given tokens, in forwards of several lengths, every call of a model with
+its inputs and results, as `nondet.trace.capture` sees them. The other side makes each of its own calls once more with
+the recorded inputs, so that a difference is the call's own and not inherited. Then it runs from end to end, with the
+results of some operators taken from the recording wherever their inputs have the recorded bits: if the logits become
+the recorded ones, these operators are the whole difference.
 
-A recording may come from anybody. It is safetensors and never a pickle, its tables are decoded into the types below, and
-each tensor must have the digest by which it is named.
+A recording may come from anybody. It is safetensors and never a pickle, its tables are decoded into the types below,
+and each tensor must have the digest by which it is named.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import re
 import sys
 from collections import Counter
@@ -37,12 +36,22 @@ from nondet.core.watch import bound_of
 from nondet.errors import UserError, one_line, reason_of
 from nondet.trace.align import aligned
 from nondet.trace.capture import (
-    Event, EventKey, FineCapture, Sizes, Slot, StepRecord, changed_tensors, copied, find_layers, tensors_in,
-)  # fmt: skip
+    Event,
+    EventKey,
+    FineCapture,
+    Sizes,
+    Slot,
+    StepRecord,
+    changed_tensors,
+    copied,
+    find_layers,
+    tensors_in,
+)
 
 MOST_BYTES = 2 * 2**30  # of tensors in a recording; calls beyond are listed without their numbers
 _MOST_TABLES = 64 * 2**20  # bytes of a recording's header
 _FORMAT = "nondet-operators-1"
+_ROTARY = "apply_rotary_pos_emb"  # a function of the model's file, whatever has its name there
 _SINGLES_MOST = 8  # operators that are taken from the recording one at a time
 _MODULE = "(module)"  # what the call of a module as a whole is aligned by: its class may have another name
 Text = Annotated[str, Meta(max_length=400)]
@@ -101,7 +110,7 @@ class _Calls(FineCapture):
     def attached(self, model: Any, log: Any) -> Iterator[None]:
         """As of the base, and around functions of the models' files that are more than torch's."""
         files = {sys.modules[type(module).__module__] for module in model.modules()}
-        wraps = {"apply_rotary_pos_emb": self._function, "eager_attention_forward": self._attention}
+        wraps = {_ROTARY: self._rotary, "eager_attention_forward": self._attention}
         with super().attached(model, log), ExitStack() as stack:
             for file, (name, wrap) in ((file, item) for file in files for item in wraps.items()):
                 if (original := getattr(file, name, None)) is not None:
@@ -146,7 +155,7 @@ class _Calls(FineCapture):
         out = super().__torch_function__(func, types, args, kwargs)
         return out if self._idle else self._taken(out)
 
-    def _function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _rotary(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._idle:
@@ -155,7 +164,7 @@ class _Calls(FineCapture):
             copies: dict[int, torch.Tensor] = {}
             inputs = self._slots((*args, kwargs), copies)
             out = original(*args, **kwargs)
-            event = self._record.add(self._where(), original.__name__, inputs, self._slots({"out": out}))
+            event = self._record.add(self._where(), _ROTARY, inputs, self._slots({"out": out}))
             event.function = original
             event.args, event.kwargs = copied(args, copies), copied(kwargs, copies)
             self._paused -= 1
@@ -328,8 +337,10 @@ def renamed(module: str, names: Mapping[str, str]) -> str:
     for name in sorted(names, key=len, reverse=True):
         pattern = re.escape(name).replace(r"\*", r"(\d{1,6})") + r"(?=\.|\Z)"
         if found := re.match(pattern, module):
-            numbers = iter(found.groups())
-            return re.sub(r"\*", lambda _: next(numbers, "*"), names[name]) + module[found.end() :]
+            made = names[name]
+            for number in found.groups():
+                made = made.replace("*", number, 1)
+            return made + module[found.end() :]
     return module
 
 
@@ -363,7 +374,7 @@ class _Operator:
 
     @property
     def said(self) -> str:
-        """ "`linear` of model.layers.*.mlp.down_proj: 3 of 12 calls have other bits, at most 2 ULP, which is rounding"."""
+        """ "`linear` of model.layers.*.mlp.down_proj: 3 of 12 calls have other bits, at most 2 ULP, ...": in words."""
         d, how = self.worst, self.bound
         far = f"at most {d.max_ulp:,} ULP" if d else ""
         far += f" and {d.nonfinite:,} numbers NaN or infinite on one side" if d and d.nonfinite else ""

@@ -567,6 +567,7 @@ class FineCapture(TorchFunctionMode):
 
 
 def copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Nested arguments with their copies instead of the tensors."""
     return changed_tensors(value, lambda _, tensor: copies.get(id(tensor), tensor))
 
 
