@@ -57,6 +57,7 @@ class Slot:
     # a copy of it as it was at the call (inputs) or after it (results); None if only shapes are recorded, for weights,
     # and beyond the memory limit
     value: torch.Tensor | None = None
+    layout: tuple[tuple[int, ...], int] = ((), 0)  # where it was noted: strides, and elements beyond 64 aligned bytes
 
 
 @dataclass
