@@ -92,18 +92,20 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
 
 
 def _operators(compared: Sequence[OperatorCompared], place: str, opened: bool) -> Details:
-    """Each operator of two implementations, those that differ first."""
-    rows = []
+    """Each operator of two implementations: those that differ in a table, the others in a list."""
+    rows, equal = [], []
     for op in compared:
-        how = number(op.times) if op.differing and op.times < 1e300 else ""
-        far = ulp_text(op.difference.max_ulp) if op.difference else ""
-        equal = f"{op.calls - op.differing:,} of {op.calls:,}"
-        rows.append((Bit(op.call, "code"), Bit(op.module, "code"), equal, far, op.verdict, how, op.bound))
-    head = ("operator", "module", "equal calls", "at most", "finding", "times", "of what")
-    said = plural(sum(op.differing > 0 for op in compared), "operator differs", "operators differ")
+        if not op.differing:
+            equal.append((Bit(op.call, "code"), f" of {op.module}: {plural(op.calls, 'call')}"))
+            continue
+        far, calls = ulp_text(op.difference.max_ulp) if op.difference else "", f"{op.differing:,} of {op.calls:,}"
+        times = number(op.times) if op.times < 1e300 else ""
+        rows.append((Bit(op.call, "code"), Bit(op.module, "code"), calls, far, op.verdict, times, op.bound))
+    head = ("operator", "module", "other bits", "at most", "finding", "times", "of what")
     table = Table(head, rows, ("", "wide", "num", "num", "nowrap", "num", "wide"), unshown=("of what",), only=ALL)
-    title = f"Operator by operator: {said} of {len(compared)}"
-    return Details(title, [table], place, "", "operators", opened=opened, only=ALL)
+    title = f"Operator by operator: {len(rows)} of {plural(len(compared), 'operator')} differ"
+    same = Details("equal bits in every call", [Items(equal)], f"{place}-equal", plural(len(equal), "operator"))
+    return Details(title, [table, same] if equal else [table], place, "", "operators", opened=opened, only=ALL)
 
 
 def _without_trees(text: str, run: Run) -> str:

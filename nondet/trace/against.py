@@ -380,6 +380,8 @@ class _Operator:
         """ "`linear` of model.layers.*.mlp.down_proj: 3 of 12 calls have other bits, at most 2 ULP, ...": in words."""
         d, how = self.worst, self.bound
         far = f"at most {d.max_ulp:,} ULP" if d else ""
+        if d and d.max_ulp > _ULP_CLEAR and d.scale:
+            far += f" near zero, {d.max_abs / d.scale:.2g} of the largest number"
         far += f" and {d.nonfinite:,} numbers NaN or infinite on one side" if d and d.nonfinite else ""
         if self.times < sys.float_info.max:
             how = f"{self.times:,.3g} times {how}"
@@ -398,6 +400,7 @@ _COPIES = ("embedding", "Embedding", "cat", "stack", "getitem", "index_select", 
 # what is not any more.
 _NEAR, _FAR = 4.0, 32.0
 _PERTURBATIONS = 4
+_ULP_CLEAR = 1000  # more are of numbers near zero, or of another sign, and say nothing about the size
 
 
 Change = Callable[[torch.Tensor], torch.Tensor]
