@@ -257,7 +257,7 @@ def digest(*tensors: torch.Tensor) -> str:
     sha = hashlib.sha256()
     for x in tensors:
         sha.update(f"{x.dtype}{tuple(x.shape)}".encode())
-        sha.update(bits(x).cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        sha.update(bits(x).cpu().numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
@@ -391,21 +391,8 @@ def weights_digest(model: Any) -> str:
     sha = hashlib.sha256()
     named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
     for name, tensor in (part for path, whole in named for part in parts_of(path, whole.detach())):
-        _hash(sha, name, tensor)
-    return sha.hexdigest()[:16]
-
-
-def value_digest(tensor: torch.Tensor) -> str:
-    """As `digest` of one tensor, but hashed on its device, piece by piece: for large ones."""
-    sha = hashlib.sha256()
-    for name, part in parts_of("", tensor.detach()):
-        _hash(sha, name, part)
-    return sha.hexdigest()[:16]
-
-
-def _hash(sha: Any, name: str, tensor: torch.Tensor) -> None:
-    sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-    if tensor.numel():
+        sha.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
         rows = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1)
         for piece in rows.split(max(1, 2**24 // max(1, rows.shape[1]))):  # 64-bit integers of one piece at a time
             sha.update(row_hashes(piece).cpu().numpy().tobytes())
+    return sha.hexdigest()[:16]

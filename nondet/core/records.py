@@ -781,7 +781,6 @@ class OperatorCompared(Record, frozen=True, tag="operator-compared", kw_only=Tru
     differing: Count
     elements: Count
     verdict: str  # "equal", "rounding", "not decided" or "not rounding"
-    first: str = ""  # module of the first call that differs
     difference: Difference | None = None  # the largest, in ULP
     times: Figure = 0.0  # the largest difference, in units of `bound`
     bound: str = ""  # what could be rounding

@@ -304,7 +304,7 @@ def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
         if recorded.left_out
         else ""
     )
-    sink.say(f"recorded: {calls:,} calls of {len(tokens)} tokens, in forwards of {recorded.lengths}{left}")
+    sink.say(f"recorded: {calls:,} calls of {len(tokens)} tokens, in {len(recorded.calls)} forwards{left}")
     sink.say(f"compare: nondet trace --model MODEL --against {path}")
     return path
 
@@ -312,10 +312,11 @@ def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
 def _against(request: TraceRequest, path: Path, sink: Sink) -> Path:
     """Compare a model with a recording, operator by operator."""
     from nondet.sampling.implementations import implementation
-    from nondet.trace.against import Against, Recording, read_names
+    from nondet.sampling.model import check_lengths
+    from nondet.trace.against import Against, read_names, read_recording
 
-    recording, names = Recording(path), read_names(request.match)
-    made = recording.recorded
+    recording, names = read_recording(path), read_names(request.match)
+    made = recording[0]
     o.MODEL_DTYPES.check("--dtype", made.dtype)
     dtype = request.dtype if "dtype" in request.given else made.dtype
     on_cpu = pick_device(request.device) == "cpu"
@@ -331,9 +332,11 @@ def _against(request: TraceRequest, path: Path, sink: Sink) -> Path:
         "match": names,
     }
     output = Output(request, "trace", sink)
+    check_lengths(loaded, made.tokens[1:] or made.tokens, 1, "the recording: ")
     recorded, replaced = output.recording("trace", plan, request.seed), implementation(request.impls[0])
-    with recorded as writer, sink.steps() as say, replaced:
-        writer.write(Against(loaded.model, recording, names, writer.write, say).run())
+    with recorded as writer, replaced:
+        for found in Against(loaded.model, recording, names).run():
+            writer.write(found)
     return output.present()
 
 

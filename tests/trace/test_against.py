@@ -20,7 +20,7 @@ from nondet.cli import main
 from nondet.core.records import Control, OperatorCompared, Record, TraceVerdict
 from nondet.core.runfile import read_run
 from nondet.errors import UserError
-from nondet.trace.against import Against, Recording, record, renamed
+from nondet.trace.against import Against, read_recording, record, renamed
 from tests.build import tiers
 from tests.trace.conftest import model_of
 
@@ -38,8 +38,9 @@ PLACES = {
 
 
 def compared(model: Any, path: Path, **names: str) -> tuple[TraceVerdict, list[Record]]:
-    records: list[Record] = []
-    return Against(model, Recording(path), names, write=records.append).run(), records
+    *records, verdict = Against(model, read_recording(path), names).run()
+    assert isinstance(verdict, TraceVerdict)
+    return verdict, records
 
 
 def operators(records: list[Record]) -> list[OperatorCompared]:
@@ -241,14 +242,14 @@ def test_no_recording_is_trusted(recording: Path, tmp_path: Path) -> None:
     model, bad = model_of("qwen3"), tmp_path / "bad.safetensors"
     whole = recording.read_bytes()
     with pytest.raises(UserError, match="there is no recording"):
-        Recording(bad)
+        read_recording(bad)
     torch.save({"nondet": torch.zeros(2)}, bad)  # a pickle
     with pytest.raises(UserError, match="is no recording"):
-        Recording(bad)
+        read_recording(bad)
     for data in (whole[:3000], b"", (2**40).to_bytes(8, "little") + whole[8:], whole[:-9]):
         bad.write_bytes(data)
         with pytest.raises(UserError, match="is no recording"):
-            Recording(bad)
+            read_recording(bad)
 
     def deep(header: dict[str, Any], _: Any) -> None:
         header["calls"] = eval("[" * 90 + "]" * 90)  # noqa: S307 - a literal
