@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -50,8 +50,12 @@ _TABLE_MOST = 64 * 2**20  # bytes of its table
 _FORMAT = "nondet-operators-1"
 _WEIGHT = "weight"  # in the place of a tensor's name
 _MODULE = "(module)"  # what the call of a whole module is aligned by: its class may have another name
-_ROTARY = "apply_rotary_pos_emb"  # a function of the model's file, whatever has its name there
+_ATTENTION, _ROTARY = "attention", "apply_rotary_pos_emb"  # a function of the model's file, whatever has its name there
+_OTHER_WEIGHTS = "other weights"
+_UNSTEADY = "the logits change when the same tokens are computed again"
+_MASK = "4"  # attention's mask among its arguments, which not all kernels need
 _SINGLES_MOST = 8  # operators that are taken from the recording one at a time
+Key = tuple[str, str]  # a module, "*" for each number in its name, and a call of its
 Text = Annotated[str, Meta(max_length=400)]
 
 
@@ -90,7 +94,7 @@ class _Calls(FineCapture):
     returns takes the result's place."""
 
     def __init__(self, region: str, seen: Callable[[Event, Any], Any]) -> None:
-        super().__init__("", 0, region, opaque_attention=True)
+        super().__init__("", 0, region)
         self._seen = seen
         self.pack = ()  # of a step's log: there is no schedule here
 
@@ -98,7 +102,7 @@ class _Calls(FineCapture):
     def attached(self, model: Any, log: Any) -> Iterator[None]:
         """Around functions of the models' files as well, which are more than torch's."""
         files = {sys.modules[type(module).__module__] for module in model.modules()}
-        wraps = {_ROTARY: self._rotary, "eager_attention_forward": self._attention}
+        wraps = {"eager_attention_forward": self._attention, _ROTARY: functools.partial(self._called, _ROTARY)}
         with super().attached(model, log), ExitStack() as stack:
             for file, name in ((file, name) for file in files for name in wraps if hasattr(file, name)):
                 stack.callback(setattr, file, name, getattr(file, name))
@@ -111,7 +115,7 @@ class _Calls(FineCapture):
 
     def _taken(self, out: Any) -> Any:
         """What takes the place of this result, if its call was recorded."""
-        return self._seen(self._record.events.pop(), out) if self._now and self._now.events else out
+        return self._seen(self._now.events.pop(), out) if self._now and self._now.events else out
 
     def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         super()._leave(module, args, kwargs, output)
@@ -121,35 +125,25 @@ class _Calls(FineCapture):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._taken(super().__torch_function__(func, types, args, kwargs))
 
-    def _rotary(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._called(_ATTENTION, original)
+
+    def _called(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._now is None:
                 return original(*args, **kwargs)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                out = original(*args, **kwargs)
+                return out[:1] if name == _ATTENTION else out  # not its weights, which few kernels give
+
             with torch._C.DisableTorchFunction():
                 copies: dict[int, torch.Tensor] = {}
                 inputs, out = self._slots((*args, kwargs), copies), original(*args, **kwargs)
-                event = self._record.add(self._where(), _ROTARY, inputs, self._slots({"out": out}))
-                event.function, event.args, event.kwargs = original, copied(args, copies), copied(kwargs, copies)
-                return self._taken(out)
-
-        return run
-
-    def _attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        recording = super()._attention(original)
-
-        @functools.wraps(original)
-        def run(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-            out = recording(module, query, key, value, mask, *args, **kwargs)
-            if self._now is None:
-                return out
-            event, names = self._now.events[-1], ("query", "key", "value", "attention_mask")
-            given = {slot.path: slot.value for slot in event.inputs}
-            event.args = tuple(given.get(name, mask) for name in names)
-            event.function = lambda *tensors: original(module, *tensors, *args, **kwargs)[0]
-            for slot in event.inputs:
-                slot.path = str(names.index(slot.path))
-            with torch._C.DisableTorchFunction():
+                outputs = self._slots({"out": out[:1] if name == _ATTENTION else out})
+                event = self._record.add(self._where(), name, inputs, outputs)
+                event.function, event.args, event.kwargs = call, copied(args, copies), copied(kwargs, copies)
                 return self._taken(out)
 
         return run
@@ -164,9 +158,9 @@ class _Calls(FineCapture):
 
 def forward(model: Any, tokens: Sequence[int], seen: Callable[[Event, Any], Any] | None = None) -> torch.Tensor:
     """The logits of a plain forward, each of whose calls `seen` gets."""
+    regions = ["embedding", *map(str, range(len(find_layers(model)))), "head"]
     with torch.no_grad(), ExitStack() as stack:
-        for region in ("embedding", *map(str, range(len(find_layers(model)))), "head") if seen else ():
-            calls = _Calls(region, seen or (lambda _, out: out))
+        for calls in [_Calls(region, seen) for region in regions] if seen else []:
             stack.enter_context(calls.attached(model, calls))
         logits: torch.Tensor = model(input_ids=torch.tensor([[*tokens]], device=model.device), use_cache=False).logits
     return logits
@@ -206,7 +200,7 @@ def record(model: Any, tokens: Sequence[int], path: Path, about: Mapping[str, An
         made.calls.append([])
         made.logits.append(name_of(forward(model, text), whatever=True))
         if digest(forward(model, text, seen)) != made.logits[-1]:
-            raise UserError("the logits change when the same tokens are computed again", "Find out why: nondet trace.")
+            raise UserError(_UNSTEADY, "Find out why: nondet trace.")
     left_out = sum("" in (*call.inputs.values(), *call.outputs) for calls in made.calls for call in calls)
     made = msgspec.structs.replace(made, left_out=left_out)
     with replacing(path) as scratch:
@@ -269,12 +263,13 @@ def renamed(module: str, names: Mapping[str, str]) -> str:
 
 ROUNDING, UNDECIDED, BUG = "rounding", "not decided", "not rounding"
 _GRAVITY = ("equal", ROUNDING, UNDECIDED, BUG)
-_SUM, _COPY = "what two orders of the same sum can be apart", "it only copies numbers"
-# They add and round nothing, so that no order explains another result.
+# What a difference is compared with; the last where no bound is written down: _NEAR times it is rounding, _FAR times it
+# is not any more.
+_COPY, _SUM, _INPUTS = (
+    "it only copies numbers", "what two orders of the same sum can be apart", "what the last bits of its inputs change"
+)  # fmt: skip
+_NEAR, _FAR, _PERTURBATIONS = 4.0, 32.0, 4
 _COPIES = ("embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat")
-# Where no bound is written down, what the last bits of its inputs change: so many times that is rounding, and so many
-# times it is not any more.
-_INPUTS, _NEAR, _FAR, _PERTURBATIONS = "what the last bits of its inputs change", 4.0, 32.0, 4
 _ULP_CLEAR = 1000  # more are of numbers near zero, and say nothing about the size
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -294,18 +289,12 @@ def judged(
 ) -> tuple[str, float, str]:
     """Whether two results of a call are apart by rounding, how many times its bound, and what that is. `given` are its
     arguments, the keywords last; `again` makes it with inputs that a function changes."""
-    name = event.key.call.removeprefix("Tensor.")
-    gap, wide = (theirs.double() - mine.double()).abs(), theirs.double()
-    if name in _COPIES or not theirs.dtype.is_floating_point:
-        return BUG, sys.float_info.max, _COPY
-    if (theirs.isfinite() != mine.isfinite()).any():
-        return BUG, sys.float_info.max, "NaN or infinity on one side only"
-    gap = gap.nan_to_num(0.0)
-    operator, operands, options = _declared(event, name, given)
-    if event.key.call == "attention":
+    if event.key.call in _COPIES or not theirs.is_floating_point() or (theirs.isfinite() != mine.isfinite()).any():
+        return BUG, sys.float_info.max, _COPY if mine.isfinite().all() else "NaN or infinity on one side only"
+    wide, gap = theirs.double(), (theirs.double() - mine.double()).abs().nan_to_num(0.0)
+    operator, operands, options = _declared(event, given)
+    if event.key.call == _ATTENTION:  # [batch, tokens, heads, depth]
         wide, gap = wide.transpose(1, 2), gap.transpose(1, 2)
-    if operator in ("mean", "sum"):
-        wide, gap = (x.reshape(operands[0].shape[:-1]) for x in (wide, gap))
     allowed = bound_of(operator, operands, options, wide, theirs.dtype)
     if allowed is not None:
         times = float((gap / (2 * allowed)).nan_to_num(0.0).max())
@@ -317,18 +306,17 @@ def judged(
         return x * (1 + torch.finfo(x.dtype).eps * signs)
 
     moved = [(again(last_bits).double() - mine.double()).abs().nan_to_num(0.0) for _ in range(_PERTURBATIONS)]
-    least = wide.abs().nan_to_num(0.0, 0.0, 0.0) * torch.finfo(theirs.dtype).eps
-    change = torch.stack([least, *moved]).amax(0)
+    change = torch.stack([wide.abs().nan_to_num(0.0, 0.0, 0.0) * torch.finfo(theirs.dtype).eps, *moved]).amax(0)
     if gap.dim():  # by rows
         gap, change = gap.amax(-1), change.amax(-1)
     times = min(float((gap / change).nan_to_num(0.0).max()), sys.float_info.max)
     return ROUNDING if times <= _NEAR else UNDECIDED if times < _FAR else BUG, times, _INPUTS
 
 
-def _declared(event: Event, name: str, given: Sequence[Any]) -> tuple[str, list[Any], dict[str, Any]]:
+def _declared(event: Event, given: Sequence[Any]) -> tuple[str, list[Any], dict[str, Any]]:
     """The declared operator that the call is, its operands and options; "" where it is none that has a bound."""
     *args, kwargs = given
-    module: Any = event.function if event.of_module else None
+    name, module = event.key.call.removeprefix("Tensor."), cast("Any", event.function if event.of_module else None)
     if type(module).__name__.endswith("RMSNorm") and args:
         return "rms_norm", [args[0]], {}
     if type(module) is torch.nn.Linear and args:
@@ -337,12 +325,10 @@ def _declared(event: Event, name: str, given: Sequence[Any]) -> tuple[str, list[
         return "linear", [*args, *[kwargs.get("bias")] * (3 - len(args))], {}
     if name in ("matmul", "bmm", "mm") and len(args) == 2 and min(x.dim() for x in args) >= 2:
         return "matmul", args, {}
-    if name in ("attention", "scaled_dot_product_attention") and len(args) >= 3 and args[0].dim() == 4:
-        return "attention", args[:3], {"scale": event.constants.get("scaling", kwargs.get("scale"))}
-    if name in ("softmax", "mean", "sum") and args and isinstance(args[0], torch.Tensor):
-        axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if (axis if isinstance(axis, int) else [*(axis or [0])][-1]) in (-1, args[0].dim() - 1):
-            return name, args[:1], {}
+    if name == _ATTENTION:
+        return "attention", args[1:4], {"scale": kwargs.get("scaling")}
+    if name == "scaled_dot_product_attention" and len(args) >= 3 and args[0].dim() == 4:
+        return "attention", args[:3], {"scale": kwargs.get("scale")}
     return "", [], {}
 
 
@@ -363,32 +349,35 @@ class Against:
     def __init__(
         self, model: Any, recording: tuple[Recorded, Mapping[str, torch.Tensor]], names: Mapping[str, str]
     ) -> None:
-        self.model, self.made, self._tensors, self.names = model, *recording, names
-        self.found: dict[tuple[str, str], list[Compared]] = {}  # module and call -> its calls, in a forward's order
-        self.left: dict[str, Counter[tuple[str, str]]] = {}  # why calls were not compared -> those calls
-        self._wholes: dict[str, tuple[str, str]] = {}  # modules that were compared as a whole
-        self._explained: set[tuple[str, str]] = set()  # those of which a call differs because one inside does
+        self.model, self.made, self._tensors, self._names = model, *recording, names
+        self._found: dict[Key, list[Compared]] = {}  # the calls of each operator
+        self._left: dict[str, Counter[Key]] = {}  # why calls were not compared -> those calls
+        self._wholes: set[str] = set()  # modules that were compared as a whole
         self._partners: list[dict[EventKey, Call]] = []  # of each forward
-        theirs, mine = {renamed(path, names): held for path, held in self.made.weights.items()}, _weights(model)
+        mine, theirs = _weights(model), {renamed(path, names): held for path, held in self.made.weights.items()}
         self._other = {path for path, held in theirs.items() if mine.get(path, held) != held}  # with other weights
 
     def run(self) -> Iterator[Record]:
-        """What was found, the verdict last. Raises UserError: the tokens are not this model's."""
+        """What was found, the verdict last. Raises UserError: the tokens are not this model's, or its logits change
+        when they are computed again."""
         most, known = max(self.made.tokens), self.model.get_input_embeddings().num_embeddings
         if most >= known:
             raise UserError(f"the recording has token {most}, and this model {known} tokens", "Give its model.")
         logits = [forward(self.model, text) for text in self.made.texts]
         for text, calls, before in zip(self.made.texts, self.made.calls, logits, strict=True):
             if not identical(self._forward(text, calls), before):
-                self.left.setdefault("logits that change when they are computed again", Counter())["logits", ""] += 1
-                yield from self._concluded([], 0, "", steady=False)
-                return
-        differing = [key for key, of in self.found.items() if any(one.difference for one in of)]
+                raise UserError(_UNSTEADY, "Find out why: nondet trace.")
+        rows = [_row(key, of) for key, of in self._found.items() if of]
+        rows.sort(key=lambda row: not row.differing)
+        yield from (msgspec.structs.replace(row, number=number) for number, row in enumerate(rows))
         gap = self._gap(logits)
-        yield from self._concluded(differing, gap, self._closed(differing) if gap else "")
+        closed = self._closed([(row.module, row.call) for row in rows if row.differing]) if gap else ""
+        yield from self._concluded(rows, gap, closed)
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self._tensors[name].to(self.model.device)
+
+    # --- each call by itself --------------------------------------------------------------------------------------
 
     def _forward(self, text: Sequence[int], calls: Sequence[Call]) -> torch.Tensor:
         """Match the calls of a forward with the recorded ones, and compare each."""
@@ -398,90 +387,85 @@ class Against:
             events.append(event)
             return out
 
-        def key(module: str, name: str, whole: bool, number: int) -> Event:
+        def numbered(module: str, name: str, whole: bool, number: int) -> Event:
             return Event(EventKey(module, _MODULE if whole else name, number), [], [])
 
         logits = forward(self.model, text, seen)
-        mine = [key(*e.key[:2], e.of_module, i) for i, e in enumerate(events)]
-        theirs = [key(renamed(c.module, self.names), c.name, c.whole, i) for i, c in enumerate(calls)]
+        mine = [numbered(*e.key[:2], e.of_module, i) for i, e in enumerate(events)]
+        theirs = [numbered(renamed(c.module, self._names), c.name, c.whole, i) for i, c in enumerate(calls)]
         pairs = {b.key.occurrence: a.key.occurrence for a, b in aligned(theirs, mine, [])}
         self._partners.append({events[b].key: calls[a] for b, a in pairs.items()})
         for side, every, matched in (("the recording", theirs, pairs.values()), ("this model", mine, pairs)):
             alone = [_operator(e.key) for e in every if e.key.occurrence not in {*matched}]
-            self.left.setdefault(f"only in {side}", Counter()).update(alone)
-        differing: list[str] = []
+            self._left.setdefault(f"only in {side}", Counter()).update(alone)
+        differing: list[str] = []  # modules of the calls that differ
         for number, event in enumerate(events):
-            if number in pairs and self._compared(event, calls[pairs[number]], differing):
-                differing.append(event.key.module)
+            if number in pairs and (why := self._compare(event, calls[pairs[number]], differing)):
+                self._left.setdefault(why, Counter())[_operator(event.key)] += 1
         return logits
 
-    def _compared(self, event: Event, call: Call, differing: Sequence[str]) -> bool:
-        """Compare a call; whether it differs, and no call inside (`differing` are modules of those) explains that."""
-        key, given = _operator(event.key), self._given(event, call)
-        own = {s.path: s.value for s in event.inputs if s.value is not None and not s.weight}
+    def _compare(self, event: Event, call: Call, differing: list[str]) -> str:
+        """Make a call with the recorded inputs; why it can't be compared."""
+        given = self._given(event, call)
+        if isinstance(given, str):
+            return given
         layouts = {slot.path: slot.layout for slot in event.inputs}
 
-        def arguments(tensors: Mapping[str, torch.Tensor], change: Change = lambda x: x) -> list[Any]:
+        def arguments(tensors: Mapping[str, torch.Tensor | None], change: Change = lambda x: x) -> list[Any]:
             def fed(path: str, here: torch.Tensor) -> torch.Tensor:
-                if path not in tensors:
+                if (tensor := tensors.get(path)) is None:
                     return here
-                tensor = tensors[path]
                 return laid_out(change(tensor) if tensor.is_floating_point() else tensor, *layouts[path])
 
             return [*changed_tensors((*event.args, event.kwargs), fed)]
 
-        def results(tensors: Mapping[str, torch.Tensor], change: Change = lambda x: x) -> list[torch.Tensor]:
+        def results(tensors: Mapping[str, torch.Tensor | None], change: Change = lambda x: x) -> list[torch.Tensor]:
             *args, kwargs = arguments(tensors, change)
             with torch.no_grad():
                 made: Any = event.function(*args, **kwargs) if event.function else None
             return [x for _, x in tensors_in([*made.values()] if isinstance(made, dict) else [made])]
 
-        why, mine, theirs = given if isinstance(given, str) else "", list[torch.Tensor](), list[torch.Tensor]()
-        if not isinstance(given, str):
-            theirs, mine = [self._tensor(name) for name in call.outputs], results(given)
-            if [(x.shape, x.dtype) for x in mine] != [(x.shape, x.dtype) for x in theirs]:
-                why = "results of other shapes or dtypes"
-        differ = [] if why else [i for i, both in enumerate(zip(theirs, mine, strict=True)) if not identical(*both)]
-        if differ and not all(
-            s.value is not None and identical(x, s.value) for x, s in zip(results(own), event.outputs, strict=True)
-        ):
-            why = "by itself it has other bits than in the model"
-        if why:
-            self.left.setdefault(why, Counter())[key] += 1
-            return False
-        if event.of_module:
-            self._wholes[key[0]] = key
-        of, elements = self.found.setdefault(key, []), sum(x.numel() for x in mine)
+        theirs, mine = [self._tensor(name) for name in call.outputs], results(given)
+        if [(x.shape, x.dtype) for x in mine] != [(x.shape, x.dtype) for x in theirs]:
+            return "results of other shapes or dtypes"
+        differ = [i for i, both in enumerate(zip(theirs, mine, strict=True)) if not identical(*both)]
+        if differ:
+            own = results({slot.path: None if slot.weight else slot.value for slot in event.inputs})
+            there = [slot.value for slot in event.outputs]
+            if any(b is None or not identical(a, b) for a, b in zip(own, there, strict=True)):
+                return "by itself it has other bits than in the model"
+        key, inside = _operator(event.key), [_within(module, event.key.module) for module in differing]
+        self._wholes |= {key[0]} if event.of_module else set()
+        of, elements = self._found.setdefault(key, []), sum(x.numel() for x in mine)
         if not differ:
             of.append(Compared(elements))
-        elif event.of_module and any(_within(module, event.key.module) for module in differing):
-            self._explained.add(key)
-        else:
-            first, second = theirs[differ[0]], mine[differ[0]]
-            found = judged(event, arguments(given), first, second, lambda change: results(given, change)[differ[0]])
-            of.append(Compared(elements, difference(first, second), *found))
-            return True
-        return False
+        elif not (event.of_module and any(inside)):  # else a call inside explains it
+            one, other = theirs[differ[0]], mine[differ[0]]
+            found = judged(event, arguments(given), one, other, lambda change: results(given, change)[differ[0]])
+            of.append(Compared(elements, difference(one, other), *found))
+            differing.append(event.key.module)
+        return ""
 
     def _given(self, event: Event, call: Call) -> dict[str, torch.Tensor] | str:
         """The recorded inputs under the paths of the model's own call; or why it can't be made with them."""
         own, theirs = {slot.path: slot for slot in event.inputs}, call.inputs
-        if {*own} ^ {*theirs} == {"3"} and event.key.call == "attention":  # its mask, which not all kernels need
-            own, theirs = ({path: x for path, x in of.items() if path != "3"} for of in (own, theirs))
+        if {*own} ^ {*theirs} == {_MASK} and event.key.call == _ATTENTION:
+            own, theirs = ({path: x for path, x in of.items() if path != _MASK} for of in (own, theirs))
         if len(own) != len(theirs) or event.function is None:
             return "calls with other inputs, or that can't be made by themselves"
         if own.keys() != theirs.keys():  # by keyword on one side
             theirs = dict(zip(own, theirs.values(), strict=True))
-        inside = (_within(path, event.key.module) for path in self._other)
-        if any(inside) if event.of_module else event.key.module in self._other:
-            return OTHER_WEIGHTS
+        if any(
+            _within(path, event.key.module) if event.of_module else path == event.key.module for path in self._other
+        ):
+            return _OTHER_WEIGHTS
         if "" in (*theirs.values(), *call.outputs):
             return "left out of the recording"
-        if not event.of_module and event.key.call != "attention" and _constants(event) != call.constants:
+        if not event.of_module and _constants(event) != call.constants:
             return "other constants"
         given = {path: self._tensor(name) for path, name in theirs.items() if name != _WEIGHT}
-        alike = all((given[p].shape, given[p].dtype) == (own[p].shape, own[p].dtype) for p in given)
-        if not alike or any(slot.weight != (path not in given) for path, slot in own.items()):
+        known = {path: (slot.shape, slot.dtype) for path, slot in own.items() if not slot.weight}
+        if known != {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in given.items()}:
             return "inputs of other shapes or dtypes"
         return given
 
@@ -493,11 +477,12 @@ class Against:
         same = all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
         return sum(difference(a, b).mismatched if same else b.numel() for a, b in pairs)
 
-    def _closed(self, differing: Sequence[tuple[str, str]]) -> str:
+    def _closed(self, differing: Sequence[Key]) -> str:
         """Which operators, taken from the recording, give the recorded logits."""
         singles = [[key] for key in differing[:_SINGLES_MOST] if len(differing) > 1]
+        away: list[EventKey] = []  # calls whose inputs then have other bits than the recorded ones
         for taken in [*singles, [*differing]]:
-            away: list[EventKey] = []  # calls whose inputs then have other bits than the recorded ones
+            away.clear()
             runs = zip(self.made.texts, self._partners, strict=True)
             logits = [forward(self.model, text, self._replacing(taken, partners, away)) for text, partners in runs]
             if not self._gap(logits):
@@ -508,7 +493,7 @@ class Against:
         return f"{what} gives other logits than the recorded ones{where}"
 
     def _replacing(
-        self, taken: Sequence[tuple[str, str]], partners: Mapping[EventKey, Call], away: list[EventKey]
+        self, taken: Sequence[Key], partners: Mapping[EventKey, Call], away: list[EventKey]
     ) -> Callable[[Event, Any], Any]:
         def seen(event: Event, out: Any) -> Any:
             call = partners.get(event.key)
@@ -518,86 +503,66 @@ class Against:
             here = {slot.path: slot.value for slot in event.inputs}
             if not all((x := here[path]) is not None and identical(x, known) for path, known in given.items()):
                 away.append(event.key)
-                return out
-            names = iter(call.outputs)
-
-            def recorded(_: str, tensor: torch.Tensor) -> torch.Tensor:
-                offset = tensor.data_ptr() % 64 // tensor.element_size()
-                return laid_out(self._tensor(next(names)), tensor.stride(), offset)
-
-            replaced = _operator(event.key) in taken and not isinstance(out, dict)
-            return changed_tensors(out, recorded) if replaced else out
+            elif _operator(event.key) in taken and not isinstance(out, dict):
+                known = [
+                    laid_out(self._tensor(n), *slot.layout) for n, slot in zip(call.outputs, event.outputs, strict=True)
+                ]
+                rest = iter(known)
+                return changed_tensors(out, lambda _, tensor: next(rest, tensor))
+            return out
 
         return seen
 
     # --- what it comes to -----------------------------------------------------------------------------------------
 
-    def _concluded(
-        self, differing: Sequence[tuple[str, str]], gap: int, closed: str, *, steady: bool = True
-    ) -> Iterator[Record]:
-        around = {path.rpartition(".")[0] for path in self._wholes}
-
-        def hidden(key: tuple[str, str]) -> bool:
-            """What is inside of an equal module without other modules, and modules that differ by a call inside."""
-            whole = self._wholes.get(key[0])
-            inside = whole not in (None, key, *self._explained, *differing) and key[0] not in around
-            return key not in differing and (inside or key in self._explained)
-
-        rows = [_row(key, of) for key, of in self.found.items() if of and not hidden(key)]
-        rows.sort(key=lambda row: not row.differing)
-        yield from (msgspec.structs.replace(row, number=number) for number, row in enumerate(rows))
-        texts = ", ".join(str(len(text)) for text in self.made.texts)
-        notes = {
-            "recording": f"{self.made.made_by}; forwards over {texts} tokens; {self.made.left_out:,} calls left out"
-        }
-        missing = 0
-        for why, of in self.left.items():
-            within = Counter({key: n for key, n in of.items() if why.startswith("only") and key[0] in self._wholes})
-            missing += (of - within).total()
-            notes |= {f"{why}, inside of modules that were compared": _listed(within)} if within else {}
-            notes |= {f"not compared, {why}": _listed(of - within)} if of - within else {}
+    def _concluded(self, rows: Sequence[OperatorCompared], gap: int, closed: str) -> Iterator[Record]:
+        texts, missing = ", ".join(str(len(text)) for text in self.made.texts), 0
+        notes = {"recording": f"{self.made.made_by}; {texts} tokens; {self.made.left_out:,} calls left out of it"}
+        for why, of in self._left.items():
+            inside = Counter({key: n for key, n in of.items() if why.startswith("only") and key[0] in self._wholes})
+            missing += (of - inside).total()
+            notes |= {f"{why}, in modules that were compared": _listed(inside)} if inside else {}
+            notes |= {f"not compared, {why}": _listed(of - inside)} if of - inside else {}
         for name, sentence in notes.items():
-            yield Control(name=one_line(name, 200), passed=None, sentence=one_line(sentence, 4000))
-        found = self._found(rows, gap, missing) if steady else ("run-to-run", ["the logits change when repeated"])
-        sentences = [*found[1], *([f"from end to end {gap:,} logits have other bits", closed] if gap else [])]
-        said = [one_line(sentence, 1000) for sentence in sentences]
-        yield TraceVerdict(finding=found[0], culprits=[], families=None, sentences=said)
-
-    def _found(self, rows: Sequence[OperatorCompared], gap: int, missing: int) -> tuple[str, list[str]]:
-        """The finding, and its sentences."""
-        also = f"; {missing:,} calls could not be compared, and are listed" if missing else ""
-        calls, elements = sum(row.calls for row in rows), sum(row.elements for row in rows)
-        other = self.left.get(OTHER_WEIGHTS, Counter())
-        first = [f"{other.total():,} calls have other weights: {_listed(other)[:300]}"] if other else []
-        if not calls:
-            nothing = "no call was compared: names, shapes or dtypes match nowhere (--match maps names)"
-            return OTHER_WEIGHTS if other else "unknown", [*first, nothing + also]
-        if not rows[0].differing:
+            yield Control(name=name, passed=None, sentence=one_line(sentence, 4000))
+        calls, differing = sum(row.calls for row in rows), [row for row in rows if row.differing]
+        if differing:
+            worst = max(differing, key=lambda row: _GRAVITY.index(row.verdict))
+            finding, said = worst.verdict, f"the first operator to differ is {said_of(rows[0])}"
+            said += f"; {said_of(worst)}" if worst.verdict != rows[0].verdict else ""
+            said += f"; {len(rows) - len(differing):,} of {len(rows):,} operators have equal bits in every call"
+        elif calls:
+            finding, numbers = UNDECIDED if gap else "no divergence observed", sum(row.elements for row in rows)
             bound = f"at 95% fewer than {one_sided_bound(calls):.2%} of such calls do, if they are independent"
-            what = f"no operator differs: 0 of {calls:,} calls have other bits ({elements:,} numbers; {bound})"
-            ends = "; but the logits differ" if gap else "; the logits have equal bits"
-            finding = OTHER_WEIGHTS if other else UNDECIDED if gap else "no divergence observed"
-            return finding, [*first, what + ends + also]
-        worst = max((row for row in rows if row.differing), key=lambda row: _GRAVITY.index(row.verdict))
-        what = f"the first operator to differ is {said_of(rows[0])}"
-        what += f"; {said_of(worst)}" if worst.verdict != rows[0].verdict else ""
-        equal = sum(not row.differing for row in rows)
-        same = [] if gap else ["from end to end all logits have the recorded bits all the same"]
-        rest = f"; {equal:,} of {len(rows):,} operators have equal bits in every call"
-        return OTHER_WEIGHTS if other else worst.verdict, [*first, what + rest + also, *same]
+            said = f"no operator differs: 0 of {calls:,} calls have other bits ({numbers:,} numbers; {bound})"
+        else:
+            finding, said = (
+                "unknown",
+                "no call was compared: names, shapes or dtypes match nowhere (--match maps names)",
+            )
+        said += f"; {missing:,} calls could not be compared, and are listed" if missing else ""
+        ends = (
+            f"from end to end {gap:,} logits have other bits; {closed}"
+            if gap
+            else "from end to end the logits have equal bits"
+        )
+        sentences = [said, ends]
+        if other := self._left.get(_OTHER_WEIGHTS):
+            finding, sentences = (
+                _OTHER_WEIGHTS,
+                [f"{other.total():,} calls have other weights: {_listed(other)}", *sentences],
+            )
+        made = [one_line(sentence, 1000) for sentence in sentences]
+        yield TraceVerdict(finding=finding, culprits=[], families=None, sentences=made)
 
 
-OTHER_WEIGHTS = "other weights"
-
-
-def _row(key: tuple[str, str], of: Sequence[Compared]) -> OperatorCompared:
-    differing = [one for one in of if one.difference is not None]
+def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
+    found = [one.difference for one in of if one.difference is not None]
+    far = max(found, key=lambda d: (d.nonfinite, d.max_ulp), default=None)
     worst = max(of, key=lambda one: (_GRAVITY.index(one.verdict), one.times))
-    far = max((d for one in differing if (d := one.difference)), key=lambda d: (d.nonfinite, d.max_ulp), default=None)
-    return OperatorCompared(
-        number=0, module=key[0], call=key[1], calls=len(of), differing=len(differing), difference=far,
-        elements=sum(one.elements for one in of), verdict=worst.verdict, times=worst.times, bound=worst.bound,
-    )  # fmt: skip
+    counts = {"calls": len(of), "differing": len(found), "elements": sum(one.elements for one in of)}
+    judgement = {"verdict": worst.verdict, "times": worst.times, "bound": worst.bound}
+    return OperatorCompared(number=0, module=key[0], call=key[1], difference=far, **counts, **judgement)
 
 
 def said_of(row: OperatorCompared) -> str:
@@ -612,11 +577,11 @@ def said_of(row: OperatorCompared) -> str:
     return f"{what}, which is {row.verdict} ({how})"
 
 
-def _said(key: tuple[str, str]) -> str:
+def _said(key: Sequence[Any]) -> str:
     return f"`{key[1]}` of {key[0]}"
 
 
-def _operator(key: EventKey) -> tuple[str, str]:
+def _operator(key: EventKey) -> Key:
     """The call without the numbers of layers: equal layers are one operator."""
     return one_line(re.sub(r"(?<=\.)\d+(?=\.|\Z)", "*", key.module), 200), one_line(key.call, 80)
 
@@ -625,7 +590,7 @@ def _within(module: str, around: str) -> bool:
     return f"{module}.".startswith(f"{around}.")
 
 
-def _listed(of: Mapping[tuple[str, str], int]) -> str:
+def _listed(of: Mapping[Key, int]) -> str:
     """ "model.norm: Tensor.mul (3), rsqrt (3); lm_head: linear (3)"."""
     modules: dict[str, list[str]] = {}
     for (module, call), n in of.items():
