@@ -53,6 +53,7 @@ _MODULE = "(module)"  # what the call of a whole module is aligned by: its class
 _ATTENTION, _ROTARY = "attention", "apply_rotary_pos_emb"  # a function of the model's file, whatever has its name there
 _OTHER_WEIGHTS = "other weights"
 _UNSTEADY = "the logits change when the same tokens are computed again"
+_ALONE = "calls with other inputs, or that can't be made by themselves"
 _MASK = "4"  # attention's mask among its arguments, which not all kernels need
 _SINGLES_MOST = 8  # operators that are taken from the recording one at a time
 Key = tuple[str, str]  # a module, "*" for each number in its name, and a call of its
@@ -284,6 +285,10 @@ class Compared(NamedTuple):
     bound: str = ""
 
 
+def _gravity(one: Compared) -> tuple[int, float]:
+    return _GRAVITY.index(one.verdict), one.times
+
+
 def judged(
     event: Event, given: Sequence[Any], theirs: torch.Tensor, mine: torch.Tensor, again: Callable[[Change], Any]
 ) -> tuple[str, float, str]:
@@ -349,7 +354,8 @@ class Against:
     def __init__(
         self, model: Any, recording: tuple[Recorded, Mapping[str, torch.Tensor]], names: Mapping[str, str]
     ) -> None:
-        self.model, self.made, self._tensors, self._names = model, *recording, names
+        self.model, self._names = model, names
+        self.made, self._tensors = recording
         self._found: dict[Key, list[Compared]] = {}  # the calls of each operator
         self._left: dict[str, Counter[Key]] = {}  # why calls were not compared -> those calls
         self._wholes: set[str] = set()  # modules that were compared as a whole
@@ -425,7 +431,10 @@ class Against:
                 made: Any = event.function(*args, **kwargs) if event.function else None
             return [x for _, x in tensors_in([*made.values()] if isinstance(made, dict) else [made])]
 
-        theirs, mine = [self._tensor(name) for name in call.outputs], results(given)
+        try:
+            theirs, mine = [self._tensor(name) for name in call.outputs], results(given)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return _ALONE
         if [(x.shape, x.dtype) for x in mine] != [(x.shape, x.dtype) for x in theirs]:
             return "results of other shapes or dtypes"
         differ = [i for i, both in enumerate(zip(theirs, mine, strict=True)) if not identical(*both)]
@@ -440,9 +449,12 @@ class Against:
         if not differ:
             of.append(Compared(elements))
         elif not (event.of_module and any(inside)):  # else a call inside explains it
-            one, other = theirs[differ[0]], mine[differ[0]]
-            found = judged(event, arguments(given), one, other, lambda change: results(given, change)[differ[0]])
-            of.append(Compared(elements, difference(one, other), *found))
+            found = []
+            for i in differ:
+                again = functools.partial(lambda i, change: results(given, change)[i], i)
+                verdict = judged(event, arguments(given), theirs[i], mine[i], again)
+                found.append(Compared(elements, difference(theirs[i], mine[i]), *verdict))
+            of.append(max(found, key=_gravity))
             differing.append(event.key.module)
         return ""
 
@@ -452,7 +464,7 @@ class Against:
         if {*own} ^ {*theirs} == {_MASK} and event.key.call == _ATTENTION:
             own, theirs = ({path: x for path, x in of.items() if path != _MASK} for of in (own, theirs))
         if len(own) != len(theirs) or event.function is None:
-            return "calls with other inputs, or that can't be made by themselves"
+            return _ALONE
         if own.keys() != theirs.keys():  # by keyword on one side
             theirs = dict(zip(own, theirs.values(), strict=True))
         if any(
@@ -467,6 +479,12 @@ class Against:
         known = {path: (slot.shape, slot.dtype) for path, slot in own.items() if not slot.weight}
         if known != {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in given.items()}:
             return "inputs of other shapes or dtypes"
+        # tokens, positions, masks: a stranger's could reach beyond a table
+        if any(
+            not tensor.is_floating_point() and not torch.equal(tensor, own[path].value)
+            for path, tensor in given.items()
+        ):
+            return "other integers or masks"
         return given
 
     # --- from end to end ------------------------------------------------------------------------------------------
@@ -559,7 +577,7 @@ class Against:
 def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
     found = [one.difference for one in of if one.difference is not None]
     far = max(found, key=lambda d: (d.nonfinite, d.max_ulp), default=None)
-    worst = max(of, key=lambda one: (_GRAVITY.index(one.verdict), one.times))
+    worst = max(of, key=_gravity)
     counts = {"calls": len(of), "differing": len(found), "elements": sum(one.elements for one in of)}
     judgement = {"verdict": worst.verdict, "times": worst.times, "bound": worst.bound}
     return OperatorCompared(number=0, module=key[0], call=key[1], difference=far, **counts, **judgement)
