@@ -285,19 +285,36 @@ class Compared(NamedTuple):
     bound: str = ""
 
 
+def remade(
+    event: Event, tensors: Mapping[str, torch.Tensor | None], change: Change = lambda x: x
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """The arguments of a call with these inputs in the places of its own, the keywords last, and its results."""
+    layouts = {slot.path: slot.layout for slot in event.inputs}
+
+    def fed(path: str, here: torch.Tensor) -> torch.Tensor:
+        if (tensor := tensors.get(path)) is None:
+            return here
+        return laid_out(change(tensor) if tensor.is_floating_point() else tensor, *layouts[path])
+
+    *args, kwargs = changed_tensors((*event.args, event.kwargs), fed)
+    with torch.no_grad():
+        made: Any = event.function(*args, **kwargs) if event.function else None
+    return [*args, kwargs], [x for _, x in tensors_in([*made.values()] if isinstance(made, dict) else [made])]
+
+
 def _gravity(one: Compared) -> tuple[int, float]:
     return _GRAVITY.index(one.verdict), one.times
 
 
 def judged(
-    event: Event, given: Sequence[Any], theirs: torch.Tensor, mine: torch.Tensor, again: Callable[[Change], Any]
+    event: Event, given: Mapping[str, torch.Tensor | None], theirs: torch.Tensor, mine: torch.Tensor, place: int
 ) -> tuple[str, float, str]:
-    """Whether two results of a call are apart by rounding, how many times its bound, and what that is. `given` are its
-    arguments, the keywords last; `again` makes it with inputs that a function changes."""
+    """Whether the results at this place of a call with the inputs `given` are apart by rounding, how many times its
+    bound, and what that is."""
     if event.key.call in _COPIES or not theirs.is_floating_point() or (theirs.isfinite() != mine.isfinite()).any():
         return BUG, sys.float_info.max, _COPY if mine.isfinite().all() else "NaN or infinity on one side only"
     wide, gap = theirs.double(), (theirs.double() - mine.double()).abs().nan_to_num(0.0)
-    operator, operands, options = _declared(event, given)
+    operator, operands, options = _declared(event, remade(event, given)[0])
     if event.key.call == _ATTENTION:  # [batch, tokens, heads, depth]
         wide, gap = wide.transpose(1, 2), gap.transpose(1, 2)
     allowed = bound_of(operator, operands, options, wide, theirs.dtype)
@@ -310,7 +327,8 @@ def judged(
         signs = torch.randint(0, 2, x.shape, generator=generator).mul(2).sub(1).to(x.device, x.dtype)
         return x * (1 + torch.finfo(x.dtype).eps * signs)
 
-    moved = [(again(last_bits).double() - mine.double()).abs().nan_to_num(0.0) for _ in range(_PERTURBATIONS)]
+    again = [remade(event, given, last_bits)[1][place].double() for _ in range(_PERTURBATIONS)]
+    moved = [(x - mine.double()).abs().nan_to_num(0.0) for x in again]
     change = torch.stack([wide.abs().nan_to_num(0.0, 0.0, 0.0) * torch.finfo(theirs.dtype).eps, *moved]).amax(0)
     if gap.dim():  # by rows
         gap, change = gap.amax(-1), change.amax(-1)
@@ -415,54 +433,36 @@ class Against:
         given = self._given(event, call)
         if isinstance(given, str):
             return given
-        layouts = {slot.path: slot.layout for slot in event.inputs}
-
-        def arguments(tensors: Mapping[str, torch.Tensor | None], change: Change = lambda x: x) -> list[Any]:
-            def fed(path: str, here: torch.Tensor) -> torch.Tensor:
-                if (tensor := tensors.get(path)) is None:
-                    return here
-                return laid_out(change(tensor) if tensor.is_floating_point() else tensor, *layouts[path])
-
-            return [*changed_tensors((*event.args, event.kwargs), fed)]
-
-        def results(tensors: Mapping[str, torch.Tensor | None], change: Change = lambda x: x) -> list[torch.Tensor]:
-            *args, kwargs = arguments(tensors, change)
-            with torch.no_grad():
-                made: Any = event.function(*args, **kwargs) if event.function else None
-            return [x for _, x in tensors_in([*made.values()] if isinstance(made, dict) else [made])]
-
         try:
-            theirs, mine = [self._tensor(name) for name in call.outputs], results(given)
+            mine, theirs = remade(event, given)[1], [self._tensor(name) for name in call.outputs]
         except (RuntimeError, ValueError, TypeError, IndexError):
             return _ALONE
         if [(x.shape, x.dtype) for x in mine] != [(x.shape, x.dtype) for x in theirs]:
             return "results of other shapes or dtypes"
         differ = [i for i, both in enumerate(zip(theirs, mine, strict=True)) if not identical(*both)]
         if differ:
-            own = results({slot.path: None if slot.weight else slot.value for slot in event.inputs})
+            own = remade(event, {slot.path: None if slot.weight else slot.value for slot in event.inputs})[1]
             there = [slot.value for slot in event.outputs]
             if any(b is None or not identical(a, b) for a, b in zip(own, there, strict=True)):
                 return "by itself it has other bits than in the model"
         key, inside = _operator(event.key), [_within(module, event.key.module) for module in differing]
         self._wholes |= {key[0]} if event.of_module else set()
-        of, elements = self._found.setdefault(key, []), sum(x.numel() for x in mine)
-        if not differ:
-            of.append(Compared(elements))
-        elif not (event.of_module and any(inside)):  # else a call inside explains it
-            found = []
-            for i in differ:
-                again = functools.partial(lambda i, change: results(given, change)[i], i)
-                verdict = judged(event, arguments(given), theirs[i], mine[i], again)
-                found.append(Compared(elements, difference(theirs[i], mine[i]), *verdict))
-            of.append(max(found, key=_gravity))
-            differing.append(event.key.module)
+        of, found = self._found.setdefault(key, []), [Compared(sum(x.numel() for x in mine))]
+        if differ and event.of_module and any(inside):
+            return ""  # a call inside explains it
+        for i in differ:
+            verdict = judged(event, given, theirs[i], mine[i], i)
+            found.append(Compared(found[0].elements, difference(theirs[i], mine[i]), *verdict))
+        of.append(max(found, key=_gravity))
+        differing += [event.key.module] if differ else []
         return ""
 
     def _given(self, event: Event, call: Call) -> dict[str, torch.Tensor] | str:
         """The recorded inputs under the paths of the model's own call; or why it can't be made with them."""
         own, theirs = {slot.path: slot for slot in event.inputs}, call.inputs
         if {*own} ^ {*theirs} == {_MASK} and event.key.call == _ATTENTION:
-            own, theirs = ({path: x for path, x in of.items() if path != _MASK} for of in (own, theirs))
+            own, theirs = {**own}, {**theirs}
+            own.pop(_MASK, None), theirs.pop(_MASK, None)
         if len(own) != len(theirs) or event.function is None:
             return _ALONE
         if own.keys() != theirs.keys():  # by keyword on one side
@@ -480,10 +480,8 @@ class Against:
         if known != {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in given.items()}:
             return "inputs of other shapes or dtypes"
         # tokens, positions, masks: a stranger's could reach beyond a table
-        if any(
-            not tensor.is_floating_point() and not torch.equal(tensor, own[path].value)
-            for path, tensor in given.items()
-        ):
+        fixed = [(x, own[path].value) for path, x in given.items() if not x.is_floating_point()]
+        if not all(y is not None and identical(x, y) for x, y in fixed):
             return "other integers or masks"
         return given
 
@@ -578,9 +576,10 @@ def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
     found = [one.difference for one in of if one.difference is not None]
     far = max(found, key=lambda d: (d.nonfinite, d.max_ulp), default=None)
     worst = max(of, key=_gravity)
-    counts = {"calls": len(of), "differing": len(found), "elements": sum(one.elements for one in of)}
-    judgement = {"verdict": worst.verdict, "times": worst.times, "bound": worst.bound}
-    return OperatorCompared(number=0, module=key[0], call=key[1], difference=far, **counts, **judgement)
+    return OperatorCompared(
+        number=0, module=key[0], call=key[1], calls=len(of), differing=len(found), difference=far,
+        elements=sum(one.elements for one in of), verdict=worst.verdict, times=worst.times, bound=worst.bound,
+    )  # fmt: skip
 
 
 def said_of(row: OperatorCompared) -> str:
