@@ -5,8 +5,8 @@ it, and all. The other side makes each of its own calls with the recorded inputs
 own. Then it runs from end to end, with results taken from the recording wherever their inputs have the recorded bits:
 if that gives the recorded logits, these operators are the whole difference.
 
-A recording may come from anybody: it is safetensors and never a pickle, its table is decoded into the types below, and
-each tensor has the digest by which it is named.
+A recording is not trusted: it is safetensors and never a pickle, its table is decoded into the types below, and each
+tensor must have the digest by which it is named.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class _Calls(FineCapture):
     def attached(self, model: Any, log: Any) -> Iterator[None]:
         """Around functions of the models' files as well, which are more than torch's."""
         files = {sys.modules[type(module).__module__] for module in model.modules()}
-        wraps = {"eager_attention_forward": self._attention, _ROTARY: functools.partial(self._called, _ROTARY)}
+        wraps: dict[str, Callable[..., Any]] = {"eager_attention_forward": self._attention}
+        wraps[_ROTARY] = functools.partial(self._called, _ROTARY)
         with super().attached(model, log), ExitStack() as stack:
             for file, name in ((file, name) for file in files for name in wraps if hasattr(file, name)):
                 stack.callback(setattr, file, name, getattr(file, name))
@@ -271,7 +272,7 @@ _COPY, _SUM, _INPUTS = (
 )  # fmt: skip
 _NEAR, _FAR, _PERTURBATIONS = 4.0, 32.0, 4
 _COPIES = ("embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat")
-_ULP_CLEAR = 1000  # more are of numbers near zero, and say nothing about the size
+_ULP_CLEAR = 1000  # more are of numbers near zero, whose distance in ULP has no meaning
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -377,6 +378,7 @@ class Against:
         self._found: dict[Key, list[Compared]] = {}  # the calls of each operator
         self._left: dict[str, Counter[Key]] = {}  # why calls were not compared -> those calls
         self._wholes: set[str] = set()  # modules that were compared as a whole
+        self._explained: set[Key] = set()  # modules that differ because a call inside does
         self._partners: list[dict[EventKey, Call]] = []  # of each forward
         mine, theirs = _weights(model), {renamed(path, names): held for path, held in self.made.weights.items()}
         self._other = {path for path, held in theirs.items() if mine.get(path, held) != held}  # with other weights
@@ -392,6 +394,7 @@ class Against:
             if not identical(self._forward(text, calls), before):
                 raise UserError(_UNSTEADY, "Find out why: nondet trace.")
         rows = [_row(key, of) for key, of in self._found.items() if of]
+        rows = [row for row in rows if row.differing or (row.module, row.call) not in self._explained]
         rows.sort(key=lambda row: not row.differing)
         yield from (msgspec.structs.replace(row, number=number) for number, row in enumerate(rows))
         gap = self._gap(logits)
@@ -448,8 +451,9 @@ class Against:
         key, inside = _operator(event.key), [_within(module, event.key.module) for module in differing]
         self._wholes |= {key[0]} if event.of_module else set()
         of, found = self._found.setdefault(key, []), [Compared(sum(x.numel() for x in mine))]
-        if differ and event.of_module and any(inside):
-            return ""  # a call inside explains it
+        if differ and event.of_module and any(inside):  # a call inside explains it
+            self._explained.add(key)
+            return ""
         for i in differ:
             verdict = judged(event, given, theirs[i], mine[i], i)
             found.append(Compared(found[0].elements, difference(theirs[i], mine[i]), *verdict))
