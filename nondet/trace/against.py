@@ -307,6 +307,7 @@ def _gravity(one: Compared) -> tuple[int, float]:
     return _GRAVITY.index(one.verdict), one.times
 
 
+@torch.no_grad()
 def judged(
     event: Event, given: Mapping[str, torch.Tensor | None], theirs: torch.Tensor, mine: torch.Tensor, place: int
 ) -> tuple[str, float, str]:
