@@ -49,6 +49,7 @@ _COMMANDS = {
         "nondet.services.trace:trace", "nondet trace",
         "nondet trace --run sample.jsonl --request t000017 --repro repro.py",
         "nondet trace --replay --run sample.jsonl --request divergent --solo",
+        "nondet trace --against stock.safetensors --impl invariant",
     ),
     "bench": (
         "nondet.services.bench:bench", "nondet bench", "nondet bench matmul --m 1 --m 64 --k 4096 --n 4096",

@@ -63,6 +63,8 @@ def chain(report: Report) -> list[Step]:
         return _of_vectors(report.runs[0].run)
     if all(r.run.header.command == "certify" for r in report.runs):
         return [_of_classes(report)]
+    if all(r.run.operators_compared for r in report.runs):
+        return []  # the headline has the operator
     if _own_rows(report):  # no completions: only the function is known
         return [_operator(report), _kernel(report)]
     return [_token(report), _operator(report), _kernel(report), *_cure(report)]
@@ -510,7 +512,7 @@ def next_command(o: FirstScreen) -> Suggestion:
         command = _again(o.report, "sample", "--n", "3000", "--load", "heavy", names=SERVER)
         return Suggestion(command, "compares more answers, under a heavier load")
     if o.command == "trace":
-        return _after_trace(o)
+        return Suggestion("", "") if o.run.operators_compared else _after_trace(o)
     if own := _own_rows(o.report):
         return _after_own(o, own)
     if o.command == "certify" or any(c.tokens for c in o.run.cells):

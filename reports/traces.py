@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from nondet.core.records import Culprit, Neighbours, Replay, Replayed, Run, Step
+from nondet.core.records import Culprit, Neighbours, OperatorCompared, Replay, Replayed, Run, Step
 from nondet.diagnose.verdict import QUESTIONS, axis_title, batch_step, blamed, conclude, solo_of
 from nondet.reports.document import ALL, Bit, Block, Details, Figure, Heading, Items, Paragraph, Table
 from nondet.reports.text import counted, number, ulp_text
@@ -58,6 +58,8 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
     last = run.trace_verdicts[-1:]
     if not run.steps:  # a diagnosis has them in its steps; the headline has the first
         part("Verdict", [_without_trees(sentence, run) for v in last for sentence in v.sentences[1:]])
+    if compared := run.operators_compared:
+        made.append(_operators(compared, f"operators-{number}", opened))
     marks = {True: "", False: " (FAILS)", None: ""}
     named = [(_CONTROLS.get(c.name, c.name.replace("tape of", "record of")), c) for c in run.controls]
     part("Controls", [f"{name}{marks[c.passed]}: {c.sentence}" for name, c in named])
@@ -87,6 +89,23 @@ def trace_blocks(run: Run, number: int, opened: bool) -> list[Block]:
         what = plural(run.header.plan["cut"], "text was", "texts were")
         part("Texts", [f"{what} longer than the model's context and cut."])
     return made
+
+
+def _operators(compared: Sequence[OperatorCompared], place: str, opened: bool) -> Details:
+    """Each operator of two implementations: those that differ in a table, the others in a list."""
+    rows, equal = [], []
+    for op in compared:
+        if not op.differing:
+            equal.append((Bit(op.call, "code"), f" of {op.module}: {plural(op.calls, 'call')}"))
+            continue
+        far, calls = ulp_text(op.difference.max_ulp) if op.difference else "", f"{op.differing:,} of {op.calls:,}"
+        times = number(op.times) if op.times < 1e300 else ""
+        rows.append((Bit(op.call, "code"), Bit(op.module, "code"), calls, far, op.verdict, times, op.bound))
+    head = ("operator", "module", "other bits", "at most", "finding", "times", "of what")
+    table = Table(head, rows, ("", "wide", "num", "num", "nowrap", "num", "wide"), unshown=("of what",), only=ALL)
+    title = f"Operator by operator: {len(rows)} of {plural(len(compared), 'operator')} differ"
+    same = Details("equal bits in every call", [Items(equal)], f"{place}-equal", plural(len(equal), "operator"))
+    return Details(title, [table, same] if equal else [table], place, "", "operators", opened=opened, only=ALL)
 
 
 def _without_trees(text: str, run: Run) -> str:

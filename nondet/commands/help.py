@@ -18,7 +18,7 @@ COMMON = {
     "sample": "n prompt prompts max_tokens model impl turns load vary temperature endpoint device",
     "probe": "from_trace impl dtype m k n preset inputs full map device",
     "embed": "model texts column impl batch dtype device",
-    "trace": "prompt max_tokens model impl load run request replay solo shrink most repro device",
+    "trace": "prompt max_tokens model impl load run request replay solo shrink most repro record against match device",
     "mismatch": "model trainer rollouts older arms n tokens device",
     "rl": "arms steps seeds task tokens lr epochs sampler model device",
     "gate": "impl rate confidence by endpoint model prompt load junit summary",

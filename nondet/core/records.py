@@ -770,6 +770,22 @@ class Substitution(Record, frozen=True, tag="substitution", kw_only=True):
     at_risk: list[str] = []  # calls that the replacements left stock and unproven
 
 
+class OperatorCompared(Record, frozen=True, tag="operator-compared", kw_only=True):
+    """Calls of one operator with the inputs of a recording, compared with its results."""
+
+    keyed_by = ("number",)
+    number: Count
+    module: str  # "*" for the number of a layer
+    call: str
+    calls: Count
+    differing: Count
+    elements: Count
+    verdict: str  # "equal", "rounding", "not decided" or "not rounding"
+    difference: Difference | None = None  # the largest, in ULP
+    times: Figure = 0.0  # the largest difference, in units of `bound`
+    bound: str = ""  # what could be rounding
+
+
 class TraceVerdict(Conclusion, frozen=True, tag="trace_verdict", kw_only=True):
     """What a trace came to."""
 
@@ -821,6 +837,7 @@ class Run(msgspec.Struct, kw_only=True):
     controls: list[Control] = []
     culprits: list[Culprit] = []
     substitutions: list[Substitution] = []
+    operators_compared: list[OperatorCompared] = []
     trace_verdicts: list[TraceVerdict] = []
     steps: list[Step] = []
     axes: list[AxisTried] = []

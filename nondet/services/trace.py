@@ -161,6 +161,9 @@ class TraceRequest(o.ModelOptions, Request):
     shrink: bool = o.own("With --replay: also find the fewest concurrent requests that still change it.", default=False)
     most: int | None = o.own("With --replay: at most this many completions.", min=1)
     repro: Path | None = o.own("Write a standalone script (.py) that repeats the call found.")
+    record: Path | None = o.own("Only write the inputs and results of every operator to this file (.safetensors).")
+    against: Path | None = o.own("Compare this model, operator by operator, with such a file, of another environment.")
+    match: Path | None = o.own('With --against: a JSON file, {"name of a module there": "name here"}; * is a number.')
 
     def _check(self) -> None:
         if self.engine == "vllm":
@@ -171,6 +174,7 @@ class TraceRequest(o.ModelOptions, Request):
         if self.replay:
             self._check_replay()
             return
+        self._check_recording()
         for option in ("solo", "shrink", "most"):
             if getattr(self, option):
                 raise UserError(f"--{option} without --replay", "Add --replay, or leave it out.")
@@ -188,10 +192,24 @@ class TraceRequest(o.ModelOptions, Request):
             for path in (self.repro, inputs_path(self.repro)):
                 check_free(path, force=self.force or self.resume)
 
+    def _check_recording(self) -> None:
+        if self.match is not None and self.against is None:
+            raise UserError("--match without --against", "Add --against, or leave it out.")
+        others = ("load", "engine", "run", "request", "repro", "resume")
+        for name in ("record", "against") if self.record or self.against else ():
+            if getattr(self, name) is not None:
+                own = ("against", "out") if name == "record" else ("prompt", "prompt_file", "max_tokens")
+                self.refuse((*others, *own), f"--{name} and {{}} exclude each other", "See docs/trace.md.")
+        if self.record is not None:
+            if self.record.suffix != ".safetensors":
+                raise UserError(f"--record {self.record}: not a .safetensors file", "Give a name that ends so.")
+            check_free(self.record, force=self.force)
+
     def _check_replay(self) -> None:
         if not self.request:
             raise UserError("--replay needs --request", "Name a completion, or divergent for all that differ.")
-        others = ("prompt", "prompt_file", "max_tokens", "load", "engine", "repro", "dtype", "seed")
+        others = ("prompt", "prompt_file", "max_tokens", "load", "engine", "repro", "dtype", "seed",
+                  "record", "against", "match")  # fmt: skip
         self.refuse(others, "--replay and {} exclude each other", "The run says how its completions were made.")
 
     @cached_property
@@ -208,7 +226,11 @@ class TraceRequest(o.ModelOptions, Request):
 def trace(request: TraceRequest, sink: Sink) -> Path:
     """Find the responsible operator: the first call with equal inputs and unequal outputs, and its cure."""
     path = request.run or (latest_run(sink.say, ("sample", "diagnose")) if request.request else None)
-    check_outputs({"run": path, "out": request.out})
+    check_outputs({"run": path, "against": request.against, "match": request.match, "out": request.out})
+    if request.record is not None:
+        return _record(request, request.record, sink)
+    if request.against is not None:
+        return _against(request, request.against, sink)
     if request.replay and path is not None:
         return _replay(request, path, sink)
     output = Output(request, "trace", sink)
@@ -249,6 +271,72 @@ def trace(request: TraceRequest, sink: Sink) -> Path:
             search.keep(Control(name="resumed", passed=None, sentence=sentence))
         if not earlier.trace_verdicts:
             _searched(search, request.repro)
+    return output.present()
+
+
+def _record(request: TraceRequest, path: Path, sink: Sink) -> Path:
+    """Write the operators' inputs and results for a prompt and its completion."""
+    import torch
+
+    from nondet.core.environment import collect
+    from nondet.sampling.implementations import implementation
+    from nondet.sampling.model import check_lengths
+    from nondet.trace.against import MOST_BYTES, record
+
+    text = prompt_text(request.prompt, request.prompt_file)
+    loaded = open_model(request, sink)
+    prompt = loaded.encode(text)
+    check_lengths(loaded, prompt, request.max_tokens)
+    made = collect()
+    of = [f"{name} {made[name]}" for name in ("torch", "transformers", "cpu", "gpu") if made.get(name)]
+    about = {
+        "dtype": loaded.dtype,
+        "threads": torch.get_num_threads(),
+        "made_by": ", ".join([loaded.name, loaded.dtype, request.impls[0], *of])[:400],
+    }
+    with implementation(request.impls[0]), torch.no_grad():
+        ids = torch.tensor([prompt], device=loaded.device)
+        tokens = loaded.model.generate(ids, do_sample=False, max_new_tokens=request.max_tokens)[0].tolist()
+        recorded = record(loaded.model, tokens, path, about)
+    calls = sum(map(len, recorded.calls))
+    left = (
+        f"; {recorded.left_out:,} calls without their numbers, beyond {MOST_BYTES >> 30} GiB"
+        if recorded.left_out
+        else ""
+    )
+    sink.say(f"recorded: {calls:,} calls of {len(tokens)} tokens, in {len(recorded.calls)} forwards{left}")
+    sink.say(f"compare: nondet trace --model MODEL --against {path}")
+    return path
+
+
+def _against(request: TraceRequest, path: Path, sink: Sink) -> Path:
+    """Compare a model with a recording, operator by operator."""
+    from nondet.sampling.implementations import implementation
+    from nondet.sampling.model import check_lengths
+    from nondet.trace.against import Against, read_names, read_recording
+
+    recording, names = read_recording(path), read_names(request.match)
+    made = recording[0]
+    o.MODEL_DTYPES.check("--dtype", made.dtype)
+    dtype = request.dtype if "dtype" in request.given else made.dtype
+    on_cpu = pick_device(request.device) == "cpu"
+    loaded = open_model(
+        replace(request, dtype=dtype, threads=request.threads or (made.threads if on_cpu else None)), sink
+    )
+    plan = {
+        "model": {"name": loaded.name, **loaded.identity},
+        "device": loaded.device,
+        "dtype": loaded.dtype,
+        "impls": request.impls,
+        "against": str(path),
+        "match": names,
+    }
+    output = Output(request, "trace", sink)
+    check_lengths(loaded, made.tokens[1:] or made.tokens, 1, "the recording: ")
+    recorded, replaced = output.recording("trace", plan, request.seed), implementation(request.impls[0])
+    with recorded as writer, replaced:
+        for found in Against(loaded.model, recording, names).run():
+            writer.write(found)
     return output.present()
 
 

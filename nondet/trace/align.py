@@ -70,7 +70,7 @@ def first_responsible(a: StepRecord, b: StepRecord, shapes: Sequence[StepRecord]
                 seen.setdefault((*event.key, slot.path), []).append((record.sizes, slot.shape))
     finding = Finding()
     pairs: list[Pair] = []
-    for one, two in _aligned(events_a, events_b, finding.unmatched):
+    for one, two in aligned(events_a, events_b, finding.unmatched):
         pair = _compare(one, two, a, b, seen)
         pairs.append(pair)
         finding.compared += pair.equal_inputs is not None and pair.equal_outputs is not None
@@ -169,7 +169,7 @@ def select(value: torch.Tensor, roles: Roles, record: StepRecord) -> torch.Tenso
     return value
 
 
-def _aligned(a: list[Event], b: list[Event], unmatched: list[str]) -> Iterator[tuple[Event, Event]]:
+def aligned(a: list[Event], b: list[Event], unmatched: list[str]) -> Iterator[tuple[Event, Event]]:
     """Pairs in order of time: calls are matched by module, and within a module by their longest common subsequence."""
     partner: dict[int, Event] = {}
     for module in dict.fromkeys(e.key.module for e in (*a, *b)):

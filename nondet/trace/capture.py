@@ -57,6 +57,7 @@ class Slot:
     # a copy of it as it was at the call (inputs) or after it (results); None if only shapes are recorded, for weights,
     # and beyond the memory limit
     value: torch.Tensor | None = None
+    layout: tuple[tuple[int, ...], int] = ((), 0)  # where it was noted: strides, and elements beyond 64 aligned bytes
 
 
 @dataclass
@@ -187,7 +188,7 @@ def wrapped_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
     table = AttentionInterface()
     with ExitStack() as stack:
-        for name in ("sdpa", "eager", "paged|sdpa", "paged|eager"):
+        for name in ("sdpa", "eager", "paged|sdpa", "paged|eager", "flash_attention_2", "flash_attention_3"):
             if name in table:
                 original = table[name]
                 AttentionInterface.register(name, wrap(original))
@@ -457,7 +458,7 @@ class FineCapture(TorchFunctionMode):
             copies: dict[int, torch.Tensor] = {}
             own = _plain(kwargs)
             slots = self._slots((*args, *([own] if own else [])), copies)
-            given = None if kwargs.get("cache") is not None else (_copied(args, copies), _copied(own, copies))
+            given = None if kwargs.get("cache") is not None else (copied(args, copies), copied(own, copies))
             self._entered.append((self._names[id(module)], slots, given))
 
     def _leave(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -547,7 +548,7 @@ class FineCapture(TorchFunctionMode):
         event.constants = {str(k): v for k, v in constants.items() if isinstance(v, bool | int | float | str)}
         if self._now.row >= 0 and not self._now.limited and not writes:
             event.function = func
-            event.args, event.kwargs = _copied(args, copies), _copied(kwargs, copies)
+            event.args, event.kwargs = copied(args, copies), copied(kwargs, copies)
         return out
 
     def _slots(self, value: Any, copies: dict[int, torch.Tensor] | None = None) -> list[Slot]:
@@ -566,7 +567,8 @@ class FineCapture(TorchFunctionMode):
         return slots
 
 
-def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+def copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """Nested arguments with their copies instead of the tensors."""
     return changed_tensors(value, lambda _, tensor: copies.get(id(tensor), tensor))
 
 
