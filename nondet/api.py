@@ -182,8 +182,9 @@ def check(
         over: Two or more batch sizes, or with `select` any numbers or names.
         out, force: Run file to write, and whether it may be overwritten.
         options: varied: what `over` holds (batch_size, position, neighbour_values, run, ...); select: select(result,
-            value) is the tensor to compare; oracle: takes the inputs of the first value and gives what `fn` should, in
-            float64; allowed: the largest ||result - oracle|| / ||oracle|| that is right; name: of the function.
+            value) is the tensor to compare; axis: of the batch, 0 by default; reference: takes the inputs of the first
+            value and gives what `fn` should, in float64; error: the largest ||result - reference|| / ||reference|| that
+            is right, and without a reference what counts as rounding in a coarse format; name: of the function.
 
     Returns:
         The run, of a row or two.

@@ -14,25 +14,29 @@ import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from nondet.core.launch import check_device_alive
 from nondet.core.measure import Fingerprint, Trial, failed, fingerprint, kept_warnings, measure, written_to
-from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Row, Run, Status, Value
+from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Judged, Row, Run, Status, Value
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line
+from nondet.probes.rounding import apart, judged, rounding_of, sums_of
 
 # A function and the inputs that a user makes for it, as variants to measure: the same requests in other batches. A
 # divergence only means something if the requests were the same, so inputs are checked for that before results.
 
 Inputs = Any
+_NAN = "NaN"  # the name of the variant in which other requests hold it
+_PADDED_MOST = 16  # requests that are padded to the longest
 _EACH_MOST = 256  # requests of the largest batch, spread over it, that are computed again without the others
 # Of the results' elements those that differ where a sum over K of 256 to 4,096 is cut in two and added in float32:
 # 0.8 to 1.5 in 10,000 of bfloat16 and 5 to 14 of float16, measured on ordinary numbers (float32: 62 of 100).
 _SHARE = {"bfloat16": 1e-4, "float16": 1e-3}
+_BEYOND = 4.0  # times what rounding may give: what varied there is a cause
 _SEEN = 3.0  # if this many are expected, none occurs by chance in one of 20
 Select = Callable[[Any, Value], torch.Tensor]
 
@@ -52,13 +56,27 @@ def _check_values(values: Sequence[Value], *, sizes: bool) -> None:
         raise UserError(f"over={values!r} compares nothing", "Give two or more values.")
 
 
+class _Batch(NamedTuple):
+    """Requests of the largest batch by their index, in a batch of their own. `change`: of the values at `others`, which
+    are positions in it; "strided" is of the whole batch."""
+
+    index: Sequence[int]
+    change: str = ""
+    others: Sequence[int] = ()
+
+
 class _Subject:
     """A function with its inputs, as variants to measure."""
 
     def __init__(
-        self, fn: Callable[..., Any], make: Callable[[Any], Inputs], values: Sequence[Value], select: Select | None
+        self,
+        fn: Callable[..., Any],
+        make: Callable[[Any], Inputs],
+        values: Sequence[Value],
+        select: Select | None,
+        axis: int | None,
     ) -> None:
-        self._fn, self._make, self._select = fn, make, select
+        self._fn, self._make, self._select, self._axis, self._layout = fn, make, select, axis or 0, axis is not None
         self.values = values
         sizes = [value for value in values if isinstance(value, int)] if select is None else [0]
         self.kept, self.largest = min(sizes), max(sizes)
@@ -68,8 +86,9 @@ class _Subject:
         self._result: tuple[torch.Size, torch.dtype] | None = None
         self._expected: torch.Size | None = None
         self._sizes: dict[tuple[int, ...], int] = {}  # shape of a whole result -> its number of requests
+        self._floats, self._lengths = False, list[int]()  # of the largest batch's inputs: see `_cut`
         # of the compared results; the shape also has the largest batch, where values are sizes
-        self.dtype, self.shape = "unknown", dict[str, int]()
+        self.dtype, self.shape, self.narrow = "unknown", dict[str, int](), torch.float64
         self.device = next((tensor.device.type for _, tensor in _tensors(self.inputs(values[0]))), "cpu")
 
     def inputs(self, value: Value) -> Inputs:
@@ -89,10 +108,11 @@ class _Subject:
         return inputs
 
     def _check_same_requests(self, name: str, tensor: torch.Tensor, value: int) -> None:
-        rows = tensor[: self.kept] if tensor.dim() else tensor
+        axis = self._axis
+        rows = tensor.narrow(axis, 0, min(self.kept, tensor.shape[axis])) if tensor.dim() > axis else tensor
         prints = {True: fingerprint(rows)[""], False: fingerprint(tensor)[""]}
         first, shape, leading = self._firsts.setdefault(name, (value, tensor.shape, prints))
-        batched = shape[:1] == (first,) and tensor.shape[:1] == (value,)
+        batched = shape[axis : axis + 1] == (first,) and tensor.shape[axis : axis + 1] == (value,)
         # of another shape it is ragged, packed or padded: its layout is unknown
         if (batched or shape == tensor.shape) and _differ(leading[batched], prints[batched]):
             part = f"its first {self.kept} rows" if batched else "it"
@@ -101,14 +121,14 @@ class _Subject:
                 "Put the same requests first in every batch, or choose with select= what is compared.",
             )
 
-    def expected_of(self, oracle: Callable[..., Any]) -> torch.Tensor:
-        """The oracle's result for the first value, in float64; results must have its shape."""
+    def expected_of(self, reference: Callable[..., Any]) -> torch.Tensor:
+        """The reference's result for the first value, in float64; results must have its shape."""
         value = self.values[0]
-        reference = self._compared(_called(oracle, self.inputs(value)), value)
-        if reference.dtype != torch.float64:
-            raise BadInputsError(f"the oracle gave {reference.dtype}", "Compute it in float64.")
-        self._expected = reference.shape
-        return reference
+        result = self._compared(_called(reference, self.inputs(value)), value)
+        if result.dtype != torch.float64:
+            raise BadInputsError(f"the reference gave {result.dtype}", "Compute it in float64.")
+        self._expected = result.shape
+        return result
 
     def compute(self, value: Value) -> torch.Tensor:
         """The compared part of the result for one value. Raises WrongResultError: it is empty, of another shape or
@@ -124,72 +144,232 @@ class _Subject:
             self.shape = largest | {f"axis {i}": size for i, size in enumerate(result.shape)}
         shape, dtype = self._result
         if (result.shape, result.dtype) != (shape, dtype):
-            raise WrongResultError(
-                f"it gave {tuple(result.shape)} {result.dtype} at {value!r}, and {tuple(shape)} {dtype} at "
-                f"{self.values[0]!r}"
-            )
+            what = f"it gave {tuple(result.shape)} {result.dtype} at {value!r}, and {tuple(shape)} {dtype} at "
+            if self._lengths:
+                how = "Return a list with a tensor for each request, without its padding."
+                raise BadInputsError(f"{what}{self.values[0]!r}", how)
+            raise WrongResultError(f"{what}{self.values[0]!r}")
         if self._expected is not None and result.shape != self._expected:
             raise WrongResultError(f"it gave the shape {tuple(result.shape)}, not {tuple(self._expected)}")
         return result
 
-    def each(self) -> tuple[int, list[Trial]]:
-        """How many requests of the largest batch are computed in the smallest as well, at most `_EACH_MOST` windows of
-        them, and the two variants. Raises ValueError: they can't be cut out of its inputs, and why."""
-        kept, largest = self.kept, self.largest
-        self._cut(self.inputs(kept), self.inputs(largest), 0)
+    def scatter(self) -> float | None:
+        """How far results of the largest batch, or of the last value, may differ by rounding."""
+        value = self.values[-1] if self._select is not None else self.largest
+        return rounding_of(lambda given: self._compared(_called(self._fn, given), value, whole=True),
+                           self.inputs(value), self.narrow)  # fmt: skip
+
+    def same_sums(self) -> bool:
+        """Whether the function adds in the same shapes whatever the values of a batch are."""
+        small, large = self.inputs(self.kept), self.inputs(self.largest)
+        batches = [_Batch(range(self.largest), change, range(1, self.largest, 2)) for change in ("", "large")]
+        first, second = (sums_of(partial(_called, self._fn, self._cut(small, large, batch))) for batch in batches)
+        return self._floats and bool(first) and first == second
+
+    def cases(self) -> list[tuple[str, str, list[Trial]]]:
+        """(what varies, name, variants) of every request of the largest batch. Raises ValueError: they can't be cut out
+        of its inputs, and why."""
+        kept, largest, everyone = self.kept, self.largest, [*range(self.largest)]
         starts = [min(start, largest - kept) for start in range(0, largest, kept)]
         many = min(len(starts), _EACH_MOST)
         starts = [starts[i * (len(starts) - 1) // (many - 1)] for i in range(many)]  # the first and the last among them
+        windows = [_Batch(range(start, start + kept)) for start in starts]
+        split = [(batch, place) for batch in range(len(windows)) for place in range(kept)]
+        joint = [(0, request) for window in windows for request in window.index]
+        each = [self._trial(kept, windows, split), self._trial(largest, [_Batch(everyone)], joint)]
+        title = f"{min(largest, many * kept)} of {largest} requests, each in batches of {kept} and {largest}"
+        found = [("batch_size", title, each)]
+        turned = {"as given": everyone, "reversed": everyone[::-1], "by halves": everyone[::2] + everyone[1::2]}
+        orders = [
+            self._trial(name, [_Batch(order)], [(0, order.index(request)) for request in everyone])
+            for name, order in turned.items()
+        ]
+        found.append(("position", f"{largest} requests of a batch in another order", orders))
+        found.append(("neighbour_values", f"{largest} requests beside other values", self._neighbours(everyone)))
+        if len(set(self._lengths)) > 1:
+            longest = max(everyone, key=self._lengths.__getitem__)
+            short = [request for request in everyone if self._lengths[request] < self._lengths[longest]][:_PADDED_MOST]
+            first = [(batch, 0) for batch in range(len(short))]
+            lengths = [
+                self._trial("equal lengths", [_Batch([request] * 3) for request in short], first),
+                self._trial("a longer one", [_Batch([request, longest, longest]) for request in short], first),
+            ]
+            found.append(("neighbour_length", f"{len(short)} requests beside copies and beside longer ones", lengths))
+        if self._layout:
+            whole = [(0, request) for request in everyone]
+            strided = [self._trial(change or "as given", [_Batch(everyone, change)], whole) for change in ("", "strided")]
+            found.append(("layout", f"{largest} requests in wider rows of memory", [t for t in strided if _runs(t)]))
+        return [case for case in found if len(case[2]) > 1]
 
-        def separate() -> torch.Tensor:
-            small, large = self.inputs(kept), self.inputs(largest)
-            cut = (self._cut(small, large, start) for start in starts)
-            return torch.cat([self._compared(_called(self._fn, inputs), kept) for inputs in cut])
+    def _neighbours(self, everyone: Sequence[int]) -> list[Trial]:
+        """Each half of the requests with the values of the other half changed; variants that the function refuses are
+        left out. On a GPU a draw from zeros or NaN ends the process, so results without floats get neither."""
+        odd, even = everyone[1::2], everyone[::2]
+        turned = [*everyone], [*everyone]  # of one the odd requests change their positions, of the other the even ones
+        for order, others in zip(turned, (odd, even), strict=True):
+            for place, request in zip(others, [*others[1:], others[0]], strict=True):
+                order[place] = request
+        wanted = [(request % 2, request) for request in everyone]
+        given = self._trial("as given", [_Batch(everyone)], [(0, request) for request in everyone])
+        trials = [given, self._trial("other requests", [*map(_Batch, turned)], wanted)]
+        risky = self.device == "cuda" and not self.narrow.is_floating_point
+        kinds = ["reversed"] * bool(self._lengths) + (["large"] if risky else ["zeros", "large", _NAN]) * self._floats
+        changed = [self._trial(k, [_Batch(everyone, k, odd), _Batch(everyone, k, even)], wanted) for k in kinds]
+        return trials + [trial for trial in changed if _runs(trial)]
 
-        def together() -> torch.Tensor:
-            result = self._compared(_called(self._fn, self.inputs(largest)), largest, whole=True)
-            rows = len(result) // largest
-            return torch.cat([result[start * rows : (start + kept) * rows] for start in starts])
+    def _trial(self, name: Value, batches: Sequence[_Batch], wanted: Sequence[tuple[int, int]]) -> Trial:
+        """The results of the requests at these (batch, position)."""
 
-        return min(largest, many * kept), [Trial(kept, separate), Trial(largest, together)]
+        def compute() -> torch.Tensor:
+            results = self._results(batches)
+            return _joined([results[batch][place] for batch, place in wanted])
 
-    def _cut(self, small: Any, large: Any, start: int) -> Any:
-        """The part of the inputs of those requests: rows of tensors as long as the batch, and shared values."""
+        return Trial(name, compute)
+
+    def _results(self, batches: Sequence[_Batch]) -> list[list[torch.Tensor]]:
+        """The result of each request of each batch."""
+        small, large = self.inputs(self.kept), self.inputs(self.largest)
+        cut = (self._cut(small, large, batch) for batch in batches)
+        sizes = [len(batch.index) for batch in batches]
+        return [self._requests(_called(self._fn, inputs), n) for inputs, n in zip(cut, sizes, strict=True)]
+
+    def prepare(self) -> str:
+        """Why requests can't be cut out of the largest batch; "" where they can."""
+        if self._select is not None:
+            return "select= was given"
+        try:
+            self._cut(self.inputs(self.kept), self.inputs(self.largest), _Batch([0]))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _cut(self, small: Any, large: Any, batch: _Batch) -> Any:
+        """The inputs of those requests: rows of tensors as long as the batch, items of lists, and shared values."""
         if isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor):
             if small.shape == large.shape:
                 return large
-            if (small.shape[:1], large.shape[:1]) == ((self.kept,), (self.largest,)):
-                return large[start : start + self.kept].clone()  # a copy, at an aligned address
-            raise ValueError("a tensor among the inputs has another layout in each batch")
+            axis, sizes = self._axis, [*large.shape]
+            if large.dim() > axis and sizes[axis] == self.largest:
+                sizes[axis] = self.kept
+            if [*small.shape] != sizes:
+                raise ValueError("a tensor among the inputs has another layout in each batch")
+            self._floats |= large.dtype.is_floating_point and large.element_size() > 1
+            index = torch.tensor([*batch.index], device=large.device)
+            return _changed(large.index_select(axis, index), axis, batch)  # a copy, at an aligned address
         if isinstance(small, Mapping) and isinstance(large, Mapping) and small.keys() == large.keys():
-            return {key: self._cut(small[key], large[key], start) for key in large}
-        if isinstance(small, tuple | list) and type(small) is type(large) and len(small) == len(large):
-            parts = [self._cut(x, y, start) for x, y in zip(small, large, strict=True)]
-            return parts if isinstance(large, list) else tuple(parts)
+            return {key: self._cut(small[key], large[key], batch) for key in large}
+        if isinstance(small, tuple | list) and type(small) is type(large):
+            if len(small) == len(large):
+                parts = [self._cut(x, y, batch) for x, y in zip(small, large, strict=True)]
+                return parts if isinstance(large, list) else tuple(parts)
+            if (len(small), len(large)) == (self.kept, self.largest):
+                return self._items(small, large, batch)
+        if type(small) is int and type(large) is int and (small, large) == (self.kept, self.largest):
+            return len(batch.index)
         if small is large or (isinstance(large, str | int | float) and type(small) is type(large) and small == large):
             return large
         raise ValueError("an input that is no tensor is another in each batch")
 
-    def _compared(self, result: Any, value: Value, *, whole: bool = False) -> torch.Tensor:
-        """What is compared of a result; `whole`: that of every request."""
-        if self._select is not None:
-            result = self._select(result, value)
+    def _items(self, small: Any, large: Any, batch: _Batch) -> Any:
+        """Of a list with an item for each request."""
+        if any(_plain(x) and _plain(y) and x != y for x, y in zip(small, large, strict=False)):
+            what = f"the first {self.kept} items of a list among the inputs should be equal in every batch"
+            raise BadInputsError(what, "Put the same requests first in every batch.")
+        if all(isinstance(x, str | list | tuple | torch.Tensor) for x in large):
+            self._lengths = [len(x) for x in large]
+        items = [large[request] for request in batch.index]
+        for other in batch.others if batch.change == "reversed" else ():
+            if isinstance(items[other], torch.Tensor):
+                items[other] = items[other].flip(0)
+            elif not isinstance(items[other], str):
+                items[other] = items[other][::-1]
+        return items if isinstance(large, list) else tuple(items)
+
+    def _requests(self, result: Any, size: int) -> list[torch.Tensor]:
+        """The result of each request: rows along the batch's axis, or items of a list. Of several tensors, those of
+        each request in one row, and what all share in each."""
+        if isinstance(result, Mapping):
+            result = tuple(result.values())
         if isinstance(result, tuple | list) and len(result) == 1:
             result = result[0]
+        if isinstance(result, list) and len(result) == size and all(isinstance(x, torch.Tensor) for x in result):
+            self.narrow = result[0].dtype
+            return result
+        parts = result if isinstance(result, tuple) else (result,)
+        if other := [type(x).__name__ for x in parts if not isinstance(x, torch.Tensor)] or not parts:
+            what = f"the result is {'a ' + other[0] if isinstance(other, list) else 'empty'}, not a tensor"
+            raise BadInputsError(what, "Choose with select= what of it is compared.")
+        if not all(x.numel() for x in parts):
+            raise WrongResultError("it gave nothing: an empty result compares nothing")
+        floats = [x.dtype for x in parts if x.dtype.is_floating_point]
+        self.narrow = min(floats or [parts[0].dtype], key=lambda dtype: dtype.itemsize)
+        parts = [x.movedim(self._axis, 0) if x.dim() > self._axis else x for x in parts]
+        if len(parts) > 1:
+            rows = [x.reshape(size, -1) if _has_rows(x, size) else x.reshape(1, -1).expand(size, -1) for x in parts]
+            same = len({x.dtype for x in rows}) == 1
+            parts = [torch.cat(rows if same else [x.double() for x in rows], 1)]
+        whole = parts[0]
+        if not _has_rows(whole, size):
+            raise WrongResultError(f"a result of the shape {tuple(whole.shape)} has no row for each of {size} requests")
+        return [*whole.split(len(whole) // size)]
+
+    def _compared(self, result: Any, value: Value, *, whole: bool = False) -> torch.Tensor:
+        """What is compared of a result; `whole`: that of every request."""
+        if self._select is None:
+            size, shape = int(value), tuple(getattr(result, "shape", ()))
+            if isinstance(result, torch.Tensor) and result.numel() and self._sizes.setdefault(shape, size) != size:
+                what = f"the result has the same shape {shape} for {self._sizes[shape]} and for {size} requests"
+                how = "Choose with select= what is compared (all of it by lambda result, _: result), or give a gradient "
+                raise BadInputsError(what, f"{how}to nondet.check_gradient.")
+            return _joined(self._requests(result, size)[: None if whole else self.kept])
+        result = self._select(result, value)
         if not isinstance(result, torch.Tensor):
             what = f"the result is a {type(result).__name__}, not a tensor"
             raise BadInputsError(what, "Choose with select= what of it is compared.")
         if not result.numel():
             raise WrongResultError("it gave nothing: an empty result compares nothing")
-        if self._select is not None:
-            return result
-        size, shape = int(value), tuple(result.shape)
-        if self._sizes.setdefault(shape, size) != size:
-            what = f"the result has the same shape {shape} for {self._sizes[shape]} and for {size} requests"
-            raise BadInputsError(what, "Choose with select= what is compared: all of it by lambda result, _: result.")
-        if not result.dim() or len(result) % size:
-            raise WrongResultError(f"a result of the shape {shape} has no row for each of {size} requests")
-        return result if whole else result[: self.kept * (len(result) // size)]
+        self.narrow = result.dtype
+        return result
+
+
+def _has_rows(x: torch.Tensor, size: int) -> bool:
+    return x.dim() > 0 and len(x) % size == 0
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The results of several requests as one tensor; flat where their shapes differ."""
+    same = len({x.shape[1:] for x in parts}) == 1 and parts[0].dim() > 0
+    return torch.cat([*parts] if same else [x.flatten() for x in parts])
+
+
+def _plain(x: Any) -> bool:
+    """Whether it can be compared with ==."""
+    return isinstance(x, str | int | float) or (isinstance(x, list | tuple) and all(map(_plain, x)))
+
+
+def _changed(x: torch.Tensor, axis: int, batch: _Batch) -> torch.Tensor:
+    """Rows with the change of a batch; whole numbers stay: as masks, positions and ids they have a meaning."""
+    if batch.change == "strided":
+        wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + 8))[..., 8:]
+        return wide.copy_(x)
+    others = torch.tensor([*batch.others], device=x.device, dtype=torch.int64)
+    if not (len(others) and x.dtype.is_floating_point and x.element_size() > 1):
+        return x
+    if batch.change == "large":
+        return x.index_copy(axis, others, x.index_select(axis, others) * 30)
+    fill = {"zeros": 0.0, _NAN: torch.nan}.get(batch.change)
+    return x if fill is None else x.index_fill(axis, others, fill)
+
+
+def _runs(trial: Trial) -> bool:
+    """Whether a function takes such inputs at all."""
+    try:
+        trial.compute()
+    except BadInputsError:
+        raise
+    except Exception:  # noqa: BLE001 - a function may refuse NaN, or memory that is not contiguous
+        return False
+    return True
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -292,7 +472,7 @@ def check_operator(
         raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")
     plan = {"operator": operator, "impls": [name], "device": device, "dtypes": list(dtypes), "full": full, "seed": seed}
     plan |= {"sizes": sizes | {"config": options.config}, "inputs": None if inputs is None else list(inputs)}
-    return _run(list(run_jobs(jobs, seed, set(), {name})), plan, seed)
+    return run_of(list(run_jobs(jobs, seed, set(), {name})), plan, seed)
 
 
 def check(
@@ -302,29 +482,32 @@ def check(
     *,
     varied: str = "batch_size",
     select: Select | None = None,
-    oracle: Callable[..., Any] | None = None,
-    allowed: float | None = None,
+    axis: int | None = None,
+    reference: Callable[..., Any] | None = None,
+    error: float | None = None,
     name: str = "",
 ) -> Run:
-    """Compare the results of `fn` for the same requests in batches of other sizes: a run of one or two rows.
+    """Compare the results of `fn` for the same requests in other batches: a run with a row for each thing that varied.
 
     For each value of `over`, `make_inputs(value)` returns the inputs: a tensor, a tuple for `fn(*inputs)`, or a mapping
     for `fn(**inputs)`. It is called more than once for a value, and must return the same bits each time.
 
     Without `select` the values are batch sizes. Then the leading requests, as many as the smallest batch has, must be
-    the same in every batch, and their part of the result, along its first axis, is compared. A second row compares
-    every request of the largest batch with itself in the smallest (solo, where that is 1), so that position and
-    neighbours vary too: its inputs are the rows of tensors as long as the batch. Where inputs can't be cut this way,
-    the first row has the reason, and only the leading requests are compared. Inputs are checked: tensors of one shape
-    in all batches must be equal, and tensors whose first axis is the batch must begin with the same rows.
+    the same in every batch, and their part of the result is compared. More rows compare every request of the largest
+    batch: with itself in the smallest (solo, where that is 1), in another order, beside other values (another order of
+    the others, zeros, large numbers, NaN), and, where inputs are lists of unequal lengths, beside copies of itself and
+    beside longer ones. Their inputs are the rows of tensors as long as the batch, and the items of lists. Where inputs
+    can't be cut this way, the first row has the reason, and only the leading requests are compared. Inputs are checked:
+    tensors of one shape in all batches must be equal, and tensors as long as the batch must begin with the same rows.
 
-    If a narrow dtype has too few elements for a sum cut in two to show in them, there is a warning and a note in the
-    row.
+    Where bits differ the first row has whether that is rounding (`nondet.probes.rounding`). If a narrow dtype has too
+    few elements for a sum cut in two to show in them, there is a warning and a note in the row.
 
     Args:
         select: select(result, value) is the tensor to compare. Inputs are then not compared with each other.
-        allowed: The largest ||result - oracle|| / ||oracle|| that is right. None: only NaN and infinity are wrong.
-            Without an oracle they are where a result holds nothing else.
+        axis: Of the batch, in inputs and results: 0 by default. If it is given, the layout in memory varies too.
+        error: The largest ||result - reference|| / ||reference|| that is right. None: only NaN and infinity are wrong.
+            Without a reference: what rounding may change, as a share of the results' scale, in a coarse format.
 
     The other arguments are those of `nondet.check`. Raises UserError: fewer than two values, inputs that are not the
     same requests, or inputs that `fn` can't be called with.
@@ -335,24 +518,28 @@ def check(
     label = name or name_of(fn)
     _check_call(make_inputs, values[0], "make_inputs", "a value of over")
     _check_call(fn, make_inputs(values[0]), "fn", "what make_inputs gives")
-    subject = _Subject(fn, make_inputs, values, select)
+    subject = _Subject(fn, make_inputs, values, select, axis)
+    whole = subject.prepare()
     case = f"the same requests over {varied} {values[0]} ... {values[-1]}, {len(values)} values"
     head = Row(
         probe="check", case=one_line(case, 400), operator=label, shape={}, dtype="unknown", device=subject.device,
         inputs="given", varied=varied, impl=label, exact=False, status="",
     )  # fmt: skip
-    row = _tried(head, started, lambda: _measured(head, subject, oracle, allowed, started))
-    rows, note = _each(head, subject, row)
+    row = _tried(head, started, lambda: _measured(head, subject, reference, error, started))
+    rows, note = _each(head, subject, row, whole)
     compared = max((r.difference.compared for r in (row, *rows) if r.difference is not None), default=0)
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
     if said := row.reason if row.status == Status.ERROR else few:  # the verdict only says that nothing was compared
         warnings.warn(f"{label}: {said}", stacklevel=2)
     figures = {"rows": subject.kept, "elements": compared} if compared else {}
-    extra = {name: figure for name, figure in figures.items() if figure}
-    row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, note, few))), extra=extra)
+    extra = row.extra | {name: figure for name, figure in figures.items() if figure}
+    finding = _judged([row, *rows], subject, reference, error, whole)
+    row = msgspec.structs.replace(
+        row, reason="; ".join(filter(None, (row.reason, note, few))), extra=extra, judged=finding
+    )
     known = {"dtype": subject.dtype, "shape": subject.shape}
-    plan = {"impls": [label], "varied": varied, "over": list(values), "allowed": allowed}
-    return _run([msgspec.structs.replace(one, **known) for one in (row, *rows)], plan, None)
+    plan = {"impls": [label], "varied": varied, "over": list(values), "error": error}
+    return run_of([msgspec.structs.replace(one, **known) for one in (row, *rows)], plan, None)
 
 
 def _tried(head: Row, started: float, measured: Callable[[], Row]) -> Row:
@@ -379,17 +566,67 @@ def _too_few(dtype: str, compared: int) -> str:
     )
 
 
-def _each(head: Row, subject: _Subject, first: Row) -> tuple[list[Row], str]:
-    """Every request of the largest batch, in that batch and in the smallest, as one row; or none, and a note why."""
+def _each(head: Row, subject: _Subject, first: Row, whole: str) -> tuple[list[Row], str]:
+    """Every request of the largest batch, a row for each thing that varied; or none, and a note why."""
     if first.status not in (Status.IDENTICAL, Status.DIVERGENT) or not subject.kept:
         return [], ""
-    started, small, large = time.perf_counter(), subject.kept, subject.largest
-    try:
-        many, trials = subject.each()
-    except ValueError as error:
-        return [], f"only the first {small} of each batch were compared: {error}"
-    head = msgspec.structs.replace(head, case=f"{many} of {large} requests, each in batches of {small} and {large}")
-    return [_tried(head, started, lambda: measure(head, trials, warm=head.device == "cuda", started=started))], ""
+    if whole:
+        return [], f"only the first {subject.kept} of each batch were compared: {whole}"
+    rows = []
+    for varied, case, trials in subject.cases():
+        started = time.perf_counter()
+        one = msgspec.structs.replace(head, case=case, varied=varied, axis="")
+        rows.append(_tried(one, started, lambda one=one, trials=trials, started=started: compare(one, trials, started)))
+    return rows, ""
+
+
+def compare(head: Row, trials: Sequence[Trial], started: float, reference: torch.Tensor | None = None) -> Row:
+    """The row of these variants, with how far its classes are apart."""
+    # a first call may compile or tune, with kernels that are not the result's
+    warm = head.device == "cuda"
+    return measure(
+        head, trials, warm=warm, reference=reference, started=started, extra=lambda *given: {"apart": apart(*given)}
+    )
+
+
+def _judged(
+    rows: Sequence[Row], subject: _Subject, reference: Callable[..., Any] | None, error: float | None, whole: str
+) -> Judged | msgspec.UnsetType:
+    """Whether what differs is rounding, and what looks so; unset where nothing does, or calls do not repeat."""
+    if any(row.replays_parted or row.wrong for row in rows) or not any(row.distinct > 1 for row in rows):
+        return msgspec.UNSET
+    apart_in = {row.varied: row.extra["apart"] for row in rows[1:] if row.distinct > 1} | {"": rows[0].extra["apart"]}
+    far = {varied: max((x["far"] for x in classes.values()), default=0.0) for varied, classes in apart_in.items()}
+    bound = error if error is not None and reference is None else subject.scatter()
+    dtype = subject.narrow
+    values = apart_in.get("neighbour_values", {})
+    if [*values] == [_NAN]:
+        return judged(values[_NAN]["far"], bound, dtype, "nan", certain=True)
+    numbers = [x for name, x in values.items() if name != _NAN]
+    if numbers:
+        most, certain = max(x["far"] for x in numbers), subject.same_sums()
+        if certain or bound is None or most > bound:
+            look = "leak-factor" if all(x["factor"] for x in numbers) else "leak"
+            return judged(most, bound, dtype, look, certain=certain or bound is not None)
+    most = max(far.values())
+    beyond = {varied for varied, x in far.items() if bound is not None and x > _BEYOND * bound}
+    look = "number"
+    if whole.startswith("a tensor"):
+        look = "shapes"
+    elif "neighbour_length" in beyond:
+        look = "padding"
+    elif "position" in beyond:
+        look = "position"
+    elif all(x["factor"] for x in apart_in.get("batch_size", {"": {"factor": 0.0}}).values()):
+        look = "factor"
+    found = judged(most, bound, dtype, look)
+    first = rows[0]
+    if found.kind == "open" and first.error is not None and first.worst_error is not None and far[""] == most:
+        errors = [first.error.relative_norm, first.worst_error.relative_norm]
+        if None not in errors and min(errors) > 0:  # the reference decides: both as near to it, or one far off
+            decided = judged(max(errors), error if error is not None else 2 * min(errors), dtype, look)
+            return msgspec.structs.replace(found, kind=decided.kind)
+    return found
 
 
 def _check_call(function: Callable[..., Any], inputs: Inputs, name: str, given: str) -> None:
@@ -410,23 +647,23 @@ def _check_call(function: Callable[..., Any], inputs: Inputs, name: str, given: 
 
 
 def _measured(
-    head: Row, subject: _Subject, oracle: Callable[..., Any] | None, allowed: float | None, started: float
+    head: Row, subject: _Subject, reference: Callable[..., Any] | None, error: float | None, started: float
 ) -> Row:
-    reference = subject.expected_of(oracle) if oracle is not None else None
-    # a first call may compile or tune, with kernels that are not the result's
-    trials, warm = [Trial(value, partial(subject.compute, value)) for value in subject.values], head.device == "cuda"
-    row = measure(head, trials, warm=warm, reference=reference, started=started)
+    expected = subject.expected_of(reference) if reference is not None else None
+    trials = [Trial(value, partial(subject.compute, value)) for value in subject.values]
+    row = compare(head, trials, started, expected)
     size, worst, reason = row.difference.compared if row.difference else 0, row.worst_error, ""
-    if worst is not None and allowed is not None and (off := worst.relative_norm or 0.0) > allowed:
-        reason = f"off by {off:.3g} of the oracle's norm, where {allowed:g} is allowed"
-    elif reference is None and row.status == Status.IDENTICAL and row.nonfinite == size:
+    if worst is not None and error is not None and (off := worst.relative_norm or 0.0) > error:
+        reason = f"off by {off:.3g} of the reference's norm, where {error:g} is allowed"
+    elif expected is None and row.status == Status.IDENTICAL and row.nonfinite == size:
         reason = f"all {size} elements are NaN or infinite, which agrees with itself"
     if not reason or row.status == Status.WRONG:
         return row
     return msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
 
 
-def _run(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:
+def run_of(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:
+    """A run of these rows."""
     from nondet.core.environment import collect
 
     header = Header(

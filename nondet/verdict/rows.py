@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from nondet.core.records import Axis, Row, Status
+from nondet.core.records import Axis, Judged, Row, Status
 from nondet.verdict.findings import Finding, Verdict, sort_impls
-from nondet.verdict.wording import Reason, reason, stated
+from nondet.verdict.wording import LOOKS, Reason, reason, stated
+
+_COUNTED = 1e6  # a larger share of a scale is a NaN, an infinity, or beyond counting
 
 
 def axis_of(row: Row) -> Axis:
@@ -68,14 +70,39 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), tuple(_left_out(rows)))
     reasons = (*_reasons(usable, on, steady, unsteady), *_left_out(rows))
     if found:
-        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in found)), tuple(c for _, c in found), reasons)
+        counts = (*_judged(usable), *(c for _, c in found), *_elements(usable))
+        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in found)), counts, reasons)
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
-        return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean),), reasons)
+        return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean), *_elements(usable)), reasons)
     if any(r.differs for r in on[Axis.ORDER]):  # its own count already says the first reason
         counts = reason("rows", finding=Finding.ORDER, hits=_cases(on[Axis.ORDER]))
         return Verdict(impl, (Finding.ORDER,), (counts, reason("no-fault")), reasons[1:])
     return Verdict(impl, (Finding.CLEAN,), (_clean_rows(on[Axis.ORDER]), reason("order-changed")), reasons)
+
+
+def _judged(rows: Sequence[Row]) -> list[Reason]:
+    """Rounding or not, where a row has it."""
+    made = []
+    for found in (row.judged for row in rows if isinstance(row.judged, Judged)):
+        numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": LOOKS.get(found.look, found.look)}
+        size = f"up to {found.far:.2g}" if found.far < _COUNTED else "NaN or infinity in place of numbers,"
+        whole = found.dtype.startswith(("int", "uint", "bool"))
+        numbers["far"] = f"{size} of {'its integers' if whole else 'the scale'}" if found.far < _COUNTED else size[:-1]
+        numbers["expected"] = None if found.bound is None else reason("expected", **numbers)
+        data = found.look in ("leak", "leak-factor", "nan")
+        made.append(reason("bug-data" if data and found.kind == "bug" else found.kind, **numbers))
+    return made
+
+
+def _elements(rows: Sequence[Row]) -> list[Reason]:
+    """How many elements were compared, where a row has their number."""
+    counted = [(n, row) for row in rows if row.probe == "check" and isinstance(n := row.extra.get("elements"), int)]
+    few = [row for _, row in counted if "elements of" in row.reason]
+    return [
+        reason("elements", n=n, dtype=row.dtype, few=reason("elements-few") if row in few else None)
+        for n, row in counted
+    ]
 
 
 def _cases(rows: Sequence[Row], hit: Callable[[Row], bool] = lambda r: r.differs) -> tuple[tuple[str, bool], ...]:

@@ -112,16 +112,16 @@ def test_wrong_is_wrong_however_identical() -> None:
     """The oracle's shape, its size, inputs written to, fewer rows than requests; empty results of any kind, and results
     without a number in them. A single infinity is only told."""
     sizes: list[Any] = [1, 2, 4]
-    oracle: dict[str, Any] = {"oracle": lambda x: x.double().sum(-1)}
+    oracle: dict[str, Any] = {"reference": lambda x: x.double().sum(-1)}
     wrong: list[tuple[Any, dict[str, Any]]] = [
-        (lambda x: x.sum(-1) * 0, oracle | {"allowed": 1e-3}),
+        (lambda x: x.sum(-1) * 0, oracle | {"error": 1e-3}),
         (lambda x: x.mul_(1.0).add_(1).sum(-1), {}),
         (lambda x: x.sum(-1) * torch.nan, oracle),
         (lambda x: x[:3].sum(-1), {}),
         (lambda x: x.sum(-1, keepdim=True), oracle),
     ]
     assert [finding(check(function, rows_of, sizes, **how)) for function, how in wrong] == [Finding.WRONG] * 5
-    assert finding(check(toys.sum_sound, rows_of, sizes, allowed=1e-3, **oracle)) == Finding.CLEAN
+    assert finding(check(toys.sum_sound, rows_of, sizes, error=1e-3, **oracle)) == Finding.CLEAN
     empty = {"select": lambda out, _: out[:0]}
     nothing: list[tuple[Any, dict[str, Any]]] = [
         (lambda x: x[:0], {}),
@@ -138,7 +138,7 @@ def test_wrong_is_wrong_however_identical() -> None:
     assert exit_code(nan, "divergent")[0] == 3
     masked = check(lambda x: torch.cat([x, x[:, :1] / 0.0], dim=1), rows_of, sizes)
     assert (finding(masked), masked.rows[0].nonfinite) == (Finding.CLEAN, 1)
-    shared = check(lambda x: x * torch.nan, rows_of, sizes, oracle=lambda x: x.double() * torch.nan)
+    shared = check(lambda x: x * torch.nan, rows_of, sizes, reference=lambda x: x.double() * torch.nan)
     assert finding(shared) == Finding.CLEAN
     with pytest.warns(UserWarning, match="RuntimeError: the kernel failed"):  # the verdict does not say why
         failed = check(toys.failing, rows_of, [1, 2])  # a kernel that fails is no pass: nothing was compared
