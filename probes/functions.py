@@ -9,6 +9,7 @@ and when it is wrong, as in every command.
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch.utils._pytree import tree_map_only
 
+from nondet.core.environment import collect, inductor_switch
 from nondet.core.launch import check_device_alive
 from nondet.core.measure import Fingerprint, Trial, failed, fingerprint, kept_warnings, measure, written_to
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Judged, Row, Run, Status, Value
@@ -30,6 +33,9 @@ from nondet.probes.rounding import apart, judged, rounding_of, sums_of
 # divergence only means something if the requests were the same, so inputs are checked for that before results.
 
 Inputs = Any
+_SWITCH = (
+    "it covers reductions in Triton code that Inductor generates, not products and attention of libraries, nor its C++ code"
+)
 _NAN = "NaN"  # the name of the variant in which other requests hold it
 _PADDED_MOST = 16  # requests that are padded to the longest
 _EACH_MOST = 256  # requests of the largest batch, spread over it, that are computed again without the others
@@ -87,6 +93,7 @@ class _Subject:
         self._expected: torch.Size | None = None
         self._sizes: dict[tuple[int, ...], int] = {}  # shape of a whole result -> its number of requests
         self._floats, self._lengths = False, list[int]()  # of the largest batch's inputs: see `_cut`
+        self._wide = False  # whether floats among the inputs are given as float64
         # of the compared results; the shape also has the largest batch, where values are sizes
         self.dtype, self.shape, self.narrow = "unknown", dict[str, int](), torch.float64
         self.device = next((tensor.device.type for _, tensor in _tensors(self.inputs(values[0]))), "cpu")
@@ -105,7 +112,7 @@ class _Subject:
         if self._select is None:
             for name, tensor in _tensors(inputs):
                 self._check_same_requests(name, tensor, int(value))
-        return inputs
+        return tree_map_only(torch.Tensor, _widened, inputs) if self._wide else inputs
 
     def _check_same_requests(self, name: str, tensor: torch.Tensor, value: int) -> None:
         axis = self._axis
@@ -159,6 +166,21 @@ class _Subject:
         return rounding_of(lambda given: self._compared(_called(self._fn, given), value, whole=True),
                            self.inputs(value), self.narrow)  # fmt: skip
 
+    def in_float64(self, varied: str) -> tuple[float, float] | None:
+        """How far the variants of a case are apart where inputs are float64, and by rounding there; None where the
+        function takes or gives no float64. What is no rounding stays as large."""
+        self._wide = True
+        try:
+            [trials, *_] = [trials for of, _, trials in self.cases() if of == varied]
+            results = [trial.compute() for trial in trials if trial.value != _NAN]
+            bound = self.scatter() if self.narrow == torch.float64 else None
+        except Exception:  # noqa: BLE001 - its weights may have another format
+            return None
+        finally:
+            self._wide = False
+        classes = apart(results, [*range(len(results))])
+        return None if bound is None else (max(x["far"] for x in classes.values()), bound)
+
     def same_sums(self) -> bool:
         """Whether the function adds in the same shapes whatever the values of a batch are."""
         small, large = self.inputs(self.kept), self.inputs(self.largest)
@@ -205,12 +227,14 @@ class _Subject:
         """Each half of the requests with the values of the other half changed; variants that the function refuses are
         left out. On a GPU a draw from zeros or NaN ends the process, so results without floats get neither."""
         odd, even = everyone[1::2], everyone[::2]
-        turned = [*everyone], [*everyone]  # of one the odd requests change their positions, of the other the even ones
+        turned = [*everyone], [*everyone]  # of one the odd requests are others, of the other the even ones
         for order, others in zip(turned, (odd, even), strict=True):
-            for place, request in zip(others, [*others[1:], others[0]], strict=True):
+            # where lengths matter they stay in the batch: the same requests at other positions
+            now = [*others[1:], others[0]] if self._lengths else [others[-1]] * len(others)
+            for place, request in zip(others, now, strict=True):
                 order[place] = request
-        wanted = [(request % 2, request) for request in everyone]
-        given = self._trial("as given", [_Batch(everyone)], [(0, request) for request in everyone])
+        wanted = [(0, request) for request in even] + [(1, request) for request in odd]
+        given = self._trial("as given", [_Batch(everyone)], [(0, request) for _, request in wanted])
         trials = [given, self._trial("other requests", [*map(_Batch, turned)], wanted)]
         risky = self.device == "cuda" and not self.narrow.is_floating_point
         kinds = ["reversed"] * bool(self._lengths) + (["large"] if risky else ["zeros", "large", _NAN]) * self._floats
@@ -330,6 +354,10 @@ class _Subject:
             raise WrongResultError("it gave nothing: an empty result compares nothing")
         self.narrow = result.dtype
         return result
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.dtype.is_floating_point else x
 
 
 def _has_rows(x: torch.Tensor, size: int) -> bool:
@@ -519,27 +547,67 @@ def check(
     _check_call(make_inputs, values[0], "make_inputs", "a value of over")
     _check_call(fn, make_inputs(values[0]), "fn", "what make_inputs gives")
     subject = _Subject(fn, make_inputs, values, select, axis)
-    whole = subject.prepare()
     case = f"the same requests over {varied} {values[0]} ... {values[-1]}, {len(values)} values"
     head = Row(
         probe="check", case=one_line(case, 400), operator=label, shape={}, dtype="unknown", device=subject.device,
         inputs="given", varied=varied, impl=label, exact=False, status="",
     )  # fmt: skip
+    graphs = _graphs()
+    rows, said = _rows(head, subject, reference, error, started)
+    if said:
+        warnings.warn(f"{label}: {said}", stacklevel=2)
+    if hasattr(fn, "_torchdynamo_orig_callable") or _graphs() > graphs:
+        rows = _compiled(rows, lambda head: _rows(head, subject, reference, error, time.perf_counter())[0])
+    plan = {"impls": [label], "varied": varied, "over": list(values), "error": error}
+    return run_of(rows, plan, None)
+
+
+def _rows(
+    head: Row, subject: _Subject, reference: Callable[..., Any] | None, error: float | None, started: float
+) -> tuple[list[Row], str]:
+    """A row for each thing that varied, with the finding in the first, and what a caller has to know at once."""
+    whole = subject.prepare()
     row = _tried(head, started, lambda: _measured(head, subject, reference, error, started))
     rows, note = _each(head, subject, row, whole)
     compared = max((r.difference.compared for r in (row, *rows) if r.difference is not None), default=0)
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
-    if said := row.reason if row.status == Status.ERROR else few:  # the verdict only says that nothing was compared
-        warnings.warn(f"{label}: {said}", stacklevel=2)
     figures = {"rows": subject.kept, "elements": compared} if compared else {}
     extra = row.extra | {name: figure for name, figure in figures.items() if figure}
-    finding = _judged([row, *rows], subject, reference, error, whole)
-    row = msgspec.structs.replace(
-        row, reason="; ".join(filter(None, (row.reason, note, few))), extra=extra, judged=finding
-    )
+    finding, why = _judged([row, *rows], subject, reference, error, whole), filter(None, (row.reason, note, few))
+    first = msgspec.structs.replace(row, reason="; ".join(why), extra=extra, judged=finding)
     known = {"dtype": subject.dtype, "shape": subject.shape}
-    plan = {"impls": [label], "varied": varied, "over": list(values), "error": error}
-    return run_of([msgspec.structs.replace(one, **known) for one in (row, *rows)], plan, None)
+    # the verdict only says that nothing was compared
+    return [msgspec.structs.replace(one, **known) for one in (first, *rows)], row.reason if row.status == Status.ERROR else few
+
+
+def _graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def _compiled(rows: list[Row], again: Callable[[Row], list[Row]]) -> list[Row]:
+    """The rows of a function that torch.compile compiled, with what its own switch is worth: where bits differ and it
+    is off, all is compiled and measured again with it."""
+    first, switch = rows[0], inductor_switch()
+    if switch is None:
+        return rows
+    note = f"Inductor's batch_invariant is {'on' if switch else 'off'}: {_SWITCH}"
+    rows[0] = msgspec.structs.replace(first, reason="; ".join(filter(None, (first.reason, note))))
+    if switch or not any(row.differs for row in rows):
+        return rows
+    import torch._dynamo as dynamo
+    from torch._inductor import config
+
+    head = msgspec.structs.replace(
+        first, impl="stock-inductor-invariant", role="", status="", judged=msgspec.UNSET, extra={}, reason=""
+    )
+    try:
+        dynamo.reset()  # what is compiled does not follow the switch
+        with config.patch(batch_invariant=True):
+            return rows + again(head)
+    finally:
+        dynamo.reset()
 
 
 def _tried(head: Row, started: float, measured: Callable[[], Row]) -> Row:
@@ -604,10 +672,11 @@ def _judged(
         return judged(values[_NAN]["far"], bound, dtype, "nan", certain=True)
     numbers = [x for name, x in values.items() if name != _NAN]
     if numbers:
-        most, certain = max(x["far"] for x in numbers), subject.same_sums()
-        if certain or bound is None or most > bound:
-            look = "leak-factor" if all(x["factor"] for x in numbers) else "leak"
-            return judged(most, bound, dtype, look, certain=certain or bound is not None)
+        most, look = max(x["far"] for x in numbers), "leak-factor" if any(x["factor"] for x in numbers) else "leak"
+        if (certain := subject.same_sums()) or (bound is not None and most > _BEYOND * bound):
+            return judged(most, bound, dtype, look, certain=certain)
+        # sums may follow others' values, as those of experts do
+        return _decided(judged(most, bound, dtype, look), subject, "neighbour_values")
     most = max(far.values())
     beyond = {varied for varied, x in far.items() if bound is not None and x > _BEYOND * bound}
     look = "number"
@@ -619,14 +688,23 @@ def _judged(
         look = "position"
     elif all(x["factor"] for x in apart_in.get("batch_size", {"": {"factor": 0.0}}).values()):
         look = "factor"
-    found = judged(most, bound, dtype, look)
-    first = rows[0]
+    found, first = judged(most, bound, dtype, look), rows[0]
+    if found.kind == "open" and not whole:
+        found = _decided(found, subject, max(far, key=far.__getitem__) or "batch_size")
     if found.kind == "open" and first.error is not None and first.worst_error is not None and far[""] == most:
         errors = [first.error.relative_norm, first.worst_error.relative_norm]
         if None not in errors and min(errors) > 0:  # the reference decides: both as near to it, or one far off
             decided = judged(max(errors), error if error is not None else 2 * min(errors), dtype, look)
             return msgspec.structs.replace(found, kind=decided.kind)
     return found
+
+
+def _decided(found: Judged, subject: _Subject, varied: str) -> Judged:
+    """The finding after the same in float64, where that is possible; for others' values it is open without."""
+    wide = subject.in_float64(varied)
+    if wide is None:
+        return msgspec.structs.replace(found, kind="open")
+    return judged(*wide, torch.float64, found.look)
 
 
 def _check_call(function: Callable[..., Any], inputs: Inputs, name: str, given: str) -> None:
@@ -664,8 +742,6 @@ def _measured(
 
 def run_of(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:
     """A run of these rows."""
-    from nondet.core.environment import collect
-
     header = Header(
         format=FORMAT, schema=SCHEMA_VERSION, command="check", plan=plan, environment=collect(seed),
         started=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -135,8 +135,9 @@ def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str,
         mine, theirs = base[half], other[half]
         kept = (mine != 0) & torch.isfinite(mine) & torch.isfinite(theirs)
         ratio = theirs[kept] / mine[kept]
-        constant = len(ratio) > 1 and float(ratio.max() - ratio.min()) <= _CONSTANT * float(ratio.abs().max())
-        found[str(value)] = {"far": far, "factor": float(ratio.mean()) if constant else 0.0}
+        shared = len(ratio) > 1 and float(ratio.max() - ratio.min()) <= _CONSTANT * float(ratio.abs().max())
+        shared = shared and abs(float(ratio.mean()) - 1) > _CONSTANT
+        found[str(value)] = {"far": far, "factor": float(ratio.mean()) if shared else 0.0}
     return found
 
 
@@ -149,4 +150,4 @@ def judged(far: float, bound: float | None, dtype: torch.dtype, look: str, *, ce
     elif bound is not None and far <= bound <= _WIDE:
         kind = "rounding"
     name = str(dtype).removeprefix("torch.")
-    return Judged(kind=kind, far=far, bound=bound, dtype=name, look=look if kind != "rounding" else "")
+    return Judged(kind=kind, far=far, bound=bound, dtype=name, look=look)

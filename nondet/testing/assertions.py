@@ -64,9 +64,7 @@ def assert_batch_invariant(
         run = check(fn, make_inputs, over, varied=varied if isinstance(varied, str) else "batch_size", **options)
     else:
         if {"select", "axis", "reference", "error"} & options.keys():
-            raise UserError(
-                "select, axis, reference, error belong to make_inputs", "An operator has its own oracle."
-            )
+            raise UserError("select, axis, reference, error belong to make_inputs", "An operator has its own oracle.")
         tested = {varied} if isinstance(varied, str) else varied
         run = check_operator(fn, operator or "linear", varied=tested, **options)
     assert_no_fault(run, fn=fn)

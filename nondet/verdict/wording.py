@@ -73,11 +73,11 @@ WORDS: dict[str, str] = {
     "rows-none": "nothing was compared in {n:#case}",
     "rows": "{finding} in {hits:where}",
     "rounding": "rounding: {far}, and another order of the same sums gives up to {bound:.1g} in {dtype}",
-    "bug": "not rounding: {far}, {bound:.1g} expected in {dtype} by another order of the same sums; {look}",
-    "bug-data": "not rounding, other requests' data in a request's row: {look}, {far}{expected}",
+    "bug": "not rounding: {far}, {bound:.1g} expected in {dtype} by another order of the same sums: {look}",
+    "bug-data": "other requests' data in a request's row, not rounding: {look}, {far}{expected}",
     "expected": ", {bound:.1g} expected in {dtype} by rounding",
-    "open": "rounding or not is not decided: {far}{expected}; nondet.check(..., reference=the function in float64) "
-    "decides it",
+    "open": "rounding or not is not decided: {far}{expected}; the same call in float64 decides it, or "
+    "nondet.check(..., reference=the function in float64)",
     "elements": ", {n:#element} of {dtype} compared{few}",
     "elements-few": ", too few to see a sum that is cut in two",
     "rows-class": "left its numerics class in {hits:where}",
