@@ -37,6 +37,7 @@ _SWITCH = (
     "it covers reductions in Triton code that Inductor generates, not products and attention of libraries, nor its C++ code"
 )
 _NAN = "NaN"  # the name of the variant in which other requests hold it
+_CHANGES = ["zeros", "large", _NAN]
 _PADDED_MOST = 16  # requests that are padded to the longest
 _EACH_MOST = 256  # requests of the largest batch, spread over it, that are computed again without the others
 # Of the results' elements those that differ where a sum over K of 256 to 4,096 is cut in two and added in float32:
@@ -112,7 +113,7 @@ class _Subject:
         if self._select is None:
             for name, tensor in _tensors(inputs):
                 self._check_same_requests(name, tensor, int(value))
-        return tree_map_only(torch.Tensor, _widened, inputs) if self._wide else inputs
+        return _in_float64(inputs) if self._wide else inputs
 
     def _check_same_requests(self, name: str, tensor: torch.Tensor, value: int) -> None:
         axis = self._axis
@@ -152,10 +153,10 @@ class _Subject:
         shape, dtype = self._result
         if (result.shape, result.dtype) != (shape, dtype):
             what = f"it gave {tuple(result.shape)} {result.dtype} at {value!r}, and {tuple(shape)} {dtype} at "
+            what += repr(self.values[0])
             if self._lengths:
-                how = "Return a list with a tensor for each request, without its padding."
-                raise BadInputsError(f"{what}{self.values[0]!r}", how)
-            raise WrongResultError(f"{what}{self.values[0]!r}")
+                raise BadInputsError(what, "Return a list with a tensor for each request, without its padding.")
+            raise WrongResultError(what)
         if self._expected is not None and result.shape != self._expected:
             raise WrongResultError(f"it gave the shape {tuple(result.shape)}, not {tuple(self._expected)}")
         return result
@@ -201,45 +202,43 @@ class _Subject:
         each = [self._trial(kept, windows, split), self._trial(largest, [_Batch(everyone)], joint)]
         title = f"{min(largest, many * kept)} of {largest} requests, each in batches of {kept} and {largest}"
         found = [("batch_size", title, each)]
-        turned = {"as given": everyone, "reversed": everyone[::-1], "by halves": everyone[::2] + everyone[1::2]}
-        orders = [
-            self._trial(name, [_Batch(order)], [(0, order.index(request)) for request in everyone])
-            for name, order in turned.items()
-        ]
-        found.append(("position", f"{largest} requests of a batch in another order", orders))
+        whole = [(0, request) for request in everyone]
+        given = self._trial("as given", [_Batch(everyone)], whole)
+        found.append(("position", f"{largest} requests of a batch in another order", [
+            given, self._trial("reversed", [_Batch(everyone[::-1])], whole[::-1])]))  # fmt: skip
         found.append(("neighbour_values", f"{largest} requests beside other values", self._neighbours(everyone)))
         if len(set(self._lengths)) > 1:
             longest = max(everyone, key=self._lengths.__getitem__)
             short = [request for request in everyone if self._lengths[request] < self._lengths[longest]][:_PADDED_MOST]
-            first = [(batch, 0) for batch in range(len(short))]
+            beside = {"equal lengths": lambda request: [request] * 3, "a longer one": lambda r: [r, longest, longest]}
             lengths = [
-                self._trial("equal lengths", [_Batch([request] * 3) for request in short], first),
-                self._trial("a longer one", [_Batch([request, longest, longest]) for request in short], first),
+                self._trial(name, [_Batch(index(r)) for r in short], [(batch, 0) for batch in range(len(short))])
+                for name, index in beside.items()
             ]
             found.append(("neighbour_length", f"{len(short)} requests beside copies and beside longer ones", lengths))
-        if self._layout:
-            whole = [(0, request) for request in everyone]
-            strided = [self._trial(change or "as given", [_Batch(everyone, change)], whole) for change in ("", "strided")]
-            found.append(("layout", f"{largest} requests in wider rows of memory", [t for t in strided if _runs(t)]))
-        return [case for case in found if len(case[2]) > 1]
+        if self._layout and _runs(strided := self._trial("strided", [_Batch(everyone, "strided")], whole)):
+            found.append(("layout", f"{largest} requests in wider rows of memory", [given, strided]))
+        return found
 
     def _neighbours(self, everyone: Sequence[int]) -> list[Trial]:
         """Each half of the requests with the values of the other half changed; variants that the function refuses are
         left out. On a GPU a draw from zeros or NaN ends the process, so results without floats get neither."""
-        odd, even = everyone[1::2], everyone[::2]
-        turned = [*everyone], [*everyone]  # of one the odd requests are others, of the other the even ones
-        for order, others in zip(turned, (odd, even), strict=True):
-            # where lengths matter they stay in the batch: the same requests at other positions
-            now = [*others[1:], others[0]] if self._lengths else [others[-1]] * len(others)
-            for place, request in zip(others, now, strict=True):
-                order[place] = request
-        wanted = [(0, request) for request in even] + [(1, request) for request in odd]
-        given = self._trial("as given", [_Batch(everyone)], [(0, request) for _, request in wanted])
-        trials = [given, self._trial("other requests", [*map(_Batch, turned)], wanted)]
-        risky = self.device == "cuda" and not self.narrow.is_floating_point
-        kinds = ["reversed"] * bool(self._lengths) + (["large"] if risky else ["zeros", "large", _NAN]) * self._floats
-        changed = [self._trial(k, [_Batch(everyone, k, odd), _Batch(everyone, k, even)], wanted) for k in kinds]
-        return trials + [trial for trial in changed if _runs(trial)]
+        halves = everyone[::2], everyone[1::2]
+        wanted = [(batch, request) for batch, half in enumerate(halves) for request in half]
+        trials = [self._trial("as given", [_Batch(everyone)] * 2, wanted)]
+        kinds = ["others", *["reversed"] * bool(self._lengths)]
+        if self._floats:
+            kinds += ["large"] if self.device == "cuda" and not self.narrow.is_floating_point else _CHANGES
+        for kind in kinds:
+            batches = [_Batch(everyone, kind, others) for others in halves[::-1]]
+            if kind == "others":  # where lengths matter they stay in the batch, at other positions
+                turned = [[*o[1:], o[0]] if self._lengths else [o[-1]] * len(o) for o in halves[::-1]]
+                batches = [
+                    _Batch([dict(zip(batch.others, now, strict=True)).get(r, r) for r in everyone])
+                    for batch, now in zip(batches, turned, strict=True)
+                ]
+            trials.append(self._trial(kind, batches, wanted))
+        return [trials[0], *filter(_runs, trials[1:])]
 
     def _trial(self, name: Value, batches: Sequence[_Batch], wanted: Sequence[tuple[int, int]]) -> Trial:
         """The results of the requests at these (batch, position)."""
@@ -301,12 +300,8 @@ class _Subject:
             raise BadInputsError(what, "Put the same requests first in every batch.")
         if all(isinstance(x, str | list | tuple | torch.Tensor) for x in large):
             self._lengths = [len(x) for x in large]
-        items = [large[request] for request in batch.index]
-        for other in batch.others if batch.change == "reversed" else ():
-            if isinstance(items[other], torch.Tensor):
-                items[other] = items[other].flip(0)
-            elif not isinstance(items[other], str):
-                items[other] = items[other][::-1]
+        turned = set(batch.others) if batch.change == "reversed" else ()
+        items = [_reversed(large[r]) if place in turned else large[r] for place, r in enumerate(batch.index)]
         return items if isinstance(large, list) else tuple(items)
 
     def _requests(self, result: Any, size: int) -> list[torch.Tensor]:
@@ -320,10 +315,10 @@ class _Subject:
             self.narrow = result[0].dtype
             return result
         parts = result if isinstance(result, tuple) else (result,)
-        if other := [type(x).__name__ for x in parts if not isinstance(x, torch.Tensor)] or not parts:
-            what = f"the result is {'a ' + other[0] if isinstance(other, list) else 'empty'}, not a tensor"
+        if other := [type(x).__name__ for x in parts if not isinstance(x, torch.Tensor)]:
+            what = f"the result is a {other[0]}, not a tensor"
             raise BadInputsError(what, "Choose with select= what of it is compared.")
-        if not all(x.numel() for x in parts):
+        if not parts or not all(x.numel() for x in parts):
             raise WrongResultError("it gave nothing: an empty result compares nothing")
         floats = [x.dtype for x in parts if x.dtype.is_floating_point]
         self.narrow = min(floats or [parts[0].dtype], key=lambda dtype: dtype.itemsize)
@@ -356,8 +351,8 @@ class _Subject:
         return result
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x.double() if x.dtype.is_floating_point else x
+def _in_float64(inputs: Inputs) -> Inputs:
+    return tree_map_only(torch.Tensor, lambda x: x.double() if x.dtype.is_floating_point else x, inputs)
 
 
 def _has_rows(x: torch.Tensor, size: int) -> bool:
@@ -370,6 +365,10 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([*parts] if same else [x.flatten() for x in parts])
 
 
+def _reversed(x: Any) -> Any:
+    return x.flip(0) if isinstance(x, torch.Tensor) else x[::-1] if isinstance(x, list | tuple) else x
+
+
 def _plain(x: Any) -> bool:
     """Whether it can be compared with ==."""
     return isinstance(x, str | int | float) or (isinstance(x, list | tuple) and all(map(_plain, x)))
@@ -378,8 +377,7 @@ def _plain(x: Any) -> bool:
 def _changed(x: torch.Tensor, axis: int, batch: _Batch) -> torch.Tensor:
     """Rows with the change of a batch; whole numbers stay: as masks, positions and ids they have a meaning."""
     if batch.change == "strided":
-        wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + 8))[..., 8:]
-        return wide.copy_(x)
+        return x.new_zeros((*x.shape[:-1], x.shape[-1] + 8))[..., 8:].copy_(x)
     others = torch.tensor([*batch.others], device=x.device, dtype=torch.int64)
     if not (len(others) and x.dtype.is_floating_point and x.element_size() > 1):
         return x
@@ -666,37 +664,26 @@ def _judged(
     apart_in = {row.varied: row.extra["apart"] for row in rows[1:] if row.distinct > 1} | {"": rows[0].extra["apart"]}
     far = {varied: max((x["far"] for x in classes.values()), default=0.0) for varied, classes in apart_in.items()}
     bound = error if error is not None and reference is None else subject.scatter()
-    dtype = subject.narrow
-    values = apart_in.get("neighbour_values", {})
+    dtype, values = subject.narrow, apart_in.get("neighbour_values", {})
     if [*values] == [_NAN]:
         return judged(values[_NAN]["far"], bound, dtype, "nan", certain=True)
-    numbers = [x for name, x in values.items() if name != _NAN]
-    if numbers:
-        most, look = max(x["far"] for x in numbers), "leak-factor" if any(x["factor"] for x in numbers) else "leak"
-        if (certain := subject.same_sums()) or (bound is not None and most > _BEYOND * bound):
-            return judged(most, bound, dtype, look, certain=certain)
+    if numbers := [x for name, x in values.items() if name != _NAN]:
+        look = "leak-factor" if any(x["factor"] for x in numbers) else "leak"
+        found = judged(max(x["far"] for x in numbers), bound, dtype, look, certain=subject.same_sums())
         # sums may follow others' values, as those of experts do
-        return _decided(judged(most, bound, dtype, look), subject, "neighbour_values")
-    most = max(far.values())
+        return found if found.kind == "bug" else _decided(found, subject, "neighbour_values")
     beyond = {varied for varied, x in far.items() if bound is not None and x > _BEYOND * bound}
-    look = "number"
-    if whole.startswith("a tensor"):
-        look = "shapes"
-    elif "neighbour_length" in beyond:
-        look = "padding"
-    elif "position" in beyond:
-        look = "position"
-    elif all(x["factor"] for x in apart_in.get("batch_size", {"": {"factor": 0.0}}).values()):
-        look = "factor"
-    found, first = judged(most, bound, dtype, look), rows[0]
-    if found.kind == "open" and not whole:
-        found = _decided(found, subject, max(far, key=far.__getitem__) or "batch_size")
-    if found.kind == "open" and first.error is not None and first.worst_error is not None and far[""] == most:
-        errors = [first.error.relative_norm, first.worst_error.relative_norm]
-        if None not in errors and min(errors) > 0:  # the reference decides: both as near to it, or one far off
-            decided = judged(max(errors), error if error is not None else 2 * min(errors), dtype, look)
-            return msgspec.structs.replace(found, kind=decided.kind)
-    return found
+    sizes = apart_in.get("batch_size", {})
+    looks = {
+        "shapes": whole.startswith("a tensor"),
+        "padding": "neighbour_length" in beyond,
+        "position": "position" in beyond,
+        "factor": bool(sizes) and all(x["factor"] for x in sizes.values()),
+    }
+    look = next((name for name, holds in looks.items() if holds), "number")
+    most = max(far.values())
+    found = judged(most, bound, dtype, look)
+    return _decided(found, subject, max(far, key=far.__getitem__) or "batch_size") if found.kind == "open" else found
 
 
 def _decided(found: Judged, subject: _Subject, varied: str) -> Judged:
