@@ -31,7 +31,7 @@ _DRAWS = {True: 4, False: 12}  # of noise, by whether the result is of floats: t
 _UNITS = {torch.float64: 64.0, torch.float32: 64.0}
 _FAR = 4.0  # times what rounding may give: beyond it is no rounding
 _WIDE = 0.1  # of a result's scale, or of its integers
-_CONSTANT = 1e-3  # largest relative spread of a factor that all elements have in common
+_CONSTANT = 1e-3  # largest relative spread of a factor that all elements share, or two roundings of a short format
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -121,6 +121,7 @@ def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str,
     base = readable(results[0]).double().flatten()
     finite, found = torch.isfinite(base), {}
     scale = float(base[finite].abs().max()) if bool(finite.any()) else 0.0
+    spread = max(_CONSTANT, 2 * torch.finfo(results[0].dtype).eps if results[0].dtype.is_floating_point else 0.0)
     for value, result in zip(values[1:], results[1:], strict=True):
         other = readable(result).double().flatten()
         differs = (base != other) & ~(base.isnan() & other.isnan())
@@ -135,8 +136,8 @@ def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str,
         mine, theirs = base[half], other[half]
         kept = (mine != 0) & torch.isfinite(mine) & torch.isfinite(theirs)
         ratio = theirs[kept] / mine[kept]
-        shared = len(ratio) > 1 and float(ratio.max() - ratio.min()) <= _CONSTANT * float(ratio.abs().max())
-        shared = shared and abs(float(ratio.mean()) - 1) > _CONSTANT
+        shared = len(ratio) > 1 and float(ratio.max() - ratio.min()) <= spread * float(ratio.abs().max())
+        shared = shared and abs(float(ratio.mean()) - 1) > spread
         found[str(value)] = {"far": far, "factor": float(ratio.mean()) if shared else 0.0}
     return found
 
