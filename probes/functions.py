@@ -183,11 +183,11 @@ class _Subject:
         return None if bound is None else (max(x["far"] for x in classes.values()), bound)
 
     def same_sums(self) -> bool:
-        """Whether the function adds in the same shapes whatever the values of a batch are."""
+        """Whether the function adds in the same shapes whatever the values of other requests are."""
         small, large = self.inputs(self.kept), self.inputs(self.largest)
-        batches = [_Batch(range(self.largest), change, range(1, self.largest, 2)) for change in ("", "large")]
-        first, second = (sums_of(partial(_called, self._fn, self._cut(small, large, batch))) for batch in batches)
-        return self._floats and bool(first) and first == second
+        batches = [batch for kind, both in self._beside().items() if kind != _NAN for batch in both]
+        sums = [sums_of(partial(_called, self._fn, self._cut(small, large, batch))) for batch in batches]
+        return bool(sums[0]) and all(other == sums[0] for other in sums)
 
     def cases(self) -> list[tuple[str, str, list[Trial]]]:
         """(what varies, name, variants) of every request of the largest batch. Raises ValueError: they can't be cut out
@@ -206,7 +206,7 @@ class _Subject:
         given = self._trial("as given", [_Batch(everyone)], whole)
         found.append(("position", f"{largest} requests of a batch in another order", [
             given, self._trial("reversed", [_Batch(everyone[::-1])], whole[::-1])]))  # fmt: skip
-        found.append(("neighbour_values", f"{largest} requests beside other values", self._neighbours(everyone)))
+        found.append(("neighbour_values", f"{largest} requests beside other values", self._neighbours()))
         if len(set(self._lengths)) > 1:
             longest = max(everyone, key=self._lengths.__getitem__)
             short = [request for request in everyone if self._lengths[request] < self._lengths[longest]][:_PADDED_MOST]
@@ -220,25 +220,28 @@ class _Subject:
             found.append(("layout", f"{largest} requests in wider rows of memory", [given, strided]))
         return found
 
-    def _neighbours(self, everyone: Sequence[int]) -> list[Trial]:
+    def _neighbours(self) -> list[Trial]:
         """Each half of the requests with the values of the other half changed; variants that the function refuses are
-        left out. On a GPU a draw from zeros or NaN ends the process, so results without floats get neither."""
-        halves = everyone[::2], everyone[1::2]
+        left out."""
+        halves = range(0, self.largest, 2), range(1, self.largest, 2)
         wanted = [(batch, request) for batch, half in enumerate(halves) for request in half]
-        trials = [self._trial("as given", [_Batch(everyone)] * 2, wanted)]
-        kinds = ["others", *["reversed"] * bool(self._lengths)]
+        given, *changed = [self._trial(kind, batches, wanted) for kind, batches in self._beside().items()]
+        return [given, *filter(_runs, changed)]
+
+    def _beside(self) -> dict[str, list[_Batch]]:
+        """How the values of each half change -> the batch for the even requests, and that for the odd ones. On a GPU a
+        draw from zeros or NaN ends the process, so results without floats get neither."""
+        everyone = range(self.largest)
+        made = {"as given": [_Batch(everyone)] * 2, "others": list[_Batch]()}
+        for others in (everyone[1::2], everyone[::2]):
+            # where lengths matter they stay in the batch, at other positions
+            now = [*others[1:], others[0]] if self._lengths else [others[-1]] * len(others)
+            instead = dict(zip(others, now, strict=True))
+            made["others"].append(_Batch([instead.get(request, request) for request in everyone]))
+        kinds = ["reversed"] * bool(self._lengths)
         if self._floats:
             kinds += ["large"] if self.device == "cuda" and not self.narrow.is_floating_point else _CHANGES
-        for kind in kinds:
-            batches = [_Batch(everyone, kind, others) for others in halves[::-1]]
-            if kind == "others":  # where lengths matter they stay in the batch, at other positions
-                turned = [[*o[1:], o[0]] if self._lengths else [o[-1]] * len(o) for o in halves[::-1]]
-                batches = [
-                    _Batch([dict(zip(batch.others, now, strict=True)).get(r, r) for r in everyone])
-                    for batch, now in zip(batches, turned, strict=True)
-                ]
-            trials.append(self._trial(kind, batches, wanted))
-        return [trials[0], *filter(_runs, trials[1:])]
+        return made | {k: [_Batch(everyone, k, others) for others in (everyone[1::2], everyone[::2])] for k in kinds}
 
     def _trial(self, name: Value, batches: Sequence[_Batch], wanted: Sequence[tuple[int, int]]) -> Trial:
         """The results of the requests at these (batch, position)."""
