@@ -220,13 +220,17 @@ def test_errors_of_its_own_stay_rows(run: Any, tmp_path: Path) -> None:
         assert any(r.status == "identical" for r in rows)
 
 
-def test_every_request_is_held_against_itself_in_the_largest_batch() -> None:
+def test_every_request_is_compared_with_itself_in_the_largest_batch() -> None:
     """The leading rows agree, and every other request has other bits solo; sound functions pass, packed ones say so."""
     angles = torch.arange(8.0)[:, None]
     # the fault of a rotary embedding that turns all requests by the angles of request 0
     faulty = check(lambda x, angles: x * angles[:1].cos(), lambda size: (rows_of(size), angles[:size]), [1, 2, 8])
-    leading, each = faulty.rows
+    leading, each, *others = faulty.rows
     assert (leading.status, each.status, each.values) == ("identical", "divergent", [1, 8])
+    assert [(row.varied, row.status) for row in others] == [
+        ("position", "divergent"),
+        ("neighbour_values", "divergent"),
+    ]
     assert each.difference is not None
     assert each.difference.first_mismatch == [1, 0]
     assert (each.difference.compared, leading.extra["elements"]) == (8 * WIDTH, 8 * WIDTH)
@@ -234,13 +238,37 @@ def test_every_request_is_held_against_itself_in_the_largest_batch() -> None:
         lambda x, angles: x * angles.cos(), lambda size: {"x": rows_of(size), "angles": angles[:size]}, [2, 7]
     )
     assert (finding(sound), sound.rows[1].case) == (Finding.CLEAN, "7 of 7 requests, each in batches of 2 and 7")
+    assert judge(sound)[0].text.endswith(f", {7 * WIDTH} elements of float32 compared")
     packed = check(lambda x: x.double().sum(-1), lambda size: rows_of(3 * size), [1, 4])
     assert (len(packed.rows), finding(packed)) == (1, Finding.CLEAN)
     assert "only the first 1 of each batch were compared: a tensor among the inputs" in packed.rows[0].reason
-    sizes = check(lambda x, n: x.double().sum(-1) / n, lambda size: (rows_of(size), float(size) * 0 + 1), [1, 4])
-    assert len(sizes.rows) == 2
-    named = check(lambda x, n: x.double().sum(-1), lambda size: (rows_of(size), size), [1, 4])
+    number = check(lambda x, n: x[:n].double().sum(-1), lambda size: (rows_of(size), size), [1, 4])
+    assert (len(number.rows), finding(number)) == (4, Finding.CLEAN)
+    named = check(lambda x, n: x.double().sum(-1), lambda size: (rows_of(size), str(size)), [1, 4])
     assert "an input that is no tensor" in named.rows[0].reason
+
+
+def test_requests_of_unequal_lengths_are_items_of_lists() -> None:
+    """Each has its own result; padded to another shape in each batch it is refused, and so are other requests."""
+    texts = [list(range(1, 3 + length)) for length in (4, 2, 7)]
+    each = check(lambda texts: [torch.tensor(t).sum(0, True) for t in texts], lambda n: (texts[:n],), [1, 3])
+    assert finding(each) == Finding.CLEAN
+    assert [row.varied for row in each.rows[2:]] == ["position", "neighbour_values", "neighbour_length"]
+    longest = lambda texts: torch.ones(len(texts), max(map(len, texts)))  # noqa: E731
+    with pytest.raises(UserError, match=r"gave \(1, 9\)(?s:.*)a list with a tensor for each request"):
+        check(longest, lambda n: (texts[:n],), [1, 3])
+    with pytest.raises(UserError, match="first 1 items of a list"):
+        check(lambda texts: torch.ones(len(texts)), lambda n: (texts[-n:],), [1, 3])
+
+
+def test_layout_varies_where_the_axis_is_given() -> None:
+    """Wider rows of memory; what takes no such memory is not called with it; results have the axis of the inputs."""
+    strided = check(lambda x: x + (x.stride(0) > WIDTH), rows_of, [1, 4], axis=0)
+    assert [(row.varied, row.status) for row in strided.rows if row.differs] == [("layout", "divergent")]
+    refused = check(lambda x: x.view(-1).view(x.shape) + 1, rows_of, [1, 4], axis=0)
+    assert ([row.varied for row in refused.rows][-1], finding(refused)) == ("neighbour_values", Finding.CLEAN)
+    turned = check(lambda x: x.double().cumsum(0), lambda n: rows_of(4).t()[:, :n], [1, 4], axis=1)
+    assert finding(turned) == Finding.CLEAN
 
 
 def test_so_few_elements_that_a_cut_of_k_would_not_show_are_a_warning() -> None:
