@@ -43,6 +43,7 @@ _EACH_MOST = 256  # requests of the largest batch, spread over it, that are comp
 # Of the results' elements those that differ where a sum over K of 256 to 4,096 is cut in two and added in float32:
 # 0.8 to 1.5 in 10,000 of bfloat16 and 5 to 14 of float16, measured on ordinary numbers (float32: 62 of 100).
 _SHARE = {"bfloat16": 1e-4, "float16": 1e-3}
+_FINER = 16.0  # times less rounding in float64
 _BEYOND = 4.0  # times what rounding may give: what varied there is a cause
 _SEEN = 3.0  # if this many are expected, none occurs by chance in one of 20
 Select = Callable[[Any, Value], torch.Tensor]
@@ -574,11 +575,14 @@ def _rows(
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
     figures = {"rows": subject.kept, "elements": compared} if compared else {}
     extra = row.extra | {name: figure for name, figure in figures.items() if figure}
-    finding, why = _judged([row, *rows], subject, reference, error, whole), filter(None, (row.reason, note, few))
-    first = msgspec.structs.replace(row, reason="; ".join(why), extra=extra, judged=finding)
+    finding = _judged([row, *rows], subject, error if reference is None else None, whole)
+    why = "; ".join(filter(None, (row.reason, note, few)))
+    first = msgspec.structs.replace(row, reason=why, extra=extra, judged=finding)
     known = {"dtype": subject.dtype, "shape": subject.shape}
     # the verdict only says that nothing was compared
-    return [msgspec.structs.replace(one, **known) for one in (first, *rows)], row.reason if row.status == Status.ERROR else few
+    return [msgspec.structs.replace(one, **known) for one in (first, *rows)], (
+        row.reason if row.status == Status.ERROR else few
+    )
 
 
 def _graphs() -> int:
@@ -658,43 +662,44 @@ def compare(head: Row, trials: Sequence[Trial], started: float, reference: torch
     )
 
 
-def _judged(
-    rows: Sequence[Row], subject: _Subject, reference: Callable[..., Any] | None, error: float | None, whole: str
-) -> Judged | msgspec.UnsetType:
-    """Whether what differs is rounding, and what looks so; unset where nothing does, or calls do not repeat."""
+def _judged(rows: Sequence[Row], subject: _Subject, own: float | None, whole: str) -> Judged | msgspec.UnsetType:
+    """Whether what differs is rounding, and what looks so; unset where nothing does, or calls do not repeat. `own`: the
+    caller's bound."""
     if any(row.replays_parted or row.wrong for row in rows) or not any(row.distinct > 1 for row in rows):
         return msgspec.UNSET
-    apart_in = {row.varied: row.extra["apart"] for row in rows[1:] if row.distinct > 1} | {"": rows[0].extra["apart"]}
-    far = {varied: max((x["far"] for x in classes.values()), default=0.0) for varied, classes in apart_in.items()}
-    bound = error if error is not None and reference is None else subject.scatter()
-    dtype, values = subject.narrow, apart_in.get("neighbour_values", {})
+    classes = {row.varied if i else "": row.extra["apart"] for i, row in enumerate(rows) if row.distinct > 1}
+    far = {varied: max(x["far"] for x in of.values()) for varied, of in classes.items()}
+    bound, dtype = own if own is not None else subject.scatter(), subject.narrow
+    decide = partial(judged, bound=bound, dtype=dtype, own=own is not None)
+    values = classes.get("neighbour_values", {})
     if [*values] == [_NAN]:
-        return judged(values[_NAN]["far"], bound, dtype, "nan", certain=True)
+        return decide(values[_NAN]["far"], look="nan", certain=True)
     if numbers := [x for name, x in values.items() if name != _NAN]:
-        look = "leak-factor" if any(x["factor"] for x in numbers) else "leak"
-        same = subject.same_sums()
-        found = judged(max(x["far"] for x in numbers), bound, dtype, look, certain=bool(same))
+        look, same = "leak-factor" if any(x["factor"] for x in numbers) else "leak", subject.same_sums()
+        found = decide(max(x["far"] for x in numbers), look=look, certain=bool(same))
         # sums may follow others' values, as those of experts do; in a short format a fault can be as small
-        settled = found.kind == "bug" or (found.kind == "rounding" and same is False and dtype.itemsize > 2)
-        return found if settled else _decided(found, subject, "neighbour_values")
+        if found.kind == "open" or (found.kind == "rounding" and (same is None or dtype.itemsize < 4) and own is None):
+            found = _decided(found, subject, "neighbour_values")
+        if found.kind != "rounding":
+            return found
     beyond = {varied for varied, x in far.items() if bound is not None and x > _BEYOND * bound}
-    sizes = apart_in.get("batch_size", {})
     looks = {
+        "varied": rows[0].varied != "batch_size",
         "shapes": whole.startswith("a tensor"),
         "padding": "neighbour_length" in beyond,
         "position": "position" in beyond,
-        "factor": bool(sizes) and all(x["factor"] for x in sizes.values()),
+        "factor": all(x["factor"] for x in classes.get("batch_size", classes.get("", {"": {"factor": 0.0}})).values()),
     }
     look = next((name for name, holds in looks.items() if holds), "number")
-    most = max(far.values())
-    found = judged(most, bound, dtype, look)
+    found = decide(max(far.values()), look=look)
     return _decided(found, subject, max(far, key=far.__getitem__) or "batch_size") if found.kind == "open" else found
 
 
 def _decided(found: Judged, subject: _Subject, varied: str) -> Judged:
     """The finding after the same in float64, where that is possible; for others' values it is open without."""
     wide = subject.in_float64(varied)
-    if wide is None:
+    # a function that rounds to its own format whatever it is given shows nothing there
+    if wide is None or found.bound is None or wide[1] > found.bound / _FINER:
         return msgspec.structs.replace(found, kind="open")
     return judged(*wide, torch.float64, found.look)
 

@@ -60,7 +60,7 @@ def check_gradient(
         each = [gradients(batch, order, max(over)) for order in (range(size), mixed)]
         look = _look(each, whole(range(size), over[0]), bound or 0.0)
         far = max(x["far"] for x in row.extra["apart"].values())
-        row = msgspec.structs.replace(row, judged=judged(far, bound, dtype, look))
+        row = msgspec.structs.replace(row, judged=judged(far, bound, dtype, look, own=error is not None))
     compared = row.difference.compared if row.difference is not None else 0
     row = msgspec.structs.replace(row, extra=row.extra | {"elements": compared})
     plan = {"impls": [label], "varied": "micro_batch", "over": list(over), "combine": combine, "error": error}

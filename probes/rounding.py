@@ -142,13 +142,15 @@ def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str,
     return found
 
 
-def judged(far: float, bound: float | None, dtype: torch.dtype, look: str, *, certain: bool = False) -> Judged:
-    """Rounding, not rounding, or not decided. `certain`: no order of a sum can explain it, however small it is. Noise
-    that turns results over (another expert, another token) bounds nothing: below a wide bound it is not decided."""
+def judged(
+    far: float, bound: float | None, dtype: torch.dtype, look: str, *, certain: bool = False, own: bool = False
+) -> Judged:
+    """Rounding, not rounding, or not decided. `certain`: no order of a sum can explain it, however small it is. `own`:
+    a bound of the caller's. Noise that turns results over (another expert, another token) bounds nothing: below a wide
+    bound it is not decided."""
     kind = "open"
-    if certain or (bound is not None and far > _FAR * bound):
+    if certain or (bound is not None and far > (1.0 if own else _FAR) * bound):
         kind = "bug"
-    elif bound is not None and far <= bound <= _WIDE:
+    elif bound is not None and far <= bound and (own or bound <= _WIDE):
         kind = "rounding"
-    name = str(dtype).removeprefix("torch.")
-    return Judged(kind=kind, far=far, bound=bound, dtype=name, look=look)
+    return Judged(kind=kind, far=far, bound=bound, dtype=str(dtype).removeprefix("torch."), look=look)

@@ -76,8 +76,8 @@ WORDS: dict[str, str] = {
     "bug": "not rounding: {far}, {bound:.1g} expected in {dtype} by another order of the same sums: {look}",
     "bug-data": "other requests' data in a request's row, not rounding: {look}, {far}{expected}",
     "expected": ", {bound:.1g} expected in {dtype} by rounding",
-    "open": "rounding or not is not decided: {far}{expected}; the same call in float64 decides it, or "
-    "nondet.check(..., reference=the function in float64)",
+    "open": "rounding or not is not decided: {far}{expected}; nondet.check of the same function in float64, its "
+    "weights too, decides it",
     "elements": ", {n:#element} of {dtype} compared{few}",
     "elements-few": ", too few to see a sum that is cut in two",
     "rows-class": "left its numerics class in {hits:where}",
@@ -257,6 +257,7 @@ LOOKS: dict[str, str] = {
     "shapes": "inputs have other shapes in each batch (padding that is not left out looks so)",
     "position": "it follows a request's position in the batch",
     "factor": "all elements change by one factor (a mean or a normalisation over the batch)",
+    "varied": "it follows what was varied",
     "number": "it follows the requests beside it or how many they are",
     "micro-mean": "each part is averaged over its own tokens, a mean of means: divide by those of the whole batch",
     "micro-sum": "the parts' gradients add up to the whole's undivided: combine='sum'",
