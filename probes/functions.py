@@ -68,7 +68,7 @@ class _Batch(NamedTuple):
     """Requests of the largest batch by their index, in a batch of their own. `change`: of the values at `others`, which
     are positions in it; "strided" is of the whole batch."""
 
-    index: Sequence[int]
+    requests: Sequence[int]
     change: str = ""
     others: Sequence[int] = ()
 
@@ -198,7 +198,7 @@ class _Subject:
         many = min(len(starts), _EACH_MOST)
         starts = [starts[i * (len(starts) - 1) // (many - 1)] for i in range(many)]  # the first and the last among them
         windows = [_Batch(range(start, start + kept)) for start in starts]
-        at = {request: (i, place) for i, window in enumerate(windows) for place, request in enumerate(window.index)}
+        at = {request: (i, place) for i, window in enumerate(windows) for place, request in enumerate(window.requests)}
         joint = [(0, request) for request in at]
         each = [self._trial(kept, windows, [*at.values()]), self._trial(largest, [_Batch(everyone)], joint)]
         title = f"{len(at)} of {largest} requests, each in batches of {kept} and {largest}"
@@ -257,7 +257,7 @@ class _Subject:
         """The result of each request of each batch."""
         small, large = self.inputs(self.kept), self.inputs(self.largest)
         cut = (self._cut(small, large, batch) for batch in batches)
-        sizes = [len(batch.index) for batch in batches]
+        sizes = [len(batch.requests) for batch in batches]
         return [self._requests(_called(self._fn, inputs), n) for inputs, n in zip(cut, sizes, strict=True)]
 
     def prepare(self) -> str:
@@ -281,7 +281,7 @@ class _Subject:
             if [*small.shape] != sizes:
                 raise ValueError("a tensor among the inputs has another layout in each batch")
             self._floats |= large.dtype.is_floating_point and large.element_size() > 1
-            index = torch.tensor([*batch.index], device=large.device)
+            index = torch.tensor([*batch.requests], device=large.device)
             return _changed(large.index_select(axis, index), axis, batch)  # a copy, at an aligned address
         if isinstance(small, Mapping) and isinstance(large, Mapping) and small.keys() == large.keys():
             return {key: self._cut(small[key], large[key], batch) for key in large}
@@ -292,7 +292,7 @@ class _Subject:
             if (len(small), len(large)) == (self.kept, self.largest):
                 return self._items(small, large, batch)
         if type(small) is int and type(large) is int and (small, large) == (self.kept, self.largest):
-            return len(batch.index)
+            return len(batch.requests)
         if small is large or (isinstance(large, str | int | float) and type(small) is type(large) and small == large):
             return large
         raise ValueError("an input that is no tensor is another in each batch")
@@ -305,7 +305,7 @@ class _Subject:
         if all(isinstance(x, str | list | tuple | torch.Tensor) for x in large):
             self._lengths = [len(x) for x in large]
         turned = set(batch.others) if batch.change == "reversed" else ()
-        items = [_reversed(large[r]) if place in turned else large[r] for place, r in enumerate(batch.index)]
+        items = [_reversed(large[r]) if place in turned else large[r] for place, r in enumerate(batch.requests)]
         return items if isinstance(large, list) else tuple(items)
 
     def _requests(self, result: Any, size: int) -> list[torch.Tensor]:
@@ -318,7 +318,7 @@ class _Subject:
         if isinstance(result, list) and len(result) == size and all(isinstance(x, torch.Tensor) for x in result):
             self.narrow = result[0].dtype
             return result
-        parts = result if isinstance(result, tuple) else (result,)
+        parts = [*result] if isinstance(result, tuple) else [result]
         if other := [type(x).__name__ for x in parts if not isinstance(x, torch.Tensor)]:
             what = f"the result is a {other[0]}, not a tensor"
             raise BadInputsError(what, "Choose with select= what of it is compared.")
@@ -647,9 +647,9 @@ def _each(head: Row, subject: _Subject, first: Row, whole: str) -> tuple[list[Ro
         return [], f"only the first {subject.kept} of each batch were compared: {whole}"
     rows = []
     for varied, case, trials in subject.cases():
-        started = time.perf_counter()
         one = msgspec.structs.replace(head, case=case, varied=varied, axis="")
-        rows.append(_tried(one, started, lambda one=one, trials=trials, started=started: compare(one, trials, started)))
+        started = time.perf_counter()
+        rows.append(_tried(one, started, partial(compare, one, trials, started)))
     return rows, ""
 
 

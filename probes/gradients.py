@@ -117,7 +117,7 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """The parameters that a loss depends on, in the order in which its graph names them."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
         raise UserError("the loss is no tensor of one element with a gradient", "Give loss(part) -> loss.")
-    seen, waiting = dict[Any, None](), [loss.grad_fn]
+    seen, waiting = dict[Any, None](), list[Any]([loss.grad_fn])
     while waiting:
         if (node := waiting.pop()) is not None and node not in seen:
             seen[node] = None

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nondet.core.compare import readable
 from nondet.core.records import Judged, Value
@@ -95,24 +96,18 @@ def rounding_of(call: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.d
         except (RuntimeError, NotImplementedError, TypeError):
             mode.seen = []
         if not mode.seen:
-            noisy = tree_map_only(torch.Tensor, lambda x, m=mode: x if _whole(x) else m.noised(x), inputs)
+            noisy = tree_map_only(torch.Tensor, partial(_some_noise, mode), inputs)
             result = call(noisy)
-        known |= bool(mode.seen) or not all(x is y for x, y in zip(_leaves(inputs), _leaves(noisy), strict=True))
+        known |= bool(mode.seen) or any(x is not y for x, y in zip(tree_leaves(inputs), tree_leaves(noisy), strict=True))
         far = max(far, apart([clean, result], [0, 1])["1"]["far"])
     if not known:
         return None
     return max(2 * far, (4 if dtype in _UNITS else 1) * torch.finfo(dtype).eps) if floats else far
 
 
-def _leaves(inputs: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, found.append, inputs)
-    return found
-
-
-def _whole(x: torch.Tensor) -> bool:
-    """Whether it holds whole numbers, as masks and positions do, which nobody rounds."""
-    return not x.dtype.is_floating_point or x.element_size() == 1 or bool((x == x.round()).all())
+def _some_noise(mode: _Sums, x: torch.Tensor) -> torch.Tensor:
+    """Whole numbers stay, as masks and positions are not rounded."""
+    return x if x.element_size() == 1 or bool((x == x.round()).all()) else mode.noised(x)
 
 
 def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str, dict[str, float]]:

@@ -70,8 +70,8 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), tuple(_left_out(rows)))
     reasons = (*_reasons(usable, on, steady, unsteady), *_left_out(rows))
     if found:
-        counts = (*_judged(usable), *(c for _, c in found), *_elements(usable))
-        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in found)), counts, reasons)
+        said = (*_judged(usable), *(c for _, c in found), *_elements(usable))
+        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in found)), said, reasons)
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
         return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean), *_elements(usable)), reasons)
@@ -85,23 +85,22 @@ def _judged(rows: Sequence[Row]) -> list[Reason]:
     """Rounding or not, where a row has it."""
     made = []
     for found in (row.judged for row in rows if isinstance(row.judged, Judged)):
-        numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": LOOKS.get(found.look, found.look)}
-        size = f"up to {found.far:.2g}" if found.far < _COUNTED else "NaN or infinity in place of numbers,"
-        whole = found.dtype.startswith(("int", "uint", "bool"))
-        numbers["far"] = f"{size} of {'its integers' if whole else 'the scale'}" if found.far < _COUNTED else size[:-1]
+        of = "its integers" if found.dtype.startswith(("int", "uint", "bool")) else "the scale"
+        far = f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN or infinity in place of numbers"
+        numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": LOOKS.get(found.look, ""), "far": far}
         numbers["expected"] = None if found.bound is None else reason("expected", **numbers)
-        data = found.look in ("leak", "leak-factor", "nan")
-        made.append(reason("bug-data" if data and found.kind == "bug" else found.kind, **numbers))
+        data = found.kind == "bug" and found.look in ("leak", "leak-factor", "nan")
+        made.append(reason("bug-data" if data else found.kind, **numbers))
     return made
 
 
 def _elements(rows: Sequence[Row]) -> list[Reason]:
     """How many elements were compared, where a row has their number."""
-    counted = [(n, row) for row in rows if row.probe == "check" and isinstance(n := row.extra.get("elements"), int)]
-    few = [row for _, row in counted if "elements of" in row.reason]
+    few = {False: None, True: reason("elements-few")}
     return [
-        reason("elements", n=n, dtype=row.dtype, few=reason("elements-few") if row in few else None)
-        for n, row in counted
+        reason("elements", n=n, dtype=row.dtype, few=few["elements of" in row.reason])
+        for row in rows
+        if row.probe == "check" and isinstance(n := row.extra.get("elements"), int)
     ]
 
 
