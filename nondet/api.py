@@ -173,19 +173,19 @@ def check(
 ) -> LoadedRun:
     """Compare a function's results for the same requests in other batches: any callable, any device.
 
-    `make_inputs(size)` gives the inputs of a batch: a tensor, a list of requests in a tuple, a tuple for `fn(*inputs)`
-    or a mapping for `fn(**inputs)`. The leading requests must be the same in every batch, as many as the smallest has,
-    and their part of the result is compared, bit for bit. Then every request of the largest batch is: in the smallest,
-    in another order, beside other values and other lengths. Where bits differ, the verdict says whether it is rounding.
-    `nondet.probes.functions.check` describes what that covers and what it does not.
+    `make_inputs(size)` gives the inputs of a batch: a tensor, a tuple for `fn(*inputs)` or a mapping for
+    `fn(**inputs)`, with a list for requests of unequal lengths. The leading requests must be the same in every batch.
+    Their results are compared, bit for bit, and those of every request of the largest batch, solo and beside others.
+    The verdict says whether a difference is rounding.
 
     Args:
         over: Two or more batch sizes, or with `select` any numbers or names.
         out, force: Run file to write, and whether it may be overwritten.
         options: varied: what `over` holds (batch_size, position, neighbour_values, run, ...); select: select(result,
-            value) is the tensor to compare; axis: of the batch, 0 by default; reference: takes the inputs of the first
-            value and gives what `fn` should, in float64; error: the largest ||result - reference|| / ||reference|| that
-            is right, and without a reference what counts as rounding in a coarse format; name: of the function.
+            value) is the tensor to compare, and inputs are not compared; axis: of the batch in inputs and results, 0
+            by default (if given, memory layout varies too); reference: takes the inputs of the first value and gives
+            what `fn` should, in float64; error: the largest ||result - reference|| / ||reference|| that is right, or
+            without a reference what counts as rounding, as a share of the result's scale; name: of the function.
 
     Returns:
         The run, with a row for each thing that varied.

@@ -518,29 +518,18 @@ def check(
     name: str = "",
 ) -> Run:
     """Compare the results of `fn` for the same requests in other batches: a run with a row for each thing that varied.
+    Arguments and errors are those of `nondet.check`.
 
-    For each value of `over`, `make_inputs(value)` returns the inputs: a tensor, a tuple for `fn(*inputs)`, or a mapping
-    for `fn(**inputs)`. It is called more than once for a value, and must return the same bits each time.
-
-    Without `select` the values are batch sizes. Then the leading requests, as many as the smallest batch has, must be
-    the same in every batch, and their part of the result is compared. More rows compare every request of the largest
-    batch: with itself in the smallest (solo, where that is 1), in another order, beside other values (another order of
-    the others, zeros, large numbers, NaN), and, where inputs are lists of unequal lengths, beside copies of itself and
-    beside longer ones. Their inputs are the rows of tensors as long as the batch, and the items of lists. Where inputs
-    can't be cut this way, the first row has the reason, and only the leading requests are compared. Inputs are checked:
-    tensors of one shape in all batches must be equal, and tensors as long as the batch must begin with the same rows.
+    `make_inputs` is called more than once for a value, and must return the same bits each time. Without `select` the
+    values are batch sizes. Then inputs are checked: tensors of one shape in all batches must be equal, and tensors as
+    long as the batch must begin with the same rows. After the leading requests over all sizes, every request of the
+    largest batch is compared: with itself in the smallest (solo, where that is 1), in another order, beside other
+    values, and, where inputs are lists of unequal lengths, beside copies of itself and beside longer ones. Its inputs
+    are rows of tensors as long as the batch, and items of lists. Where they can't be cut this way, the first row has
+    the reason, and only the leading requests are compared.
 
     Where bits differ the first row has whether that is rounding (`nondet.probes.rounding`). If a narrow dtype has too
     few elements for a sum cut in two to show in them, there is a warning and a note in the row.
-
-    Args:
-        select: select(result, value) is the tensor to compare. Inputs are then not compared with each other.
-        axis: Of the batch, in inputs and results: 0 by default. If it is given, the layout in memory varies too.
-        error: The largest ||result - reference|| / ||reference|| that is right. None: only NaN and infinity are wrong.
-            Without a reference: what rounding may change, as a share of the results' scale, in a coarse format.
-
-    The other arguments are those of `nondet.check`. Raises UserError: fewer than two values, inputs that are not the
-    same requests, or inputs that `fn` can't be called with.
     """
     started = time.perf_counter()
     values = list(over)
@@ -555,34 +544,41 @@ def check(
         inputs="given", varied=varied, impl=label, exact=False, status="",
     )  # fmt: skip
     graphs = _graphs()
-    rows, said = _rows(head, subject, reference, error, started)
-    if said:
-        warnings.warn(f"{label}: {said}", stacklevel=2)
+    rows = _rows(head, subject, reference, error, started)
+    # the verdict only says that nothing was compared, or that it was little
+    if rows[0].status == Status.ERROR or "needed" in rows[0].extra:
+        warnings.warn(f"{label}: {rows[0].reason}", stacklevel=2)
     if hasattr(fn, "_torchdynamo_orig_callable") or _graphs() > graphs:
-        rows = _compiled(rows, lambda head: _rows(head, subject, reference, error, time.perf_counter())[0])
+        rows = _compiled(rows, lambda head: _rows(head, subject, reference, error, time.perf_counter()))
     plan = {"impls": [label], "varied": varied, "over": list(values), "error": error}
     return run_of(rows, plan, None)
 
 
 def _rows(
     head: Row, subject: _Subject, reference: Callable[..., Any] | None, error: float | None, started: float
-) -> tuple[list[Row], str]:
-    """A row for each thing that varied, with the finding in the first, and what a caller has to know at once."""
+) -> list[Row]:
+    """A row for each thing that varied, with the finding in the first."""
     whole = subject.prepare()
-    row = _tried(head, started, lambda: _measured(head, subject, reference, error, started))
-    rows, note = _each(head, subject, row, whole)
+    row = _tried(head, started, lambda: _measured(head, subject, reference, error))
+    rows, note = list[Row](), ""
+    if row.status in (Status.IDENTICAL, Status.DIVERGENT) and subject.kept:
+        note = f"only the first {subject.kept} of each batch were compared: {whole}" if whole else ""
+        for varied, case, trials in () if whole else subject.cases():
+            one = msgspec.structs.replace(head, case=case, varied=varied, axis="")
+            rows.append(_tried(one, time.perf_counter(), partial(compare, one, trials)))
     compared = max((r.difference.compared for r in (row, *rows) if r.difference is not None), default=0)
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
     figures = {"rows": subject.kept, "elements": compared} if compared else {}
-    extra = row.extra | {name: figure for name, figure in figures.items() if figure}
-    finding = _judged([row, *rows], subject, error if reference is None else None, whole)
-    why = "; ".join(filter(None, (row.reason, note, few)))
-    first = msgspec.structs.replace(row, reason=why, extra=extra, judged=finding)
-    known = {"dtype": subject.dtype, "shape": subject.shape}
-    # the verdict only says that nothing was compared
-    return [msgspec.structs.replace(one, **known) for one in (first, *rows)], (
-        row.reason if row.status == Status.ERROR else few
+    if few:
+        figures["needed"] = round(_SEEN / _SHARE[subject.dtype])
+    first = msgspec.structs.replace(
+        row,
+        reason="; ".join(filter(None, (row.reason, note, few))),
+        extra=row.extra | {name: figure for name, figure in figures.items() if figure},
+        judged=_judged([row, *rows], subject, error if reference is None else None, whole),
     )
+    known = {"dtype": subject.dtype, "shape": subject.shape}
+    return [msgspec.structs.replace(one, **known) for one in (first, *rows)]
 
 
 def _graphs() -> int:
@@ -639,26 +635,11 @@ def _too_few(dtype: str, compared: int) -> str:
     )
 
 
-def _each(head: Row, subject: _Subject, first: Row, whole: str) -> tuple[list[Row], str]:
-    """Every request of the largest batch, a row for each thing that varied; or none, and a note why."""
-    if first.status not in (Status.IDENTICAL, Status.DIVERGENT) or not subject.kept:
-        return [], ""
-    if whole:
-        return [], f"only the first {subject.kept} of each batch were compared: {whole}"
-    rows = []
-    for varied, case, trials in subject.cases():
-        one = msgspec.structs.replace(head, case=case, varied=varied, axis="")
-        started = time.perf_counter()
-        rows.append(_tried(one, started, partial(compare, one, trials, started)))
-    return rows, ""
-
-
-def compare(head: Row, trials: Sequence[Trial], started: float, reference: torch.Tensor | None = None) -> Row:
+def compare(head: Row, trials: Sequence[Trial], reference: torch.Tensor | None = None) -> Row:
     """The row of these variants, with how far its classes are apart."""
     # a first call may compile or tune, with kernels that are not the result's
-    warm = head.device == "cuda"
     return measure(
-        head, trials, warm=warm, reference=reference, started=started, extra=lambda *given: {"apart": apart(*given)}
+        head, trials, warm=head.device == "cuda", reference=reference, extra=lambda *given: {"apart": apart(*given)}
     )
 
 
@@ -721,12 +702,10 @@ def _check_call(function: Callable[..., Any], inputs: Inputs, name: str, given: 
         ) from None
 
 
-def _measured(
-    head: Row, subject: _Subject, reference: Callable[..., Any] | None, error: float | None, started: float
-) -> Row:
+def _measured(head: Row, subject: _Subject, reference: Callable[..., Any] | None, error: float | None) -> Row:
     expected = subject.expected_of(reference) if reference is not None else None
     trials = [Trial(value, partial(subject.compute, value)) for value in subject.values]
-    row = compare(head, trials, started, expected)
+    row = compare(head, trials, expected)
     size, worst, reason = row.difference.compared if row.difference else 0, row.worst_error, ""
     if worst is not None and error is not None and (off := worst.relative_norm or 0.0) > error:
         reason = f"off by {off:.3g} of the reference's norm, where {error:g} is allowed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ def check_gradient(
     """Compare the gradient of a batch with those of its splits, whose parts' gradients are accumulated: consecutive
     requests in each number of parts, then parts of other requests, which are padded or packed otherwise. The arguments
     are those of `nondet.check_gradient`, as are the errors."""
-    started, size, label = time.perf_counter(), len(_parts_of(batch)[0]), name or name_of(loss)
+    size, label = len(_parts_of(batch)[0]), name or name_of(loss)
     if combine not in ("mean", "sum"):
         raise UserError(f"combine={combine!r} is unknown", "Give 'mean' or 'sum'.")
     if len(set(over)) < 2 or min(over) < 1 or max(over) > size:
@@ -52,7 +51,7 @@ def check_gradient(
         shape={"M": size}, dtype=str(dtype).removeprefix("torch."), device=leaves[0].device.type, inputs="given",
         varied="micro_batch", impl=label, exact=False, status="",
     )  # fmt: skip
-    row = compare(row, [Trial(value, partial(whole, *split)) for value, split in splits.items()], started)
+    row = compare(row, [Trial(value, partial(whole, *split)) for value, split in splits.items()])
     if row.distinct > 1 and not row.replays_parted:
         bound = error
         if bound is None:  # with noise at each sum of the forward and the backward pass

@@ -98,7 +98,7 @@ def _elements(rows: Sequence[Row]) -> list[Reason]:
     """How many elements were compared, where a row has their number."""
     few = {False: None, True: reason("elements-few")}
     return [
-        reason("elements", n=n, dtype=row.dtype, few=few["elements of" in row.reason])
+        reason("elements", n=n, dtype=row.dtype, few=few["needed" in row.extra])
         for row in rows
         if row.probe == "check" and isinstance(n := row.extra.get("elements"), int)
     ]

@@ -277,6 +277,7 @@ def test_so_few_elements_that_a_cut_of_k_would_not_show_are_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"only 32 elements of bfloat16 were compared: .*takes 30,000"):
         run = check(lambda x: x.double().sum(-1).bfloat16(), make, [1, 32], name="sum")
     assert "30,000" in run.rows[0].reason
+    assert judge(run)[0].text.endswith("32 elements of bfloat16 compared, too few to see a sum that is cut in two")
     with warnings.catch_warnings(action="error"):
         check(lambda x: x.double().sum(-1), make, [1, 32])
         check(lambda x: x.double().sum(-1, keepdim=True).expand(-1, 1000).bfloat16(), make, [1, 32])
