@@ -95,6 +95,7 @@ class _Subject:
         self._expected: torch.Size | None = None
         self._sizes: dict[tuple[int, ...], int] = {}  # shape of a whole result -> its number of requests
         self._floats, self._lengths = False, list[int]()  # of the largest batch's inputs: see `_cut`
+        self._draws = False  # whether a result holds ids, as a sampler's does
         self._wide = False  # whether floats among the inputs are given as float64
         # of the compared results; the shape also has the largest batch, where values are sizes
         self.dtype, self.shape, self.narrow = "unknown", dict[str, int](), torch.float64
@@ -231,7 +232,7 @@ class _Subject:
 
     def _beside(self) -> dict[str, list[_Batch]]:
         """How the values of each half change -> the batch for the even requests, and that for the odd ones. On a GPU a
-        draw from zeros or NaN ends the process, so results without floats get neither."""
+        draw from zeros or NaN ends the process, so functions that give ids get neither."""
         everyone = range(self.largest)
         made = {"as given": [_Batch(everyone)] * 2, "others": list[_Batch]()}
         for others in (everyone[1::2], everyone[::2]):
@@ -241,7 +242,7 @@ class _Subject:
             made["others"].append(_Batch([instead.get(request, request) for request in everyone]))
         kinds = ["reversed"] * bool(self._lengths)
         if self._floats:
-            kinds += ["large"] if self.device == "cuda" and not self.narrow.is_floating_point else _CHANGES
+            kinds += ["large"] if self.device == "cuda" and self._draws else _CHANGES
         return made | {k: [_Batch(everyone, k, others) for others in (everyone[1::2], everyone[::2])] for k in kinds}
 
     def _trial(self, name: Value, batches: Sequence[_Batch], wanted: Sequence[tuple[int, int]]) -> Trial:
@@ -324,6 +325,7 @@ class _Subject:
             raise BadInputsError(what, "Choose with select= what of it is compared.")
         if not parts or not all(x.numel() for x in parts):
             raise WrongResultError("it gave nothing: an empty result compares nothing")
+        self._draws = any(x.dtype in (torch.int32, torch.int64) for x in parts)
         floats = [x.dtype for x in parts if x.dtype.is_floating_point]
         self.narrow = min(floats or [parts[0].dtype], key=lambda dtype: dtype.itemsize)
         parts = [x.movedim(self._axis, 0) if x.dim() > self._axis else x for x in parts]

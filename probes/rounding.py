@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -75,12 +76,16 @@ class _Sums(TorchDispatchMode):
 def sums_of(call: Callable[[], Any]) -> list[tuple[str, tuple[torch.Size, ...]]]:
     """The sums that a call computes, by name and shapes; empty where they can't be seen."""
     mode = _Sums(None)
+    return mode.seen if _ran(mode, call) is not None else []
+
+
+def _ran(mode: Any, call: Callable[[], Any]) -> Any:
+    """The result under a mode, None where it takes none: compiled code and some libraries, or it refuses noise."""
     try:
         with mode:
-            call()
-    except (RuntimeError, NotImplementedError, TypeError):  # compiled code and some libraries take no such mode
-        return []
-    return mode.seen
+            return call()
+    except Exception:  # noqa: BLE001 - whatever a function raises there, it does not raise by itself
+        return None
 
 
 def rounding_of(call: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.dtype) -> float | None:
@@ -89,20 +94,19 @@ def rounding_of(call: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.d
     clean, floats = call(inputs), dtype.is_floating_point or dtype.is_complex
     far, known = 0.0, False
     for seed in range(_DRAWS[floats]):
-        mode, noisy = _Sums(seed), inputs
-        try:
-            with mode:
-                result = call(inputs)
-        except (RuntimeError, NotImplementedError, TypeError):
-            mode.seen = []
-        if not mode.seen:
+        mode = _Sums(seed)
+        result = _ran(mode, partial(call, inputs))
+        if result is None or not mode.seen:
             noisy = tree_map_only(torch.Tensor, partial(_some_noise, mode), inputs)
-            result = call(noisy)
-        known |= bool(mode.seen) or any(x is not y for x, y in zip(tree_leaves(inputs), tree_leaves(noisy), strict=True))
-        far = max(far, apart([clean, result], [0, 1])["1"]["far"])
+            if all(x is y for x, y in zip(tree_leaves(inputs), tree_leaves(noisy), strict=True)):
+                continue
+            result = _ran(nullcontext(), partial(call, noisy))
+        if result is not None:
+            far, known = max(far, apart([clean, result], [0, 1])["1"]["far"]), True
     if not known:
         return None
-    return max(2 * far, (4 if dtype in _UNITS else 1) * torch.finfo(dtype).eps) if floats else far
+    # a sum that is not seen may come last
+    return 2 * max(far, unit(dtype)) if floats else far
 
 
 def _some_noise(mode: _Sums, x: torch.Tensor) -> torch.Tensor:
