@@ -89,8 +89,9 @@ def _judged(rows: Sequence[Row]) -> list[Reason]:
         far = f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN or infinity in place of numbers"
         numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": LOOKS.get(found.look, ""), "far": far}
         numbers["expected"] = None if found.bound is None else reason("expected", **numbers)
-        data = found.kind == "bug" and found.look in ("leak", "leak-factor", "nan")
-        made.append(reason("bug-data" if data else found.kind, **numbers))
+        code = {"rounding": "rounding", "bug": "bug", "open": "open"}[found.kind]
+        data = code == "bug" and found.look in ("leak", "leak-factor", "nan")
+        made.append(reason("bug-data" if data else code, **numbers))
     return made
 
 
