@@ -34,7 +34,7 @@ from nondet.probes.rounding import apart, judged, rounding_of, sums_of
 
 Inputs = Any
 _SWITCH = (
-    "it covers reductions in Triton code that Inductor generates, not products and attention of libraries, nor its C++ code"
+    "it covers reductions in Triton code that Inductor generates, not libraries' products and attention, nor C++ code"
 )
 _NAN = "NaN"  # the name of the variant in which other requests hold it
 _CHANGES = ["zeros", "large", _NAN]
@@ -344,8 +344,8 @@ class _Subject:
             size, shape = int(value), tuple(getattr(result, "shape", ()))
             if isinstance(result, torch.Tensor) and result.numel() and self._sizes.setdefault(shape, size) != size:
                 what = f"the result has the same shape {shape} for {self._sizes[shape]} and for {size} requests"
-                how = "Choose with select= what is compared (all of it by lambda result, _: result), or give a gradient "
-                raise BadInputsError(what, f"{how}to nondet.check_gradient.")
+                how = "Choose with select= what is compared: all of it by lambda result, _: result. For a gradient use "
+                raise BadInputsError(what, f"{how}nondet.check_gradient.")
             return _joined(self._requests(result, size)[: None if whole else self.kept])
         result = self._select(result, value)
         if not isinstance(result, torch.Tensor):

@@ -36,7 +36,7 @@ def check_gradient(
     if combine not in ("mean", "sum"):
         raise UserError(f"combine={combine!r} is unknown", "Give 'mean' or 'sum'.")
     if len(set(over)) < 2 or min(over) < 1 or max(over) > size:
-        raise UserError(f"over={[*over]} compares nothing of {size} requests", f"Give several numbers from 1 to {size}.")
+        raise UserError(f"over={[*over]} compares nothing of {size} requests", f"Give numbers from 1 to {size}.")
     leaves, mixed = _leaves(loss(batch)), [*range(0, size, 2), *range(1, size, 2)]
     splits: dict[Value, tuple[Sequence[int], int]] = {parts: (range(size), parts) for parts in over}
     splits["other parts"] = (mixed, max(over))
