@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 __all__ = [
-    "__version__", "batch_invariant", "check", "check_operator", "find_mismatch", "load", "mismatch_of",
-    "probe", "rank_free", "rl", "sample", "token_logprobs",
+    "__version__", "batch_invariant", "check", "check_gradient", "check_operator", "find_mismatch", "load",
+    "mismatch_of", "probe", "rank_free", "rl", "sample", "token_logprobs",
 ]  # fmt: skip
 
 __version__ = VERSION
@@ -20,6 +20,7 @@ __version__ = VERSION
 _LAZY = {
     "batch_invariant": "nondet.kernels.dispatch.block",
     "check": "nondet.api",
+    "check_gradient": "nondet.api",
     "check_operator": "nondet.api",
     "find_mismatch": "nondet.api",
     "load": "nondet.api",

@@ -171,22 +171,24 @@ def check(
     force: bool = False,
     **options: Any,
 ) -> LoadedRun:
-    """Compare a function's results for the same requests in batches of other sizes: any callable, any device.
+    """Compare a function's results for the same requests in other batches: any callable, any device.
 
     `make_inputs(size)` gives the inputs of a batch: a tensor, a tuple for `fn(*inputs)` or a mapping for
-    `fn(**inputs)`. The leading requests must be the same in every batch, as many as the smallest has, and their part of
-    the result is compared, bit for bit; then every request of the largest batch with itself in the smallest.
-    `nondet.probes.functions.check` describes what that covers and what it does not.
+    `fn(**inputs)`, with a list for requests of unequal lengths. The leading requests must be the same in every batch.
+    Their results are compared, bit for bit, and those of every request of the largest batch, solo and beside others.
+    The verdict says whether a difference is rounding.
 
     Args:
         over: Two or more batch sizes, or with `select` any numbers or names.
         out, force: Run file to write, and whether it may be overwritten.
         options: varied: what `over` holds (batch_size, position, neighbour_values, run, ...); select: select(result,
-            value) is the tensor to compare; oracle: takes the inputs of the first value and gives what `fn` should, in
-            float64; allowed: the largest ||result - oracle|| / ||oracle|| that is right; name: of the function.
+            value) is the tensor to compare, and inputs are not compared; axis: of the batch in inputs and results, 0
+            by default (if given, memory layout varies too); reference: takes the inputs of the first value and gives
+            what `fn` should, in float64; error: the largest ||result - reference|| / ||reference|| that is right, or
+            without a reference what counts as rounding, as a share of the result's scale; name: of the function.
 
     Returns:
-        The run, of a row or two.
+        The run, with a row for each thing that varied.
 
     Raises:
         UserError: fewer than two values, inputs that are not the same requests, or that `fn` can't be called with.
@@ -194,6 +196,33 @@ def check(
     from nondet.probes.functions import check as measure
 
     return _kept(measure(fn, make_inputs, over, **options), out, force=force)
+
+
+def check_gradient(
+    loss: Callable[[Any], Any],
+    batch: Any,
+    over: Sequence[int] = (1, 2, 4),
+    *,
+    out: str | Path | None = None,
+    force: bool = False,
+    **options: Any,
+) -> LoadedRun:
+    """Compare the gradient of a batch with the one accumulated over its micro-batches: rounding, or a mean of means.
+
+    Args:
+        loss: loss(part) of a tensor with one element; its parameters are found by its graph.
+        batch: A tensor, a list of requests, or a tuple or mapping of such.
+        over: Numbers of parts.
+        out, force: Run file to write, and whether it may be overwritten.
+        options: combine: "mean" (each part's loss is divided by the number of parts) or "sum"; error: what counts as
+            rounding, as a share of the largest element; name: of the loss.
+
+    Raises:
+        UserError: more parts than requests, or a loss without a gradient.
+    """
+    from nondet.probes.gradients import check_gradient as measure
+
+    return _kept(measure(loss, batch, over, **options), out, force=force)
 
 
 def check_operator(

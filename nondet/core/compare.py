@@ -51,6 +51,11 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return raw.masked_fill(is_nan, one_nan)
 
 
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that has arithmetic: a complex one by its parts, packed float4 by its bytes."""
+    return torch.view_as_real(x.resolve_conj()) if x.dtype.is_complex else bits(x) if x.dtype in _PACKED else x
+
+
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Elementwise bit equality, on the device. Raises ValueError for other shapes or dtypes, because that is a bug."""
     if a.shape != b.shape or a.dtype != b.dtype:

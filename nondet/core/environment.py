@@ -82,7 +82,16 @@ def deciding() -> dict[str, Any]:
         "preferred_blas": _flag(lambda: str(torch.backends.cuda.preferred_blas_library())),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "inductor_batch_invariant": inductor_switch(),
     }
+
+
+def inductor_switch() -> bool | None:
+    """Whether the compiler's own `batch_invariant` is on; None before torch 2.13, which has none."""
+    config = sys.modules.get("torch._inductor.config")  # not imported for this: it loads the compiler
+    if config is not None:
+        return getattr(config, "batch_invariant", None)
+    return os.environ.get("TORCHINDUCTOR_BATCH_INVARIANT") == "1" if torch.__version__ >= "2.13" else None
 
 
 def numerics() -> dict[str, Any]:

@@ -167,6 +167,16 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     source: str  # the bound, and why
 
 
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a difference is rounding, as far as that was found."""
+
+    kind: Annotated[str, msgspec.Meta(pattern=r"\A(rounding|bug|open)\Z")]
+    far: Figure  # the largest difference as a share of the results' scale; of integers, the share that differs
+    bound: Figure | None  # what rounding may give, the same; None where it is not known
+    dtype: str
+    look: Annotated[str, msgspec.Meta(pattern=r"\A[a-z-]*\Z")] = ""  # what looks so, a key of the verdict's words
+
+
 class Row(Record, frozen=True, tag="row", kw_only=True):
     """One case under one implementation: variants that ought to give equal bits, and the classes they fell into."""
 
@@ -206,6 +216,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     class_errors: list[ClassError] = []  # of each class, by label; empty if there is one, or many, or no reference
     accuracy: Accuracy | None = None  # whole results against the reference; None where none was checked
     nonfinite: Count = 0  # elements of the first variant that are NaN or infinite
+    judged: Judged | msgspec.UnsetType = msgspec.UNSET  # rounding or not, on one row of a run of `check`
     extra: dict[str, Any] = {}  # what only this probe measures (a reduction tree, the range of the sums, ...)
     reason: str = ""  # why a row is wrong, skipped or failed; a note otherwise
     group: str = ""  # the benchmark cases that the row is for, as `Cell.group`; empty elsewhere

@@ -81,10 +81,13 @@ def _of_products(t: _Terms, terms: int, left: torch.Tensor, right: torch.Tensor)
 
 def _operand_rounding(t: _Terms) -> float:
     """What float32 operands lose where torch may round them: to TF32 (11 bits), or to bfloat16 (8 bits)."""
-    if t.dtype != torch.float32:
-        return 0.0
-    lost = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
+    lost = operand_loss() if t.dtype == torch.float32 else 0.0
     return 2 * lost + lost * lost
+
+
+def operand_loss() -> float:
+    """What a float32 operand loses where torch may round it, relative to its size."""
+    return {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}[torch.get_float32_matmul_precision()]
 
 
 def _partial_rounding(t: _Terms) -> float:

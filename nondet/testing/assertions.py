@@ -42,8 +42,8 @@ def assert_batch_invariant(
         operator: linear, attention, rms_norm, softmax, ...; "linear" where neither it nor `make_inputs` is given.
         make_inputs, over: As `nondet.probes.functions.check`, for any callable.
         varied: For an operator what is tested; for any callable what `over` holds.
-        options: With `make_inputs`: select, oracle, allowed. Else m, k, n, config, dtypes, device, inputs, full, seed:
-            as `nondet.probes.functions.check_operator`.
+        options: With `make_inputs`: select, axis, reference, error. Else m, k, n, config, dtypes, device, inputs,
+            full, seed: as `nondet.probes.functions.check_operator`.
 
     Returns:
         The run, as the commands write it.
@@ -63,8 +63,8 @@ def assert_batch_invariant(
     if make_inputs is not None and over is not None:
         run = check(fn, make_inputs, over, varied=varied if isinstance(varied, str) else "batch_size", **options)
     else:
-        if {"select", "oracle", "allowed"} & options.keys():
-            raise UserError("select, oracle and allowed belong to make_inputs", "An operator has its own oracle.")
+        if {"select", "axis", "reference", "error"} & options.keys():
+            raise UserError("select, axis, reference, error belong to make_inputs", "An operator has its own oracle.")
         tested = {varied} if isinstance(varied, str) else varied
         run = check_operator(fn, operator or "linear", varied=tested, **options)
     assert_no_fault(run, fn=fn)

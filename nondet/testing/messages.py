@@ -65,8 +65,10 @@ def _line(indent: str, text: str) -> str:
 
 
 def _weight(row: Row) -> tuple[int, int, int]:
-    """What explains most comes first: wrong results, noise, batch dependence; sweeps over sizes, the finest first."""
-    order = 0 if row.wrong else 1 if row.replays_parted or row.varied == "run" else 2
+    """What explains most comes first: wrong results, noise, others' data, batch dependence; the finest sweep first."""
+    order = (
+        0 if row.wrong else 1 if row.replays_parted or row.varied == "run" else 2 + (row.varied != "neighbour_values")
+    )
     return order, int(row.varied != "batch_size"), -len(row.values)
 
 

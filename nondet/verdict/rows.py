@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from nondet.core.records import Axis, Row, Status
+from nondet.core.records import Axis, Judged, Row, Status
 from nondet.verdict.findings import Finding, Verdict, sort_impls
-from nondet.verdict.wording import Reason, reason, stated
+from nondet.verdict.wording import LOOKS, Reason, reason, stated
+
+_COUNTED = 1e6  # a larger share of a scale is a NaN, an infinity, or beyond counting
 
 
 def axis_of(row: Row) -> Axis:
@@ -68,14 +70,39 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), tuple(_left_out(rows)))
     reasons = (*_reasons(usable, on, steady, unsteady), *_left_out(rows))
     if found:
-        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in found)), tuple(c for _, c in found), reasons)
+        said = (*_judged(usable), *(c for _, c in found), *_elements(usable))
+        return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in found)), said, reasons)
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
-        return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean),), reasons)
+        return Verdict(impl, (Finding.CLEAN,), (_clean_rows(clean), *_elements(usable)), reasons)
     if any(r.differs for r in on[Axis.ORDER]):  # its own count already says the first reason
         counts = reason("rows", finding=Finding.ORDER, hits=_cases(on[Axis.ORDER]))
         return Verdict(impl, (Finding.ORDER,), (counts, reason("no-fault")), reasons[1:])
     return Verdict(impl, (Finding.CLEAN,), (_clean_rows(on[Axis.ORDER]), reason("order-changed")), reasons)
+
+
+def _judged(rows: Sequence[Row]) -> list[Reason]:
+    """Rounding or not, where a row has it."""
+    made = []
+    for found in (row.judged for row in rows if isinstance(row.judged, Judged)):
+        of = "its integers" if found.dtype.startswith(("int", "uint", "bool")) else "the scale"
+        far = f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN or infinity in place of numbers"
+        numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": LOOKS.get(found.look, ""), "far": far}
+        numbers["expected"] = None if found.bound is None else reason("expected", **numbers)
+        code = {"rounding": "rounding", "bug": "bug", "open": "open"}[found.kind]
+        data = code == "bug" and found.look in ("leak", "leak-factor", "nan")
+        made.append(reason("bug-data" if data else code, **numbers))
+    return made
+
+
+def _elements(rows: Sequence[Row]) -> list[Reason]:
+    """How many elements were compared, where a row has their number."""
+    few = {False: None, True: reason("elements-few")}
+    return [
+        reason("elements", n=n, dtype=row.dtype, few=few["needed" in row.extra])
+        for row in rows
+        if row.probe == "check" and isinstance(n := row.extra.get("elements"), int)
+    ]
 
 
 def _cases(rows: Sequence[Row], hit: Callable[[Row], bool] = lambda r: r.differs) -> tuple[tuple[str, bool], ...]:

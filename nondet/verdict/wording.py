@@ -72,6 +72,14 @@ WORDS: dict[str, str] = {
     "lone-axes": "nothing was compared along {axes}",
     "rows-none": "nothing was compared in {n:#case}",
     "rows": "{finding} in {hits:where}",
+    "rounding": "rounding: {far}, and another order of the same sums gives up to {bound:.1g} in {dtype}",
+    "bug": "not rounding: {far}, {bound:.1g} expected in {dtype} by another order of the same sums: {look}",
+    "bug-data": "other requests' data in a request's row, not rounding: {look}, {far}{expected}",
+    "expected": ", {bound:.1g} expected in {dtype} by rounding",
+    "open": "rounding or not is not decided: {far}{expected}; nondet.check of the same function in float64, its "
+    "weights too, decides it",
+    "elements": ", {n:#element} of {dtype} compared{few}",
+    "elements-few": ", too few to see a sum that is cut in two",
     "rows-class": "left its numerics class in {hits:where}",
     "rows-depend": "bits depend on {varied} in {hits:where}",
     "rows-clean": "{finding} in {trials:#trial} of {n:#case} (0 of {comparisons:#comparison} differed{tried:tried})",
@@ -237,6 +245,23 @@ WORDS: dict[str, str] = {
     "power": "a divergence in {rate:near} of {by}s would have been seen with probability {seen:down} ({tries:#{by}} "
     "compared; below {bound:up} at {confidence:near} confidence{independent})",
     "if-independent": ", if requests were independent",
+}
+
+
+# What looks like a difference that is no rounding, by `Judged.look`.
+LOOKS: dict[str, str] = {
+    "leak": "their values change it (a scale, a mask or an index over the batch does that)",
+    "leak-factor": "their values change it by one factor (a normalisation over the batch does that)",
+    "nan": "a NaN of theirs reaches it (a product with a mask of zeros does that)",
+    "padding": "it follows padding (positions, masks or a mean that do not leave padding out)",
+    "shapes": "inputs have other shapes in each batch (padding that is not left out looks so)",
+    "position": "it follows a request's position in the batch",
+    "factor": "all elements change by one factor (a mean or a normalisation over the batch)",
+    "varied": "it follows what was varied",
+    "number": "it follows the requests beside it or how many they are",
+    "micro-mean": "each part is averaged over its own tokens, a mean of means: divide by those of the whole batch",
+    "micro-sum": "the parts' gradients add up to the whole's undivided: combine='sum'",
+    "micro-parts": "no weights of the parts give the whole's gradient: padding, or a normalisation over the batch",
 }
 
 

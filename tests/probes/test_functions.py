@@ -55,17 +55,21 @@ def test_any_callable_is_compared_over_its_batch_sizes() -> None:
     assert finding(check(toys.sum_sound, rows_of, [1, 2, 7, 8, 9, 20])) == Finding.CLEAN
 
 
-def test_noise_a_number_or_a_weight_among_the_inputs_is_no_batch() -> None:
-    """Other bits of the same batch are of the run. A tensor of no axes, a scale say, has no rows: it has to
-    be the same in every batch. Of a weight [4, K] in a batch of 4 no row belongs to a request."""
-    noise = iter(range(10**6))
-    run = check(lambda x: x.sum(-1) * (1 + 2.0**-20 * (next(noise) % 3)), rows_of, [1, 2, 8])
-    assert finding(run) == Finding.RUN_TO_RUN
+def test_a_number_or_a_weight_among_the_inputs_is_no_batch() -> None:
+    """A tensor of no axes, a scale say, has no rows to begin with: it has to be the same in every batch. Of a weight
+    [4, K] in a batch of 4 no row belongs to a request."""
     scale, weight = torch.tensor(2.0), rows_of(4)
     assert finding(check(torch.mul, lambda size: (torch.ones(size, 4), scale), over=(1, 3))) == Finding.CLEAN
     with pytest.raises(UserError, match="should be equal"):
         check(torch.mul, lambda size: (torch.ones(size, 4), scale + size), over=(1, 3))
     assert finding(check(toys.linear_sound, lambda M: (rows_of(M), weight), [4, 2, 8])) == Finding.CLEAN
+
+
+def test_noise_from_run_to_run_is_no_batch_dependence() -> None:
+    """The same batch size asked again gives other bits."""
+    noise = iter(range(10**6))
+    run = check(lambda x: x.sum(-1) * (1 + 2.0**-20 * (next(noise) % 3)), rows_of, [1, 2, 8])
+    assert finding(run) == Finding.RUN_TO_RUN
 
 
 def test_inputs_that_are_other_requests_are_refused() -> None:
@@ -78,17 +82,17 @@ def test_inputs_that_are_other_requests_are_refused() -> None:
     def other_weight(size: int) -> dict[str, Any]:
         return {"x": rows_of(size), "weight": torch.full((WIDTH,), float(size))}
 
-    refused: list[tuple[Any, list[Any], str]] = [
-        (lambda size: torch.rand(size, WIDTH, generator=drawn), [1, 2], "called again"),
-        (by_size, [2, 4], "first 2 rows"),
-        (other_weight, [1, 2], "argument weight"),
-        (rows_of, [4], "compares nothing"),
-        (rows_of, ["a", "b"], "no batch size"),
-        (rows_of, [2, 2], "compares nothing"),
+    refused: list[tuple[Any, Any, list[Any], str]] = [
+        (toys.sum_sound, lambda size: torch.rand(size, WIDTH, generator=drawn), [1, 2], "called again"),
+        (toys.sum_sound, by_size, [2, 4], "first 2 rows"),
+        (toys.rms_norm_sound, other_weight, [1, 2], "argument weight"),
+        (toys.sum_sound, rows_of, [4], "compares nothing"),
+        (toys.sum_sound, rows_of, ["a", "b"], "no batch size"),
+        (toys.sum_sound, rows_of, [2, 2], "compares nothing"),
     ]
-    for make_inputs, over, said in refused:
+    for function, make_inputs, over, said in refused:
         with pytest.raises(UserError, match=said):
-            check(toys.rms_norm_sound if make_inputs is other_weight else toys.sum_sound, make_inputs, over)
+            check(function, make_inputs, over)
 
 
 def test_select_says_what_is_compared() -> None:
@@ -108,27 +112,33 @@ def test_wrong_is_wrong_however_identical() -> None:
     """The oracle's shape, its size, inputs written to, fewer rows than requests; empty results of any kind, and results
     without a number in them. A single infinity is only told."""
     sizes: list[Any] = [1, 2, 4]
-    oracle: dict[str, Any] = {"oracle": lambda x: x.double().sum(-1)}
+    oracle: dict[str, Any] = {"reference": lambda x: x.double().sum(-1)}
     wrong: list[tuple[Any, dict[str, Any]]] = [
-        (lambda x: x.sum(-1) * 0, oracle | {"allowed": 1e-3}),
+        (lambda x: x.sum(-1) * 0, oracle | {"error": 1e-3}),
         (lambda x: x.mul_(1.0).add_(1).sum(-1), {}),
         (lambda x: x.sum(-1) * torch.nan, oracle),
         (lambda x: x[:3].sum(-1), {}),
         (lambda x: x.sum(-1, keepdim=True), oracle),
     ]
     assert [finding(check(function, rows_of, sizes, **how)) for function, how in wrong] == [Finding.WRONG] * 5
-    assert finding(check(toys.sum_sound, rows_of, sizes, allowed=1e-3, **oracle)) == Finding.CLEAN
-    for cut in (slice(0), (slice(None), slice(0))):
-        for how in ({}, {"select": lambda out, _, cut=cut: out[cut]}):
-            run = check((lambda x: x) if how else (lambda x, cut=cut: x[cut]), rows_of, sizes, **how)
-            said = (finding(run), run.rows[0].reason)
-            assert said == (Finding.WRONG, "it gave nothing: an empty result compares nothing")
+    assert finding(check(toys.sum_sound, rows_of, sizes, error=1e-3, **oracle)) == Finding.CLEAN
+    empty = {"select": lambda out, _: out[:0]}
+    nothing: list[tuple[Any, dict[str, Any]]] = [
+        (lambda x: x[:0], {}),
+        (lambda x: x[:, :0], {}),
+        (toys.sum_sound, empty),
+    ]
+    for function, how in nothing:
+        run = check(function, rows_of, sizes, **how)
+        assert finding(run) == Finding.WRONG
+        assert run.rows[0].reason == "it gave nothing: an empty result compares nothing"
     nan = check(lambda x: x * torch.nan, rows_of, sizes)
-    said = (finding(nan), nan.rows[0].reason, exit_code(nan, "divergent")[0])
-    assert said == (Finding.WRONG, f"all {WIDTH} elements are NaN or infinite, which agrees with itself", 3)
+    assert finding(nan) == Finding.WRONG
+    assert nan.rows[0].reason == f"all {WIDTH} elements are NaN or infinite, which agrees with itself"
+    assert exit_code(nan, "divergent")[0] == 3
     masked = check(lambda x: torch.cat([x, x[:, :1] / 0.0], dim=1), rows_of, sizes)
     assert (finding(masked), masked.rows[0].nonfinite) == (Finding.CLEAN, 1)
-    shared = check(lambda x: x * torch.nan, rows_of, sizes, oracle=lambda x: x.double() * torch.nan)
+    shared = check(lambda x: x * torch.nan, rows_of, sizes, reference=lambda x: x.double() * torch.nan)
     assert finding(shared) == Finding.CLEAN
     with pytest.warns(UserWarning, match="RuntimeError: the kernel failed"):  # the verdict does not say why
         failed = check(toys.failing, rows_of, [1, 2])  # a kernel that fails is no pass: nothing was compared
@@ -210,13 +220,17 @@ def test_errors_of_its_own_stay_rows(run: Any, tmp_path: Path) -> None:
         assert any(r.status == "identical" for r in rows)
 
 
-def test_every_request_is_held_against_itself_in_the_largest_batch() -> None:
+def test_every_request_is_compared_with_itself_in_the_largest_batch() -> None:
     """The leading rows agree, and every other request has other bits solo; sound functions pass, packed ones say so."""
     angles = torch.arange(8.0)[:, None]
     # the fault of a rotary embedding that turns all requests by the angles of request 0
     faulty = check(lambda x, angles: x * angles[:1].cos(), lambda size: (rows_of(size), angles[:size]), [1, 2, 8])
-    leading, each = faulty.rows
+    leading, each, *others = faulty.rows
     assert (leading.status, each.status, each.values) == ("identical", "divergent", [1, 8])
+    assert [(row.varied, row.status) for row in others] == [
+        ("position", "divergent"),
+        ("neighbour_values", "divergent"),
+    ]
     assert each.difference is not None
     assert each.difference.first_mismatch == [1, 0]
     assert (each.difference.compared, leading.extra["elements"]) == (8 * WIDTH, 8 * WIDTH)
@@ -224,13 +238,37 @@ def test_every_request_is_held_against_itself_in_the_largest_batch() -> None:
         lambda x, angles: x * angles.cos(), lambda size: {"x": rows_of(size), "angles": angles[:size]}, [2, 7]
     )
     assert (finding(sound), sound.rows[1].case) == (Finding.CLEAN, "7 of 7 requests, each in batches of 2 and 7")
+    assert judge(sound)[0].text.endswith(f", {7 * WIDTH} elements of float32 compared")
     packed = check(lambda x: x.double().sum(-1), lambda size: rows_of(3 * size), [1, 4])
     assert (len(packed.rows), finding(packed)) == (1, Finding.CLEAN)
     assert "only the first 1 of each batch were compared: a tensor among the inputs" in packed.rows[0].reason
-    sizes = check(lambda x, n: x.double().sum(-1) / n, lambda size: (rows_of(size), float(size) * 0 + 1), [1, 4])
-    assert len(sizes.rows) == 2
-    named = check(lambda x, n: x.double().sum(-1), lambda size: (rows_of(size), size), [1, 4])
+    number = check(lambda x, n: x[:n].double().sum(-1), lambda size: (rows_of(size), size), [1, 4])
+    assert (len(number.rows), finding(number)) == (4, Finding.CLEAN)
+    named = check(lambda x, n: x.double().sum(-1), lambda size: (rows_of(size), str(size)), [1, 4])
     assert "an input that is no tensor" in named.rows[0].reason
+
+
+def test_requests_of_unequal_lengths_are_items_of_lists() -> None:
+    """Each has its own result; padded to another shape in each batch it is refused, and so are other requests."""
+    texts = [list(range(1, 3 + length)) for length in (4, 2, 7)]
+    each = check(lambda texts: [torch.tensor(t).sum(0, True) for t in texts], lambda n: (texts[:n],), [1, 3])
+    assert finding(each) == Finding.CLEAN
+    assert [row.varied for row in each.rows[2:]] == ["position", "neighbour_values", "neighbour_length"]
+    longest = lambda texts: torch.ones(len(texts), max(map(len, texts)))  # noqa: E731
+    with pytest.raises(UserError, match=r"gave \(1, 9\)(?s:.*)a list with a tensor for each request"):
+        check(longest, lambda n: (texts[:n],), [1, 3])
+    with pytest.raises(UserError, match="first 1 items of a list"):
+        check(lambda texts: torch.ones(len(texts)), lambda n: (texts[-n:],), [1, 3])
+
+
+def test_layout_varies_where_the_axis_is_given() -> None:
+    """Wider rows of memory; what takes no such memory is not called with it; results have the axis of the inputs."""
+    strided = check(lambda x: x + (x.stride(0) > WIDTH), rows_of, [1, 4], axis=0)
+    assert [(row.varied, row.status) for row in strided.rows if row.differs] == [("layout", "divergent")]
+    refused = check(lambda x: x.view(-1).view(x.shape) + 1, rows_of, [1, 4], axis=0)
+    assert ([row.varied for row in refused.rows][-1], finding(refused)) == ("neighbour_values", Finding.CLEAN)
+    turned = check(lambda x: x.double().cumsum(0), lambda n: rows_of(4).t()[:, :n], [1, 4], axis=1)
+    assert finding(turned) == Finding.CLEAN
 
 
 def test_so_few_elements_that_a_cut_of_k_would_not_show_are_a_warning() -> None:
@@ -239,6 +277,7 @@ def test_so_few_elements_that_a_cut_of_k_would_not_show_are_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"only 32 elements of bfloat16 were compared: .*takes 30,000"):
         run = check(lambda x: x.double().sum(-1).bfloat16(), make, [1, 32], name="sum")
     assert "30,000" in run.rows[0].reason
+    assert judge(run)[0].text.endswith("32 elements of bfloat16 compared, too few to see a sum that is cut in two")
     with warnings.catch_warnings(action="error"):
         check(lambda x: x.double().sum(-1), make, [1, 32])
         check(lambda x: x.double().sum(-1, keepdim=True).expand(-1, 1000).bfloat16(), make, [1, 32])

@@ -70,7 +70,7 @@ def test_any_callable_over_its_batch_sizes() -> None:
     with pytest.raises(UserError, match="an operator or a function"):
         assert_batch_invariant(toys.sum_sound, make_inputs=lambda size: x[:size])
     with pytest.raises(UserError, match="belong to make_inputs"):
-        assert_batch_invariant(toys.linear_sound, "linear", allowed=0.1)
+        assert_batch_invariant(toys.linear_sound, "linear", error=0.1)
 
 
 def test_runs_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
