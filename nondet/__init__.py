@@ -10,9 +10,20 @@ if TYPE_CHECKING:
     from typing import Any
 
 __all__ = [
-    "__version__", "batch_invariant", "check", "check_gradient", "check_operator", "find_mismatch", "load",
-    "mismatch_of", "probe", "rank_free", "rl", "sample", "token_logprobs",
-]  # fmt: skip
+    "__version__",
+    "batch_invariant",
+    "check",
+    "check_gradient",
+    "check_operator",
+    "find_mismatch",
+    "load",
+    "mismatch_of",
+    "probe",
+    "rank_free",
+    "rl",
+    "sample",
+    "token_logprobs",
+]
 
 __version__ = VERSION
 

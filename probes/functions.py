@@ -166,8 +166,9 @@ class _Subject:
     def scatter(self) -> float | None:
         """How far results of the largest batch, or of the last value, may differ by rounding."""
         value = self.values[-1] if self._select is not None else self.largest
-        return rounding_of(lambda given: self._compared(_called(self._fn, given), value, whole=True),
-                           self.inputs(value), self.narrow)  # fmt: skip
+        return rounding_of(
+            lambda given: self._compared(_called(self._fn, given), value, whole=True), self.inputs(value), self.narrow
+        )
 
     def in_float64(self, varied: str) -> tuple[float, float] | None:
         """How far the variants of a case are apart where inputs are float64, and by rounding there; None where the
@@ -206,8 +207,13 @@ class _Subject:
         found = [("batch_size", title, each)]
         whole = [(0, request) for request in everyone]
         given = self._trial("as given", [_Batch(everyone)], whole)
-        found.append(("position", f"{largest} requests of a batch in another order", [
-            given, self._trial("reversed", [_Batch(everyone[::-1])], whole[::-1])]))  # fmt: skip
+        found.append(
+            (
+                "position",
+                f"{largest} requests of a batch in another order",
+                [given, self._trial("reversed", [_Batch(everyone[::-1])], whole[::-1])],
+            )
+        )
         found.append(("neighbour_values", f"{largest} requests beside other values", self._neighbours()))
         if len(set(self._lengths)) > 1:
             longest = max(everyone, key=self._lengths.__getitem__)

@@ -47,10 +47,18 @@ def check_gradient(
 
     dtype = min((x.dtype for x in leaves), key=lambda d: d.itemsize)
     row = Row(
-        probe="check", case=f"the gradient of {size} requests in {', '.join(map(str, over))} parts", operator=label,
-        shape={"M": size}, dtype=str(dtype).removeprefix("torch."), device=leaves[0].device.type, inputs="given",
-        varied="micro_batch", impl=label, exact=False, status="",
-    )  # fmt: skip
+        probe="check",
+        case=f"the gradient of {size} requests in {', '.join(map(str, over))} parts",
+        operator=label,
+        shape={"M": size},
+        dtype=str(dtype).removeprefix("torch."),
+        device=leaves[0].device.type,
+        inputs="given",
+        varied="micro_batch",
+        impl=label,
+        exact=False,
+        status="",
+    )
     row = compare(row, [Trial(value, partial(whole, *split)) for value, split in splits.items()])
     if row.distinct > 1 and not row.replays_parted:
         bound = error

@@ -134,11 +134,21 @@ class Job:
         """The row, with everything but figures."""
         case = self.case
         return Row(
-            probe=self.probe.name, case=case.name, operator=case.operator, shape=dict(case.shape), dtype=case.dtype,
-            device=self.device, inputs=case.inputs, varied=case.varied, axis=case.axis or "", exact=case.exact,
-            demonstration=case.demonstration, impl=self.impl, status="",
+            probe=self.probe.name,
+            case=case.name,
+            operator=case.operator,
+            shape=dict(case.shape),
+            dtype=case.dtype,
+            device=self.device,
+            inputs=case.inputs,
+            varied=case.varied,
+            axis=case.axis or "",
+            exact=case.exact,
+            demonstration=case.demonstration,
+            impl=self.impl,
+            status="",
             place=msgspec.UNSET if self.place is None else self.place,
-        )  # fmt: skip
+        )
 
 
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:

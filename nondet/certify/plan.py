@@ -66,10 +66,18 @@ class Question(CertifyCell):
     def head(self, member: str) -> Row:
         """The row of a member, with everything but figures."""
         return Row(
-            probe="certify", case=self.name, operator=self.operator, shape=dict(self.shape), dtype=self.dtype,
-            device=self.device, inputs="hard", varied="class", impl=member, status="",
+            probe="certify",
+            case=self.name,
+            operator=self.operator,
+            shape=dict(self.shape),
+            dtype=self.dtype,
+            device=self.device,
+            inputs="hard",
+            varied="class",
+            impl=member,
+            status="",
             extra={"class": self.cls, "layout": self.layout, "inputs": list(self.kinds)},
-        )  # fmt: skip
+        )
 
     def prepare(self, kind: str) -> Inputs:
         """The operands of the whole batch."""
@@ -246,7 +254,16 @@ def _assignments(wish: Wish, operator: str, cls: NumericsClass, known: dict[str,
                 values = tuple(sorted({*(int(v) for v in values if int(v) <= max(wish.m)), max(wish.m)}))
             if members and kinds:
                 question = _QUESTIONS.get(operator, Question)(
-                    cell.shape, values, kinds, cell.layout, cell.tiles, operator=operator, cls=cls.name, dtype=dtype,
-                    device=wish.device, one_row=one_row, seed=wish.seed,
-                )  # fmt: skip
+                    cell.shape,
+                    values,
+                    kinds,
+                    cell.layout,
+                    cell.tiles,
+                    operator=operator,
+                    cls=cls.name,
+                    dtype=dtype,
+                    device=wish.device,
+                    one_row=one_row,
+                    seed=wish.seed,
+                )
                 yield Assignment(question, anchor, members)

@@ -208,8 +208,19 @@ class TraceRequest(o.ModelOptions, Request):
     def _check_replay(self) -> None:
         if not self.request:
             raise UserError("--replay needs --request", "Name a completion, or divergent for all that differ.")
-        others = ("prompt", "prompt_file", "max_tokens", "load", "engine", "repro", "dtype", "seed",
-                  "record", "against", "match")  # fmt: skip
+        others = (
+            "prompt",
+            "prompt_file",
+            "max_tokens",
+            "load",
+            "engine",
+            "repro",
+            "dtype",
+            "seed",
+            "record",
+            "against",
+            "match",
+        )
         self.refuse(others, "--replay and {} exclude each other", "The run says how its completions were made.")
 
     @cached_property

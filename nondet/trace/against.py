@@ -268,8 +268,10 @@ _GRAVITY = ("equal", ROUNDING, UNDECIDED, BUG)
 # What a difference is compared with; the last where no bound is written down: _NEAR times it is rounding, _FAR times it
 # is not any more.
 _COPY, _SUM, _INPUTS = (
-    "it only copies numbers", "what two orders of the same sum can be apart", "what the last bits of its inputs change"
-)  # fmt: skip
+    "it only copies numbers",
+    "what two orders of the same sum can be apart",
+    "what the last bits of its inputs change",
+)
 _NEAR, _FAR, _PERTURBATIONS = 4.0, 32.0, 4
 _COPIES = ("embedding", "Embedding", "cat", "stack", "getitem", "index_select", "gather", "neg", "where", "repeat")
 _ULP_CLEAR = 1000  # more are of numbers near zero, whose distance in ULP has no meaning
@@ -582,9 +584,17 @@ def _row(key: Key, of: Sequence[Compared]) -> OperatorCompared:
     far = max(found, key=lambda d: (d.nonfinite, d.max_ulp), default=None)
     worst = max(of, key=_gravity)
     return OperatorCompared(
-        number=0, module=key[0], call=key[1], calls=len(of), differing=len(found), difference=far,
-        elements=sum(one.elements for one in of), verdict=worst.verdict, times=worst.times, bound=worst.bound,
-    )  # fmt: skip
+        number=0,
+        module=key[0],
+        call=key[1],
+        calls=len(of),
+        differing=len(found),
+        difference=far,
+        elements=sum(one.elements for one in of),
+        verdict=worst.verdict,
+        times=worst.times,
+        bound=worst.bound,
+    )
 
 
 def said_of(row: OperatorCompared) -> str:
