@@ -24,8 +24,7 @@ Known = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]  # by server and pro
 _COMPARISONS_MOST = 40
 # In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
 _FAR = 1.0
-# Rounding moves a token's lead about as far as it moves logprobs.
-_STEP = 4.0
+_STEP = 4.0  # rounding moves a token's lead about as far as it moves logprobs
 
 
 class Divergence(NamedTuple):

@@ -12,11 +12,11 @@ part() { # part NAME TITLE COMMAND...: progress meanwhile, then what was found, 
     "$nondet" "${@:3}" --out "$out-$1.jsonl" | awk 'BEGIN { RS = "" } { found = $0 } END { print found }'
 }
 
-echo "Three questions, about 3 and a half minutes on two CPU cores and 2 on a GPU. The first answer comes within one."
+echo "Three questions, about 3 minutes on two CPU cores and 2 on a GPU. The first answer comes within one."
 part diagnose "1 of 3: does the model's output depend on its batch, where, why, and what is the cure?" diagnose
 part probes "2 of 3: which operators depend on their batch?" probe all
 part sample "3 of 3: 1,000 completions under load, with stock and with batch-invariant kernels" \
-    sample --n 1000 --impl both
+    sample --n 1000 --impl both --max-tokens 32
 "$nondet" report "$out-diagnose.jsonl" "$out-sample.jsonl" "$out-probes.jsonl" --out "$out.html" --out "$out.md" -q
 echo
 echo "Report: $out.html, $out.md"

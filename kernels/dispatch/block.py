@@ -427,7 +427,8 @@ def _enter_first() -> None:
     try:
         _registration.put()
         functions.install_compile(_note_compiled)
-        sys.meta_path.insert(0, _imports)
+        if _imports not in sys.meta_path:
+            sys.meta_path.insert(0, _imports)
         if len(sys._current_frames()) > 1:
             time.sleep(_GRACE)
     except BaseException:

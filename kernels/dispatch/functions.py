@@ -212,7 +212,8 @@ _installed: list[tuple[Any, _Note]] = []  # [(the compiler's entry as it was, wh
 def install_compile(note: _Note) -> None:
     """Make inductor compile our operators, and compile everything again."""
     wrapper = torch._TorchCompileInductorWrapper
-    _installed.append((wrapper.__call__, note))
+    if not _installed:  # else an interrupt ended the last block's end, and the entry is ours
+        _installed.append((wrapper.__call__, note))
 
     def call(self: Any, model: Any, inputs: Any, *, config_patches: dict[str, Any] | None = None) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -232,7 +233,8 @@ def install_compile(note: _Note) -> None:
 def uninstall_compile() -> None:
     """Undo `install`; nothing where nothing is installed."""
     if _installed:
-        torch._TorchCompileInductorWrapper.__call__ = _installed.pop()[0]  # type: ignore[method-assign]
+        torch._TorchCompileInductorWrapper.__call__ = _installed[0][0]  # type: ignore[method-assign]
+        _installed.clear()
         _forget_graphs()
 
 

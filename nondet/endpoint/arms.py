@@ -300,9 +300,8 @@ class _Rounds:
     def equal(self, prompt: int, count: int) -> None:
         """One prompt so many times at once."""
         requests = tuple(self._target("equal", prompt, i) for i in range(count))
-        concurrent = min(count, self.load.concurrency)
-        pattern = f"{concurrent} at once, all of them the same"
-        self.drawn.append(ArmRound(len(self.drawn), "equal", requests, concurrent, 0.0, False, pattern))
+        most = min(count, self.load.concurrency)
+        self.drawn.append(ArmRound(len(self.drawn), "equal", requests, most, 0.0, False, f"{most} at once, all equal"))
 
     def loaded(self, targets: Sequence[tuple[int, int]]) -> None:
         """One burst: a mix of lengths and of arrivals is drawn, then the order of all requests."""

@@ -119,8 +119,7 @@ class SampleRequest(o.Drawing, e.EndpointOptions, o.ModelOptions, Request):
             self.refuse(_OWN_ENGINE, "--endpoint and {} exclude each other", "The server decides that for itself.")
             if self.max_tokens is not None:
                 e.LENGTHS.check("--max-tokens", self.max_tokens)
-            own = ("n", "arms") if self.quick else ()
-            self.refuse(own, "--quick and {} exclude each other", "It has its own numbers.")
+            self.refuse(("n", "arms") if self.quick else (), "--quick and {} exclude each other", "Leave one out.")
             return
         if self.engine in o.ENGINES:
             others = ("draft_model", "ranks", "temperature", "trust_remote_code", "turns")

@@ -420,6 +420,7 @@ def test_an_interrupt_at_any_step_of_a_block_leaves_the_next_one_whole(every, mo
         finally:
             sys.settrace(tracing)
 
+    before = (torch._TorchCompileInductorWrapper.__call__, [*sys.meta_path])
     interrupted()
     most = steps
     assert most > 50  # a function is a few steps
@@ -429,6 +430,7 @@ def test_an_interrupt_at_any_step_of_a_block_leaves_the_next_one_whole(every, mo
             stock()
         assert entered.coverage().replaced == {"mm": 1, "_softmax": 1, "linear": 1}, at
         assert not any(block.__file__ in table for table in kernels()), at
+        assert (torch._TorchCompileInductorWrapper.__call__, sys.meta_path) == before, at
 
 
 def test_what_came_between_two_blocks_is_watched() -> None:
