@@ -47,7 +47,7 @@ class EndpointOptions(Connection):
 
     endpoint: str | None = o.own("Test a server: http://HOST:PORT or https://HOST/v1.", panel=PANEL)
     arms: str | None = o.own(
-        "What to compare, each with its number of completions if you like: solo=50,loaded,cold,warm,chunked.",
+        "What to compare, each with its number of completions if you like: solo=50,loaded,equal,cold,warm,chunked.",
         shown="solo,cold,warm,chunked,loaded",
         panel=PANEL,
     )
