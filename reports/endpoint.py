@@ -24,6 +24,7 @@ Known = Mapping[tuple[str, int], Mapping[str, ArmEvidence]]  # by server and pro
 _COMPARISONS_MOST = 40
 # In nats. Rounding by itself explains neither a lead of the top token nor a change of a logprob that is larger.
 _FAR = 1.0
+_DEFECT = "Look for a defect, such as keys or positions of another request that are read"
 _STEP = 4.0  # rounding moves a token's lead about as far as it moves logprobs
 
 
@@ -217,12 +218,16 @@ def endpoint_blocks(servers: Servers, number_: int) -> list[Block]:
     return made
 
 
+def _size_of(arms: Sequence[Arm]) -> tuple[float, float]:
+    """The largest gap of a logprob, and the largest margin where tokens differ."""
+    return max((arm.gap for arm in arms), default=0.0), max((m for arm in arms for m in arm.margins), default=0.0)
+
+
 def _not_rounding(arms: Sequence[Arm]) -> list[Block]:
     """A warning where answers differ by more than rounding explains: by the margin at a divergence, or a gap before."""
-    greedy = [arm for arm in arms if arm.arm != "first" and not arm.run.header.plan.get("sampling")]
-    far = max((x for arm in greedy for x in (arm.gap, *arm.margins)), default=0.0)
-    said = f"Some answers differ by {number(far)} nats: rounding does not do that. Look for a defect, such as keys or "
-    return [Paragraph(f"{said}positions of another request that are read.", "warn", ALL)] if far > _FAR else []
+    far = max(_size_of([arm for arm in arms if arm.arm != "first" and not arm.run.header.plan.get("sampling")]))
+    said = f"Some answers differ by {number(far)} nats: rounding does not do that. {_DEFECT}."
+    return [Paragraph(said, "warn", ALL)] if far > _FAR else []
 
 
 # What an issue calls the arms.
@@ -269,14 +274,11 @@ def _size(servers: Servers) -> str:
         return f"nothing differed{words(bounds_of(requests, 'request', loads, 'load'))}" if loads else "no load formed"
     if not any(arm.has_logprobs for arm in arms) or run.header.plan.get("sampling"):
         return "rounding or a bug: not decided, because there are no logprobs of greedy tokens to compare"
-    gap, margin = max(arm.gap for arm in arms), max((m for arm in arms for m in arm.margins), default=0.0)
-    seen = (
-        f"logprobs differ by at most {number(gap)} nats, and the margin where tokens differ is at most {number(margin)}"
-    )
+    gap, margin = _size_of(arms)
+    seen = f"logprobs differ by at most {number(gap)} nats, and the margin where tokens differ is at most "
+    seen += number(margin)
     if max(gap, margin) > _FAR:
-        return (
-            f"**not rounding**: {seen}. Look for a defect, such as keys or positions of another request that are read"
-        )
+        return f"**not rounding**: {seen}. {_DEFECT}"
     if margin > _STEP * gap:
         return f"rounding or a bug: not decided: {seen}, which is a larger step than any before it"
     return f"as small as rounding makes it: {seen}"

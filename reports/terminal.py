@@ -169,9 +169,10 @@ def render(runs: list[Run], console: Console, *, verbose: bool = False, quiet: b
 
 def _last_words(screen: FirstScreen, console: Console, *, next_too: bool) -> list[Text]:
     words, runs = [], screen.runs
-    if next_too:
-        said = one_line(screen.next.command or "", 200)
-        words = [Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")), Text()][not said :]
+    if next_too and screen.next.command:
+        said = one_line(screen.next.command, 200)
+        words.append(Text.assemble(("next: ", "dim"), said, (f"  {screen.next.why}", "dim")))
+    words += [Text()] * next_too  # the last paragraph is what was found
     if any(not section.run.complete for section in runs):
         words.append(Text(INCOMPLETE, style="bold yellow"))
     text = figures.sentence(screen.section.headline)

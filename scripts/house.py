@@ -37,11 +37,11 @@ BUDGET = {
     "nondet": 1507,
     "probes": 5005,
     "ranks": 647,
-    "reports": 4434,
+    "reports": 4437,
     "sampling": 5041,
     "services": 2638,
     "testing": 472,
-    "trace": 3442,
+    "trace": 3438,
     "verdict": 1998,
     "vllm": 2183,
 }

@@ -41,7 +41,7 @@ _N_VARIED = 40  # completions of each value of each axis: one round of the defau
 # Completions of the arm loaded of a server: for one prompt; for each of many at least the second.
 _N_LOADED, _N_LOADED_LEAST = 200, 10
 _ARMS = "solo,cold,warm,chunked,loaded"
-_QUICK = "solo=3,cold=2,warm=2,chunked=1,equal=8,loaded=8"  # of each prompt: 72 requests, 40 of them one at a time
+_QUICK = "solo=3,cold=2,warm=2,chunked=1,equal=8,loaded=8"  # of each prompt: of three 72, 21 one at a time
 # Options of nondet's own engine, which a server decides for itself.
 _OWN_ENGINE = (
     *("impl", "dtype", "device", "threads", "trust_remote_code"),

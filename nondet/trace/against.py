@@ -559,10 +559,8 @@ class Against:
             bound = f"at 95% fewer than {one_sided_bound(calls):.2%} of such calls do, if they are independent"
             said = f"no operator differs: 0 of {calls:,} calls have other bits ({numbers:,} numbers; {bound})"
         else:
-            finding, said = (
-                "unknown",
-                "no call was compared: names, shapes or dtypes match nowhere (--match maps names)",
-            )
+            finding = "unknown"
+            said = "no call was compared: names, shapes or dtypes match nowhere (--match maps names)"
         said += f"; {missing:,} calls could not be compared, and are listed" if missing else ""
         ends = (
             f"from end to end {gap:,} logits have other bits; {closed}"
@@ -571,10 +569,8 @@ class Against:
         )
         sentences = [said, ends]
         if other := self._left.get(_OTHER_WEIGHTS):
-            finding, sentences = (
-                _OTHER_WEIGHTS,
-                [f"{other.total():,} calls have other weights: {_listed(other)}", *sentences],
-            )
+            finding = _OTHER_WEIGHTS
+            sentences.insert(0, f"{other.total():,} calls have other weights: {_listed(other)}")
         made = [one_line(sentence, 1000) for sentence in sentences]
         yield TraceVerdict(finding=finding, culprits=[], families=None, sentences=made)
 
