@@ -200,6 +200,7 @@ def _listed(values: Sequence[Value]) -> str:
 
 
 _SAMPLED_S = 3.0  # of timing a few members at most, without the last call
+_COMPILED_S = 0.6  # a Triton kernel, on an H200's host; measured calls say too little: earlier runs left some compiled
 
 
 def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.perf_counter) -> list[float]:
@@ -207,8 +208,7 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
 
     For a few seconds questions are put to one member, with one kind of input: of each operator's class, the one of
     most questions first, the middle one by its size, then the largest and the smallest. Any other is assumed to cost
-    what the timed one of the nearest size does. On a GPU each member of each dtype compiles once, as long as the
-    median of those did: the first of all also loads what every kernel needs.
+    what the timed one of the nearest size does. On a GPU each member compiles once for each dtype and layout.
     """
     until, groups = clock() + _SAMPLED_S, dict[tuple[str, str], list[int]]()
     counts = [sum(v if isinstance(v, int) else 1 for v in item.question.values) for item in planned]
@@ -216,47 +216,43 @@ def estimate(planned: Sequence[Assignment], clock: Callable[[], float] = time.pe
     for i in sorted(range(len(planned)), key=work.__getitem__):
         groups.setdefault((planned[i].question.operator, planned[i].question.cls), []).append(i)
     most = sorted(groups.values(), key=len, reverse=True)
-    timed: dict[int, tuple[float, float, float]] = {}
+    timed: dict[int, tuple[float, float]] = {}
     for i in dict.fromkeys([*(g[len(g) // 2] for g in most), *(g[-1] for g in most), *(g[0] for g in most)]):
         if clock() < until:
             timed[i] = _timed(planned[i], clock)
 
-    compiles = statistics.median(first for *_, first in timed.values()) if timed else 0.0
     compiled, seconds = set[tuple[str, ...]](), list[float]()
     for item, own in zip(planned, work, strict=True):
         question, of = item.question, (item.question.operator, item.question.cls)
         near = [i for i in groups[of] if i in timed] or list(timed)
-        shared, each, _ = timed[min(near, key=lambda i: abs(math.log(work[i] / own)))]
-        new = {(*of, question.dtype, name) for name in item.members if question.device == "cuda"} - compiled
-        compiled |= new
-        seconds.append(len(question.kinds) * (shared + len(item.members) * each) + compiles * len(new))
+        shared, each = timed[min(near, key=lambda i: abs(math.log(work[i] / own)))]
+        made = {(*of, question.dtype, question.layout, name) for name in item.members if question.device == "cuda"}
+        seconds.append(len(question.kinds) * (shared + len(item.members) * each) + _COMPILED_S * len(made - compiled))
+        compiled |= made
     return seconds
 
 
-def _timed(item: Assignment, clock: Callable[[], float]) -> tuple[float, float, float]:
-    """Seconds per kind of input: of inputs and the anchor's answer, which are shared; of one member's answers, from its
-    first and its last variant; and of its first call, which may compile, or load what all others use."""
+def _timed(item: Assignment, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds per kind of input: of inputs and the anchor's answer, which are shared; and of one member's answers, from
+    its first and its last variant. Each is called once before, since a first call loads and may compile."""
     question, member, began = item.question, next(iter(item.members.values())), clock()
 
     def seconds(call: Callable[..., Any], *arguments: Any) -> float:
-        before = clock()
-        call(*arguments)
-        wait_for_device()
+        for _ in range(2):
+            before = clock()
+            call(*arguments)
+            wait_for_device()
         return clock() - before
 
     low, high = question.values[0], question.values[-1]
     try:
         inputs = question.prepare(question.kinds[0])
-        shared = clock() - began
-        question.expected(inputs, item.anchor)
-        shared += seconds(question.expected, inputs, item.anchor)
-        first, short, second, long = (
-            seconds(question.answer, inputs, member, value) for value in (low, low, high, high)
-        )
+        shared = clock() - began + seconds(question.expected, inputs, item.anchor)
+        short, long = (seconds(question.answer, inputs, member, value) for value in (low, high))
     except Exception:  # noqa: BLE001 - its rows will say why; what fails takes hardly any time
-        return clock() - began, 0.0, 0.0
+        return clock() - began, 0.0
     share = 0.5  # of the last variant in a typical one: by its rows
     if isinstance(low, int) and isinstance(high, int) and high > low:
         share = statistics.mean((int(v) - low) / (high - low) for v in question.values)
     answers = len(question.values) + 2 / len(question.kinds)  # two answers are computed twice
-    return shared, answers * (short + share * (long - short)), max(0.0, first + second - short - long)
+    return shared, answers * (short + share * (long - short))
