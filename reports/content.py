@@ -10,6 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from nondet.bench.summary import failures, sections
 from nondet.core.records import Role, Run, Status
 from nondet.core.traces import Trace, check_traces, read_traces
@@ -37,6 +39,18 @@ _TITLES = {"diagnose": "Diagnosis", "sample": "Completions", "probe": "Operators
 _TITLES |= {"certify": "Certificate", "rl": "Training", "vllm": "Layers under vLLM", "mismatch": "Sampler and trainer"}
 _PROBLEMS_MOST = 2  # of a terminal's 25 lines
 _CLEAN_MOST = 80  # characters of a fix's counts in a page's head
+# Names that runs record, which resuming and comparing match, and sentences of earlier versions -> what a report prints.
+_PLAIN = {
+    r"\b(each )?alone\b": "one at a time",
+    r"\bat every place\b": "at every position",
+    r"\bat places\b": "at several positions",
+    r"\bin company of\b": "beside",
+    r"\bthe asked rows\b": "the compared rows",
+    r"\basked of its counters: (.* can) then be held against\b": r"its counters show it: \1 be compared with",
+    r"\bthe (.*) are not told\b": r"answers do not include the \1",
+    r"\bto hold against\b": "to compare with",
+}
+_RECORDED = {"rows": ("case", "values"), "contract": ("evidence",), "embed_passes": ("arm",), "neighbours": ("arm",)}
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,21 @@ class Problem:
     name: str
     reason: str
     count: int = 1
+
+
+def _plain(value: Any) -> Any:
+    for recorded, said in _PLAIN.items() if isinstance(value, str) else ():
+        value = re.sub(recorded, said, value)
+    return [*map(_plain, value)] if isinstance(value, list) else value
+
+
+def _in_plain_words(run: Run) -> Run:
+    """The run with its own names as reports print them; a user's, of `nondet.check`, stay."""
+    changed = {}
+    for kind, fields in _RECORDED.items():
+        own = [(r, fields if getattr(r, "probe", "") != "check" else ()) for r in getattr(run, kind)]
+        changed[kind] = [structs.replace(r, **{field: _plain(getattr(r, field)) for field in of}) for r, of in own]
+    return structs.replace(run, **changed)
 
 
 def headline(run: Run, verdicts: Sequence[Verdict], *, brief: bool = False) -> str:
@@ -132,6 +161,7 @@ class RunSection:
     missing, malformed or another run's."""
 
     def __init__(self, run: Run) -> None:
+        run = _in_plain_words(run)
         self.run, self.verdicts, self.problems = run, tuple(judge(run)), problems(run)
         self.name = one_line(Path(run.source).name.removesuffix(".gz") or "run", 120)
         traces, pieces = dict[str, Trace](), dict[int, str]()

@@ -203,11 +203,11 @@ def sentence(text: str) -> str:
 def extras(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """The probe's own figures, as (implementations, figures): implementations with the same are grouped."""
     impls_of: dict[str, list[str]] = {}
-    for row in rows:
-        named = {k: v for k, v in row.extra.items() if isinstance(v, int | float | str | list)}
-        if named:
-            text = ", ".join(f"{k.replace('_', ' ')} {one_line(_plain(v), 120)}" for k, v in named.items())
-            impls_of.setdefault(one_line(text, 600), []).append(row.impl)
+    for r in rows:
+        kept = {k.replace("parted", "differ"): v for k, v in r.extra.items() if isinstance(v, int | float | str | list)}
+        if kept:
+            text = ", ".join(f"{k.replace('_', ' ')} {one_line(_plain(v), 120)}" for k, v in kept.items())
+            impls_of.setdefault(one_line(text, 600), []).append(r.impl)
     return [(", ".join(impls), text) for text, impls in impls_of.items()]
 
 

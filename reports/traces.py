@@ -236,24 +236,19 @@ def _vectors(run: Run, impl: str) -> tuple[list[str], list[str]]:
     lines, details = [], []
     for record in (p for p in run.embed_passes if p.impl == impl):
         if record.reason:
-            lines.append(f"{_arm(record.arm)}: not measured: {record.reason}")
+            lines.append(f"{record.arm}: not measured: {record.reason}")
             continue
         lines += [neighbours_text(n) for n in run.neighbours if (n.impl, n.arm) == (impl, record.arm)]
         rate = f", {record.texts / record.seconds:,.0f} texts/s" if record.seconds > 0 else ""
         padding = record.computed - record.tokens
         tokens = f"{counted(record.tokens)} tokens{f' and {counted(padding)} of padding' if padding else ''}"
-        details.append(f"{_arm(record.arm)}: {plural(record.batches, 'pass', 'passes')}, {tokens}{rate}")
+        details.append(f"{record.arm}: {plural(record.batches, 'pass', 'passes')}, {tokens}{rate}")
     return lines, details
-
-
-def _arm(name: str) -> str:
-    """An arm's name in sentences: in the records a text that is embedded by itself is "alone"."""
-    return name.replace("alone", "one at a time")
 
 
 def neighbours_text(n: Neighbours) -> str:
     """How an arm's vectors differ from those of one text at a time."""
-    head = f"{_arm(n.arm)}, {n.pooling}"
+    head = f"{n.arm}, {n.pooling}"
     if not n.parted:
         return f"{head}: {plural(n.texts, 'vector')} bit-identical"
     return (

@@ -140,7 +140,7 @@ def _narrow(runs: list[Run], section: str | None, probe: str | None, case: str |
                 setattr(run, part, [record for record in getattr(run, part) if getattr(record, field) == name])
     if case is not None:
         if not any(case in row.case for run in runs for row in run.rows):
-            raise UserError(f"no case of these runs has {case!r} in its name", "See `nondet report RUN -v`.")
+            raise UserError(f"no case of these runs has {case!r} in its name", "See `nondet report RUN --out a.csv`.")
         for run in runs:
             run.rows = [row for row in run.rows if case in row.case]
 

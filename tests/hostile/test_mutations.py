@@ -53,7 +53,7 @@ EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence"
 # The smallest kept runs that have each kind of record of their command.
 KEPT = {
     "diagnose": "cpu/diagnose-fp8.jsonl.xz",
-    "trace": "cpu-xeon/trace.jsonl",
+    "trace": "cpu/trace-embedded.jsonl",
     "trace of vLLM": "vllm/trace-cpu.jsonl.gz",
     "mismatch": "h200/mismatch.jsonl.gz",
     "rl": "cpu/trl-invariant.jsonl.gz",
@@ -62,7 +62,7 @@ KEPT = {
     "gate": "servers/transformers-serve/gate.jsonl",
     "seeds": "servers/transformers-serve/seeds.jsonl.gz",
     "axes": "cpu-xeon/ranks.jsonl.gz",
-    "replay": "h200/shrink.jsonl",
+    "replay": "cpu/shrink.jsonl",
     "coverage": "vllm/coverage-gemma2.jsonl",
 }
 _EACH = 3  # records of a kind that are left

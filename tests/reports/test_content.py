@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nondet.core.records import Run
+from nondet.core.records import ContractAnswer, Run
 from nondet.core.runfile import traces_path
 from nondet.errors import UserError
 from nondet.reports import html, markdown, samples
@@ -32,6 +32,20 @@ def test_the_contrast_is_the_headline(tmp_path: Path) -> None:
     verdicts = [Verdict("stock", (Finding.BATCH if i < 8 else Finding.CLEAN,), (), prompt=i) for i in range(12)]
     counts = "stock: batch-dependent on 8 of 12 prompts, no divergence observed on 4 of 12 prompts"
     assert headline(run_of(row()), verdicts) == counts
+
+
+def test_recorded_names_are_printed_in_plain_words_and_a_user_s_stay() -> None:
+    own = {"case": "32 rows at every place among 64", "values": ["alone", "copies of the asked rows"]}
+    (ours, users) = RunSection(run_of(row([0, 1], **own), row([0, 1], probe="check", impl="mine", **own))).run.rows
+    assert ours.case == "32 rows at every position among 64"
+    assert ours.values == ["one at a time", "copies of the compared rows"]
+    assert (users.case, users.values) == (own["case"], own["values"])
+    served = "asked of its counters: what it runs under load can then be held against what was sent"
+    answer = ContractAnswer(impl="server", question="load", answer="yes", evidence=served)
+    (shown,) = RunSection(run_of(row([0, 0]), contract=[answer])).run.contract
+    assert shown.evidence == "its counters show it: what it runs under load can be compared with what was sent"
+    extra = row([0, 1], extra={"requests": 4, "parted": 2})
+    assert "requests 4, differ 2" in printed(run_of(extra), verbose=True)
 
 
 def test_what_failed_is_named_and_counted(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def ends(tmp_path: Path) -> list[tuple[str, tuple[Run, ...]]]:
         ("nondet rl --arms stock,invariant --steps 40 --lr=1e-3 --group 8", (trl,)),
         ("nondet trace --model FOLDER", (kept("servers/vllm-cpu/sample.jsonl.gz"),)),
         ("nondet sample --n 3000 --load heavy", (still(kept("servers/vllm-cpu/sample.jsonl.gz")),)),
-        ("nondet probe --from-trace", (kept("cpu-xeon/trace.jsonl"),)),
+        ("nondet probe --from-trace", (kept("cpu/trace-embedded.jsonl"),)),
         (" ", (by("certify", run_of(row([0, 1], **MINE))),)),
         ("nondet sample --impl both", (kept("cpu-xeon/ci.jsonl"),)),
         ("nondet probe all", (by("probe", run_of(demonstration), "float-sum"),)),

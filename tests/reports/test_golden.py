@@ -19,9 +19,9 @@ PATHS = {golden.name_of(p, golden.ROOT / golden.KEPT): p for p in golden.run_fil
 DIGESTS = golden.read_digests()
 # The smallest run file of each kind of report.
 KINDS = (
-    "cpu-xeon/ci", "cpu-xeon/embed", "cpu-xeon/ranks", "cpu-xeon/trace", "cpu-xeon/trace-sample",
+    "cpu-xeon/ci", "cpu-xeon/embed", "cpu-xeon/ranks", "cpu/trace-embedded", "cpu/trace-sample", "cpu/shrink",
     "cpu/certify-gradients", "cpu/diagnose-fp8", "cpu/probe-logits", "cpu/trl-invariant", "h200-order/long-norm",
-    "h200-x2/engine-2-ranks", "h200/end-to-end-32-cudnn", "h200/engine-8b", "h200/mismatch", "h200/shrink",
+    "h200-x2/engine-2-ranks", "h200/end-to-end-32-cudnn", "h200/engine-8b", "h200/mismatch",
     "servers/transformers-serve/gate", "servers/transformers-serve/seeds", "vllm/coverage-gemma2", "vllm/trace-cpu",
     "vllm/trace-h200",
 )  # fmt: skip
