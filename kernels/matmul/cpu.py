@@ -286,7 +286,9 @@ def _mm_padded(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = Non
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [B, M, K] times b [B, K, N] -> [B, M, N], one `mm` per slice: one call over the batch is not invariant."""
+    """a [B, M, K] times b [B, K, N] -> [B, M, N], one `mm` per slice: one call over the batch is not invariant. b's
+    matrices are row by row first, because `torch.matmul` copies a transposed operand at some batch sizes only.
+    """
     batch, rows, depth = a.shape
     columns = b.shape[2]
     if depth == 1:
@@ -294,7 +296,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if batch and b.stride(0) == 0:  # one weight, expanded: as many rows of a single product
         return mm(a.reshape(batch * rows, depth), b[0]).view(batch, rows, columns)
     out = a.new_empty((batch, rows, columns))
-    for i, matrix in enumerate(_slices(b)):
+    for i, matrix in enumerate(_slices(b.contiguous())):
         out[i] = mm(a[i], matrix)
     return out
 
