@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -15,6 +16,8 @@ from nondet.endpoint.client import HttpClient
 from nondet.endpoint.collect import Watcher
 from nondet.endpoint.formats import FORMATS, Parts
 from nondet.endpoint.http import Times
+from nondet.verdict.findings import Finding
+from nondet.verdict.gate import judge
 from nondet.verdict.served import chance_of, evidence, pooled_odds
 from tests import build
 from tests.build import header
@@ -52,6 +55,22 @@ def simple(*, concurrent: int = 4, trace: str = "A", prompt: int = 0, loads: int
     loaded = [completion(i, "loaded", trace, prompt, round=10 + i // 4, **fields) for i in range(4 * loads)]
     rounds = [ended(i, "solo", 1, 0) for i in range(4)] + [ended(10 + i, "loaded", 4, concurrent) for i in range(loads)]
     return made(solo + loaded, rounds)
+
+
+def test_noise_at_many_prompts_is_not_blamed_on_the_load() -> None:
+    """Every answer is odd with a chance of a tenth: prompts whose solo answers agree by luck prove nothing together."""
+    rng = np.random.default_rng(1)
+    completions, rounds = [], []
+    for number in range(30 * 9):
+        arm, targets, concurrent = ("solo", 1, 0) if number % 9 < 4 else ("loaded", 4, 4)
+        for i in range(targets):
+            trace = "B" if rng.random() < 0.1 else "A"
+            completions.append(completion(10 * number + i, arm, trace, number // 9, round=number))
+        rounds.append(ended(number, arm, targets, concurrent))
+    found = [set(v.findings) for v in judge(made(completions, rounds))]
+    assert len(found) == 30
+    assert Finding.BATCH not in set.union(*found)
+    assert Finding.UNATTRIBUTED in set.union(*found)
 
 
 def test_a_watcher_waits_for_every_prompt_and_server() -> None:
