@@ -33,11 +33,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nondet
+from nondet.mismatch.trainer import Spec
 from nondet.sampling.engine import pinned
 from tests.training import test_promises as promises
 
@@ -46,7 +48,8 @@ FEW = 100  # steps of six requests, before those that are counted by time
 MANY = 384 if DEVICE == "cuda" else 96  # a GPU takes four times as many tokens in little more time
 CELL = 80 if DEVICE == "cuda" else 32  # requests of a layout
 WIDE = replace(promises.LOAD, budget=2 * MANY, requests=MANY)
-CELLS = tuple(itertools.product(("right", "left", "packed", "wide"), (1, 2, 4, 7, 16), (False, True)))
+LAYOUTS = ("right", "left", "packed", "wide")  # wide: padded on the right to three tokens more
+CELLS = tuple(itertools.product(LAYOUTS, (1, 2, 4, 7, 16), (False, True)))
 STOCK = ("left", 4, False, "stock")
 LARGE = replace(promises.LOAD, budget=1024, requests=64)
 
@@ -56,10 +59,21 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def apart(rollouts: promises.Rollouts, trained: promises.Trained) -> int:
+def trained_in(model: Any, found: promises.Sampled, layout: str, micro: int, **how: Any) -> promises.Trained:
+    """A pass over micro-batches of so many rollouts in one of `LAYOUTS`."""
+    padding, wider = ("right", 3) if layout == "wide" else (layout, 0)
+    return promises.train(model, found, Spec(padding=padding, micro=micro), wider=wider, **how)
+
+
+def without_rows(found: promises.Sampled) -> promises.Sampled:
+    """No row of logits is looked up, which takes time."""
+    return found._replace(rows=frozenset())
+
+
+def differing_in(found: promises.Sampled, trained: promises.Trained) -> int:
     """Tokens whose bits differ."""
-    sampled = torch.cat(rollouts.logprobs)
-    return int((sampled.view(torch.int32) != trained.logprobs.view(torch.int32)).sum())
+    sampled = np.concatenate([r.sampler for r in found.rollouts])
+    return int((sampled.view(np.int32) != trained.logprobs.numpy().view(np.int32)).sum())
 
 
 def at_length(name: str, dtype: str, seconds: float) -> None:
@@ -73,12 +87,12 @@ def at_length(name: str, dtype: str, seconds: float) -> None:
         many = MANY if step >= FEW else 6
         (model.gradient_checkpointing_enable if step % 5 == 4 else model.gradient_checkpointing_disable)()
         with nondet.batch_invariant(training=True):
-            rollouts = promises.sample(model, step, many, 40, WIDE)
-            layout, micro = ("right", "left", "packed", "wide")[step % 4], (many, 7, 16, many // 4)[(step // 4) % 4]
-            trained = promises.train(model, rollouts, layout, micro)
+            found = promises.sample(model, step, many, tokens=40, load=WIDE)
+            micro = (many, 7, 16, many // 4)[(step // 4) % 4]
+            trained = trained_in(model, without_rows(found), LAYOUTS[step % 4], micro)
         optimizer.step()
         optimizer.zero_grad()
-        tokens, differing, step = tokens + len(trained.logprobs), differing + apart(rollouts, trained), step + 1
+        tokens, differing, step = tokens + len(trained.logprobs), differing + differing_in(found, trained), step + 1
         if step > FEW:  # a line a step: the last one holds, wherever it is cut off
             say(model=name, dtype=dtype, optimizer_steps=step, tokens=tokens, tokens_after_100=tokens - early,
                 differing=differing)  # fmt: skip
@@ -94,12 +108,12 @@ def large() -> None:
     model = transformers.Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").cuda()
     with nondet.batch_invariant(training=True) as block:
         began = time.monotonic()
-        rollouts = promises.sample(model, 1, 64, 256, LARGE, prompt=(256, 256), top_k=64)
+        found = promises.sample(model, 1, 64, tokens=256, load=LARGE, prompt=(256, 256), top_k=64)
         say(what="sampled", seconds=time.monotonic() - began, tokens=64 * 256)
-        trained = promises.train(model, rollouts, "left", 16)
+        trained = trained_in(model, found, "left", 16)
     shape = {"requests": 64, "tokens": 512, "micro": 16}
     say(model="Qwen3-0.6B's shape", dtype="bfloat16", **shape, tokens_compared=len(trained.logprobs),
-        differing=apart(rollouts, trained), rows=trained.rows, rows_equal=trained.rows_known)  # fmt: skip
+        differing=differing_in(found, trained), rows=len(trained.known), rows_equal=sum(trained.known))  # fmt: skip
     say(left_or_at_risk=[line for line in block.coverage().lines() if not line.startswith(("replaced", "nothing"))])
 
     def median(ours: bool) -> float:
@@ -107,7 +121,7 @@ def large() -> None:
         for _ in range(4):  # the first warms up
             torch.cuda.synchronize()
             began = time.monotonic()
-            promises.train(model, rollouts, "right", 16, stock_formula=not ours, rows=False)
+            trained_in(model, without_rows(found), "right", 16, stock_formula=not ours)
             model.zero_grad()
             torch.cuda.synchronize()
             took.append(time.monotonic() - began)
@@ -127,11 +141,11 @@ def steps(name: str, threads: int) -> tuple[bytes, int, int]:
     tokens = differing = 0
     with pinned(threads), nondet.batch_invariant(training=True):
         for step in range(50):
-            rollouts = promises.sample(model, 7 + step, 4)
-            trained = promises.train(model, rollouts, ("left", "packed")[step % 2], 2 + 3 * (step % 2), rows=False)
+            found = without_rows(promises.sample(model, 7 + step, 4))
+            trained = trained_in(model, found, ("left", "packed")[step % 2], 2 + 3 * (step % 2))
             optimizer.step()
             optimizer.zero_grad()
-            tokens, differing = tokens + len(trained.logprobs), differing + apart(rollouts, trained)
+            tokens, differing = tokens + len(trained.logprobs), differing + differing_in(found, trained)
     return b"".join(map(promises.digest, model.parameters())), tokens, differing
 
 
@@ -157,8 +171,8 @@ def grid(name: str, dtype: str, path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     for step in range(100):
         with nondet.batch_invariant(training=True):
-            rollouts = promises.sample(model, step, 6)
-            promises.train(model, rollouts, ("right", "left", "packed")[step % 3], 1 + step % 6, rows=False)
+            found = without_rows(promises.sample(model, step, 6))
+            trained_in(model, found, LAYOUTS[step % 3], 1 + step % 6)
         optimizer.step()
         optimizer.zero_grad()
     weights = hashlib.sha256(b"".join(map(promises.digest, model.parameters()))).hexdigest()[:16]
@@ -169,13 +183,13 @@ def grid(name: str, dtype: str, path: Path) -> None:
             continue
         (model.gradient_checkpointing_enable if checkpointing else model.gradient_checkpointing_disable)()
         with nondet.batch_invariant(training=True):
-            rollouts = promises.sample(model, 1000 + i, CELL, 40, WIDE)
+            found = promises.sample(model, 1000 + i, CELL, tokens=40, load=WIDE)
         block = nondet.batch_invariant(training=True) if trainer == "invariant" else None
-        trained = promises.train(model, rollouts, layout, micro, block)
+        trained = trained_in(model, found, layout, micro, block=block)
         model.zero_grad()
         line = {"model": name, "dtype": dtype, "weights": weights, "optimizer_steps": 100, "layout": layout,
                 "micro": micro, "checkpointing": checkpointing, "trainer": trainer, "tokens": len(trained.logprobs),
-                "differing": apart(rollouts, trained), "rows": trained.rows, "rows_equal": trained.rows_known,
+                "differing": differing_in(found, trained), "rows": len(trained.known), "rows_equal": sum(trained.known),
                 "values": len(trained.logprobs.unique()), "logprob": round(float(trained.logprobs.mean()), 3),
                 "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
         with path.open("a") as file:

@@ -298,8 +298,6 @@ def sampled(
     pieces: Sequence[str] | None = None,
     failures: int = 0,
     margin: float = 0.0625,
-    alone: bool = False,
-    finish: bool = True,
     again: bool = True,
     name: str = "sample.jsonl",
 ) -> Run:
@@ -308,7 +306,6 @@ def sampled(
     Args:
         variants: (impl, request number) -> (replaced tokens as (index, token id), logprob variant). Default: under
             any "stock" implementation a few requests part at tokens 5 and 17, and nothing parts elsewhere.
-        alone: Every request runs by itself in equal batches.
         again: The round was run twice, and came out the same.
     """
     pieces = [f" {w}" for w in WORDS.split(" ") if w] if pieces is None else pieces
@@ -332,20 +329,20 @@ def sampled(
                 text="".join(pieces[i] for i in ids),
             )  # fmt: skip
             side.write([trace])
-            start = number * (length + 1) if alone else rng.randrange(30)
+            start = rng.randrange(30)
             schedule = [[start, 1, 4], [start + 1, length - 1, 1]]
             done.append(
                 Completion(
                     impl=impl, request=f"t{number:06d}", round=0, prompt=0, tokens_digest=tokens_digest(ids),
                     trace=trace.digest, n_tokens=length, finish="length", arrival_step=start, schedule=schedule,
-                    batch_min=1, batch_max=4 if alone else 90,
+                    batch_min=1, batch_max=90,
                 )
             )  # fmt: skip
         lost = {"impl": impl, "batch_min": 0, "batch_max": 0, "reason": "RuntimeError: the engine stopped"}
         done += [completion(f"f{i}", "", **lost) for i in range(failures)]
         for record in done:
             writer.write(record)
-        background = {} if alone else {f"r0-b{i:03d}": [[3 * i, 1, 20 + i], [3 * i + 1, 30, 1]] for i in range(20)}
+        background = {f"r0-b{i:03d}": [[3 * i, 1, 20 + i], [3 * i + 1, 30, 1]] for i in range(20)}
         seconds = 2.0 if impl == "stock" else 3.1
         writer.write(
             Round(
@@ -356,10 +353,7 @@ def sampled(
         if again:
             writer.write(replayed(impl, n))
     side.close()
-    if finish:
-        writer.finish()
-    else:
-        writer.close()
+    writer.finish()
     return read_run(path)
 
 

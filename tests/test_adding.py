@@ -78,7 +78,7 @@ from nondet.cli import main
 from nondet.kernels.dispatch.block import batch_invariant
 from nondet.core.launch import listen
 
-cells._COPY_BYTES, cells._PRODUCT = {"cpu": 2**20}, {"cpu": 64}  # what this machine can do is no matter here
+cells.COPY_BYTES, cells.PRODUCT_SIZES = {"cpu": 2**20}, {"cpu": 64}  # what this machine can do is no matter here
 common = ["--device", "cpu", "--dtype", "float32"]
 codes = [main(argv) for argv in (
     ["probe", "fraction", *common, "--m", "8", "--impl", "by-batch", "--impl", "invariant", "--out", "p.jsonl"],

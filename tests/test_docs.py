@@ -184,6 +184,17 @@ def test_the_readme_s_picture_is_that_of_its_run(tmp_path: Path) -> None:
     assert re.sub(r"#\w{6}", "", dark) == re.sub(r"#\w{6}", "", light)
 
 
+def test_the_readme_s_example_is_what_its_run_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (run,) = re.findall(r"\[run\]\((docs/evidence/\S+/diagnose\.jsonl\.gz)\)", text)
+    assert main(["report", str(ROOT / run)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    parts = [part.strip(" ,") for line in example.splitlines() for part in line.split("...")]
+    assert len(example.splitlines()) == 4
+    assert [part for part in parts if part not in printed] == []
+
+
 NOTEBOOK = DOCS / "notebook.ipynb"
 
 

@@ -29,20 +29,6 @@ def quiet(described: dict[str, Any], folder: Path | None) -> Certificates:
         return Certificates(described, folder)
 
 
-def test_a_proof_stands_in_the_next_process_and_unknown_is_neither(tmp_path: Path) -> None:
-    first = quiet(HERE, tmp_path)
-    assert first.standing("cublaslt", KEY) is None
-    first.record("cublaslt", KEY, True, "65536 elements equal")
-    first.record("cublaslt", KEY.replace("M=16", "M=1"), False, "order: 9 of 4096 elements differ")
-    for one in (first, quiet(HERE, tmp_path)):
-        assert one.standing("cublaslt", KEY) is True
-        assert one.standing("cublaslt", KEY.replace("M=16", "M=1")) is False
-        assert one.standing("triton", KEY) is None
-        assert [(c.member, c.holds, c.evidence) for c in one.excluded()] == [
-            ("cublaslt", False, "order: 9 of 4096 elements differ")
-        ]
-
-
 def test_an_exclusion_is_for_good(tmp_path: Path) -> None:
     """Whatever is proven before or after it. A driver's hiccup is none: the next process asks again."""
     path = planted(tmp_path)

@@ -48,7 +48,8 @@ def test_numbers_that_ordinary_inputs_lack():
 
 
 def test_bits_do_not_depend_on_the_cpu():
-    """Drawn from uniforms alone, whose bits are those of every CPU: digests that scalar, AVX2 and AVX-512 code gave."""
+    """Drawn from uniforms alone, whose bits are those of every CPU: digests that scalar, AVX2 and AVX-512 code gave of
+    numbers that were what their kinds are called."""
     drawn = {kind: digest(make(kind, (100, 333), torch.float32, "cpu", generator(7, "cpu"))) for kind in KINDS}
     assert drawn == {
         "bell": "ef8eeff0cf6e775b", "wide": "a98531ade8796280", "cancel": "fd54b55fbf53c1ea",
@@ -57,22 +58,6 @@ def test_bits_do_not_depend_on_the_cpu():
         "masked": "f517bc3e059066c6", "infinite": "f442ab06cac00e51", "positive": "3c0d76549239fcfe",
         "integers": "ea7078a4d2f7b611", "underflow": "b616354afcbe31df",
     }  # fmt: skip
-
-
-def test_kinds_are_what_they_are_called():
-    x = make("bell", (1000, 1000), torch.float32, "cpu", generator(0, "cpu"))
-    assert (float(x.mean()), float(x.var())) == (pytest.approx(0.0, abs=0.01), pytest.approx(1.0, abs=0.01))
-    x = make("wide", (100_000,), torch.float32, "cpu", generator(0, "cpu"))
-    exponent, counts = torch.frexp(x).exponent.sub(1).unique(return_counts=True)
-    assert exponent.tolist() == list(range(-12, 13))
-    assert int(counts.min()) > 3500
-    assert 0.45 < float((x > 0).float().mean()) < 0.55
-    x = make("outlier", (1000, 256), torch.float32, "cpu", generator(0, "cpu"))
-    assert float((x.abs() > 10).float().mean()) == pytest.approx(1 / 256, rel=0.1)
-    for width in [1, 2, 7, 64]:
-        x = make("cancel", (50, width), torch.float32, "cpu", generator(0, "cpu"))
-        first, second = x[:, 0 : width // 2 * 2 : 2], x[:, 1 : width // 2 * 2 : 2]
-        assert ((first + second).abs() <= first.abs() * 2.0**-6).all()
     with pytest.raises(ValueError, match="bell"):
         make("bel", (1,), torch.float32, "cpu", generator(0, "cpu"))
 

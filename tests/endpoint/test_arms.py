@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from nondet.core.records import Run
@@ -227,25 +226,6 @@ def test_an_answer_of_megabytes_costs_no_run(tmp_path: Path, monkeypatch: pytest
         assert all("its trace can't be recorded: a line of" in reason for _, reason in failed)
         texts = {t.text for t in read_traces(path)[0].values()}
         assert any(f"[{9 * most:,} characters, SHA-256 " in text for text in texts) != bad
-
-
-def test_two_servers(tmp_path: Path) -> None:
-    """Ids are no characters: texts are what two have in common of which one gives ids."""
-    run = sampled(tmp_path / "run.jsonl", MemoryClient(), MemoryClient(cache=True))
-    assert [v.impl for v in judge(run)] == ["server", "server-2"]
-    assert judge(run)[1].finding == Finding.CACHE
-    assert "those of server: 10 of 10 differ, none in tokens" in " ".join(judge(run)[1].notes)
-    servers = MemoryClient(), MemoryClient(known="text")
-    run = sampled(tmp_path / "text.jsonl", *servers, plan=planned({"solo": 10}))
-    solo = [i for i, c in enumerate(run.completions) if (c.impl, c.arm) == ("server-2", "solo")][:2]
-    compared = "Solo answers compared with those of server, by text only: "
-    for text, note in [
-        (None, f"{compared}10 identical."), ("0" * 16, f"{compared}2 of 10 differ."),
-        ("", "It can't be compared with server: text here, ids there."),
-    ]:  # fmt: skip
-        for c in (run.completions[i] for i in solo if text is not None):
-            msgspec.structs.force_setattr(c.served, "text", text)
-        assert note in judge(run)[1].notes
 
 
 def test_plans_are_drawn_from_the_seed_alone() -> None:

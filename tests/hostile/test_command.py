@@ -9,7 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from contextlib import closing, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,7 +20,6 @@ import nondet
 from nondet.cli import main
 from nondet.commands import output
 from nondet.core.records import End
-from nondet.services.run import interruptible
 from tests.build import Command, header, line, row, tiers
 
 HERE = str(Path(nondet.__file__).parents[1])
@@ -150,14 +149,3 @@ def test_an_early_interrupt_is_quiet(tmp_path: Path, module: str) -> None:
     assert (done.stderr.removeprefix("loading torch ...\n"), done.stdout) == ("nondet: stopped\n", "")
     assert done.returncode == 130
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first Ctrl-C is an exception that closes the file; a second one while that happens ends the process."""
-    end_now = Mock()
-    monkeypatch.setattr("nondet.services.run.end_now", end_now)
-    again = closing(Mock(close=lambda: signal.raise_signal(signal.SIGINT)))
-    with pytest.raises(KeyboardInterrupt), interruptible(), again:
-        signal.raise_signal(signal.SIGINT)
-    end_now.assert_called_once()
-    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -45,10 +45,10 @@ import torch
 import transformers.generation.continuous_batching, transformers.models.qwen3.modeling_qwen3
 torch.set_num_threads(1)  # a fork takes no threads along
 import nondet.bench.collect, nondet.probes.runner, nondet.sampling.engine, nondet.services.sample
-from nondet.bench import cells as limits, cells as timing
+from nondet.bench import cells
 from nondet.cli import main
-timing.PerfCounter.budget_us = timing.PerfCounter.replay_us = 2000.0
-limits._COPY_BYTES, limits._PRODUCT = {"cpu": 2**20}, {"cpu": 64}
+cells.PerfCounter.budget_us = cells.PerfCounter.replay_us = 2000.0
+cells.COPY_BYTES, cells.PRODUCT_SIZES = {"cpu": 2**20}, {"cpu": 64}
 with contextlib.redirect_stdout(io.StringIO()):  # the parts of the command that load late
     for typed in ("bench softmax --m 1 --k 8", "probe softmax --m 2 --k 8", "sample --n 1 --max-tokens 1 --load none"):
         main(f"{typed} --impl stock --threads 1 --device cpu --out warm.jsonl --force".split())

@@ -25,13 +25,13 @@ from nondet.sampling.model import LoadedModel, load_model
 from nondet.sampling.plan import Notes, Plan, Session, build_plan, parse_load
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
+def write_tiny_model(folder: Path) -> Path:
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     config = Qwen3Config(**sizes, tie_word_embeddings=True, initializer_range=0.2, bos_token_id=None, eos_token_id=0)

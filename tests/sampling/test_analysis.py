@@ -179,19 +179,8 @@ def test_the_most_common_is_compared_with_rounds_after_its_first() -> None:
     assert in_rounds([B], [A, A]).rate.method == "no interval: too few rounds"
 
 
-@pytest.mark.parametrize("runs", tiers([12], [60]))
-def test_the_most_common_of_many_is_no_more_common_than_it_is(runs: int) -> None:
-    """Forty texts, each as common: whoever looks at runs after 5, 10 and 20 rounds hardly ever finds an interval
-    without the truth, though the most common is the luckiest of them."""
-    texts = [trace([1, i + 3]) for i in range(40)]
-    rng, missed = random.Random(5), 0  # noqa: S311 - a simulation
-    for _ in range(runs):
-        drawn = [rng.choices(texts, k=12) for _ in range(20)]
-        looks = [in_rounds(*drawn[:rounds]).agree for rounds in (5, 10, 20)]
-        assert all(look.method == "anytime-valid" for look in looks[1:])
-        missed += any(not look.low <= 1 / 40 <= look.high for look in looks)
-    assert missed <= 0.05 * runs
-    # a failed request leaves the others' figures; without logprobs in one trace the others' still count
+def test_a_failed_request_leaves_the_others_figures() -> None:
+    """Without logprobs in one trace the others' still count."""
     run, traces = run_of((A, 3), failed=1)
     [s] = summarize_all(run, traces, PIECES)
     assert (s.n, s.failed, s.distinct_completions) == (3, 1, 1)

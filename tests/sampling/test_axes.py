@@ -250,15 +250,6 @@ def test_what_a_file_says_acts_nowhere(varied: Run) -> None:
         assert "\x1b" not in shown + "".join(lines)
 
 
-def test_a_value_that_changes_nothing_is_unproven(tiny_float32: LoadedModel, tmp_path: Path) -> None:
-    """A chunk larger than any prompt: it is no "no divergence observed"."""
-    plan = plan_of(tiny_float32)
-    base, axes = axes_of(tiny_float32, plan, "chunk=900")
-    (verdict,) = judge(sampled_into(tmp_path / "chunk.jsonl", tiny_float32, plan, ["invariant"], base=base, axes=axes))
-    assert verdict.finding == Finding.UNTESTED
-    assert any("chunk=900 is unproven" in note for note in verdict.notes)
-
-
 def test_a_run_that_was_stopped_goes_on(tiny_float32: LoadedModel, tmp_path: Path) -> None:
     """Stopped between two arms and resumed: no completion is lost, none is there twice, all are as in one go. Where the
     base comes out otherwise by then, no arm is held against what it was."""

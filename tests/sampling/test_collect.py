@@ -90,24 +90,6 @@ def test_run_to_run_nondeterminism_is_seen(tiny: LoadedModel, tmp_path: Path, mo
     assert (row.status, row.distinct, row.labels, row.extra["requests_parted"]) == ("divergent", 2, [0, 1], 1)
 
 
-@pytest.mark.parametrize("after", tiers([5], [1, 10]))
-def test_stopping_and_resuming_gives_the_same_run(tiny, whole, tmp_path, after) -> None:
-    """Ctrl-C in any round, then --resume: record for record the run that was never stopped."""
-    path = tmp_path / "run.jsonl"
-
-    def stop(impl: str, arm: str, done: int, *_: int) -> None:
-        if done == after:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sample(tiny, path, notes=Heard(progress=stop))
-    stopped = read_run(path)
-    assert len(stopped.rounds) == (after - 1) // 4
-    assert sum(r.targets for r in stopped.rounds) == len(stopped.completions)
-    assert untimed(sample(tiny, path, resume=True)) == untimed(whole[0])
-    assert traces_path(path).read_bytes() == traces_path(whole[1]).read_bytes()
-
-
 # lines that are left of a file, and bytes of the next: two completions of the second round, beside the first; killed in
 # the middle of a line of the first; two completions of it; the header alone
 @pytest.mark.parametrize(("lines", "torn"), tiers([(8, 0), (4, 25)], [(3, 0), (1, 0)]))

@@ -65,20 +65,6 @@ def test_values_and_gradient_against_float64(support: dict[str, float]) -> None:
     assert nondet.token_logprobs(rows.detach().float(), ids, 1.5, **support).dtype is torch.float32
 
 
-def test_the_gradient_is_no_further_from_float64_than_stocks() -> None:
-    rows, ids = rows_of(64, 4096), torch.arange(64)
-
-    def gradient(x: torch.Tensor, ours: bool) -> torch.Tensor:
-        x = x.clone().requires_grad_()
-        out = nondet.token_logprobs(x, ids) if ours else x.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-        out.sum().backward()
-        return x.grad.double()
-
-    oracle = gradient(rows.double(), False)
-    ours, stock = ((gradient(rows, which) - oracle).norm() for which in (True, False))
-    assert ours <= 1.1 * stock
-
-
 def test_what_is_not_kept_has_no_chance_and_no_gradient_and_no_numbers_none() -> None:
     rows = torch.tensor([[3.0, 2.0, 1.0, 0.0]], requires_grad=True)
     out = nondet.token_logprobs(rows, torch.tensor([3]), top_k=2)

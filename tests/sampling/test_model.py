@@ -181,12 +181,7 @@ def test_prompts_must_fit_the_context(tiny: LoadedModel) -> None:
     """Prompt and completion together stay within the model's positions."""
     check_lengths(tiny, [1] * 200, 56)
     beyond = r"exceed the model's context of 256\. Use --max-tokens 56"
-    for given, new, said in [
-        (200, 57, beyond),
-        (256, 1, "Shorten the"),
-        (0, 1, "no tokens"),
-        (1, 0, "tokens 0"),
-    ]:
+    for given, new, said in [(200, 57, beyond), (256, 1, "Shorten the"), (0, 1, "no tokens"), (1, 0, "tokens 0")]:
         with pytest.raises(UserError, match=said):
             check_lengths(tiny, [1] * given, new)
 

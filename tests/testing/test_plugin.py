@@ -149,9 +149,7 @@ def test_a_server_is_asked_over_http(tmp_path: Path) -> None:
         Endpoint(server.url, None, tmp_path / "b").assert_batch_invariant("The following", **SMALL_PLAN)
 
 
-def test_a_project_keeps_runs_and_without_a_server_its_test_is_skipped(
-    pytester: pytest.Pytester,
-) -> None:
+def test_a_project_keeps_runs_and_without_a_server_its_test_is_skipped(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         "import torch\nfrom nondet.testing import assert_batch_invariant\n"
         "def test_server(nondet_endpoint): assert False\ndef test_engine(nondet_engine): pass\n"

@@ -78,13 +78,22 @@ class Sampled(NamedTuple):
     rows: frozenset[bytes]
 
 
-def sample(model: Any, seed: int = 0, count: int = 16) -> Sampled:
+def sample(
+    model: Any,
+    seed: int = 0,
+    count: int = 16,
+    *,
+    tokens: int = TOKENS,
+    load: Load = LOAD,
+    prompt: tuple[int, int] = (2, 40),
+    top_k: int = 0,
+) -> Sampled:
     """Requests that come and go under a token budget, so that prefills are chunked; drawn at temperature 1."""
     draw = random.Random(seed)  # noqa: S311 - a plan, no secret
     requests = [
         Request(
-            f"t{i:03d}", True, tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, 40))), TOKENS,
-            draw.randrange(8), i, Sampling(1.0, 0, 1.0, 1000 * seed + i, True),
+            f"t{i:03d}", True, tuple(draw.randrange(1, VOCABULARY) for _ in range(draw.randint(*prompt))), tokens,
+            draw.randrange(8), i, Sampling(1.0, top_k, 1.0, 1000 * seed + i, True),
         )
         for i in range(count)
     ]  # fmt: skip
@@ -95,7 +104,7 @@ def sample(model: Any, seed: int = 0, count: int = 16) -> Sampled:
 
     hook = model.register_forward_hook(keep, with_kwargs=True)
     with torch.no_grad():
-        session = run_session(model.eval(), sorted(requests, key=lambda r: (r.arrival_step, r.id)), LOAD)
+        session = run_session(model.eval(), sorted(requests, key=lambda r: (r.arrival_step, r.id)), load)
     hook.remove()
     assert not session.fatal, session.fatal
     assert all(o.finish == "length" for o in session.outcomes)
@@ -133,7 +142,7 @@ def train(
             assert out.requires_grad
             (-out.sum() / 100).backward()
             kept.append(out.detach().cpu())
-            known += [digest(row) in sampled.rows for row in logits[::5].detach().cpu()]
+            known += [digest(row) in sampled.rows for row in (logits[::5].detach().cpu() if sampled.rows else ())]
     return Trained(torch.cat(kept), known)
 
 

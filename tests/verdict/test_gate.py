@@ -25,30 +25,6 @@ from tests.build import beside, completion, failed, header, replayed, row, run_o
 WRONG: dict[str, Any] = {"status": Status.WRONG, "reason": "the result is float32, not bfloat16"}
 
 
-def test_the_code_follows_the_verdicts() -> None:
-    for rows, code in [
-        ([row([0, 0])], 0),
-        ([row([0, 1])], 3),
-        ([row([0, 1], replays=0)], 3),
-        ([row([0, 0], **WRONG)], 3),
-        ([row([0, 0]), row([0, 0], **WRONG)], 3),
-        ([row([0, 1], varied="split")], 0),
-        ([row([0, 1], varied="split", claims_invariance=True)], 3),
-        ([row([0, 1], varied="run", demonstration=True), row([0, 0])], 0),
-        ([row([0, 0]), failed()], 1),
-        ([row([0, 1]), failed()], 3),
-        ([failed(Status.SKIPPED, "no such kernel")], 1),
-        ([row([0])], 1),
-        ([], 1),
-    ]:
-        got, line = exit_code(run_of(*rows), "divergent")
-        assert got == code
-        assert bool(line) == (code == 1)
-        assert "\n" not in line
-        measured = not rows or any(r.measured for r in rows)
-        assert exit_code(run_of(*rows), None)[0] == (0 if measured else 1)
-
-
 def test_an_implementation_that_was_asked_for_and_never_ran_is_no_pass() -> None:
     """Stock agreeing shows nothing of mine:kernel, nor does a killed run of what it did not come to."""
     skipped, undecided = {"status": Status.SKIPPED, "reason": "no kernel"}, "--fail-on divergent can't be decided: "

@@ -13,61 +13,18 @@ from nondet.errors import UserError
 from nondet.reports.content import build
 from nondet.verdict.findings import Finding
 from nondet.verdict.gate import judge
-from nondet.verdict.samples import SampleCounts, judge_counts, replays, tally_axes
+from nondet.verdict.samples import replays, tally_axes
 from tests.build import beside, completion, header, replayed, sampled
 
-ONE = Run(header=header("sample", {"prompts": [{"text": "p", "tokens": 4}]}))
+
+def replay(parted: int, impl: str = "stock") -> Row:
+    return replayed(impl, 60, parted)
 
 
-def counts(*rounds: str, eos: int = 0, **batches: bool) -> SampleCounts:
-    """A letter for each completion: its trace, and in lower case its tokens. The first `eos` ended otherwise."""
-    letters = [(number, letter) for number, traces in enumerate(rounds) for letter in traces]
-    made = [
-        completion(f"t{i}", letter, round=n, tokens_digest=letter.lower(), finish="eos" if i < eos else "length")
-        for i, (n, letter) in enumerate(letters)
-    ]
-    found = SampleCounts(ONE, "stock", 0, made, {})
-    vars(found).update({"varied": True} | batches)
-    return found
-
-
-def replay(parted: int, impl: str = "stock", number: int = 0) -> Row:
-    return replayed(impl, 60, parted, number)
-
-
-def test_the_finding_is_what_the_batches_and_repetitions_allow() -> None:
-    """The batch is named where it changed and a round that differs was bit-identical when it was repeated."""
-    equal, last_differs = "A" * 60, ("A" * 60, "A" * 60, "A" * 59 + "B")
-    not_repeated = "Rounds in which traces differ were not repeated: these may be batch or run-to-run effects."
-    again = "Run again: 3 of 60 requests in 1 round differed."
-    batch, unknown, clean, unsteady = Finding.BATCH, Finding.UNATTRIBUTED, Finding.CLEAN, Finding.RUN_TO_RUN
-    for made, rows, finding, text, note in [
-        (counts("AaBC"), [replay(0)], batch, "3 distinct completions of 4 (4 distinct logprob traces), b", ""),
-        (counts("AaBC"), [], unknown, "(4 distinct logprob traces), divergent", not_repeated),
-        # tokens that agree over numbers that don't are not a clean run
-        (counts("AAaa"), [replay(0)], batch, "tokens identical in 4 completions, but 2 distinct", "The tokens agree"),
-        (counts(equal), [], clean, "no divergence observed (at 95%, one-sided: below 4.96% of completions", ""),
-        # of five rounds four are compared with the first, which a difference of whole rounds may have made its own
-        (counts(*["A" * 12] * 5), [], clean, "below 52.8% of rounds (4 compared), below 4.96%", ""),
-        (counts(equal, eos=3), [], unknown, "60, 3 of which ended for another reason than equal", "eos 3, "),
-        (counts("AB", eos=1), [replay(0)], batch, "", "Completions ended for different reasons: eos 1, length 1."),
-        # equal batches and other bits: the batch is not the cause, even where other requests did run concurrently
-        (counts("AB", varied=False, constant=True, alone_differ=True), [], unsteady, "", "solo, in equal"),
-        (counts("AB", alone_differ=True), [], unsteady, "", "solo, in equal"),
-        (counts("AB"), [replay(3)], unsteady, "", again),
-        (counts("AA"), [replay(3)], unsteady, "", again),
-        # one trace of 180 differs in round 2: that round 0 was bit-identical says nothing of it
-        (counts(*last_differs), [replay(0)], unknown, "divergent", "were not repeated"),
-        (counts(*last_differs), [replay(0), replay(0, number=2)], batch, "", ""),
-        (counts(*last_differs), [replay(0), replay(1, number=2)], unsteady, "", ""),
-    ]:
-        verdict = judge_counts(made, rows)
-        assert (verdict.finding, verdict.is_fault) == (finding, finding != clean), text
-        assert text in verdict.text
-        assert note in " ".join(verdict.notes)
-        assert bool(verdict.notes) == bool(note or rows)
+def test_one_trace_of_two_texts_is_an_edited_file() -> None:
+    completions = [completion("0", "A", tokens_digest=text) for text in "ab"]
     with pytest.raises(UserError, match=r"stock has 2 completions in one trace\b.*edited by hand"):
-        judge_counts(SampleCounts(ONE, "stock", 0, [completion("0", "A", tokens_digest=t) for t in "ab"], {}))
+        judge(Run(header=header("sample", {"prompts": [{"text": "p", "tokens": 4}]}), completions=completions))
 
 
 def test_the_repeated_round_is_evidence_and_no_probe_of_its_own(tmp_path: Path) -> None:

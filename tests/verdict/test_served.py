@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from nondet.core.records import Completion, ContractAnswer, Round, Run, Served, ServerSeen, Traffic
+from nondet.core.records import Completion, Round, Run, Served, ServerSeen, Traffic
 from nondet.endpoint.arms import Answer, KnownBy, Tokens
 from nondet.endpoint.client import HttpClient
 from nondet.endpoint.collect import Watcher
 from nondet.endpoint.formats import FORMATS, Parts
 from nondet.endpoint.http import Times
 from nondet.verdict.findings import Finding
-from nondet.verdict.gate import exit_code, judge
-from nondet.verdict.served import chance_of, evidence, pooled_odds, proven_tries
+from nondet.verdict.gate import judge
+from nondet.verdict.served import chance_of, evidence, pooled_odds
 from tests import build
-from tests.build import beside, header
+from tests.build import header
 
 
 def completion(
@@ -125,29 +125,6 @@ def traffic(run: Run, arm: str, **fields: Any) -> Run:
     return replace(run, rounds=rounds, complete=True)
 
 
-def test_each_server_has_its_own_verdict() -> None:
-    clean, answer = simple(), ContractAnswer(impl="server", question="greedy", answer="no", evidence="seen")
-    assert exit_code(clean, "divergent")[0] == 0
-    for run, finding in [
-        (changed(clean, lambda _: {"nonfinite": 1}), Finding.WRONG),
-        (simple(trace="B"), Finding.BATCH),
-        (simple(concurrent=0), Finding.UNPROVEN),
-        (replace(clean, contract=[answer]), Finding.CLEAN),
-    ]:
-        assert judge(run)[0].finding == finding
-        for both in ((run, clean), (clean, run)):
-            alone = [judge(one)[0] for one in both]
-            verdicts = judge(beside(*both, "server-2"))
-            assert [(v.findings, v.text) for v in verdicts] == [(v.findings, v.text) for v in alone]
-            last = "Solo answers compared with those of server: 4 identical."
-            assert [v.notes for v in verdicts] == [alone[0].notes, (*alone[1].notes, last)]
-    # loads of another server in the same file would overstate the power of a gate
-    both = beside(simple(loads=3), clean, "server-2")
-    assert (proven_tries(both, "server"), proven_tries(both, "server-2")) == ((12, 3), (120, 30))
-    loaded = replace(clean, completions=[c for c in clean.completions if c.arm == "loaded"])
-    assert proven_tries(loaded, "server") == (119, 29)  # the first of each is what the others are held against
-
-
 def test_chances_multiply_over_prompts_whose_base_agrees_with_itself() -> None:
     """And over none where one base does not: the others would be chosen by their luck."""
     completions = [completion(i, "solo", prompt=p, round=10 * p + i) for p in (0, 1) for i in range(3)]
@@ -168,28 +145,3 @@ def test_a_counter_that_stood_still_says_it_of_every_answer() -> None:
         seen = evidence(traffic(run, arm, counters={"x_cache_hits": hits / 2}))["server", 0][arm]
         assert seen.proof == fits
         assert {n: answers.total() for n, answers in seen.by_cache.items()} == {(None if hits else 0): 2}
-
-
-def cold_and_cached(alone: tuple[str, str], loaded: str) -> Run:
-    """Six answers without and 16 with a cached prefix alone, and 40 of each under load, with these traces."""
-    solo = [("solo", 10, alone[1], 16), ("cold", 6, alone[0], 0), ("warm", 6, alone[1], 16)]
-    completions, rounds = [], [ended(30 + i, "loaded", 4, 4) for i in range(20)]
-    for arm, n, trace, cached in solo:
-        for number in range(len(rounds), len(rounds) + n):
-            completions.append(completion(number, arm, trace, round=100 + number, cached=cached))
-            rounds.append(replace(ended(100 + number, "solo", 1, 0), arm=arm))
-    for i in range(80):
-        cached, trace = (16, loaded[i % 40 % len(loaded)]) if i >= 40 else (0, alone[0])
-        completions.append(completion(i, "loaded", trace, round=30 + i % 20, cached=cached))
-    return made(completions, rounds)
-
-
-def test_an_answer_under_load_is_held_against_those_that_found_as_much_cached() -> None:
-    """Where only the cache decides, or chance, no load is blamed."""
-    for alone, loaded, findings in [
-        (("A", "A"), "A", (Finding.CLEAN,)),
-        (("A", "B"), "A", (Finding.BATCH, Finding.CACHE)),
-        (("A", "B"), "B", (Finding.CACHE,)),
-        (("A", "B"), "B" * 39 + "C", (Finding.CACHE, Finding.UNATTRIBUTED)),
-    ]:
-        assert judge(cold_and_cached(alone, loaded))[0].findings == findings

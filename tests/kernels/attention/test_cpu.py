@@ -36,12 +36,11 @@ def ends(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0)
 
 
-def packed(x: Three, pieces: list[tuple[int, ...]], **more: Any) -> list[torch.Tensor]:
-    """Of each (b, start, end, first): queries [start, end) of row b over keys [first, end); first may be left out."""
-    pieces = [(*piece, 0)[:4] for piece in pieces]
-    q = torch.cat([x[0][b, :, s:e].transpose(0, 1) for b, s, e, _ in pieces])
-    k, v = (torch.cat([y[b, :, f:e].transpose(0, 1) for b, _, e, f in pieces]) for y in x[1:])
-    sizes, keys = [e - s for _, s, e, _ in pieces], [e - f for *_, e, f in pieces]
+def packed(x: Three, pieces: list[tuple[int, int, int]], **more: Any) -> list[torch.Tensor]:
+    """Of each (b, start, end): queries [start, end) of row b over all keys up to `end`."""
+    q = torch.cat([x[0][b, :, s:e].transpose(0, 1) for b, s, e in pieces])
+    k, v = (torch.cat([y[b, :, :e].transpose(0, 1) for b, _, e in pieces]) for y in x[1:])
+    sizes, keys = [e - s for _, s, e in pieces], [e for *_, e in pieces]
     lengths = {"cu_seqlens_q": ends(sizes), "cu_seqlens_k": ends(keys), "max_seqlen_q": max(sizes)}
     out = attention_varlen(q, k, v, **lengths, max_seqlen_k=LENGTH, **more)
     return [part.transpose(0, 1) for part in out.split(sizes)]
@@ -98,24 +97,6 @@ def test_values(dtype: torch.dtype, causal: bool) -> None:
             got = attention(q[:, :, start:], k, v, causal=causal, scale=0.2)
             right = reference.attention(q[:, :, start:], k, v, causal=causal, scale=0.2)
             assert error_against(got, right).relative_norm <= bound, heads
-
-
-@pytest.mark.parametrize("window", [1, 64, *at_length(20, 100)])
-def test_dropped_keys_of_a_window_leave_the_anchor(window: int) -> None:
-    """A cache that dropped the keys before the window gives the bits of one that keeps all; at another place, not."""
-    x = inputs(torch.float32, batch=1)
-    whole = packed(x, [(0, 0, LENGTH)], window=window)[0]
-    spans = [(0, 5), (70, 71), (60, 75), (149, 150), (90, 150)]
-    pieces = [(0, start, end, max(0, start - window + 1)) for start, end in spans]
-
-    def run(shift: int) -> list[torch.Tensor]:
-        positions = torch.cat([torch.arange(s, e) + (shift if first else 0) for _, s, e, first in pieces])
-        return packed(x, pieces, window=window, positions=positions)
-
-    for (start, end), got in zip(spans, run(0), strict=True):
-        assert identical(got, whole[:, start:end])
-    if window > 1:
-        assert not all(identical(a, b) for a, b in zip(run(37), run(0), strict=True))
 
 
 @pytest.mark.parametrize(

