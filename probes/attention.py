@@ -159,7 +159,7 @@ class Attention(Probe):
             call = base.Call.of([x.transpose(0, 2) for x in (q, k, v)], seen, batched=2)
             yield from base.shared_trials("neighbour_values", call, turned)
         elif case.varied in base.AXES:  # decode steps: of three requests in a row the second is compared
-            call = base.Call.of((q[:, :, -1:], k, v), torch.arange(len(q), device=q.device) % 3 == 1, batched=3)
+            call = base.Call.of((q[:, :, -1:], k, v), batched=3)
             yield from base.shared_trials(case.varied, call, operator)
         elif case.varied == "neighbour_length":
             yield from _joined(operator, q, k, v)

@@ -113,18 +113,14 @@ class Backward(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The same rows in batches of M; the same sequences in micro-batches; the same call again."""
-
-        call = partial(operator, case.operator)
+        call, (first, *others) = partial(operator, case.operator), inputs
+        if case.operator not in WEIGHTS:
+            yield from base.batch_trials(case, lambda batch: call(batch, *others), first, case.data["rows"])
+            return
         for value in case.data["values"]:
-            if case.varied == "batch_size":
-                one = partial(
-                    base.in_batches, lambda batch: call(batch, *inputs[1:]), inputs[0], case.data["rows"], value
-                )
-            elif case.operator in WEIGHTS:
-                one = partial(call, value * _SEQUENCE if case.varied == "micro_batch" else case.shape["T"], *inputs)
-            else:
-                one = partial(call, *inputs)
-            yield Trial(value, one)
+            yield Trial(
+                value, partial(call, value * _SEQUENCE if case.varied == "micro_batch" else case.shape["T"], *inputs)
+            )
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """Torch's autograd in float64."""

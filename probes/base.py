@@ -327,9 +327,11 @@ class Call(NamedTuple):
     kept: torch.Tensor  # indices along the first axis of the result that are compared
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], mine: torch.Tensor, batched: int = 1) -> Call:
-        """A call that compares the rows that are `mine` [rows]; the first `batched` tensors hold rows of the batch."""
-        rows = torch.arange(len(mine), device=mine.device)
+    def of(cls, tensors: Sequence[torch.Tensor], mine: torch.Tensor | None = None, batched: int = 1) -> Call:
+        """A call that compares the rows that are `mine` [rows], a third of them by default, one row by itself, too; the
+        first `batched` tensors hold rows of the batch."""
+        rows = torch.arange(len(tensors[0]), device=tensors[0].device)
+        mine = (rows % 3 == 1 if len(rows) > 1 else rows == 0) if mine is None else mine
         others = [rows[~mine] if i < batched else None for i in range(len(tensors))]
         return cls(tuple(tensors), tuple(others), rows[mine])
 
@@ -480,11 +482,6 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
     return call.compared(operator)
 
 
-def every_third(at: torch.Tensor) -> torch.Tensor:
-    """Which of these rows are compared among others: a third of them; one row by itself, too."""
-    return at % 3 == 1 if len(at) > 1 else at == 0
-
-
 def steady(results: Sequence[torch.Tensor]) -> bool:
     """Whether all have equal bits."""
     return all(identical(results[0], other) for other in results[1:])
@@ -561,12 +558,12 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def batch_trials(
-    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
+    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call | None = None, whole: Operator | None = None
 ) -> Iterator[Trial]:
     """The variants of a case over the rows of a batch `x` (or their indices): the first `rows` of them in batches of M,
     at every position of one batch, all of them again and again; or one of `AXES`, of `call` by `whole`."""
-    if case.varied in AXES:
-        yield from shared_trials(case.varied, call, whole)
+    if call is not None and case.varied in AXES:
+        yield from shared_trials(case.varied, call, whole or compute)
     elif case.varied == "position":
         yield Trial(0, partial(at_every_position, compute, x[:rows], case.shape["M"]), many=True)
     else:

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from nondet.core.compare import readable
+from nondet.core.compare import difference, readable
 from nondet.core.records import Judged, Value
 from nondet.core.watch import operand_loss
 
@@ -117,22 +117,17 @@ def _some_noise(mode: _Sums, x: torch.Tensor) -> torch.Tensor:
 def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str, dict[str, float]]:
     """Of each class but the first, by its first value: how far it is from the first as a share of the results' scale
     (of integers, the share of elements that differ), and the factor that the first half of its elements share."""
-    base = readable(results[0]).double().flatten()
-    finite, found = torch.isfinite(base), {}
-    scale = float(base[finite].abs().max()) if bool(finite.any()) else 0.0
-    spread = max(_CONSTANT, 2 * torch.finfo(results[0].dtype).eps if results[0].dtype.is_floating_point else 0.0)
+    found, dtype = {}, results[0].dtype
+    spread = max(_CONSTANT, 2 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
     for value, result in zip(values[1:], results[1:], strict=True):
-        other = readable(result).double().flatten()
-        differs = (base != other) & ~(base.isnan() & other.isnan())
-        if not (results[0].dtype.is_floating_point or results[0].dtype.is_complex):
-            far = float(differs.double().mean())
-        elif bool((differs & ~(finite & torch.isfinite(other))).any()):
-            far = sys.float_info.max
+        gap = difference(results[0], result)
+        if not (dtype.is_floating_point or dtype.is_complex):
+            far = gap.mismatched / gap.compared
         else:
-            gap = float((base - other)[differs].abs().max()) if bool(differs.any()) else 0.0
-            far = gap / scale if scale else sys.float_info.max * bool(gap)
-        half = slice(0, -(-len(base) // 2))
-        mine, theirs = base[half], other[half]
+            lost = gap.nonfinite or (gap.max_abs and not gap.scale)
+            far = sys.float_info.max if lost else gap.max_abs / (gap.scale or 1.0)
+        half = slice(0, -(-readable(result).numel() // 2))
+        mine, theirs = (readable(x).double().flatten()[half] for x in (results[0], result))
         kept = (mine != 0) & torch.isfinite(mine) & torch.isfinite(theirs)
         ratio = theirs[kept] / mine[kept]
         shared = len(ratio) > 1 and float(ratio.max() - ratio.min()) <= spread * float(ratio.abs().max())

@@ -55,7 +55,11 @@ class RowProbe(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each operator, width and dtype a sweep over M; at the first width all other cases, too."""
-        widths, chosen = self._widths(options)
+        given = (base.given_layer(options) or ())[:1]
+        configured = given or tuple(
+            dict.fromkeys(options.config[k] for k in self.tested.width_keys if k in options.config)
+        )
+        widths, chosen = configured or self.tested.widths, bool(configured)
         seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:
             for width in (*widths, *(() if chosen else (seeded,))):
@@ -110,12 +114,6 @@ class RowProbe(Probe):
                 yield case("neighbour_values", kind, 64, 64)
             yield case("alignment", best, 33, 33)
 
-    def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
-        if given := base.given_layer(options):
-            return given[:1], True
-        configured = tuple(dict.fromkeys(options.config[k] for k in self.tested.width_keys if k in options.config))
-        return configured or self.tested.widths, bool(configured)
-
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
         rows = max(case.data["rows"], 0 if case.varied == "position" else case.shape["M"])
@@ -127,8 +125,9 @@ class RowProbe(Probe):
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The rows in batches of M for every M; at every position of one batch; or with other rows."""
         x, weights = inputs["x"], inputs["weights"]
-        mine = torch.arange(len(x), device=x.device) % 3 == 1
-        call = base.Call.of((x, *weights), mine | (case.varied == "history"))  # which has no other rows
+        # of a call at other times all rows are compared
+        every = torch.ones(len(x), dtype=torch.bool, device=x.device) if case.varied == "history" else None
+        call = base.Call.of((x, *weights), every)
         rows = case.data["rows"]
         return base.batch_trials(case, lambda batch: operator(batch, *weights), x, rows, call, operator)
 

@@ -12,21 +12,15 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from nondet.core import registry
 from nondet.core.compare import identical
-from nondet.core.launch import check_device_alive
-from nondet.core.measure import Fingerprint, failed, fingerprint, kept_warnings, measure, written_to
+from nondet.core.measure import Fingerprint, fingerprint, measure, written_to
 from nondet.core.records import Axis, Culprit, Row, Run, Status
-from nondet.core.registry import (
-    LoadedImplementation,
-    implementation_names,
-    load_implementation,
-    load_object,
-    load_probe,
-    operators,
-)
+from nondet.core.registry import LoadedImplementation, load_implementation, load_object, load_probe, operators
 from nondet.core.watch import Answers, Watch
-from nondet.errors import MisfitError, UserError, WrongResultError, reason_of
+from nondet.errors import MisfitError, UserError, WrongResultError
 from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted
+from nondet.probes.functions import tried
 from nondet.probes.pointwise import OPERATORS
 
 # torch's name of an operator -> the probe that tests it.
@@ -37,6 +31,9 @@ _PROBES: dict[str, str] = {
     **dict.fromkeys(("mean", "sum"), "reduction"),
     **{name: name.replace("_", "-") for name in ("softmax", "log_softmax", "logsumexp", "cumsum", "rms_norm")},
 }
+
+
+_OF_CASES = ("operator", "dtype", "inputs", "varied", "exact", "demonstration")  # fields of a row, too
 
 
 class Met(NamedTuple):
@@ -132,23 +129,10 @@ class Job:
     @property
     def head(self) -> Row:
         """The row, with everything but figures."""
-        case = self.case
-        return Row(
-            probe=self.probe.name,
-            case=case.name,
-            operator=case.operator,
-            shape=dict(case.shape),
-            dtype=case.dtype,
-            device=self.device,
-            inputs=case.inputs,
-            varied=case.varied,
-            axis=case.axis or "",
-            exact=case.exact,
-            demonstration=case.demonstration,
-            impl=self.impl,
-            status="",
-            place=msgspec.UNSET if self.place is None else self.place,
-        )
+        case, place = self.case, msgspec.UNSET if self.place is None else self.place
+        fields: dict[str, Any] = {name: getattr(case, name) for name in _OF_CASES}
+        fields |= {"probe": self.probe.name, "case": case.name, "shape": dict(case.shape), "axis": case.axis or ""}
+        return Row(device=self.device, impl=self.impl, status="", place=place, **fields)
 
 
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
@@ -186,7 +170,7 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
     "linear=module:function" names it, else it is the first of `own`, the probe's, in the order of its cases."""
     if operator not in operators():
         return names
-    known = implementation_names(operator, device)
+    known = registry.implementation_names(operator, device)
     chosen: dict[str, None] = {}  # each once, in the given order: two rows of one key can't be resumed
     for name in names:
         if ":" in name:
@@ -210,27 +194,24 @@ def run_jobs(
     `must_fit`: raise MisfitError if a user's function takes other operands than its operator, at its first case."""
     prepared: _Prepared | None = None
     untried = set[str]()
+
+    def measured(job: Job) -> Row:
+        nonlocal prepared
+        started, given, prepared = time.perf_counter(), prepared, None  # a kernel that fails may have written to them
+        if given is None or given.case is not job.case:
+            given = None  # free the old inputs first
+            given = _prepare(job, seed)
+        row = _measure(job, given, started, untried=job.impl in untried)
+        prepared = given
+        return row
+
     for job in jobs:
         if job.key in done:
             continue
         if must_fit and job.first:
             untried.add(job.impl)
-        started = time.perf_counter()
-        # torch explains in warnings why a backend refuses, each once per process: kept for the row
-        with kept_warnings() as caught:
-            try:
-                if prepared is None or prepared.case is not job.case:
-                    prepared = None  # free the old inputs first
-                    prepared = _prepare(job, seed)
-                row = _measure(job, prepared, started, untried=job.impl in untried)
-            except MisfitError:
-                raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
-                refused = job.case.data.get("may_refuse") and not isinstance(error, WrongResultError | SystemExit)
-                shown = NotImplementedError(f"the case is not for it: {reason_of(error)}") if refused else error
-                row = failed(job.head, shown, started, caught)
-                prepared = None  # it may have written to them
-                check_device_alive(job.device, error)
+        may_refuse = "may_refuse" in job.case.data
+        row = tried(job.head, partial(measured, job), raised=MisfitError, may_refuse=may_refuse)
         if row.status != Status.SKIPPED:
             untried.discard(job.impl)
         yield row

@@ -104,7 +104,7 @@ class ScaledMatmul(Probe):
         """A block of rows for every M; some rows at every position; or the whole call at other moments."""
         shaped, given = _shaped(case, operator), tuple(inputs.values())
         at = torch.arange(len(given[0]), device=given[0].device)
-        call = base.Call.of(given, base.every_third(at))
+        call = base.Call.of(given)
         if len(given) > 2 and len(given[2]) > 1:  # the scales of the others are included
             call = call._replace(others=(call.others[0], None, call.others[0], None))
         rows = 4 if case.varied == "position" else _ROWS
