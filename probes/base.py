@@ -268,12 +268,6 @@ def sweep(largest: int, options: Options, *, dense: bool = False) -> list[int]:
     return sorted({x for x in chosen if x < largest} | {largest} | {rows for rows, _ in options.met if rows})
 
 
-def element_bytes(dtype: str) -> int:
-    """Bytes of one number."""
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
-
-
 @functools.lru_cache(maxsize=1)
 def _free_on_gpu(index: int, second: int) -> int:
     """Free bytes, queried once a second, because a plan needs them for each case, and a busy driver is slow. A process
@@ -410,16 +404,9 @@ def _filled(x: torch.Tensor, fill: Fill) -> torch.Tensor:
     return fill(x.float()).clamp(-most, most).to(x.dtype)
 
 
-def _opposite(x: torch.Tensor) -> torch.Tensor:
-    """Other values of the same size: in another order along the first axis, with their signs flipped."""
-    return _filled(x, lambda wide: -wide.flip(0)) if x.is_floating_point() else x
-
-
 def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
     def shifted(shift: int) -> torch.Tensor:
-        own = (
-            placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x for x in call.tensors
-        )
+        own = (placed(x, x.stride(), shift, 64 // x.itemsize) if x.is_floating_point() else x for x in call.tensors)
         return call.replaced(own).compared(operator)
 
     for shift in _SHIFTS:
@@ -428,7 +415,9 @@ def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
     """The same call at other times; calls between have the same shapes and other values."""
-    other = call.replaced(map(_opposite, call.tensors))
+    # of the same size: in another order along the first axis, with their signs flipped
+    turned = (_filled(x, lambda wide: -wide.flip(0)) if x.is_floating_point() else x for x in call.tensors)
+    other = call.replaced(turned)
 
     def held() -> torch.Tensor:
         mine = operator(*call.tensors)

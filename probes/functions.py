@@ -34,15 +34,12 @@ from nondet.probes.rounding import apart, judged, rounding_of, sums_of
 # divergence only means something if the requests were the same, so inputs are checked for that before results.
 
 Inputs = Any
+Function = Callable[..., Any]
 _SWITCH = (
     "it covers reductions in Triton code that Inductor generates, not libraries' products and attention, nor C++ code"
 )
 _NAN = "NaN"  # the name of the variant in which other requests hold it
-_CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "zeros": torch.zeros_like,
-    "large": lambda x: x * 30,
-    _NAN: lambda x: torch.full_like(x, torch.nan),
-}
+_CHANGES: dict[str, Function] = {"zeros": torch.zeros_like, "large": lambda x: x * 30, _NAN: lambda x: x * torch.nan}
 _PADDED_MOST = 16  # requests that are padded to the longest
 _EACH_MOST = 256  # requests of the largest batch, spread over it, that are computed again without the others
 # Of the results' elements those that differ where a sum over K of 256 to 4,096 is cut in two and added in float32:
@@ -52,7 +49,6 @@ _FINER = 16.0  # times less rounding in float64
 _BEYOND = 4.0  # times what rounding may give: what varied there is a cause
 _SEEN = 3.0  # if this many are expected, none occurs by chance in one of 20
 Select = Callable[[Any, Value], torch.Tensor]
-Function = Callable[..., Any]
 
 
 class BadInputsError(UserError):
@@ -109,10 +105,8 @@ class _Subject:
         before = self._prints.setdefault(value, prints)
         changed = sorted(name for name in before if name not in prints or _differ(before[name], prints[name]))
         if changed:
-            raise BadInputsError(
-                f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})",
-                "Draw them from a generator that is seeded in it.",
-            )
+            what = f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})"
+            raise BadInputsError(what, "Draw them from a generator that is seeded in it.")
         if self._select is None:
             for name, tensor in _tensors(inputs):
                 self._check_same_requests(name, tensor, int(value))
@@ -129,10 +123,9 @@ class _Subject:
         # of another shape it is ragged, packed or padded: its layout is unknown
         if (batched or shape == tensor.shape) and _differ(leading[batched], prints[batched]):
             part = f"its first {self.kept} rows" if batched else "it"
-            raise BadInputsError(
-                f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal",
-                "Put the same requests first in every batch, or choose with select= what is compared.",
-            )
+            what = f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal"
+            how = "Put the same requests first in every batch, or choose with select= what is compared."
+            raise BadInputsError(what, how)
 
     def expected_of(self, reference: Function) -> torch.Tensor:
         """The reference's result for the first value, in float64; results must have its shape."""
@@ -456,8 +449,7 @@ def check_operator(
     from nondet.probes.base import Options
     from nondet.probes.runner import Job, run_jobs
 
-    probes = {name: OPERATOR_PROBES.get(name, name.replace("_", "-")) for name in operators()}
-    known = {name: probe for name, probe in probes.items() if probe in PROBES}
+    known = {o: probe for o in operators() if (probe := OPERATOR_PROBES.get(o, o.replace("_", "-"))) in PROBES}
     if operator not in known:
         raise UnknownNameError("operator", operator, known)
     probe = load_probe(known[operator])
@@ -603,17 +595,16 @@ def _too_few(dtype: str, compared: int) -> str:
     share = _SHARE.get(dtype)
     if share is None or not compared or compared * share >= _SEEN:
         return ""
-    return (
-        f"only {compared:,} elements of {dtype} were compared: where a sum is cut in two, about one in "
-        f"{1 / share:,.0f} differs, so that it takes {_SEEN / share:,.0f} to see it"
-    )
+    cut = f"where a sum is cut in two, about one in {1 / share:,.0f} differs"
+    few = f"only {compared:,} elements of {dtype} were compared"
+    return f"{few}: {cut}, so that it takes {_SEEN / share:,.0f} to see it"
 
 
-def head_of(label: str, case: str, varied: str, device: str, dtype: str = "unknown") -> Row:
+def head_of(label: str, case: str, varied: str, device: str, dtype: str = "unknown", **shape: int) -> Row:
     """The row of a user's function, with everything but figures."""
     return Row(
-        probe="check", case=one_line(case, 400), operator=label, shape={}, dtype=dtype, device=device, inputs="given",
-        varied=varied, impl=label, exact=False, status="",
+        probe="check", case=one_line(case, 400), operator=label, shape=shape, dtype=dtype, device=device,
+        inputs="given", varied=varied, impl=label, exact=False, status="",
     )  # fmt: skip
 
 
@@ -678,10 +669,9 @@ def _check_call(function: Function, inputs: Inputs, name: str, given: str) -> No
         signature.bind(*arguments, **keywords)
     except TypeError as error:
         count = f"the keywords {', '.join(map(str, keywords))}" if keywords else f"{len(arguments)} positional"
-        raise UserError(
-            f"{name} takes ({', '.join(signature.parameters)}), and {given} is {count}: {error}",
-            "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs).",
-        ) from None
+        what = f"{name} takes ({', '.join(signature.parameters)}), and {given} is {count}: {error}"
+        how = "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs)."
+        raise UserError(what, how) from None
 
 
 def _measured(head: Row, subject: _Subject, reference: Function | None, error: float | None) -> Row:

@@ -49,8 +49,7 @@ def check_gradient(
 
     dtype = min((x.dtype for x in leaves), key=lambda d: d.itemsize)
     case, device = f"the gradient of {size} requests in {', '.join(map(str, over))} parts", leaves[0].device.type
-    head = head_of(label, case, "micro_batch", device, str(dtype).removeprefix("torch."))
-    head = replace(head, shape={"M": size})
+    head = head_of(label, case, "micro_batch", device, str(dtype).removeprefix("torch."), M=size)
     row = compare(head, [Trial(value, partial(whole, *split)) for value, split in splits.items()])
     if row.distinct > 1 and not row.replays_parted:
         bound = error

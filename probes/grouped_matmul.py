@@ -66,7 +66,7 @@ class GroupedMatmul(Probe):
             for dtype in base.dtypes(options, "grouped_matmul", ("bfloat16", "float32")[: 1 if options.brief else 2]):
                 case, first, (_, E, K, N) = partial(_case, layer, dtype), layer is layers[0], layer
                 # weights and batch are drawn in float32; a sorted copy of the batch and two results are alive at once
-                item, rows = base.element_bytes(dtype), max(largest, _ROWS)
+                item, rows = getattr(torch, dtype).itemsize, max(largest, _ROWS)
                 needed = E * K * N * (item + 8) + rows * K * (2 * item + 8) + 2 * rows * N * 8
                 base.require_memory(options.device, needed, f"grouped_matmul of M={rows} E={E} K={K} N={N} in {dtype}")
                 if first:
@@ -98,10 +98,9 @@ class GroupedMatmul(Probe):
         home, every = case.data.get("home", 0), torch.arange(rows)
         here = torch.full_like(spread, home)
         values, places = case.data.get("values", []), case.data.get("places", rows)
-        plans: list[Plan]
         if case.varied == "batch_size":
             spread[: min(rows, 2)] = torch.tensor([0, E - 1])[:rows]  # the first and the last expert
-            plans = [(size, list(_batches(size, spread, E))) for size in values]
+            plans: list[Plan] = [(size, list(_batches(size, spread, E))) for size in values]
         elif case.varied == "routing" and values:
             plans = [(n, [_batch(here, every[:n], min(n, _ROUTED), E)]) for n in values]
         elif case.varied == "routing":

@@ -637,7 +637,7 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     device, M, product = options.device, options.m or max(_BATCHES[options.device]), operator in _PRODUCTS
     batches = [*(m for m in _BATCHES[device] if m < M), M]
     # weights of a product are held three times, an expert's five times
-    needed = (2 * M * K + 5 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8
+    needed = (2 * M * K + 5 * N * K) * getattr(torch, dtype).itemsize + 5 * min(N, _COLUMNS) * K * 8
     needed += K * (400 + 4 * _HEAD * 8)
     require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
     where = {

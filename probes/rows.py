@@ -21,7 +21,7 @@ from nondet.core.operator import Operator as DeclaredOperator
 from nondet.core.operator import RowProbing
 from nondet.core.registry import declared
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, some, sweep
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, some, sweep
 
 # The batch at most, in rows and in elements: 4096 rows of a vocabulary would only be memory traffic.
 _LARGEST = {"cpu": 256, "cuda": 4096}
@@ -55,10 +55,8 @@ class RowProbe(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each operator, width and dtype a sweep over M; at the first width all other cases, too."""
-        given = (base.given_layer(options) or ())[:1]
-        configured = given or tuple(
-            dict.fromkeys(options.config[k] for k in self.tested.width_keys if k in options.config)
-        )
+        given, sizes = (base.given_layer(options) or ())[:1], options.config
+        configured = given or tuple(dict.fromkeys(sizes[k] for k in self.tested.width_keys if k in sizes))
         widths, chosen = configured or self.tested.widths, bool(configured)
         seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:
@@ -77,7 +75,7 @@ class RowProbe(Probe):
         rows = max(16, min(_ROWS[options.device], 2**20 // width))
         made = max(largest, rows) + (max(positions * each for positions, each in _POSITIONS.items()) if first else 0)
         # drawn in float32; two results are alive while comparing; the rows are checked in float64
-        needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
+        needed = made * width * (3 * getattr(torch, dtype).itemsize + 12) + rows * width * 16
         base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
         tested = self.tested
         # what shows an order, solo and among others
