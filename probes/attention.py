@@ -112,8 +112,7 @@ class Attention(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
-        operands = of_attention(case.inputs, "", case.shape, case.torch_dtype, device, seed)
-        return dict(zip("qkv", operands, strict=True))
+        return dict(zip("qkv", of_attention(case.inputs, "", case.shape, case.torch_dtype, device, seed), strict=True))
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """See `cases`; the others are compared with the first variant."""

@@ -213,10 +213,10 @@ class _Subject:
         if len(set(self._lengths)) > 1:
             longest = max(everyone, key=self._lengths.__getitem__)
             short = [request for request in everyone if self._lengths[request] < self._lengths[longest]][:_PADDED_MOST]
-            beside = {"equal lengths": lambda request: [request] * 3, "a longer one": lambda r: [r, longest, longest]}
+            ways = {"equal lengths": lambda request: [request] * 3, "a longer one": lambda r: [r, longest, longest]}
             lengths = [
                 self._trial(name, [_Batch(index(r)) for r in short], [(batch, 0) for batch in range(len(short))])
-                for name, index in beside.items()
+                for name, index in ways.items()
             ]
             yield "neighbour_length", f"{len(short)} requests beside copies and beside longer ones", lengths
         if self._layout and _runs(strided := self._trial("strided", [_Batch(everyone, "strided")], whole)):
@@ -461,11 +461,8 @@ def check_operator(
     name = name_of(fn)
     check_signature(fn, operator, name)
     loaded = LoadedImplementation(operator, name, fn)
-    cases = [
-        case
-        for case in probe.cases(options)
-        if case.operator == operator and case.impls is None and (varied is None or case.varied in varied)
-    ]
+    asked = (case for case in probe.cases(options) if case.operator == operator and case.impls is None)
+    cases = [case for case in asked if varied is None or case.varied in varied]
     jobs = [Job(probe, case, name, device, loaded=loaded, first=case is cases[0]) for case in cases]
     if not jobs:
         raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")

@@ -59,10 +59,9 @@ def check_gradient(
         look = _look(each, whole(range(size), over[0]), bound or 0.0)
         far = max(x["far"] for x in row.extra["apart"].values())
         row = replace(row, judged=judged(far, bound, dtype, look, own=error is not None))
-    compared = row.difference.compared if row.difference is not None else 0
-    row = replace(row, extra=row.extra | {"elements": compared})
+    compared = {"elements": row.difference.compared if row.difference is not None else 0}
     plan = {"impls": [label], "varied": "micro_batch", "over": list(over), "combine": combine, "error": error}
-    return run_of([row], plan, None)
+    return run_of([replace(row, extra=row.extra | compared)], plan, None)
 
 
 def _look(splits: Sequence[torch.Tensor], whole: torch.Tensor, bound: float) -> str:

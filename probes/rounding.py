@@ -8,6 +8,7 @@ a sum. Where no sum is seen (a kernel of Triton, compiled code), its inputs get 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from nondet.core.compare import difference, readable
+from nondet.core.compare import difference, numbers, readable, same
 from nondet.core.records import Judged, Value
 from nondet.core.watch import operand_loss
 
@@ -27,10 +28,13 @@ _SUMS = re.compile(
     r"(mm|mv|dot|linear|matmul|conv|attention|softmax|norm|sum|mean|var|std|logsumexp|einsum|loss|scatter_add|index_add"
     r"|embedding_dense|embedding_bag)(?!.*_$)"
 )
+_ADDS = re.compile(r"(mm|mv|dot|matmul|mean|add)$|^(cum)?sum$")  # only adds terms, or products
 _DRAWS = {True: 4, False: 12}  # of noise, by whether the result is of floats: tokens change seldom
 # Another order of 4,096 terms changes a float32 sum by about so many units of roundoff. Sums of shorter formats are
 # kept in float32 and rounded once, which costs one unit.
 _UNITS = {torch.float64: 64.0, torch.float32: 64.0}
+_ROUNDS, _DEVIATIONS = 8, 4.0  # of noise, for how far it moves an element; standard deviations that it may
+_WORST = 8192.0  # times what orders give: more than a sum of 2^18 terms errs at worst
 _FAR = 4.0  # times what rounding may give: beyond it is no rounding
 _WIDE = 0.1  # of a result's scale, or of its integers
 _CONSTANT = 1e-3  # largest relative spread of a factor that all elements share, or two roundings of a short format
@@ -43,11 +47,12 @@ def unit(dtype: torch.dtype) -> float:
 
 
 class _Sums(TorchDispatchMode):
-    """Notes the sums that a block computes, by name and shapes; with a seed each gets noise."""
+    """Notes the sums that a block computes, by name and shapes; with a seed each gets noise: of `dtype`, or of its own
+    operands'."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.seed, self.seen = seed, list[tuple[str, tuple[torch.Size, ...]]]()
+        self.dtype, self.seed, self.seen = dtype, seed, list[tuple[str, tuple[torch.Size, ...]]]()
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,9 +65,12 @@ class _Sums(TorchDispatchMode):
         result = func(*tree_map_only(torch.Tensor, self.noised, args), **kwargs)
         first = result[0] if isinstance(result, tuple | list) else result
         first.copy_(self.noised(first))
+        if self.dtype is not None and _ADDS.search(name):  # a partial sum may be as large as all terms of one sign
+            sizes = func(*tree_map_only(torch.Tensor, torch.abs, args), **kwargs)
+            first += self.noised(sizes, torch.float64 if self.dtype == torch.float64 else torch.float32) - sizes
         return result
 
-    def noised(self, x: torch.Tensor) -> torch.Tensor:
+    def noised(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Floats with noise; other tensors as they are."""
         if not x.dtype.is_floating_point or x.element_size() == 1:
             return x
@@ -70,7 +78,7 @@ class _Sums(TorchDispatchMode):
             self._generators[x.device] = torch.Generator(x.device).manual_seed(self.seed or 0)
         wide = x.double() if x.dtype == torch.float64 else x.float()
         draw = torch.rand(x.shape, generator=self._generators[x.device], device=x.device, dtype=wide.dtype)
-        return (wide * (1 + unit(x.dtype) * (2 * draw - 1))).to(x.dtype)
+        return (wide * (1 + unit(dtype or self.dtype or x.dtype) * (2 * draw - 1))).to(x.dtype)
 
 
 def sums_of(call: Callable[[], Any]) -> list[tuple[str, tuple[torch.Size, ...]]]:
@@ -94,19 +102,22 @@ def rounding_of(call: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.d
     clean, floats = call(inputs), dtype.is_floating_point or dtype.is_complex
     far, known = 0.0, False
     for seed in range(_DRAWS[floats]):
-        mode = _Sums(seed)
-        result = _ran(mode, partial(call, inputs))
-        if result is None or not mode.seen:
-            noisy = tree_map_only(torch.Tensor, partial(_some_noise, mode), inputs)
-            if all(x is y for x, y in zip(tree_leaves(inputs), tree_leaves(noisy), strict=True)):
-                continue
-            result = _ran(nullcontext(), partial(call, noisy))
-        if result is not None:
+        if (result := _moved(_Sums(seed), call, inputs)) is not None:
             far, known = max(far, apart([clean, result], [0, 1])["1"]["far"]), True
     if not known:
         return None
     # a sum that is not seen may come last
     return 2 * max(far, unit(dtype)) if floats else far
+
+
+def _moved(mode: _Sums, call: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor | None:
+    """The result with noise at its sums, or in its inputs where none is seen; None where neither can be."""
+    result: torch.Tensor | None = _ran(mode, partial(call, inputs))
+    if result is None or not mode.seen:
+        noisy = tree_map_only(torch.Tensor, partial(_some_noise, mode), inputs)
+        unmoved = all(x is y for x, y in zip(tree_leaves(inputs), tree_leaves(noisy), strict=True))
+        return None if unmoved else _ran(nullcontext(), partial(call, noisy))
+    return result
 
 
 def _some_noise(mode: _Sums, x: torch.Tensor) -> torch.Tensor:
@@ -134,6 +145,34 @@ def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str,
         shared = shared and abs(float(ratio.mean()) - 1) > spread
         found[str(value)] = {"far": far, "factor": float(ratio.mean()) if shared else 0.0}
     return found
+
+
+def orders_apart(reference: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.dtype) -> torch.Tensor:
+    """How far orders of the same sums, with a result of `dtype`, are apart: at each element of a float64 reference,
+    which moves so far where its sums get noise."""
+    clean = reference(inputs)
+    squares = torch.zeros_like(clean)
+    for seed in range(_ROUNDS):
+        if (moved := _moved(_Sums(seed, dtype), reference, inputs)) is not None:
+            squares += (moved - clean).square() / _ROUNDS
+    # a sum of one sign comes with an error of its own size, and a result is rounded
+    return _DEVIATIONS * squares.sqrt() + 2 * unit(dtype) * clean.abs()
+
+
+def judged_classes(results: Sequence[torch.Tensor], usual: torch.Tensor, look: str) -> Judged:
+    """Whether classes of results are apart by rounding: by no more than orders are, `usual`, at each element. With a
+    `look`, of what no order explains, that is not decided, nor what is farther, unless it is far beyond, NaN or
+    infinity. The figures are of the element that is farthest for its rounding."""
+    first, *others = (x.double() for x in results)
+    gaps = [torch.where(same(first, x), 0.0, (x - first).abs().nan_to_num(torch.inf, torch.inf)) for x in others]
+    gap, size = torch.stack(gaps).amax(0), torch.where(first.isfinite(), first.abs(), 0.0).amax()
+    ratio = torch.where(gap > 0, (gap / usual).nan_to_num(torch.inf, torch.inf), 0.0).flatten()
+    at = ratio.argmax()
+    far, bound, scale, most = numbers(gap.flatten()[at], usual.flatten()[at], size, ratio[at])
+    far = min(far / (scale or 1.0), sys.float_info.max)
+    kind = "rounding" if most <= 1.0 and not look else "bug" if most > _WORST and math.isfinite(bound) else "open"
+    known = bound / (scale or 1.0) if math.isfinite(bound) else None
+    return Judged(kind=kind, far=far, bound=known, dtype=str(results[0].dtype).removeprefix("torch."), look=look)
 
 
 def judged(

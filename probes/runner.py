@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -15,13 +17,14 @@ import torch
 from nondet.core import registry
 from nondet.core.compare import identical
 from nondet.core.measure import Fingerprint, fingerprint, measure, written_to
-from nondet.core.records import Axis, Culprit, Row, Run, Status
+from nondet.core.records import Axis, Culprit, Judged, Row, Run, Status
 from nondet.core.registry import LoadedImplementation, load_implementation, load_object, load_probe, operators
 from nondet.core.watch import Answers, Watch
 from nondet.errors import MisfitError, UserError, WrongResultError
 from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted
 from nondet.probes.functions import tried
 from nondet.probes.pointwise import OPERATORS
+from nondet.probes.rounding import judged_classes, orders_apart
 
 # torch's name of an operator -> the probe that tests it.
 _PROBES: dict[str, str] = {
@@ -31,9 +34,6 @@ _PROBES: dict[str, str] = {
     **dict.fromkeys(("mean", "sum"), "reduction"),
     **{name: name.replace("_", "-") for name in ("softmax", "log_softmax", "logsumexp", "cumsum", "rms_norm")},
 }
-
-
-_OF_CASES = ("operator", "dtype", "inputs", "varied", "exact", "demonstration")  # fields of a row, too
 
 
 class Met(NamedTuple):
@@ -130,7 +130,8 @@ class Job:
     def head(self) -> Row:
         """The row, with everything but figures."""
         case, place = self.case, msgspec.UNSET if self.place is None else self.place
-        fields: dict[str, Any] = {name: getattr(case, name) for name in _OF_CASES}
+        same = ("operator", "dtype", "inputs", "varied", "exact", "demonstration")
+        fields: dict[str, Any] = {name: getattr(case, name) for name in same}
         fields |= {"probe": self.probe.name, "case": case.name, "shape": dict(case.shape), "axis": case.axis or ""}
         return Row(device=self.device, impl=self.impl, status="", place=place, **fields)
 
@@ -210,8 +211,7 @@ def run_jobs(
             continue
         if must_fit and job.first:
             untried.add(job.impl)
-        may_refuse = "may_refuse" in job.case.data
-        row = tried(job.head, partial(measured, job), raised=MisfitError, may_refuse=may_refuse)
+        row = tried(job.head, partial(measured, job), raised=MisfitError, may_refuse="may_refuse" in job.case.data)
         if row.status != Status.SKIPPED:
             untried.discard(job.impl)
         yield row
@@ -225,6 +225,7 @@ class _Prepared(NamedTuple):
     written: Fingerprint
     reference: torch.Tensor | None
     answers: Answers | None
+    apart: Callable[[torch.dtype], torch.Tensor]  # how far orders of the reference's sums are, in a result's dtype
 
 
 def _prepare(job: Job, seed: int) -> _Prepared:
@@ -233,7 +234,9 @@ def _prepare(job: Job, seed: int) -> _Prepared:
     answers = None
     if declaration is not None and declaration.reference is not None:
         answers = Answers(declaration.name, load_object(declaration.reference))
-    return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
+    reference: Any = partial(job.probe.reference, job.case)
+    apart = functools.cache(partial(orders_apart, reference, inputs))  # of most cases no class is compared
+    return _Prepared(job.case, inputs, fingerprint(inputs), reference(inputs), answers, apart)
 
 
 def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) -> dict[str, Any]:
@@ -244,6 +247,9 @@ def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) 
     said |= job.probe.findings(case, prepared.inputs, Classes(*classes), operator)
     if answer is not None and case.inputs in job.probe.answers and case.exact is not False:
         said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in classes[0])
+    if answer is not None and len(classes[0]) > 1 and not case.demonstration:
+        look = "values" if case.varied in ("neighbour_values", "hidden_keys") else ""  # no size of a sum changes
+        said["judged"] = judged_classes(classes[0], prepared.apart(classes[0][0].dtype), look)
     return said
 
 
@@ -276,4 +282,8 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
         )
     if changed := written_to(prepared.written, inputs):
         raise WrongResultError(f"it wrote to its input {', '.join(changed)}")
-    return row
+    judged, error = row.extra.pop("judged", msgspec.UNSET), row.worst_error
+    if row.wrong and error is not None:  # by more than any order of its sums explains
+        far = sys.float_info.max if error.relative_norm is None else error.relative_norm
+        judged = Judged(kind="bug", far=far, bound=None, dtype=row.dtype)
+    return msgspec.structs.replace(row, judged=judged)
