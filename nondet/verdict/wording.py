@@ -79,9 +79,9 @@ WORDS: dict[str, str] = {
     "open": "rounding or not is not decided: {far}{expected}; nondet.check of the same function in float64, its "
     "weights too, decides it",
     "cases-rounding": ", all by rounding (at most {share:.1g} of how far orders of the same sums are apart)",
-    "cases-some": "; {n:#case} by rounding, {left:#case} not decided: farther apart than orders of the same sums and "
+    "cases-some": "{n:#case} by rounding, {left:#case} not decided: farther apart than orders of the same sums and "
     "nearer than the worst of rounding, with others' values, or not measured",
-    "cases-bug": "; not rounding in {n:#case}: {where}, {far}",
+    "cases-bug": "not rounding in {n:#case}: {where}, {far}",
     "elements": ", {n:#element} of {dtype} compared{few}",
     "elements-few": ", too few to see a sum that is cut in two",
     "rows-class": "left its numerics class in {hits:where}",
