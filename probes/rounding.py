@@ -28,12 +28,12 @@ _SUMS = re.compile(
     r"(mm|mv|dot|linear|matmul|conv|attention|softmax|norm|sum|mean|var|std|logsumexp|einsum|loss|scatter_add|index_add"
     r"|embedding_dense|embedding_bag)(?!.*_$)"
 )
-_ADDS = re.compile(r"(mm|mv|dot|matmul|mean|add)$|^(cum)?sum$")  # only adds terms, or products
+_ADDS = re.compile(r"(mm|mv|dot|matmul|mean|add)$|^(cum)?sum$|^embedding_dense")  # only adds terms, or products
 _DRAWS = {True: 4, False: 12}  # of noise, by whether the result is of floats: tokens change seldom
 # Another order of 4,096 terms changes a float32 sum by about so many units of roundoff. Sums of shorter formats are
 # kept in float32 and rounded once, which costs one unit.
 _UNITS = {torch.float64: 64.0, torch.float32: 64.0}
-_ROUNDS, _DEVIATIONS = 8, 4.0  # of noise, for how far it moves an element; standard deviations that it may
+_ROUNDS, _DEVIATIONS = 4, 4.0  # of noise, for how far it moves an element; standard deviations that it may
 _WORST = 8192.0  # times what orders give: more than a sum of 2^18 terms errs at worst
 _FAR = 4.0  # times what rounding may give: beyond it is no rounding
 _WIDE = 0.1  # of a result's scale, or of its integers
@@ -47,12 +47,12 @@ def unit(dtype: torch.dtype) -> float:
 
 
 class _Sums(TorchDispatchMode):
-    """Notes the sums that a block computes, by name and shapes; with a seed each gets noise: of `dtype`, or of its own
-    operands'."""
+    """Notes the sums that a block computes, by name and shapes; with a seed each gets noise: of `dtype`, whose partial
+    sums are in the format `kept`, or of its own operands'."""
 
-    def __init__(self, seed: int | None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, seed: int | None, dtype: torch.dtype | None = None, kept: torch.dtype | None = None) -> None:
         super().__init__()
-        self.dtype, self.seed, self.seen = dtype, seed, list[tuple[str, tuple[torch.Size, ...]]]()
+        self.dtype, self.kept, self.seed, self.seen = dtype, kept, seed, list[tuple[str, tuple[torch.Size, ...]]]()
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,9 +65,9 @@ class _Sums(TorchDispatchMode):
         result = func(*tree_map_only(torch.Tensor, self.noised, args), **kwargs)
         first = result[0] if isinstance(result, tuple | list) else result
         first.copy_(self.noised(first))
-        if self.dtype is not None and _ADDS.search(name):  # a partial sum may be as large as all terms of one sign
+        if self.kept is not None and _ADDS.search(name):  # a partial sum may be as large as all terms of one sign
             sizes = func(*tree_map_only(torch.Tensor, torch.abs, args), **kwargs)
-            first += self.noised(sizes, torch.float64 if self.dtype == torch.float64 else torch.float32) - sizes
+            first += self.noised(sizes, self.kept) - sizes
         return result
 
     def noised(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -113,16 +113,15 @@ def rounding_of(call: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.d
 def _moved(mode: _Sums, call: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor | None:
     """The result with noise at its sums, or in its inputs where none is seen; None where neither can be."""
     result: torch.Tensor | None = _ran(mode, partial(call, inputs))
+
+    def moved(x: torch.Tensor) -> torch.Tensor:  # whole numbers stay, as masks and positions are not rounded
+        return x if x.element_size() == 1 or bool((x == x.round()).all()) else mode.noised(x)
+
     if result is None or not mode.seen:
-        noisy = tree_map_only(torch.Tensor, partial(_some_noise, mode), inputs)
+        noisy = tree_map_only(torch.Tensor, moved, inputs)
         unmoved = all(x is y for x, y in zip(tree_leaves(inputs), tree_leaves(noisy), strict=True))
         return None if unmoved else _ran(nullcontext(), partial(call, noisy))
     return result
-
-
-def _some_noise(mode: _Sums, x: torch.Tensor) -> torch.Tensor:
-    """Whole numbers stay, as masks and positions are not rounded."""
-    return x if x.element_size() == 1 or bool((x == x.round()).all()) else mode.noised(x)
 
 
 def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str, dict[str, float]]:
@@ -147,13 +146,13 @@ def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str,
     return found
 
 
-def orders_apart(reference: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.dtype) -> torch.Tensor:
-    """How far orders of the same sums, with a result of `dtype`, are apart: at each element of a float64 reference,
-    which moves so far where its sums get noise."""
+def orders_apart(reference: Callable[[Any], Any], inputs: Any, dtype: torch.dtype, kept: torch.dtype) -> torch.Tensor:
+    """How far orders of the same sums, with a result of `dtype` and partial sums that are `kept` in their own, are
+    apart: at each element of a float64 reference, which moves so far where its sums get noise."""
     clean = reference(inputs)
     squares = torch.zeros_like(clean)
     for seed in range(_ROUNDS):
-        if (moved := _moved(_Sums(seed, dtype), reference, inputs)) is not None:
+        if (moved := _moved(_Sums(seed, dtype, kept), reference, inputs)) is not None:
             squares += (moved - clean).square() / _ROUNDS
     # a sum of one sign comes with an error of its own size, and a result is rounded
     return _DEVIATIONS * squares.sqrt() + 2 * unit(dtype) * clean.abs()
@@ -169,9 +168,8 @@ def judged_classes(results: Sequence[torch.Tensor], usual: torch.Tensor, look: s
     ratio = torch.where(gap > 0, (gap / usual).nan_to_num(torch.inf, torch.inf), 0.0).flatten()
     at = ratio.argmax()
     far, bound, scale, most = numbers(gap.flatten()[at], usual.flatten()[at], size, ratio[at])
-    far = min(far / (scale or 1.0), sys.float_info.max)
-    kind = "rounding" if most <= 1.0 and not look else "bug" if most > _WORST and math.isfinite(bound) else "open"
-    known = bound / (scale or 1.0) if math.isfinite(bound) else None
+    far, known = min(far / (scale or 1.0), sys.float_info.max), bound / (scale or 1.0) if math.isfinite(bound) else None
+    kind = "rounding" if most <= 1.0 and not look else "bug" if most > _WORST and known is not None else "open"
     return Judged(kind=kind, far=far, bound=known, dtype=str(results[0].dtype).removeprefix("torch."), look=look)
 
 

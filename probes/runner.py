@@ -225,7 +225,7 @@ class _Prepared(NamedTuple):
     written: Fingerprint
     reference: torch.Tensor | None
     answers: Answers | None
-    apart: Callable[[torch.dtype], torch.Tensor]  # how far orders of the reference's sums are, in a result's dtype
+    apart: Callable[[torch.dtype, torch.dtype], torch.Tensor]  # see `orders_apart`
 
 
 def _prepare(job: Job, seed: int) -> _Prepared:
@@ -248,8 +248,9 @@ def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) 
     if answer is not None and case.inputs in job.probe.answers and case.exact is not False:
         said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in classes[0])
     if answer is not None and len(classes[0]) > 1 and not case.demonstration:
-        look = "values" if case.varied in ("neighbour_values", "hidden_keys") else ""  # no size of a sum changes
-        said["judged"] = judged_classes(classes[0], prepared.apart(classes[0][0].dtype), look)
+        look, dtype = "values" if case.varied in ("neighbour_values", "hidden_keys") else "", classes[0][0].dtype
+        kept = dtype if case.varied == "micro_batch" or dtype == torch.float64 else torch.float32
+        said["judged"] = judged_classes(classes[0], prepared.apart(dtype, kept), look)
     return said
 
 

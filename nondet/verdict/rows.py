@@ -102,13 +102,14 @@ def _far(found: Judged) -> str:
 def _of_cases(rows: Sequence[Row]) -> list[Reason]:
     """Rounding or not, of a probe's cases that differ or are wrong; nothing of run files that do not have it."""
     cases = [(r.judged, r) for r in rows if isinstance(r.judged, Judged) and r.probe != "check"]
-    if bugs := [(found, row) for found, row in cases if found.kind == "bug"]:
+    bugs = [(found, row) for found, row in cases if found.kind == "bug"]
+    shares = [found.far / (found.bound or 1.0) for found, _ in cases if found.kind == "rounding"]
+    left = sum(r.differs or r.wrong for r in rows) - len(shares) - len(bugs)
+    numbers = {"n": len(shares), "left": left, "share": max(shares, default=0.0)}
+    if bugs:
         found, row = max(bugs, key=lambda pair: pair[0].far)
         where = f"{row.operator} over {row.varied.replace('_', ' ')} in {row.dtype}"
-        return [reason("cases-bug", n=len(bugs), where=where, far=_far(found))]
-    shares = [found.far / (found.bound or 1.0) for found, _ in cases if found.kind == "rounding"]
-    left = sum(r.differs or r.wrong for r in rows) - len(shares)
-    numbers = {"n": len(shares), "left": left, "share": max(shares, default=0.0)}
+        return [reason("cases-bug", bugs=len(bugs), where=where, far=_far(found), **numbers)]
     return [reason("cases-some" if left else "cases-rounding", **numbers)] if cases else []
 
 

@@ -81,7 +81,7 @@ WORDS: dict[str, str] = {
     "cases-rounding": ", all by rounding (at most {share:.1g} of how far orders of the same sums are apart)",
     "cases-some": "{n:#case} by rounding, {left:#case} not decided: farther apart than orders of the same sums and "
     "nearer than the worst of rounding, with others' values, or not measured",
-    "cases-bug": "not rounding in {n:#case}: {where}, {far}",
+    "cases-bug": "not rounding in {bugs:#case}: {where}, {far} ({n:,} more by rounding, {left:,} not decided)",
     "elements": ", {n:#element} of {dtype} compared{few}",
     "elements-few": ", too few to see a sum that is cut in two",
     "rows-class": "left its numerics class in {hits:where}",
