@@ -23,9 +23,10 @@ import torch
 
 from nondet.core.compare import identical
 from nondet.core.inputs import KINDS, placed
-from nondet.core.measure import Trial
+from nondet.core.launch import check_device_alive
+from nondet.core.measure import Trial, failed, kept_warnings
 from nondet.core.processes import free_gpu_memory, free_memory
-from nondet.core.records import Value
+from nondet.core.records import Row, Value
 from nondet.core.registry import load_object, misfit, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongShapeError, reason_of
 
@@ -518,6 +519,24 @@ def fitted(operator: str, call: Operator, who: str) -> Operator:
         raise misfit(call, operator, who, arguments, fault)
 
     return run
+
+
+def tried(head: Row, measured: Callable[[], Row], *, raised: type[UserError], may_refuse: bool = False) -> Row:
+    """The row, or one that says why it could not be measured, unless it is `raised`. `may_refuse`: an implementation
+    need not take such a case."""
+    started = time.perf_counter()
+    # torch explains in warnings why a backend refuses, each once per process: kept for the row
+    with kept_warnings() as caught:
+        try:
+            return measured()
+        except raised:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
+            refused = may_refuse and not isinstance(error, WrongResultError | SystemExit)
+            shown = NotImplementedError(f"the case is not for it: {reason_of(error)}") if refused else error
+            row = failed(head, shown, started, caught)
+            check_device_alive(head.device, error)
+            return row
 
 
 def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,11 +22,11 @@ from msgspec.structs import replace
 from torch.utils._pytree import tree_map_only
 
 from nondet.core.environment import collect, inductor_switch
-from nondet.core.launch import check_device_alive
-from nondet.core.measure import Fingerprint, Trial, failed, fingerprint, kept_warnings, measure, written_to
+from nondet.core.measure import Fingerprint, Trial, fingerprint, measure, written_to
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Judged, Row, Run, Status, Value
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
-from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line, reason_of
+from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line
+from nondet.probes.base import Options, tried
 from nondet.probes.rounding import apart, judged, rounding_of, sums_of
 
 # A function and the inputs that a user makes for it, as variants to measure: the same requests in other batches. A
@@ -446,7 +445,6 @@ def check_operator(
     """Test `fn` with the operator's probe, as `nondet probe --impl` does: a run with a row for each case. Arguments and
     errors are those of `nondet.check_operator`; m: the largest M of the sweep; k, n: sizes of the operator's axes.
     UserError, too, if no case was chosen, or `fn` does not take these shapes at its first call."""
-    from nondet.probes.base import Options
     from nondet.probes.runner import Job, run_jobs
 
     known = {o: probe for o in operators() if (probe := OPERATOR_PROBES.get(o, o.replace("_", "-"))) in PROBES}
@@ -461,8 +459,8 @@ def check_operator(
     name = name_of(fn)
     check_signature(fn, operator, name)
     loaded = LoadedImplementation(operator, name, fn)
-    asked = (case for case in probe.cases(options) if case.operator == operator and case.impls is None)
-    cases = [case for case in asked if varied is None or case.varied in varied]
+    every = (case for case in probe.cases(options) if case.operator == operator and case.impls is None)
+    cases = [case for case in every if varied is None or case.varied in varied]
     jobs = [Job(probe, case, name, device, loaded=loaded, first=case is cases[0]) for case in cases]
     if not jobs:
         raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")
@@ -567,24 +565,6 @@ def _compiled(rows: list[Row], again: Callable[[Row], list[Row]]) -> list[Row]:
             return rows + again(head)
     finally:
         dynamo.reset()
-
-
-def tried(head: Row, measured: Callable[[], Row], *, raised: type[UserError], may_refuse: bool = False) -> Row:
-    """The row, or one that says why it could not be measured, unless it is `raised`. `may_refuse`: an implementation
-    need not take such a case."""
-    started = time.perf_counter()
-    # torch explains in warnings why a backend refuses, each once per process: kept for the row
-    with kept_warnings() as caught:
-        try:
-            return measured()
-        except raised:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
-            refused = may_refuse and not isinstance(error, WrongResultError | SystemExit)
-            shown = NotImplementedError(f"the case is not for it: {reason_of(error)}") if refused else error
-            row = failed(head, shown, started, caught)
-            check_device_alive(head.device, error)
-            return row
 
 
 def _too_few(dtype: str, compared: int) -> str:

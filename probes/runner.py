@@ -21,8 +21,7 @@ from nondet.core.records import Axis, Culprit, Judged, Row, Run, Status
 from nondet.core.registry import LoadedImplementation, load_implementation, load_object, load_probe, operators
 from nondet.core.watch import Answers, Watch
 from nondet.errors import MisfitError, UserError, WrongResultError
-from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted
-from nondet.probes.functions import tried
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted, tried
 from nondet.probes.pointwise import OPERATORS
 from nondet.probes.rounding import judged_classes, orders_apart
 
