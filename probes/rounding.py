@@ -148,14 +148,14 @@ def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str,
 
 def orders_apart(reference: Callable[[Any], Any], inputs: Any, dtype: torch.dtype, kept: torch.dtype) -> torch.Tensor:
     """How far orders of the same sums, with a result of `dtype` and partial sums that are `kept` in their own, are
-    apart: at each element of a float64 reference, which moves so far where its sums get noise."""
+    apart: at each element of a float64 reference, which moves so far where its sums get noise; NaN if none shows."""
     clean = reference(inputs)
     squares = torch.zeros_like(clean)
     for seed in range(_ROUNDS):
-        if (moved := _moved(_Sums(seed, dtype, kept), reference, inputs)) is not None:
-            squares += (moved - clean).square() / _ROUNDS
-    # a sum of one sign comes with an error of its own size, and a result is rounded
-    return _DEVIATIONS * squares.sqrt() + 2 * unit(dtype) * clean.abs()
+        moved = _moved(_Sums(seed, dtype, kept), reference, inputs)
+        squares += torch.nan if moved is None else (moved - clean).square() / _ROUNDS
+    # a sum of one sign comes with an error of its own size, a result is rounded, and a tiny one may be flushed to zero
+    return _DEVIATIONS * squares.sqrt() + 2 * unit(dtype) * clean.abs() + torch.finfo(dtype).tiny
 
 
 def judged_classes(results: Sequence[torch.Tensor], usual: torch.Tensor, look: str) -> Judged:

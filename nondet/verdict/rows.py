@@ -85,12 +85,16 @@ def _judged(rows: Sequence[Row]) -> list[Reason]:
     """Rounding or not, where a row has it."""
     made = []
     for found in (row.judged for row in rows if isinstance(row.judged, Judged) and row.probe == "check"):
-        far = _far(found)
-        numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": LOOKS.get(found.look, ""), "far": far}
-        numbers["expected"] = None if found.bound is None else reason("expected", **numbers)
+        said = {
+            "bound": found.bound or 0.0,
+            "dtype": found.dtype,
+            "look": LOOKS.get(found.look, ""),
+            "far": _far(found),
+        }
+        said["expected"] = None if found.bound is None else reason("expected", **said)
         code = {"rounding": "rounding", "bug": "bug", "open": "open"}[found.kind]
         data = code == "bug" and found.look in ("leak", "leak-factor", "nan")
-        made.append(reason("bug-data" if data else code, **numbers))
+        made.append(reason("bug-data" if data else code, **said))
     return made
 
 
