@@ -249,10 +249,12 @@ def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) 
         said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in classes[0])
     if answer is not None and len(classes[0]) > 1 and not case.demonstration:
         # no size of a sum changes with others' values; where the right result is zero, a lost one looks like rounding
-        doubtful = case.varied in ("neighbour_values", "hidden_keys") or case.inputs in ORDER
-        look, dtype = "values" if doubtful else "", classes[0][0].dtype
+        doubtful, dtype = (
+            case.varied in ("neighbour_values", "hidden_keys") or case.inputs in ORDER,
+            classes[0][0].dtype,
+        )
         kept = dtype if case.varied == "micro_batch" or dtype == torch.float64 else torch.float32
-        said["judged"] = judged_classes(classes[0], prepared.apart(dtype, kept), look)
+        said["judged"] = judged_classes(classes[0], prepared.apart(dtype, kept), "values" if doubtful else "")
     return said
 
 

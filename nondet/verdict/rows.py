@@ -85,16 +85,12 @@ def _judged(rows: Sequence[Row]) -> list[Reason]:
     """Rounding or not, where a row has it."""
     made = []
     for found in (row.judged for row in rows if isinstance(row.judged, Judged) and row.probe == "check"):
-        said = {
-            "bound": found.bound or 0.0,
-            "dtype": found.dtype,
-            "look": LOOKS.get(found.look, ""),
-            "far": _far(found),
-        }
-        said["expected"] = None if found.bound is None else reason("expected", **said)
+        far, look = _far(found), LOOKS.get(found.look, "")
+        numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": look, "far": far}
+        numbers["expected"] = None if found.bound is None else reason("expected", **numbers)
         code = {"rounding": "rounding", "bug": "bug", "open": "open"}[found.kind]
         data = code == "bug" and found.look in ("leak", "leak-factor", "nan")
-        made.append(reason("bug-data" if data else code, **said))
+        made.append(reason("bug-data" if data else code, **numbers))
     return made
 
 
