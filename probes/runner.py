@@ -231,9 +231,8 @@ class _Prepared(NamedTuple):
 def _prepare(job: Job, seed: int) -> _Prepared:
     inputs = job.probe.prepare(job.case, job.device, seed)
     declaration = operators().get(job.case.operator)
-    answers = None
-    if declaration is not None and declaration.reference is not None:
-        answers = Answers(declaration.name, load_object(declaration.reference))
+    oracle = declaration.reference if declaration is not None else None
+    answers = Answers(job.case.operator, load_object(oracle)) if oracle is not None else None
     reference: Any = partial(job.probe.reference, job.case)
     apart = functools.cache(partial(orders_apart, reference, inputs))  # of most cases no class is compared
     return _Prepared(job.case, inputs, fingerprint(inputs), reference(inputs), answers, apart)
@@ -249,12 +248,10 @@ def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) 
         said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in classes[0])
     if answer is not None and len(classes[0]) > 1 and not case.demonstration:
         # no size of a sum changes with others' values; where the right result is zero, a lost one looks like rounding
-        doubtful, dtype = (
-            case.varied in ("neighbour_values", "hidden_keys") or case.inputs in ORDER,
-            classes[0][0].dtype,
-        )
+        look = "values" if case.varied in ("neighbour_values", "hidden_keys") or case.inputs in ORDER else ""
+        dtype = classes[0][0].dtype
         kept = dtype if case.varied == "micro_batch" or dtype == torch.float64 else torch.float32
-        said["judged"] = judged_classes(classes[0], prepared.apart(dtype, kept), "values" if doubtful else "")
+        said["judged"] = judged_classes(classes[0], prepared.apart(dtype, kept), look)
     return said
 
 
