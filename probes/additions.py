@@ -28,7 +28,6 @@ import torch
 
 from nondet.core.inputs import generator, make, product_operands
 from nondet.core.measure import Trial
-from nondet.probes import base
 from nondet.probes.base import Case, Classes, Operator, Options, Probe, dtypes, kinds, require_memory, weight_scale
 
 # ---- one list of numbers
@@ -191,7 +190,7 @@ class SplitK(Probe):
 
         for dtype in dtypes(options, "split-k", ("float32", "bfloat16")):
             # partial sums are kept in float32, one product per part
-            needed = (M * K + K * N) * (base.element_bytes(dtype) + 12) + M * N * 4 * (max(_SPLITS) + 4)
+            needed = (M * K + K * N) * (getattr(torch, dtype).itemsize + 12) + M * N * 4 * (max(_SPLITS) + 4)
             require_memory(options.device, needed, f"split-k of {where} in {dtype}")
             for kind in kinds(options, ("bell", "wide", "cancel", *_EXACT_PRODUCTS)):
                 yield case("K in 1 to 16 parts added in order", "split", dtype, kind, ordered=True)
@@ -248,7 +247,7 @@ class Atomics(Probe):
         for operator in ("index_add", "scatter_add"):
             shape = {"R": _ROWS, "n": sources} | ({"C": columns} if operator == "index_add" else {})
             for dtype in dtypes(options, operator, ("float32", "bfloat16")):
-                needed = sources * shape.get("C", 1) * (3 * base.element_bytes(dtype) + 16)
+                needed = sources * shape.get("C", 1) * (3 * getattr(torch, dtype).itemsize + 16)
                 require_memory(options.device, needed, f"{operator} of {shape} in {dtype}")
                 for kind in kinds(options, ("bell",)):
                     title = f"{operator}: {sources} additions to {_ROWS} rows, the same call again, {kind}"

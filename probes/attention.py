@@ -60,22 +60,13 @@ class _Heads(NamedTuple):
     dim: int
 
 
-class _Sizes(NamedTuple):
-    """The default sizes of a device type; `tokens` is a prompt's length, `cache` the keys of a decode step."""
-
-    heads: _Heads
-    tokens: int
-    cache: int
-    batches: tuple[int, ...]
-    dtypes: tuple[str, ...]
-
-
-# Heads of Qwen3-8B on a GPU. cuDNN plans for tens of milliseconds for every new length: no long sweeps of them.
-_SIZES = {
-    "cuda": _Sizes(_Heads(32, 8, 128), 512, 2048, (1, 2, 3, 4, 8, 16, 32, 64), ("bfloat16",)),
-    "cpu": _Sizes(_Heads(8, 2, 64), 256, 512, (1, 2, 3, 4, 8, 16), ("bfloat16", "float32")),
-}
-_FULL = {"cuda": (2048, 8192), "cpu": (1024, 2048)}  # tokens, cache
+_HEADS = {"cuda": _Heads(32, 8, 128), "cpu": _Heads(8, 2, 64)}  # of Qwen3-8B on a GPU
+_DTYPES = {"cuda": ("bfloat16",), "cpu": ("bfloat16", "float32")}
+_BATCHES = {"cuda": (1, 2, 3, 4, 8, 16, 32, 64), "cpu": (1, 2, 3, 4, 8, 16)}
+# Tokens of a prompt, and keys of a decode step. cuDNN plans for tens of milliseconds for every new length: no long
+# sweeps of them.
+_LENGTHS = {"cuda": (512, 2048), "cpu": (256, 512)}
+_FULL = {"cuda": (2048, 8192), "cpu": (1024, 2048)}
 _CHUNKS = {"cuda": (256, 100, 65), "cpu": (256, 100, 64, 33, 17)}
 _FULL_CHUNKS = (512, 256, 128, 100, 64, 33, 32, 17, 16, 7, 1)
 # Not position 0, which has one key and so no sum; cuDNN refuses it, which would lose its whole row.
@@ -103,9 +94,9 @@ class Attention(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """The heads of `options.config` if it names any; --m, --k and --n are not attention's and are ignored."""
-        sizes, config, chosen = _SIZES[options.device], options.config, "heads" in options.config
-        heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if chosen else sizes.heads
-        chosen_dtypes = dtypes(options, "attention", sizes.dtypes)
+        device, config, chosen = options.device, options.config, "heads" in options.config
+        heads = _Heads(config["heads"], config["kv_heads"], config["head_dim"]) if chosen else _HEADS[device]
+        chosen_dtypes = dtypes(options, "attention", _DTYPES[device])
         for dtype in chosen_dtypes:
             plain = _Maker(options, dtype, heads)
             if options.met:
@@ -121,8 +112,7 @@ class Attention(Probe):
 
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """q [B, Hq, Tq, D]; k, v [B, Hkv, Tk, D], v's kind along the tokens."""
-        q, k, v = of_attention(case.inputs, "", case.shape, case.torch_dtype, device, seed)
-        return {"q": q, "k": k, "v": v}
+        return dict(zip("qkv", of_attention(case.inputs, "", case.shape, case.torch_dtype, device, seed), strict=True))
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """See `cases`; the others are compared with the first variant."""
@@ -159,7 +149,7 @@ class Attention(Probe):
             call = base.Call.of([x.transpose(0, 2) for x in (q, k, v)], seen, batched=2)
             yield from base.shared_trials("neighbour_values", call, turned)
         elif case.varied in base.AXES:  # decode steps: of three requests in a row the second is compared
-            call = base.Call.of((q[:, :, -1:], k, v), torch.arange(len(q), device=q.device) % 3 == 1, batched=3)
+            call = base.Call.of((q[:, :, -1:], k, v), batched=3)
             yield from base.shared_trials(case.varied, call, operator)
         elif case.varied == "neighbour_length":
             yield from _joined(operator, q, k, v)
@@ -221,7 +211,7 @@ class _Maker(NamedTuple):
         queries, heads = 1 if varied == "batch_size" and data.get("causal", True) else keys, self.heads
         elements = batch * heads.dim * (2 * heads.key * keys + 2 * heads.query * queries)
         # numbers are drawn in float32; the oracle holds a float64 score for each pair of a query and a key
-        needed = elements * (base.element_bytes(self.dtype) + 16) + batch * heads.query * queries * keys * 8 * 3
+        needed = elements * (getattr(torch, self.dtype).itemsize + 16) + batch * heads.query * queries * keys * 8 * 3
         base.require_memory(self.options.device, needed, f"attention of {keys} keys, Hq={heads.query}")
         shape, name = self._shape(batch, queries, keys), f"{name}, {self._named()}, {kind}"
         if self.narrow:
@@ -243,11 +233,11 @@ class _Maker(NamedTuple):
 
     def tokens(self) -> tuple[int, int]:
         """Tokens of a prompt, and keys of a decode step."""
-        return _FULL[self.options.device] if self.options.full else _SIZES[self.options.device][1:3]
+        return (_FULL if self.options.full else _LENGTHS)[self.options.device]
 
 
 def _decodes(maker: _Maker) -> Iterator[Case]:
-    options, (_, cache), batches = maker.options, maker.tokens(), _SIZES[maker.options.device].batches
+    options, (_, cache), batches = maker.options, maker.tokens(), _BATCHES[maker.options.device]
     yield maker.case(f"decode of requests among 6, 96 keys, {base.AXES['history']}", "history", 96, "mixed")
     for kind in kinds(options, ("bell", "order", "outlier")):
         dense = {*range(1, _DENSE + 1), *base.drawn(max(batches), options, above=_DENSE)} if kind == "order" else set()

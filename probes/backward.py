@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from nondet.core.inputs import generator, make
 from nondet.core.measure import Trial
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, require_memory
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, require_memory
 
 # Of x [M, W], and a weight [W] and a bias [W] where there are any, which get no gradient here.
 ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -60,7 +60,7 @@ class Backward(Probe):
         times = range(options.runs or _RUNS[options.device])
         tokens = _SEQUENCE * _SEQUENCES
         for dtype in dtypes(options, "backward", ("bfloat16", "float32")[: 1 if options.brief else 2]):
-            needed = (tokens + K) * (K + N) * (element_bytes(dtype) + 24)
+            needed = (tokens + K) * (K + N) * (getattr(torch, dtype).itemsize + 24)
             require_memory(options.device, needed, f"weights {K} x {N}")
             for kind in kinds(options, ("bell",)):
                 about, weights = (dtype, kind), [name for name in WEIGHTS if name != _GATHER]
@@ -113,18 +113,13 @@ class Backward(Probe):
 
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The same rows in batches of M; the same sequences in micro-batches; the same call again."""
-
-        call = partial(operator, case.operator)
+        call, (first, *others) = partial(operator, case.operator), inputs
+        if case.operator not in WEIGHTS:
+            yield from base.batch_trials(case, lambda batch: call(batch, *others), first, case.data["rows"])
+            return
         for value in case.data["values"]:
-            if case.varied == "batch_size":
-                one = partial(
-                    base.in_batches, lambda batch: call(batch, *inputs[1:]), inputs[0], case.data["rows"], value
-                )
-            elif case.operator in WEIGHTS:
-                one = partial(call, value * _SEQUENCE if case.varied == "micro_batch" else case.shape["T"], *inputs)
-            else:
-                one = partial(call, *inputs)
-            yield Trial(value, one)
+            tokens = value * _SEQUENCE if case.varied == "micro_batch" else case.shape["T"]
+            yield Trial(value, partial(call, tokens, *inputs))
 
     def reference(self, case: Case, inputs: Any) -> torch.Tensor | None:
         """Torch's autograd in float64."""

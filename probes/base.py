@@ -23,9 +23,10 @@ import torch
 
 from nondet.core.compare import identical
 from nondet.core.inputs import KINDS, placed
-from nondet.core.measure import Trial
+from nondet.core.launch import check_device_alive
+from nondet.core.measure import Trial, failed, kept_warnings
 from nondet.core.processes import free_gpu_memory, free_memory
-from nondet.core.records import Value
+from nondet.core.records import Row, Value
 from nondet.core.registry import load_object, misfit, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, WrongShapeError, reason_of
 
@@ -268,12 +269,6 @@ def sweep(largest: int, options: Options, *, dense: bool = False) -> list[int]:
     return sorted({x for x in chosen if x < largest} | {largest} | {rows for rows, _ in options.met if rows})
 
 
-def element_bytes(dtype: str) -> int:
-    """Bytes of one number."""
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize
-
-
 @functools.lru_cache(maxsize=1)
 def _free_on_gpu(index: int, second: int) -> int:
     """Free bytes, queried once a second, because a plan needs them for each case, and a busy driver is slow. A process
@@ -327,9 +322,11 @@ class Call(NamedTuple):
     kept: torch.Tensor  # indices along the first axis of the result that are compared
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], mine: torch.Tensor, batched: int = 1) -> Call:
-        """A call that compares the rows that are `mine` [rows]; the first `batched` tensors hold rows of the batch."""
-        rows = torch.arange(len(mine), device=mine.device)
+    def of(cls, tensors: Sequence[torch.Tensor], mine: torch.Tensor | None = None, batched: int = 1) -> Call:
+        """A call that compares the rows that are `mine` [rows], a third of them by default, one row by itself, too; the
+        first `batched` tensors hold rows of the batch."""
+        rows = torch.arange(len(tensors[0]), device=tensors[0].device)
+        mine = (rows % 3 == 1 if len(rows) > 1 else rows == 0) if mine is None else mine
         others = [rows[~mine] if i < batched else None for i in range(len(tensors))]
         return cls(tuple(tensors), tuple(others), rows[mine])
 
@@ -408,16 +405,9 @@ def _filled(x: torch.Tensor, fill: Fill) -> torch.Tensor:
     return fill(x.float()).clamp(-most, most).to(x.dtype)
 
 
-def _opposite(x: torch.Tensor) -> torch.Tensor:
-    """Other values of the same size: in another order along the first axis, with their signs flipped."""
-    return _filled(x, lambda wide: -wide.flip(0)) if x.is_floating_point() else x
-
-
 def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
     def shifted(shift: int) -> torch.Tensor:
-        own = (
-            placed(x, x.stride(), shift, 64 // x.element_size()) if x.is_floating_point() else x for x in call.tensors
-        )
+        own = (placed(x, x.stride(), shift, 64 // x.itemsize) if x.is_floating_point() else x for x in call.tensors)
         return call.replaced(own).compared(operator)
 
     for shift in _SHIFTS:
@@ -426,7 +416,9 @@ def _alignments(call: Call, operator: Operator) -> Iterator[Trial]:
 
 def _moments(call: Call, operator: Operator) -> Iterator[Trial]:
     """The same call at other times; calls between have the same shapes and other values."""
-    other = call.replaced(map(_opposite, call.tensors))
+    # of the same size: in another order along the first axis, with their signs flipped
+    turned = (_filled(x, lambda wide: -wide.flip(0)) if x.is_floating_point() else x for x in call.tensors)
+    other = call.replaced(turned)
 
     def held() -> torch.Tensor:
         mine = operator(*call.tensors)
@@ -480,11 +472,6 @@ def _at_new_sizes(call: Call, other: Call, operator: Operator) -> torch.Tensor:
     return call.compared(operator)
 
 
-def every_third(at: torch.Tensor) -> torch.Tensor:
-    """Which of these rows are compared among others: a third of them; one row by itself, too."""
-    return at % 3 == 1 if len(at) > 1 else at == 0
-
-
 def steady(results: Sequence[torch.Tensor]) -> bool:
     """Whether all have equal bits."""
     return all(identical(results[0], other) for other in results[1:])
@@ -534,6 +521,24 @@ def fitted(operator: str, call: Operator, who: str) -> Operator:
     return run
 
 
+def tried(head: Row, measured: Callable[[], Row], *, raised: type[UserError], may_refuse: bool = False) -> Row:
+    """The row, or one that says why it could not be measured, unless it is `raised`. `may_refuse`: an implementation
+    need not take such a case."""
+    started = time.perf_counter()
+    # torch explains in warnings why a backend refuses, each once per process: kept for the row
+    with kept_warnings() as caught:
+        try:
+            return measured()
+        except raised:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
+            refused = may_refuse and not isinstance(error, WrongResultError | SystemExit)
+            shown = NotImplementedError(f"the case is not for it: {reason_of(error)}") if refused else error
+            row = failed(head, shown, started, caught)
+            check_device_alive(head.device, error)
+            return row
+
+
 def in_batches(operator: Operator, x: torch.Tensor, rows: int, M: int) -> torch.Tensor:
     """The first `rows` rows of x [at least rows and M, ...], each computed in a batch of exactly M rows. A larger batch
     holds one half of them at its head and the other at its tail, where the last tile may be partly filled. Pieces are
@@ -561,12 +566,12 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def batch_trials(
-    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call, whole: Operator
+    case: Case, compute: Operator, x: torch.Tensor, rows: int, call: Call | None = None, whole: Operator | None = None
 ) -> Iterator[Trial]:
     """The variants of a case over the rows of a batch `x` (or their indices): the first `rows` of them in batches of M,
     at every position of one batch, all of them again and again; or one of `AXES`, of `call` by `whole`."""
-    if case.varied in AXES:
-        yield from shared_trials(case.varied, call, whole)
+    if call is not None and case.varied in AXES:
+        yield from shared_trials(case.varied, call, whole or compute)
     elif case.varied == "position":
         yield Trial(0, partial(at_every_position, compute, x[:rows], case.shape["M"]), many=True)
     else:

@@ -10,34 +10,35 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from torch.utils._pytree import tree_map_only
 
 from nondet.core.environment import collect, inductor_switch
-from nondet.core.launch import check_device_alive
-from nondet.core.measure import Fingerprint, Trial, failed, fingerprint, kept_warnings, measure, written_to
+from nondet.core.measure import Fingerprint, Trial, fingerprint, measure, written_to
 from nondet.core.records import FORMAT, SCHEMA_VERSION, Header, Judged, Row, Run, Status, Value
 from nondet.core.registry import OPERATOR_PROBES, PROBES, LoadedImplementation, check_signature, load_probe, operators
 from nondet.errors import UnknownNameError, UserError, WrongResultError, one_line
+from nondet.probes.base import Options, tried
 from nondet.probes.rounding import apart, judged, rounding_of, sums_of
 
 # A function and the inputs that a user makes for it, as variants to measure: the same requests in other batches. A
 # divergence only means something if the requests were the same, so inputs are checked for that before results.
 
 Inputs = Any
+Function = Callable[..., Any]
 _SWITCH = (
     "it covers reductions in Triton code that Inductor generates, not libraries' products and attention, nor C++ code"
 )
 _NAN = "NaN"  # the name of the variant in which other requests hold it
-_CHANGES = ["zeros", "large", _NAN]
+_CHANGES: dict[str, Function] = {"zeros": torch.zeros_like, "large": lambda x: x * 30, _NAN: lambda x: x * torch.nan}
 _PADDED_MOST = 16  # requests that are padded to the longest
 _EACH_MOST = 256  # requests of the largest batch, spread over it, that are computed again without the others
 # Of the results' elements those that differ where a sum over K of 256 to 4,096 is cut in two and added in float32:
@@ -77,12 +78,7 @@ class _Subject:
     """A function with its inputs, as variants to measure."""
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        make: Callable[[Any], Inputs],
-        values: Sequence[Value],
-        select: Select | None,
-        axis: int | None,
+        self, fn: Function, make: Function, values: Sequence[Value], select: Select | None, axis: int | None
     ) -> None:
         self._fn, self._make, self._select, self._axis, self._layout = fn, make, select, axis or 0, axis is not None
         self.values = values
@@ -108,14 +104,14 @@ class _Subject:
         before = self._prints.setdefault(value, prints)
         changed = sorted(name for name in before if name not in prints or _differ(before[name], prints[name]))
         if changed:
-            raise BadInputsError(
-                f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})",
-                "Draw them from a generator that is seeded in it.",
-            )
+            what = f"make_inputs({value!r}) gave other numbers when it was called again ({_argument(changed[0])})"
+            raise BadInputsError(what, "Draw them from a generator that is seeded in it.")
         if self._select is None:
             for name, tensor in _tensors(inputs):
                 self._check_same_requests(name, tensor, int(value))
-        return _in_float64(inputs) if self._wide else inputs
+        if self._wide:
+            return tree_map_only(torch.Tensor, lambda x: x.double() if x.dtype.is_floating_point else x, inputs)
+        return inputs
 
     def _check_same_requests(self, name: str, tensor: torch.Tensor, value: int) -> None:
         axis = self._axis
@@ -126,12 +122,11 @@ class _Subject:
         # of another shape it is ragged, packed or padded: its layout is unknown
         if (batched or shape == tensor.shape) and _differ(leading[batched], prints[batched]):
             part = f"its first {self.kept} rows" if batched else "it"
-            raise BadInputsError(
-                f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal",
-                "Put the same requests first in every batch, or choose with select= what is compared.",
-            )
+            what = f"{_argument(name)} of make_inputs({value}) is not make_inputs({first})'s: {part} should be equal"
+            how = "Put the same requests first in every batch, or choose with select= what is compared."
+            raise BadInputsError(what, how)
 
-    def expected_of(self, reference: Callable[..., Any]) -> torch.Tensor:
+    def expected_of(self, reference: Function) -> torch.Tensor:
         """The reference's result for the first value, in float64; results must have its shape."""
         value = self.values[0]
         result = self._compared(_called(reference, self.inputs(value)), value)
@@ -175,7 +170,7 @@ class _Subject:
         function takes or gives no float64. What is no rounding stays as large."""
         self._wide = True
         try:
-            [trials, *_] = [trials for of, _, trials in self.cases() if of == varied]
+            trials = next(trials for of, _, trials in self.cases() if of == varied)
             results = [trial.compute() for trial in trials if trial.value != _NAN]
             bound = self.scatter() if self.narrow == torch.float64 else None
         except Exception:  # noqa: BLE001 - its weights may have another format
@@ -192,7 +187,7 @@ class _Subject:
         sums = [sums_of(partial(_called, self._fn, self._cut(small, large, batch))) for batch in batches]
         return all(other == sums[0] for other in sums) if all(sums) else None
 
-    def cases(self) -> list[tuple[str, str, list[Trial]]]:
+    def cases(self) -> Iterator[tuple[str, str, list[Trial]]]:
         """(what varies, name, variants) of every request of the largest batch. Raises ValueError: they can't be cut out
         of its inputs, and why."""
         kept, largest, everyone = self.kept, self.largest, [*range(self.largest)]
@@ -204,37 +199,27 @@ class _Subject:
         joint = [(0, request) for request in at]
         each = [self._trial(kept, windows, [*at.values()]), self._trial(largest, [_Batch(everyone)], joint)]
         title = f"{len(at)} of {largest} requests, each in batches of {kept} and {largest}"
-        found = [("batch_size", title, each)]
+        yield "batch_size", title, each
         whole = [(0, request) for request in everyone]
         given = self._trial("as given", [_Batch(everyone)], whole)
-        found.append(
-            (
-                "position",
-                f"{largest} requests of a batch in another order",
-                [given, self._trial("reversed", [_Batch(everyone[::-1])], whole[::-1])],
-            )
-        )
-        found.append(("neighbour_values", f"{largest} requests beside other values", self._neighbours()))
+        turned = self._trial("reversed", [_Batch(everyone[::-1])], whole[::-1])
+        yield "position", f"{largest} requests of a batch in another order", [given, turned]
+        # each half with the values of the other half changed; what the function refuses is left out
+        wanted = [(batch, request) for batch, half in enumerate((everyone[::2], everyone[1::2])) for request in half]
+        beside, *changed = [self._trial(kind, batches, wanted) for kind, batches in self._beside().items()]
+        trials = [beside, *filter(_runs, changed)]
+        yield "neighbour_values", f"{largest} requests beside other values", trials
         if len(set(self._lengths)) > 1:
             longest = max(everyone, key=self._lengths.__getitem__)
             short = [request for request in everyone if self._lengths[request] < self._lengths[longest]][:_PADDED_MOST]
-            beside = {"equal lengths": lambda request: [request] * 3, "a longer one": lambda r: [r, longest, longest]}
+            ways = {"equal lengths": lambda request: [request] * 3, "a longer one": lambda r: [r, longest, longest]}
             lengths = [
                 self._trial(name, [_Batch(index(r)) for r in short], [(batch, 0) for batch in range(len(short))])
-                for name, index in beside.items()
+                for name, index in ways.items()
             ]
-            found.append(("neighbour_length", f"{len(short)} requests beside copies and beside longer ones", lengths))
+            yield "neighbour_length", f"{len(short)} requests beside copies and beside longer ones", lengths
         if self._layout and _runs(strided := self._trial("strided", [_Batch(everyone, "strided")], whole)):
-            found.append(("layout", f"{largest} requests in wider rows of memory", [given, strided]))
-        return found
-
-    def _neighbours(self) -> list[Trial]:
-        """Each half of the requests with the values of the other half changed; variants that the function refuses are
-        left out."""
-        halves = range(0, self.largest, 2), range(1, self.largest, 2)
-        wanted = [(batch, request) for batch, half in enumerate(halves) for request in half]
-        given, *changed = [self._trial(kind, batches, wanted) for kind, batches in self._beside().items()]
-        return [given, *filter(_runs, changed)]
+            yield "layout", f"{largest} requests in wider rows of memory", [given, strided]
 
     def _beside(self) -> dict[str, list[_Batch]]:
         """How the values of each half change -> the batch for the even requests, and that for the odd ones. On a GPU a
@@ -255,17 +240,12 @@ class _Subject:
         """The results of the requests at these (batch, position)."""
 
         def compute() -> torch.Tensor:
-            results = self._results(batches)
-            return _joined([results[batch][place] for batch, place in wanted])
+            small, large = self.inputs(self.kept), self.inputs(self.largest)
+            results = [_called(self._fn, self._cut(small, large, batch)) for batch in batches]
+            of = [self._requests(result, len(batch.requests)) for result, batch in zip(results, batches, strict=True)]
+            return _joined([of[batch][place] for batch, place in wanted])
 
         return Trial(name, compute)
-
-    def _results(self, batches: Sequence[_Batch]) -> list[list[torch.Tensor]]:
-        """The result of each request of each batch."""
-        small, large = self.inputs(self.kept), self.inputs(self.largest)
-        cut = (self._cut(small, large, batch) for batch in batches)
-        sizes = [len(batch.requests) for batch in batches]
-        return [self._requests(_called(self._fn, inputs), n) for inputs, n in zip(cut, sizes, strict=True)]
 
     def prepare(self) -> str:
         """Why requests can't be cut out of the largest batch; "" where they can."""
@@ -326,11 +306,7 @@ class _Subject:
             self.narrow = result[0].dtype
             return result
         parts = [*result] if isinstance(result, tuple) else [result]
-        if other := [type(x).__name__ for x in parts if not isinstance(x, torch.Tensor)]:
-            what = f"the result is a {other[0]}, not a tensor"
-            raise BadInputsError(what, "Choose with select= what of it is compared.")
-        if not parts or not all(x.numel() for x in parts):
-            raise WrongResultError("it gave nothing: an empty result compares nothing")
+        _check_tensors(parts)
         self._draws = any(x.dtype in (torch.int32, torch.int64) for x in parts)
         floats = [x.dtype for x in parts if x.dtype.is_floating_point]
         self.narrow = min(floats or [parts[0].dtype], key=lambda dtype: dtype.itemsize)
@@ -354,17 +330,18 @@ class _Subject:
                 raise BadInputsError(what, f"{how}nondet.check_gradient.")
             return _joined(self._requests(result, size)[: None if whole else self.kept])
         result = self._select(result, value)
-        if not isinstance(result, torch.Tensor):
-            what = f"the result is a {type(result).__name__}, not a tensor"
-            raise BadInputsError(what, "Choose with select= what of it is compared.")
-        if not result.numel():
-            raise WrongResultError("it gave nothing: an empty result compares nothing")
+        _check_tensors([result])
         self.narrow = result.dtype
         return result
 
 
-def _in_float64(inputs: Inputs) -> Inputs:
-    return tree_map_only(torch.Tensor, lambda x: x.double() if x.dtype.is_floating_point else x, inputs)
+def _check_tensors(results: Sequence[Any]) -> None:
+    """Refuse results that can't be compared."""
+    if other := [type(x).__name__ for x in results if not isinstance(x, torch.Tensor)]:
+        what = f"the result is a {other[0]}, not a tensor"
+        raise BadInputsError(what, "Choose with select= what of it is compared.")
+    if not results or not all(x.numel() for x in results):
+        raise WrongResultError("it gave nothing: an empty result compares nothing")
 
 
 def _has_rows(x: torch.Tensor, size: int) -> bool:
@@ -390,13 +367,11 @@ def _changed(x: torch.Tensor, axis: int, batch: _Batch) -> torch.Tensor:
     """Rows with the change of a batch; whole numbers stay: as masks, positions and ids they have a meaning."""
     if batch.change == "strided":
         return x.new_zeros((*x.shape[:-1], x.shape[-1] + 8))[..., 8:].copy_(x)
-    others = torch.tensor([*batch.others], device=x.device, dtype=torch.int64)
-    if not (len(others) and x.dtype.is_floating_point and x.element_size() > 1):
+    change = _CHANGES.get(batch.change)
+    if change is None or not (batch.others and x.dtype.is_floating_point and x.element_size() > 1):
         return x
-    if batch.change == "large":
-        return x.index_copy(axis, others, x.index_select(axis, others) * 30)
-    fill = {"zeros": 0.0, _NAN: torch.nan}.get(batch.change)
-    return x if fill is None else x.index_fill(axis, others, fill)
+    others = torch.tensor([*batch.others], device=x.device)
+    return x.index_copy(axis, others, change(x.index_select(axis, others)))
 
 
 def _runs(trial: Trial) -> bool:
@@ -417,7 +392,7 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
-def _called(fn: Callable[..., Any], inputs: Inputs) -> Any:
+def _called(fn: Function, inputs: Inputs) -> Any:
     arguments, keywords = _arguments(inputs)
     return fn(*arguments, **keywords)
 
@@ -445,23 +420,15 @@ _SIZES: dict[str, dict[str, int]] = {"linear": {"m": 64, "k": 768, "n": 320}}
 _ROWS = {"m": 64, "k": 1024}
 
 
-def name_of(fn: Callable[..., Any]) -> str:
+def name_of(fn: Function) -> str:
     """ "package.module:function", which `--impl` takes for a function at the top of a module; a class's name else."""
     inner = fn.func if isinstance(fn, partial) else fn
     named = inner if hasattr(inner, "__qualname__") else type(inner)
     return one_line(f"{named.__module__}:{named.__qualname__}", 200)
 
 
-def _probe_of(operator: str) -> str:
-    probes = {name: OPERATOR_PROBES.get(name, name.replace("_", "-")) for name in operators()}
-    known = {name: probe for name, probe in probes.items() if probe in PROBES}
-    if operator not in known:
-        raise UnknownNameError("operator", operator, known)
-    return known[operator]
-
-
 def check_operator(
-    fn: Callable[..., Any],
+    fn: Function,
     operator: str = "linear",
     *,
     m: int | None = None,
@@ -475,24 +442,15 @@ def check_operator(
     full: bool = False,
     seed: int = 0,
 ) -> Run:
-    """Test `fn` with the operator's probe, as `nondet probe --impl` does: a run with a row for each case.
-
-    Args:
-        fn: Takes what the operator takes (`nondet.kernels.reference`), tensors on `device`.
-        m: Largest M of the sweep.
-        k, n: Sizes of the operator's axes.
-        config: Sizes of a model, for attention: heads, kv_heads, head_dim.
-        inputs: Kinds of input (`nondet.core.inputs.KINDS`); None: those of the probe, including the hard ones.
-        varied: What to test: batch_size, position, run, neighbour_values, ...; None: everything.
-
-    Raises:
-        UserError: an unknown operator, or sizes that it can't have; no case was chosen; `fn` does not take the
-            operator's arguments, or at its first call not these shapes.
-    """
-    from nondet.probes.base import Options
+    """Test `fn` with the operator's probe, as `nondet probe --impl` does: a run with a row for each case. Arguments and
+    errors are those of `nondet.check_operator`; m: the largest M of the sweep; k, n: sizes of the operator's axes.
+    UserError, too, if no case was chosen, or `fn` does not take these shapes at its first call."""
     from nondet.probes.runner import Job, run_jobs
 
-    probe = load_probe(_probe_of(operator))
+    known = {o: probe for o in operators() if (probe := OPERATOR_PROBES.get(o, o.replace("_", "-"))) in PROBES}
+    if operator not in known:
+        raise UnknownNameError("operator", operator, known)
+    probe = load_probe(known[operator])
     sizes: dict[str, Any] = {"m": m, "k": k, "n": n}
     if not full and not any(size is not None for size in sizes.values()):
         sizes |= _SIZES.get(operator) or (_ROWS if operators()[operator].probe is not None else {})
@@ -501,11 +459,8 @@ def check_operator(
     name = name_of(fn)
     check_signature(fn, operator, name)
     loaded = LoadedImplementation(operator, name, fn)
-    cases = [
-        case
-        for case in probe.cases(options)
-        if case.operator == operator and case.impls is None and (varied is None or case.varied in varied)
-    ]
+    every = (case for case in probe.cases(options) if case.operator == operator and case.impls is None)
+    cases = [case for case in every if varied is None or case.varied in varied]
     jobs = [Job(probe, case, name, device, loaded=loaded, first=case is cases[0]) for case in cases]
     if not jobs:
         raise UserError(f"no question about {operator} was chosen", "Give other `varied`, inputs or sizes.")
@@ -515,14 +470,14 @@ def check_operator(
 
 
 def check(
-    fn: Callable[..., Any],
+    fn: Function,
     make_inputs: Callable[[Any], Inputs],
     over: Sequence[Value],
     *,
     varied: str = "batch_size",
     select: Select | None = None,
     axis: int | None = None,
-    reference: Callable[..., Any] | None = None,
+    reference: Function | None = None,
     error: float | None = None,
     name: str = "",
 ) -> Run:
@@ -540,54 +495,48 @@ def check(
     Where bits differ the first row has whether that is rounding (`nondet.probes.rounding`). If a narrow dtype has too
     few elements for a sum cut in two to show in them, there is a warning and a note in the row.
     """
-    started = time.perf_counter()
     values = list(over)
     _check_values(values, sizes=select is None)
-    label = name or name_of(fn)
     _check_call(make_inputs, values[0], "make_inputs", "a value of over")
     _check_call(fn, make_inputs(values[0]), "fn", "what make_inputs gives")
     subject = _Subject(fn, make_inputs, values, select, axis)
     case = f"the same requests over {varied} {values[0]} ... {values[-1]}, {len(values)} values"
-    head = Row(
-        probe="check", case=one_line(case, 400), operator=label, shape={}, dtype="unknown", device=subject.device,
-        inputs="given", varied=varied, impl=label, exact=False, status="",
-    )  # fmt: skip
+    head = head_of(name or name_of(fn), case, varied, subject.device)
+    label = head.impl
     graphs = _graphs()
-    rows = _rows(head, subject, reference, error, started)
+    rows = _rows(head, subject, reference, error)
     # the verdict only says that nothing was compared, or that it was little
     if rows[0].status == Status.ERROR or "needed" in rows[0].extra:
         warnings.warn(f"{label}: {rows[0].reason}", stacklevel=2)
     if hasattr(fn, "_torchdynamo_orig_callable") or _graphs() > graphs:
-        rows = _compiled(rows, lambda head: _rows(head, subject, reference, error, time.perf_counter()))
+        rows = _compiled(rows, lambda head: _rows(head, subject, reference, error))
     plan = {"impls": [label], "varied": varied, "over": list(values), "error": error}
     return run_of(rows, plan, None)
 
 
-def _rows(
-    head: Row, subject: _Subject, reference: Callable[..., Any] | None, error: float | None, started: float
-) -> list[Row]:
+def _rows(head: Row, subject: _Subject, reference: Function | None, error: float | None) -> list[Row]:
     """A row for each thing that varied, with the finding in the first."""
     whole = subject.prepare()
-    row = _tried(head, started, lambda: _measured(head, subject, reference, error))
+    row = tried(head, lambda: _measured(head, subject, reference, error), raised=BadInputsError)
     rows, note = list[Row](), ""
     if row.status in (Status.IDENTICAL, Status.DIVERGENT) and subject.kept:
         note = f"only the first {subject.kept} of each batch were compared: {whole}" if whole else ""
         for varied, case, trials in () if whole else subject.cases():
-            one = msgspec.structs.replace(head, case=case, varied=varied, axis="")
-            rows.append(_tried(one, time.perf_counter(), partial(compare, one, trials)))
+            one = replace(head, case=case, varied=varied, axis="")
+            rows.append(tried(one, partial(compare, one, trials), raised=BadInputsError))
     compared = max((r.difference.compared for r in (row, *rows) if r.difference is not None), default=0)
     few = _too_few(subject.dtype, compared) if {r.status for r in (row, *rows)} == {Status.IDENTICAL} else ""
     figures = {"rows": subject.kept, "elements": compared} if compared else {}
     if few:
         figures["needed"] = round(_SEEN / _SHARE[subject.dtype])
-    first = msgspec.structs.replace(
+    first = replace(
         row,
         reason="; ".join(filter(None, (row.reason, note, few))),
         extra=row.extra | {name: figure for name, figure in figures.items() if figure},
         judged=_judged([row, *rows], subject, error if reference is None else None, whole),
     )
     known = {"dtype": subject.dtype, "shape": subject.shape}
-    return [msgspec.structs.replace(one, **known) for one in (first, *rows)]
+    return [replace(one, **known) for one in (first, *rows)]
 
 
 def _graphs() -> int:
@@ -603,15 +552,13 @@ def _compiled(rows: list[Row], again: Callable[[Row], list[Row]]) -> list[Row]:
     if switch is None:
         return rows
     note = f"Inductor's batch_invariant is {'on' if switch else 'off'}: {_SWITCH}"
-    rows[0] = msgspec.structs.replace(first, reason="; ".join(filter(None, (first.reason, note))))
+    rows[0] = replace(first, reason="; ".join(filter(None, (first.reason, note))))
     if switch or not any(row.differs for row in rows):
         return rows
     import torch._dynamo as dynamo
     from torch._inductor import config
 
-    head = msgspec.structs.replace(
-        first, impl="stock-inductor-invariant", role="", status="", judged=msgspec.UNSET, extra={}, reason=""
-    )
+    head = replace(first, impl="stock-inductor-invariant", role="", status="", judged=UNSET, extra={}, reason="")
     try:
         dynamo.reset()  # what is compiled does not follow the switch
         with config.patch(batch_invariant=True):
@@ -620,28 +567,22 @@ def _compiled(rows: list[Row], again: Callable[[Row], list[Row]]) -> list[Row]:
         dynamo.reset()
 
 
-def _tried(head: Row, started: float, measured: Callable[[], Row]) -> Row:
-    """The row, or one that says why it could not be measured."""
-    with kept_warnings() as caught:
-        try:
-            return measured()
-        except BadInputsError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row, as in the runner
-            row = failed(head, error, started, caught)
-            check_device_alive(head.device, error)
-            return row
-
-
 def _too_few(dtype: str, compared: int) -> str:
     """Why this many equal elements show little; "" where there are enough."""
     share = _SHARE.get(dtype)
     if share is None or not compared or compared * share >= _SEEN:
         return ""
-    return (
-        f"only {compared:,} elements of {dtype} were compared: where a sum is cut in two, about one in "
-        f"{1 / share:,.0f} differs, so that it takes {_SEEN / share:,.0f} to see it"
-    )
+    cut = f"where a sum is cut in two, about one in {1 / share:,.0f} differs"
+    few = f"only {compared:,} elements of {dtype} were compared"
+    return f"{few}: {cut}, so that it takes {_SEEN / share:,.0f} to see it"
+
+
+def head_of(label: str, case: str, varied: str, device: str, dtype: str = "unknown", **shape: int) -> Row:
+    """The row of a user's function, with everything but figures."""
+    return Row(
+        probe="check", case=one_line(case, 400), operator=label, shape=shape, dtype=dtype, device=device,
+        inputs="given", varied=varied, impl=label, exact=False, status="",
+    )  # fmt: skip
 
 
 def compare(head: Row, trials: Sequence[Trial], reference: torch.Tensor | None = None) -> Row:
@@ -652,11 +593,11 @@ def compare(head: Row, trials: Sequence[Trial], reference: torch.Tensor | None =
     )
 
 
-def _judged(rows: Sequence[Row], subject: _Subject, own: float | None, whole: str) -> Judged | msgspec.UnsetType:
+def _judged(rows: Sequence[Row], subject: _Subject, own: float | None, whole: str) -> Judged | UnsetType:
     """Whether what differs is rounding, and what looks so; unset where nothing does, or calls do not repeat. `own`: the
     caller's bound."""
     if any(row.replays_parted or row.wrong for row in rows) or not any(row.distinct > 1 for row in rows):
-        return msgspec.UNSET
+        return UNSET
     classes = {row.varied if i else "": row.extra["apart"] for i, row in enumerate(rows) if row.distinct > 1}
     far = {varied: max(x["far"] for x in of.values()) for varied, of in classes.items()}
     bound, dtype = own if own is not None else subject.scatter(), subject.narrow
@@ -690,11 +631,11 @@ def _decided(found: Judged, subject: _Subject, varied: str) -> Judged:
     wide = subject.in_float64(varied)
     # a function that rounds to its own format whatever it is given shows nothing there
     if wide is None or found.bound is None or wide[1] > found.bound / _FINER:
-        return msgspec.structs.replace(found, kind="open")
+        return replace(found, kind="open")
     return judged(*wide, torch.float64, found.look)
 
 
-def _check_call(function: Callable[..., Any], inputs: Inputs, name: str, given: str) -> None:
+def _check_call(function: Function, inputs: Inputs, name: str, given: str) -> None:
     """Refuse a function that can't be called with these inputs, before each call of it fails."""
     arguments, keywords = _arguments(inputs)
     try:
@@ -705,13 +646,12 @@ def _check_call(function: Callable[..., Any], inputs: Inputs, name: str, given: 
         signature.bind(*arguments, **keywords)
     except TypeError as error:
         count = f"the keywords {', '.join(map(str, keywords))}" if keywords else f"{len(arguments)} positional"
-        raise UserError(
-            f"{name} takes ({', '.join(signature.parameters)}), and {given} is {count}: {error}",
-            "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs).",
-        ) from None
+        what = f"{name} takes ({', '.join(signature.parameters)}), and {given} is {count}: {error}"
+        how = "Give make_inputs(size) -> a tensor, a tuple for fn(*inputs), or a mapping for fn(**inputs)."
+        raise UserError(what, how) from None
 
 
-def _measured(head: Row, subject: _Subject, reference: Callable[..., Any] | None, error: float | None) -> Row:
+def _measured(head: Row, subject: _Subject, reference: Function | None, error: float | None) -> Row:
     expected = subject.expected_of(reference) if reference is not None else None
     trials = [Trial(value, partial(subject.compute, value)) for value in subject.values]
     row = compare(head, trials, expected)
@@ -722,7 +662,7 @@ def _measured(head: Row, subject: _Subject, reference: Callable[..., Any] | None
         reason = f"all {size} elements are NaN or infinite, which agrees with itself"
     if not reason or row.status == Status.WRONG:
         return row
-    return msgspec.structs.replace(row, status=Status.WRONG, reason=reason)
+    return replace(row, status=Status.WRONG, reason=reason)
 
 
 def run_of(rows: list[Row], plan: dict[str, Any], seed: int | None) -> Run:

@@ -6,22 +6,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch.utils._pytree import tree_leaves, tree_map
 
 from nondet.core.measure import Trial
-from nondet.core.records import Row, Run, Value
+from nondet.core.records import Run, Value
 from nondet.errors import UserError
-from nondet.probes.functions import compare, name_of, run_of
+from nondet.probes.functions import compare, head_of, name_of, run_of
 from nondet.probes.rounding import judged, rounding_of
 
+Loss = Callable[[Any], torch.Tensor]
 _FITTED = 2**20  # elements of a gradient to which its parts are fitted
 _FITS = 4.0  # times rounding: as near as that, parts make up the whole
 
 
 def check_gradient(
-    loss: Callable[[Any], torch.Tensor],
+    loss: Loss,
     batch: Any,
     over: Sequence[int] = (1, 2, 4),
     *,
@@ -32,13 +33,14 @@ def check_gradient(
     """Compare the gradient of a batch with those of its splits, whose parts' gradients are accumulated: consecutive
     requests in each number of parts, then parts of other requests, which are padded or packed otherwise. The arguments
     are those of `nondet.check_gradient`, as are the errors."""
-    size, label = len(_parts_of(batch)[0]), name or name_of(loss)
+    parts = [x for x in tree_leaves(batch, is_leaf=lambda x: isinstance(x, list)) if isinstance(x, list | torch.Tensor)]
+    size, label = len(parts[0]), name or name_of(loss)
     if combine not in ("mean", "sum"):
         raise UserError(f"combine={combine!r} is unknown", "Give 'mean' or 'sum'.")
     if len(set(over)) < 2 or min(over) < 1 or max(over) > size:
         raise UserError(f"over={[*over]} compares nothing of {size} requests", f"Give numbers from 1 to {size}.")
     leaves, mixed = _leaves(loss(batch)), [*range(0, size, 2), *range(1, size, 2)]
-    splits: dict[Value, tuple[Sequence[int], int]] = {parts: (range(size), parts) for parts in over}
+    splits: dict[Value, tuple[Sequence[int], int]] = {count: (range(size), count) for count in over}
     splits["other parts"] = (mixed, max(over))
     gradients = partial(_gradients, loss, leaves, size)
 
@@ -46,20 +48,9 @@ def check_gradient(
         return gradients(batch, order, parts).sum(0) / (parts if combine == "mean" else 1)
 
     dtype = min((x.dtype for x in leaves), key=lambda d: d.itemsize)
-    row = Row(
-        probe="check",
-        case=f"the gradient of {size} requests in {', '.join(map(str, over))} parts",
-        operator=label,
-        shape={"M": size},
-        dtype=str(dtype).removeprefix("torch."),
-        device=leaves[0].device.type,
-        inputs="given",
-        varied="micro_batch",
-        impl=label,
-        exact=False,
-        status="",
-    )
-    row = compare(row, [Trial(value, partial(whole, *split)) for value, split in splits.items()])
+    case, device = f"the gradient of {size} requests in {', '.join(map(str, over))} parts", leaves[0].device.type
+    head = head_of(label, case, "micro_batch", device, str(dtype).removeprefix("torch."), M=size)
+    row = compare(head, [Trial(value, partial(whole, *split)) for value, split in splits.items()])
     if row.distinct > 1 and not row.replays_parted:
         bound = error
         if bound is None:  # with noise at each sum of the forward and the backward pass
@@ -67,11 +58,10 @@ def check_gradient(
         each = [gradients(batch, order, max(over)) for order in (range(size), mixed)]
         look = _look(each, whole(range(size), over[0]), bound or 0.0)
         far = max(x["far"] for x in row.extra["apart"].values())
-        row = msgspec.structs.replace(row, judged=judged(far, bound, dtype, look, own=error is not None))
-    compared = row.difference.compared if row.difference is not None else 0
-    row = msgspec.structs.replace(row, extra=row.extra | {"elements": compared})
+        row = replace(row, judged=judged(far, bound, dtype, look, own=error is not None))
+    compared = {"elements": row.difference.compared if row.difference is not None else 0}
     plan = {"impls": [label], "varied": "micro_batch", "over": list(over), "combine": combine, "error": error}
-    return run_of([row], plan, None)
+    return run_of([replace(row, extra=row.extra | compared)], plan, None)
 
 
 def _look(splits: Sequence[torch.Tensor], whole: torch.Tensor, bound: float) -> str:
@@ -89,12 +79,7 @@ def _look(splits: Sequence[torch.Tensor], whole: torch.Tensor, bound: float) -> 
 
 
 def _gradients(
-    loss: Callable[[Any], torch.Tensor],
-    leaves: Sequence[torch.Tensor],
-    size: int,
-    batch: Any,
-    order: Sequence[int],
-    parts: int,
+    loss: Loss, leaves: Sequence[torch.Tensor], size: int, batch: Any, order: Sequence[int], parts: int
 ) -> torch.Tensor:
     """[parts, elements]: the gradient of each part by itself, of all parameters one after another."""
 
@@ -106,18 +91,10 @@ def _gradients(
     rows = []
     for part in range(parts):
         index = [*order[part * size // parts : (part + 1) * size // parts]]
-        cut = tree_map(lambda x, index=index: taken(x, index), batch, is_leaf=_is_list)
+        cut = tree_map(lambda x, index=index: taken(x, index), batch, is_leaf=lambda x: isinstance(x, list))
         found = torch.autograd.grad(loss(cut), leaves, allow_unused=True, materialize_grads=True)
         rows.append(torch.cat([g.flatten() for g in found]))
     return torch.stack(rows)
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, list)
-
-
-def _parts_of(batch: Any) -> list[Any]:
-    return [x for x in tree_leaves(batch, is_leaf=_is_list) if isinstance(x, list | torch.Tensor)]
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -66,7 +66,7 @@ class GroupedMatmul(Probe):
             for dtype in base.dtypes(options, "grouped_matmul", ("bfloat16", "float32")[: 1 if options.brief else 2]):
                 case, first, (_, E, K, N) = partial(_case, layer, dtype), layer is layers[0], layer
                 # weights and batch are drawn in float32; a sorted copy of the batch and two results are alive at once
-                item, rows = base.element_bytes(dtype), max(largest, _ROWS)
+                item, rows = getattr(torch, dtype).itemsize, max(largest, _ROWS)
                 needed = E * K * N * (item + 8) + rows * K * (2 * item + 8) + 2 * rows * N * 8
                 base.require_memory(options.device, needed, f"grouped_matmul of M={rows} E={E} K={K} N={N} in {dtype}")
                 if first:
@@ -98,10 +98,9 @@ class GroupedMatmul(Probe):
         home, every = case.data.get("home", 0), torch.arange(rows)
         here = torch.full_like(spread, home)
         values, places = case.data.get("values", []), case.data.get("places", rows)
-        plans: list[Plan]
         if case.varied == "batch_size":
             spread[: min(rows, 2)] = torch.tensor([0, E - 1])[:rows]  # the first and the last expert
-            plans = [(size, list(_batches(size, spread, E))) for size in values]
+            plans: list[Plan] = [(size, list(_batches(size, spread, E))) for size in values]
         elif case.varied == "routing" and values:
             plans = [(n, [_batch(here, every[:n], min(n, _ROUTED), E)]) for n in values]
         elif case.varied == "routing":
@@ -119,7 +118,9 @@ class GroupedMatmul(Probe):
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The compared rows in every plan; or the rows that equal the first; or the whole product at other moments."""
         if case.varied in base.AXES:
-            yield from base.shared_trials(case.varied, _call(inputs), operator)
+            _, (batch,) = inputs["plans"][0]  # the others share their experts
+            call = base.Call.of((inputs["x"][batch.order], inputs["weight"], batch.offsets))
+            yield from base.shared_trials(case.varied, call, operator)
             return
         plans = inputs["plans"]
         if case.varied == "run":
@@ -146,12 +147,9 @@ def _batch(
 
 def _batches(M: int, spread: torch.Tensor, experts: int) -> Iterator[_Batch]:
     """The first `_ROWS` rows in calls of exactly M rows; the last one begins early enough, and has the rest."""
-    if M >= _ROWS:
-        yield _batch(spread, torch.arange(M), _ROWS, experts)
-        return
     for start in range(0, _ROWS, M):
-        first = min(start, _ROWS - M)
-        yield _batch(spread, torch.arange(first, first + M), M, experts, skip=start - first)
+        first = max(0, min(start, _ROWS - M))
+        yield _batch(spread, torch.arange(first, first + M), min(M, _ROWS), experts, skip=start - first)
 
 
 def _routings(spread: torch.Tensor, home: int, experts: int) -> Iterator[Plan]:
@@ -186,13 +184,6 @@ def _compared(inputs: Any, operator: Operator, batches: list[_Batch], instead: l
             raise
         return _compared(inputs, operator, instead, [])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _call(inputs: Any) -> base.Call:
-    """Every third row is compared; the others share their experts."""
-    _, (batch,) = inputs["plans"][0]
-    tensors = inputs["x"][batch.order], inputs["weight"], batch.offsets
-    return base.Call.of(tensors, base.every_third(torch.arange(len(batch.order), device=batch.order.device)))
 
 
 def _case(layer: Layer, dtype: str, kind: str, varied: str, M: int, **data: Any) -> Case:

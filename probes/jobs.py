@@ -26,7 +26,7 @@ import msgspec
 from nondet.core.processes import die_with_parent, end_with_parent, no_interrupts, no_main, nvml, obituary
 from nondet.core.records import Row, Status
 from nondet.core.registry import operators
-from nondet.errors import MisfitError
+from nondet.errors import MisfitError, reason_of
 
 if TYPE_CHECKING:
     from nondet.probes.base import Options
@@ -218,8 +218,7 @@ def serve(pipe: Any, device: str, parents: Any = None, parent: int = 0) -> None:
     except (EOFError, BrokenPipeError):
         os._exit(0)
     except BaseException as error:  # noqa: BLE001 - any error, such as a lost context, is sent to the parent
-        line = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
-        pipe.send(error if isinstance(error, MisfitError) else f"{type(error).__name__}: {line}")
+        pipe.send(error if isinstance(error, MisfitError) else reason_of(error))
         os._exit(1)
 
 

@@ -230,7 +230,7 @@ def _layers(options: Options, default: tuple[Layer, ...]) -> tuple[tuple[Layer, 
 def _check_memory(device: str, M: int, layer: Layer, dtype: str) -> None:
     _, K, N = layer
     # the batch is drawn in float32, the oracle reads the weight in float64, and two results are alive while comparing
-    needed = (M * K + K * N + 2 * M * N) * base.element_bytes(dtype) + max(M * K * 12, K * N * 16)
+    needed = (M * K + K * N + 2 * M * N) * getattr(torch, dtype).itemsize + max(M * K * 12, K * N * 16)
     require_memory(device, needed, f"matmul of M={M} K={K} N={N} in {dtype}")
 
 

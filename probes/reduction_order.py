@@ -484,15 +484,12 @@ def of_ranks(operator: Operator, message: Message) -> list[MeasuredSum]:
             got = [given(*map(tuple, rows.tolist()))[some] for rows in drawn]
             return torch.cat([rows[some % lists] for rows in drawn]), None, torch.cat(got)
 
-        return MeasuredSum(evaluate, sample, 1, K, dtype, "cpu", which=_numbers(of, len(orders)) + left)
+        begin, end, runs = int(of[0]), int(of[-1]), 1 + int((of.diff() != 1).sum())
+        which = f"{len(of):,} of {len(orders):,} numbers, in {runs:,} runs from {begin:,} on"
+        which = f"numbers {begin:,} to {end:,} of {len(orders):,}" if runs == 1 else which
+        return MeasuredSum(evaluate, sample, 1, K, dtype, "cpu", which=which + left)
 
     return [piece(of) for of in pieces[:_CLASSES]]
-
-
-def _numbers(of: torch.Tensor, every: int) -> str:
-    first, last, runs = int(of[0]), int(of[-1]), 1 + int((of.diff() != 1).sum())
-    some = f"{len(of):,} of {every:,} numbers, in {runs:,} runs from {first:,} on"
-    return f"numbers {first:,} to {last:,} of {every:,}" if runs == 1 else some
 
 
 def of_product(
@@ -640,7 +637,7 @@ def _case(operator: str, K: int, N: int, dtype: str, options: Options) -> Case:
     device, M, product = options.device, options.m or max(_BATCHES[options.device]), operator in _PRODUCTS
     batches = [*(m for m in _BATCHES[device] if m < M), M]
     # weights of a product are held three times, an expert's five times
-    needed = (2 * M * K + 5 * N * K) * base.element_bytes(dtype) + 5 * min(N, _COLUMNS) * K * 8
+    needed = (2 * M * K + 5 * N * K) * getattr(torch, dtype).itemsize + 5 * min(N, _COLUMNS) * K * 8
     needed += K * (400 + 4 * _HEAD * 8)
     require_memory(device, needed, f"the order of {operator} of M={M} K={K} N={N} in {dtype}")
     where = {

@@ -8,6 +8,7 @@ a sum. Where no sum is seen (a kernel of Triton, compiled code), its inputs get 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from nondet.core.compare import readable
+from nondet.core.compare import difference, numbers, readable, same
 from nondet.core.records import Judged, Value
 from nondet.core.watch import operand_loss
 
@@ -27,10 +28,13 @@ _SUMS = re.compile(
     r"(mm|mv|dot|linear|matmul|conv|attention|softmax|norm|sum|mean|var|std|logsumexp|einsum|loss|scatter_add|index_add"
     r"|embedding_dense|embedding_bag)(?!.*_$)"
 )
+_ADDS = re.compile(r"(mm|mv|dot|matmul|mean|add)$|^(cum)?sum$|^embedding_dense")  # only adds terms, or products
 _DRAWS = {True: 4, False: 12}  # of noise, by whether the result is of floats: tokens change seldom
 # Another order of 4,096 terms changes a float32 sum by about so many units of roundoff. Sums of shorter formats are
 # kept in float32 and rounded once, which costs one unit.
 _UNITS = {torch.float64: 64.0, torch.float32: 64.0}
+_ROUNDS, _DEVIATIONS = 4, 4.0  # of noise, for how far it moves an element; standard deviations that it may
+_WORST = 8192.0  # times what orders give: more than a sum of 2^18 terms errs at worst
 _FAR = 4.0  # times what rounding may give: beyond it is no rounding
 _WIDE = 0.1  # of a result's scale, or of its integers
 _CONSTANT = 1e-3  # largest relative spread of a factor that all elements share, or two roundings of a short format
@@ -43,11 +47,12 @@ def unit(dtype: torch.dtype) -> float:
 
 
 class _Sums(TorchDispatchMode):
-    """Notes the sums that a block computes, by name and shapes; with a seed each gets noise."""
+    """Notes the sums that a block computes, by name and shapes; with a seed each gets noise: of `dtype`, whose partial
+    sums are in the format `kept`, or of its own operands'."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, dtype: torch.dtype | None = None, kept: torch.dtype | None = None) -> None:
         super().__init__()
-        self.seed, self.seen = seed, list[tuple[str, tuple[torch.Size, ...]]]()
+        self.dtype, self.kept, self.seed, self.seen = dtype, kept, seed, list[tuple[str, tuple[torch.Size, ...]]]()
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,9 +65,12 @@ class _Sums(TorchDispatchMode):
         result = func(*tree_map_only(torch.Tensor, self.noised, args), **kwargs)
         first = result[0] if isinstance(result, tuple | list) else result
         first.copy_(self.noised(first))
+        if self.kept is not None and _ADDS.search(name):  # a partial sum may be as large as all terms of one sign
+            sizes = func(*tree_map_only(torch.Tensor, torch.abs, args), **kwargs)
+            first += self.noised(sizes, self.kept) - sizes
         return result
 
-    def noised(self, x: torch.Tensor) -> torch.Tensor:
+    def noised(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Floats with noise; other tensors as they are."""
         if not x.dtype.is_floating_point or x.element_size() == 1:
             return x
@@ -70,7 +78,7 @@ class _Sums(TorchDispatchMode):
             self._generators[x.device] = torch.Generator(x.device).manual_seed(self.seed or 0)
         wide = x.double() if x.dtype == torch.float64 else x.float()
         draw = torch.rand(x.shape, generator=self._generators[x.device], device=x.device, dtype=wide.dtype)
-        return (wide * (1 + unit(x.dtype) * (2 * draw - 1))).to(x.dtype)
+        return (wide * (1 + unit(dtype or self.dtype or x.dtype) * (2 * draw - 1))).to(x.dtype)
 
 
 def sums_of(call: Callable[[], Any]) -> list[tuple[str, tuple[torch.Size, ...]]]:
@@ -94,14 +102,7 @@ def rounding_of(call: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.d
     clean, floats = call(inputs), dtype.is_floating_point or dtype.is_complex
     far, known = 0.0, False
     for seed in range(_DRAWS[floats]):
-        mode = _Sums(seed)
-        result = _ran(mode, partial(call, inputs))
-        if result is None or not mode.seen:
-            noisy = tree_map_only(torch.Tensor, partial(_some_noise, mode), inputs)
-            if all(x is y for x, y in zip(tree_leaves(inputs), tree_leaves(noisy), strict=True)):
-                continue
-            result = _ran(nullcontext(), partial(call, noisy))
-        if result is not None:
+        if (result := _moved(_Sums(seed), call, inputs)) is not None:
             far, known = max(far, apart([clean, result], [0, 1])["1"]["far"]), True
     if not known:
         return None
@@ -109,36 +110,67 @@ def rounding_of(call: Callable[[Any], torch.Tensor], inputs: Any, dtype: torch.d
     return 2 * max(far, unit(dtype)) if floats else far
 
 
-def _some_noise(mode: _Sums, x: torch.Tensor) -> torch.Tensor:
-    """Whole numbers stay, as masks and positions are not rounded."""
-    return x if x.element_size() == 1 or bool((x == x.round()).all()) else mode.noised(x)
+def _moved(mode: _Sums, call: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor | None:
+    """The result with noise at its sums, or in its inputs where none is seen; None where neither can be."""
+    result: torch.Tensor | None = _ran(mode, partial(call, inputs))
+
+    def moved(x: torch.Tensor) -> torch.Tensor:  # whole numbers stay, as masks and positions are not rounded
+        return x if x.element_size() == 1 or bool((x == x.round()).all()) else mode.noised(x)
+
+    if result is None or not mode.seen:
+        noisy = tree_map_only(torch.Tensor, moved, inputs)
+        unmoved = all(x is y for x, y in zip(tree_leaves(inputs), tree_leaves(noisy), strict=True))
+        return None if unmoved else _ran(nullcontext(), partial(call, noisy))
+    return result
 
 
 def apart(results: Sequence[torch.Tensor], values: Sequence[Value]) -> dict[str, dict[str, float]]:
     """Of each class but the first, by its first value: how far it is from the first as a share of the results' scale
     (of integers, the share of elements that differ), and the factor that the first half of its elements share."""
-    base = readable(results[0]).double().flatten()
-    finite, found = torch.isfinite(base), {}
-    scale = float(base[finite].abs().max()) if bool(finite.any()) else 0.0
-    spread = max(_CONSTANT, 2 * torch.finfo(results[0].dtype).eps if results[0].dtype.is_floating_point else 0.0)
+    found, dtype = {}, results[0].dtype
+    spread = max(_CONSTANT, 2 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
     for value, result in zip(values[1:], results[1:], strict=True):
-        other = readable(result).double().flatten()
-        differs = (base != other) & ~(base.isnan() & other.isnan())
-        if not (results[0].dtype.is_floating_point or results[0].dtype.is_complex):
-            far = float(differs.double().mean())
-        elif bool((differs & ~(finite & torch.isfinite(other))).any()):
-            far = sys.float_info.max
+        gap = difference(results[0], result)
+        if not (dtype.is_floating_point or dtype.is_complex):
+            far = gap.mismatched / gap.compared
         else:
-            gap = float((base - other)[differs].abs().max()) if bool(differs.any()) else 0.0
-            far = gap / scale if scale else sys.float_info.max * bool(gap)
-        half = slice(0, -(-len(base) // 2))
-        mine, theirs = base[half], other[half]
+            lost = gap.nonfinite or (gap.max_abs and not gap.scale)
+            far = sys.float_info.max if lost else gap.max_abs / (gap.scale or 1.0)
+        half = slice(0, -(-readable(result).numel() // 2))
+        mine, theirs = (readable(x).double().flatten()[half] for x in (results[0], result))
         kept = (mine != 0) & torch.isfinite(mine) & torch.isfinite(theirs)
         ratio = theirs[kept] / mine[kept]
         shared = len(ratio) > 1 and float(ratio.max() - ratio.min()) <= spread * float(ratio.abs().max())
         shared = shared and abs(float(ratio.mean()) - 1) > spread
         found[str(value)] = {"far": far, "factor": float(ratio.mean()) if shared else 0.0}
     return found
+
+
+def orders_apart(reference: Callable[[Any], Any], inputs: Any, dtype: torch.dtype, kept: torch.dtype) -> torch.Tensor:
+    """How far orders of the same sums, with a result of `dtype` and partial sums that are `kept` in their own, are
+    apart: at each element of a float64 reference, which moves so far where its sums get noise; NaN if none shows."""
+    clean = reference(inputs)
+    squares = torch.zeros_like(clean)
+    for seed in range(_ROUNDS):
+        moved = _moved(_Sums(seed, dtype, kept), reference, inputs)
+        squares += torch.nan if moved is None else (moved - clean).square() / _ROUNDS
+    # a sum of one sign comes with an error of its own size, a result is rounded, and a tiny one may be flushed to zero
+    return _DEVIATIONS * squares.sqrt() + 2 * unit(dtype) * clean.abs() + torch.finfo(dtype).tiny
+
+
+def judged_classes(results: Sequence[torch.Tensor], usual: torch.Tensor, look: str) -> Judged:
+    """Whether classes of results are apart by rounding: by no more than orders are, `usual`, at each element. With a
+    `look`, of what no order explains, that is not decided, nor what is farther, unless it is far beyond, NaN or
+    infinity. The figures are of the element that is farthest for its rounding."""
+    first, *others = (x.double() for x in results)
+    gaps = [torch.where(same(first, x), 0.0, (x - first).abs().nan_to_num(torch.inf, torch.inf)) for x in others]
+    gap, size = torch.stack(gaps).amax(0), torch.where(first.isfinite(), first.abs(), 0.0).amax()
+    ratio = torch.where(gap > 0, (gap / usual).nan_to_num(torch.inf, torch.inf), 0.0).flatten()
+    at = ratio.argmax()
+    far, bound, scale, most = numbers(gap.flatten()[at], usual.flatten()[at], size, ratio[at])
+    far, known = min(far / (scale or 1.0), sys.float_info.max), bound / (scale or 1.0) if math.isfinite(bound) else None
+    kind = "rounding" if most <= 1.0 and not look else "bug" if most > _WORST and known is not None else "open"
+    return Judged(kind=kind, far=far, bound=known, dtype=str(results[0].dtype).removeprefix("torch."), look=look)
 
 
 def judged(

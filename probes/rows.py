@@ -21,7 +21,7 @@ from nondet.core.operator import Operator as DeclaredOperator
 from nondet.core.operator import RowProbing
 from nondet.core.registry import declared
 from nondet.probes import base
-from nondet.probes.base import Case, Operator, Options, Probe, dtypes, element_bytes, kinds, some, sweep
+from nondet.probes.base import Case, Operator, Options, Probe, dtypes, kinds, some, sweep
 
 # The batch at most, in rows and in elements: 4096 rows of a vocabulary would only be memory traffic.
 _LARGEST = {"cpu": 256, "cuda": 4096}
@@ -55,7 +55,9 @@ class RowProbe(Probe):
 
     def cases(self, options: Options) -> Iterable[Case]:
         """For each operator, width and dtype a sweep over M; at the first width all other cases, too."""
-        widths, chosen = self._widths(options)
+        given, sizes = (base.given_layer(options) or ())[:1], options.config
+        configured = given or tuple(dict.fromkeys(sizes[k] for k in self.tested.width_keys if k in sizes))
+        widths, chosen = configured or self.tested.widths, bool(configured)
         seeded = random.Random(options.seed).randint(65, 9000)  # noqa: S311 - a size, not a secret
         for operator in self.operators:
             for width in (*widths, *(() if chosen else (seeded,))):
@@ -73,7 +75,7 @@ class RowProbe(Probe):
         rows = max(16, min(_ROWS[options.device], 2**20 // width))
         made = max(largest, rows) + (max(positions * each for positions, each in _POSITIONS.items()) if first else 0)
         # drawn in float32; two results are alive while comparing; the rows are checked in float64
-        needed = made * width * (3 * element_bytes(dtype) + 12) + rows * width * 16
+        needed = made * width * (3 * getattr(torch, dtype).itemsize + 12) + rows * width * 16
         base.require_memory(options.device, needed, f"{operator} of M={largest} {self.axis}={width} in {dtype}")
         tested = self.tested
         # what shows an order, solo and among others
@@ -110,12 +112,6 @@ class RowProbe(Probe):
                 yield case("neighbour_values", kind, 64, 64)
             yield case("alignment", best, 33, 33)
 
-    def _widths(self, options: Options) -> tuple[tuple[int, ...], bool]:
-        if given := base.given_layer(options):
-            return given[:1], True
-        configured = tuple(dict.fromkeys(options.config[k] for k in self.tested.width_keys if k in options.config))
-        return configured or self.tested.widths, bool(configured)
-
     def prepare(self, case: Case, device: str, seed: int) -> Any:
         """x of the compared rows and of others to fill the largest batch; a weight [W] where there is one."""
         rows = max(case.data["rows"], 0 if case.varied == "position" else case.shape["M"])
@@ -127,8 +123,9 @@ class RowProbe(Probe):
     def trials(self, case: Case, inputs: Any, operator: Operator) -> Iterator[Trial]:
         """The rows in batches of M for every M; at every position of one batch; or with other rows."""
         x, weights = inputs["x"], inputs["weights"]
-        mine = torch.arange(len(x), device=x.device) % 3 == 1
-        call = base.Call.of((x, *weights), mine | (case.varied == "history"))  # which has no other rows
+        # of a call at other times all rows are compared
+        every = torch.ones(len(x), dtype=torch.bool, device=x.device) if case.varied == "history" else None
+        call = base.Call.of((x, *weights), every)
         rows = case.data["rows"]
         return base.batch_trials(case, lambda batch: operator(batch, *weights), x, rows, call, operator)
 

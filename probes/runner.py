@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -12,22 +14,17 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from nondet.core import registry
 from nondet.core.compare import identical
-from nondet.core.launch import check_device_alive
-from nondet.core.measure import Fingerprint, failed, fingerprint, kept_warnings, measure, written_to
-from nondet.core.records import Axis, Culprit, Row, Run, Status
-from nondet.core.registry import (
-    LoadedImplementation,
-    implementation_names,
-    load_implementation,
-    load_object,
-    load_probe,
-    operators,
-)
+from nondet.core.inputs import ORDER
+from nondet.core.measure import Fingerprint, fingerprint, measure, written_to
+from nondet.core.records import Axis, Culprit, Judged, Row, Run, Status
+from nondet.core.registry import LoadedImplementation, load_implementation, load_object, load_probe, operators
 from nondet.core.watch import Answers, Watch
-from nondet.errors import MisfitError, UserError, WrongResultError, reason_of
-from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted
+from nondet.errors import MisfitError, UserError, WrongResultError
+from nondet.probes.base import Case, Classes, Operator, Options, Probe, checked, fitted, tried
 from nondet.probes.pointwise import OPERATORS
+from nondet.probes.rounding import judged_classes, orders_apart
 
 # torch's name of an operator -> the probe that tests it.
 _PROBES: dict[str, str] = {
@@ -132,23 +129,11 @@ class Job:
     @property
     def head(self) -> Row:
         """The row, with everything but figures."""
-        case = self.case
-        return Row(
-            probe=self.probe.name,
-            case=case.name,
-            operator=case.operator,
-            shape=dict(case.shape),
-            dtype=case.dtype,
-            device=self.device,
-            inputs=case.inputs,
-            varied=case.varied,
-            axis=case.axis or "",
-            exact=case.exact,
-            demonstration=case.demonstration,
-            impl=self.impl,
-            status="",
-            place=msgspec.UNSET if self.place is None else self.place,
-        )
+        case, place = self.case, msgspec.UNSET if self.place is None else self.place
+        same = ("operator", "dtype", "inputs", "varied", "exact", "demonstration")
+        fields: dict[str, Any] = {name: getattr(case, name) for name in same}
+        fields |= {"probe": self.probe.name, "case": case.name, "shape": dict(case.shape), "axis": case.axis or ""}
+        return Row(device=self.device, impl=self.impl, status="", place=place, **fields)
 
 
 def plan_jobs(probe_names: Iterable[str], impls: Iterable[str], options: Options) -> list[Job]:
@@ -186,7 +171,7 @@ def _expand(names: list[str], operator: str, device: str, own: list[str]) -> lis
     "linear=module:function" names it, else it is the first of `own`, the probe's, in the order of its cases."""
     if operator not in operators():
         return names
-    known = implementation_names(operator, device)
+    known = registry.implementation_names(operator, device)
     chosen: dict[str, None] = {}  # each once, in the given order: two rows of one key can't be resumed
     for name in names:
         if ":" in name:
@@ -210,27 +195,23 @@ def run_jobs(
     `must_fit`: raise MisfitError if a user's function takes other operands than its operator, at its first case."""
     prepared: _Prepared | None = None
     untried = set[str]()
+
+    def measured(job: Job) -> Row:
+        nonlocal prepared
+        started, given, prepared = time.perf_counter(), prepared, None  # a kernel that fails may have written to them
+        if given is None or given.case is not job.case:
+            given = None  # free the old inputs first
+            given = _prepare(job, seed)
+        row = _measure(job, given, started, untried=job.impl in untried)
+        prepared = given
+        return row
+
     for job in jobs:
         if job.key in done:
             continue
         if must_fit and job.first:
             untried.add(job.impl)
-        started = time.perf_counter()
-        # torch explains in warnings why a backend refuses, each once per process: kept for the row
-        with kept_warnings() as caught:
-            try:
-                if prepared is None or prepared.case is not job.case:
-                    prepared = None  # free the old inputs first
-                    prepared = _prepare(job, seed)
-                row = _measure(job, prepared, started, untried=job.impl in untried)
-            except MisfitError:
-                raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises becomes a row
-                refused = job.case.data.get("may_refuse") and not isinstance(error, WrongResultError | SystemExit)
-                shown = NotImplementedError(f"the case is not for it: {reason_of(error)}") if refused else error
-                row = failed(job.head, shown, started, caught)
-                prepared = None  # it may have written to them
-                check_device_alive(job.device, error)
+        row = tried(job.head, partial(measured, job), raised=MisfitError, may_refuse="may_refuse" in job.case.data)
         if row.status != Status.SKIPPED:
             untried.discard(job.impl)
         yield row
@@ -244,15 +225,17 @@ class _Prepared(NamedTuple):
     written: Fingerprint
     reference: torch.Tensor | None
     answers: Answers | None
+    apart: Callable[[torch.dtype, torch.dtype], torch.Tensor]  # see `orders_apart`
 
 
 def _prepare(job: Job, seed: int) -> _Prepared:
     inputs = job.probe.prepare(job.case, job.device, seed)
     declaration = operators().get(job.case.operator)
-    answers = None
-    if declaration is not None and declaration.reference is not None:
-        answers = Answers(declaration.name, load_object(declaration.reference))
-    return _Prepared(job.case, inputs, fingerprint(inputs), job.probe.reference(job.case, inputs), answers)
+    oracle = declaration.reference if declaration is not None else None
+    answers = Answers(job.case.operator, load_object(oracle)) if oracle is not None else None
+    reference: Any = partial(job.probe.reference, job.case)
+    apart = functools.cache(partial(orders_apart, reference, inputs))  # of most cases no class is compared
+    return _Prepared(job.case, inputs, fingerprint(inputs), reference(inputs), answers, apart)
 
 
 def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) -> dict[str, Any]:
@@ -263,6 +246,12 @@ def _findings(job: Job, prepared: _Prepared, operator: Operator, *classes: Any) 
     said |= job.probe.findings(case, prepared.inputs, Classes(*classes), operator)
     if answer is not None and case.inputs in job.probe.answers and case.exact is not False:
         said["exact"] = all(r.shape == answer.shape and identical(r, answer.to(r.dtype)) for r in classes[0])
+    if answer is not None and len(classes[0]) > 1 and not case.demonstration:
+        # no size of a sum changes with others' values; where the right result is zero, a lost one looks like rounding
+        look = "values" if case.varied in ("neighbour_values", "hidden_keys") or case.inputs in ORDER else ""
+        dtype = classes[0][0].dtype
+        kept = dtype if case.varied == "micro_batch" or dtype == torch.float64 else torch.float32
+        said["judged"] = judged_classes(classes[0], prepared.apart(dtype, kept), look)
     return said
 
 
@@ -295,4 +284,8 @@ def _measure(job: Job, prepared: _Prepared, started: float, *, untried: bool) ->
         )
     if changed := written_to(prepared.written, inputs):
         raise WrongResultError(f"it wrote to its input {', '.join(changed)}")
-    return row
+    judged, error = row.extra.pop("judged", msgspec.UNSET), row.worst_error
+    if row.wrong and error is not None:  # by more than any order of its sums explains
+        far = sys.float_info.max if error.relative_norm is None else error.relative_norm
+        judged = Judged(kind="bug", far=far, bound=None, dtype=row.dtype)
+    return msgspec.structs.replace(row, judged=judged)

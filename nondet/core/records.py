@@ -216,7 +216,7 @@ class Row(Record, frozen=True, tag="row", kw_only=True):
     class_errors: list[ClassError] = []  # of each class, by label; empty if there is one, or many, or no reference
     accuracy: Accuracy | None = None  # whole results against the reference; None where none was checked
     nonfinite: Count = 0  # elements of the first variant that are NaN or infinite
-    judged: Judged | msgspec.UnsetType = msgspec.UNSET  # rounding or not, on one row of a run of `check`
+    judged: Judged | msgspec.UnsetType = msgspec.UNSET  # rounding or not; of a run of `check` on one row
     extra: dict[str, Any] = {}  # what only this probe measures (a reduction tree, the range of the sums, ...)
     reason: str = ""  # why a row is wrong, skipped or failed; a note otherwise
     group: str = ""  # the benchmark cases that the row is for, as `Cell.group`; empty elsewhere

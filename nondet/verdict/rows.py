@@ -70,7 +70,7 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
         return Verdict(impl, (Finding.UNTESTED,), (reason("rows-none", n=len(rows)),), tuple(_left_out(rows)))
     reasons = (*_reasons(usable, on, steady, unsteady), *_left_out(rows))
     if found:
-        said = (*_judged(usable), *(c for _, c in found), *_elements(usable))
+        said = (*_judged(usable), *(c for _, c in found), *_of_cases(usable), *_elements(usable))
         return Verdict(impl, tuple(dict.fromkeys(finding for finding, _ in found)), said, reasons)
     clean = [r for axis in (Axis.RUN, Axis.BATCH, Axis.OTHER) for r in on[axis]]
     if clean:
@@ -84,15 +84,33 @@ def _judge_impl(impl: str, rows: list[Row]) -> Verdict:
 def _judged(rows: Sequence[Row]) -> list[Reason]:
     """Rounding or not, where a row has it."""
     made = []
-    for found in (row.judged for row in rows if isinstance(row.judged, Judged)):
-        of = "its integers" if found.dtype.startswith(("int", "uint", "bool")) else "the scale"
-        far = f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN or infinity in place of numbers"
-        numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": LOOKS.get(found.look, ""), "far": far}
+    for found in (row.judged for row in rows if isinstance(row.judged, Judged) and row.probe == "check"):
+        far, look = _far(found), LOOKS.get(found.look, "")
+        numbers = {"bound": found.bound or 0.0, "dtype": found.dtype, "look": look, "far": far}
         numbers["expected"] = None if found.bound is None else reason("expected", **numbers)
         code = {"rounding": "rounding", "bug": "bug", "open": "open"}[found.kind]
         data = code == "bug" and found.look in ("leak", "leak-factor", "nan")
         made.append(reason("bug-data" if data else code, **numbers))
     return made
+
+
+def _far(found: Judged) -> str:
+    of = "its integers" if found.dtype.startswith(("int", "uint", "bool")) else "the scale"
+    return f"up to {found.far:.2g} of {of}" if found.far < _COUNTED else "NaN or infinity in place of numbers"
+
+
+def _of_cases(rows: Sequence[Row]) -> list[Reason]:
+    """Rounding or not, of a probe's cases that differ or are wrong; nothing of run files that do not have it."""
+    cases = [(r.judged, r) for r in rows if isinstance(r.judged, Judged) and r.probe != "check"]
+    bugs = [(found, row) for found, row in cases if found.kind == "bug"]
+    shares = [found.far / (found.bound or 1.0) for found, _ in cases if found.kind == "rounding"]
+    left = sum(r.differs or r.wrong for r in rows) - len(shares) - len(bugs)
+    numbers = {"n": len(shares), "left": left, "share": max(shares, default=0.0)}
+    if bugs:
+        found, row = max(bugs, key=lambda pair: pair[0].far)
+        where = f"{row.operator} over {row.varied.replace('_', ' ')} in {row.dtype}"
+        return [reason("cases-bug", bugs=len(bugs), where=where, far=_far(found), **numbers)]
+    return [reason("cases-some" if left else "cases-rounding", **numbers)] if cases else []
 
 
 def _elements(rows: Sequence[Row]) -> list[Reason]:

@@ -78,6 +78,10 @@ WORDS: dict[str, str] = {
     "expected": ", {bound:.1g} expected in {dtype} by rounding",
     "open": "rounding or not is not decided: {far}{expected}; nondet.check of the same function in float64, its "
     "weights too, decides it",
+    "cases-rounding": ", all by rounding (at most {share:.1g} of how far orders of the same sums are apart)",
+    "cases-some": "{n:#case} by rounding, {left:#case} not decided: with inputs whose right result is zero, with "
+    "others' values, or farther apart than orders of the same sums and nearer than the worst of rounding",
+    "cases-bug": "not rounding in {bugs:#case}: {where}, {far} ({n:,} more by rounding, {left:,} not decided)",
     "elements": ", {n:#element} of {dtype} compared{few}",
     "elements-few": ", too few to see a sum that is cut in two",
     "rows-class": "left its numerics class in {hits:where}",

@@ -7,14 +7,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec import UNSET
+from msgspec.structs import replace
 from torch.nn.functional import cross_entropy, pad, silu
 
 from nondet.core.records import Run
 from nondet.errors import UserError
-from nondet.probes.functions import check
+from nondet.probes.base import Options
+from nondet.probes.functions import check, run_of
 from nondet.probes.gradients import check_gradient
+from nondet.probes.rounding import judged_classes, orders_apart
+from nondet.probes.runner import plan_jobs, run_jobs
+from nondet.reports.content import headline
 from nondet.verdict.gate import judge
 from tests.build import tiers
+from tests.probes.toys import measure
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*elements of:UserWarning")
 Tensor = torch.Tensor
@@ -247,3 +254,68 @@ def test_a_compiled_function_says_what_the_compiler_s_switch_is_worth(monkeypatc
     assert (set(seen), config.batch_invariant) == ({False, True}, False)
     assert run.header.environment["inductor_batch_invariant"] is False
     assert all("rounding: " in verdict.text for verdict in judge(run))
+
+
+_SMALL = {"m": 33, "k": 96, "n": 8, "dtypes": ("float32",), "runs": 3}
+_FP8 = {"m": 33, "k": 256, "n": 8, "dtypes": ("float8_e4m3fn", "float32"), "runs": 2}
+_OTHERS = frozenset({"neighbour_values"})
+
+
+@pytest.mark.parametrize(
+    ("probe", "toy", "asked", "said"),
+    [
+        ("matmul", "linear__order__any__from_8", {"batch_size"}, "all by rounding (at most 0.0"),
+        ("reduction", "sum__order__any__every_3", {"batch_size"}, "all by rounding (at most 0.0"),
+        ("matmul", "linear_shared_scale", _OTHERS, "); not rounding in 2 cases: linear over neighbour values"),
+        ("rms-norm", "rms_norm__drop_0__any__always", {"history"}, "); not rounding in 1 case: rms_norm over history"),
+        ("scaled-matmul", "quantize=quantize_by_batch", _OTHERS, "); not rounding in 1 case: quantize over neighbour"),
+        # the order follows others' values, so that they could as well be what changes the result
+        ("matmul", "linear__order__signed__always", _OTHERS, "); 0 cases by rounding, 1 case not decided"),
+        # of inputs whose right result is zero, where one that is lost looks the same
+        ("grouped-matmul", "grouped_matmul__order__any__place_3", {"position"}, "); 0 cases by rounding, 1 case not"),
+        ("matmul", "linear_shared_scale", {"batch_size"}, "); not rounding in 9 cases: linear over batch size"),
+    ],
+)
+def test_the_first_sentence_of_a_probe_says_what_differs(probe: str, toy: str, asked: set[str], said: str) -> None:
+    options = _FP8 if probe == "scaled-matmul" else _SMALL | ({"inputs": ("bell",)} if asked == {"batch_size"} else {})
+    rows = [*measure(probe, toy, asked=asked, **options).values()]
+    run = run_of(rows, {}, None)
+    assert said in headline(run, judge(run))
+    # a file from before has no figure of it
+    old = run_of([replace(row, judged=UNSET) for row in rows], {}, None)
+    assert "rounding" not in headline(old, judge(old))
+    assert judge(old)[0].findings == judge(run)[0].findings
+
+
+def test_stock_s_differences_are_rounding() -> None:
+    """At least one product differs on any CPU; numbers that are sorted make partial sums much larger than results."""
+    options = Options(m=64, k=1000, n=64, inputs=("bell", "cancel", "wide"), dtypes=("float32", "bfloat16"))
+    jobs = [j for j in plan_jobs(["matmul"], ["stock"], options) if j.case.varied == "batch_size"]
+    jobs += [j for j in plan_jobs(["matmul"], ["stock"], Options()) if j.case.inputs == "linspace"]
+    rows = [*run_jobs(jobs, 0)]
+    run = run_of(rows, {}, None)
+    assert any(row.differs for row in rows)
+    assert "batch-dependent" in (said := headline(run, judge(run)))
+    assert "all by rounding (at most 0." in said
+
+
+@pytest.mark.parametrize(
+    ("gap", "kind"), [(0.0, "rounding"), (1e-9, "rounding"), (1e-8, "open"), (1e-4, "bug"), (torch.inf, "bug")]
+)
+def test_how_far_decides(gap: float, kind: str) -> None:
+    """At each element by its own size: a small one that is off by as much as a large one may be is no rounding."""
+    first, usual = torch.tensor([1e6, 1e-3], dtype=torch.float64), torch.tensor([1e2, 2e-9], dtype=torch.float64)
+    other = first + torch.tensor([50.0, gap], dtype=torch.float64)
+    assert judged_classes([first, other], usual, "").kind == kind
+    unknown = judged_classes([first, first + 1.0], torch.full((2,), torch.nan, dtype=torch.float64), "")
+    assert (unknown.kind, unknown.bound) == ("open", None)
+
+
+def test_where_no_noise_shows_nothing_is_said() -> None:
+    """Whole numbers get none, and of another process's sums none is seen: no bound, and so no verdict of a fault."""
+    seen = orders_apart(lambda x: x.double().sum(-1), torch.ones(2, 8), torch.float32, torch.float32)
+    assert (seen.isfinite() & (seen > 0)).all()
+    for inputs in (torch.ones(2), [None]):
+        unseen = orders_apart(lambda _: torch.zeros(2, dtype=torch.float64), inputs, torch.float32, torch.float32)
+        assert unseen.isnan().all()
+        assert judged_classes([torch.zeros(2), torch.ones(2)], unseen, "").kind == "open"
