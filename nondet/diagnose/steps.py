@@ -181,7 +181,7 @@ def try_axis(engine: Engine, axis: RequestAxis, impl: str) -> AxisTried:
 WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
 _FOR_ROUNDS = 0.5  # of the limit, by when the rounds of stock are to end
-_RATE_S = 15.0  # by when, if the first has shown that the batch matters: further ones only narrow the rate
+_RATE_S = 8.0  # for rounds where the first has shown that the batch matters: further ones only narrow the rate
 _TIMED = 2  # rounds of each implementation for the cost
 
 
@@ -240,10 +240,10 @@ class Diagnoser:
         return verdict.run_step(self._so_far, [verdict.solo_of(self._so_far)["trace"], *traces])
 
     def _batch(self) -> Step:
-        few, planned, seconds = self._is_proven(), len(self.plan.rounds), self._so_far.rounds[0].seconds
-        reserve = self.within_s - _RATE_S if few else (1 - _FOR_ROUNDS) * self.within_s
-        least, room = 1 if few else _FEWEST, self._left - reserve
-        count = sum(number < least or number * seconds < room for number in range(planned))
+        few, planned = self._is_proven(), len(self.plan.rounds)
+        least, room = (1, _RATE_S) if few else (_FEWEST, self._left - (1 - _FOR_ROUNDS) * self.within_s)
+        first, again = self._known(0).seconds, self._so_far.rounds[0].seconds  # the last one may compile, as the first
+        count = sum(number < least or (number - 1) * again + first < room for number in range(planned))
         self._collect(STOCK, count)
         why = "the first round differs from the solo run, which is proof: " if few else ""
         less = f"{why}{plural(count, 'round')} of {planned} run {ALL}" if count < planned else ""

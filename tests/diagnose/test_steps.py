@@ -193,13 +193,13 @@ def test_a_limit_takes_rounds_and_values_and_says_so(
     alike = {"completions": [msgspec.structs.replace(c, trace=known[0].facts["trace"]) for c in first["completions"]]}
     unsure = [known[0], msgspec.structs.replace(known[1], outcome="unknown")]  # the round was not repeated: no proof
     for completions, before, within, spent, seconds, expected in [
-        (first, known, 100.0, 10.0, 1.0, (5, 1)),
-        (first, known, 100.0, 10.0, 2.0, (3, 1)),  # until 15 s have passed
-        (first, known, 100.0, 20.0, 1.0, (1, 1)),
+        (first, known, 100.0, 10.0, 2.0, (5, 1)),
+        (first, known, 100.0, 10.0, 3.0, (4, 1)),  # in 8 s, the last as long as the very first session, 1 s
+        (first, known, 100.0, 200.0, 9.0, (2, 1)),
         (first, unsure, 100.0, 10.0, 2.0, (5, 6)),
         (first, known, 0.0, 1e6, 1e6, (5, 6)),
         (alike, known, 100.0, 10.0, 2.0, (5, 6)),
-        (alike, known, 100.0, 10.0, 15.0, (3, 1)),  # until half of the limit
+        (alike, known, 100.0, 10.0, 15.0, (4, 1)),  # until half of the limit
         (alike, known, 100.0, 200.0, 1.0, (2, 1)),
     ]:
         made = diagnoser(embedded, tmp_path / "run.jsonl", n=25, within_s=within)
