@@ -197,7 +197,6 @@ class Diagnoser:
     say: Callable[[str], None]  # takes a line of text as each step begins and ends
     within_s: float = 0.0  # about how long it may take; 0.0: no limit
     bound: bool = False  # leave out the steps that have not begun by then; else it only limits what of stock runs
-    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         self.engine: Engine = TransformersEngine(self.loaded.model)
@@ -223,8 +222,8 @@ class Diagnoser:
         late = self.bound and name not in ("greedy", "run", "batch") and self._left <= 0
         if reason := verdict.settled(self._so_far, name) or f"of {self.within_s:.0f} s none are left {ALL}" * late:
             return Step(name=name, outcome="skipped", sentence=reason)
-        started, step = self.clock(), getattr(self, f"_{name}")()
-        return msgspec.structs.replace(step, seconds=self.clock() - started)
+        started, step = time.perf_counter(), getattr(self, f"_{name}")()
+        return msgspec.structs.replace(step, seconds=time.perf_counter() - started)
 
     @property
     def _left(self) -> float:
@@ -293,8 +292,8 @@ class Diagnoser:
         outcome = "yes" if any(c.call for c in run.culprits) else "no" if clean else "unknown"
         if steps_of(run)["run"].outcome == "no" and verdict.cause_of(run) != Finding.RUN_TO_RUN:
             outcome, sentence = "unknown", f"{verdict.NOT_MET}: {sentence}"
-        facts = {"families": "+".join(traced.families or [])}
-        return Step(name="operator", outcome=outcome, sentence=sentence, facts=facts)
+        families = "+".join(traced.families or [])
+        return Step(name="operator", outcome=outcome, sentence=sentence, facts={"families": families})
 
     def _margin(self) -> Step:
         return margin_step(self._known(None), self._known(verdict.differing_round(self._so_far) or 0))
