@@ -1,8 +1,8 @@
 """The steps of a diagnosis, in order. Each reads what is in the run file and adds its own evidence to it.
 
 So a run that was killed continues with the first step that has no record, and reaches the same records: only the model
-is carried in memory from step to step. A time limit is kept by looking at the clock between sessions, never by an
-estimate: rounds and values are left out once it has passed, and the step's record says which.
+is carried in memory from step to step. Time decides before a step begins, never in it: whether it runs, and how many of
+its rounds or values, by how long the first round took. The step's record says what was left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nondet.sampling.implementations import implementation
 from nondet.sampling.model import LoadedModel
 from nondet.sampling.plan import Engine, Load, Plan, Request, Session, long_prompt
 from nondet.sampling.replay import digest_of
-from nondet.trace.search import Arm, Pace, Search, arms_of
+from nondet.trace.search import Arm, Search, arms_of
 from nondet.verdict.findings import Finding, plural
 
 ALL = "(--within 0 runs all)"
@@ -40,22 +40,22 @@ ALL = "(--within 0 runs all)"
 
 def greedy_step(sessions: Sequence[Session]) -> Step:
     """The answer for all tokens of the sessions, the first of which is the solo run: its digests are kept."""
-    outcomes = [(o, session.tops.get(o.request.id, [])) for session in sessions for o in session.outcomes]
-    lost, ties, chosen, wrong = sum(nonfinite_logprobs(o.logprobs) for o, _ in outcomes), 0, 0, list[str]()
-    for o, tops in outcomes:
-        for index, (token, (top, second, likeliest, _)) in enumerate(zip(o.token_ids, tops, strict=False)):
-            chosen, ties = chosen + 1, ties + (top == second)
-            if token != likeliest and top != second:
-                wrong.append(f"{o.request.id}, token {index}: {token} where {likeliest} has the top logit")
-    outcome, everywhere = "no", f"{chosen:,} chosen tokens, solo and in batches,"
-    if lost:
-        sentence = f"{lost:,} of {everywhere} have a NaN or infinite logprob"
-    elif wrong:
-        sentence = f"{len(wrong):,} of {everywhere} do not have the largest logit ({wrong[0]})"
-    elif chosen:
-        outcome, sentence = "yes", f"each of {everywhere} has the largest logit; {ties:,} are exact ties"
-    else:
-        outcome, sentence = "unknown", "the engine gives no logits"
+    given = [(o, session.tops.get(o.request.id, [])) for session in sessions for o in session.outcomes]
+    chosen = [(o.request.id, i, *of) for o, tops in given for i, of in enumerate(zip(o.token_ids, tops, strict=False))]
+    lost, ties = sum(nonfinite_logprobs(o.logprobs) for o, _ in given), sum(top[0] == top[1] for *_, top in chosen)
+    wrong = [
+        f"{name}, token {index}: {token} where {likeliest} has the top logit"
+        for name, index, token, (top, second, likeliest, _) in chosen
+        if token != likeliest and top != second
+    ]
+    everywhere = f"{len(chosen):,} chosen tokens, solo and in batches,"
+    table = (
+        (lost, "no", f"{lost:,} of {everywhere} have a NaN or infinite logprob"),
+        (wrong, "no", f"{len(wrong):,} of {everywhere} do not have the largest logit ({''.join(wrong[:1])})"),
+        (chosen, "yes", f"each of {everywhere} has the largest logit; {ties:,} are exact ties"),
+        (True, "unknown", "the engine gives no logits"),
+    )
+    outcome, sentence = next((outcome, sentence) for holds, outcome, sentence in table if holds)
     solo = sessions[0].outcomes[0]
     facts = {"trace": digest_of(solo), "tokens": tokens_digest(solo.token_ids)}
     return Step(name="greedy", outcome=outcome, sentence=sentence, figures={"nonfinite": lost}, facts=facts)
@@ -73,23 +73,21 @@ def margin_step(solo: Session, other: Session) -> Step:
     flips: list[tuple[int, float]] = []  # token, and the solo margin of its two largest logits
     for theirs in (o for o in other.outcomes if o.request.target and o.finish != "error"):
         given, shared = other.tops.get(theirs.request.id, []), shared_length(reference.token_ids, theirs.token_ids)
-        for one, two in zip(tops[:shared], given[:shared], strict=False):
-            mine, its = (dict(zip(top[2:], top[:2], strict=True)) for top in (one, two))
+        for pair in zip(tops[:shared], given[:shared], strict=False):
+            mine, its = (dict(zip(top[2:], top[:2], strict=True)) for top in pair)
             spread = max([spread, *(abs(mine[token] - its[token]) for token in mine.keys() & its.keys())])  # not NaN
         if shared < min(len(reference.token_ids), len(theirs.token_ids), len(tops), len(given)):
             flips.append((shared, tops[shared][0] - tops[shared][1]))
     within = sum(margin <= 2 * spread for _, margin in flips)
-    outcome = "unknown" if not flips else "yes" if within == len(flips) else "no"
-    sentence = f"the logits of the top tokens differ by up to {spread:.4g} between the arms"
+    noise = f"the logits of the top tokens differ by up to {spread:.4g} between the arms"
+    outcome, sentence = "unknown", f"no token flipped in the rounds that were compared; {noise}"
     if flips:
-        largest = f"solo, the two largest logits at a flip are at most {max(margin for _, margin in flips):.4g} apart"
+        outcome = "yes" if within == len(flips) else "no"
         sentence = (
-            f"{plural(len(flips), 'completion')} flipped, the first at token {min(flips)[0]}; {largest}; {sentence}"
-        )
-        sentence += f", so {within} of {len(flips)} flips are within it (at most twice that)"
-        sentence += "; a flip beyond it is more than this rounding explains" * (outcome == "no")
-    else:
-        sentence = f"no token flipped in the rounds that were compared; {sentence}"
+            f"{plural(len(flips), 'completion')} flipped, the first at token {min(flips)[0]}; solo, the two largest "
+            f"logits at a flip are at most {max(margin for _, margin in flips):.4g} apart; {noise}, so {within} of "
+            f"{len(flips)} flips are within it (at most twice that)"
+        ) + "; a flip beyond it is more than this rounding explains" * (outcome == "no")
     figures = {"flips": len(flips), "within": within, "spread": spread}
     return Step(name="margin", outcome=outcome, sentence=sentence, figures=figures)
 
@@ -160,38 +158,31 @@ def make_axes(
     ]
 
 
-def try_axis(
-    engine: Engine, axis: RequestAxis, impl: str, values: Collection[str] = (), over: Callable[[], bool] = lambda: False
-) -> AxisTried:
-    """Run the reference, and the trials of these values (() for all), the last one first, since kernels change at the
-    extremes; no more once it is `over`. An `EngineStoppedError`, or a `UserError` where sizes are refused."""
+def try_axis(engine: Engine, axis: RequestAxis, impl: str) -> AxisTried:
+    """Run the reference and the trials. An `EngineStoppedError`, or a `UserError` where sizes are refused."""
     target = axis.reference.outcome(axis.reference.run(engine, every=True))
-    found: dict[str, list[tuple[int | None, int | None]]] = {}  # (other token, other logprob) of each completion
-    unmet = []
-    for trial in reversed([t for t in axis.trials if t.name in values or not values]):
-        if found and over():
-            break
+    found, unmet = dict[str, list[tuple[int | None, int | None]]](), list[str]()  # first differences of a trial
+    for trial in axis.trials:
         session = trial.run(engine, every=True)
         if trial.load.sharing and not session.figures["hits"]:
             unmet.append(trial.name)
         else:
             found[trial.name] = [first_difference(target, o) for o in session.outcomes if o.request.target]
-    ran = [t.name for t in axis.trials if t.name in found]
     every = [pair for pairs in found.values() for pair in pairs]
     tokens, traces = (sum(pair[i] is not None for pair in every) for i in (0, 1))
     note = "" if axis.trials else "the prompt is too short for this"
     note = f"the engine took no keys from the cache: {', '.join(unmet)}" if unmet else note
-    differing = [name for name in ran if any(logprob is not None for _, logprob in found[name])]
+    differing = [name for name, pairs in found.items() if any(logprob is not None for _, logprob in pairs)]
     counts: dict[str, Any] = {"tried": len(every), "traces": traces, "tokens": tokens, "parted": differing}
-    return AxisTried(axis=axis.name, impl=impl, held=axis.held, values=ran, note=note, **counts)
+    return AxisTried(axis=axis.name, impl=impl, held=axis.held, values=list(found), note=note, **counts)
 
 
 # About how long a diagnosis of the default size may take, by device.
 WITHIN_S = {"cpu": 180.0, "cuda": 120.0}
 _FEWEST = 2  # rounds: completions of one round are not independent
+_FOR_ROUNDS = 0.5  # of the limit, by when the rounds of stock are to end
 _RATE_S = 8.0  # for rounds where the first has shown that the batch matters: further ones only narrow the rate
 _TIMED = 2  # rounds of each implementation for the cost
-_FOR_ROUNDS, _FOR_TRACE = 0.5, 0.7  # of the limit, by when the rounds of stock, and the trace, are to end
 
 
 @dataclass
@@ -205,17 +196,14 @@ class Diagnoser:
     threads: int | None
     say: Callable[[str], None]  # takes a line of text as each step begins and ends
     within_s: float = 0.0  # about how long it may take; 0.0: no limit
-    bound: bool = False  # enforced to the end by leaving steps out; else it only limits rounds and values of stock
-    clock: Callable[[], float] = time.perf_counter
+    bound: bool = False  # leave out the steps that have not begun by then; else it only limits what of stock runs
 
     def __post_init__(self) -> None:
         self.engine: Engine = TransformersEngine(self.loaded.model)
         self._kept: dict[int | None, Session] = {}
-        self._began, self._warm = 0.0, False  # warm: this process has run the first round under both implementations
 
     def run(self) -> None:
         """Every step that the run file lacks, then the verdict; raises as `try_axis`, and finished steps are kept."""
-        self._began = self.clock() - sum(step.seconds for step in self._so_far.steps)
         if self.loaded.device == "cuda":  # while stock's sessions wait for cuDNN's plans, outside of Python
             threading.Thread(target=make_ready, name="nondet-ready", daemon=True).start()
         with pinned(self.threads):
@@ -231,37 +219,34 @@ class Diagnoser:
 
     def answer(self, name: str) -> Step:
         """The step of that name, after those before it; skipped where they settle it or no time is left."""
-        started, reason = self.clock(), verdict.settled(self._so_far, name)
-        if not reason and name not in ("greedy", "run", "batch") and self._over():
-            reason = f"of {self.within_s:.0f} s none are left {ALL}"
-        if reason:
+        late = self.bound and name not in ("greedy", "run", "batch") and self._left <= 0
+        if reason := verdict.settled(self._so_far, name) or f"of {self.within_s:.0f} s none are left {ALL}" * late:
             return Step(name=name, outcome="skipped", sentence=reason)
-        step: Step = getattr(self, f"_{name}")()
-        return msgspec.structs.replace(step, seconds=self.clock() - started)
+        started, step = time.perf_counter(), getattr(self, f"_{name}")()
+        return msgspec.structs.replace(step, seconds=time.perf_counter() - started)
 
+    @property
     def _left(self) -> float:
-        """Seconds of the limit that are left, those of an earlier process counted; below 0 after an overrun."""
-        return self._began + self.within_s - self.clock() if self.within_s else math.inf
-
-    def _over(self) -> bool:
-        return self.bound and self._left() <= 0
+        """Seconds of the limit that the steps so far have left."""
+        return (self.within_s or math.inf) - sum(step.seconds for step in self._so_far.steps)
 
     def _greedy(self) -> Step:
         return greedy_step((self._known(None), self._known(0)))
 
     def _run(self) -> Step:
         traces = [digest_of(self._session(None).outcomes[0]) for _ in range(2)]
-        self._collect(STOCK, lambda number: number == 0)
+        self._collect(STOCK, 1)
         return verdict.run_step(self._so_far, [verdict.solo_of(self._so_far)["trace"], *traces])
 
     def _batch(self) -> Step:
-        seconds, few = self._known(0).seconds, self._is_proven()
-        least, reserve = (1, self._left() - _RATE_S) if few else (_FEWEST, (1 - _FOR_ROUNDS) * self.within_s)
-        self._collect(STOCK, lambda number: number < least or self._left() - seconds > reserve)
-        step, planned = verdict.batch_step(self._so_far), len(self.plan.rounds)
+        few, planned = self._is_proven(), len(self.plan.rounds)
+        least, room = (1, _RATE_S) if few else (_FEWEST, self._left - (1 - _FOR_ROUNDS) * self.within_s)
+        first, again = self._known(0).seconds, self._so_far.rounds[0].seconds  # the last one may compile, as the first
+        count = sum(number < least or (number - 1) * again + first < room for number in range(planned))
+        self._collect(STOCK, count)
         why = "the first round differs from the solo run, which is proof: " if few else ""
-        ran = int(step.figures["rounds"])
-        return _with_less(step, f"{why}{plural(ran, 'round')} of {planned} run" if ran < planned else "")
+        less = f"{why}{plural(count, 'round')} of {planned} run {ALL}" if count < planned else ""
+        return msgspec.structs.replace(verdict.batch_step(self._so_far), facts={"less": less})
 
     def _is_proven(self) -> bool:
         """Whether, under a limit, the first round, repeated with equal bits, differs from the solo run: which proves
@@ -270,27 +255,27 @@ class Diagnoser:
         return bool(self.within_s and differ) and steps_of(self._so_far)["run"].outcome == "yes"
 
     def _axes(self) -> Step:
-        few, axes = self._is_proven(), self._all_axes
-        fewest = {a.name: [t.name for t in a.trials[-1:] if few and not t.load.sharing] for a in axes}
-        late, run = self._try_axes(STOCK, fewest), self._so_far
-        ran, planned = sum(len(a.values) for a in run.axes), sum(len(a.trials) for a in axes)
-        less = f"{ran} of {planned} values of the axes run" if few or self._left() <= 0 else ""
-        return _with_less(verdict.axes_step(run), less, late)
+        axes, run = self._all_axes, self._so_far
+        planned = sum(len(a.trials) for a in axes)
+        few = self._is_proven() or planned * run.rounds[0].seconds > self._left
+        wanted = {a.name: [t.name for t in a.trials if not few or t.load.sharing or t is a.trials[-1]] for a in axes}
+        self._try_axes(STOCK, wanted)
+        ran = sum(len(a.values) for a in self._so_far.axes)
+        less = f"{ran} of {planned} values of the axes run {ALL}" if few else ""
+        return msgspec.structs.replace(verdict.axes_step(self._so_far), facts={"less": less})
 
-    def _try_axes(self, impl: str, wanted: Mapping[str, Collection[str]]) -> str:
-        """Try these axes at these values (() for all), unless that is on record; says for which no time was left."""
-        left = [a for a in self._all_axes if a.name in wanted and ("axis", impl, a.name) not in self.writer.done]
-        for i, axis in enumerate(left):
-            if self._over():
-                return f"not tried under {impl}: {', '.join(axis_title(a.name) for a in left[i:])}"
-            record = try_axis(self.engine, axis, impl, wanted[axis.name], lambda: impl == STOCK and self._left() <= 0)
-            self.writer.write(record)
-            self.say(f"  {axis_title(axis.name)}: {record.traces} of {record.tried} traces differ")
-        return ""
+    def _try_axes(self, impl: str, wanted: Mapping[str, Collection[str]]) -> None:
+        """Try these axes at these values, unless that is on record."""
+        for axis in self._all_axes:
+            if axis.name in wanted and ("axis", impl, axis.name) not in self.writer.done:
+                trials = [t for t in axis.trials if t.name in wanted[axis.name]]
+                record = try_axis(self.engine, axis._replace(trials=trials), impl)
+                self.writer.write(record)
+                self.say(f"  {axis_title(axis.name)}: {record.traces} of {record.tried} traces differ")
 
     def _operator(self) -> Step:
         """A trace of a round with a differing completion, of an axis, or of the round that differs from itself."""
-        arms, for_others = self._arms(), (1 - _FOR_TRACE) * self.within_s
+        arms = self._arms()
         search = Search(
             self.engine,
             self.loaded.model,
@@ -300,7 +285,6 @@ class Diagnoser:
             write=self._write,
             say=lambda line: self.say(f"  {line}"),
             sweeps=self.loaded.device != "cuda",  # cuDNN plans for each size, Triton compiles: many seconds
-            pace=Pace(lambda: self._left() - for_others if self.bound else math.inf, self.clock),
         )
         traced = search.run()
         self._write(traced)
@@ -308,32 +292,27 @@ class Diagnoser:
         outcome = "yes" if any(c.call for c in run.culprits) else "no" if clean else "unknown"
         if steps_of(run)["run"].outcome == "no" and verdict.cause_of(run) != Finding.RUN_TO_RUN:
             outcome, sentence = "unknown", f"{verdict.NOT_MET}: {sentence}"
-        facts = {"families": "+".join(traced.families or []), "less": search.late}
-        return Step(name="operator", outcome=outcome, sentence=sentence, facts=facts)
+        families = "+".join(traced.families or [])
+        return Step(name="operator", outcome=outcome, sentence=sentence, facts={"families": families})
 
     def _margin(self) -> Step:
         return margin_step(self._known(None), self._known(verdict.differing_round(self._so_far) or 0))
 
     def _cure(self) -> Step:
         """The same load under the invariant implementation, the solo request, and the axes that differed."""
-        again = verdict.settled(self._so_far, "batch") != ""  # run-to-run: only one round, run twice, can be compared
-        # one round proves that stock differs; that the fix does not takes all
-        most = 1 if again else len(self.plan.rounds)
-        self._collect(INVARIANT, lambda number: number < min(most, _FEWEST) or not (again or self._over()))
-        self._warm = True
+        run = self._so_far
+        # run-to-run: only one round, run twice, can be compared. One round proves that stock differs; that the fix does
+        # not takes all
+        self._collect(INVARIANT, 1 if verdict.settled(run, "batch") else len(self.plan.rounds))
         with implementation(INVARIANT):
             solo = digest_of(self._session(None).outcomes[0])
-            late = self._try_axes(
-                INVARIANT, {a.axis: a.values for a in self._so_far.axes if a.impl == STOCK and a.traces}
-            )
-        step = verdict.cure_step(self._so_far, solo)
-        ran = int(step.figures["rounds"])
-        return _with_less(step, f"{plural(ran, 'round')} of {most} run under the cure" if ran < most else "", late)
+            self._try_axes(INVARIANT, {a.axis: a.values for a in run.axes if a.impl == STOCK and a.traces})
+        return verdict.cure_step(self._so_far, solo)
 
     def _cost(self) -> Step:
-        """The first round, timed under stock and under invariant, both of which this process has run before."""
+        """The first round, timed under stock and under invariant, once this process has run it under both."""
         speeds: dict[str, list[float]] = {STOCK: [], INVARIANT: []}
-        for _turn in range(_TIMED + (not self._warm)):  # alternating: a slower minute of the machine affects both
+        for _turn in range(_TIMED + (0 not in self._kept)):  # alternating: a slower minute of the machine affects both
             for impl, seen in speeds.items():
                 with implementation(impl):
                     session = self._session(0)
@@ -355,20 +334,21 @@ class Diagnoser:
         return self._kept.get(number) or self._kept.setdefault(number, self._session(number))
 
     def _session(self, number: int | None) -> Session:
-        solo, loaded = arms_of(self.plan.rounds[number or 0], self.plan.load, self.seed)
-        solo.requests = [replace(request, arrival_step=0) for request in solo.requests]
-        return (solo if number is None else loaded).run(self.engine, every=True)
+        return self._arms_of(number)[number is not None].run(self.engine, every=True)
 
-    def _collect(self, impl: str, wanted: Callable[[int], bool]) -> None:
-        """Sample the plan's rounds under the implementation, as far as each is wanted when its turn comes."""
+    def _arms_of(self, number: int | None) -> tuple[Arm, Arm]:
+        return arms_of(self.plan.rounds[number or 0], self.plan.load, self.seed)
+
+    def _collect(self, impl: str, count: int) -> None:
+        """Sample so many of the plan's rounds under the implementation."""
         base = Conditions(self.plan.load, self.loaded.dtype, threads=self.threads)
-        survey = Survey(self.loaded, self.plan, base, [impl], seed=self.seed, wanted=wanted)
+        survey = Survey(self.loaded, self.plan, base, [impl], seed=self.seed, wanted=lambda number: number < count)
         collect(survey, Here(self.loaded), self.writer, played=self._known(0) if impl == STOCK else None)
 
     def _arms(self) -> tuple[Arm, Arm]:
         run, number = self._so_far, verdict.differing_round(self._so_far)
         if number is not None or steps_of(run)["run"].outcome == "no":
-            return arms_of(self.plan.rounds[number or 0], self.plan.load, self.seed)
+            return self._arms_of(number)
         record = next(a for a in run.axes if a.traces)
         axis = next(a for a in self._all_axes if a.name == record.axis)
         trial = next(t for t in axis.trials if t.name == record.parted[0])
@@ -382,8 +362,3 @@ class Diagnoser:
         """Write the record, unless a killed run already did."""
         if record.key not in self.writer.done:
             self.writer.write(record)
-
-
-def _with_less(step: Step, *left_out: str) -> Step:
-    less = "; ".join(filter(None, left_out))
-    return msgspec.structs.replace(step, facts=step.facts | {"less": f"{less} {ALL}" if less else ""})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,8 +132,7 @@ def whole(embedded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Ru
 @pytest.mark.parametrize("known", [4, 3])
 def test_a_bound_leaves_out_what_no_longer_fits(embedded: LoadedModel, tmp_path: Path, whole: Run, known: int) -> None:
     """The seconds are gone before the trace: what is known stays said, what is not asked is said, and nothing runs."""
-    ticks = itertools.count(1000.0, 0.001)
-    made = diagnoser(embedded, tmp_path / "run.jsonl", within_s=50.0, bound=True, clock=lambda: next(ticks))
+    made = diagnoser(embedded, tmp_path / "run.jsonl", within_s=50.0, bound=True)
     first = list(QUESTIONS)[:known]
     for record in (*whole.completions, *whole.rounds, *whole.rows, *(whole.axes if "axes" in first else ())):
         if record.impl == "stock":
@@ -163,7 +161,7 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
 
     def search(*_: Any, write: Any, **__: Any) -> Any:
         write(records["culprits"][0])
-        return SimpleNamespace(late="", run=lambda: records["trace_verdicts"][0])
+        return SimpleNamespace(run=lambda: records["trace_verdicts"][0])
 
     monkeypatch.setattr(steps, "Search", search)
     monkeypatch.setattr(Diagnoser, "_arms", lambda *_: (SimpleNamespace(name="alone"), SimpleNamespace(name="again")))
@@ -178,41 +176,44 @@ def test_what_a_trace_finds_between_batches_is_no_answer_to_noise(
 def test_a_limit_takes_rounds_and_values_and_says_so(
     embedded: LoadedModel, tmp_path: Path, whole: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the first round is proof, one value of each property; past the limit of a clean run, one each as well, and
-    two rounds: completions of one are not independent. A diagnosis without a limit runs everything."""
+    """Where the first round is proof, one value of each property and as many rounds as a rate takes; of a clean run,
+    what fits if all take as long as the first round, and at least two rounds: completions of one are not independent. A
+    diagnosis without a limit runs everything."""
     played: list[str] = []
 
-    def tried(engine: Any, axis: Any, impl: str, values: Any = (), over: Any = None) -> AxisTried:
-        trials = [t.name for t in axis.trials if t.name in values or not values]
-        trials = trials[-1:] if over() else trials
-        played.extend(trials)
+    def tried(engine: Any, axis: Any, impl: str) -> AxisTried:
+        played.extend(t.name for t in axis.trials)
         counts: dict[str, Any] = {"parted": [], "tried": 1, "traces": 0, "tokens": 0}
-        return AxisTried(axis=axis.name, impl=impl, held="", values=trials, **counts)
-
-    def rounds(self: Diagnoser, impl: str, wanted: Any) -> None:
-        played.extend(f"round {number}" for number in range(len(self.plan.rounds)) if wanted(number))
+        return AxisTried(axis=axis.name, impl=impl, held="", values=[t.name for t in axis.trials], **counts)
 
     monkeypatch.setattr(steps, "try_axis", tried)
-    monkeypatch.setattr(Diagnoser, "_collect", rounds)
+    monkeypatch.setattr(Diagnoser, "_collect", lambda _, impl, count: played.extend(["round"] * count))
     first = {"completions": [c for c in whole.completions if c.impl == "stock" and c.round == 0]}
     known = [s for s in whole.steps if s.name in ("greedy", "run")]
     alike = {"completions": [msgspec.structs.replace(c, trace=known[0].facts["trace"]) for c in first["completions"]]}
     unsure = [known[0], msgspec.structs.replace(known[1], outcome="unknown")]  # the round was not repeated: no proof
-    for completions, before, within, spent, expected in [
-        (first, known, 100.0, 10.0, (5, 1)),
-        (first, unsure, 100.0, 10.0, (5, 6)),
-        (first, known, 0.0, 1e6, (5, 6)),
-        (alike, known, 100.0, 10.0, (5, 6)),
-        (alike, known, 100.0, 200.0, (2, 1)),
+    for completions, before, within, spent, seconds, expected in [
+        (first, known, 100.0, 10.0, 2.0, (5, 1)),
+        (first, known, 100.0, 10.0, 3.0, (4, 1)),  # in 8 s, the last as long as the very first session, 1 s
+        (first, known, 100.0, 200.0, 9.0, (2, 1)),
+        (first, unsure, 100.0, 10.0, 2.0, (5, 6)),
+        (first, known, 0.0, 1e6, 1e6, (5, 6)),
+        (alike, known, 100.0, 10.0, 2.0, (5, 6)),
+        (alike, known, 100.0, 10.0, 15.0, (4, 1)),  # until half of the limit
+        (alike, known, 100.0, 200.0, 1.0, (2, 1)),
     ]:
-        made = diagnoser(embedded, tmp_path / "run.jsonl", n=25, within_s=within, clock=lambda: spent)  # noqa: B023
-        monkeypatch.setattr(Diagnoser, "_so_far", run_of({}, **completions, steps=before))
+        made = diagnoser(embedded, tmp_path / "run.jsonl", n=25, within_s=within)
+        took = [msgspec.structs.replace(s, seconds=spent / 2) for s in before]
+        rounds = [msgspec.structs.replace(r, seconds=seconds) for r in whole.rounds[:1]]
+        monkeypatch.setattr(Diagnoser, "_so_far", run_of({}, **completions, steps=took, rounds=rounds))
         made._kept = {None: session("1" * 64, []), 0: session("1", [])}
         played.clear()
         step, axes = made.answer("batch"), made.answer("axes")
-        assert sum(name.startswith("round") for name in played) == expected[0]
+        assert played.count("round") == expected[0]
         assert sum(name.endswith("requests") and name[0].isdigit() for name in played) == expected[1]
         assert ("values of the axes run (--within 0 runs all)" in axes.facts.get("less", "")) == (expected[1] == 1)
+        less = f"{expected[0]} round{'s' * (expected[0] > 1)} of 5 run (--within 0 runs all)"
+        assert step.facts["less"].endswith(less) == (expected[0] < 5)
         assert step.figures["rounds"] == 1
         made.writer.close()
 
@@ -253,7 +254,7 @@ def test_what_did_not_happen_is_no_agreement() -> None:
     axes = {axis.name: axis for axis in make_axes(parse_load("default"), range(1, 5), range(5, 69), 1024)}
     shared = try_axis(Engine(), axes["prefix sharing"], "stock")
     assert (shared.tried, shared.values) == (0, [])
-    assert shared.note == "the engine took no keys from the cache: its first half, the whole prompt"
+    assert shared.note == "the engine took no keys from the cache: the whole prompt, its first half"
     assert try_axis(Engine(), axes["batch size"], "stock").tried == 65
     with pytest.raises(EngineStoppedError, match="t7 failed: no memory"):
         try_axis(Engine("t7"), axes["batch size"], "stock")
