@@ -114,10 +114,12 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     """Tests every layer's own kernel as vLLM would run it here, in vLLM's own process."""
     output = Output(request, "certify-vllm", sink)
 
+    from nondet.engines import ENABLED
+    from nondet.engines.coverage import grouped
     from nondet.sampling.plan import Load
-    from nondet.vllm import ENABLED, OWN
+    from nondet.vllm import OWN
     from nondet.vllm.engine import VllmEngine
-    from nondet.vllm.plugin import Look, grouped
+    from nondet.vllm.plugin import Look
 
     steps, model = request.m or _STEP, None if request.model is None else str(request.model)
     own, ours = (os.environ.get(name) == "1" for name in (OWN, ENABLED))
