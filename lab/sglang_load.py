@@ -1,11 +1,11 @@
-"""A running SGLang, alone and under load: traces as alone, tokens a second, time by kernel. One file a server.
+"""A running SGLang, solo and under load: traces as solo, tokens a second, time by kernel. One file a server.
 
     python lab/sglang_load.py model 0.6b|8b|tiny FOLDER
     python lab/sglang_load.py bits|speed|kernels URL FOLDER OUT.json [--loads 2] [--copies 100] [--others 200]
     python lab/sglang_load.py summary OUT
 
 `model` makes a folder that SGLang loads as it is: Qwen3's shape with random weights, drawn on the GPU if there is one
-(SGLang's own dummy weights are so small that nothing can diverge). `bits` sends two targets alone, the first time cold,
+(SGLang's own dummy weights are so small that nothing can diverge). `bits` sends two targets solo, the first time cold,
 then loads of copies among random prompts, in turn with the prompts' prefixes cached and, by a salt, not; tokens and
 float32 logprobs are compared bit by bit. `summary` puts servers beside each other. Needs aiohttp.
 """
@@ -158,7 +158,7 @@ class Client:
 
 
 async def bits(asked: argparse.Namespace, client: Client) -> dict[str, Any]:
-    """Traces alone and under load."""
+    """Traces solo and under load."""
     rng = random.Random(7)  # noqa: S311 - the same at every call
     targets = {"short": client.prompt(rng, 32), "long": client.prompt(rng, 700)}
     made: dict[str, Any] = {"solo": {}, "loads": []}

@@ -12,7 +12,7 @@ ENABLED, ALLOWED, WRITTEN = "NONDET_BATCH_INVARIANT", "NONDET_ALLOW_AT_RISK", "N
 
 
 class Engine(NamedTuple):
-    """An engine in whose processes a plugin runs: its name, its package, and what refusals and coverage say of it."""
+    """An engine in whose processes a plugin runs: its name, its package, its version."""
 
     name: str
     package: str

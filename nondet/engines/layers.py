@@ -163,7 +163,7 @@ def summary(seen: Mapping[Any, Certified], counts: Sequence[int]) -> str:
 
 
 def plan_of(seen: Mapping[Any, Certified], graphs: int, tokens: int, requests: int) -> dict[str, Any]:
-    """What a coverage file says of the certificates."""
+    """What a coverage file has about the certificates."""
     proofs, seconds = sum(one.proofs for one in seen.values()), sum(one.seconds for one in seen.values())
     sizes = {"graphs": graphs, "tokens": tokens, "requests": requests}
     return sizes | {"shapes": len(seen), "proofs": proofs, "proofs_s": round(seconds, 2)}

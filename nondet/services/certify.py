@@ -114,10 +114,8 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
     """Tests every layer's own kernel as vLLM would run it here, in vLLM's own process."""
     output = Output(request, "certify-vllm", sink)
 
-    from nondet.engines import ENABLED
-    from nondet.engines.coverage import grouped
     from nondet.sampling.plan import Load
-    from nondet.vllm import OWN
+    from nondet.vllm import ENABLED, OWN
     from nondet.vllm.engine import VllmEngine
     from nondet.vllm.plugin import Look
 
@@ -138,7 +136,7 @@ def _under_vllm(request: CertifyRequest, sink: Sink) -> Path:
                 session = engine.run([], load, look)
             if session.fatal:
                 raise UserError(session.fatal, "See docs/vllm.md.")
-            for record in grouped(look.found):
+            for record in look.records():
                 if record.key not in writer.done:
                     writer.write(record)
     return output.present()

@@ -5,7 +5,7 @@ request's tokens lie anywhere in it, as its row of `req_to_token` says. For each
 key's place into a buffer with a fixed address, which captured graphs read: before a graph is replayed, because
 SGLang's scheduler may write to that table from then on. A step's launches are those of `nondet.engines.attention`.
 
-Imports SGLang at its top, because `nondet.sglang.plugin` loads it under SGLang alone.
+Imports SGLang at its top, because `nondet.sglang.plugin` loads it only under SGLang.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SegmentsBackend(AttentionBackend):  # type: ignore[misc] # SGLang's, which
         attentions = {one.layer_id: one for one in modules}
         for fault in filter(None, map(unfit, attentions.values())):
             raise UserError(f"nondet's attention under SGLang has no {fault}", _ELSE)
-        self.asked = {
+        self.layers = {
             at: Layer(one.tp_q_head_num, one.tp_k_head_num, one.head_dim, one.scaling, None, one.logit_cap or None)
             for at, one in attentions.items()
         }
@@ -77,20 +77,20 @@ class SegmentsBackend(AttentionBackend):  # type: ignore[misc] # SGLang's, which
         if kind != "MHATokenToKVPool":
             raise UserError(f"nondet's attention under SGLang reads no cache by {kind}", _ELSE)
         self.page, self.longest = runner.page_size, self.table.shape[1]
-        self.requests = runner.req_to_token_pool.size
-        device = self.table.device
-        self.cu_decode = torch.arange(self.requests + 1, dtype=torch.int32, device=device)
+        requests, device = runner.req_to_token_pool.size, self.table.device
+        # one more for each that fills the largest graph up
+        self.cu_decode = torch.arange(requests + _LEAST_REQUESTS + 1, dtype=torch.int32, device=device)
         self.cu_q, self.cu_k = (torch.zeros_like(self.cu_decode) for _ in range(2))
         self.key_index = torch.zeros(0, dtype=torch.int32, device=device)
         self.step: Step | None = None
         if device.type == "cuda":
-            k, _ = self.views(next(iter(self.asked)))
+            k, _ = self.views(next(iter(self.layers)))
 
             def cache_of(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
                 cache = torch.zeros(64, layer.kv_heads, layer.head_dim, dtype=k.dtype, device=device)
                 return as_dense(cache[:32]), as_dense(cache[32:])
 
-            log(warm(self.asked.values(), cache_of, self.requests, self.longest, self.page))
+            log(warm(self.layers.values(), cache_of, requests, self.longest, self.page))
 
     def views(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, [1, heads, tokens, dim]. Raises UserError: a cache that is not stored token by token."""
@@ -106,7 +106,7 @@ class SegmentsBackend(AttentionBackend):  # type: ignore[misc] # SGLang's, which
         log(f"attention keeps {4 * keys / 2**20:,.0f} MiB for the place of each key of a step.")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Of a request that fills a graph up: it attends to the cache's first token, which belongs to nobody."""
+        """Of a request that fills a graph up: it attends to the cache's first token, which is no request's."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -148,8 +148,8 @@ class SegmentsBackend(AttentionBackend):  # type: ignore[misc] # SGLang's, which
         index = self._placed(batch, n, sum(lengths), max(lengths))
         starts = [0, *itertools.accumulate(new)]
         torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int32, out=self.cu_q[1 : n + 1])
-        one = next(iter(self.asked.values()))
-        gathers = all(layer.may_gather for layer in self.asked.values())
+        one = next(iter(self.layers.values()))
+        gathers = all(layer.may_gather for layer in self.layers.values())
         pieces = pieces_of(starts, lengths, max(lengths), one.heads, gathers)
         self.step = Step.of(starts[-1], index, pieces, self.cu_q, self.cu_k)
         for piece in pieces:
@@ -180,7 +180,7 @@ class SegmentsBackend(AttentionBackend):  # type: ignore[misc] # SGLang's, which
             self.pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
         out = torch.empty_like(q) if out is None else out
         if self.step is not None:
-            asked = self.asked[layer.layer_id]
-            rows = -1, asked.heads, asked.head_dim
-            run(asked, self.step, (q.view(rows), *self.views(layer.layer_id), out.view(rows)), self.page)
+            form = self.layers[layer.layer_id]
+            rows = -1, form.heads, form.head_dim
+            run(form, self.step, (q.view(rows), *self.views(layer.layer_id), out.view(rows)), self.page)
         return out

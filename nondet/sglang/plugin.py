@@ -209,7 +209,9 @@ def post_init(original: Callable[..., Any], self: Any) -> None:
 
 
 def load_model(original: Callable[..., Any], self: Any) -> None:
-    """A worker's model, and its proofs, before memory is measured."""
+    """A worker's model, and its proofs, before memory is measured. The arguments are checked here too: they may come
+    from a process that loaded no plugin."""
+    refuse(self.server_args)
     original(self)
     self.of_nondet = start(self)
 
@@ -253,6 +255,7 @@ def refuse(arguments: Any) -> None:
     backends = {*arguments.get_attention_backends()}
     faults = {
         f"attention by {' and '.join(sorted(map(str, backends)))}": backends != {BACKEND},
+        "sampling and operators outside of SGLang's deterministic mode": not arguments.enable_deterministic_inference,
         **{f"{what} parallelism": getattr(arguments, f"{name}_size") > 1 for what, name in _PARALLEL.items()},
         f"a KV cache of {cache}": cache not in ("auto", "bf16", "bfloat16", "fp16", "float16"),
         f"disaggregation ({mode})": mode not in (None, "null"),
@@ -307,7 +310,7 @@ _NOT_COVERED = {
 # Coverage: which kernels compute each layer of a loaded model.
 
 # Layers without a sum of their own: SGLang's, by the name of a class that they are or descend from, and torch's. The
-# pooler runs for embeddings alone, which are refused.
+# pooler runs only for embeddings, which are refused.
 _ELEMENTWISE = {
     "SiluAndMul", "GeluAndMul", "NewGELU", "ReLU2", "QuickGELU", "RotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedding",
     "LogitsProcessor", "PPMissingLayer", "Pooler", "Identity", "Dropout", "SiLU", "GELU", "ReLU", "Sigmoid", "Tanh",
@@ -328,7 +331,7 @@ def standing_of(name: str, module: Any) -> Standing | None:
     if "RadixAttention" in above:
         from nondet.sglang.attention import unfit
 
-        fault = unfit(module)
+        fault = unfit(module) if kind == "RadixAttention" else f"what a {kind} adds"
         risk = (AT_RISK, f"attention with {fault}, which nondet does not compute under SGLang")
         return Standing(name, kind, *(risk if fault else (REPLACED, "attention in class segments")))
     if kind == "RMSNorm":

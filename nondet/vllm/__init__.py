@@ -4,6 +4,8 @@ Importing this package imports neither torch nor vLLM. vLLM calls `plugin` in ea
 NONDET_BATCH_INVARIANT=1 that loads `operators` and `attention`.
 """
 
+from nondet.engines import ENABLED as ENABLED
+
 OWN = "VLLM_BATCH_INVARIANT"  # vLLM's own mode
 
 

@@ -82,10 +82,10 @@ class SegmentsBuilder(FlashAttentionMetadataBuilder):
         self.key_index = RESERVED.pop() if fits else torch.zeros(requests * longest, dtype=torch.int32, device=device)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names if name in layers]
-        self.may_gather = all(impl.asked.may_gather for impl in impls)
+        self.may_gather = all(impl.as_layer.may_gather for impl in impls)
         if device.type == "cuda":
             caches = partial(example, dtype=kv_cache_spec.dtype, device=device)
-            log(warm((impl.asked for impl in impls), caches, requests, longest, self.block_size))
+            log(warm((impl.as_layer for impl in impls), caches, requests, longest, self.block_size))
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: a shared prefix is attended to by each request itself."""
@@ -182,7 +182,7 @@ class SegmentsImpl(FlashAttentionImpl):
         super().__init__(*given, **named)
         window = None if self.sliding_window[0] < 0 else self.sliding_window[0] + 1
         shape = self.num_heads, self.num_kv_heads, self.head_size
-        self.asked = Layer(*shape, self.scale, window, self.logits_soft_cap or None)
+        self.as_layer = Layer(*shape, self.scale, window, self.logits_soft_cap or None)
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, **_: Any
@@ -192,7 +192,7 @@ class SegmentsImpl(FlashAttentionImpl):
             return output.fill_(0)
         page, k, v = dense_views(kv_cache)
         rows = -1, self.num_heads, k.shape[-1]
-        run(self.asked, attn_metadata.step, (query.view(rows), k, v, output.view(rows)), page)
+        run(self.as_layer, attn_metadata.step, (query.view(rows), k, v, output.view(rows)), page)
         return output
 
 

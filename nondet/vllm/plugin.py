@@ -27,6 +27,7 @@ from nondet.engines.coverage import (
     Standing,
     ancestors,
     get,
+    grouped,
     refuse_missed,
     report,
     rows_of,
@@ -37,6 +38,7 @@ from nondet.version import VERSION
 from nondet.vllm import OWN, log
 
 if TYPE_CHECKING:
+    from nondet.core.records import LayerStanding
     from nondet.engines import layers
 
 TRIED = ("0.25.1", "0.26.0")  # versions of vLLM whose signatures fit, and that were run
@@ -585,7 +587,7 @@ def limits_of(config: Any) -> tuple[list[int], int, int]:
 
 
 def plan_of(config: Any, seen: Mapping[Any, Any]) -> dict[str, Any]:
-    """What the coverage file says of this start."""
+    """What the coverage file has about this start."""
     from nondet.engines import layers
 
     graphs, tokens, requests = limits_of(config)
@@ -786,3 +788,7 @@ class Look:
         seen = (standing_of(name, module, own, installed=installed) for name, module in model.named_modules())
         self.found = [*config_standings(config), *filter(None, seen)]
         yield
+
+    def records(self) -> list[LayerStanding]:
+        """What was found, as a run file holds it."""
+        return grouped(self.found)

@@ -236,8 +236,8 @@ def test_no_step_is_launched_in_another_way(
     """On a Hopper, of which multiprocessors are counted: any number of requests, over any number of keys."""
     monkeypatch.setattr(hopper, "available", lambda device: None)
     impl = backend.SegmentsImpl(**(NEEDED | {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": 128}))
-    cache = backend.example(impl.asked, torch.float16, torch.device("cpu"))
-    ways = attention.ways_of(impl.asked, cache, requests, longest, 16)
+    cache = backend.example(impl.as_layer, torch.float16, torch.device("cpu"))
+    ways = attention.ways_of(impl.as_layer, cache, requests, longest, 16)
     call = next(call for call in ways.values() if call.tq == 1)
     steps = {
         attention.way_for(call._replace(requests=n, tk=min(512 * segments, longest)))
@@ -262,7 +262,7 @@ def test_a_second_start_proves_nothing(backend: ModuleType, monkeypatch: pytest.
     impls = [backend.SegmentsImpl(**(NEEDED | {"sliding_window": 8, "head_size": 16})) for _ in range(2)]
     for proofs in (2, 0):
         caches = functools.partial(backend.example, dtype=torch.float16, device=torch.device("cpu"))
-        said = attention.warm((impl.asked for impl in impls), caches, 2, 100, PAGE)
+        said = attention.warm((impl.as_layer for impl in impls), caches, 2, 100, PAGE)
         assert said.startswith(f"attention in 2 ways: {proofs} proofs, 0 kernels compiled, in ")
         kept = Certificates({"device": "a test's"}, tmp_path)  # as another process reads them
         cuda.forget()
@@ -284,5 +284,5 @@ def test_the_index_of_keys_is_made_before_memory_is_measured(backend: ModuleType
 def test_the_copy_engine_brings_what_lies_together(backend: ModuleType) -> None:
     x, places = torch.zeros(1, HEADS, 1, DIM), torch.zeros(2, dtype=torch.int32)
     for page, together in ((16, 16), (48, 16), (64, 64), (128, 128), (256, 128), (384, 128)):
-        call = backend.SegmentsImpl(**NEEDED).asked.call((x,) * 4, (1, 1, 1), (places,) * 3, page)
+        call = backend.SegmentsImpl(**NEEDED).as_layer.call((x,) * 4, (1, 1, 1), (places,) * 3, page)
         assert call.page == together
