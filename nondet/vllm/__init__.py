@@ -5,6 +5,7 @@ NONDET_BATCH_INVARIANT=1 that loads `operators` and `attention`.
 """
 
 from nondet.engines import ENABLED as ENABLED
+from nondet.engines import WRITTEN as WRITTEN
 
 OWN = "VLLM_BATCH_INVARIANT"  # vLLM's own mode
 
