@@ -58,7 +58,7 @@ def unfit(layer: Any) -> str:
     return ", ".join(what for what, applies in faults.items() if applies)
 
 
-class SegmentsBackend(AttentionBackend):  # type: ignore[misc] # SGLang's, which mypy does not see
+class SegmentsBackend(AttentionBackend):
     """What SGLang makes for --attention-backend nondet."""
 
     def __init__(self, runner: Any) -> None:
