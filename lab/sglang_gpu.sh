@@ -31,6 +31,7 @@ entry=$WORK/entry/nondet_llm-0.dist-info
 mkdir -p "$entry"
 printf 'Metadata-Version: 2.1\nName: nondet-llm\nVersion: 0\n' > "$entry/METADATA"
 printf '[sglang.srt.plugins]\nnondet = nondet.sglang.plugin:register\n' > "$entry/entry_points.txt"
+ln -sfn "$ROOT/nondet" "$WORK/entry/nondet" # not the whole checkout, whose folder "kernels" has the name of a package
 load() { PYTHONPATH=$ROOT:$SITE "$PYTHON" lab/sglang_load.py "$@"; }
 packed() { # everything small that is there, as one file that is whole at any time
     load summary "$OUT" > "$OUT/summary.txt" 2>&1 || true
@@ -49,7 +50,7 @@ start() { # ARM: its server, in a group of its own, so that all of its processes
     local arm=$1 on=1
     case $arm in stock | own) on=0;; esac
     # shellcheck disable=SC2046,SC2086 # flags are words of their own
-    NONDET_BATCH_INVARIANT=$on NONDET_COVERAGE=$OUT/coverage-$arm.jsonl PYTHONPATH=$SITE:$WORK/entry:$ROOT setsid "$PYTHON" \
+    NONDET_BATCH_INVARIANT=$on NONDET_COVERAGE=$OUT/coverage-$arm.jsonl PYTHONPATH=$SITE:$WORK/entry setsid "$PYTHON" \
         -m sglang.launch_server --model-path "$WORK/$MODEL" --host 127.0.0.1 --port "$(port_of "$arm")" --grammar-backend none \
         --enable-metrics --random-seed 0 --max-running-requests 256 --cuda-graph-max-bs-decode 256 --context-length 8192 \
         --mem-fraction-static 0.85 --max-total-tokens "${KEYS:-160000}" $(flags_of "$arm") ${FLAGS:-} > "$OUT/$arm.log" 2>&1 &
