@@ -53,8 +53,8 @@ class Layer(NamedTuple):
         together = min(page & -page, 128)  # what the copy engine fetches at once
         q, k, v, out = operands
         cu_q, cu_k, index = packed
-        form = self.scale, True, self.window, self.softcap
-        return Call(q, k, v, out, *sizes, *form, cu_q, cu_k, None, index, together)
+        scale, window, cap = self.scale, self.window, self.softcap
+        return Call(q, k, v, out, *sizes, scale, True, window, cap, cu_q, cu_k, None, index, together)
 
 
 class Piece(NamedTuple):
